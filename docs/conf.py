@@ -1,0 +1,42 @@
+"""How Sphinx builds these pages; see CONTRIBUTING.md for the commands."""
+
+import enqueuer
+
+project = "enqueuer"
+author = "the enqueuer authors"
+copyright = "2026, the enqueuer authors"
+release = enqueuer.__version__
+
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.doctest",
+    "sphinx.ext.napoleon",
+    "myst_parser",
+]
+source_suffix = {".rst": "restructuredtext", ".md": "markdown"}
+exclude_patterns = ["build"]
+nitpicky = True
+default_role = "literal"  # docstrings and pages write `name` as in Markdown
+
+html_theme = "alabaster"
+html_theme_options = {"description": "Any generator, fed ahead", "page_width": "60rem"}
+html_sidebars = {"**": ["about.html", "searchfield.html", "navigation.html"]}
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+
+# The builds must not need a network, so names of other projects are not looked up.
+nitpick_ignore_regex = [
+    (r"py:.*", r"(queue|logging|multiprocessing|collections|contextlib|threading|np|numpy)\..*"),
+    (r"py:.*", r"(BaseContext|Any|Callable|Iterable|Iterator|Sequence|Batch|T)"),
+    (r"py:.*", r"enqueuer\.[a-z_.]+\.(Batch|T)"),
+]
+
+# The docstrings' examples see what their module sees; a name as in a plain script.
+doctest_global_setup = """
+from enqueuer import *
+__name__ = "__main__"
+"""

@@ -1,0 +1,49 @@
+"""Hand over any Python generator; get its batches back ahead of time, in order.
+
+>>> from enqueuer import prefetch
+>>> list(prefetch(iter("abc")))
+['a', 'b', 'c']
+"""
+
+from enqueuer.buffer import Buffer
+from enqueuer.enqueuers import GeneratorEnqueuer, prefetch
+from enqueuer.errors import (
+    BlockMemoryError,
+    Closed,
+    DuplicateDataWarning,
+    EnqueuerError,
+    EnqueuerWarning,
+    InvalidState,
+    ItemNotLoadable,
+    ItemNotPicklable,
+    SourceNotPicklable,
+    StartError,
+    StopWarning,
+    TransportError,
+    WorkerDied,
+    WorkerError,
+)
+from enqueuer.shards import Shard
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BlockMemoryError",
+    "Buffer",
+    "Closed",
+    "DuplicateDataWarning",
+    "EnqueuerError",
+    "EnqueuerWarning",
+    "GeneratorEnqueuer",
+    "InvalidState",
+    "ItemNotLoadable",
+    "ItemNotPicklable",
+    "Shard",
+    "SourceNotPicklable",
+    "StartError",
+    "StopWarning",
+    "TransportError",
+    "WorkerDied",
+    "WorkerError",
+    "prefetch",
+]

@@ -1,0 +1,122 @@
+"""What an enqueuer may ask of a backend, and loading one by name.
+
+The worker as the consumer's side sees it:
+
+    STARTING --first word--> RUNNING --its generators ended--> ENDED
+        \\________________________|____________________________/
+                          killed: DEAD, after DRAINING what it had sent
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from enqueuer.messages import Message
+from enqueuer.sources import Source
+from enqueuer.worker import Plan
+
+BackendName = Literal["thread", "process"]
+
+_MODULES = {"thread": "enqueuer.backends.threads", "process": "enqueuer.backends.processes"}
+
+ESCALATION_S = 0.6  # terminate, wait half of this, kill, wait the other half
+
+
+class WorkerState(enum.Enum):
+    """Where a worker is in its life."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    DRAINING = "draining"  # its process has ended; what it had sent is still being read
+    ENDED = "ended"  # as it was asked to
+    DEAD = "dead"  # without having been asked
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that a backend must know to run a source.
+
+    Attributes:
+        source: What the user handed over.
+        shards: How many shards there are.
+        workers: How many workers run them; at most one a shard is started.
+        random_seed: Of the enqueuer.
+        ordered: Whether the consumer reads the shards in turn.
+        max_queue_size: The most finished items that may wait, over all workers.
+        max_queue_bytes: The same in bytes, or None.
+        start_method: "fork", "forkserver" or "spawn"; processes only.
+        forward_logs: True, False or "multiprocessing-logging"; processes only.
+    """
+
+    source: Source
+    shards: int
+    workers: int
+    random_seed: int
+    ordered: bool
+    max_queue_size: int
+    max_queue_bytes: int | None
+    start_method: str
+    forward_logs: bool | str
+
+    def plans(self) -> list[Plan]:
+        """Deal the shards out: worker w runs the shards w, w + workers, w + 2 workers ..."""
+        workers = min(self.workers, self.shards)
+        return [
+            Plan(self.source, tuple(range(w, self.shards, workers)), self.shards, self.random_seed)
+            for w in range(workers)
+        ]
+
+
+class Backend(Protocol):
+    """Workers, and the roads on which their messages come."""
+
+    def start(self) -> None:
+        """Start all workers or none; raise StartError if it cannot be done."""
+
+    def begin(self, epoch: int) -> None:
+        """Tell the workers to run their shards once more."""
+
+    def receive(self, shard: int | None, deadline: float | None) -> Message:
+        """Wait for the next message of the worker that runs `shard`, or of any (None).
+
+        Called by one consumer at a time. Woken by a message, a death, and `close()`.
+
+        Args:
+            shard: Whose turn it is.
+            deadline: Of `time.monotonic()`, or None to wait for ever.
+
+        Raises:
+            TimeoutError: Nothing came until `deadline`.
+            Closed: `close()` was called.
+        """
+
+    def waiting(self) -> int:
+        """Return how many finished items wait."""
+
+    def close(self) -> None:
+        """Ask the workers to go home and wake whoever waits in `receive()`; returns at once."""
+
+    def stop(self, timeout: float) -> None:
+        """Close, then end the workers: ask, terminate, kill; take about `timeout` seconds at most."""
+
+    def describe(self, shard: int) -> str:
+        """Return who runs `shard`: "worker 2 (process 4711, forkserver)"."""
+
+
+def load(name: str, job: Job) -> Backend:
+    """Return the backend called `name`, ready to start `job`."""
+    backend: Backend = importlib.import_module(_MODULES[name]).create(job)
+    return backend
+
+
+def split_bound(total: int, workers: int) -> list[int]:
+    """Deal a bound out over workers: as even as can be, and never more than `total`.
+
+    Example:
+        >>> split_bound(10, 4), split_bound(1, 3)
+        ([3, 3, 2, 2], [1, 0, 0])
+    """
+    return [total // workers + (w < total % workers) for w in range(workers)]

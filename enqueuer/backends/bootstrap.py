@@ -1,0 +1,177 @@
+"""What a worker process does before and after its loop; runs in the child only.
+
+    signals -> lifeline -> HELLO -> the job -> logs -> the source -> serve() -> last logs -> exit
+
+Everything that can fail because of the user's code (importing it, unpickling the source) comes
+after HELLO, so that it reaches the consumer as an error with a traceback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import fcntl
+import mmap
+import os
+import pickle
+import select
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from enqueuer import logs, worker
+from enqueuer.backends.launching import serve_forks
+from enqueuer.messages import Failure
+from enqueuer.shards import GlobalStreams
+from enqueuer.sources import Source
+from enqueuer.transport.channel import Credit, WorkerEnd
+from enqueuer.transport.packets import Descriptor, Packets, close_in_children
+
+_GRANDCHILD = 70  # exit code of a copy that the user's code forked and let run on
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a process that was not forked must be told of its parent."""
+
+    path: list[str]
+    argv: list[str]
+    directory: str
+    environment: dict[str, str]
+
+    @classmethod
+    def of_this_process(cls) -> Surroundings:
+        """Read them."""
+        return cls(list(sys.path), list(sys.argv), os.getcwd(), dict(os.environ))
+
+    def apply(self) -> None:
+        """Make them this process's."""
+        sys.path[:] = self.path
+        sys.argv[:] = self.argv
+        os.environ.clear()
+        os.environ.update(self.environment)
+        with contextlib.suppress(OSError):  # the directory is gone; the code may not need it
+            os.chdir(self.directory)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all workers of an enqueuer are told, beside the source."""
+
+    count: int
+    random_seed: int
+    levels: logs.Levels | None
+    surroundings: Surroundings | None
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one worker alone is told."""
+
+    shards: tuple[int, ...]
+    credit: Credit
+
+
+def main(sock_fd: int, lifeline_fd: int) -> None:
+    """Be a worker that was spawned: the job comes over the channel."""
+    packets = _begin(socket.socket(fileno=sock_fd), Descriptor(lifeline_fd))
+    channel = WorkerEnd(packets)
+    channel.hello()
+    part, payload = _receive_job(packets)
+    setup, pickled = pickle.loads(payload)
+    if setup.surroundings is not None:
+        setup.surroundings.apply()
+    channel.open(part.credit)
+    _work(channel, setup, part, lambda: pickle.loads(pickled))
+
+
+def main_forked(
+    sock: socket.socket, lifeline: Descriptor, setup: Setup, part: Part, source: Source
+) -> None:
+    """Be a worker that was forked: everything is here."""
+    packets = _begin(sock, lifeline)
+    channel = WorkerEnd(packets)
+    channel.hello()
+    channel.open(part.credit)
+    _work(channel, setup, part, lambda: source)
+
+
+def serve(fd: int) -> None:
+    """Be a fork server; in a child of it, a worker."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    mine = serve_forks(fd)
+    if mine is not None:
+        main(*mine)
+
+
+def _begin(sock: socket.socket, lifeline: Descriptor) -> Packets:
+    _reset_signals()
+    _arm(lifeline)
+    close_in_children(sock)
+    close_in_children(lifeline)
+    sock.setblocking(True)
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        faulthandler.enable()  # a crash in C then shows the Python stack on stderr
+    return Packets(sock)
+
+
+def _reset_signals() -> None:
+    """Forget the parent's handlers: its checkpointing must not run here, nor outlive SIGTERM."""
+    signal.set_wakeup_fd(-1)
+    for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGCHLD"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the parent's to answer
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+
+
+def _arm(lifeline: Descriptor) -> None:
+    """Have the kernel kill this process when the parent's end of the pipe closes.
+
+    That works even if `next()` hangs in C. Who lives without F_SETSIG (macOS) learns of the
+    parent's death from the channel, between two items.
+    """
+    fd = lifeline.fileno()
+    if hasattr(fcntl, "F_SETSIG"):
+        fcntl.fcntl(fd, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
+    if select.select([fd], [], [], 0)[0]:
+        os._exit(1)  # the parent died before the lifeline was armed
+
+
+def _receive_job(packets: Packets) -> tuple[Part, bytes]:
+    poller = select.poll()
+    poller.register(packets.fileno(), select.POLLIN)
+    while not packets.received:
+        if packets.ended:
+            os._exit(1)  # the parent changed its mind
+        poller.poll()
+        packets.drain()
+    data, (fd,) = packets.received.popleft()
+    part: Part = pickle.loads(data)
+    with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as memory:  # shared, so nobody moves an offset
+        payload = memory[:]
+    os.close(fd)
+    return part, payload
+
+
+def _work(channel: WorkerEnd, setup: Setup, part: Part, load: Callable[[], Source]) -> None:
+    pid = os.getpid()
+    if setup.levels is not None:
+        logs.forward(channel.send_record, setup.levels)
+    try:
+        source = load()
+    except BaseException as error:
+        channel.send(Failure(part.shards[0], 0, error))
+        while channel.next_epoch() is not None:
+            pass
+    else:
+        plan = worker.Plan(source, part.shards, setup.count, setup.random_seed)
+        worker.serve(plan, channel, channel, GlobalStreams().enter)
+    if os.getpid() != pid:
+        # the generator forked, and the copy came out of its loop as if it were the worker
+        os._exit(_GRANDCHILD)
+    channel.close()

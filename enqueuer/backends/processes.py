@@ -1,0 +1,552 @@
+"""Workers as processes: start, watch and end them; channels are the roads.
+
+    worker 0 (process) ==channel 0==> \\
+    worker 1 (process) ==channel 1==>  > poll() in the consumer's own thread -> inboxes -> receive()
+      their deaths     ---pidfds---->  |
+      close()          ---wake-up--->  /
+
+There is no helper thread: whoever wants the next item reads the channels. A death is seen by
+the end of the channel and by a pidfd, which no grandchild that holds the channel open, no
+stranger's waitpid and no ignored SIGCHLD can hide. What the dead had sent is read first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing.util
+import os
+import pickle
+import select
+import signal
+import socket
+import time
+import warnings
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any
+
+import cloudpickle
+
+from enqueuer import logs
+from enqueuer.backends import ESCALATION_S, Job, WorkerState, split_bound
+from enqueuer.backends.bootstrap import Part, Setup, Surroundings, main_forked
+from enqueuer.backends.launching import Launched, interrupts_held, launch
+from enqueuer.errors import (
+    Closed,
+    InvalidState,
+    SourceNotPicklable,
+    StartError,
+    StopWarning,
+    WorkerDied,
+)
+from enqueuer.merging import RoundRobin
+from enqueuer.messages import End, Failure, Item, Message
+from enqueuer.sources import FunctionSource, LiveSource, Source, name_of
+from enqueuer.transport.blocks import open_nameless
+from enqueuer.transport.channel import ConsumerEnd, Credit
+from enqueuer.transport.codec import find_culprit, is_picklable
+from enqueuer.transport.packets import Descriptor, Packets, close_in_children, pair
+
+START_TIMEOUT_S = 60.0  # a first word that takes longer is a deadlock; imports come after it
+
+_EXITCODE_S = 1.0  # between the end of a process and somebody's word on how it ended
+
+_NEXT_STATE = {
+    WorkerState.STARTING: {WorkerState.RUNNING, WorkerState.DRAINING, WorkerState.ENDED},
+    WorkerState.RUNNING: {WorkerState.DRAINING, WorkerState.ENDED},
+    WorkerState.DRAINING: {WorkerState.DEAD, WorkerState.ENDED},
+    WorkerState.ENDED: set(),
+    WorkerState.DEAD: {WorkerState.ENDED},
+}
+
+
+def create(job: Job) -> ProcessBackend:
+    """Return the backend for `job`."""
+    return ProcessBackend(job)
+
+
+@dataclass(eq=False)
+class _Worker:
+    """A worker process as this process sees it."""
+
+    index: int
+    method: str
+    process: Launched
+    channel: ConsumerEnd
+    lifeline: Descriptor
+    pidfd: Descriptor | None
+    shards: tuple[int, ...]
+    state: WorkerState = WorkerState.STARTING
+    exitcode: int | None = None
+    turns: RoundRobin = field(init=False)
+    numbers: dict[int, int] = field(init=False)
+    gone: bool = False  # whether the process has ended
+
+    def __post_init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Note that the worker runs all its shards from their first items on."""
+        self.turns = RoundRobin(self.shards)
+        self.numbers = dict.fromkeys(self.shards, 0)
+
+    def move(self, new: WorkerState) -> None:
+        """Change state; the only method that assigns `state` after the start."""
+        assert new in _NEXT_STATE[self.state], f"{self.state} -> {new}"
+        self.state = new
+
+    def took(self, message: Message) -> None:
+        """Note what was delivered, so that a death can name the item that was in work."""
+        match message:
+            case Item(shard=shard, number=number):
+                self.numbers[shard] = number + 1
+                self.turns.took(shard)
+            case End(shard=shard):
+                self.turns.ended(shard)
+            case Failure():
+                pass
+
+    def send_signal(self, number: int) -> None:
+        """Signal the process, and never another one that has got its pid."""
+        with contextlib.suppress(ProcessLookupError):
+            if self.pidfd is not None:
+                signal.pidfd_send_signal(self.pidfd.fileno(), number)
+            else:
+                os.kill(self.process.pid, number)
+
+    def __str__(self) -> str:
+        return f"worker {self.index} (process {self.process.pid}, {self.method})"
+
+
+class ProcessBackend:
+    """See `enqueuer.backends.Backend`."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._plans = job.plans()
+        self._owner = os.getpid()
+        self._workers: list[_Worker] = []
+        self._by_fd: dict[int, _Worker] = {}
+        self._rotation = 0  # where to look first when any worker will do
+        self._poller = select.poll()
+        self._closed = False
+        self._resources = contextlib.ExitStack()
+        self._wake: socket.socket | None = None
+        self._started = 0.0
+
+    # --- start ---
+
+    def start(self) -> None:
+        payload = self._payload()  # the user's mistakes show before anything runs
+        try:
+            self._open_wake_up()
+            if self._job.forward_logs == logs.MULTIPROCESSING_LOGGING:
+                self._resources.enter_context(logs.multiprocessing_logging())
+            setup = self._setup()
+            with interrupts_held():
+                for index in range(len(self._plans)):
+                    self._start_one(index, setup, payload)
+        except BaseException as error:
+            self.stop(0)
+            if isinstance(error, OSError):
+                raise StartError(
+                    f"worker {len(self._workers)} of {len(self._plans)} could not be started: "
+                    f"{error}; none is running now. A worker takes about 6 descriptors "
+                    "(`ulimit -n`) and a process (`ulimit -u`): try fewer workers"
+                ) from error
+            raise
+        finally:
+            if payload is not None:
+                payload.close()
+        self._started = time.monotonic()
+        _running.add(self)
+        _register_exit()
+
+    def _payload(self) -> Descriptor | None:
+        """Pickle once, for all workers, what those that are not forked must be told."""
+        if self._job.start_method == "fork":
+            return None
+        try:
+            pickled = cloudpickle.dumps(self._job.source, protocol=5)
+        except Exception as error:
+            raise SourceNotPicklable(_why_not(self._job.source, self._job.start_method)) from error
+        data = cloudpickle.dumps((self._setup(), pickled), protocol=5)
+        fd = open_nameless(len(data))
+        with open(fd, "wb", closefd=False) as file:
+            file.write(data)
+        return Descriptor(fd)
+
+    def _setup(self) -> Setup:
+        levels = logs.Levels.of_this_process() if self._job.forward_logs is True else None
+        fork = self._job.start_method == "fork"
+        around = None if fork else Surroundings.of_this_process()
+        return Setup(self._job.shards, self._job.random_seed, levels, around)
+
+    def _open_wake_up(self) -> None:
+        wake, woken = socket.socketpair()
+        wake.setblocking(False)
+        for end in (wake, woken):
+            close_in_children(end)
+            self._resources.callback(end.close)
+        self._wake = wake
+        self._poller.register(woken, select.POLLIN)
+
+    def _start_one(self, index: int, setup: Setup, payload: Descriptor | None) -> None:
+        job, plan = self._job, self._plans[index]
+        quota = split_bound(job.max_queue_size, len(self._plans))[index]
+        share = None if job.max_queue_bytes is None else job.max_queue_bytes // len(self._plans)
+        part = Part(plan.shards, Credit(quota, share, ask=not job.ordered))
+        ours, its = pair()
+        read, write = map(Descriptor, os.pipe())
+        with contextlib.closing(its), contextlib.closing(read), contextlib.ExitStack() as undo:
+            for thing in (ours, write):
+                close_in_children(thing)
+                undo.callback(thing.close)
+            packets = Packets(ours)
+            forked = functools.partial(main_forked, its, read, setup, part, job.source)
+            process = launch(job.start_method, its, read, forked)
+            if payload is not None:
+                packets.send(pickle.dumps(part), [payload.fileno()])
+            undo.pop_all()
+        batch = max(1, job.max_queue_size // (8 * len(self._plans)))
+        name = f"worker {index} (process {process.pid}, {job.start_method})"
+        channel = ConsumerEnd(packets, part.credit, name, batch)
+        pidfd = _open_pidfd(process.pid)
+        worker = _Worker(
+            index, job.start_method, process, channel, write, pidfd, plan.shards
+        )
+        self._workers.append(worker)
+        for end in (channel, *([pidfd] if pidfd is not None else [])):
+            self._by_fd[end.fileno()] = worker
+            self._poller.register(end.fileno(), select.POLLIN)
+
+    # --- run ---
+
+    def begin(self, epoch: int) -> None:
+        self._check_owner()
+        for worker in self._workers:
+            worker.begin()
+            worker.channel.begin(epoch)
+
+    def receive(self, shard: int | None, deadline: float | None) -> Message:
+        self._check_owner()
+        wanted = None if shard is None else self._workers[shard % len(self._workers)]
+        if wanted is not None and not wanted.channel.inbox and wanted.state is WorkerState.RUNNING:
+            self._read(wanted)
+        while True:
+            if self._closed:
+                raise Closed("the enqueuer was stopped")
+            found = self._with_message(wanted)
+            if found is not None:
+                return self._take(found)
+            dead = self._dead(wanted)
+            if dead is not None:
+                return self._obituary(dead)
+            self._ask_for(wanted)
+            self._wait(deadline)
+
+    def waiting(self) -> int:
+        self._check_owner()
+        for worker in self._workers:
+            if worker.state in (WorkerState.STARTING, WorkerState.RUNNING):
+                self._read(worker)
+        return sum(worker.channel.items for worker in self._workers)
+
+    def _with_message(self, wanted: _Worker | None) -> _Worker | None:
+        """Return the worker whose message is next, if there is one."""
+        if wanted is not None:
+            return wanted if wanted.channel.inbox else None
+        count = len(self._workers)
+        for step in range(count):  # begin behind the last one served, so that all get their turn
+            worker = self._workers[(self._rotation + step) % count]
+            if worker.channel.inbox:
+                self._rotation = (worker.index + 1) % count
+                return worker
+        return None
+
+    def _take(self, worker: _Worker) -> Message:
+        message = worker.channel.take()
+        worker.took(message)
+        return message
+
+    def _dead(self, wanted: _Worker | None) -> _Worker | None:
+        """Return a worker whose death must be told now, as nothing of it is left to deliver.
+
+        In order, another worker's turn may come first; but if that means waiting, the death is
+        told at once.
+        """
+        for worker in self._workers:
+            if worker.state is WorkerState.DEAD and not worker.channel.inbox:
+                if worker is wanted or not worker.turns.done:
+                    return worker
+        return None
+
+    def _obituary(self, worker: _Worker) -> Failure:
+        shard = worker.shards[0] if worker.turns.done else worker.turns.turn()
+        number = worker.numbers[shard]
+        return Failure(shard, number, WorkerDied(_epitaph(worker), worker.index, worker.exitcode))
+
+    def _ask_for(self, wanted: _Worker | None) -> None:
+        """Let the item come for which the consumer is about to wait."""
+        if wanted is not None:
+            wanted.channel.grant(wanted=True)
+            return
+        asked = False
+        for worker in self._workers:
+            now = worker.channel.asked and not asked
+            asked = asked or now
+            worker.channel.grant(wanted=now)
+
+    def _wait(self, deadline: float | None) -> None:
+        """Sleep until something comes, and read it. Woken by packets, deaths and close()."""
+        starting = [w for w in self._workers if w.state is WorkerState.STARTING]
+        limits = [] if deadline is None else [deadline]
+        if starting:
+            limits.append(self._started + START_TIMEOUT_S)
+        timeout = None if not limits else max(0.0, min(limits) - time.monotonic()) * 1000
+        ready = self._poller.poll(timeout)
+        for fd, _ in ready:
+            worker = self._by_fd.get(fd)
+            if worker is not None:
+                if worker.pidfd is not None and fd == worker.pidfd.fileno():
+                    worker.gone = True
+                self._read(worker)
+        if not ready and deadline is not None and time.monotonic() >= deadline:
+            raise TimeoutError("no batch in time")
+        if starting and not ready and time.monotonic() >= self._started + START_TIMEOUT_S:
+            raise StartError(
+                f"{starting[0]} has not said a word in {START_TIMEOUT_S:g} s; with fork, a lock "
+                "that another thread held is a likely cause: use mp_context='forkserver'"
+            )
+
+    def _read(self, worker: _Worker) -> None:
+        """Read what a worker has sent, and see whether it was its last."""
+        if worker.state in (WorkerState.DEAD, WorkerState.ENDED):
+            return
+        worker.channel.pump()
+        self._deliver_records(worker)
+        if worker.channel.greeted and worker.state is WorkerState.STARTING:
+            worker.move(WorkerState.RUNNING)
+        if worker.gone or worker.channel.ended:
+            self._bury(worker)
+
+    def _bury(self, worker: _Worker) -> None:
+        """Take leave of a process that has ended; all that it sent is in its inbox now."""
+        worker.move(WorkerState.DRAINING)
+        self._forget(worker)
+        worker.channel.pump()  # what it sent between the last reading and its end
+        self._deliver_records(worker)
+        worker.exitcode = worker.process.exitcode(_EXITCODE_S)
+        if worker.exitcode is None:  # it only hung up (the user's code closed all descriptors)
+            worker.send_signal(signal.SIGKILL)
+        worker.move(WorkerState.DEAD)
+
+    def _deliver_records(self, worker: _Worker) -> None:
+        records = worker.channel.records
+        while records:
+            logs.deliver(records.popleft())
+
+    # --- stop ---
+
+    def close(self) -> None:
+        if self._owner != os.getpid():
+            return
+        self._closed = True
+        for worker in self._workers:
+            if worker.state is not WorkerState.ENDED:
+                worker.channel.ask_to_stop()
+        with contextlib.suppress(OSError):
+            if self._wake is not None:
+                self._wake.send(b"\0")
+
+    def stop(self, timeout: float) -> None:
+        if self._owner != os.getpid():
+            return
+        self.close()
+        end = time.monotonic() + timeout
+        escalation = min(ESCALATION_S, timeout / 2)
+        self._see_off(end - escalation)
+        for number, until in ((signal.SIGTERM, end - escalation / 2), (signal.SIGKILL, end)):
+            for worker in self._left():
+                worker.send_signal(number)
+            self._see_off(until)
+        self._see_off(end + ESCALATION_S)  # a kill is obeyed at once, but for a hanging disk
+        for worker in self._left():
+            warnings.warn(
+                f"{worker} could not be killed; it may hang in a system call",
+                StopWarning,
+                stacklevel=3,
+            )
+        self._workers = self._left()
+        if not self._workers:
+            _running.discard(self)
+            self._resources.close()
+            self._by_fd.clear()
+
+    def describe(self, shard: int) -> str:
+        return str(self._workers[shard % len(self._workers)])
+
+    def _left(self) -> list[_Worker]:
+        return [worker for worker in self._workers if worker.state is not WorkerState.ENDED]
+
+    def _see_off(self, deadline: float) -> None:
+        """Read and forget what the workers still send, until all have ended or time is over."""
+        for worker in self._left():
+            if worker.state is WorkerState.DEAD:
+                self._end(worker)
+        while left := self._left():
+            poller = select.poll()
+            for worker in left:
+                end = worker.channel if worker.pidfd is None else worker.pidfd
+                poller.register(end.fileno(), select.POLLIN)
+                if not worker.channel.ended:  # what has ended would wake us again and again
+                    poller.register(worker.channel.fileno(), select.POLLIN)
+            remaining = deadline - time.monotonic()
+            if remaining <= 0 or not poller.poll(remaining * 1000 + 1):
+                return
+            for worker in left:
+                self._see_off_one(worker)
+
+    def _see_off_one(self, worker: _Worker) -> None:
+        with contextlib.suppress(Exception):  # it is leaving: what it says makes no difference
+            worker.channel.pump()
+        worker.channel.inbox.clear()
+        self._deliver_records(worker)
+        if _has_ended(worker):
+            self._end(worker)
+
+    def _end(self, worker: _Worker) -> None:
+        if worker.state is not WorkerState.DEAD:
+            self._forget(worker)
+            with contextlib.suppress(Exception):
+                worker.channel.pump()
+            self._deliver_records(worker)
+            worker.exitcode = worker.process.exitcode(_EXITCODE_S)
+        worker.channel.close()
+        worker.lifeline.close()
+        if worker.pidfd is not None:
+            worker.pidfd.close()
+        worker.move(WorkerState.ENDED)
+
+    def _forget(self, worker: _Worker) -> None:
+        """Wait no longer for anything of a worker."""
+        for fd in [fd for fd, owner in self._by_fd.items() if owner is worker]:
+            del self._by_fd[fd]
+            self._poller.unregister(fd)
+
+    def _check_owner(self) -> None:
+        if self._owner != os.getpid():
+            raise InvalidState(
+                f"this enqueuer belongs to process {self._owner}, and this one, "
+                f"{os.getpid()}, was forked from it; make a new enqueuer here"
+            )
+
+
+# --- the end of the interpreter ----------------------------------------------------------------
+
+_running: weakref.WeakSet[ProcessBackend] = weakref.WeakSet()
+_EXIT_TIMEOUT_S = 2.0
+
+
+@functools.cache
+def _register_exit() -> None:
+    # multiprocessing joins its children at exit, without a limit; this comes before that
+    multiprocessing.util.Finalize(None, _stop_all, exitpriority=100)
+
+
+def _stop_all() -> None:
+    for backend in list(_running):
+        backend.stop(_EXIT_TIMEOUT_S)
+
+
+# --- a process and its end ---------------------------------------------------------------------
+
+
+def _open_pidfd(pid: int) -> Descriptor | None:
+    """Return a descriptor that tells of a process's end; None where there are none."""
+    if not hasattr(os, "pidfd_open"):
+        return None
+    try:
+        pidfd = Descriptor(os.pidfd_open(pid))
+    except OSError:  # it has ended and was reaped already, or the kernel is older than 5.3
+        return None
+    close_in_children(pidfd)
+    return pidfd
+
+
+def _has_ended(worker: _Worker) -> bool:
+    if worker.pidfd is None:
+        return worker.channel.ended
+    poller = select.poll()
+    poller.register(worker.pidfd.fileno(), select.POLLIN)
+    return bool(poller.poll(0))
+
+
+def _epitaph(worker: _Worker) -> str:
+    code = worker.exitcode
+    if code is None:
+        how = "ended, nobody knows how (its exit code was taken by somebody else)"
+    elif code < 0:
+        how = f"was killed by {_signal_name(-code)}"
+    else:
+        how = f"ended with exit code {code} and said nothing"
+    advice = {
+        -signal.SIGKILL: "If nobody killed it, the system was out of memory: try fewer workers, "
+        "smaller batches or a smaller max_queue_size.",
+        -signal.SIGSEGV: "A crash in C code; its Python stack was written to stderr.",
+    }.get(code or 0, "Look for os._exit or a crash in the libraries that the generator uses.")
+    return f"{worker} {how}; what it had sent was delivered. {advice}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+# --- why a source cannot be pickled ------------------------------------------------------------
+
+
+def _why_not(source: Source, method: str) -> str:
+    advice = (
+        "pass a generator function that makes its own in the worker, "
+        "or use backend='thread' or mp_context='fork'"
+    )
+    if isinstance(source, LiveSource):
+        kind = type(source.iterable).__name__
+        return f"a live {kind} cannot be sent to a process started by {method}; {advice}"
+    culprits = [
+        f"{where} (a {type(value).__module__}.{type(value).__qualname__})"
+        for where, value in _found_in(source)
+        if not is_picklable(value)
+    ]
+    what = ", ".join(culprits) or "something that it refers to"
+    return f"{name_of(source.function)} cannot be sent to a process started by {method}: {what} cannot be pickled; {advice}"
+
+
+def _found_in(source: FunctionSource) -> Iterator[tuple[str, Any]]:
+    """Yield what a function refers to: closure, globals, defaults, or the parts of an object."""
+    function = source.function
+    target = getattr(function, "__func__", function)
+    if isinstance(target, FunctionType):
+        names, cells = target.__code__.co_freevars, target.__closure__ or ()
+        for name, cell in zip(names, cells, strict=True):
+            with contextlib.suppress(ValueError):  # an empty cell
+                yield _named(f"the variable {name!r}", cell.cell_contents)
+        for name in target.__code__.co_names:
+            if name in target.__globals__:
+                yield f"the global {name!r}", target.__globals__[name]
+        for default in (*(target.__defaults__ or ()), *(target.__kwdefaults__ or {}).values()):
+            yield "a default argument", default
+    if target is not function or not isinstance(target, FunctionType):
+        yield _named("the object", getattr(function, "__self__", function))
+
+
+def _named(where: str, value: object) -> tuple[str, object]:
+    if is_picklable(value):
+        return where, value
+    return find_culprit(where, value)

@@ -1,0 +1,164 @@
+"""Workers as threads: start, watch and end them; buffers are the roads.
+
+    ordered:     one buffer a worker, read in turn     worker 0 -> [..] \\
+                                                       worker 1 -> [..] -> the consumer
+    as they come: one buffer for all                   workers  -> [......] -> the consumer
+
+A thread cannot be killed: one that hangs in the generator is left behind, daemonic, with a
+warning that shows where it hangs. No thread holds a reference to the enqueuer, or it could
+never be garbage-collected.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Iterable, Mapping
+from queue import Empty
+
+from enqueuer.backends import Job, split_bound
+from enqueuer.buffer import Buffer
+from enqueuer.errors import Closed, StartError, StopWarning
+from enqueuer.messages import End, Failure, Item, Message
+from enqueuer.sources import LiveSource
+from enqueuer.worker import Plan, serve
+
+
+def create(job: Job) -> ThreadBackend:
+    """Return the backend for `job`."""
+    return ThreadBackend(job)
+
+
+class ThreadBackend:
+    """See `enqueuer.backends.Backend`."""
+
+    def __init__(self, job: Job) -> None:
+        if isinstance(job.source, LiveSource) and job.shards > 1:
+            raise AssertionError("a live iterator is one shard: threads cannot share it in order")
+        self._plans = job.plans()
+        self._measured = job.max_queue_bytes is not None
+        self._buffers = _buffers(job, len(self._plans))
+        self._orders: list[Buffer[int]] = [Buffer(max_size=1) for _ in self._plans]
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        try:
+            for index, plan in enumerate(self._plans):
+                self._threads.append(self._start_one(index, plan))
+        except RuntimeError as error:
+            self.stop(1.0)
+            raise StartError(
+                f"thread {index} of {len(self._plans)} could not be started: {error}; "
+                "try fewer workers"
+            ) from error
+
+    def _start_one(self, index: int, plan: Plan) -> threading.Thread:
+        road = _Road(self._buffers[index % len(self._buffers)], self._orders[index], self._measured)
+        thread = threading.Thread(
+            target=serve, args=(plan, road, road), name=f"enqueuer-worker-{index}", daemon=True
+        )
+        thread.start()
+        return thread
+
+    def begin(self, epoch: int) -> None:
+        for orders in self._orders:
+            orders.put(epoch)
+
+    def receive(self, shard: int | None, deadline: float | None) -> Message:
+        buffer = self._buffers[0 if shard is None else shard % len(self._buffers)]
+        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+        try:
+            return buffer.get(timeout)
+        except Empty:
+            raise TimeoutError("no batch in time") from None
+
+    def waiting(self) -> int:
+        messages = (message for buffer in self._buffers for message in buffer.snapshot())
+        return sum(isinstance(message, Item) for message in messages)
+
+    def close(self) -> None:
+        for orders in self._orders:
+            orders.close()
+            orders.clear()
+        for buffer in self._buffers:
+            buffer.close()
+            buffer.clear()
+
+    def stop(self, timeout: float) -> None:
+        self.close()
+        deadline = time.monotonic() + timeout
+        for thread in self._threads:
+            if thread is not threading.current_thread():  # the generator itself may call stop()
+                thread.join(max(0.0, deadline - time.monotonic()))
+        alive = [thread for thread in self._threads if thread.is_alive()]
+        self._threads = []
+        for thread in alive:
+            if thread is not threading.current_thread():
+                _warn_of(thread, timeout)
+
+    def describe(self, shard: int) -> str:
+        return f"worker {shard % len(self._plans)} (thread)"
+
+
+class _Road:
+    """A worker thread's Sender and Orders."""
+
+    def __init__(self, buffer: Buffer[Message], orders: Buffer[int], measured: bool) -> None:
+        self._buffer = buffer
+        self._orders = orders
+        self._measured = measured
+
+    def send(self, message: Message) -> None:
+        match message:
+            case Item(value=value) if self._measured:
+                self._buffer.put(message, size_bytes=size_of(value))
+            case Item() | End() | Failure():
+                self._buffer.put(message)
+
+    def check(self) -> None:
+        if self._buffer.closed:
+            raise Closed("the enqueuer was stopped")
+
+    def next_epoch(self) -> int | None:
+        try:
+            return self._orders.get()
+        except Closed:
+            return None
+
+
+def _buffers(job: Job, workers: int) -> list[Buffer[Message]]:
+    if not job.ordered:
+        return [Buffer(job.max_queue_size, job.max_queue_bytes)]
+    sizes = split_bound(job.max_queue_size, workers)
+    if job.max_queue_bytes is None:
+        return [Buffer(size) for size in sizes]
+    share = max(1, job.max_queue_bytes // workers)
+    return [Buffer(size, share) for size in sizes]
+
+
+def size_of(value: object) -> int:
+    """Return the bytes of the arrays, tensors and byte strings in a nest of containers."""
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return len(value) if not isinstance(value, memoryview) else value.nbytes
+    nbytes = getattr(value, "nbytes", None)
+    if isinstance(nbytes, int):
+        return nbytes
+    if isinstance(value, Mapping):
+        return sum(size_of(part) for part in value.values())
+    if isinstance(value, Iterable) and isinstance(value, (tuple, list, set, frozenset)):
+        return sum(size_of(part) for part in value)
+    return 0
+
+
+def _warn_of(thread: threading.Thread, timeout: float) -> None:
+    frame = sys._current_frames().get(thread.ident or 0)
+    where = "".join(traceback.format_stack(frame)) if frame is not None else "  (unknown)\n"
+    warnings.warn(
+        f"{thread.name} did not end within {timeout:g} s and cannot be killed, as a thread; "
+        f"it goes home after its next batch. It is here:\n{where}",
+        StopWarning,
+        stacklevel=4,
+    )

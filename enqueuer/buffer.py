@@ -1,0 +1,188 @@
+"""The bounded buffer that worker threads share with the consumer.
+
+    worker 0..n-1 --put()--> [ item, item, ... <= max_size ] --get()--> the consumer
+
+Any thread may call anything. One lock guards everything and two conditions wait on it; nothing
+slow happens under it and nothing polls. Closing wakes everybody: put() raises Closed at once,
+get() first hands out what is left.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from queue import Empty, Full
+from typing import Generic, TypeVar
+
+from enqueuer.errors import Closed
+
+T = TypeVar("T")
+
+
+class Buffer(Generic[T]):
+    """A bounded, closable, thread-safe first-in first-out buffer.
+
+    It differs from `queue.Queue` in three ways: it can be closed, which wakes everybody who
+    waits; it can be bounded by bytes as well as by items; and whoever waits in `get()` is a
+    place more, so that even a buffer of size 0 works: it hands over from hand to hand.
+
+    Args:
+        max_size: The most items that may wait, >= 0.
+        max_bytes: The most bytes that may wait, as told to `put()`, or None for no such bound.
+            An item that is larger on its own is handed over only to somebody who waits for it.
+
+    Example:
+        >>> buffer = Buffer(max_size=2)
+        >>> buffer.put("a"); buffer.put("b")
+        >>> buffer
+        <Buffer 2/2 open>
+        >>> buffer.close(); list(buffer)
+        ['a', 'b']
+    """
+
+    def __init__(self, max_size: int = 10, max_bytes: int | None = None) -> None:
+        if max_size < 0:
+            raise ValueError(f"max_size must be >= 0, got {max_size}")
+        if max_bytes is not None and max_bytes < 1:
+            raise ValueError(f"max_bytes must be >= 1 or None, got {max_bytes}")
+        self.max_size = max_size
+        self.max_bytes = max_bytes
+        self._items: deque[tuple[T, int]] = deque()
+        self._bytes = 0
+        self._getters = 0
+        self._putters = 0
+        self._closed = False
+        lock = threading.Lock()
+        self._not_full = threading.Condition(lock)
+        self._not_empty = threading.Condition(lock)
+
+    def put(self, item: T, timeout: float | None = None, size_bytes: int = 0) -> None:
+        """Append `item`; wait while there is no room.
+
+        Args:
+            item: Anything, `None` included.
+            timeout: Seconds to wait at most; None, the default, waits for ever.
+            size_bytes: What the item counts against `max_bytes`.
+
+        Raises:
+            Closed: The buffer is closed, or was while waiting.
+            queue.Full: There was no room within `timeout`.
+        """
+        with self._not_full:
+            if not self._may_put_locked(size_bytes):
+                self._wait_for_room_locked(size_bytes, timeout)
+            if self._closed:
+                raise Closed("the buffer is closed")
+            self._items.append((item, size_bytes))
+            self._bytes += size_bytes
+            self._not_empty.notify()
+
+    def put_nowait(self, item: T, size_bytes: int = 0) -> None:
+        """Append `item`, or raise `queue.Full` at once."""
+        self.put(item, 0, size_bytes)
+
+    def get(self, timeout: float | None = None) -> T:
+        """Take the oldest item; wait while there is none.
+
+        Args:
+            timeout: Seconds to wait at most; None, the default, waits for ever.
+
+        Raises:
+            Closed: The buffer is closed and nothing is left in it.
+            queue.Empty: Nothing came within `timeout`.
+        """
+        with self._not_empty:
+            if not self._items and not self._closed:
+                self._wait_for_item_locked(timeout)
+            if not self._items:
+                raise Closed("the buffer is closed and empty") if self._closed else Empty
+            item, size_bytes = self._items.popleft()
+            self._bytes -= size_bytes
+            self._wake_putters_locked()
+            return item
+
+    def get_nowait(self) -> T:
+        """Take the oldest item, or raise `queue.Empty` at once."""
+        return self.get(0)
+
+    def close(self) -> None:
+        """Let nothing more in and wake everybody; what is in the buffer can still be taken."""
+        with self._not_full:
+            self._closed = True
+            self._not_full.notify_all()
+            self._not_empty.notify_all()
+
+    def clear(self) -> None:
+        """Throw away what waits."""
+        with self._not_full:
+            self._items.clear()
+            self._bytes = 0
+            self._not_full.notify_all()
+
+    def snapshot(self) -> list[T]:
+        """Return what waits now, the oldest first, and take nothing."""
+        with self._not_full:
+            return [item for item, _ in self._items]
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close()` was called."""
+        return self._closed
+
+    def qsize(self) -> int:
+        """Return how many items wait now."""
+        return len(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[T]:
+        """Take items until the buffer is closed and empty."""
+        while True:
+            try:
+                yield self.get()
+            except Closed:
+                return
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "open"
+        return f"<Buffer {len(self._items)}/{self.max_size} {state}>"
+
+    def _may_put_locked(self, size_bytes: int) -> bool:
+        if self._closed:
+            return True
+        if self._getters > len(self._items):
+            return True
+        if len(self._items) >= self.max_size:
+            return False
+        return self.max_bytes is None or self._bytes + size_bytes <= self.max_bytes
+
+    def _wait_for_room_locked(self, size_bytes: int, timeout: float | None) -> None:
+        self._putters += 1
+        try:
+            # woken by get(), by a new getter, by clear() and by close()
+            if not self._not_full.wait_for(lambda: self._may_put_locked(size_bytes), timeout):
+                raise Full
+        finally:
+            self._putters -= 1
+            if not self._putters:
+                self._not_empty.notify_all()
+
+    def _wait_for_item_locked(self, timeout: float | None) -> None:
+        self._getters += 1
+        try:
+            self._wake_putters_locked()
+            # Whoever waits in put() hands over now, so that get_nowait() finds its item.
+            # Woken by put(), by close() and by the last putter that leaves.
+            self._not_empty.wait_for(lambda: self._items or self._closed or not self._putters)
+            self._not_empty.wait_for(lambda: self._items or self._closed, timeout)
+        finally:
+            self._getters -= 1
+
+    def _wake_putters_locked(self) -> None:
+        # With a bound on bytes the one who is woken might be too large while the next is not.
+        if self.max_bytes is None:
+            self._not_full.notify()
+        else:
+            self._not_full.notify_all()

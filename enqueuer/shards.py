@@ -1,0 +1,148 @@
+"""A shard, its share of the work and its random numbers.
+
+This is also the one file that sets global random states (`GlobalStreams`): in worker
+processes only, never in the process of the training loop.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar, overload
+
+import numpy as np
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One logical run of a generator function.
+
+    The data depend on shards and never on workers: the same `random_seed` and `count` give the
+    same batches, whichever worker runs the shard.
+
+    Args:
+        index: Of this shard, from 0 to `count - 1`.
+        count: How many shards there are.
+        epoch: How often the source was run through before, from 0.
+        random_seed: Of the whole enqueuer.
+
+    Example:
+        >>> shard = Shard(index=1, count=3, epoch=0, random_seed=7)
+        >>> shard.split(["a", "b", "c", "d", "e"])
+        ['b', 'e']
+        >>> shard.rng.integers(100) == Shard(1, 3, 0, 7).rng.integers(100)
+        True
+    """
+
+    index: int
+    count: int
+    epoch: int
+    random_seed: int
+
+    @property
+    def seed(self) -> int:
+        """A 64-bit seed of this shard and epoch alone, for other libraries' generators."""
+        return int(self._sequence(0).generate_state(1, np.uint64)[0])
+
+    @cached_property
+    def rng(self) -> np.random.Generator:
+        """The random generator of this shard and epoch alone.
+
+        It draws from `SeedSequence(random_seed, spawn_key=(epoch, index))`.
+        """
+        return np.random.default_rng(self._sequence())
+
+    @overload
+    def split(self, items: Sequence[T]) -> Sequence[T]: ...
+    @overload
+    def split(self, items: Iterable[T]) -> Iterable[T]: ...
+    def split(self, items: Any) -> Any:
+        """Return this shard's share: every `count`-th of `items`, beginning with the `index`-th.
+
+        The shares of all shards are disjoint and together they are `items`; read round-robin,
+        as an ordered enqueuer does, they come in the original order.
+
+        Args:
+            items: A sequence or an array, of which a slice is returned, or any other iterable,
+                of which an iterator is returned (each shard then reads through all of it).
+
+        Raises:
+            TypeError: `items` is a set or a mapping. A set of strings is in another order in
+                each process, so that shares would overlap: sort it first.
+        """
+        if isinstance(items, (Set, Mapping)):
+            raise TypeError(
+                f"split() needs items with an order, got a {type(items).__name__}; "
+                "pass sorted(items) instead"
+            )
+        if isinstance(items, Sequence) or (
+            hasattr(items, "__len__") and hasattr(items, "__getitem__")
+        ):
+            return items[self.index :: self.count]
+        return itertools.islice(items, self.index, None, self.count)
+
+    def _sequence(self, *key: int) -> np.random.SeedSequence:
+        spawn_key = (self.epoch, self.index, *key)
+        return np.random.SeedSequence(self.random_seed, spawn_key=spawn_key)
+
+
+def fresh_seed() -> int:
+    """Draw a random seed from the operating system, without touching any global generator."""
+    entropy = np.random.SeedSequence().entropy
+    assert isinstance(entropy, int)
+    return entropy
+
+
+class GlobalStreams:
+    """Keep the global random states of several shards apart in one worker process.
+
+    Generators that use `random` or `numpy.random` draw from a stream of their shard, even if
+    one worker runs several shards in turn. `torch` and `tensorflow` are seeded, too, if they
+    are imported by then; tensorflow's state cannot be exchanged, so it is only seeded.
+    """
+
+    def __init__(self) -> None:
+        self._current: Shard | None = None
+        self._states: dict[int, list[Callable[[], None]]] = {}
+
+    def enter(self, shard: Shard) -> None:
+        """Make the global generators those of `shard`: seeded at first, later as it left them."""
+        if shard is self._current:
+            return
+        if self._current is not None:
+            self._states[id(self._current)] = _save()
+        restore = self._states.pop(id(shard), None)
+        if restore is None:
+            _seed(shard)
+        else:
+            for put_back in restore:
+                put_back()
+        self._current = shard
+
+
+def _seed(shard: Shard) -> None:
+    words = shard._sequence(1).generate_state(8, np.uint64)
+    random.seed(int(words[0]) << 64 | int(words[1]))
+    np.random.seed([int(word) & 0xFFFFFFFF for word in words[2:6]])
+    torch, tensorflow = sys.modules.get("torch"), sys.modules.get("tensorflow")
+    if torch is not None and hasattr(torch, "manual_seed"):
+        torch.manual_seed(int(words[6]) >> 1)
+    if tensorflow is not None and hasattr(tensorflow, "random"):
+        tensorflow.random.set_seed(int(words[7]) >> 33)
+
+
+def _save() -> list[Callable[[], None]]:
+    """Return functions that put the global generators back to where they are now."""
+    python, numpy = random.getstate(), np.random.get_state()
+    restore = [lambda: random.setstate(python), lambda: np.random.set_state(numpy)]
+    torch = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "get_rng_state"):
+        state = torch.get_rng_state()
+        restore.append(lambda: torch.set_rng_state(state))
+    return restore

@@ -1,0 +1,1 @@
+"""How an item, or an error, crosses a process boundary: codec, blocks, channel."""

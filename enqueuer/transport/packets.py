@@ -1,0 +1,217 @@
+"""Whole packets, and descriptors with them, over a pair of sockets.
+
+On Linux a SOCK_SEQPACKET pair: a packet is whole or absent, even if its sender is killed in the
+middle of it. Elsewhere a stream with a length before each packet, of which a killed sender can
+leave only the last one incomplete, and that one is dropped.
+
+Receiving is safe against exceptions out of signal handlers (Ctrl-C): the loop that takes
+packets from the kernel and keeps them runs inside `deque.extend`, in C, where none can strike
+between the two.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+import struct
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from itertools import repeat, takewhile
+from operator import itemgetter
+from typing import Protocol
+
+MAX_PACKET = 64 * 1024  # bytes; well below the buffer of a socket, usually 208 KiB
+HAS_SEQPACKET = hasattr(socket, "SOCK_SEQPACKET") and hasattr(os, "pidfd_open")
+
+_MOST_FDS = 4  # with one packet
+_ANCILLARY = socket.CMSG_SPACE(_MOST_FDS * array.array("i").itemsize)
+_FLAGS = socket.MSG_DONTWAIT | getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+_LENGTH = struct.Struct("<I")
+_has_data = itemgetter(0)
+
+
+class Closable(Protocol):
+    def close(self) -> None: ...
+
+
+# A forked child that kept one of these open would hide its owner's death from the other end.
+_not_for_children: weakref.WeakSet[Closable] = weakref.WeakSet()
+
+
+def close_in_children(thing: Closable) -> None:
+    """Have `thing` closed in every process that is forked from this one."""
+    _not_for_children.add(thing)
+
+
+def _close_inherited() -> None:
+    for thing in list(_not_for_children):
+        thing.close()
+    _not_for_children.clear()
+
+
+os.register_at_fork(after_in_child=_close_inherited)
+
+
+class Descriptor:
+    """A file descriptor that is closed once."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd: int | None = fd
+
+    def fileno(self) -> int:
+        if self._fd is None:
+            raise ValueError("the descriptor is closed")
+        return self._fd
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
+
+
+def pair(kind: str = "auto") -> tuple[socket.socket, socket.socket]:
+    """Return two connected sockets.
+
+    Args:
+        kind: "seqpacket", "stream", or "auto" for the best that the platform has.
+    """
+    if kind == "seqpacket" or (kind == "auto" and HAS_SEQPACKET):
+        return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return socket.socketpair()
+
+
+class Packets:
+    """One end of a pair.
+
+    Attributes:
+        received: Packets that have come, the oldest first: (data, descriptors).
+        ended: Whether the other end is closed and all that it sent is in `received`.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._stream = sock.type == socket.SOCK_STREAM
+        self._raw: deque[tuple[bytes, list[tuple[int, int, bytes]], int, object]] = deque()
+        self._bytes = bytearray()
+        self._fds: deque[int] = deque()
+        self._unsent = bytearray()
+        self.received: deque[tuple[bytes, list[int]]] = deque()
+        self.ended = False
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def send(self, data: bytes, fds: Sequence[int] = (), *, wait: bool = True) -> bool:
+        """Send one packet; return whether it went, which without `wait` it may not.
+
+        Raises:
+            OSError: The other end is gone (BrokenPipeError, ConnectionResetError).
+        """
+        if self._stream:
+            return self._send_stream(data, fds, wait)
+        try:
+            self._sock.sendmsg([data], _rights(fds), 0 if wait else socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        return True
+
+    def drain(self) -> None:
+        """Move all that has come into `received`; waits for nothing."""
+        while not self.ended:
+            try:
+                # Nothing but C runs between the system call and the deque, see the file's head.
+                self._raw.extend(
+                    takewhile(
+                        _has_data,
+                        map(
+                            self._sock.recvmsg,
+                            repeat(MAX_PACKET),
+                            repeat(_ANCILLARY),
+                            repeat(_FLAGS),
+                        ),
+                    )
+                )
+                self.ended = True
+            except BlockingIOError:
+                break
+            except ConnectionResetError:
+                continue  # said once, before the last words of the dead; they can still be read
+        while self._raw:
+            self._unpack(*self._raw[0])
+            self._raw.popleft()
+
+    def shutdown(self) -> None:
+        """Say that nothing more will be sent; what comes can still be read."""
+        try:
+            self._sock.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass  # the other end is gone already
+
+    def close(self) -> None:
+        """Close the socket, and every descriptor that came and was not taken."""
+        self._sock.close()
+        for _, fds in self.received:
+            for fd in fds:
+                os.close(fd)
+        self.received.clear()
+
+    def _unpack(
+        self, data: bytes, ancillary: list[tuple[int, int, bytes]], flags: int, _: object
+    ) -> None:
+        fds = array.array("i")
+        for level, kind, rights in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                fds.frombytes(rights[: len(rights) - len(rights) % fds.itemsize])
+        if not self._stream:
+            self.received.append((data, fds.tolist()))
+            return
+        self._fds.extend(fds)
+        self._bytes += data
+        self._cut()
+
+    # --- the stream, where there are no packets ---
+
+    def _send_stream(self, data: bytes, fds: Sequence[int], wait: bool) -> bool:
+        if self._unsent and not self._flush(wait):
+            return False
+        # The count of descriptors is sent along, since a stream does not keep them with a byte.
+        self._unsent += _LENGTH.pack(len(data)) + bytes([len(fds)]) + data
+        flags = 0 if wait else socket.MSG_DONTWAIT
+        try:
+            sent = self._sock.sendmsg([self._unsent], _rights(fds), flags)
+        except BlockingIOError:
+            self._unsent.clear()
+            return False
+        del self._unsent[:sent]
+        if self._unsent:
+            self._flush(wait)
+        return True  # what is left goes before the next packet
+
+    def _flush(self, wait: bool) -> bool:
+        try:
+            while self._unsent:
+                del self._unsent[: self._sock.send(self._unsent, 0 if wait else _DONTWAIT)]
+        except BlockingIOError:
+            return False
+        return True
+
+    def _cut(self) -> None:
+        head = _LENGTH.size + 1
+        while len(self._bytes) >= head:
+            (length,) = _LENGTH.unpack_from(self._bytes)
+            if len(self._bytes) < head + length:
+                return
+            fds = [self._fds.popleft() for _ in range(min(self._bytes[head - 1], len(self._fds)))]
+            self.received.append((bytes(self._bytes[head : head + length]), fds))
+            del self._bytes[: head + length]
+
+
+_DONTWAIT = socket.MSG_DONTWAIT
+
+
+def _rights(fds: Sequence[int]) -> list[tuple[int, int, array.array[int]]]:
+    if not fds:
+        return []
+    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]

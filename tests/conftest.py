@@ -1,0 +1,89 @@
+"""Backends and start methods as parameters, and a census around every test."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import tempfile
+import threading
+import time
+import warnings
+
+import psutil
+import pytest
+from helpers import twelve
+
+from enqueuer import GeneratorEnqueuer
+from enqueuer.backends.launching import HAS_FORKSERVER
+
+METHODS = [m for m in multiprocessing.get_all_start_methods() if m != "forkserver" or HAS_FORKSERVER]
+BACKENDS = [pytest.param({"backend": "thread"}, id="thread")] + [
+    pytest.param({"backend": "process", "mp_context": m}, id=f"process-{m}") for m in METHODS
+]
+PROCESSES = BACKENDS[1:]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    """Options for each backend and start method."""
+    return request.param
+
+
+@pytest.fixture(params=PROCESSES)
+def process(request):
+    """Options for each start method of processes."""
+    return request.param
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fork_server():
+    """Start the fork server, which stays as long as this process, before the first census."""
+    if HAS_FORKSERVER:
+        with GeneratorEnqueuer(twelve, backend="process", mp_context="forkserver") as enqueuer:
+            list(enqueuer)
+
+
+def census():
+    """Return all that a test could leave behind."""
+    gc.collect()
+    return {
+        "threads": {thread.name for thread in threading.enumerate()},
+        "children": {child.pid for child in psutil.Process().children(recursive=True)},
+        "descriptors": {(fd, _target(fd)) for fd in os.listdir("/proc/self/fd")} - {None},
+        "shm": set(os.listdir("/dev/shm")),
+        "temporary": {n for n in os.listdir(tempfile.gettempdir()) if n.startswith("enqueuer")},
+    }
+
+
+def _target(fd):
+    try:
+        target = os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:  # the descriptor of the listing itself
+        return None
+    return None if target.startswith("/proc/") else target
+
+
+def left(before):
+    """Return what is there now and was not there before."""
+    after = census()
+    return {kind: after[kind] - before[kind] for kind in before if after[kind] - before[kind]}
+
+
+@pytest.fixture(autouse=True)
+def nothing_left():
+    """Fail a test that leaves a thread, a process, a descriptor or a file."""
+    before = census()
+    yield
+    end = time.monotonic() + 3.0  # what is dying may need a moment to be gone
+    while (remains := left(before)) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert remains == {}
+
+
+@pytest.fixture
+def no_warnings():
+    """Turn warnings into errors for sure, whatever the configuration says."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield

@@ -1,0 +1,124 @@
+"""The pages and the project's files say what is there: names, errors, files, commands."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import enqueuer
+from enqueuer import errors
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = Path(enqueuer.__file__).parent
+DOCS = ROOT / "docs"
+
+README_COMMANDS = [
+    "python3 -m venv .venv && .venv/bin/pip install -q -e '.[demo]'"
+    " && .venv/bin/python -m enqueuer demo",
+    "python3 -m venv .venv && .venv/bin/pip install -q -e '.[test]' && .venv/bin/python -m pytest",
+]
+
+
+def read(*names: str) -> str:
+    return ROOT.joinpath(*names).read_text(encoding="utf-8")
+
+
+def described(page: str) -> set[str]:
+    """Return the names for which a page has a directive."""
+    return set(re.findall(r"^\.\. auto\w+:: (\w+)", page, re.MULTILINE))
+
+
+def error_classes() -> set[str]:
+    kinds = (errors.EnqueuerError, errors.EnqueuerWarning)
+    return {c.__name__ for c in vars(errors).values() if isinstance(c, type) and issubclass(c, kinds)}
+
+
+def drawn_files() -> set[str]:
+    """Return the paths in the tree of design.rst."""
+    tree = read("docs", "design.rst").split("\n   enqueuer/\n", 1)[1].split("\n\n", 1)[0]
+    found, folder = set(), ""
+    for line in tree.splitlines():
+        indent, name = re.match(r"^( +)(\S+)", line).groups()
+        if len(indent) == 5:
+            folder = name if name.endswith("/") else ""
+        if not name.endswith("/"):
+            found.add((folder if len(indent) > 5 else "") + name)
+    return found
+
+
+def test_every_public_name_has_a_place_in_the_reference():
+    pages = read("docs", "reference", "api.rst") + read("docs", "reference", "errors.rst")
+    assert described(pages) == set(enqueuer.__all__) - {"__version__"}
+
+
+def test_every_error_and_warning_is_explained():
+    assert described(read("docs", "reference", "errors.rst")) == error_classes()
+
+
+@pytest.mark.parametrize("name", sorted(error_classes() - {"EnqueuerError", "EnqueuerWarning"}))
+def test_an_explanation_tells_cause_and_cure(name):
+    page = read("docs", "reference", "errors.rst")
+    body = page.split(f".. autoexception:: {name}\n", 1)[1].split(".. autoexception::", 1)[0]
+    assert "**Cause:**" in body
+    assert "**Cure:**" in body
+
+
+def test_the_tree_in_design_is_the_package():
+    there = {p.relative_to(PACKAGE).as_posix() for p in PACKAGE.rglob("*.py")} | {"py.typed"}
+    assert drawn_files() == there
+
+
+def test_every_page_is_reached_from_the_index():
+    index = read("docs", "index.rst")
+    pages = {p.relative_to(DOCS).with_suffix("").as_posix() for p in DOCS.rglob("*.rst")}
+    unreached = {p for p in pages - {"index"} if f"\n   {p}\n" not in index}
+    assert unreached == set()
+
+
+def test_the_readme_has_exactly_the_two_commands():
+    assert re.findall(r"```sh\n(.*?)\n```", read("README.md"), re.DOTALL) == README_COMMANDS
+
+
+def test_ci_runs_the_commands_of_the_readme():
+    shown = subprocess.run(
+        ["bash", ROOT / ".ci" / "run", "--show"], capture_output=True, text=True, timeout=30
+    )
+    assert (shown.stdout.splitlines(), shown.stderr) == (README_COMMANDS, "")
+
+
+def test_contributing_names_the_commands_that_tox_runs():
+    contributing, tox = read("CONTRIBUTING.md"), read("tox.ini")
+    for words in ("ruff check .", "ruff format --check .", "mypy", "-m pytest", "-W -n"):
+        assert words in contributing, words
+        assert words in tox, words
+
+
+def test_the_changelog_knows_this_version_or_what_comes_after_it():
+    headings = re.findall(r"^## \[(.+?)\]", read("CHANGELOG.md"), re.MULTILINE)
+    assert headings[0] in ("Unreleased", enqueuer.__version__)
+
+
+def text_files() -> list[Path]:
+    skipped = {".git", ".venv", "venv", ".tox", "build", "dist", "__pycache__"}
+    files = []
+    for path in ROOT.rglob("*"):
+        parts = path.relative_to(ROOT).parts
+        if path.is_file() and not any(p in skipped or p.endswith(("_cache", "info")) for p in parts):
+            files.append(path)
+    return files
+
+
+def test_nothing_names_the_place_where_it_was_written():
+    """The project must make sense to a stranger: no private paths, no tracker of somebody's own."""
+    # put together here, so that this file does not find itself
+    words = ["/" + "work/", "shared" + "/", "/" + "root/", "issues" + " show", "DESIGN" + ".md"]
+    words += ["STYLE" + ".md", "reliability" + ".md"]
+    found = []
+    for path in text_files():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        found += [f"{path.relative_to(ROOT)}: {word}" for word in words if word in text]
+    assert found == []

@@ -1,0 +1,36 @@
+"""Every program in examples/ runs, checks itself, and has nothing to complain of."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+LIMIT = 60.0  # seconds; each takes about one
+
+
+def test_there_are_examples():
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {
+        "east_get_batch.py",
+        "keras_style.py",
+        "processes.py",
+        "threads.py",
+    }
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_an_example_runs(path, tmp_path):
+    done = subprocess.run(
+        [sys.executable, path],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout
+    assert list(tmp_path.iterdir()) == []

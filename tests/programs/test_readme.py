@@ -1,0 +1,35 @@
+"""Every Python block of README.md is a program that runs as it stands: pasted, without a guard."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LIMIT = 60.0  # seconds; each takes about one
+
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+def test_there_are_blocks():
+    assert len(BLOCKS) >= 3
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
+def test_a_block_of_the_readme_runs(block, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(block)
+    done = subprocess.run(
+        [sys.executable, script],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout
