@@ -16,7 +16,7 @@ from types import FrameType
 from enqueuer import __version__, demo
 
 _FAILED = 1
-_INTERRUPTED = 128 + signal.SIGINT      # as shells tell it
+_INTERRUPTED = 128 + signal.SIGINT  # as shells tell it
 _TERMINATED = 128 + signal.SIGTERM
 
 
@@ -62,23 +62,37 @@ def _add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     command.add_argument(
-        "--workers", type=_positive, default=default.workers, metavar="N",
+        "--workers",
+        type=_positive,
+        default=default.workers,
+        metavar="N",
         help="threads or processes that make batches",
     )
     command.add_argument(
-        "--epochs", type=_positive, default=default.epochs, metavar="N",
+        "--epochs",
+        type=_positive,
+        default=default.epochs,
+        metavar="N",
         help="times through the training images",
     )
     command.add_argument(
-        "--batch-size", type=_positive, default=default.batch_size, metavar="N",
+        "--batch-size",
+        type=_positive,
+        default=default.batch_size,
+        metavar="N",
         help="images in a batch",
     )
     command.add_argument(
-        "--backend", choices=("thread", "process"), default=default.backend,
+        "--backend",
+        choices=("thread", "process"),
+        default=default.backend,
         help="what a worker is",
     )
     command.add_argument(
-        "--seed", type=_not_negative, default=default.seed, metavar="N",
+        "--seed",
+        type=_not_negative,
+        default=default.seed,
+        metavar="N",
         help="of everything random: the same seed and number of workers give the same result",
     )
 
@@ -155,7 +169,7 @@ def _timing_line(title: str, timing: demo.Timing) -> str:
 def _sigterm_unwinds() -> Iterator[None]:
     """Turn SIGTERM into SystemExit, so that `with` blocks remove temporary files and workers."""
     if threading.current_thread() is not threading.main_thread():
-        yield       # only the main thread may set handlers; whoever called from another sees to it
+        yield  # only the main thread may set handlers; whoever called from another sees to it
         return
     before = signal.signal(signal.SIGTERM, _exit)
     try:

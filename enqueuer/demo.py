@@ -30,18 +30,18 @@ Integers: TypeAlias = npt.NDArray[np.int64]
 
 _EXTRAS = {"sklearn": "scikit-learn", "PIL": "Pillow", "tqdm": "tqdm"}
 
-_FILE_SIDE = 128      # pixels; the digits come as 8 x 8, too small to be work for anybody
-_INPUT_SIDE = 32      # pixels, of what the network sees
+_FILE_SIDE = 128  # pixels; the digits come as 8 x 8, too small to be work for anybody
+_INPUT_SIDE = 32  # pixels, of what the network sees
 _CLASSES = 10
-_HIDDEN = 2048        # units; a training step is then work, too: about 10 ms, the batch 50 ms
-_HELD_OUT = 360       # images, of 1797; a fifth, as usual
+_HIDDEN = 2048  # units; a training step is then work, too: about 10 ms, the batch 50 ms
+_HELD_OUT = 360  # images, of 1797; a fifth, as usual
 
-_MAX_TURN = 12.0      # degrees; more, and a 6 begins to look like a 9 or a 4
-_MAX_SHIFT = 8        # pixels of the file: half a pixel of the original digit
-_NOISE = 0.05         # standard deviation, where white is 1
+_MAX_TURN = 12.0  # degrees; more, and a 6 begins to look like a 9 or a 4
+_MAX_SHIFT = 8  # pixels of the file: half a pixel of the original digit
+_NOISE = 0.05  # standard deviation, where white is 1
 
-_LEARNING_RATE = 0.05 / 64    # of an image, so that small batches take small steps ...
-_MAX_LEARNING_RATE = 0.05     # ... and large ones do not leap
+_LEARNING_RATE = 0.05 / 64  # of an image, so that small batches take small steps ...
+_MAX_LEARNING_RATE = 0.05  # ... and large ones do not leap
 _MOMENTUM = 0.9
 
 
@@ -55,8 +55,8 @@ class LabelledImage(NamedTuple):
 class Batch(NamedTuple):
     """What a worker yields and a training step eats."""
 
-    pixels: Floats        #: (images, 1024), about -1 to 1
-    labels: Integers      #: (images,), 0 to 9
+    pixels: Floats  #: (images, 1024), about -1 to 1
+    labels: Integers  #: (images,), 0 to 9
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ class Settings:
 class Timing:
     """Where the time of one training run went, in seconds."""
 
-    total: float          #: from before the first worker starts until the last has ended
-    training: float       #: of these, inside training steps; the rest went by waiting for batches
+    total: float  #: from before the first worker starts until the last has ended
+    training: float  #: of these, inside training steps; the rest went by waiting for batches
 
 
 @dataclass(frozen=True)
@@ -85,10 +85,10 @@ class Report:
     train_images: int
     held_out_images: int
     steps: int
-    accuracy: float       #: on the held-out images, 0 to 1, of the run with the enqueuer
+    accuracy: float  #: on the held-out images, 0 to 1, of the run with the enqueuer
     enqueued: Timing
     serial: Timing
-    same_weights: bool    #: whether both runs ended with the same weights, bit for bit
+    same_weights: bool  #: whether both runs ended with the same weights, bit for bit
 
     @property
     def ratio(self) -> float:
@@ -167,7 +167,7 @@ def write_digits(
     images = []
     for number, (pixels, label) in enumerate(zip(digits.images, digits.target, strict=True)):
         path = folder / f"{number:04d}.png"
-        small = Image.fromarray((pixels * 255 / 16).astype(np.uint8))    # ink comes as 0 to 16
+        small = Image.fromarray((pixels * 255 / 16).astype(np.uint8))  # ink comes as 0 to 16
         small.resize((_FILE_SIDE, _FILE_SIDE), Image.Resampling.BICUBIC).save(path)
         images.append(LabelledImage(path, int(label)))
     shuffled = [images[number] for number in np.random.default_rng(seed).permutation(len(images))]
@@ -262,8 +262,12 @@ def train_serially(
     network = Network(settings.seed)
     began = time.perf_counter()
     epochs = (
-        _in_turn([batches(Shard(index, settings.workers, epoch, settings.seed))
-                  for index in range(settings.workers)])
+        _in_turn(
+            [
+                batches(Shard(index, settings.workers, epoch, settings.seed))
+                for index in range(settings.workers)
+            ]
+        )
         for epoch in range(settings.epochs)
     )
     training = _train(network, epochs, steps, "without it      ")
@@ -280,9 +284,7 @@ def _in_turn(shards: list[Iterator[Batch]]) -> Iterator[Batch]:
                 shards.remove(shard)
 
 
-def _train(
-    network: "Network", epochs: Iterable[Iterable[Batch]], steps: int, title: str
-) -> float:
+def _train(network: "Network", epochs: Iterable[Iterable[Batch]], steps: int, title: str) -> float:
     """Learn from every batch of every epoch; return the seconds spent in training steps."""
     from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
 

@@ -16,7 +16,6 @@ import contextlib
 import copy
 import enum
 import functools
-import math
 import threading
 import time
 import warnings
@@ -25,17 +24,15 @@ from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.context import BaseContext
 from queue import Empty
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
-from enqueuer import backends
+from enqueuer import arguments, backends
 from enqueuer.backends import ESCALATION_S, Backend, BackendName, Job
-from enqueuer.backends.launching import METHODS, default_method
 from enqueuer.errors import Closed, DuplicateDataWarning, InvalidState, WorkerError
-from enqueuer.logs import MULTIPROCESSING_LOGGING
 from enqueuer.merging import AsTheyCome, Order, RoundRobin
 from enqueuer.messages import End, Failure, Item
 from enqueuer.shards import Shard, fresh_seed
-from enqueuer.sources import LiveSource, Source, as_source
+from enqueuer.sources import LiveSource, as_source
 
 Batch = TypeVar("Batch")
 
@@ -127,17 +124,19 @@ class GeneratorEnqueuer(Generic[Batch]):
         forward_logs: bool | str = True,
     ) -> None:
         self._source = as_source(generator)
-        self._backend_name = _backend_name(backend, use_multiprocessing)
-        self._workers = _positive("workers", workers)
-        self._shards = None if shards is None else _positive("shards", shards)
-        self._max_queue_size = _positive("max_queue_size", max_queue_size)
+        self._backend_name = arguments.backend_name(backend, use_multiprocessing)
+        self._workers = arguments.positive("workers", workers)
+        self._shards = None if shards is None else arguments.positive("shards", shards)
+        self._max_queue_size = arguments.positive("max_queue_size", max_queue_size)
         self._max_queue_bytes = (
-            None if max_queue_bytes is None else _positive("max_queue_bytes", max_queue_bytes)
+            None
+            if max_queue_bytes is None
+            else arguments.positive("max_queue_bytes", max_queue_bytes)
         )
         self._ordered = bool(ordered)
-        self._start_method = _start_method(mp_context, self._source, self._backend_name)
-        self._forward_logs = _forward_logs(forward_logs, self._start_method)
-        self._random_seed = fresh_seed() if random_seed is None else _seed(random_seed)
+        self._start_method = arguments.start_method(mp_context, self._source, self._backend_name)
+        self._forward_logs = arguments.forward_logs(forward_logs, self._start_method)
+        self._random_seed = fresh_seed() if random_seed is None else arguments.seed(random_seed)
         if isinstance(self._source, LiveSource) and self._shards not in (None, 1):
             raise ValueError(
                 f"a live iterator cannot be split into {self._shards} shards; "
@@ -181,9 +180,9 @@ class GeneratorEnqueuer(Generic[Batch]):
                     "start() was called, but the enqueuer is running already; call stop() first"
                 )
             if workers is not None:
-                self._workers = _positive("workers", workers)
+                self._workers = arguments.positive("workers", workers)
             if max_queue_size is not None:
-                self._max_queue_size = _positive("max_queue_size", max_queue_size)
+                self._max_queue_size = arguments.positive("max_queue_size", max_queue_size)
             job = self._job()
             backend = backends.load(self._backend_name, job)
             backend.start()
@@ -206,7 +205,9 @@ class GeneratorEnqueuer(Generic[Batch]):
             timeout: Seconds after which the last worker is killed; 2.6 by default. A thread
                 cannot be killed: one that hangs is left, with a `StopWarning`.
         """
-        seconds = _GRACE_S + ESCALATION_S if timeout is None else _seconds("timeout", timeout)
+        seconds = (
+            _GRACE_S + ESCALATION_S if timeout is None else arguments.seconds("timeout", timeout)
+        )
         backend = self._backend
         if backend is None:
             return
@@ -291,7 +292,7 @@ class GeneratorEnqueuer(Generic[Batch]):
             )
         source = self._source
         generator = source.iterable if isinstance(source, LiveSource) else source.function
-        options = dict(
+        options: dict[str, Any] = dict(
             workers=self._workers,
             backend=self._backend_name,
             shards=self._shards,
@@ -353,32 +354,34 @@ class GeneratorEnqueuer(Generic[Batch]):
         with self._lock:
             if running is not self._running or self._state is State.STOPPED:
                 raise StopIteration
-            try:
-                return self._take(None)
-            except Closed:
-                raise StopIteration from None
+            message = self._peek(None)
+            if message is None:
+                raise StopIteration
+            return self._open(message)
 
-    def _take(self, deadline: float | None) -> Batch:
-        """Take the next batch, or raise the failure, again and again. Lock held."""
-        message = self._peek(deadline)
-        if message is None:
-            raise StopIteration
+    def _open(self, message: Item | Failure) -> Batch:
+        """Return the batch that was peeked at, or raise the failure, again and again. Lock held."""
         if isinstance(message, Failure):
             self._raise(message)
-        batch: Batch = message.value  # type: ignore[assignment]  # what the generator yielded
         self._parked = None
+        batch: Batch = message.value  # type: ignore[assignment]  # what the generator yielded
         return batch
 
     def _peek(self, deadline: float | None) -> Item | Failure | None:
-        """Wait for what is next and leave it there; None at the end of the epoch. Lock held.
+        """Wait for what is next and leave it there. Lock held.
+
+        Returns:
+            None at the end of the epoch, and if the enqueuer was stopped.
 
         Raises:
             TimeoutError: Nothing came until `deadline`.
-            Closed: The enqueuer was stopped.
         """
         assert self._backend is not None
         while self._parked is None and not self._order.done:
-            message = self._backend.receive(self._order.turn(), deadline)
+            try:
+                message = self._backend.receive(self._order.turn(), deadline)
+            except Closed:
+                return None
             match message:
                 case Item(shard=shard):
                     self._parked = message
@@ -391,7 +394,7 @@ class GeneratorEnqueuer(Generic[Batch]):
             self._over = True
         return self._parked
 
-    def _raise(self, failure: Failure) -> None:
+    def _raise(self, failure: Failure) -> NoReturn:
         """Raise a failure, each time an exception of its own. Lock held."""
         assert self._backend is not None
         self._move(State.FAILED)
@@ -428,7 +431,7 @@ class Queue(Generic[Batch]):
             return True  # if another consumer waits for the next batch, there is none
         try:
             return enqueuer._peek(time.monotonic()) is None
-        except (TimeoutError, Closed):
+        except TimeoutError:
             return True
         finally:
             enqueuer._lock.release()
@@ -455,7 +458,7 @@ class Queue(Generic[Batch]):
         """
         enqueuer = self._enqueuer()
         enqueuer._check_started("get() from its queue")
-        limit = None if timeout is None else _seconds("timeout", timeout)
+        limit = None if timeout is None else arguments.seconds("timeout", timeout)
         deadline = None if limit is None else time.monotonic() + limit
         if not block:
             deadline = time.monotonic()
@@ -463,13 +466,14 @@ class Queue(Generic[Batch]):
         if not enqueuer._lock.acquire(timeout=left):
             raise Empty
         try:
-            return enqueuer._take(deadline)
-        except TimeoutError as error:
-            if error.__class__ is TimeoutError and enqueuer._parked is None:
+            try:
+                message = enqueuer._peek(deadline)
+            except TimeoutError:
                 raise Empty from None
-            raise  # the generator's own
-        except StopIteration:
-            raise Closed("the generator has ended; iterate again for the next epoch") from None
+            if message is None:
+                enqueuer._check_started("get() from its queue")
+                raise Closed("the generator has ended; iterate again for the next epoch")
+            return enqueuer._open(message)
         finally:
             enqueuer._lock.release()
 
@@ -485,9 +489,7 @@ class Queue(Generic[Batch]):
 
 
 def prefetch(
-    generator: Callable[[Shard], Iterable[Batch]]
-    | Callable[[], Iterable[Batch]]
-    | Iterable[Batch],
+    generator: Callable[[Shard], Iterable[Batch]] | Callable[[], Iterable[Batch]] | Iterable[Batch],
     max_queue_size: int = 2,
     **options: Any,
 ) -> Iterator[Batch]:
@@ -566,89 +568,8 @@ def _presentable(error: BaseException, where: str) -> BaseException:
         shown.__cause__ = error
     notes = [*getattr(shown, "__notes__", ()), where]
     with contextlib.suppress(Exception):  # a class with slots takes none
-        shown.__notes__ = notes  # type: ignore[attr-defined]  # add_note() is of Python 3.11
+        shown.__notes__ = notes  # add_note() is of Python 3.11
     return shown
-
-
-# --- arguments, all checked before anything starts ------------------------------------------------
-
-
-def _positive(name: str, value: object) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must be an int, got {value!r}")
-    number = int(value.__index__())
-    if number < 1:
-        raise ValueError(f"{name} must be >= 1, got {number}")
-    return number
-
-
-def _seed(value: object) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"random_seed must be an int or None, got {value!r}")
-    number = int(value.__index__())
-    if number < 0:
-        raise ValueError(f"random_seed must be >= 0, got {number}")
-    return number
-
-
-def _seconds(name: str, value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be seconds or None, got {value!r}")
-    if math.isnan(value) or value < 0:
-        raise ValueError(f"{name} must be >= 0 seconds, got {value!r}")
-    return min(float(value), threading.TIMEOUT_MAX / 2)
-
-
-def _backend_name(backend: object, use_multiprocessing: object) -> BackendName:
-    if not isinstance(use_multiprocessing, bool):
-        raise TypeError(
-            f"use_multiprocessing must be True or False, got {use_multiprocessing!r}; "
-            "options such as workers go by name"
-        )
-    match backend:
-        case None:
-            return "process" if use_multiprocessing else "thread"
-        case "thread" if use_multiprocessing:
-            raise ValueError("use_multiprocessing=True and backend='thread' contradict each other")
-        case "thread":
-            return "thread"
-        case "process":
-            return "process"
-        case _:
-            raise ValueError(f"backend must be 'thread' or 'process', got {backend!r}")
-
-
-def _start_method(mp_context: object, source: Source, backend: BackendName) -> str:
-    if mp_context is not None and backend == "thread":
-        raise ValueError("mp_context is about processes; give backend='process' with it")
-    method: object = mp_context
-    if isinstance(mp_context, BaseContext):
-        method = mp_context.get_start_method(allow_none=True)
-    if backend == "thread":
-        return ""
-    if method is None:
-        return "fork" if isinstance(source, LiveSource) else default_method()
-    if method not in METHODS:
-        raise ValueError(
-            f"mp_context must be one of {', '.join(map(repr, METHODS))}, or a context of "
-            f"multiprocessing, got {mp_context!r}"
-        )
-    return str(method)
-
-
-def _forward_logs(value: object, start_method: str) -> bool | str:
-    if isinstance(value, bool):
-        return value
-    if value != MULTIPROCESSING_LOGGING:
-        raise ValueError(
-            f"forward_logs must be True, False or '{MULTIPROCESSING_LOGGING}', got {value!r}"
-        )
-    if start_method != "fork":
-        raise ValueError(
-            f"forward_logs='{MULTIPROCESSING_LOGGING}' works with forked processes only "
-            "(backend='process', mp_context='fork'); leave it True for all others"
-        )
-    return MULTIPROCESSING_LOGGING
 
 
 def _warn_of_duplicates(workers: int) -> None:

@@ -11,7 +11,7 @@ class EnqueuerError(Exception):
 
 
 class InvalidState(EnqueuerError, RuntimeError):
-    """The enqueuer cannot do this now: not started, started twice, stopped, or another process's."""
+    """The enqueuer cannot do this now: it is new, running, stopped, or another process's."""
 
 
 class Closed(EnqueuerError):
@@ -65,7 +65,7 @@ class WorkerDied(EnqueuerError, ChildProcessError):
 
 
 class SourceNotPicklable(EnqueuerError, TypeError):
-    """The generator cannot be sent to a process that is not forked; the message names the culprit."""
+    """The generator cannot be sent to an unforked process; the message names the culprit."""
 
 
 class ItemNotPicklable(EnqueuerError, TypeError):

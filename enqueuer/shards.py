@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any, TypeVar, overload
 
 import numpy as np
+import numpy.random  # here, since it is loaded lazily: the fork server then has it for all workers
 
 T = TypeVar("T")
 
@@ -109,15 +110,17 @@ class GlobalStreams:
 
     def __init__(self) -> None:
         self._current: Shard | None = None
-        self._states: dict[int, list[Callable[[], None]]] = {}
+        self._states: dict[int, list[Callable[[], None]]] = {}  # by index, of this epoch
 
     def enter(self, shard: Shard) -> None:
         """Make the global generators those of `shard`: seeded at first, later as it left them."""
         if shard is self._current:
             return
-        if self._current is not None:
-            self._states[id(self._current)] = _save()
-        restore = self._states.pop(id(shard), None)
+        if self._current is not None and self._current.epoch == shard.epoch:
+            self._states[self._current.index] = _save()
+        else:
+            self._states.clear()
+        restore = self._states.pop(shard.index, None)
         if restore is None:
             _seed(shard)
         else:
@@ -139,8 +142,8 @@ def _seed(shard: Shard) -> None:
 
 def _save() -> list[Callable[[], None]]:
     """Return functions that put the global generators back to where they are now."""
-    python, numpy = random.getstate(), np.random.get_state()
-    restore = [lambda: random.setstate(python), lambda: np.random.set_state(numpy)]
+    python, legacy = random.getstate(), np.random.get_state()
+    restore = [lambda: random.setstate(python), lambda: np.random.set_state(legacy)]
     torch = sys.modules.get("torch")
     if torch is not None and hasattr(torch, "get_rng_state"):
         state = torch.get_rng_state()

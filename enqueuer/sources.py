@@ -1,7 +1,7 @@
 """What was handed over -> something that a shard can run.
 
-    generator function (no argument, or the shard) -> FunctionSource: run once per shard and epoch
-    live iterator, other iterable                  -> LiveSource: one stream that cannot be split
+generator function (no argument, or the shard) -> FunctionSource: run once per shard and epoch
+live iterator, other iterable                  -> LiveSource: one stream that cannot be split
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import re
 import tempfile
 import threading
 import time
@@ -17,7 +18,9 @@ from helpers import twelve
 from enqueuer import GeneratorEnqueuer
 from enqueuer.backends.launching import HAS_FORKSERVER
 
-METHODS = [m for m in multiprocessing.get_all_start_methods() if m != "forkserver" or HAS_FORKSERVER]
+METHODS = [
+    m for m in multiprocessing.get_all_start_methods() if m != "forkserver" or HAS_FORKSERVER
+]
 BACKENDS = [pytest.param({"backend": "thread"}, id="thread")] + [
     pytest.param({"backend": "process", "mp_context": m}, id=f"process-{m}") for m in METHODS
 ]
@@ -50,10 +53,13 @@ def census():
     return {
         "threads": {thread.name for thread in threading.enumerate()},
         "children": {child.pid for child in psutil.Process().children(recursive=True)},
-        "descriptors": {(fd, _target(fd)) for fd in os.listdir("/proc/self/fd")} - {None},
+        "descriptors": {(fd, _target(fd)) for fd in os.listdir("/proc/self/fd")},
         "shm": set(os.listdir("/dev/shm")),
-        "temporary": {n for n in os.listdir(tempfile.gettempdir()) if n.startswith("enqueuer")},
+        "temporary": {n for n in os.listdir(tempfile.gettempdir()) if _OURS.match(n)},
     }
+
+
+_OURS = re.compile("(?!enqueuer-demo)enqueuer|pymp-")
 
 
 def _target(fd):

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import faulthandler
+import multiprocessing
 import os
 import signal
+import subprocess
+import sys
+import textwrap
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
+
+from enqueuer.backends.launching import HAS_FORKSERVER
 
 LIMIT = 30.0  # seconds; generous: only a hang reaches it
 
@@ -157,3 +167,162 @@ def wait_until(condition, limit=LIMIT):
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
         time.sleep(0.005)
+
+
+# --- sources that crash ------------------------------------------------------------------------
+
+
+class Crashing:
+    """A source of 0, 1, 2 that notes the time in a file and calls `act` at one place of its life.
+
+    Places: "load" (unpickling the source), "open", "first", "third", "pickling" the third item,
+    "finally".
+    """
+
+    def __init__(self, where, act, mark):
+        self.where = where
+        self.act = act
+        self.mark = mark
+
+    def at(self, where):
+        if where == self.where:
+            with open(self.mark, "w") as file:
+                file.write(repr(time.monotonic()))
+            self.act()
+
+    def __call__(self, shard):
+        self.at("open")
+        return self.items()
+
+    def items(self):
+        self.at("first")
+        try:
+            yield 0
+            yield 1
+            self.at("third")
+            yield CrashesWhenPickled(self) if self.where == "pickling" else 2
+        finally:
+            self.at("finally")
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        self.at("load")
+
+
+class CrashesWhenPickled:
+    def __init__(self, source):
+        self.source = source
+
+    def __reduce__(self):
+        self.source.at("pickling")
+        return int, (2,)
+
+
+class CrashesWhenLoaded:
+    """An item that calls `act` in the process that unpickles it."""
+
+    def __init__(self, act):
+        self.act = act
+
+    def __reduce__(self):
+        return _call, (self.act,)
+
+
+def _call(act):
+    act()
+
+
+def segfault():
+    faulthandler._sigsegv()
+
+
+def hang_deaf():
+    """Hang, and ignore every request to end."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    while True:
+        time.sleep(1000)
+
+
+def hang_in_c():
+    """Hang in C with the GIL held."""
+    ctypes.PyDLL(None).sleep(1000)
+
+
+# --- programs ----------------------------------------------------------------------------------
+
+
+class Program:
+    """A Python program in a session of its own: signals and a census can reach all of it.
+
+    Attributes:
+        temporary: Its directory for temporary files.
+    """
+
+    def __init__(self, folder, text, how="file", options=(), before=None, wrapper=()):
+        folder = Path(folder)
+        self.temporary = folder / "temporary"
+        self.temporary.mkdir()
+        text = textwrap.dedent(text)
+        script = folder / "script.py"
+        script.write_text(text)
+        program = {"file": [str(script)], "-c": ["-c", text], "stdin": ["-"]}[how]
+        with open(script) as source:
+            self.process = subprocess.Popen(
+                [*wrapper, sys.executable, *options, *program],
+                cwd=folder,
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                    "TMPDIR": str(self.temporary),
+                },
+                stdin=source if how == "stdin" else subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+                preexec_fn=before,
+            )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for pid in self.members():
+            os.kill(pid, signal.SIGKILL)
+        self.process.communicate()
+
+    def line(self):
+        """Wait for a line of its output."""
+        line = self.process.stdout.readline()
+        assert line, self.process.communicate()[1]
+        return line.strip()
+
+    def wait(self, limit=60.0):
+        """Return its exit code and the rest of what it wrote to stdout and stderr."""
+        out, err = self.process.communicate(timeout=limit)
+        return self.process.returncode, out, err
+
+    def members(self):
+        """Return the pids of its session that run."""
+        found = set()
+        for name in os.listdir("/proc"):
+            with contextlib.suppress(OSError):
+                if name.isdigit() and os.getsid(int(name)) == self.process.pid:
+                    found.add(int(name))
+        return {pid for pid in found if alive(pid)}
+
+    def check_nothing_left(self, limit=2.0):
+        """Fail unless all its processes are gone within `limit`, and its temporary files."""
+        wait_until(lambda: not self.members(), limit)
+        assert list(self.temporary.iterdir()) == []
+
+
+def run_program(folder, text, **options):
+    """Run a program; return its exit code and what it wrote; fail if it leaves anything."""
+    with Program(folder, text, **options) as program:
+        result = program.wait()
+        program.check_nothing_left()
+        return result
+
+
+METHODS = [m for m in multiprocessing.get_all_start_methods() if m != "forkserver" or HAS_FORKSERVER]

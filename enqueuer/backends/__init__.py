@@ -1,10 +1,8 @@
 """What an enqueuer may ask of a backend, and loading one by name.
 
-The worker as the consumer's side sees it:
-
-    STARTING --first word--> RUNNING --its generators ended--> ENDED
-        \\________________________|____________________________/
-                          killed: DEAD, after DRAINING what it had sent
+A backend has at most as many workers as there are shards; worker w runs the shards w,
+w + workers, w + 2 workers and so on, and sends their items in the order in which an ordered
+consumer reads them.
 """
 
 from __future__ import annotations
@@ -100,7 +98,7 @@ class Backend(Protocol):
         """Ask the workers to go home and wake whoever waits in `receive()`; returns at once."""
 
     def stop(self, timeout: float) -> None:
-        """Close, then end the workers: ask, terminate, kill; take about `timeout` seconds at most."""
+        """Close, then end the workers: ask, terminate, kill; within about `timeout` seconds."""
 
     def describe(self, shard: int) -> str:
         """Return who runs `shard`: "worker 2 (process 4711, forkserver)"."""

@@ -23,102 +23,26 @@ import socket
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from types import FunctionType
-from typing import Any
-
-import cloudpickle
 
 from enqueuer import logs
 from enqueuer.backends import ESCALATION_S, Job, WorkerState, split_bound
 from enqueuer.backends.bootstrap import Part, Setup, Surroundings, main_forked
-from enqueuer.backends.launching import Launched, interrupts_held, launch
-from enqueuer.errors import (
-    Closed,
-    InvalidState,
-    SourceNotPicklable,
-    StartError,
-    StopWarning,
-    WorkerDied,
-)
-from enqueuer.merging import RoundRobin
-from enqueuer.messages import End, Failure, Item, Message
-from enqueuer.sources import FunctionSource, LiveSource, Source, name_of
-from enqueuer.transport.blocks import open_nameless
+from enqueuer.backends.launching import interrupts_held, launch
+from enqueuer.backends.payload import write_payload
+from enqueuer.backends.watched import Watched, epitaph, has_ended, open_pidfd
+from enqueuer.errors import Closed, InvalidState, StartError, StopWarning, WorkerDied
+from enqueuer.messages import Failure, Message
 from enqueuer.transport.channel import ConsumerEnd, Credit
-from enqueuer.transport.codec import find_culprit, is_picklable
 from enqueuer.transport.packets import Descriptor, Packets, close_in_children, pair
 
 START_TIMEOUT_S = 60.0  # a first word that takes longer is a deadlock; imports come after it
 
 _EXITCODE_S = 1.0  # between the end of a process and somebody's word on how it ended
 
-_NEXT_STATE = {
-    WorkerState.STARTING: {WorkerState.RUNNING, WorkerState.DRAINING, WorkerState.ENDED},
-    WorkerState.RUNNING: {WorkerState.DRAINING, WorkerState.ENDED},
-    WorkerState.DRAINING: {WorkerState.DEAD, WorkerState.ENDED},
-    WorkerState.ENDED: set(),
-    WorkerState.DEAD: {WorkerState.ENDED},
-}
-
 
 def create(job: Job) -> ProcessBackend:
     """Return the backend for `job`."""
     return ProcessBackend(job)
-
-
-@dataclass(eq=False)
-class _Worker:
-    """A worker process as this process sees it."""
-
-    index: int
-    method: str
-    process: Launched
-    channel: ConsumerEnd
-    lifeline: Descriptor
-    pidfd: Descriptor | None
-    shards: tuple[int, ...]
-    state: WorkerState = WorkerState.STARTING
-    exitcode: int | None = None
-    turns: RoundRobin = field(init=False)
-    numbers: dict[int, int] = field(init=False)
-    gone: bool = False  # whether the process has ended
-
-    def __post_init__(self) -> None:
-        self.begin()
-
-    def begin(self) -> None:
-        """Note that the worker runs all its shards from their first items on."""
-        self.turns = RoundRobin(self.shards)
-        self.numbers = dict.fromkeys(self.shards, 0)
-
-    def move(self, new: WorkerState) -> None:
-        """Change state; the only method that assigns `state` after the start."""
-        assert new in _NEXT_STATE[self.state], f"{self.state} -> {new}"
-        self.state = new
-
-    def took(self, message: Message) -> None:
-        """Note what was delivered, so that a death can name the item that was in work."""
-        match message:
-            case Item(shard=shard, number=number):
-                self.numbers[shard] = number + 1
-                self.turns.took(shard)
-            case End(shard=shard):
-                self.turns.ended(shard)
-            case Failure():
-                pass
-
-    def send_signal(self, number: int) -> None:
-        """Signal the process, and never another one that has got its pid."""
-        with contextlib.suppress(ProcessLookupError):
-            if self.pidfd is not None:
-                signal.pidfd_send_signal(self.pidfd.fileno(), number)
-            else:
-                os.kill(self.process.pid, number)
-
-    def __str__(self) -> str:
-        return f"worker {self.index} (process {self.process.pid}, {self.method})"
 
 
 class ProcessBackend:
@@ -128,8 +52,8 @@ class ProcessBackend:
         self._job = job
         self._plans = job.plans()
         self._owner = os.getpid()
-        self._workers: list[_Worker] = []
-        self._by_fd: dict[int, _Worker] = {}
+        self._workers: list[Watched] = []
+        self._by_fd: dict[int, Watched] = {}
         self._rotation = 0  # where to look first when any worker will do
         self._poller = select.poll()
         self._closed = False
@@ -166,18 +90,9 @@ class ProcessBackend:
         _register_exit()
 
     def _payload(self) -> Descriptor | None:
-        """Pickle once, for all workers, what those that are not forked must be told."""
         if self._job.start_method == "fork":
             return None
-        try:
-            pickled = cloudpickle.dumps(self._job.source, protocol=5)
-        except Exception as error:
-            raise SourceNotPicklable(_why_not(self._job.source, self._job.start_method)) from error
-        data = cloudpickle.dumps((self._setup(), pickled), protocol=5)
-        fd = open_nameless(len(data))
-        with open(fd, "wb", closefd=False) as file:
-            file.write(data)
-        return Descriptor(fd)
+        return write_payload(self._setup(), self._job.source, self._job.start_method)
 
     def _setup(self) -> Setup:
         levels = logs.Levels.of_this_process() if self._job.forward_logs is True else None
@@ -214,14 +129,12 @@ class ProcessBackend:
         batch = max(1, job.max_queue_size // (8 * len(self._plans)))
         name = f"worker {index} (process {process.pid}, {job.start_method})"
         channel = ConsumerEnd(packets, part.credit, name, batch)
-        pidfd = _open_pidfd(process.pid)
-        worker = _Worker(
-            index, job.start_method, process, channel, write, pidfd, plan.shards
-        )
+        pidfd = open_pidfd(process.pid)
+        worker = Watched(index, job.start_method, process, channel, write, pidfd, plan.shards)
         self._workers.append(worker)
-        for end in (channel, *([pidfd] if pidfd is not None else [])):
-            self._by_fd[end.fileno()] = worker
-            self._poller.register(end.fileno(), select.POLLIN)
+        for fd in [channel.fileno()] + ([] if pidfd is None else [pidfd.fileno()]):
+            self._by_fd[fd] = worker
+            self._poller.register(fd, select.POLLIN)
 
     # --- run ---
 
@@ -255,50 +168,59 @@ class ProcessBackend:
                 self._read(worker)
         return sum(worker.channel.items for worker in self._workers)
 
-    def _with_message(self, wanted: _Worker | None) -> _Worker | None:
+    def _with_message(self, wanted: Watched | None) -> Watched | None:
         """Return the worker whose message is next, if there is one."""
         if wanted is not None:
             return wanted if wanted.channel.inbox else None
-        count = len(self._workers)
-        for step in range(count):  # begin behind the last one served, so that all get their turn
-            worker = self._workers[(self._rotation + step) % count]
+        for worker in self._in_rotation():
             if worker.channel.inbox:
-                self._rotation = (worker.index + 1) % count
+                self._rotation = worker.index + 1
                 return worker
         return None
 
-    def _take(self, worker: _Worker) -> Message:
+    def _in_rotation(self) -> list[Watched]:
+        """Return the workers, beginning behind the last one served, so that all get their turn."""
+        at = self._rotation % len(self._workers)
+        return self._workers[at:] + self._workers[:at]
+
+    def _take(self, worker: Watched) -> Message:
         message = worker.channel.take()
         worker.took(message)
+        if worker.channel.due:
+            worker.channel.grant(self._room())
         return message
 
-    def _dead(self, wanted: _Worker | None) -> _Worker | None:
+    def _room(self) -> int:
+        """Return how many more items may wait; an item that was wanted may have taken a place."""
+        return self._job.max_queue_size - sum(worker.channel.load for worker in self._workers)
+
+    def _dead(self, wanted: Watched | None) -> Watched | None:
         """Return a worker whose death must be told now, as nothing of it is left to deliver.
 
         In order, another worker's turn may come first; but if that means waiting, the death is
         told at once.
         """
         for worker in self._workers:
-            if worker.state is WorkerState.DEAD and not worker.channel.inbox:
-                if worker is wanted or not worker.turns.done:
-                    return worker
+            told = worker.state is not WorkerState.DEAD or worker.channel.inbox
+            if not told and (worker is wanted or not worker.turns.done):
+                return worker
         return None
 
-    def _obituary(self, worker: _Worker) -> Failure:
+    def _obituary(self, worker: Watched) -> Failure:
         shard = worker.shards[0] if worker.turns.done else worker.turns.turn()
         number = worker.numbers[shard]
-        return Failure(shard, number, WorkerDied(_epitaph(worker), worker.index, worker.exitcode))
+        return Failure(shard, number, WorkerDied(epitaph(worker), worker.index, worker.exitcode))
 
-    def _ask_for(self, wanted: _Worker | None) -> None:
+    def _ask_for(self, wanted: Watched | None) -> None:
         """Let the item come for which the consumer is about to wait."""
         if wanted is not None:
-            wanted.channel.grant(wanted=True)
+            wanted.channel.grant(self._room(), wanted=True)
             return
         asked = False
-        for worker in self._workers:
+        for worker in self._in_rotation():
             now = worker.channel.asked and not asked
             asked = asked or now
-            worker.channel.grant(wanted=now)
+            worker.channel.grant(self._room(), wanted=now)
 
     def _wait(self, deadline: float | None) -> None:
         """Sleep until something comes, and read it. Woken by packets, deaths and close()."""
@@ -322,7 +244,7 @@ class ProcessBackend:
                 "that another thread held is a likely cause: use mp_context='forkserver'"
             )
 
-    def _read(self, worker: _Worker) -> None:
+    def _read(self, worker: Watched) -> None:
         """Read what a worker has sent, and see whether it was its last."""
         if worker.state in (WorkerState.DEAD, WorkerState.ENDED):
             return
@@ -333,7 +255,7 @@ class ProcessBackend:
         if worker.gone or worker.channel.ended:
             self._bury(worker)
 
-    def _bury(self, worker: _Worker) -> None:
+    def _bury(self, worker: Watched) -> None:
         """Take leave of a process that has ended; all that it sent is in its inbox now."""
         worker.move(WorkerState.DRAINING)
         self._forget(worker)
@@ -344,7 +266,7 @@ class ProcessBackend:
             worker.send_signal(signal.SIGKILL)
         worker.move(WorkerState.DEAD)
 
-    def _deliver_records(self, worker: _Worker) -> None:
+    def _deliver_records(self, worker: Watched) -> None:
         records = worker.channel.records
         while records:
             logs.deliver(records.popleft())
@@ -389,7 +311,7 @@ class ProcessBackend:
     def describe(self, shard: int) -> str:
         return str(self._workers[shard % len(self._workers)])
 
-    def _left(self) -> list[_Worker]:
+    def _left(self) -> list[Watched]:
         return [worker for worker in self._workers if worker.state is not WorkerState.ENDED]
 
     def _see_off(self, deadline: float) -> None:
@@ -410,15 +332,15 @@ class ProcessBackend:
             for worker in left:
                 self._see_off_one(worker)
 
-    def _see_off_one(self, worker: _Worker) -> None:
+    def _see_off_one(self, worker: Watched) -> None:
         with contextlib.suppress(Exception):  # it is leaving: what it says makes no difference
             worker.channel.pump()
         worker.channel.inbox.clear()
         self._deliver_records(worker)
-        if _has_ended(worker):
+        if has_ended(worker):
             self._end(worker)
 
-    def _end(self, worker: _Worker) -> None:
+    def _end(self, worker: Watched) -> None:
         if worker.state is not WorkerState.DEAD:
             self._forget(worker)
             with contextlib.suppress(Exception):
@@ -431,7 +353,7 @@ class ProcessBackend:
             worker.pidfd.close()
         worker.move(WorkerState.ENDED)
 
-    def _forget(self, worker: _Worker) -> None:
+    def _forget(self, worker: Watched) -> None:
         """Wait no longer for anything of a worker."""
         for fd in [fd for fd, owner in self._by_fd.items() if owner is worker]:
             del self._by_fd[fd]
@@ -460,93 +382,3 @@ def _register_exit() -> None:
 def _stop_all() -> None:
     for backend in list(_running):
         backend.stop(_EXIT_TIMEOUT_S)
-
-
-# --- a process and its end ---------------------------------------------------------------------
-
-
-def _open_pidfd(pid: int) -> Descriptor | None:
-    """Return a descriptor that tells of a process's end; None where there are none."""
-    if not hasattr(os, "pidfd_open"):
-        return None
-    try:
-        pidfd = Descriptor(os.pidfd_open(pid))
-    except OSError:  # it has ended and was reaped already, or the kernel is older than 5.3
-        return None
-    close_in_children(pidfd)
-    return pidfd
-
-
-def _has_ended(worker: _Worker) -> bool:
-    if worker.pidfd is None:
-        return worker.channel.ended
-    poller = select.poll()
-    poller.register(worker.pidfd.fileno(), select.POLLIN)
-    return bool(poller.poll(0))
-
-
-def _epitaph(worker: _Worker) -> str:
-    code = worker.exitcode
-    if code is None:
-        how = "ended, nobody knows how (its exit code was taken by somebody else)"
-    elif code < 0:
-        how = f"was killed by {_signal_name(-code)}"
-    else:
-        how = f"ended with exit code {code} and said nothing"
-    advice = {
-        -signal.SIGKILL: "If nobody killed it, the system was out of memory: try fewer workers, "
-        "smaller batches or a smaller max_queue_size.",
-        -signal.SIGSEGV: "A crash in C code; its Python stack was written to stderr.",
-    }.get(code or 0, "Look for os._exit or a crash in the libraries that the generator uses.")
-    return f"{worker} {how}; what it had sent was delivered. {advice}"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-# --- why a source cannot be pickled ------------------------------------------------------------
-
-
-def _why_not(source: Source, method: str) -> str:
-    advice = (
-        "pass a generator function that makes its own in the worker, "
-        "or use backend='thread' or mp_context='fork'"
-    )
-    if isinstance(source, LiveSource):
-        kind = type(source.iterable).__name__
-        return f"a live {kind} cannot be sent to a process started by {method}; {advice}"
-    culprits = [
-        f"{where} (a {type(value).__module__}.{type(value).__qualname__})"
-        for where, value in _found_in(source)
-        if not is_picklable(value)
-    ]
-    what = ", ".join(culprits) or "something that it refers to"
-    return f"{name_of(source.function)} cannot be sent to a process started by {method}: {what} cannot be pickled; {advice}"
-
-
-def _found_in(source: FunctionSource) -> Iterator[tuple[str, Any]]:
-    """Yield what a function refers to: closure, globals, defaults, or the parts of an object."""
-    function = source.function
-    target = getattr(function, "__func__", function)
-    if isinstance(target, FunctionType):
-        names, cells = target.__code__.co_freevars, target.__closure__ or ()
-        for name, cell in zip(names, cells, strict=True):
-            with contextlib.suppress(ValueError):  # an empty cell
-                yield _named(f"the variable {name!r}", cell.cell_contents)
-        for name in target.__code__.co_names:
-            if name in target.__globals__:
-                yield f"the global {name!r}", target.__globals__[name]
-        for default in (*(target.__defaults__ or ()), *(target.__kwdefaults__ or {}).values()):
-            yield "a default argument", default
-    if target is not function or not isinstance(target, FunctionType):
-        yield _named("the object", getattr(function, "__self__", function))
-
-
-def _named(where: str, value: object) -> tuple[str, object]:
-    if is_picklable(value):
-        return where, value
-    return find_culprit(where, value)

@@ -178,7 +178,7 @@ class BlockMap:
         anchor = np.frombuffer(self._memory[number], np.uint8)
         home = self._home
         self._leases[number] = weakref.ref(anchor, lambda _: home.append(number))
-        return memoryview(anchor)
+        return anchor.data
 
     def drop(self, number: int) -> None:
         """Forget a block that the worker gave up."""

@@ -387,17 +387,26 @@ class ConsumerEnd:
         if arrival.kind == Kind.ITEM:
             self._items -= 1
             self._taken += 1
-            if self._quota - self._out - self._items >= self._batch or self._by_bytes:
-                self.grant()
         return message
 
-    def grant(self, wanted: bool = False) -> None:
+    @property
+    def due(self) -> bool:
+        """Whether enough has been taken for a grant to be worth a packet."""
+        return self._quota - self._out - self._items >= self._batch or self._by_bytes
+
+    @property
+    def load(self) -> int:
+        """Items that wait here, and those that the worker may still send."""
+        return self._items + self._out
+
+    def grant(self, room: int, wanted: bool = False) -> None:
         """Give the worker the credits that are due to it.
 
         Args:
+            room: How many more items may wait, over all workers.
             wanted: The consumer waits for this worker and has nothing of it: one more, then.
         """
-        credits = self._quota - self._out - self._items
+        credits = min(self._quota - self._out - self._items, room)
         if wanted and self._out <= 0:
             credits = max(credits, 1)
         credits = max(credits, 0)
@@ -411,8 +420,6 @@ class ConsumerEnd:
             self._out += credits
             self._taken = 0
             self._wanted = wanted
-            if wanted:
-                self.asked = False
         else:
             self._blocks.still_home(home)
 
@@ -449,7 +456,7 @@ class ConsumerEnd:
                 if kind == Kind.ITEM:
                     self._items += 1
                     self._out -= 1
-                    self._wanted = False
+                    self._wanted = self.asked = False
             case Kind.RECORD:
                 self.records.append(logging.makeLogRecord(pickle.loads(self._open(body)[0])))
             case _:  # Kind.ASK
@@ -500,4 +507,3 @@ class ConsumerEnd:
         if length:
             return body[at : at + length], views
         return views[0], views[1:]
-

@@ -16,6 +16,7 @@ WorkerError with its traceback as text.
 
 from __future__ import annotations
 
+import builtins
 import io
 import pickle
 import traceback
@@ -183,7 +184,8 @@ def _reduce_error(error: BaseException) -> Any:
 
 
 _BUILTIN_REDUCERS = (BaseException.__reduce__, OSError.__reduce__)
-_GROUP: type = getattr(__import__("builtins"), "BaseExceptionGroup", ())
+# Python 3.10 has no groups
+_GROUP: type | tuple[()] = getattr(builtins, "BaseExceptionGroup", ())
 
 
 def _cut(tb: TracebackType) -> TracebackType:
@@ -218,6 +220,8 @@ def _str_of(error: BaseException) -> str:
 
 
 def _name_of(kind: type) -> str:
-    return kind.__qualname__ if kind.__module__ == "builtins" else (
-        f"{kind.__module__}.{kind.__qualname__}"
+    return (
+        kind.__qualname__
+        if kind.__module__ == "builtins"
+        else (f"{kind.__module__}.{kind.__qualname__}")
     )

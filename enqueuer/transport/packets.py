@@ -33,7 +33,10 @@ _has_data = itemgetter(0)
 
 
 class Closable(Protocol):
-    def close(self) -> None: ...
+    """A socket or a descriptor."""
+
+    def close(self) -> None:
+        """Close it, if it is not closed yet."""
 
 
 # A forked child that kept one of these open would hide its owner's death from the other end.

@@ -31,7 +31,9 @@ def described(page: str) -> set[str]:
 
 def error_classes() -> set[str]:
     kinds = (errors.EnqueuerError, errors.EnqueuerWarning)
-    return {c.__name__ for c in vars(errors).values() if isinstance(c, type) and issubclass(c, kinds)}
+    return {
+        c.__name__ for c in vars(errors).values() if isinstance(c, type) and issubclass(c, kinds)
+    }
 
 
 def drawn_files() -> set[str]:
@@ -104,7 +106,9 @@ def text_files() -> list[Path]:
     files = []
     for path in ROOT.rglob("*"):
         parts = path.relative_to(ROOT).parts
-        if path.is_file() and not any(p in skipped or p.endswith(("_cache", "info")) for p in parts):
+        if path.is_file() and not any(
+            p in skipped or p.endswith(("_cache", "info")) for p in parts
+        ):
             files.append(path)
     return files
 

@@ -1,0 +1,96 @@
+"""The arguments of an enqueuer, checked at the door: each error names argument, rule and value."""
+
+from __future__ import annotations
+
+import math
+import threading
+from multiprocessing.context import BaseContext
+
+from enqueuer.backends import BackendName
+from enqueuer.backends.launching import METHODS, default_method
+from enqueuer.logs import MULTIPROCESSING_LOGGING
+from enqueuer.sources import LiveSource, Source
+
+
+def positive(name: str, value: object) -> int:
+    """Return a count; raise TypeError or ValueError unless it is an int >= 1."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    number = int(value.__index__())
+    if number < 1:
+        raise ValueError(f"{name} must be >= 1, got {number}")
+    return number
+
+
+def seed(value: object) -> int:
+    """Return a random seed; raise TypeError or ValueError unless it is an int >= 0."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"random_seed must be an int or None, got {value!r}")
+    number = int(value.__index__())
+    if number < 0:
+        raise ValueError(f"random_seed must be >= 0, got {number}")
+    return number
+
+
+def seconds(name: str, value: float) -> float:
+    """Return a time; raise TypeError or ValueError unless it is a number >= 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be seconds or None, got {value!r}")
+    if math.isnan(value) or value < 0:
+        raise ValueError(f"{name} must be >= 0 seconds, got {value!r}")
+    return min(float(value), threading.TIMEOUT_MAX / 2)
+
+
+def backend_name(backend: object, use_multiprocessing: object) -> BackendName:
+    """Return the backend that the modern option, or the Keras one, asks for."""
+    if not isinstance(use_multiprocessing, bool):
+        raise TypeError(
+            f"use_multiprocessing must be True or False, got {use_multiprocessing!r}; "
+            "options such as workers go by name"
+        )
+    match backend:
+        case None:
+            return "process" if use_multiprocessing else "thread"
+        case "thread" if use_multiprocessing:
+            raise ValueError("use_multiprocessing=True and backend='thread' contradict each other")
+        case "thread":
+            return "thread"
+        case "process":
+            return "process"
+        case _:
+            raise ValueError(f"backend must be 'thread' or 'process', got {backend!r}")
+
+
+def start_method(mp_context: object, source: Source, backend: BackendName) -> str:
+    """Return how processes are started; "" for threads."""
+    if mp_context is not None and backend == "thread":
+        raise ValueError("mp_context is about processes; give backend='process' with it")
+    method: object = mp_context
+    if isinstance(mp_context, BaseContext):
+        method = mp_context.get_start_method(allow_none=True)
+    if backend == "thread":
+        return ""
+    if method is None:
+        return "fork" if isinstance(source, LiveSource) else default_method()
+    if method not in METHODS:
+        raise ValueError(
+            f"mp_context must be one of {', '.join(map(repr, METHODS))}, or a context of "
+            f"multiprocessing, got {mp_context!r}"
+        )
+    return str(method)
+
+
+def forward_logs(value: object, start_method: str) -> bool | str:
+    """Return how logs travel; raise ValueError if that cannot be."""
+    if isinstance(value, bool):
+        return value
+    if value != MULTIPROCESSING_LOGGING:
+        raise ValueError(
+            f"forward_logs must be True, False or '{MULTIPROCESSING_LOGGING}', got {value!r}"
+        )
+    if start_method != "fork":
+        raise ValueError(
+            f"forward_logs='{MULTIPROCESSING_LOGGING}' works with forked processes only "
+            "(backend='process', mp_context='fork'); leave it True for all others"
+        )
+    return MULTIPROCESSING_LOGGING

@@ -1,0 +1,84 @@
+"""What a process that was not forked must be handed: pickled once, for all workers.
+
+It travels in a nameless file, whose descriptor goes over each worker's channel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import FunctionType
+from typing import Any
+
+import cloudpickle
+
+from enqueuer.backends.bootstrap import Setup
+from enqueuer.errors import SourceNotPicklable
+from enqueuer.sources import FunctionSource, LiveSource, Source, name_of
+from enqueuer.transport.blocks import open_nameless
+from enqueuer.transport.codec import find_culprit, is_picklable
+from enqueuer.transport.packets import Descriptor
+
+
+def write_payload(setup: Setup, source: Source, method: str) -> Descriptor:
+    """Return a nameless file that holds `setup` and `source`.
+
+    Raises:
+        SourceNotPicklable: The source cannot be pickled; the message names the culprit.
+        OSError: There is no room for it.
+    """
+    try:
+        # on its own, so that what fails to load in the worker is known to be the user's
+        pickled = cloudpickle.dumps(source, protocol=5)
+    except Exception as error:
+        raise SourceNotPicklable(why_not(source, method)) from error
+    data = cloudpickle.dumps((setup, pickled), protocol=5)
+    fd = open_nameless(len(data))
+    with open(fd, "wb", closefd=False) as file:
+        file.write(data)
+    return Descriptor(fd)
+
+
+def why_not(source: Source, method: str) -> str:
+    """Say which part of a source cannot be pickled, and what to do."""
+    advice = (
+        "pass a generator function that makes its own in the worker, "
+        "or use backend='thread' or mp_context='fork'"
+    )
+    if isinstance(source, LiveSource):
+        kind = type(source.iterable).__name__
+        return f"a live {kind} cannot be sent to a process started by {method}; {advice}"
+    culprits = [
+        f"{where} (a {type(value).__module__}.{type(value).__qualname__})"
+        for where, value in _found_in(source)
+        if not is_picklable(value)
+    ]
+    what = ", ".join(culprits) or "something that it refers to"
+    return (
+        f"{name_of(source.function)} cannot be sent to a process started by {method}: "
+        f"{what} cannot be pickled; {advice}"
+    )
+
+
+def _found_in(source: FunctionSource) -> Iterator[tuple[str, Any]]:
+    """Yield what a function refers to: closure, globals, defaults, or the parts of an object."""
+    function = source.function
+    target = getattr(function, "__func__", function)
+    if isinstance(target, FunctionType):
+        names, cells = target.__code__.co_freevars, target.__closure__ or ()
+        for name, cell in zip(names, cells, strict=True):
+            with contextlib.suppress(ValueError):  # an empty cell
+                yield _named(f"the variable {name!r}", cell.cell_contents)
+        for name in target.__code__.co_names:
+            if name in target.__globals__:
+                yield f"the global {name!r}", target.__globals__[name]
+        for default in (*(target.__defaults__ or ()), *(target.__kwdefaults__ or {}).values()):
+            yield "a default argument", default
+    if target is not function or not isinstance(target, FunctionType):
+        yield _named("the object", getattr(function, "__self__", function))
+
+
+def _named(where: str, value: object) -> tuple[str, object]:
+    if is_picklable(value):
+        return where, value
+    return find_culprit(where, value)

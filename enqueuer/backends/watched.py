@@ -1,0 +1,126 @@
+"""One worker process as the consumer's process sees it: its state, its place, its end.
+
+STARTING --HELLO--> RUNNING --its process ends--> DRAINING --all read--> DEAD
+    \\__________________\\_____________ was asked to stop _______________\\--> ENDED
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+from dataclasses import dataclass, field
+
+from enqueuer.backends import WorkerState
+from enqueuer.backends.launching import Launched
+from enqueuer.merging import RoundRobin
+from enqueuer.messages import End, Failure, Item, Message
+from enqueuer.transport.channel import ConsumerEnd
+from enqueuer.transport.packets import Descriptor, close_in_children
+
+_NEXT_STATE = {
+    WorkerState.STARTING: {WorkerState.RUNNING, WorkerState.DRAINING, WorkerState.ENDED},
+    WorkerState.RUNNING: {WorkerState.DRAINING, WorkerState.ENDED},
+    WorkerState.DRAINING: {WorkerState.DEAD, WorkerState.ENDED},
+    WorkerState.ENDED: set(),
+    WorkerState.DEAD: {WorkerState.ENDED},
+}
+
+
+@dataclass(eq=False)
+class Watched:
+    """A worker process as this process sees it."""
+
+    index: int
+    method: str
+    process: Launched
+    channel: ConsumerEnd
+    lifeline: Descriptor
+    pidfd: Descriptor | None
+    shards: tuple[int, ...]
+    state: WorkerState = WorkerState.STARTING
+    exitcode: int | None = None
+    turns: RoundRobin = field(init=False)
+    numbers: dict[int, int] = field(init=False)
+    gone: bool = False  # whether the process has ended
+
+    def __post_init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Note that the worker runs all its shards from their first items on."""
+        self.turns = RoundRobin(self.shards)
+        self.numbers = dict.fromkeys(self.shards, 0)
+
+    def move(self, new: WorkerState) -> None:
+        """Change state; the only method that assigns `state` after the start."""
+        assert new in _NEXT_STATE[self.state], f"{self.state} -> {new}"
+        self.state = new
+
+    def took(self, message: Message) -> None:
+        """Note what was delivered, so that a death can name the item that was in work."""
+        match message:
+            case Item(shard=shard, number=number):
+                self.numbers[shard] = number + 1
+                self.turns.took(shard)
+            case End(shard=shard):
+                self.turns.ended(shard)
+            case Failure():
+                pass
+
+    def send_signal(self, number: int) -> None:
+        """Signal the process, and never another one that has got its pid."""
+        with contextlib.suppress(ProcessLookupError):
+            if self.pidfd is not None:
+                signal.pidfd_send_signal(self.pidfd.fileno(), number)
+            else:
+                os.kill(self.process.pid, number)
+
+    def __str__(self) -> str:
+        return f"worker {self.index} (process {self.process.pid}, {self.method})"
+
+
+def open_pidfd(pid: int) -> Descriptor | None:
+    """Return a descriptor that tells of a process's end; None where there are none."""
+    if not hasattr(os, "pidfd_open"):
+        return None
+    try:
+        pidfd = Descriptor(os.pidfd_open(pid))
+    except OSError:  # it has ended and was reaped already, or the kernel is older than 5.3
+        return None
+    close_in_children(pidfd)
+    return pidfd
+
+
+def has_ended(worker: Watched) -> bool:
+    """Tell whether the process is gone, without waiting."""
+    if worker.pidfd is None:
+        return worker.channel.ended
+    poller = select.poll()
+    poller.register(worker.pidfd.fileno(), select.POLLIN)
+    return bool(poller.poll(0))
+
+
+def epitaph(worker: Watched) -> str:
+    """Say who died, how, and what to do about it."""
+    code = worker.exitcode
+    if code is None:
+        how = "ended, nobody knows how (its exit code was taken by somebody else)"
+    elif code < 0:
+        how = f"was killed by {_signal_name(-code)}"
+    else:
+        how = f"ended with exit code {code} and said nothing"
+    advice = {
+        -signal.SIGKILL: "If nobody killed it, the system was out of memory: try fewer workers, "
+        "smaller batches or a smaller max_queue_size.",
+        -signal.SIGSEGV: "A crash in C code; its Python stack was written to stderr.",
+    }.get(code or 0, "Look for os._exit or a crash in the libraries that the generator uses.")
+    return f"{worker} {how}; what it had sent was delivered. {advice}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

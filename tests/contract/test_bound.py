@@ -1,0 +1,117 @@
+"""Bound: at most max_queue_size items wait, and each worker holds one more in hand."""
+
+import multiprocessing
+import threading
+
+import numpy as np
+import pytest
+from helpers import LIMIT, wait_until
+
+from enqueuer import GeneratorEnqueuer
+
+_made = multiprocessing.get_context("fork").Value("i", 0)
+
+
+class Counter:
+    """Count what sources have begun to make, across threads or processes."""
+
+    def __init__(self):
+        self.made = _made
+        self.made.value = 0
+
+    def source(self, shard):
+        while True:
+            with self.made.get_lock():
+                self.made.value += 1
+            yield np.zeros(100_000, np.uint8)
+
+
+FORK_OR_THREAD = [
+    pytest.param({"backend": "thread"}, id="thread"),
+    pytest.param({"backend": "process", "mp_context": "fork"}, id="process-fork"),
+]
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize(("workers", "size"), [(1, 1), (1, 10), (3, 10), (3, 2), (4, 1)])
+@pytest.mark.parametrize("options", FORK_OR_THREAD)
+def test_no_more_wait_than_the_bound_allows(options, workers, size, ordered):
+    counter = Counter()
+    with GeneratorEnqueuer(
+        counter.source, workers=workers, max_queue_size=size, ordered=ordered, **options
+    ) as enqueuer:
+        batches = iter(enqueuer)
+        for taken in range(30):
+            wait_until(lambda: enqueuer.queue.qsize() >= min(1, size // workers))
+            # one in each hand, and one more that a hand lets go of while it is counted
+            assert counter.made.value - taken <= size + workers
+            next(batches)
+
+
+@pytest.mark.parametrize("options", FORK_OR_THREAD)
+def test_the_queue_fills_up_to_the_bound(options):
+    counter = Counter()
+    with GeneratorEnqueuer(counter.source, workers=2, max_queue_size=6, **options) as enqueuer:
+        wait_until(lambda: enqueuer.queue.qsize() == 6)
+        wait_until(lambda: counter.made.value == 8)
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("options", FORK_OR_THREAD)
+def test_bytes_are_bounded_too(options, ordered):
+    counter = Counter()
+    with GeneratorEnqueuer(
+        counter.source, workers=2, max_queue_bytes=450_000, ordered=ordered, **options
+    ) as enqueuer:
+        for taken in range(20):
+            next(iter(enqueuer))
+            assert counter.made.value - taken - 1 <= 4 + 2
+        wait_until(lambda: enqueuer.queue.qsize() == 4)
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_batch_larger_than_the_bound_comes_when_it_is_wanted(backend, ordered):
+    def source(shard):
+        for number in range(3):
+            yield np.full(50_000, 10 * number + shard.index)
+
+    with GeneratorEnqueuer(
+        source, workers=2, max_queue_bytes=1000, ordered=ordered, **backend
+    ) as enqueuer:
+        firsts = [int(batch[0]) for batch in enqueuer]
+    assert sorted(firsts) == [0, 1, 10, 11, 20, 21]
+    assert not ordered or firsts == [0, 1, 10, 11, 20, 21]
+
+
+def test_a_full_queue_stops_the_source_and_a_taken_item_lets_it_go_on():
+    made = threading.Semaphore(0)
+
+    def source():
+        for number in range(5):
+            made.release()
+            yield number
+
+    with GeneratorEnqueuer(source, max_queue_size=2) as enqueuer:
+        for _ in range(3):
+            assert made.acquire(timeout=LIMIT)
+        assert not made.acquire(blocking=False)
+        assert enqueuer.queue.get() == 0
+        assert made.acquire(timeout=LIMIT)
+        assert list(enqueuer) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("name", ["workers", "max_queue_size", "shards", "max_queue_bytes"])
+@pytest.mark.parametrize(
+    ("value", "error"), [(0, ValueError), (-3, ValueError), (1.5, TypeError), (True, TypeError)]
+)
+def test_a_bad_number_is_refused(name, value, error):
+    with pytest.raises(error, match=f"{name} must be"):
+        GeneratorEnqueuer(iter, **{name: value})
+
+
+def test_bad_numbers_are_refused_by_start():
+    enqueuer = GeneratorEnqueuer(iter("ab"))
+    with pytest.raises(ValueError, match="workers must be >= 1, got 0"):
+        enqueuer.start(workers=0)
+    with pytest.raises(ValueError, match="max_queue_size must be >= 1, got -1"):
+        enqueuer.start(max_queue_size=-1)

@@ -1,0 +1,87 @@
+"""End: a finite source ends the iteration; iterating again runs the next epoch."""
+
+import pytest
+from helpers import counting, twelve
+
+from enqueuer import Closed, GeneratorEnqueuer, prefetch
+
+
+def test_each_loop_is_an_epoch_on_the_same_workers(process):
+    def source(shard):
+        import os
+
+        yield shard.epoch, os.getpid()
+
+    with GeneratorEnqueuer(source, workers=2, **process) as enqueuer:
+        epochs = [list(enqueuer) for _ in range(3)]
+    assert [[epoch for epoch, _ in batches] for batches in epochs] == [[0, 0], [1, 1], [2, 2]]
+    assert len({tuple(pid for _, pid in batches) for batches in epochs}) == 1
+
+
+def test_the_position_is_the_enqueuers(backend):
+    with GeneratorEnqueuer(twelve, workers=2, **backend) as enqueuer:
+        for batch in enqueuer:
+            if batch == 4:
+                break
+        assert list(enqueuer) == [5, 6, 7, 8, 9, 10, 11]
+        assert list(enqueuer) == list(range(12))
+
+
+def test_an_ended_iterator_stays_ended(backend):
+    with GeneratorEnqueuer(twelve, **backend) as enqueuer:
+        first = iter(enqueuer)
+        list(first)
+        list(enqueuer)
+        assert list(first) == []
+        with pytest.raises(StopIteration):
+            next(first)
+
+
+def test_an_empty_source_is_an_ordinary_end(backend):
+    with GeneratorEnqueuer(lambda: iter(()), workers=3, **backend) as enqueuer:
+        assert [list(enqueuer) for _ in range(3)] == [[], [], []]
+
+
+def test_get_does_not_begin_a_new_epoch(backend):
+    with GeneratorEnqueuer(twelve, workers=2, **backend) as enqueuer:
+        assert list(enqueuer.get()) == list(range(12))
+        assert list(enqueuer.get()) == []
+        assert list(enqueuer) == list(range(12))
+
+
+def test_is_running_until_the_end_was_reached(backend):
+    enqueuer = GeneratorEnqueuer(twelve, workers=2, **backend)
+    assert not enqueuer.is_running()
+    with enqueuer:
+        assert enqueuer.is_running()
+        list(enqueuer)
+        assert not enqueuer.is_running()
+        iter(enqueuer)
+        assert enqueuer.is_running()
+    assert not enqueuer.is_running()
+
+
+def test_the_queue_tells_that_the_end_was_reached(backend):
+    with GeneratorEnqueuer(twelve, workers=2, **backend) as enqueuer:
+        for _ in range(12):
+            enqueuer.queue.get()
+        with pytest.raises(Closed, match="the generator has ended"):
+            enqueuer.queue.get()
+        assert enqueuer.queue.empty()
+        assert enqueuer.queue.qsize() == 0
+
+
+def test_a_new_enqueuer_starts_when_it_is_iterated(backend):
+    enqueuer = GeneratorEnqueuer(twelve, workers=2, **backend)
+    assert list(enqueuer) == list(range(12))
+    enqueuer.stop()
+
+
+def test_prefetch_yields_an_epoch_and_stops(backend):
+    assert list(prefetch(twelve, workers=2, **backend)) == list(range(12))
+
+
+def test_prefetch_stops_after_a_break(backend):
+    for batch in prefetch(counting, workers=2, **backend):
+        assert batch == (0, 0)
+        break

@@ -1,0 +1,164 @@
+"""Logs: what a worker logs comes out of the parent's handlers, once, in order, losing nothing."""
+
+import logging
+
+import helpers
+import pytest
+from helpers import wait_until
+
+from enqueuer import GeneratorEnqueuer, WorkerDied
+
+log = logging.getLogger("tests.worker")
+
+
+@pytest.fixture
+def heard():
+    """Return the texts that a handler of the root logger gets."""
+
+    class Ear(logging.Handler):
+        def emit(self, record):
+            texts.append(record.getMessage())
+
+    texts, ear, root = [], Ear(), logging.getLogger()
+    level = root.level
+    root.addHandler(ear)
+    root.setLevel(logging.INFO)
+    yield texts
+    root.removeHandler(ear)
+    root.setLevel(level)
+
+
+def chatty(shard):
+    for number in range(3):
+        log.info("shard %d item %d", shard.index, number)
+        yield number
+    log.info("shard %d ends", shard.index)
+
+
+def test_records_come_once_and_in_order(backend, heard):
+    before = list(logging.getLogger().handlers)
+    with GeneratorEnqueuer(chatty, workers=2, **backend) as enqueuer:
+        list(enqueuer)
+        assert logging.getLogger().handlers == before
+    for shard in range(2):
+        mine = [text for text in heard if text.startswith(f"shard {shard}")]
+        assert mine == [f"shard {shard} item {n}" for n in range(3)] + [f"shard {shard} ends"]
+    assert len(heard) == 8
+
+
+def test_nothing_is_lost_at_stop(backend, heard):
+    def source():
+        try:
+            log.info("begun")
+            while True:
+                yield 1
+        finally:
+            log.info("closed")
+
+    with GeneratorEnqueuer(source, **backend) as enqueuer:
+        next(iter(enqueuer))
+    assert heard == ["begun", "closed"]
+
+
+def test_nothing_is_lost_to_a_kill(process, heard):
+    def source():
+        for number in range(50):
+            log.info("%d", number)
+        helpers.kill_self()
+        yield
+
+    with GeneratorEnqueuer(source, **process) as enqueuer:
+        with pytest.raises(WorkerDied):
+            next(iter(enqueuer))
+    assert heard == [str(number) for number in range(50)]
+
+
+def test_the_parents_levels_decide(process, heard):
+    logging.getLogger("tests.quiet").setLevel(logging.ERROR)
+
+    def source():
+        log.debug("too low for the root logger")
+        logging.getLogger("tests.quiet").warning("too low for its logger")
+        logging.getLogger("tests.quiet").error("high enough")
+        yield 1
+
+    with GeneratorEnqueuer(source, **process) as enqueuer:
+        list(enqueuer)
+    logging.getLogger("tests.quiet").setLevel(logging.NOTSET)
+    assert heard == ["high enough"]
+
+
+def test_tracebacks_and_odd_arguments_arrive_as_text(process, caplog):
+    def source():
+        import threading
+
+        try:
+            raise KeyError("why")
+        except KeyError:
+            log.exception("failed with %s", threading.Lock(), extra={"odd": threading.Lock()})
+        yield 1
+
+    with GeneratorEnqueuer(source, **process) as enqueuer:
+        list(enqueuer)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("failed with <unlocked")
+    assert "KeyError: 'why'" in record.exc_text
+    assert record.odd.startswith("<unlocked")
+    assert record.process != record.odd
+
+
+def test_logs_can_be_left_in_the_worker(process, heard):
+    with GeneratorEnqueuer(chatty, forward_logs=False, **process) as enqueuer:
+        list(enqueuer)
+        if process["mp_context"] != "fork":  # whose inherited handler fills a copy of the list
+            assert heard == []
+    assert heard == []
+
+
+FORK = {"backend": "process", "mp_context": "fork"}
+
+
+@pytest.fixture
+def fork_is_default():
+    import multiprocessing
+
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method("fork", force=True)
+    yield
+    multiprocessing.set_start_method(before, force=True)
+
+
+@pytest.mark.usefixtures("fork_is_default")
+class TestMultiprocessingLogging:
+    def test_it_is_installed_for_a_run_and_taken_off_again(self, heard):
+        root = logging.getLogger()
+        before = list(root.handlers)
+        with GeneratorEnqueuer(
+            chatty, workers=2, forward_logs="multiprocessing-logging", **FORK
+        ) as enqueuer:
+            assert root.handlers != before
+            list(enqueuer)
+        assert root.handlers == before
+        wait_until(lambda: len(heard) == 8)
+
+    def test_who_has_installed_it_hears_every_record_once(self, heard):
+        import multiprocessing_logging
+
+        root = logging.getLogger()
+        before = list(root.handlers)
+        multiprocessing_logging.install_mp_handler()
+        installed = list(root.handlers)
+        try:
+            for forward_logs in (True, "multiprocessing-logging"):
+                heard.clear()
+                with GeneratorEnqueuer(chatty, forward_logs=forward_logs, **FORK) as enqueuer:
+                    list(enqueuer)
+                assert root.handlers == installed
+                wait_until(lambda: len(heard) >= 4)
+                assert len(heard) == 4
+        finally:
+            for handler in installed:
+                if handler not in before:
+                    handler.sub_handler = logging.NullHandler()
+                    handler.close()
+            root.handlers = before

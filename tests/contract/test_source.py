@@ -1,0 +1,173 @@
+"""Source: what may be handed over, and what is refused."""
+
+import functools
+import threading
+
+import numpy as np
+import pytest
+from helpers import twelve
+
+from enqueuer import DuplicateDataWarning, GeneratorEnqueuer, SourceNotPicklable, prefetch
+
+LOCK = threading.Lock()
+
+
+def test_a_function_may_take_the_shard(backend):
+    with GeneratorEnqueuer(twelve, workers=2, **backend) as enqueuer:
+        assert list(enqueuer) == list(range(12))
+
+
+def test_a_function_may_take_nothing(backend):
+    def letters():
+        yield from "abc"
+
+    with GeneratorEnqueuer(letters, **backend) as enqueuer:
+        assert list(enqueuer) == ["a", "b", "c"]
+
+
+def test_a_function_may_be_a_lambda_a_partial_or_an_object(backend):
+    def pairs(word, shard):
+        yield word, shard.index
+
+    class Words:
+        def __call__(self, shard):
+            yield "called", shard.index
+
+    for function, word in [
+        (lambda shard: iter([("made", shard.index)]), "made"),
+        (functools.partial(pairs, "bound"), "bound"),
+        (Words(), "called"),
+    ]:
+        with GeneratorEnqueuer(function, workers=2, **backend) as enqueuer:
+            assert list(enqueuer) == [(word, 0), (word, 1)]
+
+
+def test_a_function_is_called_once_per_shard_and_epoch_in_the_worker():
+    calls = []
+
+    def source(shard):
+        calls.append((shard.epoch, shard.index, threading.current_thread().name))
+        yield shard.index
+
+    with GeneratorEnqueuer(source, workers=2, shards=4) as enqueuer:
+        list(enqueuer), list(enqueuer)
+    names = ["enqueuer-worker-0", "enqueuer-worker-1"]
+    assert sorted(calls) == [(e, s, names[s % 2]) for e in range(2) for s in range(4)]
+
+
+def test_threads_read_a_live_iterator_in_its_own_order():
+    with GeneratorEnqueuer(iter(range(500)), workers=4, max_queue_size=3) as enqueuer:
+        assert list(enqueuer) == list(range(500))
+
+
+def test_a_live_iterator_is_inherited_by_fork():
+    squares = (number**2 for number in range(5))
+    with GeneratorEnqueuer(squares, use_multiprocessing=True) as enqueuer:
+        assert list(enqueuer) == [0, 1, 4, 9, 16]
+
+
+def test_copies_of_a_live_iterator_warn_of_duplicate_data():
+    enqueuer = GeneratorEnqueuer(iter(range(3)), backend="process", workers=2)
+    with pytest.warns(DuplicateDataWarning, match="pass the generator function itself"):
+        enqueuer.start()
+    assert list(enqueuer) == [0, 0, 1, 1, 2, 2]
+    enqueuer.stop()
+
+
+def test_an_iterable_is_run_anew_each_epoch():
+    class Loader:
+        def __iter__(self):
+            return iter("ab")
+
+    with GeneratorEnqueuer(Loader()) as enqueuer:
+        assert list(enqueuer) == ["a", "b"]
+        assert list(enqueuer) == ["a", "b"]
+
+
+def test_none_is_skipped(backend):
+    def source():
+        yield from [None, 1, None, None, 0, None, False, None]
+
+    with GeneratorEnqueuer(source, **backend) as enqueuer:
+        assert list(enqueuer) == [1, 0, False]
+
+
+def test_exceptions_and_the_like_are_data(backend):
+    def source():
+        yield ValueError("data")
+        yield StopIteration
+        yield "end"
+        yield Ellipsis
+
+    with GeneratorEnqueuer(source, **backend) as enqueuer:
+        first, *rest = enqueuer
+    assert isinstance(first, ValueError)
+    assert rest == [StopIteration, "end", Ellipsis]
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ([1, 2], "got a list; write a function"),
+        ("text", "got a str"),
+        (np.zeros(3), "got a ndarray"),
+        (3, "got an int"),
+        (None, "got a NoneType"),
+        (lambda a, b: iter([]), "must take no argument or one .* needs 2: a, b"),
+    ],
+)
+def test_anything_else_is_refused(source, says):
+    with pytest.raises(TypeError, match=says):
+        GeneratorEnqueuer(source)
+    with pytest.raises(TypeError, match=says):
+        prefetch(source)
+
+
+def test_an_async_generator_is_refused():
+    async def source():
+        yield 1
+
+    with pytest.raises(TypeError, match="must not be async"):
+        GeneratorEnqueuer(source)
+
+
+def test_a_live_iterator_has_no_shards():
+    with pytest.raises(ValueError, match="cannot be split into 3 shards"):
+        GeneratorEnqueuer(iter("abc"), shards=3)
+
+
+def test_a_function_that_gives_nothing_to_iterate_is_an_error(backend):
+    with GeneratorEnqueuer(lambda: 5, **backend) as enqueuer:
+        with pytest.raises(TypeError, match="returned an int, which cannot be iterated"):
+            next(iter(enqueuer))
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_the_culprit_of_a_source_that_cannot_be_pickled_is_named(method):
+    lock = threading.Lock()
+    options = {"backend": "process", "mp_context": method}
+
+    def closure():
+        with lock:
+            yield 1
+
+    with pytest.raises(SourceNotPicklable, match=r"variable 'lock' \(a _thread.lock\)"):
+        GeneratorEnqueuer(closure, **options).start()
+    with pytest.raises(SourceNotPicklable, match="a live generator cannot be sent"):
+        GeneratorEnqueuer((x for x in "ab"), **options).start()
+    with GeneratorEnqueuer(closure, backend="process", mp_context="fork") as enqueuer:
+        assert list(enqueuer) == [1]
+
+
+def test_the_culprit_inside_an_object_is_named():
+    class Source:
+        def __init__(self):
+            self.options = {"lock": threading.Lock()}
+
+        def __call__(self):
+            yield 1
+
+    with pytest.raises(
+        SourceNotPicklable, match=r"the object.options\['lock'\] \(a _thread.lock\)"
+    ):
+        GeneratorEnqueuer(Source(), backend="process", mp_context="spawn").start()

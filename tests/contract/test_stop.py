@@ -1,0 +1,182 @@
+"""Stop: bounded, idempotent, from anywhere; nothing is left (the census sees to that)."""
+
+import gc
+import threading
+import time
+import warnings
+
+import pytest
+from helpers import LIMIT, counting, twelve, wait_until
+
+from enqueuer import Closed, GeneratorEnqueuer, InvalidState, StopWarning
+
+
+def test_stop_is_prompt_when_workers_are_cooperative(backend):
+    with GeneratorEnqueuer(counting, workers=4, **backend) as enqueuer:
+        next(iter(enqueuer))
+        before = time.monotonic()
+        enqueuer.stop()
+        assert time.monotonic() - before < 1  # 0.2 s, on a machine with nothing else to do
+
+
+def test_stop_is_bounded_when_a_process_hangs(process):
+    def source():
+        yield 1
+        time.sleep(1000)
+
+    with GeneratorEnqueuer(source, workers=2, **process) as enqueuer:
+        next(iter(enqueuer))
+        before = time.monotonic()
+        enqueuer.stop(timeout=0.5)
+        assert time.monotonic() - before < 2
+
+
+def test_stop_is_bounded_when_a_thread_hangs():
+    gate = threading.Event()
+
+    def source():
+        yield 1
+        gate.wait(LIMIT)
+
+    with GeneratorEnqueuer(source) as enqueuer:
+        next(iter(enqueuer))
+        before = time.monotonic()
+        with pytest.warns(StopWarning, match=r"enqueuer-worker-0 did not end within 0.2 s"):
+            enqueuer.stop(timeout=0.2)
+        assert time.monotonic() - before < 2
+    gate.set()
+
+
+def test_stop_is_idempotent_and_harmless_before_start(backend):
+    enqueuer = GeneratorEnqueuer(counting, workers=2, **backend)
+    enqueuer.stop()
+    enqueuer.start()
+    enqueuer.stop()
+    enqueuer.stop()
+    assert not enqueuer.is_running()
+
+
+def test_stop_ends_a_consumer_that_waits(backend):
+    def source():
+        yield 1
+        time.sleep(2)
+
+    enqueuer = GeneratorEnqueuer(source, **backend)
+    seen = []
+    with enqueuer:
+        consumer = threading.Thread(target=lambda: seen.extend(enqueuer))
+        consumer.start()
+        wait_until(lambda: not enqueuer._lock.acquire(blocking=False) or enqueuer._lock.release())
+        enqueuer.stop(timeout=0.1) if backend["backend"] == "process" else _stop_quietly(enqueuer)
+        consumer.join(LIMIT)
+        assert not consumer.is_alive()
+    assert seen in ([], [1])
+
+
+def _stop_quietly(enqueuer):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", StopWarning)
+        enqueuer.stop(timeout=0.1)
+
+
+def test_stop_may_be_called_inside_the_loop(backend):
+    enqueuer = GeneratorEnqueuer(counting, workers=2, **backend)
+    seen = []
+    with enqueuer:
+        for batch in enqueuer:
+            seen.append(batch)
+            if len(seen) == 3:
+                enqueuer.stop()
+    assert seen == [(0, 0), (1, 0), (0, 1)]
+
+
+def test_a_generator_may_stop_its_own_enqueuer():
+    def source():
+        yield 1
+        enqueuer.stop()
+        yield 2
+
+    enqueuer = GeneratorEnqueuer(source)
+    with enqueuer:
+        assert list(enqueuer) in ([1], [])
+
+
+@pytest.mark.parametrize("how", ["stop", "break", "end"])
+def test_finally_runs_in_the_worker(backend, how, tmp_path):
+    def source(shard):
+        try:
+            yield from range(5)
+            while how != "end":
+                yield 5
+        finally:
+            (tmp_path / f"{shard.index}").touch()
+
+    enqueuer = GeneratorEnqueuer(source, workers=2, **backend)
+    for number, _ in enumerate(enqueuer):
+        if number == 1 and how == "break":  # both generators are under way
+            break
+        if number == 1 and how == "stop":
+            enqueuer.stop()
+    del enqueuer
+    gc.collect()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+
+
+def test_with_stops_and_lets_the_loops_own_error_through(backend):
+    with pytest.raises(ZeroDivisionError):
+        with GeneratorEnqueuer(counting, workers=2, **backend) as enqueuer:
+            for _ in enqueuer:
+                1 / 0  # noqa: B018  # the point of it
+    assert not enqueuer.is_running()
+
+
+@pytest.mark.parametrize("count", [20])
+def test_many_starts_and_early_breaks_leave_nothing(backend, count):
+    for _ in range(count):
+        for _ in GeneratorEnqueuer(counting, workers=2, **backend):
+            break
+
+
+def test_a_stopped_enqueuer_can_be_started_again(backend):
+    enqueuer = GeneratorEnqueuer(twelve, workers=2, **backend)
+    for _ in range(3):
+        enqueuer.start()
+        assert next(enqueuer.get()) == 0
+        enqueuer.stop()
+
+
+def test_start_twice_is_an_error(backend):
+    with GeneratorEnqueuer(counting, **backend) as enqueuer:
+        with pytest.raises(InvalidState, match="is running already"):
+            enqueuer.start()
+
+
+def test_get_before_start_is_an_error():
+    enqueuer = GeneratorEnqueuer(counting)
+    with pytest.raises(InvalidState, match=r"cannot get\(\) from it before start\(\)"):
+        enqueuer.get()
+    with pytest.raises(InvalidState, match=r"cannot get\(\) from its queue before start\(\)"):
+        enqueuer.queue.get()
+    assert enqueuer.queue.empty()
+    assert enqueuer.queue.qsize() == 0
+
+
+def test_use_after_stop_is_an_error(backend):
+    enqueuer = GeneratorEnqueuer(counting, **backend)
+    with enqueuer:
+        batches = iter(enqueuer)
+    assert list(batches) == []
+    for use in (enqueuer.get, enqueuer.queue.get, lambda: iter(enqueuer)):
+        with pytest.raises((InvalidState, Closed), match=r"after stop\(\)"):
+            use()
+
+
+@pytest.mark.parametrize(
+    ("timeout", "error"), [(-1, ValueError), (float("nan"), ValueError), ("1", TypeError)]
+)
+def test_a_bad_timeout_is_refused(timeout, error):
+    with GeneratorEnqueuer(counting) as enqueuer:
+        with pytest.raises(error, match="timeout must be"):
+            enqueuer.stop(timeout=timeout)
+        with pytest.raises(error, match="timeout must be"):
+            enqueuer.queue.get(timeout=timeout)

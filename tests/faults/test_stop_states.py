@@ -1,0 +1,186 @@
+"""stop() is bounded in whatever state the workers are, and prompt if they can hear it."""
+
+import os
+import signal
+import threading
+import time
+import warnings
+
+import helpers
+import pytest
+from helpers import LIMIT, counting, wait_until
+
+from enqueuer import GeneratorEnqueuer, StopWarning
+
+PROMPT_S = 0.5  # 0.1 s, with nothing else to do
+SLACK_S = 0.7  # over `timeout`
+
+
+def state_of(pid):
+    """Return the letter of /proc: R(unning), S(leeping), T (stopped) ..."""
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0]
+
+
+def timed_stop(enqueuer, what, process, **options):
+    """Stop and return the seconds that it took."""
+    before = time.monotonic()
+    enqueuer.stop(**options)
+    took = time.monotonic() - before
+    print(f"stop {what} {process['mp_context']}: {took * 1000:.0f} ms")
+    return took
+
+
+def between_epochs(shard):
+    yield os.getpid()
+
+
+def full(shard):
+    yield os.getpid()
+    yield from counting(shard)
+
+
+def full_of_large_items(shard):
+    yield os.getpid()
+    while True:
+        yield bytes(1_000_000)
+
+
+def slow(shard):
+    yield os.getpid()
+    while True:
+        time.sleep(0.01)
+        yield 1
+
+
+def yields_none(shard):
+    yield os.getpid()
+    while True:
+        yield None
+
+
+@pytest.mark.parametrize("source", [between_epochs, full, full_of_large_items, slow, yields_none])
+def test_cooperative_workers_stop_at_once(process, source):
+    with GeneratorEnqueuer(source, workers=2, max_queue_size=2, **process) as enqueuer:
+        batches = iter(enqueuer)
+        pids = [next(batches), next(batches)]
+        if source in (between_epochs, full):
+            wait_until(lambda: all(state_of(pid) == "S" for pid in pids))
+        assert timed_stop(enqueuer, source.__name__, process) < PROMPT_S
+        assert not any(map(helpers.alive, pids))
+
+
+class Hanging:
+    """Tell the pid, then hang."""
+
+    def __init__(self, act):
+        self.act = act
+
+    def __call__(self, shard):
+        yield os.getpid()
+        self.act()
+        yield 1
+
+
+@pytest.mark.parametrize("act", [helpers.hang, helpers.hang_deaf, helpers.hang_in_c])
+def test_hanging_workers_are_ended_in_time(process, act):
+    with GeneratorEnqueuer(Hanging(act), workers=2, **process) as enqueuer:
+        batches = iter(enqueuer)
+        pids = [next(batches), next(batches)]
+        wait_until(lambda: all(state_of(pid) == "S" for pid in pids))
+        assert timed_stop(enqueuer, act.__name__, process, timeout=1) < 1 + SLACK_S
+        assert not any(map(helpers.alive, pids))
+
+
+def test_frozen_workers_are_ended_in_time(process):
+    with GeneratorEnqueuer(full, workers=2, **process) as enqueuer:
+        batches = iter(enqueuer)
+        pids = [next(batches), next(batches)]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        assert timed_stop(enqueuer, "frozen", process, timeout=1) < 1 + SLACK_S
+        assert not any(map(helpers.alive, pids))
+
+
+def test_no_time_at_all_kills_at_once(process):
+    with GeneratorEnqueuer(Hanging(helpers.hang_deaf), workers=2, **process) as enqueuer:
+        batches = iter(enqueuer)
+        next(batches), next(batches)
+        assert timed_stop(enqueuer, "timeout=0", process, timeout=0) < SLACK_S
+
+
+def test_workers_that_have_just_begun_are_stopped(process):
+    enqueuer = GeneratorEnqueuer(counting, workers=2, **process)
+    enqueuer.start()
+    limit = 3 if process["mp_context"] == "spawn" else PROMPT_S  # it must have come to listen
+    assert timed_stop(enqueuer, "just begun", process) < limit
+
+
+def test_stop_from_another_thread_ends_a_consumer_that_waits(process):
+    source = Hanging(helpers.hang)
+    ended_at = []
+    with GeneratorEnqueuer(source, **process) as enqueuer:
+        batches = iter(enqueuer)
+        next(batches)
+        consumer = threading.Thread(
+            target=lambda: ended_at.append((list(batches), time.monotonic()))
+        )
+        consumer.start()
+        wait_until(lambda: not enqueuer._lock.acquire(blocking=False) or enqueuer._lock.release())
+        before = time.monotonic()
+        enqueuer.stop(timeout=1)
+        consumer.join(LIMIT)
+    ((rest, at),) = ended_at
+    assert rest == []
+    assert at - before < PROMPT_S  # it does not wait for the worker
+
+
+@pytest.mark.parametrize("times", range(5))
+def test_stop_while_another_thread_starts(backend, times):
+    """Whichever is first: afterwards another stop() leaves nothing, and it can be started again."""
+    enqueuer = GeneratorEnqueuer(counting, workers=2, **backend)
+    ready = threading.Barrier(2)
+
+    def start():
+        ready.wait()
+        enqueuer.start()
+
+    starter = threading.Thread(target=start)
+    starter.start()
+    ready.wait()
+    enqueuer.stop()
+    starter.join(LIMIT)
+    assert not starter.is_alive()
+    enqueuer.stop()
+    with enqueuer:
+        assert next(iter(enqueuer)) == (0, 0)
+
+
+def test_many_threads_stop_at_once(backend):
+    with GeneratorEnqueuer(counting, workers=2, **backend) as enqueuer:
+        next(iter(enqueuer))
+        threads = [threading.Thread(target=enqueuer.stop) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LIMIT)
+        assert not any(thread.is_alive() for thread in threads)
+    assert "STOPPED" in repr(enqueuer)
+
+
+def test_a_thread_that_hangs_is_left_with_a_warning_that_shows_where():
+    gate = threading.Event()
+
+    def source():
+        yield 1
+        gate.wait(LIMIT)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", StopWarning)
+        with GeneratorEnqueuer(source) as enqueuer:
+            next(iter(enqueuer))
+            before = time.monotonic()
+            with pytest.raises(StopWarning, match=r"gate\.wait\(LIMIT\)"):
+                enqueuer.stop(timeout=0.2)
+            assert time.monotonic() - before < 0.2 + SLACK_S
+        gate.set()

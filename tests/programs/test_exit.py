@@ -1,0 +1,145 @@
+"""Programs that never call stop(): the exit is theirs, bounded, silent, and nothing is left."""
+
+import signal
+import time
+
+import pytest
+from helpers import METHODS, Program, run_program
+
+OPTIONS = ["backend='thread'"] + [f"backend='process', mp_context={m!r}" for m in METHODS]
+
+SCRIPT = """
+    import os, signal, sys, time
+    import helpers
+    from enqueuer import GeneratorEnqueuer, prefetch
+
+    def counting(shard):
+        number = 0
+        while True:
+            yield number
+            number += 1
+
+    def hanging(shard):
+        yield os.getpid()
+        helpers.hang()
+
+    def deaf(shard):
+        yield os.getpid()
+        helpers.hang_deaf()
+
+"""
+
+
+@pytest.fixture(params=OPTIONS, ids=["thread", *METHODS])
+def options(request):
+    return request.param
+
+
+def program(text, options):
+    lines = [line for line in text.splitlines() if line.strip()]
+    return SCRIPT + "\n".join("    " + line for line in lines).replace("OPTIONS", options)
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "says"),
+    [
+        ("", 0, ""),
+        ("sys.exit(7)", 7, ""),
+        ("sys.exit('bye')", 1, "bye\n"),
+        ("1 / 0", 1, "ZeroDivisionError: division by zero\n"),
+        ("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM, ""),
+        ("os._exit(5)", 5, ""),
+    ],
+)
+def test_the_exit_is_the_programs_own(options, end, code, says, tmp_path):
+    text = f"""
+enqueuer = GeneratorEnqueuer(counting, workers=2, OPTIONS)
+for batch in enqueuer:
+    if batch == 3:
+        break
+print(batch, flush=True)
+{end}
+"""
+    got, out, err = run_program(tmp_path, program(text, options))
+    assert (got, out) == (code, "3\n"), err
+    assert err == says if "Error" not in says else err.endswith(says)
+    assert err.count("Traceback") == ("Error" in says)
+
+
+def test_an_error_of_the_generator_is_the_only_traceback(options, tmp_path):
+    text = """
+for batch in GeneratorEnqueuer(helpers.Failing(3, helpers.raise_value_error), OPTIONS):
+    pass
+"""
+    code, _, err = run_program(tmp_path, program(text, options))
+    assert code == 1
+    assert err.count("Traceback (most recent call last)") == 1, err
+    assert "raise_value_error" in err and "ValueError: ('bad value', 7)" in err
+
+
+@pytest.mark.parametrize("source", ["hanging", "deaf"])
+def test_a_worker_that_hangs_does_not_hold_up_the_exit_for_long(options, source, tmp_path):
+    if "thread" in options and source == "deaf":
+        pytest.skip("a thread ignores every signal anyway")
+    text = f"""
+enqueuer = GeneratorEnqueuer({source}, workers=2, OPTIONS)
+for _, batch in zip(range(2), enqueuer):
+    pass
+del _, batch
+print("end", flush=True)
+sys.exit(3)
+"""
+    with Program(tmp_path, program(text, options)) as running:
+        assert running.line() == "end"
+        before = time.monotonic()
+        code, _, err = running.wait()
+        took = time.monotonic() - before
+        print(f"exit with a worker that is {source}: {took:.2f} s")
+        assert code == 3
+        if "process" in options:
+            assert err == ""
+        else:
+            assert "StopWarning: enqueuer-worker-0 did not end within" in err
+            assert "Traceback" not in err
+        assert took < 2.6 + 1.4
+        running.check_nothing_left()
+
+
+def test_the_fork_servers_end_leaves_no_word(tmp_path):
+    """Also if its parent is a process that has workers by every method, and two enqueuers."""
+    text = """
+several = []
+for method in METHODS:
+    for _ in range(2):
+        enqueuer = GeneratorEnqueuer(counting, backend="process", mp_context=method)
+        several.append(iter(enqueuer))
+        assert next(several[-1]) == 0
+""".replace("METHODS", repr(METHODS))
+    assert run_program(tmp_path, program(text, "")) == (0, "", "")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_child_of_multiprocessing_may_forget_to_stop(method, tmp_path):
+    """Its exit is multiprocessing's own, which joins its children without a limit."""
+    text = f"""
+import multiprocessing
+
+def child():
+    for batch in GeneratorEnqueuer(counting, backend="process", mp_context={method!r}):
+        if batch == 3:
+            break
+    keep.append(sys._getframe())  # so that nothing is collected
+
+keep = []
+for batch in GeneratorEnqueuer(counting, backend="process", mp_context={method!r}):
+    break  # the parent has one, too
+process = multiprocessing.get_context("fork").Process(target=child)
+process.start()
+process.join(20)
+print(process.exitcode)
+"""
+    code, out, err = run_program(tmp_path, "import warnings; warnings.simplefilter('ignore')\n"
+                                 + __import__("textwrap").dedent(program(text, "")))
+    assert (code, out, err) == (0, "0\n", "")
+
+
