@@ -22,6 +22,7 @@ html_theme = "alabaster"
 html_theme_options = {"description": "Any generator, fed ahead", "page_width": "60rem"}
 html_sidebars = {"**": ["about.html", "searchfield.html", "navigation.html"]}
 
+python_maximum_signature_line_length = 90
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
@@ -30,9 +31,8 @@ napoleon_numpy_docstring = False
 
 # The builds must not need a network, so names of other projects are not looked up.
 nitpick_ignore_regex = [
-    (r"py:.*", r"(queue|logging|multiprocessing|collections|contextlib|threading|np|numpy)\..*"),
-    (r"py:.*", r"(BaseContext|Any|Callable|Iterable|Iterator|Sequence|Batch|T)"),
-    (r"py:.*", r"enqueuer\.[a-z_.]+\.(Batch|T)"),
+    (r"py:.*", r"(collections|multiprocessing|np|numpy|queue|types)\..*"),
+    (r"py:.*", r"(enqueuer\..+\.)?(Batch|T)"),
 ]
 
 # The docstrings' examples see what their module sees; a name as in a plain script.

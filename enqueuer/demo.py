@@ -147,7 +147,7 @@ def _one_blas_thread() -> contextlib.AbstractContextManager[object]:
     serial run gains nothing from a second thread here (1.4 s instead of 1.2 s).
     """
     # no extra of ours: scikit-learn needs it and brings it
-    from threadpoolctl import threadpool_limits  # type: ignore[import-untyped,unused-ignore]
+    from threadpoolctl import threadpool_limits
 
     limits: contextlib.AbstractContextManager[object] = threadpool_limits(1, user_api="blas")
     return limits
@@ -161,7 +161,7 @@ def write_digits(
 ) -> tuple[Sequence[LabelledImage], Sequence[LabelledImage]]:
     """Write every digit into `folder` as a PNG file; return the training and the held-out ones."""
     from PIL import Image
-    from sklearn.datasets import load_digits  # type: ignore[import-untyped,unused-ignore]
+    from sklearn.datasets import load_digits
 
     digits = load_digits()
     images = []
@@ -286,7 +286,7 @@ def _in_turn(shards: list[Iterator[Batch]]) -> Iterator[Batch]:
 
 def _train(network: "Network", epochs: Iterable[Iterable[Batch]], steps: int, title: str) -> float:
     """Learn from every batch of every epoch; return the seconds spent in training steps."""
-    from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
+    from tqdm import tqdm
 
     training = 0.0
     with tqdm(total=steps, desc=title, unit="step") as bar:

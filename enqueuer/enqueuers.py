@@ -36,7 +36,7 @@ from enqueuer.sources import LiveSource, as_source
 
 Batch = TypeVar("Batch")
 
-_GRACE_S = 2.0  # asked -> terminated; a generator's `finally` should fit
+_STOP_S = 2.0 + ESCALATION_S  # asked -> terminated in 2 s; a generator's `finally` should fit
 
 
 class State(enum.Enum):
@@ -187,7 +187,7 @@ class GeneratorEnqueuer(Generic[Batch]):
             backend = backends.load(self._backend_name, job)
             backend.start()
             # A function that does not know the enqueuer, or it could never be collected.
-            self._finalizer = weakref.finalize(self, backend.stop, _GRACE_S + ESCALATION_S)
+            self._finalizer = weakref.finalize(self, backend.stop, _STOP_S)
             with self._lock:
                 self._backend = backend
                 self._move(State.RUNNING)
@@ -205,9 +205,7 @@ class GeneratorEnqueuer(Generic[Batch]):
             timeout: Seconds after which the last worker is killed; 2.6 by default. A thread
                 cannot be killed: one that hangs is left, with a `StopWarning`.
         """
-        seconds = (
-            _GRACE_S + ESCALATION_S if timeout is None else arguments.seconds("timeout", timeout)
-        )
+        seconds = arguments.seconds("timeout", _STOP_S if timeout is None else timeout)
         backend = self._backend
         if backend is None:
             return

@@ -325,4 +325,6 @@ def run_program(folder, text, **options):
         return result
 
 
-METHODS = [m for m in multiprocessing.get_all_start_methods() if m != "forkserver" or HAS_FORKSERVER]
+METHODS = multiprocessing.get_all_start_methods()
+if not HAS_FORKSERVER:
+    METHODS.remove("forkserver")

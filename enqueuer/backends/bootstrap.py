@@ -27,8 +27,9 @@ from enqueuer.backends.launching import serve_forks
 from enqueuer.messages import Failure
 from enqueuer.shards import GlobalStreams
 from enqueuer.sources import Source
-from enqueuer.transport.channel import Credit, WorkerEnd
+from enqueuer.transport.channel import Credit
 from enqueuer.transport.packets import Descriptor, Packets, close_in_children
+from enqueuer.transport.worker_end import WorkerEnd
 
 _GRANDCHILD = 70  # exit code of a copy that the user's code forked and let run on
 
@@ -103,6 +104,7 @@ def main_forked(
 def serve(fd: int) -> None:
     """Be a fork server; in a child of it, a worker."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would take the exit codes away
     mine = serve_forks(fd)
     if mine is not None:
         main(*mine)
@@ -126,7 +128,7 @@ def _begin(sock: socket.socket, lifeline: Descriptor) -> Packets:
     close_in_children(sock)
     close_in_children(lifeline)
     sock.setblocking(True)
-    with contextlib.suppress(OSError, ValueError, AttributeError):
+    with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):  # no stderr
         faulthandler.enable()  # a crash in C then shows the Python stack on stderr
     return Packets(sock)
 

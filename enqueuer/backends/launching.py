@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
@@ -105,8 +106,13 @@ class _Forked:
         self.pid: int = self._process.pid
 
     def exitcode(self, timeout: float) -> int | None:
-        self._process.join(timeout)
-        code = self._process.exitcode
+        # Not join(timeout): it waits for a pipe, which a grandchild may hold open; and without a
+        # limit once the user's code has closed that pipe in the worker.
+        deadline = time.monotonic() + timeout
+        while (code := self._process.exitcode) is None and _exists(self.pid):
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(0.001)
         if code is not None:
             self._process.close()
         return code
@@ -134,12 +140,13 @@ class _Spawned:
 class _Served:
     """A child of the fork server."""
 
-    def __init__(self, server: _Server, pid: int) -> None:
+    def __init__(self, server: _Server, connection: Packets, pid: int) -> None:
         self._server = server
+        self._connection = connection
         self.pid: int = pid
 
     def exitcode(self, timeout: float) -> int | None:
-        return self._server.exitcode(self.pid, timeout)
+        return self._server.exitcode(self._connection, self.pid, timeout)
 
 
 class _Server:
@@ -149,10 +156,12 @@ class _Server:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # reentrant, as the garbage collector may stop a forgotten enqueuer at any moment
+        self._lock = threading.RLock()
         self._popen: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
         self._packets: Packets | None = None
+        self._pids: deque[int] = deque()  # of children that nobody has been told of yet
         self._codes: dict[int, int] = {}
         self._owner = 0
 
@@ -161,33 +170,32 @@ class _Server:
         with self._lock:
             for attempt in range(2):
                 try:
-                    return _Served(self, self._fork_locked(sock, lifeline))
+                    return self._fork_locked(sock, lifeline)
                 except (OSError, EOFError):
                     self._leave_locked()  # it was killed; the next one is a new one
                     if attempt:
                         raise StartError("the fork server ends as soon as it starts") from None
         raise AssertionError
 
-    def exitcode(self, pid: int, timeout: float) -> int | None:
+    def exitcode(self, connection: Packets, pid: int, timeout: float) -> int | None:
         """Wait for the server's word on how `pid` ended; None if there is none."""
         with self._lock:
+            if connection is not self._packets:
+                return None  # the server that forked it was killed, and knew its child alone
             try:
                 self._wait_locked(lambda: pid in self._codes, timeout)
             except (OSError, EOFError, TimeoutError):
                 pass
             return self._codes.pop(pid, None)
 
-    def _fork_locked(self, sock: socket.socket, lifeline: Descriptor) -> int:
+    def _fork_locked(self, sock: socket.socket, lifeline: Descriptor) -> _Served:
         self._join_locked()
         assert self._packets is not None
-        pids: list[int] = []
         self._packets.send(b"fork", [sock.fileno(), lifeline.fileno()])
-        self._wait_locked(lambda: bool(pids), _SERVER_START_S, pids)
-        return pids[0]
+        self._wait_locked(lambda: bool(self._pids), _SERVER_START_S)
+        return _Served(self, self._packets, self._pids.popleft())
 
-    def _wait_locked(
-        self, done: Callable[[], bool], timeout: float, pids: list[int] | None = None
-    ) -> None:
+    def _wait_locked(self, done: Callable[[], bool], timeout: float) -> None:
         """Read the server's words until `done`; raise EOFError or TimeoutError."""
         deadline = time.monotonic() + timeout
         while not done():
@@ -196,9 +204,9 @@ class _Server:
             self._packets.drain()
             while self._packets.received:
                 data, _ = self._packets.received.popleft()
-                if data[0] == _PID and pids is not None:
-                    pids.append(_FORKED.unpack(data)[1])
-                elif data[0] == _EXIT:
+                if data[0] == _PID:
+                    self._pids.append(_FORKED.unpack(data)[1])
+                else:
                     _, pid, code = _EXITED.unpack(data)
                     self._codes[pid] = code
             if done():
@@ -232,6 +240,7 @@ class _Server:
         elif self._popen is not None:
             self._popen.returncode = 0  # the parent's child, not ours: nothing to wait for
         self._popen = self._sock = self._packets = None
+        self._pids.clear()
         self._codes = {}
 
     def end(self) -> None:
@@ -241,7 +250,7 @@ class _Server:
 
     def renew(self) -> None:
         """In a forked child: forget the parent's server, and a lock that somebody may hold."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._leave_locked()
 
 
@@ -253,6 +262,15 @@ os.register_at_fork(after_in_child=_server.renew)
 def end_server() -> None:
     """End this process's fork server; it is started again when needed."""
     _server.end()
+
+
+def _exists(pid: int) -> bool:
+    """Tell whether there is a process, be it a zombie; not if somebody else has reaped it."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _readable(sock: socket.socket, timeout: float) -> bool:
@@ -316,6 +334,7 @@ def serve_forks(fd: int) -> tuple[int, int] | None:
             with contextlib.suppress(OSError):
                 packets.send(_FORKED.pack(_PID, pid))
         if packets.ended:
+            sock.close()
             return None
 
 

@@ -29,10 +29,11 @@ from enqueuer.backends import ESCALATION_S, Job, WorkerState, split_bound
 from enqueuer.backends.bootstrap import Part, Setup, Surroundings, main_forked
 from enqueuer.backends.launching import interrupts_held, launch
 from enqueuer.backends.payload import write_payload
-from enqueuer.backends.watched import Watched, epitaph, has_ended, open_pidfd
+from enqueuer.backends.watched import Watched, epitaph, has_ended, open_pidfd, wait_for_exitcode
 from enqueuer.errors import Closed, InvalidState, StartError, StopWarning, WorkerDied
 from enqueuer.messages import Failure, Message
-from enqueuer.transport.channel import ConsumerEnd, Credit
+from enqueuer.transport.channel import Credit
+from enqueuer.transport.consumer_end import ConsumerEnd
 from enqueuer.transport.packets import Descriptor, Packets, close_in_children, pair
 
 START_TIMEOUT_S = 60.0  # a first word that takes longer is a deadlock; imports come after it
@@ -261,9 +262,10 @@ class ProcessBackend:
         self._forget(worker)
         worker.channel.pump()  # what it sent between the last reading and its end
         self._deliver_records(worker)
-        worker.exitcode = worker.process.exitcode(_EXITCODE_S)
+        worker.exitcode = wait_for_exitcode(worker, _EXITCODE_S)
         if worker.exitcode is None:  # it only hung up (the user's code closed all descriptors)
             worker.send_signal(signal.SIGKILL)
+            wait_for_exitcode(worker, _EXITCODE_S)
         worker.move(WorkerState.DEAD)
 
     def _deliver_records(self, worker: Watched) -> None:
@@ -346,7 +348,7 @@ class ProcessBackend:
             with contextlib.suppress(Exception):
                 worker.channel.pump()
             self._deliver_records(worker)
-            worker.exitcode = worker.process.exitcode(_EXITCODE_S)
+            worker.exitcode = wait_for_exitcode(worker, _EXITCODE_S)
         worker.channel.close()
         worker.lifeline.close()
         if worker.pidfd is not None:
@@ -377,6 +379,10 @@ _EXIT_TIMEOUT_S = 2.0
 def _register_exit() -> None:
     # multiprocessing joins its children at exit, without a limit; this comes before that
     multiprocessing.util.Finalize(None, _stop_all, exitpriority=100)
+
+
+# multiprocessing forgets in its forked children what was registered with it
+os.register_at_fork(after_in_child=_register_exit.cache_clear)
 
 
 def _stop_all() -> None:

@@ -16,7 +16,7 @@ from enqueuer.backends import WorkerState
 from enqueuer.backends.launching import Launched
 from enqueuer.merging import RoundRobin
 from enqueuer.messages import End, Failure, Item, Message
-from enqueuer.transport.channel import ConsumerEnd
+from enqueuer.transport.consumer_end import ConsumerEnd
 from enqueuer.transport.packets import Descriptor, close_in_children
 
 _NEXT_STATE = {
@@ -93,13 +93,20 @@ def open_pidfd(pid: int) -> Descriptor | None:
     return pidfd
 
 
-def has_ended(worker: Watched) -> bool:
-    """Tell whether the process is gone, without waiting."""
+def has_ended(worker: Watched, timeout: float = 0) -> bool:
+    """Tell whether the process is gone, or goes within `timeout` seconds."""
     if worker.pidfd is None:
         return worker.channel.ended
     poller = select.poll()
     poller.register(worker.pidfd.fileno(), select.POLLIN)
-    return bool(poller.poll(0))
+    return bool(poller.poll(timeout * 1000))
+
+
+def wait_for_exitcode(worker: Watched, timeout: float) -> int | None:
+    """Wait for the process to end; return its exit code, None if nobody knows it."""
+    if worker.pidfd is not None and not has_ended(worker, timeout):
+        return None
+    return worker.process.exitcode(timeout)
 
 
 def epitaph(worker: Watched) -> str:

@@ -147,12 +147,19 @@ def _load_error(data: bytes) -> BaseException:
 
 
 def _dump_error(error: BaseException) -> bytes:
+    try:
+        return _dump_error_with(_PlainErrorPickler, error)
+    except Exception:
+        return _dump_error_with(_ErrorPickler, error)
+
+
+def _dump_error_with(pickler: Any, error: BaseException) -> bytes:
     file = io.BytesIO()
-    _ErrorPickler(file, protocol=5).dump(error)
+    pickler(file, protocol=5).dump(error)
     return file.getvalue()
 
 
-class _ErrorPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+class _PlainErrorPickler(pickle.Pickler):
     """A pickler that sends exceptions and tracebacks by tblib, without installing it."""
 
     def reducer_override(self, obj: Any) -> Any:
@@ -160,6 +167,15 @@ class _ErrorPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle h
             return pickling_support.pickle_traceback(_cut(obj))
         if isinstance(obj, BaseException):
             return _reduce_error(obj)
+        return NotImplemented
+
+
+class _ErrorPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+    """The same, for classes that plain pickle cannot find by name."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, (TracebackType, BaseException)):
+            return _PlainErrorPickler.reducer_override(self, obj)
         return super().reducer_override(obj)
 
 

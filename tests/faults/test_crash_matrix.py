@@ -7,7 +7,7 @@ import helpers
 import pytest
 from helpers import METHODS, CrashesWhenLoaded, Crashing
 
-from enqueuer import GeneratorEnqueuer, ItemNotLoadable, WorkerDied, WorkerError
+from enqueuer import GeneratorEnqueuer, ItemNotLoadable, ItemNotPicklable, WorkerDied, WorkerError
 
 DEATHS = [
     (helpers.kill_self, -signal.SIGKILL, "was killed by SIGKILL"),
@@ -62,6 +62,8 @@ def test_a_death_names_worker_cause_and_item(method, act, exitcode, says, place,
 
 @pytest.mark.parametrize(("method", "act", "kind", "says", "place"), list(rows(FAILURES)))
 def test_an_error_arrives_wherever_it_was_raised(method, act, kind, says, place, tmp_path):
+    if place == "pickling" and issubclass(kind, Exception) and kind is not WorkerError:
+        kind = ItemNotPicklable  # which says what happened, and names the part of the item
     delivered, error = run(Crashing(place, act, tmp_path / "mark"), method, kind)
     assert delivered == [0, 1, 2][: PLACES[place]]
     assert says in str(error)

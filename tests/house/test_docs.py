@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import enqueuer
-from enqueuer import errors
+from enqueuer import cli, errors
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(enqueuer.__file__).parent
@@ -94,6 +94,13 @@ def test_contributing_names_the_commands_that_tox_runs():
     for words in ("ruff check .", "ruff format --check .", "mypy", "-m pytest", "-W -n"):
         assert words in contributing, words
         assert words in tox, words
+
+
+def test_every_option_of_the_command_line_is_described(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["demo", "--help"])
+    options = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out))
+    assert options <= set(re.findall(r"--[a-z][a-z-]+", read("docs", "reference", "cli.rst")))
 
 
 def test_the_changelog_knows_this_version_or_what_comes_after_it():

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT = 120.0    # seconds; a small demo takes about 5 on two cores
+LIMIT = 120.0  # seconds; a small demo takes about 5 on two cores
 
 needs_extras = pytest.mark.skipif(
     any(importlib.util.find_spec(module) is None for module in ("sklearn", "PIL", "tqdm")),
@@ -39,7 +39,7 @@ class Program:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            start_new_session=True,     # so that a signal can reach it and its workers, not us
+            start_new_session=True,  # so that a signal can reach it and its workers, not us
         )
         self._processes.append(process)
         return process
@@ -130,10 +130,11 @@ def test_demo_of_another_seed_is_another_training(program: Program) -> None:
             "demo", "--epochs", "1", "--workers", "1", "--backend", "thread", "--seed", seed
         )
         assert code == 0, errors
+        assert "1 epoch," in output and "(1 thread)" in output
         return output.splitlines()[0]
 
-    assert "1 epoch," in result("1")
-    assert result("1") == result("1") != result("2")
+    first, again, another = result("1"), result("1"), result("2")
+    assert first == again != another
 
 
 @needs_extras
@@ -149,7 +150,7 @@ def test_interrupted_demo_leaves_nothing(
     shown = wait_until_it_trains(process)
     assert left_in(program.temporary) != []
     if to_group:
-        os.killpg(process.pid, number)      # a terminal sends Ctrl-C to the workers, too
+        os.killpg(process.pid, number)  # a terminal sends Ctrl-C to the workers, too
     else:
         process.send_signal(number)
     output, errors = process.communicate(timeout=LIMIT)

@@ -1,0 +1,265 @@
+"""Processes forked from the parent, from a worker, or around both of them."""
+
+import multiprocessing
+import os
+import signal
+import textwrap
+import threading
+import warnings
+
+import pytest
+from helpers import LIMIT, METHODS, Program, alive, counting, run_program, twelve, wait_until
+
+from enqueuer import GeneratorEnqueuer
+
+
+def in_a_child(function):
+    """Fork, call `function` there; return what it returned as a string, or its error."""
+    read, write = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid == 0:
+        try:
+            answer = str(function())
+        except BaseException as error:
+            answer = f"{type(error).__name__}: {error}"
+        os.write(write, answer.encode())
+        os._exit(0)
+    os.close(write)
+    with open(read, "rb") as file:
+        answer = file.read().decode()
+    os.waitpid(pid, 0)
+    return answer
+
+
+def test_a_forked_child_cannot_use_its_parents_enqueuer(process):
+    with GeneratorEnqueuer(counting, workers=2, **process) as enqueuer:
+        batches = iter(enqueuer)
+        assert next(batches) == (0, 0)
+        says = f"InvalidState: this enqueuer belongs to process {os.getpid()}"
+        for use in (
+            lambda: [next(batches) for _ in range(100)],
+            lambda: [enqueuer.queue.get(timeout=1) for _ in range(100)],
+            lambda: enqueuer.queue.qsize(),
+        ):
+            assert in_a_child(use).startswith(says)
+        assert "RUNNING" in in_a_child(lambda: repr(enqueuer))
+        assert in_a_child(enqueuer.stop) == "None"
+        assert [next(batches) for _ in range(3)] == [(1, 0), (0, 1), (1, 1)]
+
+
+def test_a_forked_child_may_have_its_own(process):
+    def own():
+        with GeneratorEnqueuer(twelve, workers=2, **process) as enqueuer:
+            result = list(enqueuer)
+        return result
+
+    with GeneratorEnqueuer(counting, workers=2, **process) as enqueuer:
+        batches = iter(enqueuer)
+        next(batches)
+        assert in_a_child(own) == str(list(range(12)))
+        assert next(batches) == (1, 0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("end", ["sys.exit(0)", "os._exit(0)", "del enqueuer, batches; gc.collect()"])
+def test_the_exit_of_a_forked_child_does_no_harm(method, end, tmp_path):
+    text = f"""
+        import gc, os, sys, warnings
+        from helpers import counting
+        from enqueuer import GeneratorEnqueuer
+
+        warnings.simplefilter("ignore", DeprecationWarning)
+        enqueuer = GeneratorEnqueuer(counting, backend="process", mp_context={method!r}, workers=2)
+        batches = iter(enqueuer)
+        next(batches)
+        if os.fork() == 0:
+            {end}
+            sys.exit(0)
+        assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
+        assert [next(batches) for _ in range(30)][-1] == (0, 15)
+    """
+    code, out, err = run_program(tmp_path, text)
+    assert (code, out) == (0, "")
+    # multiprocessing itself says this in every child of os.fork() that ends in the ordinary way
+    assert err == "" or (method == "fork" and err.count("Error") == 1 and "can only join a" in err)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_forked_child_that_lives_on_does_not_keep_the_workers_alive(method, tmp_path):
+    text = f"""
+        import os, time, warnings
+        import helpers
+        from enqueuer import GeneratorEnqueuer
+
+        warnings.simplefilter("ignore", DeprecationWarning)
+
+        def source(shard):
+            yield os.getpid()
+            helpers.hang_in_c()
+            yield 1
+
+        enqueuer = GeneratorEnqueuer(
+            source, backend="process", mp_context={method!r}, workers=2
+        )
+        batches = iter(enqueuer)
+        pids = [next(batches), next(batches)]
+        child = os.fork()
+        if child == 0:
+            time.sleep(1000)
+        print(child, *pids, flush=True)
+        time.sleep(1000)
+    """
+    with Program(tmp_path, text) as program:
+        child, *pids = map(int, program.line().split())
+        program.process.kill()
+        wait_until(lambda: not any(map(alive, pids)), 2)
+        assert alive(child)
+        wait_until(lambda: program.members() == {child}, 2)  # no fork server, either
+
+
+# --- a copy of the worker ---
+
+
+@pytest.mark.parametrize("how", ["yields", "ends", "raises"])
+def test_a_copy_that_a_generator_forks_and_lets_run_on_says_nothing(process, how):
+    """Its batches would come twice, its end too early; it exits as soon as it comes to us."""
+
+    def source(shard):
+        yield os.getpid()
+        child = os.fork()
+        if child == 0 and how == "ends":
+            return
+        if child == 0 and how == "raises":
+            raise ValueError("of the copy")
+        yield child, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if child else None
+        yield "last"
+
+    with GeneratorEnqueuer(source, **process) as enqueuer:
+        first, (child, code), last = enqueuer
+    assert (code, last) == (70, "last")
+    assert not alive(child)
+
+
+def test_generators_may_use_multiprocessing(process):
+    def source(shard):
+        context = multiprocessing.get_context("fork")
+        with context.Pool(2) as pool:
+            yield pool.map(abs, [-1, -2])
+        child = context.Process(target=os._exit, args=(5,))
+        child.start()
+        child.join()
+        yield child.exitcode
+
+    with GeneratorEnqueuer(source, **process) as enqueuer:
+        assert list(enqueuer) == [[1, 2], 5]
+
+
+# --- one in the other, and side by side ---
+
+
+def test_enqueuers_may_be_nested(backend):
+    def inner(shard):
+        yield from shard.split(range(6))
+
+    def middle(shard):
+        for _ in range(2):
+            with GeneratorEnqueuer(inner, workers=2, **backend) as enqueuer:
+                yield list(enqueuer)
+
+    def outer(shard):
+        with GeneratorEnqueuer(middle, **backend) as enqueuer:
+            yield from enqueuer
+
+    with GeneratorEnqueuer(outer, **backend) as enqueuer:
+        assert list(enqueuer) == [list(range(6))] * 2
+
+
+def test_the_workers_of_a_killed_worker_die_with_it(process):
+    def inner(shard):
+        yield os.getpid()
+        signal.pause()
+
+    def outer(shard):
+        enqueuer = GeneratorEnqueuer(inner, workers=2, **process)
+        batches = iter(enqueuer)
+        yield os.getpid(), next(batches), next(batches)
+        signal.pause()
+
+    with GeneratorEnqueuer(outer, **process) as enqueuer:
+        worker, *inner_workers = next(iter(enqueuer))
+        assert all(map(alive, inner_workers))
+        os.kill(worker, signal.SIGKILL)
+        wait_until(lambda: not any(map(alive, inner_workers)), 2)
+
+
+def test_stopping_one_leaves_the_others_alone(backend):
+    several = [GeneratorEnqueuer(counting, workers=2, **backend) for _ in range(3)]
+    batches = [iter(enqueuer) for enqueuer in several]
+    for one in batches:
+        next(one)
+    for enqueuer, rest in zip(several, (batches[1:], batches[2:], []), strict=True):
+        enqueuer.stop()
+        for one in rest:
+            for _ in range(20):
+                next(one)
+
+
+def test_starts_in_many_threads_at_once(backend):
+    seen = []
+
+    def run():
+        with GeneratorEnqueuer(twelve, workers=2, **backend) as enqueuer:
+            seen.append(list(enqueuer))
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+    assert seen == [list(range(12))] * 4
+
+
+# --- in a daemonic child of multiprocessing, such as a worker of a DataLoader ---
+
+DAEMONIC = """
+    import multiprocessing, warnings
+    from helpers import twelve
+    from enqueuer import GeneratorEnqueuer
+
+    warnings.simplefilter("ignore", DeprecationWarning)
+
+    def child():
+        {body}
+
+    process = multiprocessing.get_context("fork").Process(target=child, daemon=True)
+    process.start()
+    process.join(30)
+    assert process.exitcode == 0, process.exitcode
+"""
+
+
+@pytest.mark.parametrize("method", [None, *METHODS])
+def test_a_daemonic_host(method, tmp_path):
+    """All but fork work there, and fork says what to do instead."""
+    options = "" if method is None else f", backend='process', mp_context={method!r}"
+    body = textwrap.indent(
+        textwrap.dedent(f"""
+            try:
+                with GeneratorEnqueuer(twelve, workers=2{options}) as enqueuer:
+                    print(list(enqueuer), flush=True)
+            except RuntimeError as error:
+                print(type(error).__name__, error, flush=True)
+        """),
+        " " * 8,
+    )
+    code, out, err = run_program(tmp_path, DAEMONIC.format(body=body.strip()))
+    assert (code, err) == (0, "")
+    if method == "fork":
+        assert "StartError this process is a daemonic child" in out
+        assert "use mp_context='forkserver'" in out
+    else:
+        assert out == f"{list(range(12))}\n"
+
+

@@ -1,0 +1,335 @@
+"""Workers killed from outside, and what could hide their death."""
+
+import gc
+import os
+import random
+import signal
+import subprocess
+import time
+import zlib
+
+import helpers
+import numpy as np
+import pytest
+from helpers import LIMIT, METHODS, Crashing, alive, counting, run_program, wait_until
+
+from enqueuer import GeneratorEnqueuer, WorkerDied
+
+
+def tells_pid(shard):
+    """Yield the pid, then go on."""
+    yield os.getpid()
+    yield from range(10**9)
+
+
+def sleeps(shard):
+    yield os.getpid()
+    time.sleep(1000)
+
+
+def expect_death(batches, says="was killed by SIGKILL"):
+    """Read on to the death; return the seconds that it took."""
+    before = time.monotonic()
+    with pytest.raises(WorkerDied, match=says):
+        while time.monotonic() < before + LIMIT:
+            next(batches)
+    return time.monotonic() - before
+
+
+@pytest.mark.parametrize("source", [tells_pid, sleeps])
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_kill_from_outside_is_told_at_once(process, source, stopped):
+    with GeneratorEnqueuer(source, workers=2, max_queue_size=4, **process) as enqueuer:
+        batches = iter(enqueuer)
+        pids = [next(batches), next(batches)]
+        if stopped:
+            os.kill(pids[1], signal.SIGSTOP)
+        os.kill(pids[1], signal.SIGKILL)
+        took = expect_death(batches, r"worker 1 \(process \d+, \w+\) was killed by SIGKILL")
+        print(f"death -> error, {process['mp_context']}: {took * 1000:.0f} ms")
+        assert took < 1
+        assert alive(pids[0])
+
+
+@pytest.mark.parametrize(
+    ("number", "says"),
+    [
+        (signal.SIGTERM, "was killed by SIGTERM"),
+        (signal.SIGHUP, "was killed by SIGHUP"),
+        (signal.SIGBUS, "was killed by SIGBUS"),
+        (signal.SIGRTMIN + 3, "was killed by (SIGRTMIN|signal)"),
+    ],
+)
+def test_any_deadly_signal_is_named(process, number, says):
+    with GeneratorEnqueuer(sleeps, **process) as enqueuer:
+        batches = iter(enqueuer)
+        os.kill(next(batches), number)
+        expect_death(batches, says)
+
+
+def test_ctrl_c_does_not_end_a_worker(process):
+    with GeneratorEnqueuer(tells_pid, **process) as enqueuer:
+        batches = iter(enqueuer)
+        pid = next(batches)
+        for number in range(50):
+            os.kill(pid, signal.SIGINT)
+            assert next(batches) == number
+
+
+def test_a_worker_that_is_killed_before_its_first_word(process):
+    with GeneratorEnqueuer(counting, workers=2, **process) as enqueuer:
+        os.kill(enqueuer._backend._workers[0].process.pid, signal.SIGKILL)
+        expect_death(iter(enqueuer), r"worker 0 .* was killed by SIGKILL")
+
+
+def test_the_other_workers_go_on_until_their_turn_is_over(process):
+    """In order, the death is told when it is the dead worker's turn."""
+
+    def source(shard):
+        if shard.index == 1:
+            yield os.getpid()
+            time.sleep(1000)
+        yield from range(3)
+
+    with GeneratorEnqueuer(source, workers=2, max_queue_size=10, **process) as enqueuer:
+        batches = iter(enqueuer)
+        assert next(batches) == 0
+        pid = next(batches)
+        wait_until(lambda: enqueuer.queue.qsize() == 2)
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: not alive(pid))
+        assert next(batches) == 1
+        expect_death(batches)
+
+
+# --- what could hide a death ---
+
+
+def forks_a_child(shard):
+    child = os.fork()
+    if child == 0:
+        while True:
+            time.sleep(1000)
+    yield os.getpid(), child
+    yield from range(10**9)
+
+
+def leaks_to_a_program(shard):
+    child = subprocess.Popen(["sleep", "1000"], close_fds=False)
+    for fd in os.listdir("/proc/self/fd"):
+        if int(fd) > 2:
+            try:
+                os.set_inheritable(int(fd), True)
+            except OSError:  # that of the listing
+                pass
+    leaky = subprocess.Popen(["sleep", "1000"], close_fds=False)
+    child.kill()
+    child.wait()
+    yield os.getpid(), leaky.pid
+    yield from range(10**9)
+
+
+@pytest.mark.parametrize("source", [forks_a_child, leaks_to_a_program])
+def test_a_grandchild_that_holds_everything_open_hides_nothing(process, source):
+    with GeneratorEnqueuer(source, max_queue_size=1, **process) as enqueuer:
+        batches = iter(enqueuer)
+        pid, grandchild = next(batches)
+        try:
+            os.kill(pid, signal.SIGKILL)
+            assert expect_death(batches) < 1
+            assert alive(grandchild)
+            before = time.monotonic()
+            enqueuer.stop()
+            assert time.monotonic() - before < 1
+        finally:
+            os.kill(grandchild, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("source", [forks_a_child, leaks_to_a_program])
+def test_stop_does_not_wait_for_a_grandchild(process, source):
+    with GeneratorEnqueuer(source, max_queue_size=1, **process) as enqueuer:
+        _, grandchild = next(iter(enqueuer))
+        try:
+            before = time.monotonic()
+            enqueuer.stop()
+            assert time.monotonic() - before < 1
+        finally:
+            os.kill(grandchild, signal.SIGKILL)
+
+
+def closes_everything(shard):
+    yield 0
+    os.closerange(3, 1000)
+    time.sleep(1000)
+
+
+def test_a_worker_that_closes_all_its_descriptors_is_dead(process):
+    with GeneratorEnqueuer(closes_everything, **process) as enqueuer:
+        batches = iter(enqueuer)
+        assert next(batches) == 0
+        assert expect_death(batches, "worker 0") < 2
+
+
+# --- what changes the whole process; so in a program of its own ---
+
+BEGIN = """
+    import os, signal, time
+    import helpers
+    from enqueuer import GeneratorEnqueuer, WorkerDied
+    from enqueuer.backends import launching
+
+    def source(shard):
+        yield os.getpid()
+        yield from range(10**9)
+
+    def until_death(batches):
+        before = time.monotonic()
+        try:
+            for _ in batches:
+                assert time.monotonic() < before + 30
+        except WorkerDied as error:
+            took = time.monotonic() - before
+            assert took < 1, took
+            return str(error)
+
+"""
+
+
+def program(text, method):
+    lines = [line for line in text.splitlines() if line.strip()]
+    options = f"backend='process', mp_context={method!r}"
+    return BEGIN + "\n".join("    " + line for line in lines).replace("OPTIONS", options)
+
+
+def test_a_stranger_who_reaps_the_worker_hides_only_its_exit_code(tmp_path):
+    text = """
+with GeneratorEnqueuer(source, OPTIONS) as enqueuer:
+    batches = iter(enqueuer)
+    pid = next(batches)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert "nobody knows how" in until_death(batches)
+"""
+    assert run_program(tmp_path, program(text, "fork")) == (0, "", "")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_sigchld_may_be_ignored(method, tmp_path):
+    text = """
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+for _ in range(2):
+    with GeneratorEnqueuer(source, workers=2, OPTIONS) as enqueuer:
+        batches = iter(enqueuer)
+        pids = [next(batches), next(batches)]
+        os.kill(pids[0], signal.SIGKILL)
+        assert "worker 0" in until_death(batches)
+with GeneratorEnqueuer(helpers.twelve, workers=2, OPTIONS) as enqueuer:
+    assert list(enqueuer) == list(range(12))
+"""
+    assert run_program(tmp_path, program(text, method)) == (0, "", "")
+
+
+needs_server = pytest.mark.skipif("forkserver" not in METHODS, reason="there is no fork server")
+
+
+@needs_server
+def test_a_fork_server_that_was_killed_is_replaced(tmp_path):
+    text = """
+for _ in range(3):
+    with GeneratorEnqueuer(helpers.counting, OPTIONS) as enqueuer:
+        assert next(iter(enqueuer)) == (0, 0)
+    os.kill(launching._server._popen.pid, signal.SIGKILL)
+"""
+    assert run_program(tmp_path, program(text, "forkserver")) == (0, "", "")
+
+
+@needs_server
+@pytest.mark.parametrize("replaced", [False, True])
+def test_workers_go_on_without_their_fork_server(replaced, tmp_path):
+    text = """
+with GeneratorEnqueuer(source, OPTIONS) as enqueuer:
+    batches = iter(enqueuer)
+    pid = next(batches)
+    os.kill(launching._server._popen.pid, signal.SIGKILL)
+    assert [next(batches) for _ in range(100)] == list(range(100))
+    if REPLACED:
+        with GeneratorEnqueuer(helpers.counting, OPTIONS) as second:
+            assert next(iter(second)) == (0, 0)  # by a new server
+    os.kill(pid, signal.SIGKILL)
+    assert "nobody knows how" in until_death(batches)
+with GeneratorEnqueuer(source, OPTIONS) as enqueuer:
+    pid = next(iter(enqueuer))
+    os.kill(launching._server._popen.pid, signal.SIGKILL)
+assert not helpers.alive(pid)
+""".replace("REPLACED", str(replaced))
+    assert run_program(tmp_path, program(text, "forkserver")) == (0, "", "")
+
+
+# --- at random ---
+
+
+def noted(shard):
+    yield os.getpid(), 0
+    rng = np.random.default_rng(shard.index)
+    for number in range(10**9):
+        large = rng.integers(0, 255, 1_000_000, np.uint8)
+        yield shard.index, number, zlib.crc32(large), large
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_kills_at_random_moments_tear_nothing(process, seed):
+    """What arrives is a beginning of what there should be, bit for bit; then comes the death."""
+    rng = random.Random(seed)
+    times = 2 if process["mp_context"] == "spawn" else 6
+    for kill in range(times):
+        workers = rng.choice([1, 2, 3])
+        size = rng.choice([1, 4, 10])
+        print(f"seed {seed}, kill {kill}: {workers} workers, max_queue_size {size}")
+        with GeneratorEnqueuer(noted, workers=workers, max_queue_size=size, **process) as enqueuer:
+            batches = iter(enqueuer)
+            pids = [next(batches)[0] for _ in range(workers)]
+            victim = rng.choice(pids)
+            at = time.monotonic() + rng.random() * 0.05
+            turn, numbers, killed = 0, [0] * workers, False
+            with pytest.raises(WorkerDied, match=f"process {victim}, .* was killed by SIGKILL"):
+                while True:
+                    if not killed and time.monotonic() >= at:
+                        os.kill(victim, signal.SIGKILL)
+                        killed = True
+                    shard, number, checksum, large = next(batches)
+                    assert (shard, number) == (turn, numbers[turn])
+                    assert zlib.crc32(large) == checksum
+                    numbers[turn] += 1
+                    turn = (turn + 1) % workers
+            assert killed
+            del large
+    gc.collect()
+
+
+def test_a_kill_while_the_worker_logs_without_end(process, caplog):
+    def source(shard):
+        import logging
+
+        yield os.getpid()
+        while True:
+            logging.getLogger("flood").warning("many")
+
+    with caplog.at_level("WARNING"), GeneratorEnqueuer(source, **process) as enqueuer:
+        batches = iter(enqueuer)
+        pid = next(batches)
+        os.kill(pid, signal.SIGKILL)
+        assert expect_death(batches) < 2
+
+
+def test_the_crash_of_one_enqueuer_leaves_another_alone(process, tmp_path):
+    crashing = Crashing("third", helpers.kill_self, tmp_path / "mark")
+    with (
+        GeneratorEnqueuer(tells_pid, **process) as healthy,
+        GeneratorEnqueuer(crashing, **process) as sick,
+    ):
+        batches = iter(healthy)
+        next(batches)
+        with pytest.raises(WorkerDied):
+            list(sick)
+        sick.stop()
+        assert [next(batches) for _ in range(30)] == list(range(30))

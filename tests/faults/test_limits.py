@@ -1,0 +1,189 @@
+"""Too little of something: descriptors, memory, /dev/shm. A clear error, or no difference at all."""
+
+import os
+import shutil
+import subprocess
+
+import pytest
+from helpers import METHODS, run_program
+
+BEGIN = """
+    import gc, os, resource, sys, threading
+    import numpy as np
+    from helpers import counting, twelve
+    from enqueuer import BlockMemoryError, EnqueuerError, GeneratorEnqueuer, StartError
+
+    def limit(what, soft):
+        resource.setrlimit(what, (soft, resource.getrlimit(what)[1]))
+
+    def large(shard):
+        for number in range(40):
+            yield np.full(10_000_000, number % 256, np.uint8)
+
+    def check(source, count, **options):
+        with GeneratorEnqueuer(source, backend="process", **options) as enqueuer:
+            for number, batch in enumerate(enqueuer):
+                assert (batch == number % 256).all()
+            assert number == count - 1
+
+"""
+
+
+@pytest.fixture(params=METHODS)
+def run(request, tmp_path):
+    """Run a program that begins with the lines above, by each start method."""
+
+    def run(text, **options):
+        lines = [line for line in text.splitlines() if line.strip()]
+        text = BEGIN + "\n".join("    " + line for line in lines)
+        text = text.replace("METHOD", repr(request.param))
+        return run_program(tmp_path, text, **options)
+
+    return run
+
+
+def test_a_start_without_enough_descriptors_leaves_nothing(run):
+    """Whatever the limit: an error with advice, no worker, no descriptor; later it works."""
+    text = """
+with GeneratorEnqueuer(twelve, backend="process", mp_context=METHOD) as enqueuer:
+    assert list(enqueuer) == list(range(12))
+full = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+refused = 0
+for more in range(0, 40, 3):
+    gc.collect()
+    before = set(os.listdir("/proc/self/fd"))
+    enqueuer = GeneratorEnqueuer(counting, backend="process", mp_context=METHOD, workers=8)
+    limit(resource.RLIMIT_NOFILE, len(before) + more)
+    try:
+        enqueuer.start()
+    except StartError as error:
+        refused += 1
+        assert "ulimit -n" in str(error), error
+    finally:
+        limit(resource.RLIMIT_NOFILE, full)
+    enqueuer.stop()
+    gc.collect()
+    after = set(os.listdir("/proc/self/fd"))
+    assert len(after) <= len(before), (more, before, after)
+    assert threading.active_count() == 1
+assert refused > 5, refused
+with GeneratorEnqueuer(twelve, backend="process", mp_context=METHOD) as enqueuer:
+    assert list(enqueuer) == list(range(12))
+"""
+    code, out, err = run(text)
+    assert (code, out, err) == (0, "", ""), err
+
+
+def test_a_consumer_that_runs_out_of_descriptors_gets_a_clear_error(run):
+    text = """
+with GeneratorEnqueuer(large, backend="process", mp_context=METHOD, max_queue_size=4) as enqueuer:
+    batches = iter(enqueuer)
+    kept = [next(batches)]
+    limit(resource.RLIMIT_NOFILE, len(os.listdir("/proc/self/fd")) - 1)
+    try:
+        for batch in batches:
+            kept.append(batch)
+    except EnqueuerError as error:
+        assert "descriptor" in str(error), repr(error)
+    else:
+        raise AssertionError("no error")
+    limit(resource.RLIMIT_NOFILE, 1000)
+    assert all((batch == number).all() for number, batch in enumerate(kept))
+"""
+    code, out, err = run(text)
+    assert (code, out, err) == (0, "", ""), err
+
+
+def test_a_consumer_that_runs_out_of_address_space_gets_a_clear_error(run):
+    text = """
+with GeneratorEnqueuer(large, backend="process", mp_context=METHOD, max_queue_size=4) as enqueuer:
+    batches = iter(enqueuer)
+    kept = [next(batches)]
+    with open("/proc/self/statm") as file:
+        now = int(file.read().split()[0]) * resource.getpagesize()
+    limit(resource.RLIMIT_AS, now + 40_000_000)
+    for _ in range(2):
+        try:
+            for batch in batches:
+                kept.append(batch)
+        except MemoryError as error:
+            assert isinstance(error, BlockMemoryError), repr(error)
+            assert "try smaller batches" in str(error), repr(error)
+        else:
+            raise AssertionError("no error")
+    limit(resource.RLIMIT_AS, resource.RLIM_INFINITY)
+    assert all((batch == number).all() for number, batch in enumerate(kept))
+"""
+    code, out, err = run(text)
+    assert (code, out, err) == (0, "", ""), err
+
+
+@pytest.mark.parametrize("what", ["RLIMIT_AS", "RLIMIT_FSIZE", "RLIMIT_NOFILE"])
+def test_a_worker_that_runs_out_gets_a_clear_error(run, what):
+    text = """
+def source(shard):
+    yield np.full(10_000_000, 0, np.uint8)
+    held = np.full(30_000_000, 1, np.uint8)
+    with open("/proc/self/statm") as file:
+        now = int(file.read().split()[0]) * resource.getpagesize()
+    enough = {
+        resource.RLIMIT_AS: now + 15_000_000,
+        resource.RLIMIT_FSIZE: 20_000_000,
+        resource.RLIMIT_NOFILE: 3,
+    }
+    limit(resource.WHAT, enough[resource.WHAT])
+    yield held
+with GeneratorEnqueuer(source, backend="process", mp_context=METHOD) as enqueuer:
+    batches = iter(enqueuer)
+    assert (next(batches) == 0).all()
+    try:
+        next(batches)
+    except BlockMemoryError as error:
+        assert "30.0 MB" in str(error)
+    else:
+        raise AssertionError("no error")
+"""
+    assert run(text.replace("WHAT", what)) == (0, "", "")
+
+
+def has_namespaces():
+    if shutil.which("unshare") is None:
+        return False
+    command = ["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"]
+    return subprocess.run(command, capture_output=True).returncode == 0
+
+
+@pytest.mark.skipif(not has_namespaces(), reason="needs the right to mount")
+@pytest.mark.parametrize("how", ["-o size=1m", "-o size=1m,ro"])
+def test_a_tiny_or_read_only_dev_shm_makes_no_difference(run, how):
+    script = f'mount -t tmpfs {how} tmpfs /dev/shm && exec "$@"'
+    text = """
+assert os.statvfs("/dev/shm").f_blocks * 4096 <= 1 << 20
+check(large, 40, mp_context=METHOD)
+assert os.listdir("/dev/shm") == []
+"""
+    assert run(text, wrapper=["unshare", "-m", "sh", "-c", script, "sh"]) == (0, "", "")
+
+
+@pytest.mark.skipif(not has_namespaces(), reason="needs the right to mount")
+def test_a_full_temporary_directory_makes_no_difference(run):
+    script = 'mount -t tmpfs -o size=4k,nr_inodes=2 tmpfs "$TMPDIR" && exec "$@"'
+    text = "check(large, 40, mp_context=METHOD)"
+    assert run(text, wrapper=["unshare", "-m", "sh", "-c", script, "sh"]) == (0, "", "")
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root has no limit of processes")
+def test_a_start_without_enough_processes_leaves_nothing(run):
+    text = """
+limit(resource.RLIMIT_NPROC, 1)
+try:
+    GeneratorEnqueuer(counting, backend="process", mp_context=METHOD, workers=4).start()
+except StartError as error:
+    assert "ulimit -u" in str(error)
+else:
+    raise AssertionError("no error")
+"""
+    code, out, err = run(text)
+    assert (code, out, err) == (0, "", ""), err
+
+
