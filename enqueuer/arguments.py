@@ -6,8 +6,7 @@ import math
 import threading
 from multiprocessing.context import BaseContext
 
-from enqueuer.backends import BackendName
-from enqueuer.backends.launching import METHODS, default_method
+from enqueuer.backends import METHODS, BackendName, default_method
 from enqueuer.logs import MULTIPROCESSING_LOGGING
 from enqueuer.sources import LiveSource, Source
 

@@ -53,7 +53,8 @@ class Buffer(Generic[T]):
         self._getters = 0
         self._putters = 0
         self._closed = False
-        lock = threading.Lock()
+        # reentrant, as the garbage collector may close a forgotten buffer inside its own put()
+        lock = threading.RLock()
         self._not_full = threading.Condition(lock)
         self._not_empty = threading.Condition(lock)
 

@@ -159,7 +159,7 @@ class GeneratorEnqueuer(Generic[Batch]):
 
     @property
     def random_seed(self) -> int:
-        """The seed that all shards' seeds derive from: the one given, or the one drawn."""
+        """The seed, given or drawn, that the seeds of all shards derive from."""
         return self._random_seed
 
     def start(self, workers: int | None = None, max_queue_size: int | None = None) -> None:

@@ -16,7 +16,7 @@ import pytest
 from helpers import twelve
 
 from enqueuer import GeneratorEnqueuer
-from enqueuer.backends.launching import HAS_FORKSERVER
+from enqueuer.backends import HAS_FORKSERVER
 
 METHODS = [
     m for m in multiprocessing.get_all_start_methods() if m != "forkserver" or HAS_FORKSERVER

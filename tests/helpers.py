@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from enqueuer.backends.launching import HAS_FORKSERVER
+from enqueuer.backends import HAS_FORKSERVER
 
 LIMIT = 30.0  # seconds; generous: only a hang reaches it
 

@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import enum
 import importlib
+import os
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from enqueuer.errors import StartError
 from enqueuer.messages import Message
 from enqueuer.sources import Source
 from enqueuer.worker import Plan
 
 BackendName = Literal["thread", "process"]
+
+METHODS = ("fork", "forkserver", "spawn")
+HAS_FORKSERVER = hasattr(os, "fork") and hasattr(os, "pidfd_open")
 
 _MODULES = {"thread": "enqueuer.backends.threads", "process": "enqueuer.backends.processes"}
 
@@ -104,8 +109,19 @@ class Backend(Protocol):
         """Return who runs `shard`: "worker 2 (process 4711, forkserver)"."""
 
 
+def default_method() -> str:
+    """Return the start method for what can be pickled: safe with threads in the parent."""
+    return "forkserver" if HAS_FORKSERVER else "spawn"
+
+
 def load(name: str, job: Job) -> Backend:
-    """Return the backend called `name`, ready to start `job`."""
+    """Return the backend called `name`, ready to start `job`.
+
+    Raises:
+        StartError: This system cannot run it.
+    """
+    if name == "process" and not hasattr(os, "fork"):
+        raise StartError("backend='process' needs a POSIX system; use backend='thread' here")
     backend: Backend = importlib.import_module(_MODULES[name]).create(job)
     return backend
 

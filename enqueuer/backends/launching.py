@@ -29,10 +29,7 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from enqueuer.errors import StartError
-from enqueuer.transport.packets import HAS_SEQPACKET, Descriptor, Packets, close_in_children, pair
-
-HAS_FORKSERVER = HAS_SEQPACKET and hasattr(os, "fork")
-METHODS = ("fork", "forkserver", "spawn")
+from enqueuer.transport.packets import Descriptor, Packets, close_in_children, pair
 
 _SERVER_START_S = 60.0  # a fresh interpreter that imports numpy, on a busy machine
 _STATUS_S = 1.0  # between a death and the server's word on how
@@ -40,11 +37,6 @@ _STATUS_S = 1.0  # between a death and the server's word on how
 _FORKED = struct.Struct("<Bq")  # kind, pid
 _EXITED = struct.Struct("<Bqq")  # kind, pid, exit code
 _PID, _EXIT = 1, 2
-
-
-def default_method() -> str:
-    """Return the start method for what can be pickled: safe with threads in the parent."""
-    return "forkserver" if HAS_FORKSERVER else "spawn"
 
 
 class Launched(Protocol):

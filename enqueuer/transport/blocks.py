@@ -32,6 +32,9 @@ from enqueuer.errors import BlockMemoryError
 ALIGNMENT = 64  # bytes; a cache line, and enough for every dtype and SIMD load
 
 _PAGE = mmap.PAGESIZE
+# Each mapping keeps a descriptor, of which a process may have 1024. Who keeps more batches of one
+# worker than these gets copies.
+_MOST_LEASED = 64
 
 
 def open_nameless(size: int) -> int:
@@ -163,22 +166,46 @@ class BlockMap:
 
     def __init__(self) -> None:
         self._memory: dict[int, mmap.mmap] = {}
+        self._missing: dict[int, BlockMemoryError] = {}
         self._leases: dict[int, weakref.ref[np.ndarray]] = {}
         self._home: deque[int] = deque()
 
     def add(self, number: int, fd: int) -> None:
-        """Map a block that came with its descriptor; the descriptor is closed."""
+        """Map a block that came with its descriptor; the descriptor is closed.
+
+        If that fails, `lease` tells why: what had come before is to be delivered first.
+        """
+        size = os.fstat(fd).st_size
         try:
-            self._memory[number] = mmap.mmap(fd, os.fstat(fd).st_size)
+            self._memory[number] = mmap.mmap(fd, size)
+        except OSError as error:
+            self._missing[number] = _no_memory(size, error)
         finally:
             os.close(fd)
 
     def lease(self, number: int) -> memoryview:
-        """Return a writable view of all of a block; the loan ends when its last slice dies."""
+        """Return a writable view of all of a block; the loan ends when its last slice dies.
+
+        Raises:
+            BlockMemoryError: It could not be mapped, for want of memory or descriptors.
+        """
+        if number not in self._memory:
+            raise self._missing.pop(number, None) or BlockMemoryError(
+                "the descriptor of an item's shared memory was lost on its way; this process has "
+                "too few (`ulimit -n`): keep fewer batches, or try a smaller max_queue_size"
+            )
         anchor = np.frombuffer(self._memory[number], np.uint8)
+        if self._many_are_leased():
+            self._home.append(number)
+            return anchor.copy().data
         home = self._home
         self._leases[number] = weakref.ref(anchor, lambda _: home.append(number))
         return anchor.data
+
+    def _many_are_leased(self) -> bool:
+        if len(self._memory) <= _MOST_LEASED:
+            return False
+        return sum(anchor() is not None for anchor in self._leases.values()) >= _MOST_LEASED
 
     def drop(self, number: int) -> None:
         """Forget a block that the worker gave up."""

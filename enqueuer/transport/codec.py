@@ -79,7 +79,7 @@ def _culprit(value: object, error: BaseException) -> str:
     """Say which part of a nest cannot be pickled, and why."""
     path, part = find_culprit("item", value)
     return (
-        f"cannot pickle {path}, a {type(part).__module__}.{type(part).__qualname__}: {error}; "
+        f"{path} is a {_name_of(type(part))}, which cannot be sent between processes ({error}); "
         "yield arrays and plain data, or use backend='thread', which pickles nothing"
     )
 

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from enqueuer.errors import ItemNotLoadable, TransportError
+from enqueuer.errors import BlockMemoryError, ItemNotLoadable, TransportError
 from enqueuer.messages import End, Failure, Item, Message
 from enqueuer.transport import codec
 from enqueuer.transport.blocks import BlockMap
@@ -200,6 +200,8 @@ class ConsumerEnd:
         try:
             data, buffers = self._open(arrival.body)
             value = codec.decode(data, buffers)
+        except BlockMemoryError as error:
+            return Failure(arrival.shard, arrival.number, error)
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 raise

@@ -179,7 +179,7 @@ def test_an_item_that_cannot_be_pickled_is_named_and_loses_nothing(process):
         batches, error = until_error(enqueuer)
     assert batches == ["first"]
     assert type(error) is ItemNotPicklable
-    assert "item['x'][1], a _thread.lock" in str(error)
+    assert "item['x'][1] is a _thread.lock, which cannot be sent" in str(error)
     assert "shard 0, item 1" in error.__notes__[0]
 
 

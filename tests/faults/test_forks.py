@@ -63,10 +63,10 @@ def test_a_forked_child_may_have_its_own(process):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("end", ["sys.exit(0)", "os._exit(0)", "del enqueuer, batches; gc.collect()"])
+@pytest.mark.parametrize("end", ["sys.exit(0)", "os._exit(0)", "del enqueuer, batches"])
 def test_the_exit_of_a_forked_child_does_no_harm(method, end, tmp_path):
     text = f"""
-        import gc, os, sys, warnings
+        import os, sys, warnings
         from helpers import counting
         from enqueuer import GeneratorEnqueuer
 
@@ -137,7 +137,7 @@ def test_a_copy_that_a_generator_forks_and_lets_run_on_says_nothing(process, how
         yield "last"
 
     with GeneratorEnqueuer(source, **process) as enqueuer:
-        first, (child, code), last = enqueuer
+        _, (child, code), last = enqueuer
     assert (code, last) == (70, "last")
     assert not alive(child)
 
@@ -261,5 +261,3 @@ def test_a_daemonic_host(method, tmp_path):
         assert "use mp_context='forkserver'" in out
     else:
         assert out == f"{list(range(12))}\n"
-
-

@@ -2,9 +2,10 @@
 
 import gc
 import threading
+from collections import deque
 
 import pytest
-from helpers import LIMIT, METHODS, counting
+from helpers import LIMIT, METHODS, counting, wait_until
 
 from enqueuer import GeneratorEnqueuer
 from enqueuer.backends import launching
@@ -38,3 +39,43 @@ def test_an_enqueuer_is_collected_while_another_is_being_started(monkeypatch):
         assert started == [(0, 0)]
     finally:
         gc.enable()
+
+
+def test_an_enqueuer_is_collected_by_its_own_worker_thread_inside_put():
+    class Collecting(deque):
+        armed = False
+
+        def append(self, item):
+            if self.armed:
+                gc.collect()
+            super().append(item)
+
+    gc.disable()
+    try:
+        enqueuer = GeneratorEnqueuer(counting, max_queue_size=2)
+        enqueuer.myself = enqueuer
+        batches = iter(enqueuer)
+        next(batches)
+        (buffer,) = enqueuer._backend._buffers
+        (thread,) = enqueuer._backend._threads
+        wait_until(lambda: len(buffer) == 2)
+        with buffer._not_full:
+            items = buffer._items = Collecting(buffer._items)
+        del enqueuer, batches
+        items.armed = True
+        buffer.get(0)  # now the worker puts
+        thread.join(LIMIT)
+        assert not thread.is_alive()
+    finally:
+        gc.enable()
+
+
+def test_enqueuers_are_collected_wherever_the_collector_strikes(backend):
+    """A small threshold makes it strike all the time, in every thread."""
+    before = gc.get_threshold()
+    gc.set_threshold(5)
+    try:
+        for _ in range(5 if backend.get("mp_context") == "spawn" else 30):
+            forgotten(**backend)
+    finally:
+        gc.set_threshold(*before)

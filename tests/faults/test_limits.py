@@ -1,4 +1,4 @@
-"""Too little of something: descriptors, memory, /dev/shm. A clear error, or no difference at all."""
+"""Too little of something: descriptors, memory, /dev/shm. A clear error, or no difference."""
 
 import os
 import shutil
@@ -64,7 +64,8 @@ for more in range(0, 40, 3):
     enqueuer.stop()
     gc.collect()
     after = set(os.listdir("/proc/self/fd"))
-    assert len(after) <= len(before), (more, before, after)
+    lost = 2 if METHOD == "fork" else 0  # by multiprocessing, if the second of its pipes fails
+    assert len(after) <= len(before) + lost, (more, before, after)
     assert threading.active_count() == 1
 assert refused > 5, refused
 with GeneratorEnqueuer(twelve, backend="process", mp_context=METHOD) as enqueuer:
@@ -187,3 +188,19 @@ else:
     assert (code, out, err) == (0, "", ""), err
 
 
+def test_a_consumer_may_keep_more_batches_than_it_has_descriptors(run):
+    text = """
+def source(shard):
+    for number in range(200):
+        yield np.full(100_000, number, np.uint8)
+limit(resource.RLIMIT_NOFILE, 256)
+options = dict(backend="process", mp_context=METHOD, workers=2, max_queue_size=4)
+for _ in range(2):
+    with GeneratorEnqueuer(source, **options) as enqueuer:
+        kept = list(enqueuer)
+    assert len(kept) == 400
+    assert all((batch == number // 2).all() for number, batch in enumerate(kept))
+    del kept
+"""
+    code, out, err = run(text)
+    assert (code, out, err) == (0, "", ""), err

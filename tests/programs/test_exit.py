@@ -140,5 +140,3 @@ print(process.exitcode)
     with_warnings = program(text, "").replace("import os,", "import os, warnings,", 1)
     text = with_warnings.replace("keep = []", "keep = []; warnings.simplefilter('ignore')")
     assert run_program(tmp_path, text) == (0, "0\n", "")
-
-
