@@ -202,9 +202,7 @@ class ConsumerEnd:
             value = codec.decode(data, buffers)
         except BlockMemoryError as error:
             return Failure(arrival.shard, arrival.number, error)
-        except BaseException as error:
-            if isinstance(error, KeyboardInterrupt):
-                raise
+        except Exception as error:  # not what a signal handler of this process raises meanwhile
             failure = ItemNotLoadable(f"an item came, but it cannot be loaded here: {error!r}")
             failure.__cause__ = error
             return Failure(arrival.shard, arrival.number, failure)
