@@ -19,11 +19,13 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import sys
 import tempfile
 import weakref
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -32,9 +34,10 @@ from enqueuer.errors import BlockMemoryError
 ALIGNMENT = 64  # bytes; a cache line, and enough for every dtype and SIMD load
 
 _PAGE = mmap.PAGESIZE
-# Each mapping keeps a descriptor, of which a process may have 1024. Who keeps more batches of one
-# worker than these gets copies.
-_MOST_LEASED = 64
+# Before Python 3.13 each mapping keeps a descriptor, of which a process may have 1024; the system
+# allows 65530 mappings. Who keeps more batches of one worker than these gets copies.
+_UNTRACKED: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+_MOST_LEASED = 4096 if _UNTRACKED else 64
 
 
 def open_nameless(size: int) -> int:
@@ -143,7 +146,7 @@ class BlockPool:
         except OSError as error:
             raise _no_memory(capacity, error) from error
         try:
-            memory = mmap.mmap(fd, capacity)
+            memory = mmap.mmap(fd, capacity, **_UNTRACKED)
         except OSError as error:
             os.close(fd)
             raise _no_memory(capacity, error) from error
@@ -177,7 +180,7 @@ class BlockMap:
         """
         size = os.fstat(fd).st_size
         try:
-            self._memory[number] = mmap.mmap(fd, size)
+            self._memory[number] = mmap.mmap(fd, size, **_UNTRACKED)
         except OSError as error:
             self._missing[number] = _no_memory(size, error)
         finally:

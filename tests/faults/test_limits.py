@@ -77,10 +77,15 @@ with GeneratorEnqueuer(twelve, backend="process", mp_context=METHOD) as enqueuer
 
 def test_a_consumer_that_runs_out_of_descriptors_gets_a_clear_error(run):
     text = """
+import contextlib
 with GeneratorEnqueuer(large, backend="process", mp_context=METHOD, max_queue_size=4) as enqueuer:
     batches = iter(enqueuer)
     kept = [next(batches)]
-    limit(resource.RLIMIT_NOFILE, len(os.listdir("/proc/self/fd")) - 1)
+    limit(resource.RLIMIT_NOFILE, 64)
+    taken = []
+    with contextlib.suppress(OSError):
+        while True:
+            taken.append(os.dup(2))
     try:
         for batch in batches:
             kept.append(batch)
@@ -88,7 +93,8 @@ with GeneratorEnqueuer(large, backend="process", mp_context=METHOD, max_queue_si
         assert "descriptor" in str(error), repr(error)
     else:
         raise AssertionError("no error")
-    limit(resource.RLIMIT_NOFILE, 1000)
+    for fd in taken:
+        os.close(fd)
     assert all((batch == number).all() for number, batch in enumerate(kept))
 """
     code, out, err = run(text)
