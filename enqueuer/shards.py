@@ -114,7 +114,7 @@ class GlobalStreams:
 
     def enter(self, shard: Shard) -> None:
         """Make the global generators those of `shard`: seeded at first, later as it left them."""
-        if shard is self._current:
+        if shard == self._current:
             return
         if self._current is not None and self._current.epoch == shard.epoch:
             self._states[self._current.index] = _save()

@@ -89,6 +89,12 @@ class Block:
             os.close(self.fd)
             self.fd = None
 
+    def close(self) -> None:
+        """Give the memory back, as far as this side is concerned."""
+        self.sent()
+        with contextlib.suppress(BufferError):  # a view of it is alive; it goes with that one
+            self.memory.close()
+
 
 class BlockPool:
     """The worker's side: blocks to fill. Not thread-safe; only the worker's own loop calls it.
@@ -133,7 +139,7 @@ class BlockPool:
     def close(self) -> None:
         """Give up everything."""
         for block in [*self._free, *self._away.values()]:
-            block.sent()
+            block.close()
         self._free, self._away = [], {}
 
     def _new(self, size: int) -> Block:
@@ -154,10 +160,8 @@ class BlockPool:
         return Block(self._count, memory, fd)
 
     def _drop(self, block: Block) -> None:
-        block.sent()
+        block.close()
         self._dropped.append(block.number)
-        with contextlib.suppress(BufferError):
-            block.memory.close()
 
 
 class BlockMap:

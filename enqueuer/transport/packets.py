@@ -99,7 +99,6 @@ class Packets:
         self._raw: deque[tuple[bytes, list[tuple[int, int, bytes]], int, object]] = deque()
         self._bytes = bytearray()
         self._fds: deque[int] = deque()
-        self._unsent = bytearray()
         self.received: deque[tuple[bytes, list[int]]] = deque()
         self.ended = False
 
@@ -177,27 +176,16 @@ class Packets:
     # --- the stream, where there are no packets ---
 
     def _send_stream(self, data: bytes, fds: Sequence[int], wait: bool) -> bool:
-        if self._unsent and not self._flush(wait):
-            return False
         # The count of descriptors is sent along, since a stream does not keep them with a byte.
-        self._unsent += _LENGTH.pack(len(data)) + bytes([len(fds)]) + data
-        flags = 0 if wait else socket.MSG_DONTWAIT
+        packet = _LENGTH.pack(len(data)) + bytes([len(fds)]) + data
         try:
-            sent = self._sock.sendmsg([self._unsent], _rights(fds), flags)
-        except BlockingIOError:
-            self._unsent.clear()
-            return False
-        del self._unsent[:sent]
-        if self._unsent:
-            self._flush(wait)
-        return True  # what is left goes before the next packet
-
-    def _flush(self, wait: bool) -> bool:
-        try:
-            while self._unsent:
-                del self._unsent[: self._sock.send(self._unsent, 0 if wait else _DONTWAIT)]
+            sent = self._sock.sendmsg([packet], _rights(fds), 0 if wait else socket.MSG_DONTWAIT)
         except BlockingIOError:
             return False
+        if sent < len(packet):
+            # A packet once begun must be ended. The other end reads before it sends, so this
+            # cannot wait for ever.
+            self._sock.sendall(packet[sent:])
         return True
 
     def _cut(self) -> None:
@@ -209,9 +197,6 @@ class Packets:
             fds = [self._fds.popleft() for _ in range(min(self._bytes[head - 1], len(self._fds)))]
             self.received.append((bytes(self._bytes[head : head + length]), fds))
             del self._bytes[: head + length]
-
-
-_DONTWAIT = socket.MSG_DONTWAIT
 
 
 def _rights(fds: Sequence[int]) -> list[tuple[int, int, array.array[int]]]:

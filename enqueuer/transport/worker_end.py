@@ -240,10 +240,12 @@ class WorkerEnd:
             raise Closed("the consumer left") from error
 
     def _send_records_locked(self, wait: bool) -> None:
-        if self._lost_records and len(self._records) < _MOST_RECORDS:
-            self._records.append(pickle.dumps(_loss(self._lost_records).__dict__))
-            self._lost_records = 0
-        while self._records:
+        while True:
+            if self._lost_records and not self._records:
+                self._records.append(pickle.dumps(_loss(self._lost_records).__dict__))
+                self._lost_records = 0
+            if not self._records:
+                return
             frame, block = self._frame_locked(self._records[0], [])
             fds = (block.fd,) if block is not None and block.fd is not None else ()
             packet = HEADER.pack(Kind.RECORD, self._sequence, 0, 0) + frame

@@ -1,0 +1,118 @@
+"""The architecture as a test: imports point down the list, and everything has one place."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import enqueuer
+
+PACKAGE = Path(enqueuer.__file__).parent
+
+# From the top down; what shares a line does not import each other.
+ORDER = [
+    ["__main__"],
+    ["cli"],
+    ["demo"],
+    ["__init__"],
+    ["enqueuers"],
+    ["arguments"],
+    ["backends.processes", "backends.threads"],
+    ["backends.payload", "backends.watched"],
+    ["backends.bootstrap"],
+    ["backends.launching"],
+    ["backends.__init__"],
+    ["worker"],
+    ["sources"],
+    ["merging"],
+    ["transport.worker_end", "transport.consumer_end"],
+    ["transport.channel"],
+    ["transport.codec", "transport.blocks", "transport.packets", "transport.__init__"],
+    ["buffer", "logs"],
+    ["shards"],
+    ["messages"],
+    ["errors"],
+]
+RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
+
+THIRD_PARTIES = {
+    "numpy": {"shards", "transport.blocks", "demo"},
+    "cloudpickle": {"transport.codec", "backends.payload"},
+    "tblib": {"transport.codec"},
+    "PIL": {"demo"},
+    "sklearn": {"demo"},
+    "threadpoolctl": {"demo"},
+    "tqdm": {"demo"},
+}
+
+
+def modules():
+    """Yield (name, syntax tree) for each module of the package."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+        yield name, ast.parse(path.read_text())
+
+
+def imported(tree):
+    """Yield the full names that a module imports, wherever in the file."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                yield f"{node.module}.{alias.name}"
+
+
+def ours(name):
+    """Return the module of the package that a full name lies in."""
+    parts = name.split(".")[1:]
+    for end in range(len(parts), 0, -1):
+        for module in (".".join(parts[:end]), ".".join([*parts[:end], "__init__"])):
+            if module in RANK:
+                return module
+    return "__init__"
+
+
+def test_every_module_is_in_the_list():
+    assert sorted(name for name, _ in modules()) == sorted(RANK)
+
+
+def test_imports_point_down():
+    climbs = [
+        f"{here} imports {there}"
+        for here, tree in modules()
+        for there in {ours(name) for name in imported(tree) if name.split(".")[0] == "enqueuer"}
+        if there != here and RANK[there] <= RANK[here]
+    ]
+    assert climbs == []
+
+
+def test_third_parties_are_imported_where_they_belong():
+    found = {}
+    for here, tree in modules():
+        for root in {name.split(".")[0] for name in imported(tree)}:
+            if root not in sys.stdlib_module_names and root not in ("enqueuer", "__future__"):
+                found.setdefault(root, set()).add(here)
+    assert {root: here - THIRD_PARTIES.get(root, set()) for root, here in found.items()} == {
+        root: set() for root in found
+    }
+
+
+def test_importing_the_package_imports_no_framework_and_no_extra():
+    heavy = "torch tensorflow keras jax ray h5py sklearn PIL tqdm multiprocessing_logging"
+        "torch",
+        "tensorflow",
+        "keras",
+        "jax",
+        "ray",
+        "h5py",
+        "sklearn",
+        "PIL",
+        "tqdm",
+        "multiprocessing_logging",
+    ]
+    program = f"import sys, enqueuer; print([m for m in {heavy!r}.split() if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "[]\n"

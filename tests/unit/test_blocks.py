@@ -1,0 +1,163 @@
+"""Blocks are used again, but never while anything refers to them."""
+
+import gc
+import os
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from enqueuer import BlockMemoryError
+from enqueuer.transport import blocks
+from enqueuer.transport.blocks import BlockMap, BlockPool
+
+
+class Road:
+    """A worker's pool and the consumer's map, with the channel between them left out."""
+
+    def __init__(self, keep=3):
+        self.pool = BlockPool(keep)
+        self.map = BlockMap()
+
+    def send(self, array):
+        """Return `array` as it arrives: a view of a block."""
+        self.come_home()
+        block = self.pool.take(array.nbytes)
+        block.memory[: array.nbytes] = array.tobytes()
+        for number in self.pool.dropped():
+            self.map.drop(number)
+        if block.fd is not None:
+            self.map.add(block.number, os.dup(block.fd))
+            block.sent()
+        view = self.map.lease(block.number)[: array.nbytes]
+        return block.number, np.frombuffer(view, array.dtype)
+
+    def come_home(self):
+        for number in self.map.came_home():
+            self.pool.came_home(number)
+
+
+def test_a_block_is_used_again_when_its_last_view_has_died():
+    road = Road()
+    number, array = road.send(np.arange(1000))
+    half = array[500:]
+    view = memoryview(half)
+    del array, half
+    assert road.send(np.zeros(1000))[0] != number
+    assert view[0] == 500
+    del view
+    gc.collect()
+    assert road.send(np.zeros(1000))[0] in (number, number + 1)
+
+
+def test_a_lease_may_end_in_another_thread():
+    road = Road()
+    number, array = road.send(np.arange(1000))
+    kept = [array]
+    del array
+    thread = threading.Thread(target=kept.clear)
+    thread.start()
+    thread.join()
+    assert road.send(np.zeros(1000))[0] == number
+
+
+def test_arrays_are_writable_and_outlive_both_sides():
+    road = Road()
+    _, array = road.send(np.arange(10_000))
+    road.pool.close()
+    del road
+    gc.collect()
+    array += 1
+    assert (array == np.arange(1, 10_001)).all()
+
+
+def test_the_smallest_that_fits_is_taken():
+    pool = BlockPool(keep=5)
+    small, large = pool.take(5000), pool.take(50_000)
+    pool.came_home(large.number)
+    pool.came_home(small.number)
+    assert pool.take(4000) is small
+    assert pool.take(30_000) is large
+    pool.close()
+
+
+def test_a_far_too_large_block_is_not_wasted_on_a_small_item():
+    pool = BlockPool(keep=5)
+    large = pool.take(1_000_000)
+    pool.came_home(large.number)
+    assert pool.take(5000) is not large
+    pool.close()
+
+
+def test_no_more_free_blocks_are_kept_than_asked():
+    pool = BlockPool(keep=2)
+    taken = [pool.take(5000) for _ in range(5)]
+    for block in taken:
+        pool.came_home(block.number)
+    assert pool.dropped() == [block.number for block in taken[:3]]
+    assert pool.dropped() == []
+    pool.close()
+
+
+def test_a_want_of_memory_has_a_name(monkeypatch):
+    def full(size):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(blocks, "open_nameless", full)
+    with pytest.raises(BlockMemoryError, match=r"no shared memory of 1.0 MB .* No space left"):
+        BlockPool(1).take(1_000_000)
+
+
+def test_who_keeps_many_gets_copies(monkeypatch):
+    monkeypatch.setattr(blocks, "_MOST_LEASED", 2)
+    road = Road()
+    arrays = [road.send(np.full(1000, n))[1] for n in range(6)]
+    assert [int(array[0]) for array in arrays] == list(range(6))
+    assert all((array == array[0]).all() for array in arrays)
+
+
+def test_without_memfd_an_unlinked_file_serves(monkeypatch, tmp_path):
+    monkeypatch.delattr(os, "memfd_create", raising=False)
+    monkeypatch.setattr(blocks.tempfile, "tempdir", str(tmp_path))
+    road = Road()
+    _, array = road.send(np.arange(1000))
+    assert (array == np.arange(1000)).all()
+    assert list(tmp_path.iterdir()) == []
+
+
+class Blocks(RuleBasedStateMachine):
+    """Send arrays of any size, keep some, drop some: none that is kept ever changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.road = Road(keep=2)
+        self.kept = {}
+        self.count = 0
+
+    @rule(size=st.integers(1, 40_000), keep=st.booleans())
+    def send(self, size, keep):
+        self.count += 1
+        number, array = self.road.send(np.full(size, self.count % 256, np.uint8))
+        assert number not in {kept for kept, _, _ in self.kept.values()}
+        if keep:
+            self.kept[self.count] = number, array, self.count % 256
+
+    @rule(at=st.integers(0, 30))
+    def drop(self, at):
+        if self.kept:
+            del self.kept[sorted(self.kept)[at % len(self.kept)]]
+
+    @invariant()
+    def what_is_kept_is_unchanged(self):
+        assert all((array == value).all() for _, array, value in self.kept.values())
+
+    def teardown(self):
+        self.kept.clear()
+        self.road.pool.close()
+
+
+TestBlocks = Blocks.TestCase
+TestBlocks.settings = settings(max_examples=30, stateful_step_count=20, deadline=None)

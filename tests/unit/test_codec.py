@@ -1,0 +1,290 @@
+"""Items and errors <-> pickles and the buffers beside them."""
+
+import builtins
+import collections
+import copyreg
+import dataclasses
+import pickle
+import threading
+import traceback
+
+import helpers
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from enqueuer import ItemNotPicklable, WorkerError
+from enqueuer.transport import codec
+
+Pair = collections.namedtuple("Pair", "a b")
+
+
+@dataclasses.dataclass
+class Batch:
+    x: object
+
+
+def there_and_back(value):
+    data, buffers = codec.encode(value)
+    return codec.decode(data, [memoryview(bytearray(view)) for view in buffers])
+
+
+LARGE = 5000
+ARRAYS = [
+    np.arange(LARGE, dtype="f4"),
+    np.arange(LARGE, dtype=">i8"),
+    np.arange(LARGE).astype("f2"),
+    np.arange(LARGE).astype("c16"),
+    np.arange(LARGE).astype(np.longdouble),
+    np.arange(LARGE) % 2 == 0,
+    np.arange(LARGE).astype("M8[s]"),
+    np.arange(LARGE).astype("m8[D]"),
+    np.array(["text", "ü"] * LARGE),
+    np.array([b"bytes"] * LARGE),
+    np.array([{"a": 1}, None, "x"], dtype=object),
+    np.zeros(LARGE, dtype=np.dtype([("a", "i1"), ("b", "f8", (2,))], align=True)),
+    np.array(5.0),
+    np.empty((0, 3)),
+    np.asfortranarray(np.arange(2 * LARGE).reshape(2, LARGE)),
+    np.arange(4 * LARGE).reshape(4, LARGE)[::2, ::-1],
+    np.broadcast_to(1.5, (100, 100)),
+]
+
+
+@pytest.mark.parametrize("array", ARRAYS, ids=lambda a: f"{a.dtype.str}-{a.shape}")
+def test_arrays_come_back_equal(array):
+    copy = there_and_back(array)
+    assert copy.dtype == array.dtype
+    assert copy.shape == array.shape
+    assert np.array_equal(copy, array)
+    assert copy.flags.f_contiguous or not array.flags.f_contiguous
+
+
+def test_masked_and_read_only_arrays_stay_so():
+    masked = np.ma.array(np.arange(LARGE), mask=np.arange(LARGE) % 3 == 0)
+    assert (there_and_back(masked).mask == masked.mask).all()
+    frozen = np.arange(LARGE)
+    assert there_and_back(frozen).flags.writeable
+    frozen.flags.writeable = False
+    assert not there_and_back(frozen).flags.writeable
+
+
+def test_large_buffers_are_beside_the_pickle_and_not_copied():
+    array = np.arange(100_000)
+    data, buffers = codec.encode({"x": array, "y": 1})
+    assert len(data) < 1000
+    (view,) = buffers
+    assert np.shares_memory(np.frombuffer(view, array.dtype), array)
+    copy = codec.decode(data, [view])
+    assert np.shares_memory(copy["x"], array)
+
+
+def test_buffers_beyond_a_number_go_into_the_pickle():
+    arrays = [np.full(codec.OUT_OF_BAND_BYTES, n % 256, np.uint8) for n in range(1030)]
+    _, buffers = codec.encode(arrays)
+    assert len(buffers) == codec._MOST_BUFFERS
+    assert all((a == b).all() for a, b in zip(there_and_back(arrays), arrays, strict=True))
+
+
+def test_containers_keep_their_types_and_identity():
+    array = np.arange(LARGE)
+    value = {"pair": Pair(array, array), "batch": Batch([1, (2, {3})]), "set": frozenset("ab")}
+    copy = there_and_back(value)
+    assert type(copy["pair"]) is Pair
+    assert copy["pair"].a is copy["pair"].b
+    assert copy["batch"] == value["batch"]
+    assert list(copy) == list(value)
+
+
+NESTS = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary(),
+    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text(), inner),
+    max_leaves=20,
+)
+
+
+@given(NESTS)
+def test_any_nest_comes_back_equal(value):
+    assert there_and_back(value) == value
+
+
+def test_a_local_class_comes_back_as_itself():
+    class Local:
+        pass
+
+    assert type(there_and_back(Local())) is Local
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (threading.Lock(), "item is a _thread.lock"),
+        ({"x": [1, threading.Lock()]}, r"item\['x'\]\[1\] is a _thread.lock"),
+        (Batch(x for x in "a"), "item.x is a generator"),
+    ],
+)
+def test_the_part_that_cannot_be_pickled_is_named(value, says):
+    with pytest.raises(ItemNotPicklable, match=says):
+        codec.encode(value)
+
+
+# --- errors ---
+
+
+def caught(act):
+    try:
+        act()
+    except BaseException as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def sent(act):
+    """Return what `act` raises, and what arrives of it."""
+    error = caught(act)
+    return error, codec.decode_error(codec.encode_error(error))
+
+
+def raises(error):
+    def act():
+        raise error
+
+    return act
+
+
+def plain_errors():
+    """Yield an instance of each built-in exception class that takes one text."""
+    for kind in vars(builtins).values():
+        if isinstance(kind, type) and issubclass(kind, BaseException):
+            try:
+                yield kind("text")
+            except TypeError:
+                pass
+
+
+OTHERS = [
+    UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
+    FileNotFoundError(2, "No such file", "image.png"),
+    OSError(5, "one", "a", None, "b"),
+    SystemExit(3),
+    StopIteration(5),
+    KeyError("key", 2),
+    SyntaxError("bad", ("file.py", 3, 4, "x = = 1")),
+]
+
+
+@pytest.mark.parametrize("error", [*plain_errors(), *OTHERS], ids=repr)
+def test_built_in_errors_arrive_as_they_were(error):
+    _, copy = sent(raises(error))
+    assert type(copy) is type(error)
+    assert str(copy) == str(error)
+    assert copy.args == error.args
+    for name in ("errno", "filename", "filename2", "code", "value", "lineno", "text", "reason"):
+        assert getattr(copy, name, None) == getattr(error, name, None)
+
+
+class KeywordOnly(Exception):
+    def __init__(self, *, path):
+        super().__init__(f"cannot read {path}")
+        self.path = path
+
+
+class OwnReduce(Exception):
+    def __init__(self, a, b):
+        super().__init__(a)
+        self.b = b
+
+    def __reduce__(self):
+        return OwnReduce, (self.args[0], self.b)
+
+
+class OwnText(Exception):
+    def __str__(self):
+        return "own text"
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise ValueError("no text")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [helpers.TwoArguments(1, 2), KeywordOnly(path="p"), OwnReduce(1, 2), OwnText(3)],
+    ids=repr,
+)
+def test_errors_of_ones_own_keep_their_attributes(error):
+    if type(error) is not OwnReduce:  # which says itself what is to travel
+        error.added = [1]
+    _, copy = sent(raises(error))
+    assert type(copy) is type(error)
+    assert str(copy) == str(error)
+    assert vars(copy) == vars(error)
+
+
+def test_frames_survive():
+    error, copy = sent(helpers.raise_value_error)
+    frames = [(f.filename, f.lineno, f.name) for f in traceback.extract_tb(copy.__traceback__)]
+    expected = traceback.extract_tb(error.__traceback__)
+    assert frames == [(f.filename, f.lineno, f.name) for f in expected]
+
+
+def test_a_long_traceback_loses_its_middle():
+    _, copy = sent(helpers.recurse)
+    assert type(copy) is RecursionError
+    assert len(traceback.extract_tb(copy.__traceback__)) <= codec._MOST_FRAMES
+
+
+def test_cause_context_and_notes_survive():
+    error, copy = sent(helpers.raise_chained)
+    assert type(copy.__cause__) is KeyError
+    assert copy.__cause__ is copy.__context__ or copy.__suppress_context__
+    error.__notes__ = ["a note"]
+    assert codec.decode_error(codec.encode_error(error)).__notes__ == ["a note"]
+
+
+@pytest.mark.skipif(not hasattr(builtins, "ExceptionGroup"), reason="Python 3.10 has no groups")
+def test_groups_survive():
+    for kind, inner in [("ExceptionGroup", KeyError(1)), ("BaseExceptionGroup", SystemExit(1))]:
+        _, copy = sent(raises(getattr(builtins, kind)("group", [inner, ValueError("b")])))
+        assert type(copy).__name__ == kind
+        assert [type(part) for part in copy.exceptions] == [type(inner), ValueError]
+        assert copy.message == "group"
+
+
+def test_a_local_class_of_error_comes_back_as_itself():
+    class Local(Exception):
+        pass
+
+    _, copy = sent(raises(Local("x")))
+    assert type(copy) is Local
+
+
+def test_what_does_not_survive_arrives_as_text():
+    first, second = ValueError("a"), ValueError("b")
+    first.__cause__, second.__cause__ = second, first
+    for error, says in [(helpers.HoldsLock(), "holds a lock"), (Mute(), "Mute"), (first, "a")]:
+        _, copy = sent(raises(error))
+        if type(copy) is not type(error):
+            assert type(copy) is WorkerError
+        assert says in str(copy)
+
+
+def test_nothing_is_registered_for_all_exceptions():
+    before = dict(copyreg.dispatch_table)
+    sent(helpers.raise_chained)
+    assert copyreg.dispatch_table == before
+
+
+def test_an_error_that_cannot_be_rebuilt_here_arrives_as_text():
+    data = pickle.dumps((b"not a pickle", "ValueError: x", "Traceback ..."))
+    copy = codec.decode_error(data)
+    assert type(copy) is WorkerError
+    assert "ValueError: x" in str(copy)
+    assert "Traceback ..." in str(copy)

@@ -1,0 +1,29 @@
+"""Errors travel and tell."""
+
+import pickle
+
+import pytest
+
+import enqueuer
+from enqueuer import EnqueuerError, WorkerDied, WorkerError
+
+ERRORS = [
+    thing
+    for name in enqueuer.__all__
+    if isinstance(thing := getattr(enqueuer, name), type) and issubclass(thing, EnqueuerError)
+]
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_every_error_pickles(kind):
+    copy = pickle.loads(pickle.dumps(kind("what, where, what to do")))
+    assert type(copy) is kind
+    assert str(copy) == "what, where, what to do"
+
+
+def test_attributes_travel():
+    died = pickle.loads(pickle.dumps(WorkerDied("gone", 3, -9)))
+    assert (str(died), died.worker, died.exitcode) == ("gone", 3, -9)
+    failed = pickle.loads(pickle.dumps(WorkerError("failed", "Traceback ...")))
+    assert failed.traceback_text == "Traceback ..."
+    assert str(failed) == "failed\n\nTraceback ..."

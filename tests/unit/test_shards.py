@@ -1,0 +1,91 @@
+"""A shard, its share and its random numbers."""
+
+import itertools
+import pickle
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from enqueuer import Shard
+from enqueuer.shards import GlobalStreams, fresh_seed
+
+
+def shards(count, epoch=0):
+    return [Shard(index, count, epoch, 7) for index in range(count)]
+
+
+@given(st.integers(0, 40), st.integers(1, 7))
+def test_shares_read_in_turn_are_the_whole_in_its_order(size, count):
+    items = list(range(size))
+    for source in (items, tuple(items), np.arange(size), range(size)):
+        shares = [list(shard.split(source)) for shard in shards(count)]
+        in_turn = itertools.chain(*itertools.zip_longest(*shares))
+        assert [int(item) for item in in_turn if item is not None] == items
+
+
+@given(st.integers(0, 40), st.integers(1, 7))
+def test_an_iterator_is_split_like_a_list(size, count):
+    for shard in shards(count):
+        assert list(shard.split(iter(range(size)))) == list(shard.split(range(size)))
+
+
+@pytest.mark.parametrize("items", [{"a", "b"}, frozenset("ab"), {"a": 1}, {"a": 1}.keys()])
+def test_what_has_no_order_is_refused(items):
+    with pytest.raises(TypeError, match=r"pass sorted\(items\) instead"):
+        Shard(0, 2, 0, 7).split(items)
+
+
+def test_the_generator_is_that_of_the_seed_sequence():
+    shard = Shard(2, 3, 5, 11)
+    sequence = np.random.SeedSequence(11, spawn_key=(5, 2))
+    assert (shard.rng.random(4) == np.random.default_rng(sequence).random(4)).all()
+    assert shard.rng is shard.rng
+
+
+def test_seeds_differ_by_seed_epoch_and_index():
+    seeds = {Shard(i, 4, e, s).seed for i in range(4) for e in range(4) for s in range(4)}
+    assert len(seeds) == 64
+    assert all(0 <= seed < 2**64 for seed in seeds)
+
+
+def test_a_shard_is_frozen_and_travels():
+    shard = Shard(1, 2, 3, 4)
+    assert pickle.loads(pickle.dumps(shard)) == shard
+    with pytest.raises(AttributeError):
+        shard.index = 5
+
+
+def test_a_fresh_seed_touches_no_generator():
+    before = random.getstate(), np.random.get_state()[1].tobytes()
+    assert fresh_seed() != fresh_seed()
+    assert (random.getstate(), np.random.get_state()[1].tobytes()) == before
+
+
+@pytest.fixture
+def restored():
+    python, legacy = random.getstate(), np.random.get_state()
+    yield
+    random.setstate(python)
+    np.random.set_state(legacy)
+
+
+@pytest.mark.usefixtures("restored")
+def test_global_streams_of_shards_do_not_mix():
+    def draw(streams, shard):
+        streams.enter(shard)
+        return random.random(), np.random.random()
+
+    alone = {}
+    for epoch in range(2):
+        for shard in shards(3, epoch):
+            streams = GlobalStreams()
+            alone[shard] = [draw(streams, shard) for _ in range(4)]
+    together, streams = {shard: [] for shard in alone}, GlobalStreams()
+    for epoch in range(2):
+        for index in [0, 1, 2, 2, 0, 1, 1, 0, 0, 2, 2, 1]:
+            shard = shards(3, epoch)[index]
+            together[shard].append(draw(streams, shard))
+    assert together == alone

@@ -1,0 +1,134 @@
+"""The loop of a worker, with a list as its road."""
+
+import logging
+
+import pytest
+
+from enqueuer import Closed, Shard
+from enqueuer.messages import End, Failure, Item
+from enqueuer.sources import as_source
+from enqueuer.worker import Plan, run, serve
+
+
+class Road(list):
+    """A Sender that keeps what is sent, and closes after `limit` messages."""
+
+    def __init__(self, limit=1000, epochs=()):
+        self.limit = limit
+        self.epochs = list(epochs)
+
+    def send(self, message):
+        if len(self) >= self.limit:
+            raise Closed("enough")
+        self.append(message)
+
+    def check(self):
+        if len(self) >= self.limit:
+            raise Closed("enough")
+
+    def next_epoch(self):
+        return self.epochs.pop(0) if self.epochs else None
+
+
+def ran(function, road, shards=2, enter=lambda shard: None):
+    run(as_source(function), [Shard(i, shards, 0, 7) for i in range(shards)], road, enter)
+    return road
+
+
+def test_shards_go_in_turn_and_ended_ones_drop_out():
+    road = ran(lambda shard: iter("ab"[: shard.index + 1]), Road())
+    assert road == [Item(0, 0, "a"), Item(1, 0, "a"), End(0), Item(1, 1, "b"), End(1)]
+
+
+def test_none_is_skipped_and_counted():
+    road = ran(lambda: iter([None, "a", None, "b"]), Road(), shards=1)
+    assert road == [Item(0, 1, "a"), Item(0, 3, "b"), End(0)]
+
+
+def test_a_source_of_nothing_but_none_can_be_stopped():
+    with pytest.raises(Closed):
+        ran(lambda: iter(lambda: None, 1), Road(limit=0), shards=1)
+
+
+def test_the_first_exception_ends_the_run_and_closes_all():
+    closed = []
+
+    def source(shard):
+        try:
+            yield 1
+            if shard.index == 1:
+                raise ValueError("bad")
+            yield 2
+            yield 3
+        finally:
+            closed.append(shard.index)
+
+    *items, failure = ran(source, Road())
+    assert [(item.shard, item.number) for item in items] == [(0, 0), (1, 0), (0, 1)]
+    assert isinstance(failure, Failure)
+    assert (failure.shard, failure.number, str(failure.error)) == (1, 1, "bad")
+    assert sorted(closed) == [0, 1]
+
+
+def test_closed_closes_the_generators_and_goes_up():
+    closed = []
+
+    def source(shard):
+        try:
+            while True:
+                yield 1
+        finally:
+            closed.append(shard.index)
+
+    with pytest.raises(Closed, match="enough"):
+        ran(source, Road(limit=3))
+    assert sorted(closed) == [0, 1]
+
+
+def test_closed_by_the_users_own_code_is_a_failure():
+    def source():
+        yield 1
+        raise Closed("the user's")
+
+    assert isinstance(ran(source, Road(), shards=1)[-1], Failure)
+
+
+def test_what_goes_wrong_in_finally_is_logged(caplog):
+    def source():
+        try:
+            yield 1
+            raise KeyError("first")
+        finally:
+            raise ValueError("second")
+
+    def stubborn():
+        while True:
+            try:
+                yield 1
+            except GeneratorExit:
+                yield 2
+
+    assert isinstance(ran(source, Road(), shards=1)[-1].error, ValueError)
+    with caplog.at_level(logging.ERROR), pytest.raises(Closed):
+        ran(stubborn, Road(limit=2), shards=1)
+    assert "closing the generator of shard 0 failed" in caplog.text
+    assert "generator ignored GeneratorExit" in caplog.text
+
+
+def test_the_shards_code_runs_in_its_own_global_state():
+    entered = []
+    ran(lambda: iter("ab"), Road(), enter=lambda shard: entered.append(shard.index))
+    assert entered == [0, 1, 0, 1, 0, 1]
+
+
+def test_serve_runs_epochs_until_there_are_no_orders():
+    plan = Plan(as_source(lambda shard: iter([shard.epoch])), (1,), 2, 7)
+    road = Road(epochs=[0, 1])
+    serve(plan, road, road)
+    assert road == [Item(1, 0, 0), End(1), Item(1, 0, 1), End(1)]
+
+
+def test_serve_goes_home_when_the_consumer_left():
+    road = Road(limit=1, epochs=[0, 1])
+    serve(Plan(as_source(lambda: iter("abc")), (0,), 1, 7), road, road)
+    assert road == [Item(0, 0, "a")]
