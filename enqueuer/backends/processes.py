@@ -75,10 +75,11 @@ class ProcessBackend:
                 for index in range(len(self._plans)):
                     self._start_one(index, setup, payload)
         except BaseException as error:
+            started = len(self._workers)
             self.stop(0)
             if isinstance(error, OSError):
                 raise StartError(
-                    f"worker {len(self._workers)} of {len(self._plans)} could not be started: "
+                    f"worker {started} of {len(self._plans)} could not be started: "
                     f"{error}; none is running now. A worker takes about 6 descriptors "
                     "(`ulimit -n`) and a process (`ulimit -u`): try fewer workers"
                 ) from error
@@ -150,6 +151,7 @@ class ProcessBackend:
         wanted = None if shard is None else self._workers[shard % len(self._workers)]
         if wanted is not None and not wanted.channel.inbox and wanted.state is WorkerState.RUNNING:
             self._read(wanted)
+        expired = False
         while True:
             if self._closed:
                 raise Closed("the enqueuer was stopped")
@@ -159,8 +161,11 @@ class ProcessBackend:
             dead = self._dead(wanted)
             if dead is not None:
                 return self._obituary(dead)
+            if expired:
+                raise TimeoutError("no batch in time")
             self._ask_for(wanted)
             self._wait(deadline)
+            expired = deadline is not None and time.monotonic() >= deadline
 
     def waiting(self) -> int:
         self._check_owner()
@@ -237,8 +242,6 @@ class ProcessBackend:
                 if worker.pidfd is not None and fd == worker.pidfd.fileno():
                     worker.gone = True
                 self._read(worker)
-        if not ready and deadline is not None and time.monotonic() >= deadline:
-            raise TimeoutError("no batch in time")
         if starting and not ready and time.monotonic() >= self._started + START_TIMEOUT_S:
             raise StartError(
                 f"{starting[0]} has not said a word in {START_TIMEOUT_S:g} s; with fork, a lock "
@@ -251,6 +254,8 @@ class ProcessBackend:
             return
         worker.channel.pump()
         self._deliver_records(worker)
+        if self._closed:  # a handler of the user's may have stopped us
+            return
         if worker.channel.greeted and worker.state is WorkerState.STARTING:
             worker.move(WorkerState.RUNNING)
         if worker.gone or worker.channel.ended:

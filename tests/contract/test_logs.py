@@ -162,3 +162,42 @@ class TestMultiprocessingLogging:
                     handler.sub_handler = logging.NullHandler()
                     handler.close()
             root.handlers = before
+
+
+def test_a_flood_of_records_does_not_outlast_a_timeout(process):
+    import queue
+
+    def source():
+        while True:
+            log.debug("%s", "x" * 1000)
+        yield
+
+    log.setLevel(logging.DEBUG)
+    try:
+        with GeneratorEnqueuer(source, **process) as enqueuer:
+            with pytest.raises(queue.Empty):
+                enqueuer.queue.get(timeout=0.5)
+            enqueuer.stop(timeout=0.5)
+    finally:
+        log.setLevel(logging.NOTSET)
+
+
+def test_a_handler_may_stop_the_enqueuer(process):
+    class Stopper(logging.Handler):
+        def emit(self, record):
+            enqueuer.stop()
+
+    def source():
+        yield 1
+        log.warning("stop")
+        yield 2
+        while True:
+            yield 3
+
+    enqueuer, stopper = GeneratorEnqueuer(source, **process), Stopper()
+    logging.getLogger().addHandler(stopper)
+    try:
+        with enqueuer:
+            assert list(enqueuer)[:1] in ([], [1])
+    finally:
+        logging.getLogger().removeHandler(stopper)
