@@ -187,7 +187,7 @@ class GeneratorEnqueuer(Generic[Batch]):
             backend = backends.load(self._backend_name, job)
             backend.start()
             # A function that does not know the enqueuer, or it could never be collected.
-            self._finalizer = weakref.finalize(self, backend.stop, _STOP_S)
+            self._finalizer = weakref.finalize(self, backends.forget, backend, _STOP_S)
             with self._lock:
                 self._backend = backend
                 self._move(State.RUNNING)

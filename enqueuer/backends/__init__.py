@@ -7,9 +7,11 @@ consumer reads them.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import importlib
 import os
+import threading
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -73,6 +75,10 @@ class Job:
         ]
 
 
+class WorkerThread(threading.Thread):
+    """A thread that runs a worker."""
+
+
 class Backend(Protocol):
     """Workers, and the roads on which their messages come."""
 
@@ -124,6 +130,21 @@ def load(name: str, job: Job) -> Backend:
         raise StartError("backend='process' needs a POSIX system; use backend='thread' here")
     backend: Backend = importlib.import_module(_MODULES[name]).create(job)
     return backend
+
+
+def forget(backend: Backend, timeout: float) -> None:
+    """Stop a backend whose enqueuer is garbage.
+
+    The collector runs in any thread, and in one of our workers it may strike in the middle of
+    what a stop would interrupt: between seeing that a buffer is full and waiting for room, say.
+    Then another thread does it.
+    """
+    if not isinstance(threading.current_thread(), WorkerThread):
+        backend.stop(timeout)
+        return
+    helper = threading.Thread(target=backend.stop, args=(timeout,), daemon=True)
+    with contextlib.suppress(RuntimeError):  # the interpreter ends, and daemonic threads with it
+        helper.start()
 
 
 def split_bound(total: int, workers: int) -> list[int]:

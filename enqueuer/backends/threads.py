@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from queue import Empty
 
-from enqueuer.backends import Job, split_bound
+from enqueuer.backends import Job, WorkerThread, split_bound
 from enqueuer.buffer import Buffer
 from enqueuer.errors import Closed, StartError, StopWarning
 from enqueuer.messages import End, Failure, Item, Message
@@ -57,7 +57,7 @@ class ThreadBackend:
 
     def _start_one(self, index: int, plan: Plan) -> threading.Thread:
         road = _Road(self._buffers[index % len(self._buffers)], self._orders[index], self._measured)
-        thread = threading.Thread(
+        thread = WorkerThread(
             target=serve, args=(plan, road, road), name=f"enqueuer-worker-{index}", daemon=True
         )
         thread.start()

@@ -79,3 +79,33 @@ def test_enqueuers_are_collected_wherever_the_collector_strikes(backend):
             forgotten(**backend)
     finally:
         gc.set_threshold(*before)
+
+
+def test_an_enqueuer_is_collected_between_seeing_that_a_buffer_is_full_and_waiting():
+    """Closing it right there would wake nobody, and the thread would wait for ever."""
+    gc.disable()
+    try:
+        enqueuer = GeneratorEnqueuer(counting, max_queue_size=2)
+        enqueuer.myself = enqueuer
+        batches = iter(enqueuer)
+        next(batches)
+        (buffer,) = enqueuer._backend._buffers
+        (thread,) = enqueuer._backend._threads
+        may_put, armed = buffer._may_put_locked, threading.Event()
+
+        def seeing(size_bytes):
+            answer = may_put(size_bytes)
+            if armed.is_set():
+                gc.collect()
+            return answer
+
+        buffer._may_put_locked = seeing
+        wait_until(lambda: buffer._putters)
+        del enqueuer, batches
+        armed.set()
+        with buffer._not_full:
+            buffer._not_full.notify_all()  # spuriously: it looks again, and is about to wait
+        thread.join(LIMIT)
+        assert not thread.is_alive()
+    finally:
+        gc.enable()
