@@ -100,7 +100,7 @@ def test_an_enqueuer_is_collected_between_seeing_that_a_buffer_is_full_and_waiti
             return answer
 
         buffer._may_put_locked = seeing
-        wait_until(lambda: buffer._putters)
+        wait_until(lambda: buffer._putters and len(buffer) == 2)
         del enqueuer, batches
         armed.set()
         with buffer._not_full:
