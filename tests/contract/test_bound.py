@@ -1,13 +1,16 @@
 """Bound: at most max_queue_size items wait, and each worker holds one more in hand."""
 
 import multiprocessing
+import queue
 import threading
+import time
 
 import numpy as np
+import psutil
 import pytest
 from helpers import LIMIT, wait_until
 
-from enqueuer import GeneratorEnqueuer
+from enqueuer import GeneratorEnqueuer, StopWarning
 
 _made = multiprocessing.get_context("fork").Value("i", 0)
 
@@ -115,3 +118,33 @@ def test_bad_numbers_are_refused_by_start():
         enqueuer.start(workers=0)
     with pytest.raises(ValueError, match="max_queue_size must be >= 1, got -1"):
         enqueuer.start(max_queue_size=-1)
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_nobody_polls_while_nothing_happens(backend, ordered):
+    """An enqueuer whose queue is full, and a consumer that waits for it, cost no CPU time."""
+
+    def used():
+        processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+        return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+    def source(shard):
+        yield from range(5)
+        time.sleep(2)
+
+    options = {"workers": 2, "max_queue_size": 4, "ordered": ordered, **backend}
+    with GeneratorEnqueuer(source, **options) as enqueuer:
+        wait_until(lambda: enqueuer.queue.qsize() == 4)
+        before = used()
+        threading.Event().wait(0.5)  # nobody takes anything
+        for _ in range(10):
+            enqueuer.queue.get()
+        with pytest.raises(queue.Empty):
+            enqueuer.queue.get(timeout=0.5)  # the consumer waits
+        assert used() - before < 0.2  # polling every millisecond would take longer
+        if backend["backend"] == "thread":
+            with pytest.warns(StopWarning):
+                enqueuer.stop(timeout=0)
+            wait_until(lambda: "enqueuer-worker" not in str(threading.enumerate()))
+        else:
+            enqueuer.stop(timeout=0)
