@@ -73,9 +73,22 @@ def portable(record: logging.LogRecord) -> logging.LogRecord:
         result.exc_text = logging.Formatter().formatException(record.exc_info)
     result.exc_info = None
     for name, value in list(result.__dict__.items()):
-        if not isinstance(value, _SIMPLE):
-            result.__dict__[name] = None if name == "args" else repr(value)
+        result.__dict__[name] = _simple(value)
     return result
+
+
+def _simple(value: object) -> object:
+    """Return what the parent can load whatever it has imported: no enum, no subclass."""
+    if type(value) in _SIMPLE:
+        return value
+    match value:
+        case str():
+            return str.__str__(value)
+        case int():
+            return int.__int__(value)
+        case float():
+            return float.__float__(value)
+    return repr(value)
 
 
 def forward(send: Callable[[logging.LogRecord], None], levels: Levels) -> None:

@@ -70,8 +70,9 @@ class Shard:
         as an ordered enqueuer does, they come in the original order.
 
         Args:
-            items: A sequence or an array, of which a slice is returned, or any other iterable,
-                of which an iterator is returned (each shard then reads through all of it).
+            items: A sequence or an array, of which a slice is returned; anything else with a
+                length and items, or any iterable, of which an iterator is returned (of an
+                iterable each shard reads through all).
 
         Raises:
             TypeError: `items` is a set or a mapping. A set of strings is in another order in
@@ -82,10 +83,11 @@ class Shard:
                 f"split() needs items with an order, got a {type(items).__name__}; "
                 "pass sorted(items) instead"
             )
-        if isinstance(items, Sequence) or (
-            hasattr(items, "__len__") and hasattr(items, "__getitem__")
-        ):
+        if isinstance(items, Sequence) or hasattr(items, "ndim"):
             return items[self.index :: self.count]
+        if hasattr(items, "__len__") and hasattr(items, "__getitem__"):
+            # a map-style dataset: not all of them take a slice, or mean the same by it
+            return (items[at] for at in range(self.index, len(items), self.count))
         return itertools.islice(items, self.index, None, self.count)
 
     def _sequence(self, *key: int) -> np.random.SeedSequence:

@@ -53,7 +53,7 @@ def census():
     return {
         "threads": {thread.name for thread in threading.enumerate()},
         "children": {child.pid for child in psutil.Process().children(recursive=True)},
-        "descriptors": {(fd, _target(fd)) for fd in os.listdir("/proc/self/fd")},
+        "descriptors": {(fd, to) for fd in os.listdir("/proc/self/fd") if (to := _target(fd))},
         "shm": set(os.listdir("/dev/shm")),
         "temporary": {n for n in os.listdir(tempfile.gettempdir()) if _OURS.match(n)},
     }

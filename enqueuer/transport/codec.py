@@ -11,7 +11,7 @@ Errors: by tblib, which carries the frames of the traceback. Four of its traps a
 it is never installed, since that would change how all exceptions of the process are pickled; a
 class with an `__init__` in C keeps its arguments; long tracebacks are cut in the middle; and
 each error is tried in the worker first, so that one which does not survive arrives as
-WorkerError with its traceback as text.
+WorkerError with its traceback as text; a cause that does not survive is replaced so, too.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from enqueuer.errors import ItemNotPicklable, WorkerError
 OUT_OF_BAND_BYTES = 16 * 1024  # smaller buffers are cheaper inside the pickle
 
 _MOST_BUFFERS = 1024  # out of band; their table must fit into a packet
+
+_DEEPEST_CULPRIT = 100  # steps into a nest; a message that names more of them helps nobody
 
 _MOST_FRAMES = 50  # of a traceback; recursion limits make pickling of some hundreds fail
 _HEAD_FRAMES = 20
@@ -86,9 +88,15 @@ def _culprit(value: object, error: BaseException) -> str:
 
 def find_culprit(path: str, value: object) -> tuple[str, object]:
     """Return the smallest part of `value` that cannot be pickled, and where it is."""
-    for step, part in _parts(value):
-        if not is_picklable(part):
-            return find_culprit(path + step, part)
+    seen: set[int] = set()  # a nest may contain itself
+    while len(seen) < _DEEPEST_CULPRIT:
+        seen.add(id(value))
+        for step, part in _parts(value):
+            if id(part) not in seen and not is_picklable(part):
+                path, value = path + step, part
+                break
+        else:
+            break
     return path, value
 
 
@@ -117,16 +125,17 @@ def _parts(value: object) -> Iterable[tuple[str, object]]:
 
 def encode_error(error: BaseException) -> bytes:
     """Return `error` with its traceback, causes and notes; or as text if that cannot be."""
-    text = _text_of(error)
-    try:
-        data = _dump_error(error)
-        copy = _load_error(data)
-        if type(copy) is not type(error) or str(copy) != str(error):
-            raise ValueError("the error changes when it is pickled")
-    except Exception as trouble:
-        message = f"{_name_of(type(error))}: {_str_of(error)} (it could not be pickled: {trouble})"
-        return pickle.dumps((None, message, text))
-    return pickle.dumps((data, f"{_name_of(type(error))}: {_str_of(error)}", text))
+    text, message, why = _text_of(error), _message_of(error), ""
+    for pickler in (_PlainErrorPickler, _ErrorPickler, _LoneErrorPickler):
+        try:
+            data = _dump_error(pickler, error)
+            copy = _load_error(data)
+            if type(copy) is not type(error) or str(copy) != str(error):
+                raise ValueError("the error changes when it is pickled")
+            return pickle.dumps((data, message, text))
+        except Exception as trouble:
+            why = _str_of(trouble)
+    return pickle.dumps((None, f"{message} (it could not be pickled: {why})", text))
 
 
 def decode_error(data: bytes) -> BaseException:
@@ -146,14 +155,7 @@ def _load_error(data: bytes) -> BaseException:
     return error
 
 
-def _dump_error(error: BaseException) -> bytes:
-    try:
-        return _dump_error_with(_PlainErrorPickler, error)
-    except Exception:
-        return _dump_error_with(_ErrorPickler, error)
-
-
-def _dump_error_with(pickler: Any, error: BaseException) -> bytes:
+def _dump_error(pickler: Any, error: BaseException) -> bytes:
     file = io.BytesIO()
     pickler(file, protocol=5).dump(error)
     return file.getvalue()
@@ -176,6 +178,19 @@ class _ErrorPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle h
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, (TracebackType, BaseException)):
             return _PlainErrorPickler.reducer_override(self, obj)
+        return super().reducer_override(obj)
+
+
+class _LoneErrorPickler(_ErrorPickler):
+    """The same, but errors that the first one refers to, as its causes, travel as text."""
+
+    _is_first = True
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, BaseException):
+            if not self._is_first:
+                return WorkerError, (_message_of(obj), _text_of(obj))
+            self._is_first = False
         return super().reducer_override(obj)
 
 
@@ -233,6 +248,10 @@ def _str_of(error: BaseException) -> str:
         return str(error)
     except Exception:
         return "(its text cannot be had)"
+
+
+def _message_of(error: BaseException) -> str:
+    return f"{_name_of(type(error))}: {_str_of(error)}"
 
 
 def _name_of(kind: type) -> str:

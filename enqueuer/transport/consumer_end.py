@@ -172,10 +172,17 @@ class ConsumerEnd:
                     self._out -= 1
                     self._wanted = self.asked = False
             case Kind.RECORD:
-                self.records.append(logging.makeLogRecord(pickle.loads(self._open(body)[0])))
+                self.records.append(self._record(body))
             case _:  # Kind.ASK
                 self.asked = True
         self._sequence += 1
+
+    def _record(self, body: memoryview) -> logging.LogRecord:
+        try:
+            return logging.makeLogRecord(pickle.loads(self._open(body)[0]))
+        except Exception as error:  # a log must not stop the data
+            text = f"a log record of {self._describe} could not be loaded: {error!r}"
+            return logging.LogRecord("enqueuer", logging.WARNING, __file__, 0, text, None, None)
 
     def _blocks_of(self, body: memoryview, fds: Sequence[int]) -> memoryview:
         """Take over new blocks, forget dropped ones; return the rest of the frame."""

@@ -109,7 +109,7 @@ def test_the_changelog_knows_this_version_or_what_comes_after_it():
 
 
 def text_files() -> list[Path]:
-    skipped = {".git", ".venv", "venv", ".tox", "build", "dist", "__pycache__"}
+    skipped = {".git", ".venv", "venv", ".tox", "build", "dist", "__pycache__", ".hypothesis"}
     files = []
     for path in ROOT.rglob("*"):
         parts = path.relative_to(ROOT).parts

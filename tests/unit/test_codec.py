@@ -134,6 +134,23 @@ def test_the_part_that_cannot_be_pickled_is_named(value, says):
         codec.encode(value)
 
 
+def test_the_culprit_is_found_in_a_nest_that_contains_itself():
+    nest = []
+    nest += [nest, threading.Lock()]
+    with pytest.raises(ItemNotPicklable, match=r"item\[1\] is a _thread.lock"):
+        codec.encode(nest)
+
+
+def test_a_nest_that_is_too_deep_is_refused_as_an_item():
+    nest = []
+    for _ in range(100_000):
+        nest = [nest]
+    with pytest.raises(ItemNotPicklable, match="recursion"):
+        codec.encode(nest)
+    while nest:  # at once it would be too deep for Python 3.10, too
+        nest = nest.pop()
+
+
 # --- errors ---
 
 
@@ -274,6 +291,54 @@ def test_what_does_not_survive_arrives_as_text():
         if type(copy) is not type(error):
             assert type(copy) is WorkerError
         assert says in str(copy)
+
+
+def raise_from_what_holds_a_lock():
+    try:
+        raise helpers.HoldsLock
+    except helpers.HoldsLock as error:
+        raise KeyError("bad image") from error
+
+
+def raise_during_what_holds_a_lock():
+    try:
+        raise helpers.HoldsLock
+    except helpers.HoldsLock:
+        raise KeyError("bad image")  # noqa: B904
+
+
+def raise_in_a_circle():
+    first, second = KeyError("bad image"), helpers.HoldsLock()
+    first.__cause__, second.__cause__ = second, first
+    raise first
+
+
+@pytest.mark.parametrize(
+    "act",
+    [raise_from_what_holds_a_lock, raise_during_what_holds_a_lock, raise_in_a_circle],
+    ids=lambda act: act.__name__,
+)
+def test_an_error_survives_a_cause_that_does_not(act):
+    _, copy = sent(act)
+    assert type(copy) is KeyError
+    assert copy.args == ("bad image",)
+    assert traceback.extract_tb(copy.__traceback__)[-1].name == act.__name__
+    cause = copy.__cause__ or copy.__context__
+    assert type(cause) is WorkerError
+    assert "holds a lock" in str(cause)
+
+
+def test_an_error_survives_a_long_chain_of_causes():
+    error = None
+    for number in range(3000):
+        following = ValueError(number)
+        following.__context__ = error
+        error = following
+    copy = codec.decode_error(codec.encode_error(error))
+    assert (type(copy), copy.args) == (ValueError, (2999,))
+    # as itself or, where the recursion limit is too low for that, as text
+    assert type(copy.__context__) in (ValueError, WorkerError)
+    assert "2998" in str(copy.__context__)
 
 
 def test_nothing_is_registered_for_all_exceptions():

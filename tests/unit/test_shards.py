@@ -32,6 +32,17 @@ def test_an_iterator_is_split_like_a_list(size, count):
         assert list(shard.split(iter(range(size)))) == list(shard.split(range(size)))
 
 
+def test_a_map_style_dataset_is_read_item_by_item():
+    class Dataset:
+        def __len__(self):
+            return 5
+
+        def __getitem__(self, at):
+            return "abcde"[int(at)]
+
+    assert [list(shard.split(Dataset())) for shard in shards(2)] == [["a", "c", "e"], ["b", "d"]]
+
+
 @pytest.mark.parametrize("items", [{"a", "b"}, frozenset("ab"), {"a": 1}, {"a": 1}.keys()])
 def test_what_has_no_order_is_refused(items):
     with pytest.raises(TypeError, match=r"pass sorted\(items\) instead"):

@@ -93,6 +93,16 @@ def test_closed_by_the_users_own_code_is_a_failure():
     assert isinstance(ran(source, Road(), shards=1)[-1], Failure)
 
 
+def test_stop_iteration_of_the_function_is_a_failure_and_no_end():
+    def source():
+        raise StopIteration(5)
+
+    (failure,) = ran(source, Road(), shards=1)
+    assert (failure.shard, failure.number) == (0, 0)
+    assert type(failure.error) is RuntimeError
+    assert type(failure.error.__cause__) is StopIteration
+
+
 def test_what_goes_wrong_in_finally_is_logged(caplog):
     def source():
         try:
