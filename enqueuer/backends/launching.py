@@ -79,6 +79,24 @@ def interrupts_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+class _Bookkeeping:
+    """Guards multiprocessing's list of children.
+
+    Python 3.10 stumbles over a process that one thread closes while another starts one.
+    """
+
+    def __init__(self) -> None:
+        self.renew()
+
+    def renew(self) -> None:
+        """In a forked child: forget a lock that somebody may hold."""
+        self.lock = threading.RLock()  # reentrant, for the garbage collector
+
+
+_bookkeeping = _Bookkeeping()
+os.register_at_fork(after_in_child=_bookkeeping.renew)
+
+
 class _Forked:
     """A child by fork."""
 
@@ -87,7 +105,8 @@ class _Forked:
         # Not daemonic, so that it may have children; that it dies with us is the lifeline's.
         self._process.daemon = False
         try:
-            self._process.start()
+            with _bookkeeping.lock:
+                self._process.start()
         except AssertionError as error:
             raise StartError(
                 "this process is a daemonic child of multiprocessing, which may not fork "
@@ -106,7 +125,8 @@ class _Forked:
                 return None
             time.sleep(0.001)
         if code is not None:
-            self._process.close()
+            with _bookkeeping.lock:
+                self._process.close()
         return code
 
 
