@@ -5,6 +5,7 @@
 ['a', 'b', 'c']
 """
 
+from enqueuer.arrays import empty, empty_like
 from enqueuer.buffer import Buffer
 from enqueuer.enqueuers import GeneratorEnqueuer, prefetch
 from enqueuer.errors import (
@@ -45,5 +46,7 @@ __all__ = [
     "TransportError",
     "WorkerDied",
     "WorkerError",
+    "empty",
+    "empty_like",
     "prefetch",
 ]

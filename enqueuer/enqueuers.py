@@ -20,6 +20,7 @@ import threading
 import time
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.context import BaseContext
 from queue import Empty
@@ -30,7 +31,7 @@ from enqueuer import arguments, backends
 from enqueuer.backends import ESCALATION_S, Backend, BackendName, Job
 from enqueuer.errors import Closed, DuplicateDataWarning, InvalidState, WorkerError
 from enqueuer.merging import AsTheyCome, Order, RoundRobin
-from enqueuer.messages import End, Failure, Item
+from enqueuer.messages import Failure, Item
 from enqueuer.shards import Shard, fresh_seed
 from enqueuer.sources import LiveSource, as_source
 
@@ -148,9 +149,9 @@ class GeneratorEnqueuer(Generic[Batch]):
         self._order: Order = RoundRobin(())
         self._epoch = 0
         self._over = False
-        self._parked: Item | Failure | None = None
+        self._ready: deque[Item] = deque()  # taken and not given away; new with each epoch
+        self._failure: Failure | None = None  # what comes after them
         self._raised: _Raised | None = None
-        self._running: object = None  # changes with every start and epoch: old iterators end
         self._lock = threading.RLock()  # one consumer at a time
         self._state_lock = threading.RLock()  # one start() or stop() at a time
         self.queue: Queue[Batch] = Queue(self)
@@ -191,7 +192,7 @@ class GeneratorEnqueuer(Generic[Batch]):
             with self._lock:
                 self._backend = backend
                 self._move(State.RUNNING)
-                self._parked = self._raised = None
+                self._failure = self._raised = None
                 self._begin(job.shards, 0)
 
     def stop(self, timeout: float | None = None) -> None:
@@ -215,6 +216,7 @@ class GeneratorEnqueuer(Generic[Batch]):
                 self._move(State.STOPPED)
             if self._lock.acquire(timeout=max(seconds, 0.1)):
                 self._lock.release()
+            self._ready.clear()
             backend.stop(seconds)
             if self._finalizer is not None:
                 self._finalizer.detach()
@@ -256,7 +258,7 @@ class GeneratorEnqueuer(Generic[Batch]):
             self._check_started("iterate over it")
             if self._over and self._state is State.RUNNING:
                 self._begin(self._job().shards, self._epoch + 1)
-            return _Batches(self, self._running)
+            return _Batches(self, self._ready)
 
     def get(self) -> Iterator[Batch]:
         """Return an iterator over the rest of the running epoch, as Keras does.
@@ -268,7 +270,7 @@ class GeneratorEnqueuer(Generic[Batch]):
         """
         with self._lock:
             self._check_started("get() from it")
-            return _Batches(self, self._running)
+            return _Batches(self, self._ready)
 
     def __repr__(self) -> str:
         size = self._max_queue_size
@@ -336,7 +338,7 @@ class GeneratorEnqueuer(Generic[Batch]):
         self._order = (RoundRobin if self._ordered else AsTheyCome)(range(shards))
         self._epoch = epoch
         self._over = False
-        self._running = object()
+        self._ready = deque()  # iterators that have another one are over
         self._backend.begin(epoch)
 
     def _check_started(self, what: str) -> None:
@@ -347,26 +349,25 @@ class GeneratorEnqueuer(Generic[Batch]):
         if self._state is State.STOPPED:
             raise InvalidState(f"cannot {what} after stop(); call start() to begin anew")
 
-    def _next(self, running: object) -> Batch:
+    def _next(self, ready: deque[Item]) -> Batch:
         """Return the next batch; raise StopIteration at the end of the iterator's epoch."""
         with self._lock:
-            if running is not self._running or self._state is State.STOPPED:
+            if ready is not self._ready or self._state is State.STOPPED:
                 raise StopIteration
-            message = self._peek(None)
+            message = self._take(None)
             if message is None:
                 raise StopIteration
             return self._open(message)
 
     def _open(self, message: Item | Failure) -> Batch:
-        """Return the batch that was peeked at, or raise the failure, again and again. Lock held."""
+        """Return the batch that was taken, or raise the failure, again and again. Lock held."""
         if isinstance(message, Failure):
             self._raise(message)
-        self._parked = None
         batch: Batch = message.value  # type: ignore[assignment]  # what the generator yielded
         return batch
 
-    def _peek(self, deadline: float | None) -> Item | Failure | None:
-        """Wait for what is next and leave it there. Lock held.
+    def _take(self, deadline: float | None) -> Item | Failure | None:
+        """Wait for the next item and take it; a failure stays. Lock held.
 
         Returns:
             None at the end of the epoch, and if the enqueuer was stopped.
@@ -374,23 +375,28 @@ class GeneratorEnqueuer(Generic[Batch]):
         Raises:
             TimeoutError: Nothing came until `deadline`.
         """
+        while self._peek(deadline):
+            with contextlib.suppress(IndexError):  # iterators take without the lock
+                return self._ready.popleft()
+            if self._failure is not None:
+                return self._failure
+        return None
+
+    def _peek(self, deadline: float | None) -> bool:
+        """Wait until an item or the failure is ready; return whether one is. Lock held.
+
+        Raises:
+            TimeoutError: Nothing came until `deadline`.
+        """
         assert self._backend is not None
-        while self._parked is None and not self._order.done:
+        while not self._ready and self._failure is None and not self._order.done:
             try:
-                message = self._backend.receive(self._order.turn(), deadline)
+                self._failure = self._backend.wait(self._order, deadline)
             except Closed:
-                return None
-            match message:
-                case Item(shard=shard):
-                    self._parked = message
-                    self._order.took(shard)
-                case Failure():
-                    self._parked = message
-                case End(shard=shard):
-                    self._order.ended(shard)
-        if self._parked is None:
-            self._over = True
-        return self._parked
+                return False
+            self._ready.extend(self._backend.take(self._order))
+        self._over = not self._ready and self._failure is None
+        return not self._over
 
     def _raise(self, failure: Failure) -> NoReturn:
         """Raise a failure, each time an exception of its own. Lock held."""
@@ -404,7 +410,7 @@ class GeneratorEnqueuer(Generic[Batch]):
 
     def _waiting(self) -> int:
         assert self._backend is not None
-        return self._backend.waiting() + isinstance(self._parked, Item)
+        return self._backend.waiting() + len(self._ready)
 
 
 class Queue(Generic[Batch]):
@@ -428,7 +434,7 @@ class Queue(Generic[Batch]):
         if not enqueuer.is_running() or not enqueuer._lock.acquire(blocking=False):
             return True  # if another consumer waits for the next batch, there is none
         try:
-            return enqueuer._peek(time.monotonic()) is None
+            return not enqueuer._peek(time.monotonic())
         except TimeoutError:
             return True
         finally:
@@ -465,7 +471,7 @@ class Queue(Generic[Batch]):
             raise Empty
         try:
             try:
-                message = enqueuer._peek(deadline)
+                message = enqueuer._take(deadline)
             except TimeoutError:
                 raise Empty from None
             if message is None:
@@ -525,12 +531,16 @@ def _prefetched(enqueuer: GeneratorEnqueuer[Batch]) -> Iterator[Batch]:
 class _Batches(Iterator[Batch]):
     """An iterator over one epoch of an enqueuer, which it keeps alive."""
 
-    def __init__(self, enqueuer: GeneratorEnqueuer[Batch], running: object) -> None:
+    def __init__(self, enqueuer: GeneratorEnqueuer[Batch], ready: deque[Item]) -> None:
         self._enqueuer = enqueuer
-        self._running = running
+        self._ready = ready
 
     def __next__(self) -> Batch:
-        return self._enqueuer._next(self._running)
+        if self._ready:
+            with contextlib.suppress(IndexError):  # another thread was faster
+                batch: Batch = self._ready.popleft().value  # type: ignore[assignment]  # as above
+                return batch
+        return self._enqueuer._next(self._ready)
 
 
 class _Raised:

@@ -7,7 +7,7 @@ shards have ended. The waiting is the backend's.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Final, Protocol
 
 ANY: Final = None
@@ -29,6 +29,9 @@ class Order(Protocol):
 
     def ended(self, shard: int) -> None:
         """Note that `shard` will give nothing more."""
+
+    def next_of(self, shards: Container[int]) -> int | None:
+        """Return which of some shards of one worker is next; None if all have ended."""
 
 
 class RoundRobin:
@@ -59,6 +62,9 @@ class RoundRobin:
     def ended(self, shard: int) -> None:
         self._waiting.remove(shard)
 
+    def next_of(self, shards: Container[int]) -> int | None:
+        return next((shard for shard in self._waiting if shard in shards), None)
+
 
 class AsTheyCome:
     """Whatever is there first, from any shard.
@@ -72,7 +78,7 @@ class AsTheyCome:
     """
 
     def __init__(self, shards: Iterable[int]) -> None:
-        self._open = set(shards)
+        self._open = dict.fromkeys(shards)  # who gave something last is at the end
 
     @property
     def done(self) -> bool:
@@ -82,7 +88,10 @@ class AsTheyCome:
         return ANY
 
     def took(self, shard: int) -> None:
-        pass
+        self._open[shard] = self._open.pop(shard)
 
     def ended(self, shard: int) -> None:
-        self._open.discard(shard)
+        self._open.pop(shard, None)
+
+    def next_of(self, shards: Container[int]) -> int | None:
+        return next((shard for shard in self._open if shard in shards), None)

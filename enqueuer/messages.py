@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # frozen, it would take twice as long to make one
 class Item:
     """What a shard's generator yielded; `number` counts its `next()` calls from 0."""
 
@@ -51,8 +51,11 @@ Message = Item | End | Failure
 class Sender(Protocol):
     """A worker's end of its road."""
 
-    def send(self, message: Message) -> None:
-        """Hand over `message`; an item waits for room. Raises Closed if the consumer left."""
+    def send_item(self, shard: int, number: int, value: object) -> None:
+        """Hand over an `Item`, when there is room for it. Raises Closed if the consumer left."""
+
+    def send(self, message: End | Failure) -> None:
+        """Hand over `message`. Raises Closed if the consumer left."""
 
     def check(self) -> None:
         """Raise Closed if the consumer left."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from enqueuer.errors import Closed
-from enqueuer.messages import End, Failure, Item, Orders, Sender
+from enqueuer.messages import End, Failure, Orders, Sender
 from enqueuer.shards import Shard
 from enqueuer.sources import Source
 
@@ -80,10 +80,10 @@ def run(
         for stream in streams:
             stack.callback(stream.close)
         while streams:
-            stream = streams.popleft()
+            stream = streams[0]
             enter(stream.shard)
             try:
-                found = stream.advance(sender)
+                has_more = stream.advance(sender, alone=len(streams) == 1)
             except Closed as error:
                 # ours says that the consumer left; one that the user's code raised is a failure
                 if not stream.in_user_code:
@@ -93,9 +93,10 @@ def run(
             except BaseException as error:
                 sender.send(Failure(stream.shard.index, stream.number, error))
                 return
-            if found:
-                streams.append(stream)
+            if has_more:
+                streams.rotate(-1)
             else:
+                streams.popleft()
                 sender.send(End(stream.shard.index))
 
 
@@ -109,23 +110,33 @@ class _Stream:
         self._source = source
         self._items: Iterator[Any] | None = None
 
-    def advance(self, sender: Sender) -> bool:
-        """Send the next item that is not None, or return False at the end."""
+    def advance(self, sender: Sender, alone: bool) -> bool:
+        """Send the next item that is not None, or all of them; return whether there may be more.
+
+        Args:
+            sender: Where to.
+            alone: Whether no other shard has to have its turn.
+        """
+        self.in_user_code = True
+        if self._items is None:
+            self._items = self._open()
+        index, items, number = self.shard.index, self._items, self.number
         while True:
-            self.in_user_code = True
-            if self._items is None:
-                self._items = self._open()
             try:
-                value = next(self._items)
+                value = next(items)
             except StopIteration:
                 return False
             self.in_user_code = False
             if value is not None:
-                sender.send(Item(self.shard.index, self.number, value))
-                self.number += 1
-                return True
-            self.number += 1
-            sender.check()  # or a source of nothing but None could not be stopped
+                sender.send_item(index, number, value)
+                self.number = number = number + 1
+                if not alone:
+                    return True
+                del value  # or it lives on while next() makes the following one: twice the memory
+            else:
+                self.number = number = number + 1
+                sender.check()  # or a source of nothing but None could not be stopped
+            self.in_user_code = True
 
     def _open(self) -> Iterator[Any]:
         try:

@@ -5,18 +5,25 @@ import os
 from enqueuer.backends import threads
 from enqueuer.messages import End, Failure, Item
 
-_send = threads._Road.send
+_send, _send_item = threads._Road.send, threads._Road.send_item
+
+
+def send(road, message):
+    if isinstance(message, Item):
+        _send_item(road, message.shard, message.number, message.value)
+    else:
+        _send(road, message)
 
 
 def drops_an_item(road, message):
     if not (isinstance(message, Item) and message.number == 2):
-        _send(road, message)
+        send(road, message)
 
 
 def sends_twice(road, message):
-    _send(road, message)
+    send(road, message)
     if isinstance(message, Item) and message.number == 1:
-        _send(road, message)
+        send(road, message)
 
 
 def swaps_two_items(road, message):
@@ -24,24 +31,24 @@ def swaps_two_items(road, message):
         case Item(shard, 1, value):
             road.kept = Item(shard, 1, value)
         case _:
-            _send(road, message)
+            send(road, message)
             if isinstance(message, Item) and message.number == 2:
-                _send(road, road.kept)
+                send(road, road.kept)
 
 
 def ends_instead_of_failing(road, message):
-    _send(road, End(message.shard) if isinstance(message, Failure) else message)
+    send(road, End(message.shard) if isinstance(message, Failure) else message)
 
 
 def never_waits_for_room(road, message):
     road._buffer.max_size += 1
-    _send(road, message)
+    send(road, message)
 
 
 def forgets_its_end(road, message):
     """Break the end: the consumer would hang, so the test's own limit must speak."""
     if not isinstance(message, End):
-        _send(road, message)
+        send(road, message)
 
 
 BREAKAGES = {
@@ -58,4 +65,6 @@ BREAKAGES = {
 
 
 def pytest_configure(config):
-    threads._Road.send = BREAKAGES[os.environ["BREAK"]]
+    broken = BREAKAGES[os.environ["BREAK"]]
+    threads._Road.send = broken
+    threads._Road.send_item = lambda road, *parts: broken(road, Item(*parts))

@@ -17,6 +17,7 @@ from helpers import twelve
 
 from enqueuer import GeneratorEnqueuer
 from enqueuer.backends import HAS_FORKSERVER
+from enqueuer.transport import PORTABLE
 
 METHODS = [
     m for m in multiprocessing.get_all_start_methods() if m != "forkserver" or HAS_FORKSERVER
@@ -24,19 +25,33 @@ METHODS = [
 BACKENDS = [pytest.param({"backend": "thread"}, id="thread")] + [
     pytest.param({"backend": "process", "mp_context": m}, id=f"process-{m}") for m in METHODS
 ]
+# The same without what only Linux has: this is how other systems run it.
+BACKENDS.append(
+    pytest.param(
+        {"backend": "process", "mp_context": "fork", PORTABLE: "1"}, id="process-fork-portable"
+    )
+)
 PROCESSES = BACKENDS[1:]
 
 
 @pytest.fixture(params=BACKENDS)
-def backend(request):
+def backend(request, monkeypatch):
     """Options for each backend and start method."""
-    return request.param
+    return chosen(request.param, monkeypatch)
 
 
 @pytest.fixture(params=PROCESSES)
-def process(request):
+def process(request, monkeypatch):
     """Options for each start method of processes."""
-    return request.param
+    return chosen(request.param, monkeypatch)
+
+
+def chosen(options, monkeypatch):
+    """Return options for an enqueuer, after setting what belongs into the environment."""
+    options = dict(options)
+    if PORTABLE in options:
+        monkeypatch.setenv(PORTABLE, options.pop(PORTABLE))
+    return options
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -12,11 +12,13 @@ import enum
 import importlib
 import os
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from enqueuer.errors import StartError
-from enqueuer.messages import Message
+from enqueuer.merging import Order
+from enqueuer.messages import Failure, Item
 from enqueuer.sources import Source
 from enqueuer.worker import Plan
 
@@ -88,25 +90,32 @@ class Backend(Protocol):
     def begin(self, epoch: int) -> None:
         """Tell the workers to run their shards once more."""
 
-    def receive(self, shard: int | None, deadline: float | None) -> Message:
-        """Wait for the next message of the worker that runs `shard`, or of any (None).
+    def wait(self, order: Order, deadline: float | None) -> Failure | None:
+        """Wait until what is next in `order` can be taken; what was taken before is consumed.
 
-        Called by one consumer at a time. Woken by a message, a death, and `close()`.
+        Called by one consumer at a time. Woken by a message, a death, and `close()`. Ends of
+        shards are told to `order`; when all have ended there is nothing to wait for.
 
-        Args:
-            shard: Whose turn it is.
-            deadline: Of `time.monotonic()`, or None to wait for ever.
+        Returns:
+            The failure, if that is what is next.
 
         Raises:
-            TimeoutError: Nothing came until `deadline`.
+            TimeoutError: Nothing came until `deadline`, of `time.monotonic()`.
             Closed: `close()` was called.
         """
 
+    def take(self, order: Order) -> Iterator[Item]:
+        """Yield what is next in `order` and is there, at least one after a `wait()`.
+
+        To be read by something written in C, such as `deque.extend`, so that an exception of a
+        signal handler cannot strike while an item is in nobody's hands.
+        """
+
     def waiting(self) -> int:
-        """Return how many finished items wait."""
+        """Return how many finished items wait and were not taken."""
 
     def close(self) -> None:
-        """Ask the workers to go home and wake whoever waits in `receive()`; returns at once."""
+        """Ask the workers to go home and wake whoever is in `wait()`; returns at once."""
 
     def stop(self, timeout: float) -> None:
         """Close, then end the workers: ask, terminate, kill; within about `timeout` seconds."""

@@ -22,14 +22,15 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from enqueuer import logs, worker
+from enqueuer import arrays, logs, worker
 from enqueuer.backends.launching import serve_forks
 from enqueuer.messages import Failure
 from enqueuer.shards import GlobalStreams
 from enqueuer.sources import Source
 from enqueuer.transport.channel import Credit
 from enqueuer.transport.packets import Descriptor, Packets, close_in_children
-from enqueuer.transport.worker_end import WorkerEnd
+from enqueuer.transport.road import Road
+from enqueuer.transport.worker_end import WorkerEnd, greet
 
 _GRANDCHILD = 70  # exit code of a copy that the user's code forked and let run on
 
@@ -79,26 +80,25 @@ class Part:
 def main(sock_fd: int, lifeline_fd: int) -> None:
     """Be a worker that was spawned: the job comes over the channel."""
     packets = _begin(socket.socket(fileno=sock_fd), Descriptor(lifeline_fd))
-    channel = WorkerEnd(packets)
-    channel.hello()
-    part, payload = _receive_job(packets)
+    part, payload, way = _receive_job(packets)
     setup, pickled = pickle.loads(payload)
     if setup.surroundings is not None:
         setup.surroundings.apply()
-    channel.open(part.credit)
-    _work(channel, setup, part, lambda: pickle.loads(pickled))
+    _work(WorkerEnd(packets, way, part.credit), setup, part, lambda: pickle.loads(pickled))
     _leave()
 
 
 def main_forked(
-    sock: socket.socket, lifeline: Descriptor, setup: Setup, part: Part, source: Source
+    sock: socket.socket,
+    lifeline: Descriptor,
+    way: Road,
+    setup: Setup,
+    part: Part,
+    source: Source,
 ) -> None:
     """Be a worker that was forked: everything is here."""
     packets = _begin(sock, lifeline)
-    channel = WorkerEnd(packets)
-    channel.hello()
-    channel.open(part.credit)
-    _work(channel, setup, part, lambda: source)
+    _work(WorkerEnd(packets, way, part.credit), setup, part, lambda: source)
 
 
 def serve(fd: int) -> None:
@@ -130,7 +130,9 @@ def _begin(sock: socket.socket, lifeline: Descriptor) -> Packets:
     sock.setblocking(True)
     with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):  # no stderr
         faulthandler.enable()  # a crash in C then shows the Python stack on stderr
-    return Packets(sock)
+    packets = Packets(sock)
+    greet(packets)
+    return packets
 
 
 def _reset_signals() -> None:
@@ -158,7 +160,7 @@ def _arm(lifeline: Descriptor) -> None:
         os._exit(1)  # the parent died before the lifeline was armed
 
 
-def _receive_job(packets: Packets) -> tuple[Part, bytes]:
+def _receive_job(packets: Packets) -> tuple[Part, bytes, Road]:
     poller = select.poll()
     poller.register(packets.fileno(), select.POLLIN)
     while not packets.received:
@@ -166,16 +168,19 @@ def _receive_job(packets: Packets) -> tuple[Part, bytes]:
             os._exit(1)  # the parent changed its mind
         poller.poll()
         packets.drain()
-    data, (fd,) = packets.received.popleft()
+    data, (payload_fd, road_fd) = packets.received.popleft()
     part: Part = pickle.loads(data)
-    with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as memory:  # shared, so nobody moves an offset
+    with mmap.mmap(payload_fd, 0, prot=mmap.PROT_READ) as memory:  # nobody moves an offset
         payload = memory[:]
-    os.close(fd)
-    return part, payload
+    way = Road.of(road_fd)
+    os.close(payload_fd)
+    os.close(road_fd)
+    return part, payload, way
 
 
 def _work(channel: WorkerEnd, setup: Setup, part: Part, load: Callable[[], Source]) -> None:
     pid = os.getpid()
+    arrays.make_in(channel.pool.make)
     if setup.levels is not None:
         logs.forward(channel.send_record, setup.levels)
     try:

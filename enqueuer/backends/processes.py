@@ -23,6 +23,7 @@ import socket
 import time
 import warnings
 import weakref
+from collections.abc import Iterator
 
 from enqueuer import logs
 from enqueuer.backends import ESCALATION_S, Job, WorkerState, split_bound
@@ -31,10 +32,12 @@ from enqueuer.backends.launching import interrupts_held, launch
 from enqueuer.backends.payload import write_payload
 from enqueuer.backends.watched import Watched, epitaph, has_ended, open_pidfd, wait_for_exitcode
 from enqueuer.errors import Closed, InvalidState, StartError, StopWarning, WorkerDied
-from enqueuer.messages import Failure, Message
+from enqueuer.merging import ANY, Order
+from enqueuer.messages import End, Failure, Item
 from enqueuer.transport.channel import Credit
 from enqueuer.transport.consumer_end import ConsumerEnd
 from enqueuer.transport.packets import Descriptor, Packets, close_in_children, pair
+from enqueuer.transport.road import Road, open_road
 
 START_TIMEOUT_S = 60.0  # a first word that takes longer is a deadlock; imports come after it
 
@@ -55,7 +58,8 @@ class ProcessBackend:
         self._owner = os.getpid()
         self._workers: list[Watched] = []
         self._by_fd: dict[int, Watched] = {}
-        self._rotation = 0  # where to look first when any worker will do
+        self._found = 0  # the last worker whose message was next
+        self._bunch = max(1, job.max_queue_size // 8)  # items taken at once, if they are there
         self._poller = select.poll()
         self._closed = False
         self._resources = contextlib.ExitStack()
@@ -80,7 +84,7 @@ class ProcessBackend:
             if isinstance(error, OSError):
                 raise StartError(
                     f"worker {started} of {len(self._plans)} could not be started: "
-                    f"{error}; none is running now. A worker takes about 6 descriptors "
+                    f"{error}; none is running now. A worker takes about 8 descriptors "
                     "(`ulimit -n`) and a process (`ulimit -u`): try fewer workers"
                 ) from error
             raise
@@ -116,21 +120,25 @@ class ProcessBackend:
         quota = split_bound(job.max_queue_size, len(self._plans))[index]
         share = None if job.max_queue_bytes is None else job.max_queue_bytes // len(self._plans)
         part = Part(plan.shards, Credit(quota, share, ask=not job.ordered))
-        ours, its = pair()
-        read, write = map(Descriptor, os.pipe())
-        with contextlib.closing(its), contextlib.closing(read), contextlib.ExitStack() as undo:
+        with contextlib.ExitStack() as passing, contextlib.ExitStack() as undo:
+            ours, its = pair()
+            passing.callback(its.close)
+            undo.callback(ours.close)
+            read, write = map(Descriptor, os.pipe())
+            passing.callback(read.close)
+            undo.callback(write.close)
+            memory = Descriptor(open_road())
+            passing.callback(memory.close)
             for thing in (ours, write):
                 close_in_children(thing)
-                undo.callback(thing.close)
-            packets = Packets(ours)
-            forked = functools.partial(main_forked, its, read, setup, part, job.source)
+            packets, way = Packets(ours), Road.of(memory.fileno())
+            forked = functools.partial(main_forked, its, read, way, setup, part, job.source)
             process = launch(job.start_method, its, read, forked)
             if payload is not None:
-                packets.send(pickle.dumps(part), [payload.fileno()])
+                packets.send(pickle.dumps(part), [payload.fileno(), memory.fileno()])
             undo.pop_all()
-        batch = max(1, job.max_queue_size // (8 * len(self._plans)))
         name = f"worker {index} (process {process.pid}, {job.start_method})"
-        channel = ConsumerEnd(packets, part.credit, name, batch)
+        channel = ConsumerEnd(packets, way, part.credit, name)
         pidfd = open_pidfd(process.pid)
         worker = Watched(index, job.start_method, process, channel, write, pidfd, plan.shards)
         self._workers.append(worker)
@@ -143,79 +151,98 @@ class ProcessBackend:
     def begin(self, epoch: int) -> None:
         self._check_owner()
         for worker in self._workers:
-            worker.begin()
+            worker.numbers.clear()
             worker.channel.begin(epoch)
 
-    def receive(self, shard: int | None, deadline: float | None) -> Message:
+    def wait(self, order: Order, deadline: float | None) -> Failure | None:
         self._check_owner()
-        wanted = None if shard is None else self._workers[shard % len(self._workers)]
-        if wanted is not None and not wanted.channel.inbox and wanted.state is WorkerState.RUNNING:
-            self._read(wanted)
+        self._settle()
         expired = False
-        while True:
+        while not order.done:
             if self._closed:
                 raise Closed("the enqueuer was stopped")
+            wanted = self._worker_of(order.turn())
             found = self._with_message(wanted)
             if found is not None:
-                return self._take(found)
-            dead = self._dead(wanted)
+                match found.channel.other():
+                    case None:
+                        return None
+                    case End(shard=shard):
+                        order.ended(shard)
+                    case Failure() as failure:
+                        return failure
+                continue
+            dead = self._dead(wanted, order)
             if dead is not None:
-                return self._obituary(dead)
+                return _obituary(dead, order)
             if expired:
                 raise TimeoutError("no batch in time")
             self._ask_for(wanted)
-            self._wait(deadline)
+            self._sleep(wanted, deadline)
             expired = deadline is not None and time.monotonic() >= deadline
+        return None
+
+    def take(self, order: Order) -> Iterator[Item]:
+        count = 0
+        while count < self._bunch and not order.done:
+            shard = order.turn()
+            worker = self._worker_of(shard) or self._workers[self._found]
+            # where several workers take turns there is one item of each at a time
+            in_a_row = shard is ANY or len(self._workers) == 1
+            before = count
+            for item in worker.channel.items(self._bunch - count if in_a_row else 1, order.took):
+                worker.numbers[item.shard] = item.number + 1
+                count += 1
+                yield item
+            if count == before or in_a_row:
+                break
+        if count == 1:  # or else those behind the first one still wait
+            self._settle()
 
     def waiting(self) -> int:
         self._check_owner()
-        for worker in self._workers:
-            if worker.state in (WorkerState.STARTING, WorkerState.RUNNING):
-                self._read(worker)
-        return sum(worker.channel.items for worker in self._workers)
+        return sum(worker.channel.waiting for worker in self._workers)
+
+    def _worker_of(self, shard: int | None) -> Watched | None:
+        return None if shard is None else self._workers[shard % len(self._workers)]
 
     def _with_message(self, wanted: Watched | None) -> Watched | None:
-        """Return the worker whose message is next, if there is one."""
-        if wanted is not None:
-            return wanted if wanted.channel.inbox else None
-        for worker in self._in_rotation():
-            if worker.channel.inbox:
-                self._rotation = worker.index + 1
+        """Return the worker whose message is next, if there is one; read its packets first."""
+        for worker in self._in_rotation() if wanted is None else (wanted,):
+            if worker.channel.has_packets or worker.channel.records:
+                self._read(worker)
+            if worker.channel.has_message:
+                self._found = worker.index
                 return worker
         return None
 
     def _in_rotation(self) -> list[Watched]:
         """Return the workers, beginning behind the last one served, so that all get their turn."""
-        at = self._rotation % len(self._workers)
+        at = (self._found + 1) % len(self._workers)
         return self._workers[at:] + self._workers[:at]
 
-    def _take(self, worker: Watched) -> Message:
-        message = worker.channel.take()
-        worker.took(message)
-        if worker.channel.due:
-            worker.channel.grant(self._room())
-        return message
+    def _settle(self) -> None:
+        """Give the places of what was consumed back to the workers."""
+        for worker in self._workers:
+            if not worker.channel.is_settled:
+                worker.channel.settle()
+                worker.channel.grant(self._room())
 
     def _room(self) -> int:
         """Return how many more items may wait; an item that was wanted may have taken a place."""
         return self._job.max_queue_size - sum(worker.channel.load for worker in self._workers)
 
-    def _dead(self, wanted: Watched | None) -> Watched | None:
+    def _dead(self, wanted: Watched | None, order: Order) -> Watched | None:
         """Return a worker whose death must be told now, as nothing of it is left to deliver.
 
         In order, another worker's turn may come first; but if that means waiting, the death is
         told at once.
         """
         for worker in self._workers:
-            told = worker.state is not WorkerState.DEAD or worker.channel.inbox
-            if not told and (worker is wanted or not worker.turns.done):
+            told = worker.state is not WorkerState.DEAD or worker.channel.has_message
+            if not told and (worker is wanted or order.next_of(worker.shards) is not None):
                 return worker
         return None
-
-    def _obituary(self, worker: Watched) -> Failure:
-        shard = worker.shards[0] if worker.turns.done else worker.turns.turn()
-        number = worker.numbers[shard]
-        return Failure(shard, number, WorkerDied(epitaph(worker), worker.index, worker.exitcode))
 
     def _ask_for(self, wanted: Watched | None) -> None:
         """Let the item come for which the consumer is about to wait."""
@@ -224,12 +251,29 @@ class ProcessBackend:
             return
         asked = False
         for worker in self._in_rotation():
-            now = worker.channel.asked and not asked
+            now = worker.channel.is_asking and not asked
             asked = asked or now
             worker.channel.grant(self._room(), wanted=now)
 
-    def _wait(self, deadline: float | None) -> None:
+    def _sleep(self, wanted: Watched | None, deadline: float | None) -> None:
         """Sleep until something comes, and read it. Woken by packets, deaths and close()."""
+        watched = self._workers if wanted is None else [wanted]
+        try:
+            for worker in watched:
+                worker.channel.fall_asleep()
+            if not any(self._is_news(worker, wanted) for worker in watched):
+                self._poll(deadline)
+        finally:
+            for worker in watched:
+                worker.channel.wake_up()
+
+    def _is_news(self, worker: Watched, wanted: Watched | None) -> bool:
+        channel = worker.channel
+        if channel.has_message or channel.has_packets:
+            return worker.state is not WorkerState.DEAD or channel.has_message
+        return wanted is None and channel.is_asking and worker.state is not WorkerState.DEAD
+
+    def _poll(self, deadline: float | None) -> None:
         starting = [w for w in self._workers if w.state is WorkerState.STARTING]
         limits = [] if deadline is None else [deadline]
         if starting:
@@ -342,7 +386,6 @@ class ProcessBackend:
     def _see_off_one(self, worker: Watched) -> None:
         with contextlib.suppress(Exception):  # it is leaving: what it says makes no difference
             worker.channel.pump()
-        worker.channel.inbox.clear()
         self._deliver_records(worker)
         if has_ended(worker):
             self._end(worker)
@@ -372,6 +415,14 @@ class ProcessBackend:
                 f"this enqueuer belongs to process {self._owner}, and this one, "
                 f"{os.getpid()}, was forked from it; make a new enqueuer here"
             )
+
+
+def _obituary(worker: Watched, order: Order) -> Failure:
+    shard = order.next_of(worker.shards)
+    if shard is None:  # it had sent all of this epoch
+        shard = worker.shards[0]
+    error = WorkerDied(epitaph(worker), worker.index, worker.exitcode)
+    return Failure(shard, worker.numbers.get(shard, 0), error)
 
 
 # --- the end of the interpreter ----------------------------------------------------------------

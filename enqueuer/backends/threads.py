@@ -16,12 +16,13 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from queue import Empty
 
 from enqueuer.backends import Job, WorkerThread, split_bound
 from enqueuer.buffer import Buffer
 from enqueuer.errors import Closed, StartError, StopWarning
+from enqueuer.merging import Order
 from enqueuer.messages import End, Failure, Item, Message
 from enqueuer.sources import LiveSource
 from enqueuer.worker import Plan, serve
@@ -43,6 +44,7 @@ class ThreadBackend:
         self._buffers = _buffers(job, len(self._plans))
         self._orders: list[Buffer[int]] = [Buffer(max_size=1) for _ in self._plans]
         self._threads: list[threading.Thread] = []
+        self._held: Item | None = None  # what is next, between wait() and take()
 
     def start(self) -> None:
         try:
@@ -67,17 +69,35 @@ class ThreadBackend:
         for orders in self._orders:
             orders.put(epoch)
 
-    def receive(self, shard: int | None, deadline: float | None) -> Message:
-        buffer = self._buffers[0 if shard is None else shard % len(self._buffers)]
-        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
-        try:
-            return buffer.get(timeout)
-        except Empty:
-            raise TimeoutError("no batch in time") from None
+    def wait(self, order: Order, deadline: float | None) -> Failure | None:
+        while self._held is None and not order.done:
+            shard = order.turn()
+            buffer = self._buffers[0 if shard is None else shard % len(self._buffers)]
+            timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+            try:
+                message = buffer.get(timeout)
+            except Empty:
+                raise TimeoutError("no batch in time") from None
+            match message:
+                case Item():
+                    self._held = message
+                case End(shard=ended):
+                    order.ended(ended)
+                case Failure():
+                    return message
+        return None
+
+    def take(self, order: Order) -> Iterator[Item]:
+        item = self._held
+        if item is not None:
+            order.took(item.shard)
+            self._held = None
+            yield item
 
     def waiting(self) -> int:
         messages = (message for buffer in self._buffers for message in buffer.snapshot())
-        return sum(isinstance(message, Item) for message in messages)
+        held = self._held is not None
+        return held + sum(isinstance(message, Item) for message in messages)
 
     def close(self) -> None:
         for orders in self._orders:
@@ -111,12 +131,12 @@ class _Road:
         self._orders = orders
         self._measured = measured
 
-    def send(self, message: Message) -> None:
-        match message:
-            case Item(value=value) if self._measured:
-                self._buffer.put(message, size_bytes=size_of(value))
-            case Item() | End() | Failure():
-                self._buffer.put(message)
+    def send_item(self, shard: int, number: int, value: object) -> None:
+        size_bytes = size_of(value) if self._measured else 0
+        self._buffer.put(Item(shard, number, value), size_bytes=size_bytes)
+
+    def send(self, message: End | Failure) -> None:
+        self._buffer.put(message)
 
     def check(self) -> None:
         if self._buffer.closed:

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 
 from enqueuer.backends import WorkerState
 from enqueuer.backends.launching import Launched
-from enqueuer.merging import RoundRobin
-from enqueuer.messages import End, Failure, Item, Message
+from enqueuer.transport import is_portable
 from enqueuer.transport.consumer_end import ConsumerEnd
 from enqueuer.transport.packets import Descriptor, close_in_children
 
@@ -41,33 +40,13 @@ class Watched:
     shards: tuple[int, ...]
     state: WorkerState = WorkerState.STARTING
     exitcode: int | None = None
-    turns: RoundRobin = field(init=False)
-    numbers: dict[int, int] = field(init=False)
+    numbers: dict[int, int] = field(default_factory=dict)  # of each shard's next item
     gone: bool = False  # whether the process has ended
-
-    def __post_init__(self) -> None:
-        self.begin()
-
-    def begin(self) -> None:
-        """Note that the worker runs all its shards from their first items on."""
-        self.turns = RoundRobin(self.shards)
-        self.numbers = dict.fromkeys(self.shards, 0)
 
     def move(self, new: WorkerState) -> None:
         """Change state; the only method that assigns `state` after the start."""
         assert new in _NEXT_STATE[self.state], f"{self.state} -> {new}"
         self.state = new
-
-    def took(self, message: Message) -> None:
-        """Note what was delivered, so that a death can name the item that was in work."""
-        match message:
-            case Item(shard=shard, number=number):
-                self.numbers[shard] = number + 1
-                self.turns.took(shard)
-            case End(shard=shard):
-                self.turns.ended(shard)
-            case Failure():
-                pass
 
     def send_signal(self, number: int) -> None:
         """Signal the process, and never another one that has got its pid."""
@@ -83,7 +62,7 @@ class Watched:
 
 def open_pidfd(pid: int) -> Descriptor | None:
     """Return a descriptor that tells of a process's end; None where there are none."""
-    if not hasattr(os, "pidfd_open"):
+    if is_portable() or not hasattr(os, "pidfd_open"):
         return None
     try:
         pidfd = Descriptor(os.pidfd_open(pid))

@@ -1,39 +1,49 @@
 """Shared-memory blocks, written by one worker, read by the consumer, and used again and again.
 
     worker (BlockPool)                              consumer (BlockMap)
-    FREE --take()--> FILLING --sent--> SENT ------> LEASED: arrays are views of it
+    FREE --take()--> FILLING --sent()--> SENT ----> LEASED: arrays are views of it
      ^                                                |
      +---------- the number comes home <--------------+ the last view has died
 
 Fresh shared memory costs a page fault for each 4 kB; a block that is used again costs none. A
 block is a file without a name (a memfd, elsewhere an unlinked temporary file): nothing appears
-in /dev/shm and nothing can be left behind. Its descriptor crosses once, with its first item;
+in /dev/shm and nothing can be left behind. Its descriptor crosses once, before its first item;
 then both sides close theirs and only the mappings remain.
 
 A lease ends in whatever thread the garbage collector happens to run in, perhaps while a lock is
 held: so it only appends to a deque.
+
+A generator may fill a block itself (`make`). It is sent without a copy if every array that
+shows it is known, and these become read-only; it is not used again while one of them lives.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
+import math
 import mmap
 import os
 import sys
 import tempfile
+import threading
+import time
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from enqueuer.errors import BlockMemoryError
+from enqueuer.transport import is_portable
 
+OUT_OF_BAND_BYTES = 16 * 1024  # smaller buffers are cheaper inside the pickle
 ALIGNMENT = 64  # bytes; a cache line, and enough for every dtype and SIMD load
 
 _PAGE = mmap.PAGESIZE
+_IDLE_S = 5.0  # a block that was not needed for so long is given back, when the next is taken
 # Before Python 3.13 each mapping keeps a descriptor, of which a process may have 1024; the system
 # allows 65530 mappings. Who keeps more batches of one worker than these gets copies.
 _UNTRACKED: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
@@ -48,7 +58,7 @@ def open_nameless(size: int) -> int:
     Raises:
         OSError: There is no room, or no descriptor left.
     """
-    if hasattr(os, "memfd_create"):
+    if hasattr(os, "memfd_create") and not is_portable():
         fd = os.memfd_create("enqueuer", os.MFD_CLOEXEC)
     else:
         fd, path = tempfile.mkstemp(prefix="enqueuer-")
@@ -57,14 +67,44 @@ def open_nameless(size: int) -> int:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(fd, 0, size)
         else:
-            os.ftruncate(fd, size)
+            _write_zeros(fd, size)
     except OSError:
         os.close(fd)
         raise
     return fd
 
 
-@dataclass
+def _write_zeros(fd: int, size: int) -> None:
+    zeros = bytes(1 << 20)
+    for at in range(0, size, len(zeros)):
+        os.pwrite(fd, zeros[: size - at], at)
+
+
+def map_shared(fd: int, size: int) -> mmap.mmap:
+    """Map the memory behind a descriptor, which stays the caller's.
+
+    Raises:
+        OSError: There is no address space or no descriptor left.
+    """
+    return mmap.mmap(fd, size, **_UNTRACKED)
+
+
+class BlockState(enum.Enum):
+    """Where a block is in its life, as its worker knows it."""
+
+    FREE = "free"
+    FILLING = "filling"
+    SENT = "sent"  # and then leased, which only the consumer knows
+
+
+_NEXT = {
+    BlockState.FREE: {BlockState.FILLING},
+    BlockState.FILLING: {BlockState.SENT, BlockState.FREE},
+    BlockState.SENT: {BlockState.FREE},
+}
+
+
+@dataclass(eq=False)
 class Block:
     """A piece of shared memory as its worker sees it.
 
@@ -72,18 +112,27 @@ class Block:
         number: Names it on both sides.
         memory: The mapping.
         fd: The descriptor, until it has been sent; then None.
+        state: See the head of this file.
+        taken: When it was last taken, in `time.monotonic()`.
     """
 
     number: int
     memory: mmap.mmap
     fd: int | None
+    state: BlockState = BlockState.FREE
+    taken: float = 0.0
 
     @property
     def size(self) -> int:
         """Capacity in bytes."""
         return len(self.memory)
 
-    def sent(self) -> None:
+    def move(self, new: BlockState) -> None:
+        """Change state; the only method that assigns `state` after the construction."""
+        assert new in _NEXT[self.state], f"{self.state} -> {new}"
+        self.state = new
+
+    def close_descriptor(self) -> None:
         """Close the descriptor: the other side has its own now."""
         if self.fd is not None:
             os.close(self.fd)
@@ -91,13 +140,50 @@ class Block:
 
     def close(self) -> None:
         """Give the memory back, as far as this side is concerned."""
-        self.sent()
+        self.close_descriptor()
         with contextlib.suppress(BufferError):  # a view of it is alive; it goes with that one
             self.memory.close()
 
 
+@dataclass(eq=False)
+class Made:
+    """A block that the generator fills itself, and the arrays that show it.
+
+    Attributes:
+        block: The block.
+        address: Where it begins in this process.
+        root: All of it as bytes; every view that numpy makes has this array as its base.
+        array: What the generator was given.
+    """
+
+    block: Block
+    address: int
+    root: weakref.ref[np.ndarray]
+    array: weakref.ref[np.ndarray]
+
+    def seal(self, known: Iterable[np.ndarray]) -> bool:
+        """Make all arrays that show the block read-only; return whether all are known.
+
+        Args:
+            known: Arrays of the item that is about to be sent, and perhaps others.
+        """
+        root, array = self.root(), self.array()
+        if root is None:
+            return True
+        views = {id(view): view for view in known if view.base is root}
+        if array is not None:
+            views[id(array)] = array
+        if _views_of(root) > len(views):
+            return False
+        for view in views.values():
+            view.flags.writeable = False
+        return True
+
+
 class BlockPool:
-    """The worker's side: blocks to fill. Not thread-safe; only the worker's own loop calls it.
+    """The worker's side: blocks to fill.
+
+    Any thread of the worker may call `make`, the rest is for the worker's own loop.
 
     Args:
         keep: How many free blocks are kept for later; more are given back to the system.
@@ -105,8 +191,11 @@ class BlockPool:
 
     def __init__(self, keep: int) -> None:
         self._keep = keep
-        self._free: list[Block] = []
-        self._away: dict[int, Block] = {}
+        self._lock = threading.Lock()
+        self._free: list[Block] = []  # the last one used at the end
+        self._busy: dict[int, Block] = {}
+        self._made: dict[int, Made] = {}
+        self._home: set[int] = set()  # came home, but an array of the worker still shows them
         self._dropped: list[int] = []
         self._count = 0
 
@@ -116,20 +205,60 @@ class BlockPool:
         Raises:
             BlockMemoryError: The system has no memory or no descriptor for it.
         """
-        fitting = [block for block in self._free if size <= block.size <= max(4 * size, _PAGE)]
-        if fitting:
-            block = min(fitting, key=lambda block: block.size)
-            self._free.remove(block)
-        else:
-            block = self._new(size)
-        self._away[block.number] = block
-        return block
+        with self._lock:
+            return self._take_locked(size)
 
-    def came_home(self, number: int) -> None:
-        """Note that the consumer's last view of a block is gone."""
-        self._free.append(self._away.pop(number))
-        while len(self._free) > self._keep:
-            self._drop(self._free.pop(0))
+    def make(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+        """Return an array that lies in a block of its own, for the generator to fill.
+
+        Raises:
+            BlockMemoryError: The system has no memory or no descriptor for it.
+        """
+        size = math.prod(shape) * dtype.itemsize
+        with self._lock:
+            block = self._take_locked(size)
+            root = np.frombuffer(block.memory, np.uint8)
+            array: np.ndarray = np.ndarray(shape, dtype, root)
+            self._made[block.number] = Made(
+                block, address_of(root.data), weakref.ref(root), weakref.ref(array)
+            )
+        return array
+
+    @property
+    def has_made(self) -> bool:
+        """Whether there may be blocks that the generator fills itself."""
+        return bool(self._made)
+
+    def made(self, view: memoryview) -> tuple[Made, int] | None:
+        """Return the block that the generator has filled and in which `view` lies, and where."""
+        address = address_of(view)
+        for made in list(self._made.values()):
+            offset = address - made.address
+            if 0 <= offset < made.block.size and made.block.state is BlockState.FILLING:
+                return made, offset
+        return None
+
+    def sent(self, block: Block) -> None:
+        """Note that a block is the consumer's now, and its descriptor, too."""
+        block.close_descriptor()
+        if block.state is BlockState.FILLING:
+            block.move(BlockState.SENT)
+
+    def unused(self, block: Block) -> None:
+        """Take back a block that was taken and not sent."""
+        with self._lock:
+            del self._busy[block.number]
+            self._free_locked(block)
+
+    def came_home(self, numbers: Iterable[int]) -> None:
+        """Note that the consumer's last views of some blocks are gone."""
+        with self._lock:
+            for number in numbers:
+                made = self._made.get(number)
+                if made is not None and made.root() is not None:
+                    self._home.add(number)
+                else:
+                    self._free_locked(self._busy.pop(number))
 
     def dropped(self) -> list[int]:
         """Return, once, the blocks given up since the last call, for the consumer to unmap."""
@@ -138,30 +267,72 @@ class BlockPool:
 
     def close(self) -> None:
         """Give up everything."""
-        for block in [*self._free, *self._away.values()]:
-            block.close()
-        self._free, self._away = [], {}
+        with self._lock:
+            for block in [*self._free, *self._busy.values()]:
+                block.close()
+            self._free, self._busy, self._made = [], {}, {}
 
-    def _new(self, size: int) -> Block:
-        capacity = -(-size // _PAGE) * _PAGE
+    def _take_locked(self, size: int) -> Block:
+        self._settle_locked()
+        best = None
+        for block in self._free:
+            if size <= block.size <= max(4 * size, _PAGE) and (
+                best is None or block.size <= best.size
+            ):
+                best = block
+        if best is None:
+            best = self._new_locked(size)
+        else:
+            self._free.remove(best)
+        best.taken = time.monotonic()
+        best.move(BlockState.FILLING)
+        self._busy[best.number] = best
+        self._drop_idle_locked(best.taken)
+        return best
+
+    def _settle_locked(self) -> None:
+        """Free the blocks that the generator has let go of, if the consumer has, too."""
+        for number, made in list(self._made.items()):
+            if made.root() is not None:
+                continue
+            del self._made[number]
+            if number in self._home or made.block.state is BlockState.FILLING:
+                self._home.discard(number)
+                self._free_locked(self._busy.pop(number))
+
+    def _free_locked(self, block: Block) -> None:
+        block.move(BlockState.FREE)
+        self._free.append(block)
+        while len(self._free) > self._keep:
+            self._drop_locked(self._free[0])
+
+    def _drop_idle_locked(self, now: float) -> None:
+        while self._free and now - self._free[0].taken > _IDLE_S:
+            self._drop_locked(self._free[0])
+
+    def _new_locked(self, size: int) -> Block:
+        capacity = max(1, -(-size // _PAGE)) * _PAGE
         # what is free is too small or far too large: likely the items have changed size
         if len(self._free) >= self._keep:
-            self._drop(self._free.pop(0))
+            self._drop_locked(self._free[0])
         try:
             fd = open_nameless(capacity)
         except OSError as error:
             raise _no_memory(capacity, error) from error
         try:
-            memory = mmap.mmap(fd, capacity, **_UNTRACKED)
+            memory = map_shared(fd, capacity)
         except OSError as error:
             os.close(fd)
             raise _no_memory(capacity, error) from error
         self._count += 1
         return Block(self._count, memory, fd)
 
-    def _drop(self, block: Block) -> None:
+    def _drop_locked(self, block: Block) -> None:
+        self._free.remove(block)
+        # a block that never crossed is not known on the other side
+        if block.fd is None:
+            self._dropped.append(block.number)
         block.close()
-        self._dropped.append(block.number)
 
 
 class BlockMap:
@@ -177,18 +348,27 @@ class BlockMap:
         self._leases: dict[int, weakref.ref[np.ndarray]] = {}
         self._home: deque[int] = deque()
 
-    def add(self, number: int, fd: int) -> None:
+    def __contains__(self, number: int) -> bool:
+        return number in self._memory or number in self._missing
+
+    def add(self, number: int, fds: Sequence[int]) -> None:
         """Map a block that came with its descriptor; the descriptor is closed.
 
         If that fails, `lease` tells why: what had come before is to be delivered first.
         """
-        size = os.fstat(fd).st_size
-        try:
-            self._memory[number] = mmap.mmap(fd, size, **_UNTRACKED)
-        except OSError as error:
-            self._missing[number] = _no_memory(size, error)
-        finally:
-            os.close(fd)
+        if not fds:
+            self._missing[number] = BlockMemoryError(
+                "the descriptor of an item's shared memory was lost on its way; this process has "
+                "too few (`ulimit -n`): keep fewer batches, or try a smaller max_queue_size"
+            )
+        for fd in fds:
+            size = os.fstat(fd).st_size
+            try:
+                self._memory[number] = map_shared(fd, size)
+            except OSError as error:
+                self._missing[number] = _no_memory(size, error)
+            finally:
+                os.close(fd)
 
     def lease(self, number: int) -> memoryview:
         """Return a writable view of all of a block; the loan ends when its last slice dies.
@@ -196,11 +376,8 @@ class BlockMap:
         Raises:
             BlockMemoryError: It could not be mapped, for want of memory or descriptors.
         """
-        if number not in self._memory:
-            raise self._missing.pop(number, None) or BlockMemoryError(
-                "the descriptor of an item's shared memory was lost on its way; this process has "
-                "too few (`ulimit -n`): keep fewer batches, or try a smaller max_queue_size"
-            )
+        if number in self._missing:
+            raise self._missing[number]
         anchor = np.frombuffer(self._memory[number], np.uint8)
         if self._many_are_leased():
             self._home.append(number)
@@ -217,18 +394,34 @@ class BlockMap:
     def drop(self, number: int) -> None:
         """Forget a block that the worker gave up."""
         self._memory.pop(number, None)
+        self._missing.pop(number, None)
         self._leases.pop(number, None)
 
-    def came_home(self) -> list[int]:
-        """Return, once, the blocks whose loan has ended since the last call."""
-        numbers = []
-        while self._home:
-            numbers.append(self._home.popleft())
-        return numbers
+    @property
+    def home(self) -> deque[int]:
+        """The blocks whose loan has ended and of which the worker does not know it yet."""
+        return self._home
 
-    def still_home(self, numbers: Iterable[int]) -> None:
-        """Take back what `came_home` returned, since the worker could not be told."""
-        self._home.extendleft(numbers)
+
+def address_of(view: memoryview) -> int:
+    """Return where a buffer begins in this process."""
+    address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+    return address
+
+
+def _views_of(root: np.ndarray) -> int:
+    return sys.getrefcount(root) - _NO_VIEWS
+
+
+_NO_VIEWS = 0
+
+
+def _calibrate() -> int:
+    root = np.empty(0)
+    return _views_of(root)
+
+
+_NO_VIEWS = _calibrate()  # as many references as asking takes, in this version of Python
 
 
 def _no_memory(size: int, error: OSError) -> BlockMemoryError:

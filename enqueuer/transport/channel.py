@@ -1,17 +1,17 @@
-"""The private channel between one worker process and the consumer: what its packets say.
+"""The private channel between one worker process and the consumer: what the two say.
 
     worker (WorkerEnd)                                           consumer (ConsumerEnd)
-      HELLO ITEM END FAILURE RECORD ASK  ---------------------->  inbox, records
-      orders, credits                    <----  EPOCH GRANT STOP
+      frames ITEM END FAILURE  --------- the road ------------>  take()
+      packets HELLO BLOCK DROP RECORD WAKE  ---- a socket ---->  blocks, records
+      orders, wakes            <--- packets EPOCH STOP WAKE ---
 
 One writer in each direction and no lock that both sides share, so a worker that is killed
-cannot leave anybody hanging. Every packet begins with its kind and its number in the sequence;
-only an END is an end.
+cannot leave anybody hanging. Only an END is an end.
 
 A credit is the right to send one more item. The consumer's arithmetic for one worker: credits
-out + items received but not yet taken <= its quota; and one more for the item that the consumer
-is just waiting for, since that one does not wait. With a bound on bytes the worker itself keeps
-the account, since only it knows the size of what it has in hand.
+out + items that wait <= its quota; and one more for the item that the consumer is just waiting
+for, since that one does not wait. With a bound on bytes the worker itself keeps the account,
+since only it knows the size of what it has in hand.
 """
 
 from __future__ import annotations
@@ -22,27 +22,28 @@ from dataclasses import dataclass
 
 
 class Kind(enum.IntEnum):
-    """What a packet is; its first byte."""
+    """What a frame or a packet is."""
 
-    HELLO = 0
     ITEM = 1
     END = 2
     FAILURE = 3
-    RECORD = 4
-    ASK = 5
-    EPOCH = 10
-    GRANT = 11
-    STOP = 12
+    HELLO = 10
+    BLOCK = 11
+    DROP = 12
+    RECORD = 13
+    WAKE = 14
+    EPOCH = 20
+    STOP = 21
 
 
-HEADER = struct.Struct("<BQIQ")  # kind, sequence number, shard, item number
-FRAME = struct.Struct("<IIHH")  # bytes of pickle, block, segments, blocks dropped
-SEGMENT = struct.Struct("<QQ")  # offset in the block, bytes
-EPOCH = struct.Struct("<BQ")
-GRANT = struct.Struct("<BIIBH")  # credits, items taken, whether one is waited for, blocks home
+# A frame: this, a table of the segments that lie in blocks, and the pickle if it is small.
+FRAME = struct.Struct("=IHBxIQ")  # bytes, those of the table, kind, shard, item number
+SEGMENT = struct.Struct("=IQQ")  # block, offset in it, bytes
+PACKET = struct.Struct("=BQ")  # kind, its number in the sequence
+NUMBER = struct.Struct("=Q")
 
 INLINE_BYTES = 16 * 1024  # a larger pickle goes into a block
-MOST_HOME = 4096  # blocks named in one packet
+MOST_IN_PACKET = 4096  # numbers of blocks
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Credit:
     """What a worker may send before it hears more.
 
     Attributes:
-        items: Credits to begin with.
+        items: How many of its items may wait.
         waiting_bytes: The most bytes of its items that may wait, or None.
         ask: Whether to tell when it has an item and no credit.
     """

@@ -1,63 +1,63 @@
-"""The consumer's end of a channel: what has come waits here for its turn; credits go back.
+"""The consumer's end of a channel: takes what has come off the road; credits go back.
 
-packets -> sort -> inbox (items, ends, failures) -> take() -> a message, decoded
-                -> records
+the road   -> items(), other() -> messages, decoded
+the socket -> pump() -> new blocks, records
 """
 
 from __future__ import annotations
 
 import logging
+import mmap
+import os
 import pickle
 import struct
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from enqueuer.errors import BlockMemoryError, ItemNotLoadable, TransportError
-from enqueuer.messages import End, Failure, Item, Message
-from enqueuer.transport import codec
+from enqueuer.messages import End, Failure, Item
+from enqueuer.transport import codec, road
 from enqueuer.transport.blocks import BlockMap
-from enqueuer.transport.channel import EPOCH, FRAME, GRANT, HEADER, MOST_HOME, SEGMENT, Credit, Kind
+from enqueuer.transport.channel import FRAME, NUMBER, PACKET, SEGMENT, Credit, Kind
 from enqueuer.transport.packets import Packets
+from enqueuer.transport.road import RING_BYTES, Road
 
-
-@dataclass(frozen=True)
-class Arrival:
-    """A packet of the worker that waits for its turn, not yet decoded."""
-
-    kind: int
-    sequence: int
-    shard: int
-    number: int
-    body: memoryview
+_ITEM = int(Kind.ITEM)
+_HEAD = FRAME.size
 
 
 class ConsumerEnd:
     """The consumer's end of one worker's channel. Called by one thread at a time.
 
     Attributes:
-        inbox: What has come and was not taken.
         records: What the worker logged and nobody has handled yet.
-        asked: Whether the worker has an item in hand and no credit to send it.
         greeted: Whether the worker has said HELLO.
     """
 
-    def __init__(self, packets: Packets, credit: Credit, describe: str, batch: int) -> None:
+    def __init__(self, packets: Packets, way: Road, credit: Credit, describe: str) -> None:
         self._packets = packets
+        self._road = way
+        self._words, self._frames = way.words, way.frames
         self._quota = credit.items
         self._by_bytes = credit.waiting_bytes is not None
+        # A worker that waits for credit is woken for so many at once, and so many items are
+        # taken at once: each switch between the two costs as much as many small items.
+        self._batch = max(1, credit.items // 8)
         self._describe = describe
-        self._batch = batch
-        self._sequence = 0
-        self._out = credit.items  # credits granted and not yet used
-        self._items = 0  # items in the inbox
-        self._taken = 0  # items taken since the last grant
-        self._wanted = False  # whether the worker knows that it is waited for
+        self._sequence = 0  # packets read
+        self._orders = 0  # packets sent
+        self._position = 0  # on the road
+        self._given = 0  # items taken off it
+        self._taken = 0  # of these, how many the worker knows of
+        self._trouble: Exception | None = None  # why the next item could not be loaded
+        self._limit = credit.items
+        self._sleeps = 0
+        self._woken = 0  # the sleep of the worker that was ended last
         self._blocks = BlockMap()
-        self.inbox: deque[Arrival] = deque()
         self.records: deque[logging.LogRecord] = deque()
-        self.asked = False
         self.greeted = False
+        self._words[road.LIMIT] = credit.items
 
     @property
     def ended(self) -> bool:
@@ -65,27 +65,212 @@ class ConsumerEnd:
         return self._packets.ended
 
     @property
-    def items(self) -> int:
-        """How many items wait in the inbox."""
-        return self._items
+    def waiting(self) -> int:
+        """How many items wait on the road."""
+        waiting: int = self._words[road.SENT] - self._given
+        return waiting
+
+    @property
+    def has_message(self) -> bool:
+        """Whether anything waits on the road."""
+        return bool(self._words[road.WRITTEN] != self._position)
+
+    @property
+    def has_packets(self) -> bool:
+        """Whether there is something to `pump`."""
+        return bool(self._words[road.PACKETS] > self._sequence)
+
+    @property
+    def is_asking(self) -> bool:
+        """Whether the worker has an item in hand and no credit to send it."""
+        return bool(self._words[road.ASKING] > self._words[road.SENT])
+
+    @property
+    def load(self) -> int:
+        """Items that wait, here or with whom they were given to, and those still to be sent."""
+        return self._limit - self._taken
 
     def fileno(self) -> int:
         return self._packets.fileno()
 
+    # --- orders ---
+
     def begin(self, epoch: int) -> None:
         """Tell the worker to run its shards for `epoch`."""
-        self._tell(EPOCH.pack(Kind.EPOCH, epoch), wait=True)
+        self._tell(Kind.EPOCH, NUMBER.pack(epoch), wait=True)
 
     def ask_to_stop(self) -> None:
         """Tell the worker to go home."""
-        self._tell(bytes([Kind.STOP]), wait=False)
+        self._tell(Kind.STOP)
         self._packets.shutdown()
 
-    def pump(self) -> None:
-        """Read all that has come; waits for nothing.
+    @property
+    def is_settled(self) -> bool:
+        """Whether all that was given away is counted as consumed."""
+        return self._taken == self._given
+
+    def settle(self) -> None:
+        """Count what was given away as consumed: its room on the road is free again."""
+        self._taken = self._given
+        self._words[road.READ] = self._position
+        self._words[road.TAKEN] = self._given
+        home = self._blocks.home
+        while home and self._road.home(home[0]):
+            home.popleft()
+
+    def grant(self, room: int, wanted: bool = False) -> None:
+        """Give the worker the credits that are due to it, and wake it if it waits for them.
+
+        Args:
+            room: How many more items may wait, over all workers.
+            wanted: The consumer waits for this worker and has nothing of it: one more, then.
+        """
+        words, load = self._words, self.load
+        credits = min(self._quota - load, room)
+        if wanted:
+            words[road.WANTED] = self._given + 1
+            credits = max(credits, 1 - load)
+        if credits > 0:
+            self._limit += credits
+            words[road.LIMIT] = self._limit
+        self._road.fence()
+        asleep = words[road.WORKER_ASLEEP]
+        if asleep and asleep != self._woken:
+            is_worth_it = self._limit - words[road.SENT] >= self._batch
+            if wanted or is_worth_it or self._by_bytes:
+                self._woken = asleep
+                self._tell(Kind.WAKE)
+
+    def fall_asleep(self) -> None:
+        """Ask to be woken by a packet when something comes; look once more before sleeping."""
+        self._sleeps += 1
+        self._words[road.CONSUMER_ASLEEP] = self._sleeps
+        self._road.fence()
+
+    def wake_up(self) -> None:
+        """Ask no more to be woken."""
+        self._words[road.CONSUMER_ASLEEP] = 0
+
+    # --- messages ---
+
+    def items(self, most: int, took: Callable[[int], None]) -> Iterator[Item]:
+        """Yield the items that are there now: at most so many, up to an end or a failure.
+
+        An exception out of a signal handler loses no item and repeats none, if the caller keeps
+        them in C, as `deque.extend` does: from `took` on nothing can come between.
+
+        Args:
+            most: How many at most.
+            took: Called with the shard of each item that is about to be yielded.
+        """
+        frames, unpack, loads = self._frames, FRAME.unpack_from, pickle.loads
+        written = self._words[road.WRITTEN]
+        self._road.order()
+        while most > 0 and self._position < written:
+            position = self._position
+            at = position % RING_BYTES
+            size, table, kind, shard, number = unpack(frames, at)
+            if kind != _ITEM:
+                return
+            try:
+                end = at + size
+                body = frames[at + _HEAD : end]
+                value = self._load(body, table) if table else loads(body)
+            except Exception as error:
+                self._trouble = error
+                return
+            position += (end if end < RING_BYTES else RING_BYTES) - at
+            item = Item(shard, number, value)
+            del value, body
+            most -= 1
+            took(shard)
+            self._position = position
+            self._given += 1
+            yield item
+            del item
+
+    def other(self) -> End | Failure | None:
+        """Take the end or the failure that is next on the road; None if it is an item.
 
         Raises:
             TransportError: It makes no sense.
+        """
+        self._road.order()
+        at = self._position % RING_BYTES
+        size, table, kind, shard, number = FRAME.unpack_from(self._frames, at)
+        body = self._frames[at + _HEAD : at + size]
+        message: End | Failure
+        match kind:
+            case Kind.ITEM:
+                failure = self._failure(body, table)
+                if failure is None:
+                    return None
+                self._given += 1
+                message = Failure(shard, number, failure)
+            case Kind.END:
+                message = End(shard)
+            case Kind.FAILURE:
+                message = Failure(shard, number, self._error(body, table))
+            case _:
+                raise TransportError(f"{self._describe} sent a malformed frame")
+        end = at + size
+        self._position += (end if end < RING_BYTES else RING_BYTES) - at
+        return message
+
+    def _failure(self, body: memoryview, table: int) -> BaseException | None:
+        """Return why the next item cannot be loaded; None if it can.
+
+        Raises:
+            Exception: What a signal handler raised while it was being loaded.
+        """
+        trouble, self._trouble = self._trouble, None
+        if trouble is None:
+            return None
+        try:
+            self._load(body, table)
+        except BlockMemoryError as error:
+            return error
+        except Exception as error:
+            failure = ItemNotLoadable(f"an item came, but it cannot be loaded here: {error!r}")
+            failure.__cause__ = error
+            return failure
+        raise trouble
+
+    def _error(self, body: memoryview, table: int) -> BaseException:
+        try:
+            data, _ = self._open(body, table)
+        except BlockMemoryError as error:
+            return error
+        return codec.decode_error(bytes(data))
+
+    def _load(self, body: memoryview, table: int) -> Any:
+        return codec.decode(*self._open(body, table))
+
+    def _open(self, body: memoryview, table: int) -> tuple[memoryview, Iterable[memoryview]]:
+        """Return the pickle of a frame and the buffers beside it; the table is that long."""
+        data = body[table:]
+        leases: dict[int, memoryview] = {}
+        views = []
+        for number, begin, size in SEGMENT.iter_unpack(body[:table]):
+            if number not in leases:
+                leases[number] = self._lease(number)
+            views.append(leases[number][begin : begin + size])
+        if data or not views:
+            return data, views
+        return views[0], views[1:]
+
+    def _lease(self, number: int) -> memoryview:
+        if number not in self._blocks:
+            self.pump()  # it was announced before the frame that names it
+        return self._blocks.lease(number)
+
+    # --- the socket ---
+
+    def pump(self) -> None:
+        """Read all packets that have come; waits for nothing.
+
+        Raises:
+            TransportError: They make no sense.
         """
         self._packets.drain()
         received = self._packets.received
@@ -93,64 +278,24 @@ class ConsumerEnd:
             self._sort(*received[0])
             received.popleft()
 
-    def take(self) -> Message:
-        """Decode and return the oldest message of the inbox."""
-        arrival = self.inbox[0]
-        message = self._message(arrival)
-        self.inbox.popleft()
-        if arrival.kind == Kind.ITEM:
-            self._items -= 1
-            self._taken += 1
-        return message
-
-    @property
-    def due(self) -> bool:
-        """Whether enough has been taken for a grant to be worth a packet."""
-        return self._quota - self._out - self._items >= self._batch or self._by_bytes
-
-    @property
-    def load(self) -> int:
-        """Items that wait here, and those that the worker may still send."""
-        return self._items + self._out
-
-    def grant(self, room: int, wanted: bool = False) -> None:
-        """Give the worker the credits that are due to it.
-
-        Args:
-            room: How many more items may wait, over all workers.
-            wanted: The consumer waits for this worker and has nothing of it: one more, then.
-        """
-        credits = min(self._quota - self._out - self._items, room)
-        if wanted and self._out <= 0:
-            credits = max(credits, 1)
-        credits = max(credits, 0)
-        # a worker with a bound on bytes must know that it is waited for, whatever its credits
-        tell_wanted = wanted and self._by_bytes and not self._wanted
-        if not credits and not tell_wanted and not (self._by_bytes and self._taken):
-            return
-        home = self._blocks.came_home()[:MOST_HOME]
-        packet = GRANT.pack(Kind.GRANT, credits, self._taken, wanted, len(home))
-        if self._tell(packet + struct.pack(f"<{len(home)}I", *home), wait=False):
-            self._out += credits
-            self._taken = 0
-            self._wanted = wanted
-        else:
-            self._blocks.still_home(home)
-
     def close(self) -> None:
         """Hang up; leased blocks stay as long as their arrays."""
         self._packets.close()
 
-    def _tell(self, packet: bytes, wait: bool) -> bool:
+    def _tell(self, kind: Kind, body: bytes = b"", wait: bool = False) -> None:
+        packet = PACKET.pack(kind, self._orders + 1) + body
         try:
-            return self._packets.send(packet, wait=wait)
+            if not self._packets.send(packet, wait=wait):
+                return  # the socket is full of what it has not read yet: that wakes it, too
         except OSError:
-            return True  # it is dead; the end of its channel says so in its turn
+            return  # it is dead; the end of its channel says so in its turn
+        self._orders += 1
+        self._words[road.ORDERS] = self._orders
 
     def _sort(self, data: bytes, fds: Sequence[int]) -> None:
-        """Put a packet where it belongs. Repeats, after an interrupt, do no harm."""
+        """Obey a packet. Repeats, after an interrupt, do no harm."""
         try:
-            kind, sequence, shard, number = HEADER.unpack_from(data)
+            kind, sequence = PACKET.unpack_from(data)
         except struct.error:
             raise TransportError(f"{self._describe} sent a malformed packet") from None
         if sequence < self._sequence:
@@ -159,72 +304,30 @@ class ConsumerEnd:
             raise TransportError(
                 f"{self._describe} sent packet {sequence}, but {self._sequence} was due"
             )
-        body = memoryview(data)[HEADER.size :]
-        if kind in (Kind.ITEM, Kind.FAILURE, Kind.RECORD):
-            body = self._blocks_of(body, fds)
+        body = data[PACKET.size :]
         match kind:
             case Kind.HELLO:
                 self.greeted = True
-            case Kind.ITEM | Kind.END | Kind.FAILURE:
-                self.inbox.append(Arrival(kind, sequence, shard, number, body))
-                if kind == Kind.ITEM:
-                    self._items += 1
-                    self._out -= 1
-                    self._wanted = self.asked = False
+            case Kind.BLOCK:
+                self._blocks.add(NUMBER.unpack(body)[0], fds)
+            case Kind.DROP:
+                for (number,) in NUMBER.iter_unpack(body):
+                    self._blocks.drop(number)
             case Kind.RECORD:
-                self.records.append(self._record(body))
-            case _:  # Kind.ASK
-                self.asked = True
+                self.records.append(self._record(body, fds))
+            case _:  # Kind.WAKE
+                pass
         self._sequence += 1
 
-    def _record(self, body: memoryview) -> logging.LogRecord:
+    def _record(self, data: bytes, fds: Sequence[int]) -> logging.LogRecord:
         try:
-            return logging.makeLogRecord(pickle.loads(self._open(body)[0]))
+            for fd in fds:
+                with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as memory:
+                    data = memory[:]
+            return logging.makeLogRecord(pickle.loads(data))
         except Exception as error:  # a log must not stop the data
             text = f"a log record of {self._describe} could not be loaded: {error!r}"
             return logging.LogRecord("enqueuer", logging.WARNING, __file__, 0, text, None, None)
-
-    def _blocks_of(self, body: memoryview, fds: Sequence[int]) -> memoryview:
-        """Take over new blocks, forget dropped ones; return the rest of the frame."""
-        _, number, _, dropped = FRAME.unpack_from(body)
-        for gone in struct.unpack_from(f"<{dropped}I", body, FRAME.size):
-            self._blocks.drop(gone)
-        for fd in fds:
-            self._blocks.add(number, fd)
-        return body
-
-    def _message(self, arrival: Arrival) -> Message:
-        match arrival.kind:
-            case Kind.ITEM:
-                return self._item(arrival)
-            case Kind.END:
-                return End(arrival.shard)
-            case _:  # Kind.FAILURE
-                data, _ = self._open(arrival.body)
-                return Failure(arrival.shard, arrival.number, codec.decode_error(bytes(data)))
-
-    def _item(self, arrival: Arrival) -> Message:
-        try:
-            data, buffers = self._open(arrival.body)
-            value = codec.decode(data, buffers)
-        except BlockMemoryError as error:
-            return Failure(arrival.shard, arrival.number, error)
-        except Exception as error:  # not what a signal handler of this process raises meanwhile
-            failure = ItemNotLoadable(f"an item came, but it cannot be loaded here: {error!r}")
-            failure.__cause__ = error
-            return Failure(arrival.shard, arrival.number, failure)
-        return Item(arrival.shard, arrival.number, value)
-
-    def _open(self, body: memoryview) -> tuple[memoryview, Iterable[memoryview]]:
-        """Return the pickle of a frame and the buffers beside it."""
-        length, number, count, dropped = FRAME.unpack_from(body)
-        at = FRAME.size + 4 * dropped
-        segments = list(SEGMENT.iter_unpack(body[at : at + count * SEGMENT.size]))
-        at += count * SEGMENT.size
-        if not count:
-            return body[at : at + length], ()
-        block = self._blocks.lease(number)
-        views = [block[begin : begin + size] for begin, size in segments]
-        if length:
-            return body[at : at + length], views
-        return views[0], views[1:]
+        finally:
+            for fd in fds:
+                os.close(fd)

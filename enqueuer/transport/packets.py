@@ -22,6 +22,8 @@ from itertools import repeat, takewhile
 from operator import itemgetter
 from typing import Protocol
 
+from enqueuer.transport import is_portable
+
 MAX_PACKET = 64 * 1024  # bytes; well below the buffer of a socket, usually 208 KiB
 HAS_SEQPACKET = hasattr(socket, "SOCK_SEQPACKET") and hasattr(os, "pidfd_open")
 
@@ -80,7 +82,7 @@ def pair(kind: str = "auto") -> tuple[socket.socket, socket.socket]:
     Args:
         kind: "seqpacket", "stream", or "auto" for the best that the platform has.
     """
-    if kind == "seqpacket" or (kind == "auto" and HAS_SEQPACKET):
+    if kind == "seqpacket" or (kind == "auto" and HAS_SEQPACKET and not is_portable()):
         return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     return socket.socketpair()
 

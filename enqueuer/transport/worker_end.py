@@ -1,107 +1,124 @@
 """The worker's end of a channel: items go out as credit allows, orders and logs pass by.
 
-    send(Item) -> pickle -> copy into a block -> wait for credit -> packet
+    send_item() -> pickle -> large parts into blocks -> wait for credit -> a frame on the road
     send_record(record) -> a queue -> packets, whenever the socket has room
 
-Only the worker's own loop waits. Records may come from any thread, and even from a destructor
-that the garbage collector runs in the middle of a send: so the lock is only ever tried for
-them, and whoever holds it sends what has been queued.
+An item is on the road, where the consumer can take it, before this worker turns to the next
+one. Only the worker's own loop waits. Records may come from any thread, and even from a
+destructor that the garbage collector runs in the middle of a send: so the lock is only ever
+tried for them, and whoever holds it sends what has been queued.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 import select
-import struct
 import threading
+import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from enqueuer.errors import Closed
-from enqueuer.messages import End, Failure, Item, Message
-from enqueuer.transport import codec
-from enqueuer.transport.blocks import ALIGNMENT, Block, BlockPool
+from enqueuer.messages import End, Failure
+from enqueuer.transport import codec, road
+from enqueuer.transport.blocks import ALIGNMENT, Block, BlockPool, Made, open_nameless
 from enqueuer.transport.channel import (
-    EPOCH,
     FRAME,
-    GRANT,
-    HEADER,
     INLINE_BYTES,
+    MOST_IN_PACKET,
+    NUMBER,
+    PACKET,
     SEGMENT,
     Credit,
     Kind,
 )
-from enqueuer.transport.packets import Packets
+from enqueuer.transport.packets import Packets, close_in_children
+from enqueuer.transport.road import CONSUMER_ASLEEP, ORDERS, RING_BYTES, SENT, WRITTEN, Road
 
 _MOST_RECORDS = 10_000  # kept while the socket is full; then they are counted and dropped
+
+_ITEM = int(Kind.ITEM)
+_HEAD = FRAME.size
+_pack_head = FRAME.pack_into
+
+Segment = tuple[Block, int, int]
+"""A part of an item: the block that it lies in, where, and its bytes."""
+
+
+def greet(packets: Packets) -> None:
+    """Tell that a worker lives, before it knows anything."""
+    packets.send(PACKET.pack(Kind.HELLO, 0))
 
 
 class WorkerEnd:
     """A process worker's Sender and Orders. `send_record` may be called by any thread."""
 
-    def __init__(self, packets: Packets) -> None:
+    def __init__(self, packets: Packets, way: Road, credit: Credit) -> None:
         self._packets = packets
-        self._lock = threading.Lock()
-        self._sequence = 0
-        self._credit = Credit(0, None, False)
-        self._credits = 0
-        self._sizes: deque[int] = deque()  # of what was sent and is not yet taken
+        self._road = way
+        self._words, self._frames, self._fence = way.words, way.frames, way.fence
+        self._credit = credit
+        self._written = self._sent = self._read = 0
+        self._limit = 0  # may be sent without another thought; stays so with a bound on bytes
+        self._sizes: deque[int] = deque()  # of what was sent and is not known to be taken
         self._bytes = 0
-        self._wanted = False
-        self._epochs: deque[int] = deque()
-        self._closed = False
-        self._pool = BlockPool(keep=2)
+        self._lock = threading.Lock()  # of the socket's sending side, and of the records
+        self._sequence = 1  # after greet()
         self._records: deque[bytes] = deque()
         self._lost_records = 0
         self._readable = select.poll()
         self._readable.register(packets.fileno(), select.POLLIN)
+        self._epochs: deque[int] = deque()
+        self._closed = False
+        self._encoder = codec.Encoder()
+        self._encode = self._encoder.encode
+        self._sleeps = 0
+        self._woken = 0  # the sleep of the consumer that was ended last
+        self._orders = 0  # packets of the consumer that were read
+        self.pool = BlockPool(keep=credit.items + 4)
+        self._severed = _Severed(self)
+        close_in_children(self._severed)
 
-    def hello(self) -> None:
-        """Tell that this worker lives."""
-        self._emit(Kind.HELLO)
+    def send_item(self, shard: int, number: int, value: object) -> None:
+        """Send an item, when there is credit for it.
 
-    def open(self, credit: Credit) -> None:
-        """Begin with `credit`."""
-        self._credit = credit
-        self._credits = credit.items
-        self._pool = BlockPool(keep=credit.items + 2)
-
-    def send(self, message: Message) -> None:
-        """Send `message`; an item waits for credit.
-
-        An item is pickled and copied before this returns, so the generator may use its buffers
-        again.
+        It is pickled and copied before this returns, so the generator may use its buffers again.
 
         Raises:
             Closed: The consumer left.
             ItemNotPicklable: The item cannot be sent.
             BlockMemoryError: There is no memory to send it through.
         """
-        match message:
-            case Item(shard=shard, number=number, value=value):
-                data, buffers = codec.encode(value)
-                with self._lock:
-                    frame, block = self._frame_locked(data, buffers, with_dropped=True)
-                size = len(data) + sum(view.nbytes for view in buffers)
-                del data, buffers
-                self._wait_for_credit(size)
-                self._emit(Kind.ITEM, shard, number, frame, block)
-                self._credits -= 1
-                self._wanted = False
-                self._sizes.append(size)
-                self._bytes += size
-            case End(shard=shard):
-                self._emit(Kind.END, shard)
-            case Failure(shard=shard, number=number, error=error):
-                data = codec.encode_error(error)
-                with self._lock:
-                    frame, block = self._frame_locked(data, [])
-                self._emit(Kind.FAILURE, shard, number, frame, block)
+        table = b""
+        buffers: Sequence[codec.Buffer] = ()
+        if type(value) in codec.SCALARS:
+            data = pickle.dumps(value, 5)
+        else:
+            data, buffers = self._encode(value)
+        if buffers or len(data) > INLINE_BYTES or self._sent >= self._limit:
+            data, table = self._prepare(data, buffers)
+        elif self._words[ORDERS] != self._orders:
+            self.check()
+        self._sent += 1
+        self._put(_ITEM, shard, number, table, data)
+
+    def send(self, message: End | Failure) -> None:
+        """Send an end or a failure; needs no credit. Raises as `send_item`."""
+        self.check()
+        if isinstance(message, End):
+            self._put(Kind.END, message.shard, 0, b"", b"")
+        else:
+            data, segments = self._lay_out(codec.encode_error(message.error), ())
+            self._put(Kind.FAILURE, message.shard, message.number, self._announce(segments), data)
 
     def check(self) -> None:
         """Raise Closed if the consumer left."""
-        self._read_orders()
+        if self._words[road.ORDERS] != self._orders:
+            self._read_orders()
         if self._closed:
             raise Closed("the consumer left")
 
@@ -109,7 +126,7 @@ class WorkerEnd:
         """Wait for the number of the next epoch; None when there will be none."""
         self._read_orders()  # the first may have come with the job
         while not self._epochs and not self._closed:
-            self._wait()
+            self._sleep()
         return None if self._closed else self._epochs.popleft()
 
     def send_record(self, record: logging.LogRecord) -> None:
@@ -138,28 +155,165 @@ class WorkerEnd:
                 pass
             self._closed = True
             self._packets.close()
-            self._pool.close()
+            self.pool.close()
 
-    def _wait_for_credit(self, size: int) -> None:
-        """Return when an item of `size` bytes may go."""
+    # --- an item ---
+
+    def _prepare(self, data: bytes, buffers: Sequence[codec.Buffer]) -> tuple[bytes, bytes]:
+        """Put large parts into blocks, and wait for credit.
+
+        Returns:
+            The pickle as far as it goes into the frame, and the table of the parts that do not.
+        """
         self.check()
-        asked = False
-        while not self._may_send(size):
-            if self._credit.ask and not asked:
-                self._emit(Kind.ASK)
-                asked = True
-            self._wait()
-            if self._closed:
-                raise Closed("the consumer left")
+        size = len(data) + sum(buffer.nbytes for buffer in buffers)
+        data, segments = self._lay_out(data, buffers)
+        del buffers
+        if self._credit.waiting_bytes is not None:
+            self._sizes.append(size)
+            self._bytes += size
+        self._wait_for_credit()
+        return data, self._announce(segments)
 
-    def _may_send(self, size: int) -> bool:
-        if self._credits <= 0:
+    def _wait_for_credit(self) -> None:
+        """Return when the item in hand may go."""
+        self.check()
+        while not self._may_send():
+            if self._credit.ask:
+                self._words[road.ASKING] = self._sent + 1
+                self._fence()
+                self._wake_consumer()
+            self._sleep(self._may_send)
+            self.check()
+
+    def _may_send(self) -> bool:
+        words, limit = self._words, self._words[road.LIMIT]
+        if self._sent >= limit:
             return False
-        limit = self._credit.waiting_bytes
-        return self._wanted or limit is None or self._bytes + size <= limit
+        most = self._credit.waiting_bytes
+        if most is None:
+            self._limit = limit
+            return True
+        waiting = self._sent - words[road.TAKEN] + 1  # with the one in hand
+        while len(self._sizes) > waiting:
+            self._bytes -= self._sizes.popleft()
+        return self._bytes <= most or words[road.WANTED] > self._sent
 
-    def _wait(self) -> None:
-        """Sleep until there are orders, a credit, or the consumer's end; send logs meanwhile."""
+    def _lay_out(self, data: bytes, buffers: Sequence[codec.Buffer]) -> tuple[bytes, list[Segment]]:
+        """Put all that is large into a block, except for what lies in one already.
+
+        Returns:
+            The pickle, if it is small enough for the frame; the segments, of which the pickle
+            is the first if it is not.
+        """
+        numbers = self._road.came_home()
+        if numbers:
+            self.pool.came_home(numbers)
+        inline = len(data) <= INLINE_BYTES
+        parts: list[codec.Buffer] = [*buffers] if inline else [memoryview(data), *buffers]
+        found = self._in_place(parts) if self.pool.has_made else {}
+        self._encoder.arrays.clear()
+        if not parts:
+            return data, []
+        end, begins = 0, []
+        for index, part in enumerate(parts):
+            begin = -(-end // ALIGNMENT) * ALIGNMENT
+            begins.append(begin)
+            end = end if index in found else begin + part.nbytes
+        segments: list[Segment] = []
+        block = self.pool.take(end) if len(found) < len(parts) else None
+        for index, (part, begin) in enumerate(zip(parts, begins, strict=True)):
+            if index in found:
+                made, offset = found[index]
+                segments.append((made.block, offset, part.nbytes))
+                continue
+            assert block is not None
+            _copy(part, block, begin)
+            segments.append((block, begin, part.nbytes))
+        return data if inline else b"", segments
+
+    def _in_place(self, parts: Sequence[codec.Buffer]) -> dict[int, tuple[Made, int]]:
+        """Find the parts that lie in blocks which the generator has filled, and seal these."""
+        found: dict[int, tuple[Made, int]] = {}
+        sealed: dict[int, bool] = {}
+        for index, part in enumerate(parts):
+            place = self.pool.made(part) if isinstance(part, memoryview) else None
+            if place is None:
+                continue
+            number = place[0].block.number
+            if number not in sealed:
+                sealed[number] = place[0].seal(self._encoder.arrays)
+            if sealed[number]:
+                found[index] = place
+        return found
+
+    # --- the road ---
+
+    def _put(self, kind: int, shard: int, number: int, table: bytes, data: bytes) -> None:
+        """Write a frame, wait for room if need be, and wake the consumer if it waits for it."""
+        if self._records:  # what was logged before it and did not fit into the socket then
+            self._flush_records()
+        head = _HEAD + len(table)
+        size = head + len(data)
+        if self._written + size - self._read > RING_BYTES:
+            self._wait_for_room(size)
+        frames, words = self._frames, self._words
+        at = self._written % RING_BYTES
+        _pack_head(frames, at, size, len(table), kind, shard, number)
+        if table:
+            frames[at + _HEAD : at + head] = table
+        end = at + size
+        frames[at + head : end] = data
+        self._written = written = self._written - at + (end if end < RING_BYTES else RING_BYTES)
+        if not road.IS_STRONG:
+            self._fence()
+        words[SENT] = self._sent
+        words[WRITTEN] = written
+        self._fence()
+        if words[CONSUMER_ASLEEP]:
+            self._wake_consumer()
+
+    def _wake_consumer(self) -> None:
+        """Wake the consumer if it sleeps; after something was stored for it, and a fence."""
+        asleep = self._words[CONSUMER_ASLEEP]
+        if asleep and asleep != self._woken:
+            self._woken = asleep
+            self._emit(Kind.WAKE)
+
+    def _wait_for_room(self, size: int) -> None:
+        def is_room() -> bool:
+            self._read = self._words[road.READ]
+            return self._written + size - self._read <= RING_BYTES
+
+        while not is_room():
+            self._sleep(is_room)
+            self.check()
+
+    def _announce(self, segments: Sequence[Segment]) -> bytes:
+        """Tell of the new blocks that a frame is about to use, and of dropped ones.
+
+        Returns:
+            The table of the segments.
+        """
+        for block in {segment[0].number: segment[0] for segment in segments}.values():
+            if block.fd is not None:
+                self._emit(Kind.BLOCK, NUMBER.pack(block.number), block.fd)
+                block.close_descriptor()
+            self.pool.sent(block)
+        dropped = self.pool.dropped()
+        for at in range(0, len(dropped), MOST_IN_PACKET):
+            some = dropped[at : at + MOST_IN_PACKET]
+            self._emit(Kind.DROP, b"".join(map(NUMBER.pack, some)))
+        return b"".join([SEGMENT.pack(block.number, *place) for block, *place in segments])
+
+    # --- the socket ---
+
+    def _sleep(self, enough: Callable[[], bool] = lambda: False) -> None:
+        """Sleep until there are orders, the consumer's end or a wake; send logs meanwhile.
+
+        Args:
+            enough: Asked once more after the consumer has been told that we sleep.
+        """
         with self._lock:
             try:
                 self._send_records_locked(wait=False)
@@ -167,7 +321,12 @@ class WorkerEnd:
                 self._closed = True
             mask = select.POLLIN | (select.POLLOUT if self._records else 0)
         self._readable.modify(self._packets.fileno(), mask)
-        self._readable.poll()
+        self._sleeps += 1
+        self._words[road.WORKER_ASLEEP] = self._sleeps
+        self._fence()
+        if not enough():
+            self._readable.poll()
+        self._words[road.WORKER_ASLEEP] = 0
         self._read_orders()
 
     def _read_orders(self) -> None:
@@ -179,65 +338,40 @@ class WorkerEnd:
             self._closed = True
 
     def _obey(self, data: bytes) -> None:
-        match data[0]:
+        kind, self._orders = PACKET.unpack_from(data)
+        match kind:
             case Kind.EPOCH:
-                self._epochs.append(EPOCH.unpack(data)[1])
-            case Kind.GRANT:
-                _, credits, taken, wanted, count = GRANT.unpack_from(data)
-                self._credits += credits
-                self._wanted = self._wanted or bool(wanted)
-                for _ in range(taken):
-                    self._bytes -= self._sizes.popleft()
-                with self._lock:
-                    for number in struct.unpack_from(f"<{count}I", data, GRANT.size):
-                        self._pool.came_home(number)
-            case _:  # Kind.STOP
+                self._epochs.append(NUMBER.unpack_from(data, PACKET.size)[0])
+            case Kind.STOP:
                 self._closed = True
+            case _:  # Kind.WAKE
+                pass
 
-    def _frame_locked(
-        self, data: bytes, buffers: Sequence[memoryview], with_dropped: bool = False
-    ) -> tuple[bytes, Block | None]:
-        """Lay out an item: a small pickle in the packet itself, everything large in a block."""
-        inline = len(data) <= INLINE_BYTES
-        parts = [*buffers] if inline else [memoryview(data), *buffers]
-        segments: list[tuple[int, int]] = []
-        end = 0
-        for part in parts:
-            begin = -(-end // ALIGNMENT) * ALIGNMENT
-            end = begin + part.nbytes
-            segments.append((begin, part.nbytes))
-        block = self._pool.take(end) if parts else None
-        dropped = self._pool.dropped() if with_dropped else []
-        for part, (begin, size) in zip(parts, segments, strict=True):
-            assert block is not None
-            block.memory[begin : begin + size] = part
-        table = b"".join([SEGMENT.pack(*segment) for segment in segments])
-        head = FRAME.pack(
-            len(data) if inline else 0, block.number if block else 0, len(segments), len(dropped)
-        )
-        gone = struct.pack(f"<{len(dropped)}I", *dropped)
-        return b"".join([head, gone, table, data if inline else b""]), block
-
-    def _emit(
-        self,
-        kind: int,
-        shard: int = 0,
-        number: int = 0,
-        body: bytes = b"",
-        block: Block | None = None,
-    ) -> None:
+    def _emit(self, kind: int, body: bytes = b"", fd: int | None = None) -> None:
         """Send one packet, and before it what was logged before it."""
+        self._flush_records()
         try:
             with self._lock:
-                self._send_records_locked(wait=True)
-                fds = (block.fd,) if block is not None and block.fd is not None else ()
-                self._packets.send(HEADER.pack(kind, self._sequence, shard, number) + body, fds)
-                self._sequence += 1
-                if block is not None:
-                    block.sent()
+                self._send_locked(kind, body, fd, wait=True)
         except OSError as error:
             self._closed = True
             raise Closed("the consumer left") from error
+
+    def _flush_records(self) -> None:
+        try:
+            with self._lock:
+                self._send_records_locked(wait=True)
+        except OSError as error:
+            self._closed = True
+            raise Closed("the consumer left") from error
+
+    def _send_locked(self, kind: int, body: bytes, fd: int | None, wait: bool) -> bool:
+        packet = PACKET.pack(kind, self._sequence) + body
+        if not self._packets.send(packet, () if fd is None else (fd,), wait=wait):
+            return False
+        self._sequence += 1
+        self._words[road.PACKETS] = self._sequence
+        return True
 
     def _send_records_locked(self, wait: bool) -> None:
         while True:
@@ -246,17 +380,39 @@ class WorkerEnd:
                 self._lost_records = 0
             if not self._records:
                 return
-            frame, block = self._frame_locked(self._records[0], [])
-            fds = (block.fd,) if block is not None and block.fd is not None else ()
-            packet = HEADER.pack(Kind.RECORD, self._sequence, 0, 0) + frame
-            if not self._packets.send(packet, fds, wait=wait):
-                if block is not None:
-                    self._pool.came_home(block.number)
+            if not self._send_record_locked(self._records[0], wait):
                 return
-            if block is not None:
-                block.sent()
-            self._sequence += 1
             self._records.popleft()
+
+    def _send_record_locked(self, data: bytes, wait: bool) -> bool:
+        if len(data) <= INLINE_BYTES:
+            return self._send_locked(Kind.RECORD, data, None, wait)
+        fd = open_nameless(len(data))
+        try:
+            os.pwrite(fd, data, 0)
+            return self._send_locked(Kind.RECORD, b"", fd, wait)
+        finally:
+            os.close(fd)
+
+
+class _Severed:
+    """Keeps a forked copy of the worker, if its code runs on, from writing on the worker's road."""
+
+    def __init__(self, end: WorkerEnd) -> None:
+        self._end = weakref.ref(end)
+
+    def close(self) -> None:
+        end = self._end()
+        if end is not None:
+            end._closed, end._limit = True, 0
+
+
+def _copy(part: codec.Buffer, block: Block, begin: int) -> None:
+    """Copy a part of an item to its place in a block."""
+    if isinstance(part, np.ndarray):
+        np.ndarray(part.shape, part.dtype, block.memory, begin)[...] = part
+    else:
+        block.memory[begin : begin + part.nbytes] = part
 
 
 def _loss(count: int) -> logging.LogRecord:

@@ -24,7 +24,15 @@ def test_every_public_name_is_documented(thing):
 
 
 @pytest.mark.parametrize(
-    "thing", [enqueuer.GeneratorEnqueuer, enqueuer.Buffer, enqueuer.Shard, enqueuer.prefetch]
+    "thing",
+    [
+        enqueuer.GeneratorEnqueuer,
+        enqueuer.Buffer,
+        enqueuer.Shard,
+        enqueuer.prefetch,
+        enqueuer.empty,
+        enqueuer.empty_like,
+    ],
 )
 def test_what_one_uses_shows_an_example_that_runs(thing):
     assert ">>>" in inspect.getdoc(thing)

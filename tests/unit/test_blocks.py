@@ -30,14 +30,15 @@ class Road:
         for number in self.pool.dropped():
             self.map.drop(number)
         if block.fd is not None:
-            self.map.add(block.number, os.dup(block.fd))
-            block.sent()
+            self.map.add(block.number, [os.dup(block.fd)])
+        self.pool.sent(block)
         view = self.map.lease(block.number)[: array.nbytes]
         return block.number, np.frombuffer(view, array.dtype)
 
     def come_home(self):
-        for number in self.map.came_home():
-            self.pool.came_home(number)
+        home = self.map.home
+        while home:
+            self.pool.came_home([home.popleft()])
 
 
 def test_a_block_is_used_again_when_its_last_view_has_died():
@@ -74,11 +75,16 @@ def test_arrays_are_writable_and_outlive_both_sides():
     assert (array == np.arange(1, 10_001)).all()
 
 
+def sent(pool, size):
+    block = pool.take(size)
+    pool.sent(block)
+    return block
+
+
 def test_the_smallest_that_fits_is_taken():
     pool = BlockPool(keep=5)
-    small, large = pool.take(5000), pool.take(50_000)
-    pool.came_home(large.number)
-    pool.came_home(small.number)
+    small, large = sent(pool, 5000), sent(pool, 50_000)
+    pool.came_home([large.number, small.number])
     assert pool.take(4000) is small
     assert pool.take(30_000) is large
     pool.close()
@@ -86,19 +92,33 @@ def test_the_smallest_that_fits_is_taken():
 
 def test_a_far_too_large_block_is_not_wasted_on_a_small_item():
     pool = BlockPool(keep=5)
-    large = pool.take(1_000_000)
-    pool.came_home(large.number)
+    large = sent(pool, 1_000_000)
+    pool.came_home([large.number])
     assert pool.take(5000) is not large
     pool.close()
 
 
 def test_no_more_free_blocks_are_kept_than_asked():
     pool = BlockPool(keep=2)
-    taken = [pool.take(5000) for _ in range(5)]
-    for block in taken:
-        pool.came_home(block.number)
+    taken = [sent(pool, 5000) for _ in range(5)]
+    pool.came_home([block.number for block in taken])
     assert pool.dropped() == [block.number for block in taken[:3]]
     assert pool.dropped() == []
+    pool.close()
+
+
+def test_a_block_that_nobody_needs_any_more_is_given_back(monkeypatch):
+    pool = BlockPool(keep=5)
+    many = [sent(pool, 5000) for _ in range(4)]
+    pool.came_home([block.number for block in many])
+    for _ in range(3):
+        block = sent(pool, 5000)
+        assert block is many[-1]  # the one whose memory is still in the cache
+        pool.came_home([block.number])
+    assert pool.dropped() == []
+    monkeypatch.setattr(blocks, "_IDLE_S", 0.0)
+    assert sent(pool, 5000) is many[-1]
+    assert sorted(pool.dropped()) == [block.number for block in many[:-1]]
     pool.close()
 
 

@@ -1,7 +1,10 @@
 """Both ends of a channel in one process, over both kinds of sockets."""
 
 import logging
+import os
+import pickle
 import threading
+from collections import deque
 
 import numpy as np
 import pytest
@@ -10,11 +13,12 @@ from helpers import LIMIT, wait_until
 from enqueuer import Closed, TransportError
 from enqueuer.errors import ItemNotLoadable
 from enqueuer.messages import End, Failure, Item
-from enqueuer.transport import worker_end
-from enqueuer.transport.channel import HEADER, Credit, Kind
+from enqueuer.transport import road, worker_end
+from enqueuer.transport.channel import PACKET, Credit, Kind
 from enqueuer.transport.consumer_end import ConsumerEnd
-from enqueuer.transport.packets import Packets, pair
-from enqueuer.transport.worker_end import WorkerEnd
+from enqueuer.transport.packets import Descriptor, Packets, pair
+from enqueuer.transport.road import RING_BYTES, Road, open_road
+from enqueuer.transport.worker_end import WorkerEnd, greet
 
 
 class Channel:
@@ -22,10 +26,12 @@ class Channel:
 
     def __init__(self, kind, credit):
         ours, its = pair(kind)
+        memory = Descriptor(open_road())
         self.raw = Packets(its)
-        self.worker = WorkerEnd(self.raw)
-        self.worker.open(credit)
-        self.consumer = ConsumerEnd(Packets(ours), credit, "worker 0", batch=1)
+        greet(self.raw)
+        self.worker = WorkerEnd(self.raw, Road.of(memory.fileno()), credit)
+        self.consumer = ConsumerEnd(Packets(ours), Road.of(memory.fileno()), credit, "worker 0")
+        memory.close()
         self.errors = []
         self.thread = None
 
@@ -35,16 +41,35 @@ class Channel:
         def run():
             try:
                 for message in messages:
-                    self.worker.send(message)
+                    if isinstance(message, Item):
+                        self.worker.send_item(message.shard, message.number, message.value)
+                    else:
+                        self.worker.send(message)
             except BaseException as error:
                 self.errors.append(error)
 
         self.thread = threading.Thread(target=run)
         self.thread.start()
 
-    def pump(self, count):
-        """Read until `count` messages are in the inbox."""
-        wait_until(lambda: self.consumer.pump() or len(self.consumer.inbox) >= count)
+    def wait(self, count=1):
+        """Wait until so many items, or anything else, are there."""
+
+        def has_come():
+            self.consumer.pump()
+            return self.consumer.waiting >= count or self.is_other()
+
+        wait_until(has_come)
+
+    def is_other(self):
+        return self.consumer.has_message and not self.consumer.waiting
+
+    def take(self):
+        """Return the next message, and count it as consumed."""
+        wait_until(lambda: self.consumer.has_message)
+        (*taken,) = self.consumer.items(1, lambda shard: None) or ()
+        message = taken[0] if taken else self.consumer.other()
+        self.consumer.settle()
+        return message
 
     def join(self):
         self.thread.join(LIMIT)
@@ -79,60 +104,57 @@ def test_items_arrive_equal_and_writable(open_channel, size):
     channel = open_channel()
     value = {"x": np.arange(size), "text": "t" * size, "bytes": b"b" * size}
     channel.send(Item(3, 7, value), End(3))
-    channel.pump(2)
-    message = channel.consumer.take()
+    message = channel.take()
     assert (message.shard, message.number) == (3, 7)
     assert (message.value["x"] == value["x"]).all()
     message.value["x"] += 1
     assert message.value["text"] == value["text"]
     assert message.value["bytes"] == value["bytes"]
-    assert channel.consumer.take() == End(3)
+    assert channel.take() == End(3)
 
 
 def test_no_more_is_sent_than_there_is_credit_for(open_channel):
     channel = open_channel(items=2)
     channel.send(*items("a", "b", "c", "d"), End(0))
-    channel.pump(2)
-    channel.consumer.take()
+    channel.wait(2)
+    channel.take()
     channel.consumer.pump()
-    assert len(channel.consumer.inbox) == 1
+    assert channel.consumer.waiting == 1
     channel.consumer.grant(room=10)
-    channel.pump(2)
-    assert channel.consumer.items == 2
+    channel.wait(2)
+    assert channel.consumer.waiting == 2
     channel.consumer.grant(room=10)
     assert channel.consumer.load == 2
-    channel.consumer.take()
+    channel.take()
     channel.consumer.grant(room=0)
     assert channel.consumer.load == 1
-    channel.consumer.take()
+    channel.take()
     channel.consumer.grant(room=10)
     channel.join()
-    channel.pump(2)
-    assert [channel.consumer.take() for _ in range(2)] == [Item(0, 3, "d"), End(0)]
+    assert [channel.take() for _ in range(2)] == [Item(0, 3, "d"), End(0)]
 
 
 def test_without_credit_an_item_comes_when_it_is_wanted(open_channel):
     channel = open_channel(items=0, ask=True)
     channel.send(*items("a", "b"))
     for value in "ab":
-        wait_until(lambda: channel.consumer.pump() or channel.consumer.asked)
-        assert not channel.consumer.inbox
+        wait_until(lambda: channel.consumer.is_asking)
+        assert not channel.consumer.has_message
         channel.consumer.grant(room=0, wanted=True)
         channel.consumer.grant(room=0, wanted=True)  # said twice, it is still one
-        channel.pump(1)
-        assert channel.consumer.take().value == value
+        channel.wait(1)
+        assert channel.take().value == value
     channel.join()
 
 
 def test_bytes_that_wait_are_bounded(open_channel):
     channel = open_channel(items=10, waiting_bytes=250_000)
     channel.send(*items(*[np.zeros(100_000, np.uint8)] * 3))
-    channel.pump(2)
-    channel.consumer.pump()
-    assert channel.consumer.items == 2
-    channel.consumer.take()
+    channel.wait(2)
+    assert channel.consumer.waiting == 2
+    channel.take()
     channel.consumer.grant(room=10)
-    channel.pump(2)
+    channel.wait(2)
     channel.join()
 
 
@@ -141,7 +163,7 @@ def test_what_is_too_large_comes_when_it_is_wanted(open_channel):
     channel.send(*items(np.zeros(100_000)))
     channel.consumer.grant(room=10)
     channel.consumer.grant(room=10, wanted=True)
-    channel.pump(1)
+    channel.wait(1)
     channel.join()
 
 
@@ -149,11 +171,11 @@ def test_blocks_are_used_again(open_channel):
     channel = open_channel(items=1)
     for number in range(20):
         channel.send(Item(0, number, np.full(100_000, number)))
-        channel.pump(1)
+        channel.wait(1)
         channel.join()
-        assert (channel.consumer.take().value == number).all()
+        assert (channel.take().value == number).all()
         channel.consumer.grant(room=10)
-    assert channel.worker._pool._count <= 2
+    assert channel.worker.pool._count <= 2
 
 
 def test_what_is_kept_is_never_overwritten(open_channel):
@@ -161,9 +183,9 @@ def test_what_is_kept_is_never_overwritten(open_channel):
     kept = []
     for number in range(20):
         channel.send(Item(0, number, np.full(100_000, number)))
-        channel.pump(1)
+        channel.wait(1)
         channel.join()
-        kept.append(channel.consumer.take().value)
+        kept.append(channel.take().value)
         channel.consumer.grant(room=10)
     assert all((array == number).all() for number, array in enumerate(kept))
 
@@ -171,8 +193,7 @@ def test_what_is_kept_is_never_overwritten(open_channel):
 def test_an_error_arrives_as_itself(open_channel):
     channel = open_channel()
     channel.send(Failure(1, 5, KeyError("k" * 100_000)))
-    channel.pump(1)
-    failure = channel.consumer.take()
+    failure = channel.take()
     assert (failure.shard, failure.number) == (1, 5)
     assert failure.error.args == ("k" * 100_000,)
 
@@ -189,12 +210,11 @@ class Explosive:
 def test_an_item_that_cannot_be_loaded_is_a_failure_and_the_next_is_fine(open_channel):
     channel = open_channel()
     channel.send(*items("a", Explosive(), "c"))
-    channel.pump(3)
-    assert channel.consumer.take() == Item(0, 0, "a")
-    failure = channel.consumer.take()
+    assert channel.take() == Item(0, 0, "a")
+    failure = channel.take()
     assert isinstance(failure.error, ItemNotLoadable)
     assert "cannot be loaded" in str(failure.error.__cause__)
-    assert channel.consumer.take() == Item(0, 2, "c")
+    assert channel.take() == Item(0, 2, "c")
 
 
 def record(text):
@@ -209,7 +229,7 @@ def test_records_come_in_their_order_among_items(open_channel):
     channel.worker.send_record(record("two" * 10_000))
     wait_until(lambda: channel.consumer.pump() or len(channel.consumer.records) == 2)
     assert [r.getMessage() for r in channel.consumer.records] == ["one", "two" * 10_000]
-    assert len(channel.consumer.inbox) == 1
+    assert channel.consumer.waiting == 1
 
 
 def test_a_flood_of_records_never_waits_and_is_counted(open_channel, monkeypatch):
@@ -224,7 +244,7 @@ def test_a_flood_of_records_never_waits_and_is_counted(open_channel, monkeypatch
         channel.consumer.pump()
         while channel.consumer.records:
             texts.append(channel.consumer.records.popleft().getMessage())
-        return channel.consumer.inbox
+        return channel.consumer.has_message
 
     wait_until(ended)
     channel.join()
@@ -246,9 +266,10 @@ def test_a_record_of_a_destructor_in_the_middle_of_a_send_does_no_harm(open_chan
     with channel.worker._lock:  # as a destructor would find it
         channel.worker.send_record(record("while sending"))
     channel.send(*items(Logs()))
-    channel.pump(1)
+    channel.wait(1)
     channel.join()
-    assert channel.consumer.take().value == "logs"
+    assert channel.take().value == "logs"
+    channel.consumer.pump()
     texts = [r.getMessage() for r in channel.consumer.records]
     assert texts == ["while sending", "while pickling"]
 
@@ -272,8 +293,7 @@ def test_epochs_are_told(open_channel):
 
 def test_a_gap_in_the_sequence_is_an_error(open_channel):
     channel = open_channel()
-    channel.raw.send(HEADER.pack(Kind.HELLO, 0, 0, 0))
-    channel.raw.send(HEADER.pack(Kind.END, 2, 0, 0))
+    channel.raw.send(PACKET.pack(Kind.WAKE, 2))
     with pytest.raises(TransportError, match="sent packet 2, but 1 was due"):
         wait_until(lambda: channel.consumer.pump())
     assert channel.consumer.greeted
@@ -281,15 +301,82 @@ def test_a_gap_in_the_sequence_is_an_error(open_channel):
 
 def test_a_repeated_packet_is_passed_over(open_channel):
     channel = open_channel()
-    for sequence in (0, 0, 1):
-        channel.raw.send(HEADER.pack(Kind.END, sequence, sequence, 0))
-    channel.pump(2)
-    assert [channel.consumer.take() for _ in range(2)] == [End(0), End(1)]
-    assert not channel.consumer.inbox
+    body = pickle.dumps(record("once").__dict__)
+    for sequence in (1, 1, 2):
+        channel.raw.send(PACKET.pack(Kind.RECORD, sequence) + body)
+    wait_until(lambda: channel.consumer.pump() or len(channel.consumer.records) == 2)
+    channel.consumer.pump()
+    assert len(channel.consumer.records) == 2
 
 
 def test_nonsense_is_an_error(open_channel):
     channel = open_channel()
     channel.raw.send(b"?")
-    with pytest.raises(TransportError, match="malformed"):
+    with pytest.raises(TransportError, match="malformed packet"):
         wait_until(lambda: channel.consumer.pump())
+    channel.worker._put(99, 0, 0, b"", b"")
+    assert list(channel.consumer.items(1, lambda shard: None)) == []
+    with pytest.raises(TransportError, match="malformed frame"):
+        channel.consumer.other()
+
+
+def test_many_laps_of_the_ring_with_frames_of_every_size(open_channel):
+    channel = open_channel(items=1000)
+    sizes = [(number * 7919) % 16_000 for number in range(1000)]
+    channel.send(*items(*[bytes([size % 256]) * size for size in sizes]))
+    for number, size in enumerate(sizes):
+        assert channel.take() == Item(0, number, bytes([size % 256]) * size)
+        channel.consumer.grant(room=1000)
+    channel.join()
+    assert sum(sizes) > 10 * RING_BYTES
+
+
+def test_a_full_ring_makes_the_worker_wait(open_channel):
+    channel = open_channel(items=1000)
+    channel.send(*items(*[bytes(10_000)] * 100))
+    wait_until(lambda: channel.consumer._words[road.WORKER_ASLEEP])
+    assert 10 < channel.consumer.waiting < 100
+    for number in range(100):
+        assert channel.take().number == number
+        channel.consumer.grant(room=1000)
+    channel.join()
+
+
+def test_an_exception_of_a_signal_handler_in_the_middle_of_an_item_loses_nothing(open_channel):
+    channel = open_channel()
+    channel.send(*items("a", Interrupts(), "c"))
+    channel.join()
+    taken = deque()
+    Interrupts.error = TimeoutError("from a signal handler")
+    taken.extend(channel.consumer.items(10, lambda shard: None))
+    Interrupts.error = None
+    with pytest.raises(TimeoutError):
+        channel.consumer.other()
+    taken.extend(channel.consumer.items(10, lambda shard: None))
+    assert [item.value for item in taken] == ["a", "whole", "c"]
+
+
+def interrupted():
+    if Interrupts.error is not None:
+        raise Interrupts.error
+    return "whole"
+
+
+class Interrupts:
+    error = None
+
+    def __reduce__(self):
+        return interrupted, ()
+
+
+def test_a_forked_copy_cannot_write_on_the_road(open_channel):
+    channel = open_channel()
+    pid = os.fork()
+    if not pid:
+        try:
+            channel.worker.send_item(0, 0, "from the copy")
+        except Closed:
+            os._exit(7)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    assert not channel.consumer.has_message

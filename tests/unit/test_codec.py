@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from enqueuer import ItemNotPicklable, WorkerError
 from enqueuer.transport import codec
+from enqueuer.transport.blocks import OUT_OF_BAND_BYTES
 
 Pair = collections.namedtuple("Pair", "a b")
 
@@ -26,8 +27,10 @@ class Batch:
 
 
 def there_and_back(value):
-    data, buffers = codec.encode(value)
-    return codec.decode(data, [memoryview(bytearray(view)) for view in buffers])
+    data, buffers = codec.Encoder().encode(value)
+    return codec.decode(
+        data, [memoryview(bytearray(np.asarray(view).tobytes())) for view in buffers]
+    )
 
 
 LARGE = 5000
@@ -72,7 +75,7 @@ def test_masked_and_read_only_arrays_stay_so():
 
 def test_large_buffers_are_beside_the_pickle_and_not_copied():
     array = np.arange(100_000)
-    data, buffers = codec.encode({"x": array, "y": 1})
+    data, buffers = codec.Encoder().encode({"x": array, "y": 1})
     assert len(data) < 1000
     (view,) = buffers
     assert np.shares_memory(np.frombuffer(view, array.dtype), array)
@@ -81,8 +84,8 @@ def test_large_buffers_are_beside_the_pickle_and_not_copied():
 
 
 def test_buffers_beyond_a_number_go_into_the_pickle():
-    arrays = [np.full(codec.OUT_OF_BAND_BYTES, n % 256, np.uint8) for n in range(1030)]
-    _, buffers = codec.encode(arrays)
+    arrays = [np.full(OUT_OF_BAND_BYTES, n % 256, np.uint8) for n in range(1030)]
+    _, buffers = codec.Encoder().encode(arrays)
     assert len(buffers) == codec._MOST_BUFFERS
     assert all((a == b).all() for a, b in zip(there_and_back(arrays), arrays, strict=True))
 
@@ -131,14 +134,14 @@ def test_a_local_class_comes_back_as_itself():
 )
 def test_the_part_that_cannot_be_pickled_is_named(value, says):
     with pytest.raises(ItemNotPicklable, match=says):
-        codec.encode(value)
+        codec.Encoder().encode(value)
 
 
 def test_the_culprit_is_found_in_a_nest_that_contains_itself():
     nest = []
     nest += [nest, threading.Lock()]
     with pytest.raises(ItemNotPicklable, match=r"item\[1\] is a _thread.lock"):
-        codec.encode(nest)
+        codec.Encoder().encode(nest)
 
 
 def test_a_nest_that_is_too_deep_is_refused_as_an_item():
@@ -146,7 +149,7 @@ def test_a_nest_that_is_too_deep_is_refused_as_an_item():
     for _ in range(100_000):
         nest = [nest]
     with pytest.raises(ItemNotPicklable, match="recursion"):
-        codec.encode(nest)
+        codec.Encoder().encode(nest)
     while nest:  # at once it would be too deep for Python 3.10, too
         nest = nest.pop()
 

@@ -17,6 +17,9 @@ class Road(list):
         self.limit = limit
         self.epochs = list(epochs)
 
+    def send_item(self, shard, number, value):
+        self.send(Item(shard, number, value))
+
     def send(self, message):
         if len(self) >= self.limit:
             raise Closed("enough")

@@ -1,0 +1,103 @@
+"""Arrays that lie in shared memory already, so that yielding them costs no copy.
+
+    in a process worker:  empty() -> a block of shared memory -> yield -> the consumer, uncopied
+    anywhere else:        empty() -> numpy.empty()
+
+This is the one file that holds where arrays are made in this process; a worker sets it once,
+before it runs any code of the user's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from enqueuer.transport.blocks import OUT_OF_BAND_BYTES
+
+Maker = Callable[[tuple[int, ...], np.dtype[Any]], np.ndarray]
+
+_make: Maker | None = None
+
+
+def empty(shape: int | Sequence[int], dtype: DTypeLike = float) -> np.ndarray:
+    """Return an array to fill and to yield, which a process worker then sends without a copy.
+
+    It is like `numpy.empty`, and outside of a process worker it is just that, so the same
+    generator runs on threads and in a plain loop. In a process worker an array of 16 KiB or
+    more lies in shared memory. Yield it, or a view of it, alone or inside a batch: whatever its
+    size, nothing is copied on its way, and the consumer gets an ordinary, writable array.
+
+    The rule: it is the generator's until it is yielded, and the consumer's from then on. Ask
+    for a new one for each batch. The yielded array becomes read-only in the worker, so that
+    writing to it later is a `ValueError`; if other views of it are still referred to, which
+    could be written to unnoticed, the batch is copied instead. (A memoryview or a tensor that
+    was made of it cannot be counted: do not keep these.)
+
+    Args:
+        shape: Of the whole batch, e.g. `(64, 224, 224, 3)`, or its length.
+        dtype: Anything `numpy.dtype` takes; float64 by default, as in numpy.
+
+    Returns:
+        A writable, C-contiguous array; its contents are undefined.
+
+    Raises:
+        BlockMemoryError: There is no shared memory of that size; a MemoryError.
+
+    Example:
+        >>> def batches(shard):
+        ...     for number in shard.split(range(4)):
+        ...         batch = empty((64, 1000), "float32")
+        ...         batch[:] = number
+        ...         yield batch
+        >>> from enqueuer import prefetch
+        >>> [float(batch.mean()) for batch in prefetch(batches, backend="process")]
+        [0.0, 1.0, 2.0, 3.0]
+    """
+    kind = np.dtype(dtype)
+    if _make is None or kind.hasobject:
+        return np.empty(shape, kind)
+    lengths = (shape,) if isinstance(shape, int) else tuple(shape)
+    nbytes = kind.itemsize
+    for length in lengths:
+        nbytes *= length
+    if nbytes < OUT_OF_BAND_BYTES:  # that is cheaper to copy; and numpy refuses negative ones
+        return np.empty(lengths, kind)
+    return _make(lengths, kind)
+
+
+def empty_like(prototype: Any, dtype: DTypeLike | None = None) -> np.ndarray:
+    """Return `empty(prototype.shape, dtype or prototype.dtype)`.
+
+    Args:
+        prototype: An array, or what `numpy.asarray` makes one of.
+        dtype: Of the result; None, the default, takes the prototype's.
+
+    Raises:
+        BlockMemoryError: As for `empty`.
+
+    Example:
+        >>> empty_like([[1.5, 2.5]]).shape
+        (1, 2)
+    """
+    array = np.asarray(prototype)
+    return empty(array.shape, array.dtype if dtype is None else dtype)
+
+
+def make_in(maker: Maker) -> None:
+    """Have `empty` ask `maker` for large arrays, in this process alone."""
+    global _make
+    _make = maker
+
+
+def _forget() -> None:
+    global _make
+    _make = None
+
+
+# a process that the generator forks must not fill the blocks of its parent
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

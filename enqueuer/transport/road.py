@@ -1,0 +1,137 @@
+"""The road from one worker to the consumer: a ring of frames in memory that both have mapped.
+
+    worker   --- frames: items, ends, failures --->   consumer
+    worker   --- WRITTEN, SENT, ...     | words |
+                                        | words |     READ, LIMIT, ... --- consumer
+    worker   <-- numbers of blocks that came home --- consumer
+
+Nothing here is a system call, and there is no lock. Each word has one writer. A frame counts
+once WRITTEN says so, and that is stored last: a worker that is killed in the middle of a frame
+leaves nothing half said, and what it had written before can be read after its death.
+
+Sleeping is the only thing that needs the socket. Who is about to sleep says so (a new number in
+its ASLEEP word), then looks once more; who has written something looks whether the other is
+asleep, and wakes it with a packet. A fence between the two steps, on either side, makes sure
+that at least one of them sees what the other has stored.
+"""
+
+from __future__ import annotations
+
+import mmap
+import platform
+import threading
+from collections.abc import Callable
+
+from enqueuer.transport.blocks import map_shared, open_nameless
+
+# Words of 8 bytes. The worker's, in a cache line of their own:
+WRITTEN = 0  # bytes of frames, ever
+SENT = 1  # items, ever
+PACKETS = 2  # on the socket, ever: look there
+WORKER_ASLEEP = 3  # 0, or a number that is new with each sleep
+ASKING = 4  # 1 + the number of the item that it holds without credit
+HOME_READ = 5  # numbers of blocks read, ever
+# The consumer's, in another:
+READ = 8  # bytes of frames, ever
+TAKEN = 9  # items, ever
+LIMIT = 10  # how many items may be sent, ever: the credits
+WANTED = 11  # 1 + the number of the item that the consumer waits for
+ORDERS = 12  # on the socket, ever: look there
+CONSUMER_ASLEEP = 13
+HOME_WRITTEN = 14  # numbers of blocks, ever
+
+_WORDS_BYTES = 128
+_HOME_PLACES = 4096  # numbers of 4 bytes
+_FRAMES_AT = _WORDS_BYTES + 4 * _HOME_PLACES
+
+RING_BYTES = 448 * 1024  # of frames that wait; the cache of a core holds them all
+MOST_FRAME_BYTES = 64 * 1024
+SIZE_BYTES = _FRAMES_AT + RING_BYTES + MOST_FRAME_BYTES
+
+# Elsewhere a processor may let others see two stores, or do two loads, in another order.
+IS_STRONG = platform.machine().lower() in {"x86_64", "amd64", "i686", "i386"}
+
+
+class Road:
+    """One side's view of the road.
+
+    Attributes:
+        words: The numbers above, by index.
+        frames: The ring. A frame begins at its position modulo `RING_BYTES` and may run on
+            beyond that, so that each lies in one piece; behind one that does a new lap begins.
+        fence: Has everything stored before it seen by others before anything is loaded after.
+    """
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        view = memoryview(memory)
+        self.words = view[:_WORDS_BYTES].cast("Q")
+        self.frames = view[_FRAMES_AT:]
+        self._home = view[_WORDS_BYTES:_FRAMES_AT].cast("I")
+        self.fence = _make_fence()
+
+    @classmethod
+    def of(cls, fd: int) -> Road:
+        """Map the memory behind a descriptor, which stays the caller's.
+
+        Raises:
+            OSError: There is no address space or no descriptor left.
+        """
+        return cls(map_shared(fd, SIZE_BYTES))
+
+    def order(self) -> None:
+        """Keep stores before it before those after it, and loads likewise."""
+        if not IS_STRONG:
+            self.fence()
+
+    def home(self, number: int) -> bool:
+        """Tell the worker that a block came home; return whether there was room to say so.
+
+        Called by the consumer only.
+        """
+        written = self.words[HOME_WRITTEN]
+        if written - self.words[HOME_READ] == _HOME_PLACES:
+            return False
+        self._home[written % _HOME_PLACES] = number
+        self.order()
+        self.words[HOME_WRITTEN] = written + 1
+        return True
+
+    def came_home(self) -> list[int]:
+        """Read the numbers of blocks that came home. Called by the worker only."""
+        read, written = self.words[HOME_READ], self.words[HOME_WRITTEN]
+        if read == written:
+            return []
+        self.order()
+        numbers = [self._home[place % _HOME_PLACES] for place in range(read, written)]
+        self.words[HOME_READ] = written
+        return numbers
+
+
+def _make_fence() -> Callable[[], None]:
+    """Return a function that is a full memory barrier, as far as Python can make one.
+
+    To take a lock and to release it are atomic operations; on x86 each is a full barrier,
+    elsewhere a barrier in one direction, so that a release before another taking makes a full
+    one.
+    """
+    lock = threading.Lock()
+    take, release = lock.acquire, lock.release
+
+    def fence() -> None:
+        take(False)  # tried, not waited for: an exception of a signal handler may have left it so
+        release()
+
+    def fence_twice() -> None:
+        fence()
+        fence()
+
+    return fence if IS_STRONG else fence_twice
+
+
+def open_road() -> int:
+    """Return a descriptor of the memory for a road.
+
+    Raises:
+        OSError: There is no memory or no descriptor left.
+    """
+    return open_nameless(SIZE_BYTES)

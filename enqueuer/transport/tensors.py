@@ -1,0 +1,52 @@
+"""A torch tensor <-> a numpy array of the same memory, so that it crosses without a copy.
+
+torch is not imported here for those who have no tensors: the worker that yields one has
+imported it already, and the consumer imports it when the first one comes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+# numpy has no bfloat16 and no float8: a tensor travels as numbers of the same size
+_CARRIERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
+
+
+def reduce_tensor(tensor: Any) -> Any:
+    """Reduce a tensor for pickle: to an array, or in torch's own way if it is not a plain one.
+
+    Plain is what lies in the memory of the CPU and needs no gradient. The order of the
+    dimensions in memory is kept (channels last, for example); gaps are not.
+    """
+    if not _is_plain(tensor):
+        return tensor.__reduce_ex__(5)
+    torch = sys.modules["torch"]
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
+    carrier = getattr(torch, _CARRIERS[tensor.element_size()])
+    array = tensor.permute(order).view(carrier).numpy()
+    return as_tensor, (array, str(tensor.dtype).removeprefix("torch."), order)
+
+
+def as_tensor(array: np.ndarray, dtype: str, order: Sequence[int]) -> Any:
+    """Return the tensor that `reduce_tensor` was given; it shares the array's memory."""
+    torch = importlib.import_module("torch")
+    tensor = torch.from_numpy(array).view(getattr(torch, dtype))
+    return tensor.permute([order.index(dim) for dim in range(len(order))])
+
+
+def _is_plain(tensor: Any) -> bool:
+    torch = sys.modules["torch"]
+    return (
+        tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and not (tensor.requires_grad or tensor.is_quantized)
+        and not (tensor.is_conj() or tensor.is_neg())
+        and tensor.element_size() in _CARRIERS
+        and not tensor.__dict__
+    )
