@@ -9,21 +9,23 @@ before it runs any code of the user's.
 
 from __future__ import annotations
 
+import math
+import operator
 import os
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, SupportsIndex
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from enqueuer.transport.blocks import OUT_OF_BAND_BYTES
 
-Maker = Callable[[tuple[int, ...], np.dtype[Any]], np.ndarray]
+Maker = Callable[[Sequence[SupportsIndex], np.dtype[Any]], np.ndarray]
 
 _make: Maker | None = None
 
 
-def empty(shape: int | Sequence[int], dtype: DTypeLike = float) -> np.ndarray:
+def empty(shape: SupportsIndex | Iterable[SupportsIndex], dtype: DTypeLike = float) -> np.ndarray:
     """Return an array to fill and to yield, which a process worker then sends without a copy.
 
     It is like `numpy.empty`, and outside of a process worker it is just that, so the same
@@ -58,13 +60,10 @@ def empty(shape: int | Sequence[int], dtype: DTypeLike = float) -> np.ndarray:
         [0.0, 1.0, 2.0, 3.0]
     """
     kind = np.dtype(dtype)
-    if _make is None or kind.hasobject:
-        return np.empty(shape, kind)
-    lengths = (shape,) if isinstance(shape, int) else tuple(shape)
-    nbytes = kind.itemsize
-    for length in lengths:
-        nbytes *= length
-    if nbytes < OUT_OF_BAND_BYTES:  # that is cheaper to copy; and numpy refuses negative ones
+    lengths = tuple(shape) if isinstance(shape, Iterable) else (operator.index(shape),)
+    # small ones are cheaper to copy, and what is negative numpy refuses with its own words
+    is_large = math.prod(map(int, lengths)) * kind.itemsize >= OUT_OF_BAND_BYTES
+    if _make is None or kind.hasobject or not is_large:
         return np.empty(lengths, kind)
     return _make(lengths, kind)
 

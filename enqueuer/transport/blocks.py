@@ -32,7 +32,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 
@@ -208,13 +208,13 @@ class BlockPool:
         with self._lock:
             return self._take_locked(size)
 
-    def make(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+    def make(self, shape: Sequence[SupportsIndex], dtype: np.dtype[Any]) -> np.ndarray:
         """Return an array that lies in a block of its own, for the generator to fill.
 
         Raises:
             BlockMemoryError: The system has no memory or no descriptor for it.
         """
-        size = math.prod(shape) * dtype.itemsize
+        size = math.prod(map(int, shape)) * dtype.itemsize
         with self._lock:
             block = self._take_locked(size)
             root = np.frombuffer(block.memory, np.uint8)

@@ -1,0 +1,229 @@
+"""What must come through: equal, of the same type, writable, and unharmed by the generator."""
+
+import collections
+import dataclasses
+import gc
+import os
+import threading
+
+import numpy as np
+import psutil
+import pytest
+from helpers import LIMIT
+
+from enqueuer import GeneratorEnqueuer
+
+LARGE = 50_000
+
+
+class Image(np.ndarray):
+    """A subclass with an attribute of its own, and pickle told about it."""
+
+    source = ""
+
+    def __reduce__(self):
+        function, arguments, state = super().__reduce__()
+        return function, arguments, (state, self.source)
+
+    def __setstate__(self, state):
+        super().__setstate__(state[0])
+        self.source = state[1]
+
+
+Pair = collections.namedtuple("Pair", "a b")
+
+
+@dataclasses.dataclass
+class Batch:
+    """A batch as people write it."""
+
+    x: np.ndarray
+    names: list
+
+
+def image():
+    array = np.arange(LARGE).view(Image)
+    array.source = "camera"
+    return array
+
+
+def masked(size):
+    return np.ma.array(np.arange(size), mask=np.arange(size) % 3 == 0, fill_value=7)
+
+
+def read_only():
+    array = np.arange(LARGE)
+    array.flags.writeable = False
+    return array
+
+
+def of(dtype):
+    """Return a small and a large array of a dtype."""
+    return [np.arange(size).astype(dtype) for size in (3, LARGE)]
+
+
+STRUCTURED = np.dtype([("a", "i1"), ("b", "f8", (2,)), ("c", "S3")], align=True)
+ITEMS = {
+    **{dtype: of(dtype) for dtype in ("f2", "f4", "f8", "g", "c8", "c16", "G", "?", "u1", ">i8")},
+    **{dtype: of(dtype) for dtype in ("M8[ns]", "m8[D]", "S6", "U6", "O")},
+    "structured": [np.zeros(3, STRUCTURED), np.ones(LARGE, STRUCTURED)],
+    "no bytes": [np.zeros((0, 3)), np.zeros(3, "S0"), np.zeros((LARGE, 0), "M8[s]")],
+    "no dimension": [np.array(1.5), np.array("text"), np.float32(2), np.datetime64("2020-01-01")],
+    "fortran": [np.asfortranarray(np.arange(size).reshape(2, -1)) for size in (6, LARGE)],
+    "strided": [np.arange(size).reshape(2, -1)[:, ::-2] for size in (6, LARGE)],
+    "strided times": [np.arange(LARGE).astype("M8[s]")[::2]],
+    "transposed": [np.arange(LARGE).reshape(10, 50, -1).transpose(2, 0, 1)],
+    "broadcast": [np.broadcast_to(1.5, (300, 300))],
+    "read-only": [read_only()],
+    "masked": [masked(5), masked(LARGE), np.ma.array([1, 2]), np.ma.array([(1, 2.0)], "i,f")],
+    "records": [np.rec.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")])],
+    "subclass": [image()],
+    "bytes": [b"small", bytes(LARGE), bytearray(LARGE), "x" * LARGE],
+    "containers": [
+        {"dict": {"list": [1, (2, {3}), None]}, 5: frozenset("ab"), None: collections.deque([1])},
+        Pair(np.arange(LARGE), np.arange(3)),
+        collections.OrderedDict(b=1, a=2),
+        [np.arange(LARGE + n) for n in range(20)],
+    ],
+    "dataclass": [Batch(np.arange(LARGE), ["a", "b"])],
+    "plain": [0, -(10**30), 1.5, True, "ü", 1j, float("inf"), range(3), slice(1, 2), Ellipsis],
+}
+
+
+def everything(shard):
+    for values in ITEMS.values():
+        yield from values
+
+
+def assert_same(got, sent):
+    assert type(got) is type(sent)
+    if isinstance(sent, np.ndarray):
+        assert (got.dtype, got.shape) == (sent.dtype, sent.shape)
+        assert got.flags.f_contiguous or not sent.flags.f_contiguous
+        np.testing.assert_array_equal(np.ma.getdata(got), np.ma.getdata(sent))
+        np.testing.assert_array_equal(np.ma.getmask(got), np.ma.getmask(sent))
+    elif isinstance(sent, dict):
+        assert list(got) == list(sent)
+        for key in sent:
+            assert_same(got[key], sent[key])
+    elif isinstance(sent, (list, tuple)):
+        for pair in zip(got, sent, strict=True):
+            assert_same(*pair)
+    elif isinstance(sent, Batch):
+        assert_same(vars(got), vars(sent))
+    else:
+        assert got == sent
+
+
+def test_everything_comes_through_equal(backend):
+    with GeneratorEnqueuer(everything, **backend) as enqueuer:
+        for got, sent in zip(enqueuer, everything(None), strict=True):
+            assert_same(got, sent)
+            if isinstance(sent, Image):
+                assert got.source == "camera"
+            if isinstance(sent, np.ma.MaskedArray):
+                assert got.fill_value == sent.fill_value
+
+
+def test_arrays_arrive_writable_and_apart(process):
+    with GeneratorEnqueuer(everything, **process) as enqueuer:
+        for got, sent in zip(enqueuer, everything(None), strict=True):
+            # numpy keeps a read-only array so; a broadcast one cannot be written to either
+            if isinstance(got, np.ndarray) and sent.flags.writeable and got.size:
+                got[...] = got.flat[0]
+
+
+def mapped(shard):
+    path = os.path.join(os.environ["MAPPED"])
+    array = np.load(path, mmap_mode="r")
+    yield array[10 : LARGE // 10]
+    yield array[:3]
+
+
+def test_a_slice_of_a_mapped_file_comes_through(backend, tmp_path, monkeypatch):
+    monkeypatch.setenv("MAPPED", str(tmp_path / "array.npy"))
+    np.save(tmp_path / "array.npy", np.arange(LARGE).reshape(-1, 10))
+    with GeneratorEnqueuer(mapped, **backend) as enqueuer:
+        for got, sent in zip(enqueuer, mapped(None), strict=True):
+            assert isinstance(got, np.memmap)
+            np.testing.assert_array_equal(got, sent)
+
+
+def reuses_its_buffer(shard):
+    large, small = np.empty(LARGE), np.empty(3)
+    strided = np.empty((LARGE, 2))[:, 0]
+    batch = {"large": large, "small": small, "strided": strided, "list": []}
+    for number in range(30):
+        large[:] = small[:] = strided[:] = number
+        batch["list"].append(number)
+        yield batch
+
+
+def test_a_generator_may_use_its_buffers_again(process):
+    with GeneratorEnqueuer(reuses_its_buffer, max_queue_size=64, **process) as enqueuer:
+        batches = list(enqueuer)
+    for number, batch in enumerate(batches):
+        for key in ("large", "small", "strided"):
+            assert (batch[key] == number).all()
+        assert batch["list"] == list(range(number + 1))
+
+
+def numbered(shard):
+    for number in range(100):
+        yield np.full(LARGE, number), np.full(LARGE, -number)
+
+
+def test_what_is_kept_stays_as_it_was_also_after_stop(process):
+    with GeneratorEnqueuer(numbered, max_queue_size=3, **process) as enqueuer:
+        kept = [(a, memoryview(b[LARGE // 2 :])) for a, b in enqueuer]
+    gc.collect()
+    for number, (a, b) in enumerate(kept):
+        assert (a == number).all() and a.flags.writeable
+        assert (np.asarray(b) == -number).all()
+
+
+def dies(shard):
+    yield from numbered(shard)
+    os._exit(1)
+
+
+def test_what_is_kept_stays_as_it_was_after_a_death(process):
+    with GeneratorEnqueuer(dies, max_queue_size=3, **process) as enqueuer:
+        kept = []
+        with pytest.raises(ChildProcessError):
+            for pair in enqueuer:
+                kept.append(pair)
+    for number, (a, b) in enumerate(kept):
+        assert (a == number).all() and (b == -number).all()
+    assert len(kept) == 100
+
+
+def test_batches_may_be_dropped_in_any_thread(process):
+    """A lease ends where the last reference goes; that takes no lock, so it cannot hang."""
+    with GeneratorEnqueuer(numbered, max_queue_size=3, **process) as enqueuer:
+        for _ in range(5):
+            hold = [list(enqueuer)]
+            threads = [threading.Thread(target=hold.clear) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(LIMIT)
+                assert not thread.is_alive()
+
+
+def huge(shard):
+    yield {"array": np.full((9, 1 << 28), 7, np.uint8), "bytes": b"7" * (1 << 20)}
+    yield b"7" * ((1 << 31) + 1000)
+
+
+@pytest.mark.skipif(psutil.virtual_memory().available < 14e9, reason="needs 14 GB of memory")
+def test_more_than_2_gib_come_through():
+    with GeneratorEnqueuer(huge, backend="process", max_queue_size=1) as enqueuer:
+        batches = iter(enqueuer)
+        batch = next(batches)
+        assert batch["array"].shape == (9, 1 << 28)
+        assert (batch["array"][:, :: 1 << 16] == 7).all() and batch["array"][-1, -1] == 7
+        assert batch["bytes"] == b"7" * (1 << 20)
+        del batch
+        batch = next(batches)
+        assert len(batch) == (1 << 31) + 1000 and batch[-1:] == b"7"
