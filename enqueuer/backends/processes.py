@@ -177,8 +177,9 @@ class ProcessBackend:
                 return _obituary(dead, order)
             if expired:
                 raise TimeoutError("no batch in time")
-            self._ask_for(wanted)
-            self._sleep(wanted, deadline)
+            watched = self._workers if wanted is None else [wanted]
+            is_coming = self._ask_for(wanted)
+            self._sleep(watched, is_coming, deadline)
             expired = deadline is not None and time.monotonic() >= deadline
         return None
 
@@ -244,34 +245,32 @@ class ProcessBackend:
                 return worker
         return None
 
-    def _ask_for(self, wanted: Watched | None) -> None:
-        """Let the item come for which the consumer is about to wait."""
+    def _ask_for(self, wanted: Watched | None) -> bool:
+        """Let the item come for which the consumer is about to wait.
+
+        Returns:
+            Whether a worker has one that it may send now.
+        """
         if wanted is not None:
             wanted.channel.grant(self._room(), wanted=True)
-            return
-        asked = False
+            return True
+        is_coming = False
         for worker in self._in_rotation():
-            now = worker.channel.is_asking and not asked
-            asked = asked or now
+            now = worker.channel.is_asking and not is_coming
+            is_coming = is_coming or now
             worker.channel.grant(self._room(), wanted=now)
+        return is_coming
 
-    def _sleep(self, wanted: Watched | None, deadline: float | None) -> None:
+    def _sleep(self, watched: list[Watched], is_coming: bool, deadline: float | None) -> None:
         """Sleep until something comes, and read it. Woken by packets, deaths and close()."""
-        watched = self._workers if wanted is None else [wanted]
         try:
             for worker in watched:
                 worker.channel.fall_asleep()
-            if not any(self._is_news(worker, wanted) for worker in watched):
+            if not any(_has_news(worker, is_coming) for worker in watched):
                 self._poll(deadline)
         finally:
             for worker in watched:
                 worker.channel.wake_up()
-
-    def _is_news(self, worker: Watched, wanted: Watched | None) -> bool:
-        channel = worker.channel
-        if channel.has_message or channel.has_packets:
-            return worker.state is not WorkerState.DEAD or channel.has_message
-        return wanted is None and channel.is_asking and worker.state is not WorkerState.DEAD
 
     def _poll(self, deadline: float | None) -> None:
         starting = [w for w in self._workers if w.state is WorkerState.STARTING]
@@ -415,6 +414,16 @@ class ProcessBackend:
                 f"this enqueuer belongs to process {self._owner}, and this one, "
                 f"{os.getpid()}, was forked from it; make a new enqueuer here"
             )
+
+
+def _has_news(worker: Watched, is_coming: bool) -> bool:
+    """Tell whether there is something that a worker said before it was asked to wake us."""
+    channel = worker.channel
+    if channel.has_message:
+        return True
+    if worker.state is WorkerState.DEAD:
+        return False
+    return channel.has_packets or (channel.is_asking and not is_coming)
 
 
 def _obituary(worker: Watched, order: Order) -> Failure:

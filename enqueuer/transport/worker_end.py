@@ -41,6 +41,13 @@ from enqueuer.transport.road import CONSUMER_ASLEEP, ORDERS, RING_BYTES, SENT, W
 
 _MOST_RECORDS = 10_000  # kept while the socket is full; then they are counted and dropped
 
+_log = logging.getLogger("enqueuer")
+_COPIED = (
+    "an array of enqueuer.empty() is copied on its way, as another view of it is still referred "
+    "to in the generator (a loop's variable, say) and could be written to: `del` it before the "
+    "yield. This is said once a worker"
+)
+
 _ITEM = int(Kind.ITEM)
 _HEAD = FRAME.size
 _pack_head = FRAME.pack_into
@@ -80,6 +87,7 @@ class WorkerEnd:
         self._woken = 0  # the sleep of the consumer that was ended last
         self._orders = 0  # packets of the consumer that were read
         self.pool = BlockPool(keep=credit.items + 4)
+        self._told_of_copies = False
         self._severed = _Severed(self)
         close_in_children(self._severed)
 
@@ -245,6 +253,9 @@ class WorkerEnd:
                 sealed[number] = place[0].seal(self._encoder.arrays)
             if sealed[number]:
                 found[index] = place
+            elif not self._told_of_copies:
+                self._told_of_copies = True
+                _log.warning(_COPIED)
         return found
 
     # --- the road ---

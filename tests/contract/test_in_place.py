@@ -103,12 +103,15 @@ SOURCES = {f.__name__: f for f in (plain, a_view_and_a_nest, transposed, keeps_a
         ("small", 0),
     ],
 )
-def test_only_what_could_be_written_to_unnoticed_is_copied(process, source, copies, monkeypatch):
+def test_only_what_could_be_written_to_unnoticed_is_copied(
+    process, source, copies, monkeypatch, caplog
+):
     monkeypatch.setenv("SOURCE", source)
     with GeneratorEnqueuer(counts_copies, **process) as enqueuer:
         *batches, copied = enqueuer
     assert len(batches) == 5
     assert len(copied) == copies
+    assert caplog.text.count("`del` it before the yield") == bool(copies)
     if source == "keeps_a_view":
         assert all((batch == number).all() for number, batch in enumerate(batches))
 
