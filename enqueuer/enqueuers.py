@@ -390,11 +390,15 @@ class GeneratorEnqueuer(Generic[Batch]):
         """
         assert self._backend is not None
         while not self._ready and self._failure is None and not self._order.done:
+            self._backend.settle()
             try:
                 self._failure = self._backend.wait(self._order, deadline)
             except Closed:
                 return False
-            self._ready.extend(self._backend.take(self._order))
+            if self._failure is None and not self._order.done:
+                self._ready.extend(self._backend.take(self._order))
+            if len(self._ready) == 1:  # else those behind the first one still wait
+                self._backend.settle()
         self._over = not self._ready and self._failure is None
         return not self._over
 
@@ -536,10 +540,13 @@ class _Batches(Iterator[Batch]):
         self._ready = ready
 
     def __next__(self) -> Batch:
+        # What is ready is taken without the lock: `popleft` is one step. It is asked for first,
+        # or an error that `_next` raises would seem to come from the IndexError.
         if self._ready:
-            with contextlib.suppress(IndexError):  # another thread was faster
-                batch: Batch = self._ready.popleft().value  # type: ignore[assignment]  # as above
-                return batch
+            try:
+                return self._ready.popleft().value  # type: ignore[return-value]  # as in _open
+            except IndexError:  # another thread was faster
+                pass
         return self._enqueuer._next(self._ready)
 
 

@@ -91,7 +91,7 @@ class Backend(Protocol):
         """Tell the workers to run their shards once more."""
 
     def wait(self, order: Order, deadline: float | None) -> Failure | None:
-        """Wait until what is next in `order` can be taken; what was taken before is consumed.
+        """Wait until what is next in `order` can be taken.
 
         Called by one consumer at a time. Woken by a message, a death, and `close()`. Ends of
         shards are told to `order`; when all have ended there is nothing to wait for.
@@ -110,6 +110,9 @@ class Backend(Protocol):
         To be read by something written in C, such as `deque.extend`, so that an exception of a
         signal handler cannot strike while an item is in nobody's hands.
         """
+
+    def settle(self) -> None:
+        """Count all that was taken as consumed, so that as many others may be made."""
 
     def waiting(self) -> int:
         """Return how many finished items wait and were not taken."""

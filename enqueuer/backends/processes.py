@@ -151,12 +151,10 @@ class ProcessBackend:
     def begin(self, epoch: int) -> None:
         self._check_owner()
         for worker in self._workers:
-            worker.numbers.clear()
             worker.channel.begin(epoch)
 
     def wait(self, order: Order, deadline: float | None) -> Failure | None:
         self._check_owner()
-        self._settle()
         expired = False
         while not order.done:
             if self._closed:
@@ -184,21 +182,23 @@ class ProcessBackend:
         return None
 
     def take(self, order: Order) -> Iterator[Item]:
-        count = 0
-        while count < self._bunch and not order.done:
-            shard = order.turn()
-            worker = self._worker_of(shard) or self._workers[self._found]
-            # where several workers take turns there is one item of each at a time
-            in_a_row = shard is ANY or len(self._workers) == 1
-            before = count
-            for item in worker.channel.items(self._bunch - count if in_a_row else 1, order.took):
-                worker.numbers[item.shard] = item.number + 1
-                count += 1
-                yield item
-            if count == before or in_a_row:
-                break
-        if count == 1:  # or else those behind the first one still wait
-            self._settle()
+        shard = order.turn()
+        if shard is ANY or len(self._workers) == 1:
+            return self._workers[self._found].channel.items(self._bunch, order.took)
+        return self._take_in_turn(order)
+
+    def _take_in_turn(self, order: Order) -> Iterator[Item]:
+        for _ in range(self._bunch):
+            worker = None if order.done else self._worker_of(order.turn())
+            if worker is None or not worker.channel.has_message:
+                return
+            yield from worker.channel.items(1, order.took)
+
+    def settle(self) -> None:
+        for worker in self._workers:
+            if not worker.channel.is_settled:
+                worker.channel.settle()
+                worker.channel.grant(self._room())
 
     def waiting(self) -> int:
         self._check_owner()
@@ -221,13 +221,6 @@ class ProcessBackend:
         """Return the workers, beginning behind the last one served, so that all get their turn."""
         at = (self._found + 1) % len(self._workers)
         return self._workers[at:] + self._workers[:at]
-
-    def _settle(self) -> None:
-        """Give the places of what was consumed back to the workers."""
-        for worker in self._workers:
-            if not worker.channel.is_settled:
-                worker.channel.settle()
-                worker.channel.grant(self._room())
 
     def _room(self) -> int:
         """Return how many more items may wait; an item that was wanted may have taken a place."""
@@ -431,7 +424,7 @@ def _obituary(worker: Watched, order: Order) -> Failure:
     if shard is None:  # it had sent all of this epoch
         shard = worker.shards[0]
     error = WorkerDied(epitaph(worker), worker.index, worker.exitcode)
-    return Failure(shard, worker.numbers.get(shard, 0), error)
+    return Failure(shard, worker.channel.numbers.get(shard, 0), error)
 
 
 # --- the end of the interpreter ----------------------------------------------------------------

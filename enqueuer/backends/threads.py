@@ -94,6 +94,9 @@ class ThreadBackend:
             self._held = None
             yield item
 
+    def settle(self) -> None:
+        pass  # what is taken from a buffer makes room in it at once
+
     def waiting(self) -> int:
         messages = (message for buffer in self._buffers for message in buffer.snapshot())
         held = self._held is not None

@@ -10,7 +10,7 @@ import contextlib
 import os
 import select
 import signal
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from enqueuer.backends import WorkerState
 from enqueuer.backends.launching import Launched
@@ -40,7 +40,6 @@ class Watched:
     shards: tuple[int, ...]
     state: WorkerState = WorkerState.STARTING
     exitcode: int | None = None
-    numbers: dict[int, int] = field(default_factory=dict)  # of each shard's next item
     gone: bool = False  # whether the process has ended
 
     def move(self, new: WorkerState) -> None:

@@ -122,14 +122,20 @@ class Encoder:
         dtype = _portable_dtypes[array.dtype]
         if dtype is None:
             return array.__reduce_ex__(5)
-        if array.nbytes >= OUT_OF_BAND_BYTES:
-            self.arrays.append(array)
         flags = array.flags
+        is_large = array.nbytes >= OUT_OF_BAND_BYTES
+        if is_large:
+            self.arrays.append(array)
+        elif flags.carray:  # contiguous and writable: a bytearray spares the way through a buffer
+            try:
+                return np.ndarray, (array.shape, dtype, bytearray(array.data))
+            except ValueError:  # a datetime, for example: see _buffer_of
+                pass
         if flags.c_contiguous:
             return np.ndarray, (array.shape, dtype, _buffer_of(array))
         if flags.f_contiguous:
             return np.ndarray, (array.shape, dtype, _buffer_of(array), 0, array.strides)
-        if array.nbytes < OUT_OF_BAND_BYTES or len(self._buffers) == _MOST_BUFFERS:
+        if not is_large or len(self._buffers) == _MOST_BUFFERS:
             return np.ndarray, (array.shape, dtype, _buffer_of(array.copy()))
         # It is to be copied straight into its block. A buffer that pickle accepts stands for it;
         # the pickler's memo keeps that one, and so its id, for as long as this item takes.

@@ -33,6 +33,7 @@ class ConsumerEnd:
     Attributes:
         records: What the worker logged and nobody has handled yet.
         greeted: Whether the worker has said HELLO.
+        numbers: Of each shard's next item in this epoch, if one was taken.
     """
 
     def __init__(self, packets: Packets, way: Road, credit: Credit, describe: str) -> None:
@@ -57,6 +58,7 @@ class ConsumerEnd:
         self._blocks = BlockMap()
         self.records: deque[logging.LogRecord] = deque()
         self.greeted = False
+        self.numbers: dict[int, int] = {}
         self._words[road.LIMIT] = credit.items
 
     @property
@@ -97,6 +99,7 @@ class ConsumerEnd:
 
     def begin(self, epoch: int) -> None:
         """Tell the worker to run its shards for `epoch`."""
+        self.numbers.clear()
         self._tell(Kind.EPOCH, NUMBER.pack(epoch), wait=True)
 
     def ask_to_stop(self) -> None:
@@ -163,7 +166,7 @@ class ConsumerEnd:
             most: How many at most.
             took: Called with the shard of each item that is about to be yielded.
         """
-        frames, unpack, loads = self._frames, FRAME.unpack_from, pickle.loads
+        frames, numbers, unpack, loads = self._frames, self.numbers, FRAME.unpack_from, pickle.loads
         written = self._words[road.WRITTEN]
         self._road.order()
         while most > 0 and self._position < written:
@@ -184,6 +187,7 @@ class ConsumerEnd:
             del value, body
             most -= 1
             took(shard)
+            numbers[shard] = number + 1
             self._position = position
             self._given += 1
             yield item

@@ -36,8 +36,17 @@ from enqueuer.transport.channel import (
     Credit,
     Kind,
 )
+from enqueuer.transport.codec import SCALARS
 from enqueuer.transport.packets import Packets, close_in_children
-from enqueuer.transport.road import CONSUMER_ASLEEP, ORDERS, RING_BYTES, SENT, WRITTEN, Road
+from enqueuer.transport.road import (
+    CONSUMER_ASLEEP,
+    IS_STRONG,
+    ORDERS,
+    RING_BYTES,
+    SENT,
+    WRITTEN,
+    Road,
+)
 
 _MOST_RECORDS = 10_000  # kept while the socket is full; then they are counted and dropped
 
@@ -51,6 +60,7 @@ _COPIED = (
 _ITEM = int(Kind.ITEM)
 _HEAD = FRAME.size
 _pack_head = FRAME.pack_into
+_dumps = pickle.dumps
 
 Segment = tuple[Block, int, int]
 """A part of an item: the block that it lies in, where, and its bytes."""
@@ -101,10 +111,10 @@ class WorkerEnd:
             ItemNotPicklable: The item cannot be sent.
             BlockMemoryError: There is no memory to send it through.
         """
-        table = b""
+        table = 0
         buffers: Sequence[codec.Buffer] = ()
-        if type(value) in codec.SCALARS:
-            data = pickle.dumps(value, 5)
+        if type(value) in SCALARS:
+            data = _dumps(value, 5)
         else:
             data, buffers = self._encode(value)
         if buffers or len(data) > INLINE_BYTES or self._sent >= self._limit:
@@ -118,10 +128,11 @@ class WorkerEnd:
         """Send an end or a failure; needs no credit. Raises as `send_item`."""
         self.check()
         if isinstance(message, End):
-            self._put(Kind.END, message.shard, 0, b"", b"")
+            self._put(Kind.END, message.shard, 0, 0, b"")
         else:
             data, segments = self._lay_out(codec.encode_error(message.error), ())
-            self._put(Kind.FAILURE, message.shard, message.number, self._announce(segments), data)
+            table = self._announce(segments)
+            self._put(Kind.FAILURE, message.shard, message.number, len(table), table + data)
 
     def check(self) -> None:
         """Raise Closed if the consumer left."""
@@ -167,11 +178,11 @@ class WorkerEnd:
 
     # --- an item ---
 
-    def _prepare(self, data: bytes, buffers: Sequence[codec.Buffer]) -> tuple[bytes, bytes]:
+    def _prepare(self, data: bytes, buffers: Sequence[codec.Buffer]) -> tuple[bytes, int]:
         """Put large parts into blocks, and wait for credit.
 
         Returns:
-            The pickle as far as it goes into the frame, and the table of the parts that do not.
+            The body of the frame, and how much of it is the table of the parts in blocks.
         """
         self.check()
         size = len(data) + sum(buffer.nbytes for buffer in buffers)
@@ -181,7 +192,8 @@ class WorkerEnd:
             self._sizes.append(size)
             self._bytes += size
         self._wait_for_credit()
-        return data, self._announce(segments)
+        table = self._announce(segments)
+        return table + data, len(table)
 
     def _wait_for_credit(self) -> None:
         """Return when the item in hand may go."""
@@ -260,23 +272,20 @@ class WorkerEnd:
 
     # --- the road ---
 
-    def _put(self, kind: int, shard: int, number: int, table: bytes, data: bytes) -> None:
+    def _put(self, kind: int, shard: int, number: int, table: int, body: bytes) -> None:
         """Write a frame, wait for room if need be, and wake the consumer if it waits for it."""
         if self._records:  # what was logged before it and did not fit into the socket then
             self._flush_records()
-        head = _HEAD + len(table)
-        size = head + len(data)
+        size = _HEAD + len(body)
         if self._written + size - self._read > RING_BYTES:
             self._wait_for_room(size)
         frames, words = self._frames, self._words
         at = self._written % RING_BYTES
-        _pack_head(frames, at, size, len(table), kind, shard, number)
-        if table:
-            frames[at + _HEAD : at + head] = table
         end = at + size
-        frames[at + head : end] = data
+        _pack_head(frames, at, size, table, kind, shard, number)
+        frames[at + _HEAD : end] = body
         self._written = written = self._written - at + (end if end < RING_BYTES else RING_BYTES)
-        if not road.IS_STRONG:
+        if not IS_STRONG:
             self._fence()
         words[SENT] = self._sent
         words[WRITTEN] = written

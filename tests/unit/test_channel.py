@@ -314,7 +314,7 @@ def test_nonsense_is_an_error(open_channel):
     channel.raw.send(b"?")
     with pytest.raises(TransportError, match="malformed packet"):
         wait_until(lambda: channel.consumer.pump())
-    channel.worker._put(99, 0, 0, b"", b"")
+    channel.worker._put(99, 0, 0, 0, b"")
     assert list(channel.consumer.items(1, lambda shard: None)) == []
     with pytest.raises(TransportError, match="malformed frame"):
         channel.consumer.other()
