@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import importlib
 import multiprocessing
 import os
 import signal
@@ -16,10 +17,18 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from enqueuer.backends import HAS_FORKSERVER
 
 LIMIT = 30.0  # seconds; generous: only a hang reaches it
+
+
+def needs(package):
+    """Import a package; skip where it is not installed, unless all are to be there."""
+    if os.environ.get("ENQUEUER_NEEDS_ALL"):
+        return importlib.import_module(package)
+    return pytest.importorskip(package)
 
 
 def counting(shard):

@@ -1,0 +1,60 @@
+"""Grain: spawned processes, and a fresh piece of shared memory for each array."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+import grain
+
+from contestants import Setup
+
+_SHARED_FROM = 64 * 1024  # bytes; smaller arrays are faster in the pickle
+_ENDLESS = 1 << 40
+
+
+class _Items:
+    """A generator function as Grain wants it: something with indices. The indices are ignored."""
+
+    def __init__(self, source: Callable[[], Iterator[Any]]) -> None:
+        self._source = source
+        self._items: Iterator[Any] | None = None
+
+    def __len__(self) -> int:
+        return _ENDLESS
+
+    def __getitem__(self, index: int) -> Any:
+        if self._items is None:
+            self._items = self._source()
+        return next(self._items)
+
+
+@contextmanager
+def open(setup: Setup) -> Iterator[Iterator[Any]]:
+    """Give the items of `setup`."""
+    data = grain.MapDataset.source(_Items(setup.source)).to_iter_dataset(
+        grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)  # one reader, as a generator has
+    )
+    data = grain.experimental.WithOptionsIterDataset(
+        data, grain.experimental.DatasetOptions(min_shm_size=_SHARED_FROM)
+    )
+    data = data.mp_prefetch(
+        grain.MultiprocessingOptions(
+            num_workers=setup.workers,
+            per_worker_buffer_size=max(1, setup.queue_size // setup.workers),
+        )
+    )
+    with closing(iter(data)) as items:
+        yield items
+
+
+@contextmanager
+def open_threads(setup: Setup) -> Iterator[Iterator[Any]]:
+    """Give what `setup.call` returns, called by threads."""
+    data = grain.MapDataset.source(range(1_000_000)).map(setup.call)
+    options = grain.ReadOptions(
+        num_threads=setup.workers, prefetch_buffer_size=max(setup.workers, setup.queue_size)
+    )
+    with closing(iter(data.to_iter_dataset(options))) as items:
+        yield items

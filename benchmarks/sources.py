@@ -1,0 +1,91 @@
+"""What the workers run: generator functions that make distinct items and cost next to nothing.
+
+Whatever takes time is made by the worker, before its first item. Pickle sends an object that it
+has seen once more as a mere reference; so no item comes twice before all the others have come.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+IMAGES = (64, 224, 224, 3)
+LABELS = 64
+TINY_COUNT = 20_000  # distinct items, far more than any transport packs together
+
+
+def ring(shape: tuple[int, ...], dtype: str, count: int) -> Iterator[dict[str, Any]]:
+    """Yield `count` batches of `shape` in turn, for ever."""
+    rng = np.random.default_rng(0)
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    batches = []
+    for _ in range(count):
+        images = np.frombuffer(bytearray(rng.bytes(size)), dtype).reshape(shape)
+        batches.append({"x": images, "y": rng.integers(0, 10, LABELS)})
+    yield from itertools.cycle(batches)
+
+
+def fresh(shape: tuple[int, ...], dtype: str) -> Iterator[dict[str, Any]]:
+    """Yield batches that are new each time, as those of a real generator are."""
+    for n in itertools.count():
+        yield {"x": np.full(shape, n % 256, dtype), "y": np.full(LABELS, n)}
+
+
+def in_place(size: int) -> Iterator[np.ndarray]:
+    """Yield arrays of `size` bytes that lie in shared memory already, and are not filled."""
+    from enqueuer import empty  # only here: the peers' workers do not need it
+
+    while True:
+        yield empty((size,), "uint8")
+
+
+def tiny() -> Iterator[dict[str, np.ndarray]]:
+    """Yield dicts of two small arrays, for ever."""
+    items = [
+        {"x": np.full(8, n, np.float32), "y": np.full(1, n, np.int64)} for n in range(TINY_COUNT)
+    ]
+    yield from itertools.cycle(items)
+
+
+def ints() -> Iterator[int]:
+    """Yield integers, each an object of its own."""
+    yield from itertools.count(1 << 40)
+
+
+def python_work(steps: int) -> Iterator[dict[str, np.ndarray]]:
+    """Yield what takes `steps` rounds of a loop in Python, which holds the GIL."""
+    while True:
+        total = 0
+        for n in range(steps):
+            total += n * n % 7
+        yield {"x": np.array([total])}
+
+
+def sleeping(seconds: float) -> Iterator[dict[str, np.ndarray]]:
+    """Yield what one has to wait `seconds` for."""
+    for n in itertools.count():
+        yield wait(seconds, n)
+
+
+def wait(seconds: float, n: int) -> dict[str, np.ndarray]:
+    """Return item `n` after `seconds`."""
+    time.sleep(seconds)
+    return {"x": np.array([n])}
+
+
+def spinning(seconds: float) -> Iterator[dict[str, np.ndarray]]:
+    """Yield what takes `seconds` of work in Python."""
+    for n in itertools.count():
+        spin(seconds)
+        yield {"x": np.array([n])}
+
+
+def spin(seconds: float) -> None:
+    """Be busy in Python for `seconds` of this thread's own time, which the GIL may make longer."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass

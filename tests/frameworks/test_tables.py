@@ -1,0 +1,60 @@
+"""pandas and pyarrow: tables come through equal, and their columns go out of band."""
+
+import numpy as np
+import pytest
+from helpers import needs
+
+from enqueuer import GeneratorEnqueuer
+from enqueuer.transport import codec
+
+ROWS = 20_000
+
+
+def frames():
+    pandas = needs("pandas")
+    numbers = np.arange(ROWS)
+    frame = pandas.DataFrame(
+        {
+            "int": numbers,
+            "float": numbers / 3,
+            "bool": numbers % 2 == 0,
+            "time": pandas.date_range("2020-01-01", periods=ROWS, freq="s", tz="Europe/Vienna"),
+            "text": numbers.astype(str),
+            "kind": pandas.Categorical(np.array(["a", "b"])[numbers % 2]),
+            "maybe": pandas.array([1, None] * (ROWS // 2), dtype="Int64"),
+        }
+    )
+    yield frame
+    yield frame.iloc[::2]
+    yield frame.set_index(["int", "text"])[["float"]]
+    yield frame.head(3)
+    yield pandas.Series(numbers, name="numbers")
+    yield pandas.DataFrame(np.arange(4 * ROWS, dtype="f4").reshape(-1, 4)).T
+
+
+def tables():
+    arrow = needs("pyarrow")
+    numbers = np.arange(ROWS)
+    table = arrow.table({"int": numbers, "text": arrow.array(numbers.astype(str))})
+    yield table
+    yield table.slice(10, 100)
+    yield arrow.array([1, None, 3])
+    yield arrow.array([[1, 2], [], None] * ROWS)
+    yield table.to_batches()[0]
+
+
+@pytest.mark.parametrize("source", [frames, tables])
+def test_tables_come_through_equal(backend, source):
+    with GeneratorEnqueuer(source, max_queue_size=2, **backend) as enqueuer:
+        kept = list(zip(enqueuer, source(), strict=True))
+    for got, sent in kept:
+        assert type(got) is type(sent)
+        assert got.equals(sent)
+
+
+@pytest.mark.parametrize("source", [frames, tables])
+def test_large_columns_are_beside_the_pickle(source):
+    first = next(source())
+    data, buffers = codec.Encoder().encode(first[["int", "float"]] if source is frames else first)
+    assert len(data) < 2000
+    assert sum(buffer.nbytes for buffer in buffers) >= ROWS * 16

@@ -1,0 +1,134 @@
+"""torch tensors: equal, out of band, without a copy, and without torch for who has none."""
+
+import numpy as np
+import pytest
+from helpers import needs, run_program
+
+from enqueuer import GeneratorEnqueuer, empty
+from enqueuer.transport import codec
+
+torch = needs("torch")
+torch.set_num_threads(1)  # its thread pool does not survive a fork
+
+SIZE = 40_000
+DTYPES = "uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex64 complex128 bool"
+DTYPES = [*DTYPES.split(), "float8_e4m3fn", "float8_e5m2"]
+
+
+def filled(dtype, size=SIZE):
+    return (torch.arange(size) % 2).to(getattr(torch, dtype))
+
+
+def tensors():
+    for dtype in DTYPES:
+        yield filled(dtype, 3)
+        yield filled(dtype)
+    base = filled("float32").reshape(2, 4, 50, 100)
+    yield base.permute(3, 1, 0, 2)
+    yield base.contiguous(memory_format=torch.channels_last)
+    yield base[:, ::2, 10:, ::3]
+    yield filled("bfloat16").reshape(200, 200).T
+    yield torch.tensor(5.0).expand(300, 200)
+    yield torch.tensor(5)
+    yield torch.zeros(0, 3)
+    yield torch.zeros(3, requires_grad=True)
+    yield torch.nn.Parameter(torch.ones(SIZE))
+    yield torch.eye(5).to_sparse()
+    yield torch.ones(3, dtype=torch.complex64).conj()
+    tensor = torch.ones(3)
+    tensor.note = "with an attribute"
+    yield tensor
+
+
+def source(shard):
+    for tensor in tensors():
+        yield {"x": tensor, "nest": [tensor, 1]}
+
+
+def assert_same(got, sent):
+    assert type(got) is type(sent)
+    assert (got.dtype, got.shape, got.layout) == (sent.dtype, sent.shape, sent.layout)
+    assert got.requires_grad == sent.requires_grad
+    assert vars(got) == vars(sent)
+    if sent.layout is torch.strided and sent.is_contiguous():
+        assert got.stride() == sent.stride()
+    if sent.dtype.itemsize == 1 and sent.dtype.is_floating_point:
+        got, sent = got.float(), sent.float()
+    assert (got.to_dense() == sent.to_dense()).all()
+
+
+def test_every_tensor_comes_through_equal(backend):
+    with GeneratorEnqueuer(source, max_queue_size=3, **backend) as enqueuer:
+        kept = list(zip(enqueuer, source(None), strict=True))
+    for got, sent in kept:
+        assert_same(got["x"], sent["x"])
+        assert got["nest"][0] is got["x"]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: filled("bfloat16"),
+        lambda: filled("float32").reshape(200, 200).T,
+        lambda: filled("float32").reshape(2, 200, 100)[:, ::2],
+        lambda: filled("float32").reshape(2, 4, 50, 100).to(memory_format=torch.channels_last),
+    ],
+)
+def test_large_tensors_are_beside_the_pickle_and_not_copied_again(make):
+    tensor = make()
+    data, (buffer,) = codec.Encoder().encode(tensor)
+    assert len(data) < 1000
+    place = np.empty(buffer.nbytes, np.uint8)
+    if isinstance(buffer, np.ndarray):
+        place.view(buffer.dtype).reshape(buffer.shape)[...] = buffer
+    else:
+        place[:] = np.frombuffer(buffer, np.uint8)
+    got = codec.decode(data, [place.data])
+    assert_same(got, tensor)
+    assert got.data_ptr() == place.ctypes.data
+
+
+def in_place(shard):
+    for number in range(10):
+        array = empty((100, 1000), "float32")
+        tensor = torch.from_numpy(array)
+        tensor.fill_(number)
+        yield tensor
+
+
+def test_a_tensor_of_an_array_in_place_is_sent_as_it_is(process, monkeypatch):
+    with GeneratorEnqueuer(in_place, **process) as enqueuer:
+        kept = list(enqueuer)
+    for number, tensor in enumerate(kept):
+        assert (tensor == number).all()
+        tensor += 1
+
+
+def test_a_tensor_is_writable_and_lives_as_long_as_anybody_refers_to_it(process):
+    with GeneratorEnqueuer(source, max_queue_size=1, **process) as enqueuer:
+        kept = []
+        for batch in enqueuer:
+            if batch["x"].numel() == SIZE and batch["x"].dtype == torch.float32:
+                kept.append(batch["x"].detach().reshape(-1)[SIZE // 2 :])
+    copies = [tensor.clone() for tensor in kept]
+    for tensor in kept:
+        tensor += 1
+    assert all((a == b + 1).all() for a, b in zip(kept, copies, strict=True))
+
+
+def test_who_has_no_tensors_needs_no_torch(tmp_path):
+    text = """
+    import sys
+    import numpy as np
+    from enqueuer import GeneratorEnqueuer
+
+    def source(shard):
+        yield np.zeros(100_000)
+        yield "torch" in sys.modules
+
+    for method in ("fork", "spawn"):
+        with GeneratorEnqueuer(source, backend="process", mp_context=method) as enqueuer:
+            assert list(enqueuer)[1] is False
+    assert "torch" not in sys.modules
+    """
+    assert run_program(tmp_path, text) == (0, "", "")
