@@ -161,6 +161,8 @@ class ProcessBackend:
                 raise Closed("the enqueuer was stopped")
             wanted = self._worker_of(order.turn())
             found = self._with_message(wanted)
+            if self._closed:  # by a handler of a log record that has just come
+                continue
             if found is not None:
                 match found.channel.other():
                     case None:

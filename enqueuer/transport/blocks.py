@@ -244,12 +244,6 @@ class BlockPool:
         if block.state is BlockState.FILLING:
             block.move(BlockState.SENT)
 
-    def unused(self, block: Block) -> None:
-        """Take back a block that was taken and not sent."""
-        with self._lock:
-            del self._busy[block.number]
-            self._free_locked(block)
-
     def came_home(self, numbers: Iterable[int]) -> None:
         """Note that the consumer's last views of some blocks are gone."""
         with self._lock:
@@ -380,8 +374,9 @@ class BlockMap:
             raise self._missing[number]
         anchor = np.frombuffer(self._memory[number], np.uint8)
         if self._many_are_leased():
+            copy = anchor.copy()
             self._home.append(number)
-            return anchor.copy().data
+            return copy.data
         home = self._home
         self._leases[number] = weakref.ref(anchor, lambda _: home.append(number))
         return anchor.data

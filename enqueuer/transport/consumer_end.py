@@ -12,7 +12,7 @@ import os
 import pickle
 import struct
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from enqueuer.errors import BlockMemoryError, ItemNotLoadable, TransportError
@@ -52,6 +52,7 @@ class ConsumerEnd:
         self._given = 0  # items taken off it
         self._taken = 0  # of these, how many the worker knows of
         self._trouble: Exception | None = None  # why the next item could not be loaded
+        self._opened: tuple[memoryview, list[memoryview]] | None = None  # its parts
         self._limit = credit.items
         self._sleeps = 0
         self._woken = 0  # the sleep of the worker that was ended last
@@ -235,6 +236,7 @@ class ConsumerEnd:
         except BlockMemoryError as error:
             return error
         except Exception as error:
+            self._opened = None
             failure = ItemNotLoadable(f"an item came, but it cannot be loaded here: {error!r}")
             failure.__cause__ = error
             return failure
@@ -248,9 +250,15 @@ class ConsumerEnd:
         return codec.decode_error(bytes(data))
 
     def _load(self, body: memoryview, table: int) -> Any:
-        return codec.decode(*self._open(body, table))
+        # Kept until it is loaded: if an exception strikes before that, the item is tried again,
+        # and a block that was leased twice would come home twice.
+        if self._opened is None:
+            self._opened = self._open(body, table)
+        value = codec.decode(*self._opened)
+        self._opened = None
+        return value
 
-    def _open(self, body: memoryview, table: int) -> tuple[memoryview, Iterable[memoryview]]:
+    def _open(self, body: memoryview, table: int) -> tuple[memoryview, list[memoryview]]:
         """Return the pickle of a frame and the buffers beside it; the table is that long."""
         data = body[table:]
         leases: dict[int, memoryview] = {}

@@ -20,6 +20,8 @@ from enqueuer.transport.packets import Descriptor, Packets, pair
 from enqueuer.transport.road import RING_BYTES, Road, open_road
 from enqueuer.transport.worker_end import WorkerEnd, greet
 
+LARGE = 50_000
+
 
 class Channel:
     """A worker's end, used by a thread, and the consumer's end."""
@@ -354,6 +356,27 @@ def test_an_exception_of_a_signal_handler_in_the_middle_of_an_item_loses_nothing
         channel.consumer.other()
     taken.extend(channel.consumer.items(10, lambda shard: None))
     assert [item.value for item in taken] == ["a", "whole", "c"]
+
+
+def test_an_interrupted_item_is_whole_at_the_next_try_and_its_block_comes_home_once(open_channel):
+    channel = open_channel(items=2)
+    channel.send(*items((np.full(LARGE, 0), Interrupts()), *[np.full(LARGE, n) for n in (1, 2, 3)]))
+    channel.wait(2)
+    Interrupts.error = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        list(channel.consumer.items(1, lambda shard: None))
+    Interrupts.error = None
+    first = channel.take().value
+    assert first[1] == "whole"
+    kept = [first[0]]
+    for _ in range(3):
+        channel.consumer.grant(room=10)
+        kept.append(channel.take().value)
+    channel.join()
+    assert [int(array[0]) for array in kept] == [0, 1, 2, 3]
+    assert all((array == array[0]).all() for array in kept)
+    del first, kept
+    assert sorted(channel.consumer._blocks.home) == [1, 2, 3, 4]
 
 
 def interrupted():
