@@ -14,6 +14,7 @@ LIMIT = 60.0  # seconds; each takes about one
 def test_there_are_examples():
     assert {path.name for path in EXAMPLES.glob("*.py")} == {
         "east_get_batch.py",
+        "in_place.py",
         "keras_style.py",
         "processes.py",
         "threads.py",
