@@ -11,7 +11,8 @@ ROWS = 20_000
 
 
 def frames():
-    pandas = needs("pandas")
+    import pandas
+
     numbers = np.arange(ROWS)
     frame = pandas.DataFrame(
         {
@@ -33,7 +34,8 @@ def frames():
 
 
 def tables():
-    arrow = needs("pyarrow")
+    import pyarrow as arrow
+
     numbers = np.arange(ROWS)
     table = arrow.table({"int": numbers, "text": arrow.array(numbers.astype(str))})
     yield table
@@ -43,8 +45,13 @@ def tables():
     yield table.to_batches()[0]
 
 
-@pytest.mark.parametrize("source", [frames, tables])
+SOURCES = [frames, tables]
+PACKAGES = {frames: "pandas", tables: "pyarrow"}
+
+
+@pytest.mark.parametrize("source", SOURCES)
 def test_tables_come_through_equal(backend, source):
+    needs(PACKAGES[source])
     with GeneratorEnqueuer(source, max_queue_size=2, **backend) as enqueuer:
         kept = list(zip(enqueuer, source(), strict=True))
     for got, sent in kept:
@@ -52,8 +59,9 @@ def test_tables_come_through_equal(backend, source):
         assert got.equals(sent)
 
 
-@pytest.mark.parametrize("source", [frames, tables])
+@pytest.mark.parametrize("source", SOURCES)
 def test_large_columns_are_beside_the_pickle(source):
+    needs(PACKAGES[source])
     first = next(source())
     data, buffers = codec.Encoder().encode(first[["int", "float"]] if source is frames else first)
     assert len(data) < 2000
