@@ -1,4 +1,4 @@
-"""benchmarks/run.py runs without any peer, and says who is missing."""
+"""The programs in benchmarks/ run without any peer, and say who is missing."""
 
 import json
 import os
@@ -6,13 +6,23 @@ import subprocess
 import sys
 from pathlib import Path
 
-RUN = Path(__file__).parents[2] / "benchmarks" / "run.py"
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 LIMIT = 60.0  # seconds; it takes about three
+OURS = ("enqueuer-thread", "enqueuer-fork")
+
+REMARKS = """
+import ast, sys
+from faults import FAULTS
+from faults.verdict import Seen, remarks
+print(", ".join(remarks(FAULTS[sys.argv[1]], Seen(*ast.literal_eval(sys.argv[2])))))
+"""
 
 
-def run(*arguments, path=()):
+def run(*arguments, program="run.py", path=()):
     return subprocess.run(
-        [sys.executable, RUN, *map(str, arguments)],
+        [sys.executable, BENCHMARKS / program, *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, path), *sys.path])},
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -55,3 +65,58 @@ def test_the_list_names_cases_and_contestants():
     assert (done.returncode, done.stderr) == (0, "")
     names = {line.split()[0] for line in done.stdout.splitlines() if line}
     assert {"large", "memory", "enqueuer-process", "memcpy"} <= names
+
+
+def test_ours_pass_the_failure_table(tmp_path):
+    done = run(
+        *("--only", *OURS, "--faults", "ValueError", "sys.exit", "--json", tmp_path / "all.json"),
+        program="failures.py",
+    )
+    assert done.returncode == 0, done.stderr
+    cells = json.loads((tmp_path / "all.json").read_text())["cells"]
+    for name in OURS:
+        assert {fault: cell["verdict"] for fault, cell in cells[name].items()} == {
+            "ValueError": "ok",
+            "sys.exit": "ok",
+        }, cells[name]
+        assert f"{name}, sys.exit: error after" in done.stderr
+    assert [line.endswith("2 of 2") for line in done.stdout.splitlines()[-2:]] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("needs_all", "code", "said"), [([], 0, "not installed"), (["--needs-all"], 1, "needs spdl")]
+)
+def test_a_loader_that_is_not_installed_is_shown_or_an_error(tmp_path, needs_all, code, said):
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['spdl'] = None")
+    done = run("--only", "spdl", *needs_all, program="failures.py", path=[tmp_path])
+    assert done.returncode == code
+    assert said in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("fault", "seen", "expected"),
+    [
+        # items, end, original, attributes, frames, text, seconds
+        ("ValueError", ((0, 1), "error", True, True, "real"), ""),
+        ("ValueError", ((0, 1), "error", True, False, "text"), "attributes lost, frames as text"),
+        ("ValueError", ((0, 1), "error", False, False, "none"), "type lost, unclear, no frames"),
+        ("ValueError", ((0,), "error", True, True, "real"), "lost item"),
+        ("unpicklable", ((0, 1, 3, 4, 5), "end"), "went on, silent end"),
+        ("unpicklable", ((0, 1, 2, 3, 4, 5), "end"), ""),
+        ("SIGKILL", ((0, 1), "hang"), "hang"),
+        ("SIGKILL", ((0, 1), "error", False, False, "none", "EOFError: "), "unclear"),
+        ("SIGKILL", ((0, 1), "error", False, False, "none", "a worker died", 60.0), "slow"),
+        ("SIGKILL", ((0, 1), "gone"), "consumer gone"),
+        ("holds-lock", ((0, 1), "error", False, False, "none", "X: a HoldsLock"), ""),
+    ],
+)
+def test_a_verdict_says_what_is_wrong(fault, seen, expected):
+    done = subprocess.run(
+        [sys.executable, "-c", REMARKS, fault, repr(seen)],
+        cwd=BENCHMARKS,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    assert (done.stdout.strip(), done.stderr) == (expected, "")

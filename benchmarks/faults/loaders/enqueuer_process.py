@@ -1,0 +1,17 @@
+"""`enqueuer`, with a process, which is started in each of the three ways."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from enqueuer import GeneratorEnqueuer
+from faults import sources
+
+
+def items(fault: str, mp_context: str) -> Iterator[Any]:
+    """Yield what a worker makes."""
+    source = functools.partial(sources.items, fault)
+    with GeneratorEnqueuer(source, backend="process", mp_context=mp_context) as enqueuer:
+        yield from enqueuer
