@@ -51,7 +51,7 @@ def test_ctrl_c_is_one_keyboard_interrupt(options, place, tmp_path):
         code, out, err = program.wait()
         assert code == -signal.SIGINT, err
         assert out == ""
-        assert err.count("Traceback (most recent call last)") == 1, err
+        assert _stories(err) == 1, err
         assert err.rstrip().endswith("KeyboardInterrupt")
         assert time.monotonic() - before < 5
         program.check_nothing_left()
@@ -72,6 +72,15 @@ def test_ctrl_c_at_any_moment_of_a_start_leaves_nothing(method, moment, tmp_path
         os.killpg(program.process.pid, signal.SIGINT)
         code, _, err = program.wait()
         assert code == -signal.SIGINT, err
-        assert err.count("Traceback (most recent call last)") == 1, err
+        assert _stories(err) == 1, err
         assert err.rstrip().endswith("KeyboardInterrupt")
         program.check_nothing_left()
+
+
+def _stories(err):
+    """Count the tracebacks on stderr; one that tells what it interrupted is still one.
+
+    A Ctrl-C may strike anywhere, in an `except KeyError:` of the import system, too.
+    """
+    chained = err.count("During handling of the above exception, another exception occurred")
+    return err.count("Traceback (most recent call last)") - chained
