@@ -19,11 +19,13 @@ from enqueuer.errors import (
     ItemNotPicklable,
     SourceNotPicklable,
     StartError,
+    StateMismatch,
     StopWarning,
     TransportError,
     WorkerDied,
     WorkerError,
 )
+from enqueuer.replaying import replay
 from enqueuer.shards import Shard
 
 __version__ = "0.1.0"
@@ -42,6 +44,7 @@ __all__ = [
     "Shard",
     "SourceNotPicklable",
     "StartError",
+    "StateMismatch",
     "StopWarning",
     "TransportError",
     "WorkerDied",
@@ -49,4 +52,5 @@ __all__ = [
     "empty",
     "empty_like",
     "prefetch",
+    "replay",
 ]

@@ -9,6 +9,7 @@ from multiprocessing.context import BaseContext
 from enqueuer.backends import METHODS, BackendName, default_method
 from enqueuer.logs import MULTIPROCESSING_LOGGING
 from enqueuer.sources import LiveSource, Source
+from enqueuer.worker import OnError
 
 
 def positive(name: str, value: object) -> int:
@@ -19,6 +20,39 @@ def positive(name: str, value: object) -> int:
     if number < 1:
         raise ValueError(f"{name} must be >= 1, got {number}")
     return number
+
+
+def count(name: str, value: object) -> int:
+    """Return a number of things; raise TypeError or ValueError unless it is an int >= 0."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    number = int(value.__index__())
+    if number < 0:
+        raise ValueError(f"{name} must be >= 0, got {number}")
+    return number
+
+
+def rank(rank: object, world_size: object) -> tuple[int, int]:
+    """Return rank and world size; raise TypeError or ValueError unless they fit."""
+    size, own = positive("world_size", world_size), count("rank", rank)
+    if own >= size:
+        raise ValueError(f"rank must be < world_size, got rank={own} with world_size={size}")
+    return own, size
+
+
+def on_error(value: object) -> OnError:
+    """Return what to do about an error; raise TypeError or ValueError if it is nothing of it."""
+    if callable(value):
+        return value
+    if not isinstance(value, str):
+        raise TypeError(f"on_error must be 'raise', 'skip' or a callable, got {value!r}")
+    match value:
+        case "raise":
+            return "raise"
+        case "skip":
+            return "skip"
+        case _:
+            raise ValueError(f"on_error must be 'raise', 'skip' or a callable, got {value!r}")
 
 
 def seed(value: object) -> int:

@@ -1,63 +1,28 @@
-"""GeneratorEnqueuer and prefetch: life cycle and iteration.
-
-    NEW --start()--> RUNNING --a failure was raised--> FAILED
-                       | ^                               |
-                stop() | | start()                       | stop()
-                       v |                               v
-                     STOPPED <---------------------------+
-
-One consumer at a time reads (`_lock`); any number of threads may ask, and each batch goes to
-one of them. The position belongs to the enqueuer and not to an iterator.
-"""
+"""The enqueuers that users make, and prefetch: what each takes, and what its data depend on."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
-import enum
+import dataclasses
 import functools
-import threading
-import time
 import warnings
-import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing.context import BaseContext
-from queue import Empty
-from types import TracebackType
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any
 
-from enqueuer import arguments, backends
-from enqueuer.backends import ESCALATION_S, Backend, BackendName, Job
-from enqueuer.errors import Closed, DuplicateDataWarning, InvalidState, WorkerError
+from enqueuer import arguments
+from enqueuer.backends import BackendName, Job
+from enqueuer.base import BaseEnqueuer, Batch, State
+from enqueuer.errors import DuplicateDataWarning, InvalidState, StateMismatch
 from enqueuer.merging import AsTheyCome, Order, RoundRobin
-from enqueuer.messages import Failure, Item
+from enqueuer.messages import Epoch, Failure, Start
+from enqueuer.replaying import Origin, item_of
 from enqueuer.shards import Shard, fresh_seed
 from enqueuer.sources import LiveSource, as_source
-
-Batch = TypeVar("Batch")
-
-_STOP_S = 2.0 + ESCALATION_S  # asked -> terminated in 2 s; a generator's `finally` should fit
+from enqueuer.worker import OnError
 
 
-class State(enum.Enum):
-    """Where an enqueuer is in its life."""
-
-    NEW = "NEW"
-    RUNNING = "RUNNING"
-    FAILED = "FAILED"
-    STOPPED = "STOPPED"
-
-
-_NEXT = {
-    State.NEW: {State.RUNNING},
-    State.RUNNING: {State.FAILED, State.STOPPED},
-    State.FAILED: {State.FAILED, State.STOPPED},
-    State.STOPPED: {State.RUNNING},
-}
-
-
-class GeneratorEnqueuer(Generic[Batch]):
+class GeneratorEnqueuer(BaseEnqueuer[Batch]):
     """Keep the batches of a generator ready, made ahead by threads or processes.
 
     The same generator, `random_seed` and `shards` give the same batches in the same order, bit
@@ -92,6 +57,27 @@ class GeneratorEnqueuer(Generic[Batch]):
         forward_logs: True, the default: what a worker process logs comes out of this process's
             handlers. False leaves it in the worker. `"multiprocessing-logging"` uses that
             package instead, for forked workers only.
+        on_error: What to do about an exception of the generator's. `"raise"`, the default:
+            raise it in the loop, in its turn. `"skip"`: log it with its traceback, count it
+            (`error_count`), and go on without it; a generator that raised is over, and so is
+            its shard for this epoch. A callable: the same, without the log line, but it is
+            called with the exception, in the worker, and what it returns comes in place of the
+            item, if it is not None. An item that cannot be sent between processes is skipped
+            alone.
+        max_errors: How many errors may be skipped; the next one is raised. None, the default:
+            any number.
+        max_restarts: How many worker processes that died are replaced, in all. 0, the default:
+            the first death is raised as `WorkerDied`. The new worker runs its shards again, up
+            to the first item that had not come, so that nothing is lost or comes twice.
+        rank: Which of `world_size` training processes this one is, from 0. It gets the shards
+            `rank`, `rank + world_size` and so on; give all of them the same `random_seed`.
+        world_size: How many training processes share the data; 1 by default. `shards`, which
+            counts those of all ranks, is then `workers * world_size` by default.
+        drop_last: Whether to leave out the last shards if they cannot be dealt out evenly, so
+            that each rank has equally many; False by default.
+
+    Attributes:
+        queue: What waits, with the names of `queue.Queue`, as in Keras.
 
     Raises:
         TypeError: `generator` is none of these, or an argument has the wrong type.
@@ -123,7 +109,14 @@ class GeneratorEnqueuer(Generic[Batch]):
         ordered: bool = True,
         mp_context: str | BaseContext | None = None,
         forward_logs: bool | str = True,
+        on_error: OnError = "raise",
+        max_errors: int | None = None,
+        max_restarts: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        drop_last: bool = False,
     ) -> None:
+        super().__init__()
         self._source = as_source(generator)
         self._backend_name = arguments.backend_name(backend, use_multiprocessing)
         self._workers = arguments.positive("workers", workers)
@@ -137,140 +130,24 @@ class GeneratorEnqueuer(Generic[Batch]):
         self._ordered = bool(ordered)
         self._start_method = arguments.start_method(mp_context, self._source, self._backend_name)
         self._forward_logs = arguments.forward_logs(forward_logs, self._start_method)
+        self._on_error = arguments.on_error(on_error)
+        self._max_errors = None if max_errors is None else arguments.count("max_errors", max_errors)
+        self._max_restarts = arguments.count("max_restarts", max_restarts)
+        self._rank, self._world_size = arguments.rank(rank, world_size)
+        self._drop_last = bool(drop_last)
+        self._seed_is_given = random_seed is not None
         self._random_seed = fresh_seed() if random_seed is None else arguments.seed(random_seed)
         if isinstance(self._source, LiveSource) and self._shards not in (None, 1):
             raise ValueError(
                 f"a live iterator cannot be split into {self._shards} shards; "
                 "pass the generator function itself"
             )
-        self._state = State.NEW
-        self._backend: Backend | None = None
-        self._finalizer: weakref.finalize[Any, Any] | None = None
-        self._order: Order = RoundRobin(())
-        self._epoch = 0
-        self._over = False
-        self._ready: deque[Item] = deque()  # taken and not given away; new with each epoch
-        self._failure: Failure | None = None  # what comes after them
-        self._raised: _Raised | None = None
-        self._lock = threading.RLock()  # one consumer at a time
-        self._state_lock = threading.RLock()  # one start() or stop() at a time
-        self.queue: Queue[Batch] = Queue(self)
-
-    # --- life cycle ---
-
-    @property
-    def random_seed(self) -> int:
-        """The seed, given or drawn, that the seeds of all shards derive from."""
-        return self._random_seed
-
-    def start(self, workers: int | None = None, max_queue_size: int | None = None) -> None:
-        """Start the workers, which begin at once to make batches of the first epoch.
-
-        Args:
-            workers: As for the class, whose value is the default.
-            max_queue_size: As for the class, whose value is the default.
-
-        Raises:
-            InvalidState: It runs already.
-            StartError: The workers could not be started; none is left.
-            SourceNotPicklable: The generator cannot be sent to a process that is not forked.
-        """
-        with self._state_lock:
-            if self._state in (State.RUNNING, State.FAILED):
-                raise InvalidState(
-                    "start() was called, but the enqueuer is running already; call stop() first"
-                )
-            if workers is not None:
-                self._workers = arguments.positive("workers", workers)
-            if max_queue_size is not None:
-                self._max_queue_size = arguments.positive("max_queue_size", max_queue_size)
-            job = self._job()
-            backend = backends.load(self._backend_name, job)
-            backend.start()
-            # A function that does not know the enqueuer, or it could never be collected.
-            self._finalizer = weakref.finalize(self, backends.forget, backend, _STOP_S)
-            with self._lock:
-                self._backend = backend
-                self._move(State.RUNNING)
-                self._failure = self._raised = None
-                self._begin(job.shards, 0)
-
-    def stop(self, timeout: float | None = None) -> None:
-        """End the workers: ask them, then terminate, then kill; do nothing if none run.
-
-        May be called from any thread, also inside the loop; a consumer that waits for a batch
-        ends. Batches that were made and not taken are lost. Generators are closed, so that
-        their `finally` runs. After it `start()` begins anew.
-
-        Args:
-            timeout: Seconds after which the last worker is killed; 2.6 by default. A thread
-                cannot be killed: one that hangs is left, with a `StopWarning`.
-        """
-        seconds = arguments.seconds("timeout", _STOP_S if timeout is None else timeout)
-        backend = self._backend
-        if backend is None:
-            return
-        backend.close()  # wakes the consumer, which then lets go of its lock
-        with self._state_lock:
-            if self._state in (State.RUNNING, State.FAILED):
-                self._move(State.STOPPED)
-            if self._lock.acquire(timeout=max(seconds, 0.1)):
-                self._lock.release()
-            self._ready.clear()
-            backend.stop(seconds)
-            if self._finalizer is not None:
-                self._finalizer.detach()
-
-    def is_running(self) -> bool:
-        """Return whether there is anything to come: a batch, or an error.
-
-        False before `start()`, after `stop()`, once an error was raised, and once a finite
-        generator has been read to its end.
-        """
-        return self._state is State.RUNNING and not self._over
-
-    def __enter__(self) -> GeneratorEnqueuer[Batch]:
-        if self._state in (State.NEW, State.STOPPED):
-            self.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.stop()
-
-    # --- iteration ---
-
-    def __iter__(self) -> Iterator[Batch]:
-        """Iterate over the rest of this epoch, or over the next one if this one is over.
-
-        A new enqueuer is started; it stops when it is garbage-collected, if not before.
-
-        Raises:
-            InvalidState: It was stopped.
-        """
-        if self._state is State.NEW:
-            self.start()
-        with self._lock:
-            self._check_started("iterate over it")
-            if self._over and self._state is State.RUNNING:
-                self._begin(self._job().shards, self._epoch + 1)
-            return _Batches(self, self._ready)
-
-    def get(self) -> Iterator[Batch]:
-        """Return an iterator over the rest of the running epoch, as Keras does.
-
-        `next(enqueuer.get())`, again and again, gives one batch after the other.
-
-        Raises:
-            InvalidState: It was not started, or was stopped.
-        """
-        with self._lock:
-            self._check_started("get() from it")
-            return _Batches(self, self._ready)
+        if isinstance(self._source, LiveSource) and self._world_size > 1:
+            raise ValueError(
+                f"a live iterator cannot be split over {self._world_size} ranks; "
+                "pass the generator function itself"
+            )
+        self._own_shards()  # a lack of them shows at once
 
     def __repr__(self) -> str:
         size = self._max_queue_size
@@ -301,28 +178,41 @@ class GeneratorEnqueuer(Generic[Batch]):
             ordered=self._ordered,
             mp_context=self._start_method or None,
             forward_logs=self._forward_logs,
+            on_error=self._on_error,
+            max_errors=self._max_errors,
+            max_restarts=self._max_restarts,
+            rank=self._rank,
+            world_size=self._world_size,
+            drop_last=self._drop_last,
         )
         make = functools.partial(GeneratorEnqueuer, **options)
         return make, (generator, False, None, self._random_seed)
 
     # --- inside ---
 
-    def _move(self, new: State) -> None:
-        """Change state; the only method that assigns `_state` after the construction."""
-        if new not in _NEXT[self._state]:
-            raise InvalidState(f"cannot go from {self._state.value} to {new.value}")
-        self._state = new
+    def _all_shards(self) -> int:
+        """Return how many shards there are, over all ranks."""
+        if isinstance(self._source, LiveSource):
+            return 1 if self._backend_name == "thread" else self._workers
+        shards = self._shards or self._workers * self._world_size
+        return shards - shards % self._world_size if self._drop_last else shards
+
+    def _own_shards(self) -> range:
+        shards = self._all_shards()
+        if shards < self._world_size:
+            raise ValueError(
+                f"shards={self._shards} cannot be dealt out over world_size={self._world_size} "
+                "ranks; give at least as many shards as ranks"
+            )
+        return range(self._rank, shards, self._world_size)
 
     def _job(self) -> Job:
-        """Return what the backend is to do, as the options now say."""
-        shards = self._shards or self._workers
-        if isinstance(self._source, LiveSource):
-            shards = 1 if self._backend_name == "thread" else self._workers
-            if shards > 1:
-                _warn_of_duplicates(shards)
+        if isinstance(self._source, LiveSource) and self._all_shards() > 1:
+            _warn_of_duplicates(self._workers)
         return Job(
             source=self._source,
-            shards=shards,
+            shards=self._all_shards(),
+            own=tuple(self._own_shards()),
             workers=self._workers,
             random_seed=self._random_seed,
             ordered=self._ordered,
@@ -330,170 +220,73 @@ class GeneratorEnqueuer(Generic[Batch]):
             max_queue_bytes=self._max_queue_bytes,
             start_method=self._start_method,
             forward_logs=self._forward_logs,
+            on_error=self._on_error,
+            max_restarts=self._max_restarts,
         )
 
-    def _begin(self, shards: int, epoch: int) -> None:
-        """Have the workers run an epoch. Lock held."""
-        assert self._backend is not None
-        self._order = (RoundRobin if self._ordered else AsTheyCome)(range(shards))
-        self._epoch = epoch
-        self._over = False
-        self._ready = deque()  # iterators that have another one are over
-        self._backend.begin(epoch)
-
-    def _check_started(self, what: str) -> None:
-        if self._state is State.NEW:
+    def _job_with(self, workers: int) -> Job | None:
+        if isinstance(self._source, LiveSource):
+            if self._backend_name == "thread":
+                return None  # it is read by one thread, whatever `workers` says
             raise InvalidState(
-                f"cannot {what} before start(); call start(), or use `with` around the loop"
+                "processes that share a live iterator cannot be reconfigured, as their copies "
+                "of it have gone on; pass the generator function itself"
             )
-        if self._state is State.STOPPED:
-            raise InvalidState(f"cannot {what} after stop(); call start() to begin anew")
+        if self._shards is None:
+            self._shards = self._workers * self._world_size  # what they have been so far
+        return dataclasses.replace(self._job(), workers=workers)
 
-    def _next(self, ready: deque[Item]) -> Batch:
-        """Return the next batch; raise StopIteration at the end of the iterator's epoch."""
-        with self._lock:
-            if ready is not self._ready or self._state is State.STOPPED:
-                raise StopIteration
-            message = self._take(None)
-            if message is None:
-                raise StopIteration
-            return self._open(message)
+    def _order_of(self, epoch: Epoch) -> Order:
+        starts = epoch.starts
+        if starts is None:
+            starts = dict.fromkeys(self._own_shards(), Start())
+        recent = self._max_queue_size + 2  # more are never taken and not given away
+        return RoundRobin(starts, recent) if self._ordered else AsTheyCome(starts, recent)
 
-    def _open(self, message: Item | Failure) -> Batch:
-        """Return the batch that was taken, or raise the failure, again and again. Lock held."""
-        if isinstance(message, Failure):
-            self._raise(message)
-        batch: Batch = message.value  # type: ignore[assignment]  # what the generator yielded
-        return batch
+    def _origin_of(self, failure: Failure) -> Origin:
+        return Origin(
+            self._random_seed,
+            self._epoch,
+            failure.number,
+            failure.shard,
+            self._all_shards(),
+            self._worker_of(failure),
+        )
 
-    def _take(self, deadline: float | None) -> Item | Failure | None:
-        """Wait for the next item and take it; a failure stays. Lock held.
+    def _again(self, origin: Origin) -> Callable[[], Any]:
+        if origin.shard is None:
+            raise ValueError("the error came from a task of an OrderedEnqueuer, not from a shard")
+        shard = Shard(origin.shard, origin.shards, origin.epoch, origin.random_seed)
+        seed_globals = self._backend_name != "thread"
+        return functools.partial(item_of, self._source, shard, origin.item, seed_globals)
 
-        Returns:
-            None at the end of the epoch, and if the enqueuer was stopped.
+    def _identity(self, given_only: bool) -> dict[str, Any]:
+        is_live = isinstance(self._source, LiveSource)
+        seed = None if given_only and not self._seed_is_given else self._random_seed
+        fixed = is_live or self._shards is not None
+        return {
+            "kind": "GeneratorEnqueuer",
+            "random_seed": seed,
+            "shards": None if given_only and not fixed else self._all_shards(),
+            "rank": self._rank,
+            "world_size": self._world_size,
+            "ordered": self._ordered,
+        }
 
-        Raises:
-            TimeoutError: Nothing came until `deadline`.
-        """
-        while self._peek(deadline):
-            with contextlib.suppress(IndexError):  # iterators take without the lock
-                return self._ready.popleft()
-            if self._failure is not None:
-                return self._failure
-        return None
-
-    def _peek(self, deadline: float | None) -> bool:
-        """Wait until an item or the failure is ready; return whether one is. Lock held.
-
-        Raises:
-            TimeoutError: Nothing came until `deadline`.
-        """
-        assert self._backend is not None
-        while not self._ready and self._failure is None and not self._order.done:
-            self._backend.settle()
-            try:
-                self._failure = self._backend.wait(self._order, deadline)
-            except Closed:
-                return False
-            if self._failure is None and not self._order.done:
-                self._ready.extend(self._backend.take(self._order))
-            if len(self._ready) == 1:  # else those behind the first one still wait
-                self._backend.settle()
-        self._over = not self._ready and self._failure is None
-        return not self._over
-
-    def _raise(self, failure: Failure) -> NoReturn:
-        """Raise a failure, each time an exception of its own. Lock held."""
-        assert self._backend is not None
-        self._move(State.FAILED)
-        if self._raised is None:
-            where = f"in {self._backend.describe(failure.shard)}"
-            where += f", shard {failure.shard}, item {failure.number}"
-            self._raised = _Raised(_presentable(failure.error, where))
-        raise self._raised.once_more()
-
-    def _waiting(self) -> int:
-        assert self._backend is not None
-        return self._backend.waiting() + len(self._ready)
-
-
-class Queue(Generic[Batch]):
-    """What waits, with the names of `queue.Queue`, for code that asks an enqueuer's `queue`.
-
-    Example:
-        >>> enqueuer = GeneratorEnqueuer(iter("ab"))
-        >>> enqueuer.start()
-        >>> enqueuer.queue.get(), enqueuer.queue.get(timeout=5)
-        ('a', 'b')
-        >>> enqueuer.stop()
-    """
-
-    def __init__(self, enqueuer: GeneratorEnqueuer[Batch]) -> None:
-        # weakly, or a circle would keep a forgotten enqueuer until the next collection
-        self._reference = weakref.ref(enqueuer)
-
-    def empty(self) -> bool:
-        """Return whether `get()` would have to wait; False if an error waits to be raised."""
-        enqueuer = self._enqueuer()
-        if not enqueuer.is_running() or not enqueuer._lock.acquire(blocking=False):
-            return True  # if another consumer waits for the next batch, there is none
-        try:
-            return not enqueuer._peek(time.monotonic())
-        except TimeoutError:
-            return True
-        finally:
-            enqueuer._lock.release()
-
-    def qsize(self) -> int:
-        """Return how many finished batches wait."""
-        enqueuer = self._enqueuer()
-        if not enqueuer.is_running():
-            return 0
-        with enqueuer._lock:
-            return enqueuer._waiting()
-
-    def get(self, block: bool = True, timeout: float | None = None) -> Batch:
-        """Take the next batch.
-
-        Args:
-            block: Whether to wait for it.
-            timeout: Seconds to wait at most; None, the default, waits for ever.
-
-        Raises:
-            queue.Empty: There was none in time; nothing is lost.
-            Closed: There will be none: the generator has ended, or the enqueuer was stopped.
-            InvalidState: It was not started.
-        """
-        enqueuer = self._enqueuer()
-        enqueuer._check_started("get() from its queue")
-        limit = None if timeout is None else arguments.seconds("timeout", timeout)
-        deadline = None if limit is None else time.monotonic() + limit
-        if not block:
-            deadline = time.monotonic()
-        left = -1.0 if deadline is None else max(0.0, deadline - time.monotonic())
-        if not enqueuer._lock.acquire(timeout=left):
-            raise Empty
-        try:
-            try:
-                message = enqueuer._take(deadline)
-            except TimeoutError:
-                raise Empty from None
-            if message is None:
-                enqueuer._check_started("get() from its queue")
-                raise Closed("the generator has ended; iterate again for the next epoch")
-            return enqueuer._open(message)
-        finally:
-            enqueuer._lock.release()
-
-    def get_nowait(self) -> Batch:
-        """Take the next batch, or raise `queue.Empty` at once."""
-        return self.get(block=False)
-
-    def _enqueuer(self) -> GeneratorEnqueuer[Batch]:
-        enqueuer = self._reference()
-        if enqueuer is None:
-            raise InvalidState("the enqueuer of this queue is gone")
-        return enqueuer
+    def _adopt(self, state_dict: Mapping[str, Any], epoch: Epoch) -> None:
+        if isinstance(self._source, LiveSource) and self._state is State.STOPPED:
+            raise InvalidState(
+                "a live iterator that was read cannot be rewound; make a new enqueuer with a "
+                "fresh one, or pass the generator function itself"
+            )
+        seed, shards = state_dict["random_seed"], state_dict["shards"]
+        own = range(self._rank, shards, self._world_size)
+        strangers = [shard for shard in epoch.starts or () if shard not in own]
+        if strangers:
+            raise StateMismatch(f"the state has positions of shards {strangers}, not of {own}")
+        self._random_seed = seed
+        if not isinstance(self._source, LiveSource):
+            self._shards = shards
 
 
 def prefetch(
@@ -530,61 +323,6 @@ def prefetch(
 def _prefetched(enqueuer: GeneratorEnqueuer[Batch]) -> Iterator[Batch]:
     with enqueuer:
         yield from enqueuer
-
-
-class _Batches(Iterator[Batch]):
-    """An iterator over one epoch of an enqueuer, which it keeps alive."""
-
-    def __init__(self, enqueuer: GeneratorEnqueuer[Batch], ready: deque[Item]) -> None:
-        self._enqueuer = enqueuer
-        self._ready = ready
-
-    def __next__(self) -> Batch:
-        # What is ready is taken without the lock: `popleft` is one step. It is asked for first,
-        # or an error that `_next` raises would seem to come from the IndexError.
-        if self._ready:
-            try:
-                return self._ready.popleft().value  # type: ignore[return-value]  # as in _open
-            except IndexError:  # another thread was faster
-                pass
-        return self._enqueuer._next(self._ready)
-
-
-class _Raised:
-    """A failure that was raised once and will be again: each time as an exception of its own."""
-
-    def __init__(self, error: BaseException) -> None:
-        self._error = error
-        self._traceback = error.__traceback__
-        self._used = False
-
-    def once_more(self) -> BaseException:
-        """Return the error itself, later a copy with the frames of the worker only."""
-        if not self._used:
-            self._used = True
-            return self._error
-        error = self._error
-        with contextlib.suppress(Exception):  # not every class can be copied
-            twin = copy.copy(error)
-            if type(twin) is type(error) and str(twin) == str(error):
-                twin.__cause__, twin.__context__ = error.__cause__, error.__context__
-                twin.__suppress_context__ = error.__suppress_context__
-                error = twin
-        return error.with_traceback(self._traceback)
-
-
-def _presentable(error: BaseException, where: str) -> BaseException:
-    """Return what may be raised in the loop for `error`, with a note on where it came from."""
-    if isinstance(error, Exception) and not isinstance(error, (StopIteration, StopAsyncIteration)):
-        shown: BaseException = error
-    else:
-        # raised as itself it would end the loop, or the program, as if all were well
-        shown = WorkerError(f"the generator raised {error!r} {where}")
-        shown.__cause__ = error
-    notes = [*getattr(shown, "__notes__", ()), where]
-    with contextlib.suppress(Exception):  # a class with slots takes none
-        shown.__notes__ = notes  # add_note() is of Python 3.11
-    return shown
 
 
 def _warn_of_duplicates(workers: int) -> None:

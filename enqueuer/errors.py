@@ -22,6 +22,10 @@ class StartError(EnqueuerError, RuntimeError):
     """The workers could not be started; none of them is left running."""
 
 
+class StateMismatch(EnqueuerError, ValueError):
+    """A state cannot be loaded: it belongs to another source, seed or number of shards."""
+
+
 class WorkerError(EnqueuerError, RuntimeError):
     """The generator failed with an exception that cannot, or must not, be raised here as itself.
 

@@ -104,6 +104,13 @@ def forward(send: Callable[[logging.LogRecord], None], levels: Levels) -> None:
     levels.apply()
 
 
+def tell_of(error: BaseException, text: str) -> None:
+    """Log an error with its traceback, as text: the record may be kept, and frames hold much."""
+    record = logging.LogRecord("enqueuer", logging.ERROR, __file__, 0, text, None, None)
+    record.exc_text = "".join(traceback.format_exception(error)).rstrip()
+    deliver(record)
+
+
 def deliver(record: logging.LogRecord) -> None:
     """Hand a worker's record to the logger of its name in this process."""
     try:

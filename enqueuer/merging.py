@@ -1,14 +1,16 @@
-"""Whose turn it is: pure decisions, no waiting, no I/O.
+"""Whose turn it is, and where each shard stands: pure decisions, no waiting, no I/O.
 
-An order is asked `turn()`, is told `took(shard)` and `ended(shard)`, and is `done` when all
-shards have ended. The waiting is the backend's.
+An order is asked `turn()`, is told `took(shard, number)` and `ended(shard)`, and is `done` when
+all shards have ended. The waiting is the backend's.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Iterable
-from typing import Final, Protocol
+from collections.abc import Collection, Container, Iterable, Mapping
+from typing import Any, Final, Protocol
+
+from enqueuer.messages import Item, Start
 
 ANY: Final = None
 """The answer of `turn()` where any shard will do."""
@@ -24,8 +26,8 @@ class Order(Protocol):
     def turn(self) -> int | None:
         """Return the shard to read next, or ANY."""
 
-    def took(self, shard: int) -> None:
-        """Note that an item of `shard` was taken."""
+    def took(self, shard: int, number: int, state: Any = None) -> None:
+        """Note that item `number` of `shard` was taken, after which its iterator's state was so."""
 
     def ended(self, shard: int) -> None:
         """Note that `shard` will give nothing more."""
@@ -33,65 +35,126 @@ class Order(Protocol):
     def next_of(self, shards: Container[int]) -> int | None:
         """Return which of some shards of one worker is next; None if all have ended."""
 
+    def number_of(self, shard: int) -> int:
+        """Return the number of the next item of a shard."""
 
-class RoundRobin:
+    def rest(self, ready: Iterable[Item] = ()) -> dict[int, Start]:
+        """Return where the shards stand that are not at their end, in the order of their turns.
+
+        Args:
+            ready: What was taken last and counts as if it had not been.
+        """
+
+
+class _Shards:
+    """The shards that have not ended, the next item of each, and the last states of iterators."""
+
+    _open: Collection[int]
+    _states: dict[int, deque[Start]]
+
+    def __init__(self, starts: Mapping[int, Start], recent: int) -> None:
+        self._numbers = {shard: start.number for shard, start in starts.items()}
+        self._recent = recent
+        self._states = {
+            shard: deque([start], recent)
+            for shard, start in starts.items()
+            if start.state is not None
+        }
+
+    @property
+    def done(self) -> bool:
+        return not self._open
+
+    def next_of(self, shards: Container[int]) -> int | None:
+        return next((shard for shard in self._open if shard in shards), None)
+
+    def number_of(self, shard: int) -> int:
+        return self._numbers[shard]
+
+    def rest(self, ready: Iterable[Item] = ()) -> dict[int, Start]:
+        again: dict[int, int] = {}
+        for item in ready:
+            again.setdefault(item.shard, item.number)
+        shards = list(self._open)
+        if again:  # turns go by index, so this is where they were
+            shards = sorted({*shards, *again})
+            at = shards.index(next(iter(again)))
+            shards = shards[at:] + shards[:at]
+        return {shard: self._start_of(shard, again.get(shard)) for shard in shards}
+
+    def _start_of(self, shard: int, number: int | None) -> Start:
+        if number is None:
+            number = self._numbers[shard]
+        states = self._states.get(shard)
+        if states is None:
+            return Start(number)
+        found: Start = next(start for start in reversed(states) if start.number <= number)
+        return found
+
+    def _remember(self, shard: int, start: Start) -> None:
+        if shard not in self._states:
+            self._states[shard] = deque([Start()], self._recent)
+        self._states[shard].append(start)
+
+
+class RoundRobin(_Shards):
     """One item of each shard in turn; ended shards drop out.
 
+    Args:
+        starts: Where each shard begins, in the order of their turns.
+        recent: How many of the last states of an iterator are remembered.
+
     Example:
-        >>> order = RoundRobin(range(3))
-        >>> for _ in range(2): order.took(order.turn())
+        >>> order = RoundRobin(dict.fromkeys(range(3), Start()))
+        >>> for _ in range(2): order.took(order.turn(), 0)
         >>> order.turn()
         2
         >>> order.ended(2); order.ended(0); order.turn()
         1
+        >>> order.rest()
+        {1: Start(number=1, state=None)}
     """
 
-    def __init__(self, shards: Iterable[int]) -> None:
-        self._waiting = deque(shards)
-
-    @property
-    def done(self) -> bool:
-        return not self._waiting
+    def __init__(self, starts: Mapping[int, Start], recent: int = 2) -> None:
+        super().__init__(starts, recent)
+        self._open: deque[int] = deque(starts)
 
     def turn(self) -> int:
-        return self._waiting[0]
+        return self._open[0]
 
-    def took(self, shard: int) -> None:
-        self._waiting.rotate(-1)
+    def took(self, shard: int, number: int, state: Any = None) -> None:
+        self._open.rotate(-1)
+        self._numbers[shard] = number + 1
+        if state is not None:
+            self._remember(shard, Start(number + 1, state))
 
     def ended(self, shard: int) -> None:
-        self._waiting.remove(shard)
-
-    def next_of(self, shards: Container[int]) -> int | None:
-        return next((shard for shard in self._waiting if shard in shards), None)
+        self._open.remove(shard)
 
 
-class AsTheyCome:
+class AsTheyCome(_Shards):
     """Whatever is there first, from any shard.
 
     Example:
-        >>> order = AsTheyCome(range(2))
+        >>> order = AsTheyCome(dict.fromkeys(range(2), Start()))
         >>> order.turn() is ANY, order.done
         (True, False)
         >>> order.ended(0); order.ended(1); order.done
         True
     """
 
-    def __init__(self, shards: Iterable[int]) -> None:
-        self._open = dict.fromkeys(shards)  # who gave something last is at the end
-
-    @property
-    def done(self) -> bool:
-        return not self._open
+    def __init__(self, starts: Mapping[int, Start], recent: int = 2) -> None:
+        super().__init__(starts, recent)
+        self._open: dict[int, None] = dict.fromkeys(starts)  # the last one served is at the end
 
     def turn(self) -> None:
         return ANY
 
-    def took(self, shard: int) -> None:
+    def took(self, shard: int, number: int, state: Any = None) -> None:
         self._open[shard] = self._open.pop(shard)
+        self._numbers[shard] = number + 1
+        if state is not None:
+            self._remember(shard, Start(number + 1, state))
 
     def ended(self, shard: int) -> None:
         self._open.pop(shard, None)
-
-    def next_of(self, shards: Container[int]) -> int | None:
-        return next((shard for shard in self._open if shard in shards), None)

@@ -9,17 +9,22 @@ generator yields can ever be taken for one.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 
 @dataclass(slots=True)  # frozen, it would take twice as long to make one
 class Item:
-    """What a shard's generator yielded; `number` counts its `next()` calls from 0."""
+    """What a shard's generator yielded; `number` counts its `next()` calls from 0.
+
+    `state` is what the iterator's own `state_dict()` said after it, if it has one.
+    """
 
     shard: int
     number: int
     value: object
+    state: Any = None
 
 
 @dataclass(frozen=True)
@@ -31,11 +36,15 @@ class End:
 
 @dataclass(frozen=True)
 class Failure:
-    """Making item `number` of `shard` failed; nothing more comes from this worker."""
+    """Making item `number` of `shard` failed.
+
+    If `skipped`, the worker goes on, as it was told to; otherwise nothing more comes from it.
+    """
 
     shard: int
     number: int
     error: BaseException
+    skipped: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,10 +57,37 @@ class Record:
 Message = Item | End | Failure
 
 
+class Start(NamedTuple):
+    """Where a shard begins: at item `number`, or where its iterator's own `state` says."""
+
+    number: int = 0
+    state: Any = None
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """The order to run through the source once.
+
+    Attributes:
+        number: From 0.
+        starts: The shards that are still to be run, in the order of their turns, and where each
+            begins; None: all, from their first item.
+    """
+
+    number: int
+    starts: Mapping[int, Start] | None = None
+
+    def part(self, shards: tuple[int, ...]) -> Epoch:
+        """Return what of it is for some of the shards."""
+        if self.starts is None:
+            return self
+        return Epoch(self.number, {s: at for s, at in self.starts.items() if s in shards})
+
+
 class Sender(Protocol):
     """A worker's end of its road."""
 
-    def send_item(self, shard: int, number: int, value: object) -> None:
+    def send_item(self, shard: int, number: int, value: object, state: Any = None) -> None:
         """Hand over an `Item`, when there is room for it. Raises Closed if the consumer left."""
 
     def send(self, message: End | Failure) -> None:
@@ -64,5 +100,5 @@ class Sender(Protocol):
 class Orders(Protocol):
     """Where a worker learns what to do next."""
 
-    def next_epoch(self) -> int | None:
-        """Wait for the next epoch's number; None means to go home."""
+    def next_epoch(self) -> Epoch | None:
+        """Wait for the next epoch; None means to go home."""

@@ -6,10 +6,11 @@ processes only, never in the process of the training loop.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar, overload
@@ -131,14 +132,30 @@ class GlobalStreams:
         self._current = shard
 
 
-def _seed(shard: Shard) -> None:
+@contextlib.contextmanager
+def borrowed_globals(shard: Shard) -> Iterator[None]:
+    """Seed this process's global generators as a worker process's, and put them back at the end.
+
+    Those of tensorflow and of GPUs are left alone: they cannot be put back.
+    """
+    restore = _save()
+    try:
+        _seed(shard, everything=False)
+        yield
+    finally:
+        for put_back in restore:
+            put_back()
+
+
+def _seed(shard: Shard, everything: bool = True) -> None:
     words = shard._sequence(1).generate_state(8, np.uint64)
     random.seed(int(words[0]) << 64 | int(words[1]))
     np.random.seed([int(word) & 0xFFFFFFFF for word in words[2:6]])
     torch, tensorflow = sys.modules.get("torch"), sys.modules.get("tensorflow")
     if torch is not None and hasattr(torch, "manual_seed"):
-        torch.manual_seed(int(words[6]) >> 1)
-    if tensorflow is not None and hasattr(tensorflow, "random"):
+        seed = torch.manual_seed if everything else torch.default_generator.manual_seed
+        seed(int(words[6]) >> 1)
+    if everything and tensorflow is not None and hasattr(tensorflow, "random"):
         tensorflow.random.set_seed(int(words[7]) >> 33)
 
 

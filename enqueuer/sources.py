@@ -9,8 +9,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeGuard
 
+from enqueuer.errors import StateMismatch
 from enqueuer.shards import Shard
 
 
@@ -21,16 +22,15 @@ class FunctionSource:
     function: Callable[..., Any]
     takes_shard: bool
 
-    def open(self, shard: Shard) -> Iterator[Any]:
+    def open(self, shard: Shard) -> Iterable[Any]:
         """Call the function for `shard`; raise TypeError if what it returns cannot be iterated."""
-        items = self.function(shard) if self.takes_shard else self.function()
-        try:
-            return iter(items)
-        except TypeError:
+        items: Iterable[Any] = self.function(shard) if self.takes_shard else self.function()
+        if not hasattr(items, "__iter__") and not hasattr(items, "__getitem__"):
             raise TypeError(
                 f"{name_of(self.function)} returned {_a(items)}, which cannot be iterated; "
                 "it must be a generator function or return an iterable of batches"
-            ) from None
+            )
+        return items
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,50 @@ class LiveSource:
 
     iterable: Iterable[Any]
 
-    def open(self, shard: Shard) -> Iterator[Any]:
-        """Return the iterator; a shard of a live source is all of it."""
-        return iter(self.iterable)
+    def open(self, shard: Shard) -> Iterable[Any]:
+        """Return the iterable; a shard of a live source is all of it."""
+        return self.iterable
 
 
 Source = FunctionSource | LiveSource
+
+
+class Stateful(Protocol):
+    """An iterator, or an iterable, that can be resumed without being run again."""
+
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+def iterate(items: Iterable[Any], state: Any = None) -> tuple[Iterator[Any], Stateful | None]:
+    """Return an iterator over `items`, and what tells its state, if anything does.
+
+    Args:
+        items: What a source gave for a shard.
+        state: Of an earlier iterator, whose next item is to be the first one; None: from the
+            start.
+
+    Raises:
+        StateMismatch: There is a state, and nothing here can load it.
+    """
+    stateful = items if _is_stateful(items) else None
+    if stateful is not None and state is not None:
+        stateful.load_state_dict(state)
+    iterator = iter(items)
+    if stateful is None and _is_stateful(iterator):
+        stateful = iterator
+        if state is not None:
+            stateful.load_state_dict(state)
+    if stateful is None and state is not None:
+        raise StateMismatch(
+            f"the state holds one of the source's own, but {_a(iterator)} has no load_state_dict; "
+            "load it with the source that it was saved with"
+        )
+    return iterator, stateful
+
+
+def _is_stateful(items: object) -> TypeGuard[Stateful]:
+    return hasattr(items, "state_dict") and hasattr(items, "load_state_dict")
 
 
 def as_source(generator: object) -> Source:

@@ -10,7 +10,7 @@ _send, _send_item = threads._Road.send, threads._Road.send_item
 
 def send(road, message):
     if isinstance(message, Item):
-        _send_item(road, message.shard, message.number, message.value)
+        _send_item(road, message.shard, message.number, message.value, message.state)
     else:
         _send(road, message)
 

@@ -1,8 +1,7 @@
 """What an enqueuer may ask of a backend, and loading one by name.
 
-A backend has at most as many workers as there are shards; worker w runs the shards w,
-w + workers, w + 2 workers and so on, and sends their items in the order in which an ordered
-consumer reads them.
+A backend has at most as many workers as there are shards; of n workers, worker w runs every n-th
+shard from the w-th on, and sends their items in the order in which an ordered consumer reads them.
 """
 
 from __future__ import annotations
@@ -12,15 +11,15 @@ import enum
 import importlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from enqueuer.errors import StartError
 from enqueuer.merging import Order
-from enqueuer.messages import Failure, Item
+from enqueuer.messages import Epoch, Failure, Item
 from enqueuer.sources import Source
-from enqueuer.worker import Plan
+from enqueuer.worker import OnError, Plan
 
 BackendName = Literal["thread", "process"]
 
@@ -48,7 +47,8 @@ class Job:
 
     Attributes:
         source: What the user handed over.
-        shards: How many shards there are.
+        shards: How many shards there are, over all ranks.
+        own: The indices of those that are run here.
         workers: How many workers run them; at most one a shard is started.
         random_seed: Of the enqueuer.
         ordered: Whether the consumer reads the shards in turn.
@@ -56,10 +56,13 @@ class Job:
         max_queue_bytes: The same in bytes, or None.
         start_method: "fork", "forkserver" or "spawn"; processes only.
         forward_logs: True, False or "multiprocessing-logging"; processes only.
+        on_error: What to do about an exception of the source's.
+        max_restarts: How many workers that died are replaced; processes only.
     """
 
     source: Source
     shards: int
+    own: tuple[int, ...]
     workers: int
     random_seed: int
     ordered: bool
@@ -67,12 +70,14 @@ class Job:
     max_queue_bytes: int | None
     start_method: str
     forward_logs: bool | str
+    on_error: OnError
+    max_restarts: int
 
     def plans(self) -> list[Plan]:
-        """Deal the shards out: worker w runs the shards w, w + workers, w + 2 workers ..."""
-        workers = min(self.workers, self.shards)
+        """Deal the shards out: of n workers, worker w gets every n-th from the w-th on."""
+        workers = min(self.workers, len(self.own))
         return [
-            Plan(self.source, tuple(range(w, self.shards, workers)), self.shards, self.random_seed)
+            Plan(self.source, self.own[w::workers], self.shards, self.random_seed, self.on_error)
             for w in range(workers)
         ]
 
@@ -87,7 +92,11 @@ class Backend(Protocol):
     def start(self) -> None:
         """Start all workers or none; raise StartError if it cannot be done."""
 
-    def begin(self, epoch: int) -> None:
+    @property
+    def restarts(self) -> int:
+        """How many workers died and were replaced."""
+
+    def begin(self, epoch: Epoch) -> None:
         """Tell the workers to run their shards once more."""
 
     def wait(self, order: Order, deadline: float | None) -> Failure | None:
@@ -97,7 +106,7 @@ class Backend(Protocol):
         shards are told to `order`; when all have ended there is nothing to wait for.
 
         Returns:
-            The failure, if that is what is next.
+            The failure, if that is what is next; one that is skipped is returned once.
 
         Raises:
             TimeoutError: Nothing came until `deadline`, of `time.monotonic()`.
@@ -157,6 +166,11 @@ def forget(backend: Backend, timeout: float) -> None:
     helper = threading.Thread(target=backend.stop, args=(timeout,), daemon=True)
     with contextlib.suppress(RuntimeError):  # the interpreter ends, and daemonic threads with it
         helper.start()
+
+
+def owners_of(plans: Sequence[Plan]) -> dict[int, int]:
+    """Return which worker runs each shard."""
+    return {shard: worker for worker, plan in enumerate(plans) for shard in plan.shards}
 
 
 def split_bound(total: int, workers: int) -> list[int]:

@@ -12,7 +12,6 @@ import atexit
 import contextlib
 import faulthandler
 import fcntl
-import mmap
 import os
 import pickle
 import select
@@ -27,10 +26,12 @@ from enqueuer.backends.launching import serve_forks
 from enqueuer.messages import Failure
 from enqueuer.shards import GlobalStreams
 from enqueuer.sources import Source
+from enqueuer.transport.blocks import read_whole
 from enqueuer.transport.channel import Credit
 from enqueuer.transport.packets import Descriptor, Packets, close_in_children
 from enqueuer.transport.road import Road
 from enqueuer.transport.worker_end import WorkerEnd, greet
+from enqueuer.worker import OnError
 
 _GRANDCHILD = 70  # exit code of a copy that the user's code forked and let run on
 
@@ -95,10 +96,11 @@ def main_forked(
     setup: Setup,
     part: Part,
     source: Source,
+    on_error: OnError,
 ) -> None:
     """Be a worker that was forked: everything is here."""
     packets = _begin(sock, lifeline)
-    _work(WorkerEnd(packets, way, part.credit), setup, part, lambda: source)
+    _work(WorkerEnd(packets, way, part.credit), setup, part, lambda: (source, on_error))
 
 
 def serve(fd: int) -> None:
@@ -170,27 +172,27 @@ def _receive_job(packets: Packets) -> tuple[Part, bytes, Road]:
         packets.drain()
     data, (payload_fd, road_fd) = packets.received.popleft()
     part: Part = pickle.loads(data)
-    with mmap.mmap(payload_fd, 0, prot=mmap.PROT_READ) as memory:  # nobody moves an offset
-        payload = memory[:]
+    payload = read_whole(b"", [payload_fd])
     way = Road.of(road_fd)
-    os.close(payload_fd)
     os.close(road_fd)
     return part, payload, way
 
 
-def _work(channel: WorkerEnd, setup: Setup, part: Part, load: Callable[[], Source]) -> None:
+def _work(
+    channel: WorkerEnd, setup: Setup, part: Part, load: Callable[[], tuple[Source, OnError]]
+) -> None:
     pid = os.getpid()
     arrays.make_in(channel.pool.make)
     if setup.levels is not None:
         logs.forward(channel.send_record, setup.levels)
     try:
-        source = load()
+        source, on_error = load()
     except BaseException as error:
         channel.send(Failure(part.shards[0], 0, error))
         while channel.next_epoch() is not None:
             pass
     else:
-        plan = worker.Plan(source, part.shards, setup.count, setup.random_seed)
+        plan = worker.Plan(source, part.shards, setup.count, setup.random_seed, on_error)
         worker.serve(plan, channel, channel, GlobalStreams().enter)
     if os.getpid() != pid:
         # the generator forked, and the copy came out of its loop as if it were the worker

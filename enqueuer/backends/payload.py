@@ -15,28 +15,31 @@ import cloudpickle
 from enqueuer.backends.bootstrap import Setup
 from enqueuer.errors import SourceNotPicklable
 from enqueuer.sources import FunctionSource, LiveSource, Source, name_of
-from enqueuer.transport.blocks import open_nameless
+from enqueuer.transport.blocks import nameless_file
 from enqueuer.transport.codec import find_culprit, is_picklable
 from enqueuer.transport.packets import Descriptor
+from enqueuer.worker import OnError
 
 
-def write_payload(setup: Setup, source: Source, method: str) -> Descriptor:
-    """Return a nameless file that holds `setup` and `source`.
+def write_payload(setup: Setup, source: Source, on_error: OnError, method: str) -> Descriptor:
+    """Return a nameless file that holds `setup`, `source` and `on_error`.
 
     Raises:
-        SourceNotPicklable: The source cannot be pickled; the message names the culprit.
+        SourceNotPicklable: One of these cannot be pickled; the message names the culprit.
         OSError: There is no room for it.
     """
     try:
         # on its own, so that what fails to load in the worker is known to be the user's
-        pickled = cloudpickle.dumps(source, protocol=5)
+        pickled = cloudpickle.dumps((source, on_error), protocol=5)
     except Exception as error:
+        if not is_picklable(on_error):
+            raise SourceNotPicklable(
+                f"on_error={name_of(on_error)} cannot be sent to a process started by {method}: "
+                f"{error}; use a function of a module, or backend='thread' or mp_context='fork'"
+            ) from error
         raise SourceNotPicklable(why_not(source, method)) from error
     data = cloudpickle.dumps((setup, pickled), protocol=5)
-    fd = open_nameless(len(data))
-    with open(fd, "wb", closefd=False) as file:
-        file.write(data)
-    return Descriptor(fd)
+    return Descriptor(nameless_file(data))
 
 
 def why_not(source: Source, method: str) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import multiprocessing.util
 import os
 import pickle
@@ -26,20 +27,29 @@ import weakref
 from collections.abc import Iterator
 
 from enqueuer import logs
-from enqueuer.backends import ESCALATION_S, Job, WorkerState, split_bound
+from enqueuer.backends import ESCALATION_S, Job, WorkerState, owners_of, split_bound
 from enqueuer.backends.bootstrap import Part, Setup, Surroundings, main_forked
 from enqueuer.backends.launching import interrupts_held, launch
 from enqueuer.backends.payload import write_payload
-from enqueuer.backends.watched import Watched, epitaph, has_ended, open_pidfd, wait_for_exitcode
+from enqueuer.backends.watched import (
+    Watched,
+    epitaph,
+    has_ended,
+    how_it_ended,
+    open_pidfd,
+    wait_for_exitcode,
+)
 from enqueuer.errors import Closed, InvalidState, StartError, StopWarning, WorkerDied
 from enqueuer.merging import ANY, Order
-from enqueuer.messages import End, Failure, Item
+from enqueuer.messages import End, Epoch, Failure, Item
 from enqueuer.transport.channel import Credit
 from enqueuer.transport.consumer_end import ConsumerEnd
 from enqueuer.transport.packets import Descriptor, Packets, close_in_children, pair
 from enqueuer.transport.road import Road, open_road
 
 START_TIMEOUT_S = 60.0  # a first word that takes longer is a deadlock; imports come after it
+
+_log = logging.getLogger("enqueuer")
 
 _EXITCODE_S = 1.0  # between the end of a process and somebody's word on how it ended
 
@@ -55,6 +65,7 @@ class ProcessBackend:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._plans = job.plans()
+        self._owners = owners_of(self._plans)
         self._owner = os.getpid()
         self._workers: list[Watched] = []
         self._by_fd: dict[int, Watched] = {}
@@ -65,19 +76,25 @@ class ProcessBackend:
         self._resources = contextlib.ExitStack()
         self._wake: socket.socket | None = None
         self._started = 0.0
+        self._payload: Descriptor | None = None
+        self._epoch = Epoch(0)
+        self._deaths: list[tuple[int, int]] = []  # the shard and item of those replaced
+
+    @property
+    def restarts(self) -> int:
+        return len(self._deaths)
 
     # --- start ---
 
     def start(self) -> None:
-        payload = self._payload()  # the user's mistakes show before anything runs
+        self._write_payload()  # the user's mistakes show before anything runs
         try:
             self._open_wake_up()
             if self._job.forward_logs == logs.MULTIPROCESSING_LOGGING:
                 self._resources.enter_context(logs.multiprocessing_logging())
-            setup = self._setup()
             with interrupts_held():
                 for index in range(len(self._plans)):
-                    self._start_one(index, setup, payload)
+                    self._workers.append(self._start_one(index))
         except BaseException as error:
             started = len(self._workers)
             self.stop(0)
@@ -89,16 +106,18 @@ class ProcessBackend:
                 ) from error
             raise
         finally:
-            if payload is not None:
-                payload.close()
+            if self._payload is not None and not self._job.max_restarts:
+                self._payload.close()
         self._started = time.monotonic()
         _running.add(self)
         _register_exit()
 
-    def _payload(self) -> Descriptor | None:
-        if self._job.start_method == "fork":
-            return None
-        return write_payload(self._setup(), self._job.source, self._job.start_method)
+    def _write_payload(self) -> None:
+        job = self._job
+        if job.start_method != "fork":
+            payload = write_payload(self._setup(), job.source, job.on_error, job.start_method)
+            self._resources.callback(payload.close)
+            self._payload = payload
 
     def _setup(self) -> Setup:
         levels = logs.Levels.of_this_process() if self._job.forward_logs is True else None
@@ -115,7 +134,7 @@ class ProcessBackend:
         self._wake = wake
         self._poller.register(woken, select.POLLIN)
 
-    def _start_one(self, index: int, setup: Setup, payload: Descriptor | None) -> None:
+    def _start_one(self, index: int) -> Watched:
         job, plan = self._job, self._plans[index]
         quota = split_bound(job.max_queue_size, len(self._plans))[index]
         share = None if job.max_queue_bytes is None else job.max_queue_bytes // len(self._plans)
@@ -132,26 +151,29 @@ class ProcessBackend:
             for thing in (ours, write):
                 close_in_children(thing)
             packets, way = Packets(ours), Road.of(memory.fileno())
-            forked = functools.partial(main_forked, its, read, way, setup, part, job.source)
+            forked = functools.partial(
+                main_forked, its, read, way, self._setup(), part, job.source, job.on_error
+            )
             process = launch(job.start_method, its, read, forked)
-            if payload is not None:
-                packets.send(pickle.dumps(part), [payload.fileno(), memory.fileno()])
+            if self._payload is not None:
+                packets.send(pickle.dumps(part), [self._payload.fileno(), memory.fileno()])
             undo.pop_all()
         name = f"worker {index} (process {process.pid}, {job.start_method})"
         channel = ConsumerEnd(packets, way, part.credit, name)
         pidfd = open_pidfd(process.pid)
         worker = Watched(index, job.start_method, process, channel, write, pidfd, plan.shards)
-        self._workers.append(worker)
         for fd in [channel.fileno()] + ([] if pidfd is None else [pidfd.fileno()]):
             self._by_fd[fd] = worker
             self._poller.register(fd, select.POLLIN)
+        return worker
 
     # --- run ---
 
-    def begin(self, epoch: int) -> None:
+    def begin(self, epoch: Epoch) -> None:
         self._check_owner()
+        self._epoch = epoch
         for worker in self._workers:
-            worker.channel.begin(epoch)
+            worker.channel.begin(epoch.part(worker.shards))
 
     def wait(self, order: Order, deadline: float | None) -> Failure | None:
         self._check_owner()
@@ -174,7 +196,10 @@ class ProcessBackend:
                 continue
             dead = self._dead(wanted, order)
             if dead is not None:
-                return _obituary(dead, order)
+                obituary = self._replace(dead, order)
+                if obituary is not None:
+                    return obituary
+                continue
             if expired:
                 raise TimeoutError("no batch in time")
             watched = self._workers if wanted is None else [wanted]
@@ -207,7 +232,7 @@ class ProcessBackend:
         return sum(worker.channel.waiting for worker in self._workers)
 
     def _worker_of(self, shard: int | None) -> Watched | None:
-        return None if shard is None else self._workers[shard % len(self._workers)]
+        return None if shard is None else self._workers[self._owners[shard]]
 
     def _with_message(self, wanted: Watched | None) -> Watched | None:
         """Return the worker whose message is next, if there is one; read its packets first."""
@@ -239,6 +264,56 @@ class ProcessBackend:
             if not told and (worker is wanted or order.next_of(worker.shards) is not None):
                 return worker
         return None
+
+    def _replace(self, dead: Watched, order: Order) -> Failure | None:
+        """Start a worker that goes on where a dead one was; return a failure if that must not be.
+
+        Nothing of the dead one is left to deliver, so that each of its shards begins with the
+        item that was not sent.
+        """
+        shard = order.next_of(dead.shards)
+        if shard is None:  # it had sent all of this epoch
+            shard = dead.shards[0]
+        place = (shard, order.number_of(shard))
+        left = self._job.max_restarts - len(self._deaths)
+        error = WorkerDied(epitaph(dead) + self._history(place), dead.index, dead.exitcode)
+        if not left:
+            return Failure(*place, error)
+        self._deaths.append(place)
+        try:
+            with interrupts_held():
+                worker = self._start_one(dead.index)
+        except (OSError, StartError) as trouble:
+            error.__cause__ = trouble
+            return Failure(*place, error)
+        self._started = time.monotonic()
+        if self._closed:  # whoever stops us does not know of this one
+            worker.send_signal(signal.SIGKILL)
+            self._end(worker)
+            return None
+        self._workers[dead.index] = worker
+        self._end(dead)
+        worker.channel.begin(Epoch(self._epoch.number, order.rest()).part(worker.shards))
+        _log.warning(
+            "%s %s; %s goes on with shard %d, item %d (restart %d, of max_restarts=%d)",
+            str(dead),  # a record may be kept, and should not keep descriptors
+            how_it_ended(dead),
+            str(worker),
+            *place,
+            len(self._deaths),
+            self._job.max_restarts,
+        )
+        return None
+
+    def _history(self, place: tuple[int, int]) -> str:
+        """Say how often replaced workers had died, and where."""
+        if not self._job.max_restarts:
+            return ""
+        here = self._deaths.count(place)
+        text = f" max_restarts={self._job.max_restarts} is used up"
+        if here:
+            text += f"; {here + 1} workers died at this very item"
+        return f"{text}."
 
     def _ask_for(self, wanted: Watched | None) -> bool:
         """Let the item come for which the consumer is about to wait.
@@ -354,7 +429,7 @@ class ProcessBackend:
             self._by_fd.clear()
 
     def describe(self, shard: int) -> str:
-        return str(self._workers[shard % len(self._workers)])
+        return str(self._workers[self._owners[shard]])
 
     def _left(self) -> list[Watched]:
         return [worker for worker in self._workers if worker.state is not WorkerState.ENDED]
@@ -419,14 +494,6 @@ def _has_news(worker: Watched, is_coming: bool) -> bool:
     if worker.state is WorkerState.DEAD:
         return False
     return channel.has_packets or (channel.is_asking and not is_coming)
-
-
-def _obituary(worker: Watched, order: Order) -> Failure:
-    shard = order.next_of(worker.shards)
-    if shard is None:  # it had sent all of this epoch
-        shard = worker.shards[0]
-    error = WorkerDied(epitaph(worker), worker.index, worker.exitcode)
-    return Failure(shard, worker.channel.numbers.get(shard, 0), error)
 
 
 # --- the end of the interpreter ----------------------------------------------------------------

@@ -11,6 +11,7 @@ never be garbage-collected.
 
 from __future__ import annotations
 
+import copy
 import sys
 import threading
 import time
@@ -18,12 +19,13 @@ import traceback
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from queue import Empty
+from typing import Any
 
-from enqueuer.backends import Job, WorkerThread, split_bound
+from enqueuer.backends import Job, WorkerThread, owners_of, split_bound
 from enqueuer.buffer import Buffer
 from enqueuer.errors import Closed, StartError, StopWarning
 from enqueuer.merging import Order
-from enqueuer.messages import End, Failure, Item, Message
+from enqueuer.messages import End, Epoch, Failure, Item, Message
 from enqueuer.sources import LiveSource
 from enqueuer.worker import Plan, serve
 
@@ -40,11 +42,16 @@ class ThreadBackend:
         if isinstance(job.source, LiveSource) and job.shards > 1:
             raise AssertionError("a live iterator is one shard: threads cannot share it in order")
         self._plans = job.plans()
+        self._owners = owners_of(self._plans)
         self._measured = job.max_queue_bytes is not None
         self._buffers = _buffers(job, len(self._plans))
-        self._orders: list[Buffer[int]] = [Buffer(max_size=1) for _ in self._plans]
+        self._orders: list[Buffer[Epoch]] = [Buffer(max_size=1) for _ in self._plans]
         self._threads: list[threading.Thread] = []
         self._held: Item | None = None  # what is next, between wait() and take()
+
+    @property
+    def restarts(self) -> int:
+        return 0  # a thread does not die alone
 
     def start(self) -> None:
         try:
@@ -65,14 +72,14 @@ class ThreadBackend:
         thread.start()
         return thread
 
-    def begin(self, epoch: int) -> None:
-        for orders in self._orders:
-            orders.put(epoch)
+    def begin(self, epoch: Epoch) -> None:
+        for plan, orders in zip(self._plans, self._orders, strict=True):
+            orders.put(epoch.part(plan.shards))
 
     def wait(self, order: Order, deadline: float | None) -> Failure | None:
         while self._held is None and not order.done:
             shard = order.turn()
-            buffer = self._buffers[0 if shard is None else shard % len(self._buffers)]
+            buffer = self._buffers[0 if shard is None else self._owners[shard] % len(self._buffers)]
             timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
             try:
                 message = buffer.get(timeout)
@@ -90,7 +97,7 @@ class ThreadBackend:
     def take(self, order: Order) -> Iterator[Item]:
         item = self._held
         if item is not None:
-            order.took(item.shard)
+            order.took(item.shard, item.number, item.state)
             self._held = None
             yield item
 
@@ -123,20 +130,22 @@ class ThreadBackend:
                 _warn_of(thread, timeout)
 
     def describe(self, shard: int) -> str:
-        return f"worker {shard % len(self._plans)} (thread)"
+        return f"worker {self._owners[shard]} (thread)"
 
 
 class _Road:
     """A worker thread's Sender and Orders."""
 
-    def __init__(self, buffer: Buffer[Message], orders: Buffer[int], measured: bool) -> None:
+    def __init__(self, buffer: Buffer[Message], orders: Buffer[Epoch], measured: bool) -> None:
         self._buffer = buffer
         self._orders = orders
         self._measured = measured
 
-    def send_item(self, shard: int, number: int, value: object) -> None:
+    def send_item(self, shard: int, number: int, value: object, state: Any = None) -> None:
         size_bytes = size_of(value) if self._measured else 0
-        self._buffer.put(Item(shard, number, value), size_bytes=size_bytes)
+        if state is not None:
+            state = copy.deepcopy(state)  # it may be the iterator's own, which goes on
+        self._buffer.put(Item(shard, number, value, state), size_bytes=size_bytes)
 
     def send(self, message: End | Failure) -> None:
         self._buffer.put(message)
@@ -145,7 +154,7 @@ class _Road:
         if self._buffer.closed:
             raise Closed("the enqueuer was stopped")
 
-    def next_epoch(self) -> int | None:
+    def next_epoch(self) -> Epoch | None:
         try:
             return self._orders.get()
         except Closed:

@@ -87,21 +87,27 @@ def wait_for_exitcode(worker: Watched, timeout: float) -> int | None:
     return worker.process.exitcode(timeout)
 
 
-def epitaph(worker: Watched) -> str:
-    """Say who died, how, and what to do about it."""
+def how_it_ended(worker: Watched) -> str:
+    """Say how a worker that was not asked to ended: "was killed by SIGKILL"."""
     code = worker.exitcode
     if code is None:
-        how = "ended, nobody knows how (its exit code was taken by somebody else)"
-    elif code < 0:
-        how = f"was killed by {_signal_name(-code)}"
-    else:
-        how = f"ended with exit code {code} and said nothing"
+        return "ended, nobody knows how (its exit code was taken by somebody else)"
+    if code < 0:
+        return f"was killed by {_signal_name(-code)}"
+    return f"ended with exit code {code} and said nothing"
+
+
+def epitaph(worker: Watched) -> str:
+    """Say who died, how, and what to do about it."""
     advice = {
         -signal.SIGKILL: "If nobody killed it, the system was out of memory: try fewer workers, "
         "smaller batches or a smaller max_queue_size.",
         -signal.SIGSEGV: "A crash in C code; its Python stack was written to stderr.",
-    }.get(code or 0, "Look for os._exit or a crash in the libraries that the generator uses.")
-    return f"{worker} {how}; what it had sent was delivered. {advice}"
+    }.get(
+        worker.exitcode or 0,
+        "Look for os._exit or a crash in the libraries that the generator uses.",
+    )
+    return f"{worker} {how_it_ended(worker)}; what it had sent was delivered. {advice}"
 
 
 def _signal_name(number: int) -> str:

@@ -74,6 +74,26 @@ def open_nameless(size: int) -> int:
     return fd
 
 
+def nameless_file(data: bytes) -> int:
+    """Return a descriptor of memory without a name that holds `data`; raises as `open_nameless`."""
+    fd = open_nameless(len(data))
+    with open(fd, "wb", closefd=False) as file:
+        file.write(data)
+    return fd
+
+
+def read_whole(data: bytes, fds: Sequence[int]) -> bytes:
+    """Return what came in a packet, or beside it in a nameless file; closes the descriptors."""
+    try:
+        for fd in fds:
+            with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as memory:  # nobody moves an offset
+                data = memory[:]
+        return data
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
 def _write_zeros(fd: int, size: int) -> None:
     zeros = bytes(1 << 20)
     for at in range(0, size, len(zeros)):

@@ -1,7 +1,7 @@
 """The private channel between one worker process and the consumer: what the two say.
 
     worker (WorkerEnd)                                           consumer (ConsumerEnd)
-      frames ITEM END FAILURE  --------- the road ------------>  take()
+      frames ITEM END FAILURE ...  ----- the road ------------>  take()
       packets HELLO BLOCK DROP RECORD WAKE  ---- a socket ---->  blocks, records
       orders, wakes            <--- packets EPOCH STOP WAKE ---
 
@@ -27,6 +27,8 @@ class Kind(enum.IntEnum):
     ITEM = 1
     END = 2
     FAILURE = 3
+    STATED = 4  # an item, in a pair with the state of its iterator after it
+    SKIPPED = 5  # a failure after which the worker goes on
     HELLO = 10
     BLOCK = 11
     DROP = 12

@@ -7,7 +7,6 @@ the socket -> pump() -> new blocks, records
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import pickle
 import struct
@@ -15,15 +14,25 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import cloudpickle
+
 from enqueuer.errors import BlockMemoryError, ItemNotLoadable, TransportError
-from enqueuer.messages import End, Failure, Item
+from enqueuer.messages import End, Epoch, Failure, Item
 from enqueuer.transport import codec, road
-from enqueuer.transport.blocks import BlockMap
-from enqueuer.transport.channel import FRAME, NUMBER, PACKET, SEGMENT, Credit, Kind
+from enqueuer.transport.blocks import BlockMap, nameless_file, read_whole
+from enqueuer.transport.channel import (
+    FRAME,
+    INLINE_BYTES,
+    NUMBER,
+    PACKET,
+    SEGMENT,
+    Credit,
+    Kind,
+)
 from enqueuer.transport.packets import Packets
 from enqueuer.transport.road import RING_BYTES, Road
 
-_ITEM = int(Kind.ITEM)
+_ITEM, _STATED = int(Kind.ITEM), int(Kind.STATED)
 _HEAD = FRAME.size
 
 
@@ -33,7 +42,6 @@ class ConsumerEnd:
     Attributes:
         records: What the worker logged and nobody has handled yet.
         greeted: Whether the worker has said HELLO.
-        numbers: Of each shard's next item in this epoch, if one was taken.
     """
 
     def __init__(self, packets: Packets, way: Road, credit: Credit, describe: str) -> None:
@@ -59,7 +67,6 @@ class ConsumerEnd:
         self._blocks = BlockMap()
         self.records: deque[logging.LogRecord] = deque()
         self.greeted = False
-        self.numbers: dict[int, int] = {}
         self._words[road.LIMIT] = credit.items
 
     @property
@@ -98,10 +105,17 @@ class ConsumerEnd:
 
     # --- orders ---
 
-    def begin(self, epoch: int) -> None:
+    def begin(self, epoch: Epoch) -> None:
         """Tell the worker to run its shards for `epoch`."""
-        self.numbers.clear()
-        self._tell(Kind.EPOCH, NUMBER.pack(epoch), wait=True)
+        data = cloudpickle.dumps(epoch, protocol=5)  # states may be of any class
+        if len(data) <= INLINE_BYTES:
+            self._tell(Kind.EPOCH, data, wait=True)
+            return
+        fd = nameless_file(data)
+        try:
+            self._tell(Kind.EPOCH, wait=True, fds=(fd,))
+        finally:
+            os.close(fd)
 
     def ask_to_stop(self) -> None:
         """Tell the worker to go home."""
@@ -157,7 +171,7 @@ class ConsumerEnd:
 
     # --- messages ---
 
-    def items(self, most: int, took: Callable[[int], None]) -> Iterator[Item]:
+    def items(self, most: int, took: Callable[[int, int, Any], None]) -> Iterator[Item]:
         """Yield the items that are there now: at most so many, up to an end or a failure.
 
         An exception out of a signal handler loses no item and repeats none, if the caller keeps
@@ -165,16 +179,16 @@ class ConsumerEnd:
 
         Args:
             most: How many at most.
-            took: Called with the shard of each item that is about to be yielded.
+            took: Called with shard, number and state of each item that is about to be yielded.
         """
-        frames, numbers, unpack, loads = self._frames, self.numbers, FRAME.unpack_from, pickle.loads
+        frames, unpack, loads = self._frames, FRAME.unpack_from, pickle.loads
         written = self._words[road.WRITTEN]
         self._road.order()
         while most > 0 and self._position < written:
             position = self._position
             at = position % RING_BYTES
             size, table, kind, shard, number = unpack(frames, at)
-            if kind != _ITEM:
+            if kind != _ITEM and kind != _STATED:
                 return
             try:
                 end = at + size
@@ -183,12 +197,14 @@ class ConsumerEnd:
             except Exception as error:
                 self._trouble = error
                 return
+            state = None
+            if kind == _STATED:
+                value, state = value
             position += (end if end < RING_BYTES else RING_BYTES) - at
             item = Item(shard, number, value)
             del value, body
             most -= 1
-            took(shard)
-            numbers[shard] = number + 1
+            took(shard, number, state)
             self._position = position
             self._given += 1
             yield item
@@ -206,7 +222,7 @@ class ConsumerEnd:
         body = self._frames[at + _HEAD : at + size]
         message: End | Failure
         match kind:
-            case Kind.ITEM:
+            case Kind.ITEM | Kind.STATED:
                 failure = self._failure(body, table)
                 if failure is None:
                     return None
@@ -214,8 +230,9 @@ class ConsumerEnd:
                 message = Failure(shard, number, failure)
             case Kind.END:
                 message = End(shard)
-            case Kind.FAILURE:
-                message = Failure(shard, number, self._error(body, table))
+            case Kind.FAILURE | Kind.SKIPPED:
+                error = self._error(body, table)
+                message = Failure(shard, number, error, skipped=kind == Kind.SKIPPED)
             case _:
                 raise TransportError(f"{self._describe} sent a malformed frame")
         end = at + size
@@ -294,10 +311,12 @@ class ConsumerEnd:
         """Hang up; leased blocks stay as long as their arrays."""
         self._packets.close()
 
-    def _tell(self, kind: Kind, body: bytes = b"", wait: bool = False) -> None:
+    def _tell(
+        self, kind: Kind, body: bytes = b"", wait: bool = False, fds: Sequence[int] = ()
+    ) -> None:
         packet = PACKET.pack(kind, self._orders + 1) + body
         try:
-            if not self._packets.send(packet, wait=wait):
+            if not self._packets.send(packet, fds, wait=wait):
                 return  # the socket is full of what it has not read yet: that wakes it, too
         except OSError:
             return  # it is dead; the end of its channel says so in its turn
@@ -333,13 +352,7 @@ class ConsumerEnd:
 
     def _record(self, data: bytes, fds: Sequence[int]) -> logging.LogRecord:
         try:
-            for fd in fds:
-                with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as memory:
-                    data = memory[:]
-            return logging.makeLogRecord(pickle.loads(data))
+            return logging.makeLogRecord(pickle.loads(read_whole(data, fds)))
         except Exception as error:  # a log must not stop the data
             text = f"a log record of {self._describe} could not be loaded: {error!r}"
             return logging.LogRecord("enqueuer", logging.WARNING, __file__, 0, text, None, None)
-        finally:
-            for fd in fds:
-                os.close(fd)

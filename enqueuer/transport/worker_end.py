@@ -19,13 +19,21 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from enqueuer.errors import Closed
-from enqueuer.messages import End, Failure
+from enqueuer.messages import End, Epoch, Failure
 from enqueuer.transport import codec, road
-from enqueuer.transport.blocks import ALIGNMENT, Block, BlockPool, Made, open_nameless
+from enqueuer.transport.blocks import (
+    ALIGNMENT,
+    Block,
+    BlockPool,
+    Made,
+    nameless_file,
+    read_whole,
+)
 from enqueuer.transport.channel import (
     FRAME,
     INLINE_BYTES,
@@ -57,7 +65,7 @@ _COPIED = (
     "yield. This is said once a worker"
 )
 
-_ITEM = int(Kind.ITEM)
+_ITEM, _STATED = int(Kind.ITEM), int(Kind.STATED)
 _HEAD = FRAME.size
 _pack_head = FRAME.pack_into
 _dumps = pickle.dumps
@@ -89,7 +97,7 @@ class WorkerEnd:
         self._lost_records = 0
         self._readable = select.poll()
         self._readable.register(packets.fileno(), select.POLLIN)
-        self._epochs: deque[int] = deque()
+        self._epochs: deque[Epoch] = deque()
         self._closed = False
         self._encoder = codec.Encoder()
         self._encode = self._encoder.encode
@@ -101,7 +109,7 @@ class WorkerEnd:
         self._severed = _Severed(self)
         close_in_children(self._severed)
 
-    def send_item(self, shard: int, number: int, value: object) -> None:
+    def send_item(self, shard: int, number: int, value: object, state: Any = None) -> None:
         """Send an item, when there is credit for it.
 
         It is pickled and copied before this returns, so the generator may use its buffers again.
@@ -111,8 +119,10 @@ class WorkerEnd:
             ItemNotPicklable: The item cannot be sent.
             BlockMemoryError: There is no memory to send it through.
         """
-        table = 0
+        kind, table = _ITEM, 0
         buffers: Sequence[codec.Buffer] = ()
+        if state is not None:
+            kind, value = _STATED, (value, state)
         if type(value) in SCALARS:
             data = _dumps(value, 5)
         else:
@@ -122,7 +132,7 @@ class WorkerEnd:
         elif self._words[ORDERS] != self._orders:
             self.check()
         self._sent += 1
-        self._put(_ITEM, shard, number, table, data)
+        self._put(kind, shard, number, table, data)
 
     def send(self, message: End | Failure) -> None:
         """Send an end or a failure; needs no credit. Raises as `send_item`."""
@@ -132,7 +142,8 @@ class WorkerEnd:
         else:
             data, segments = self._lay_out(codec.encode_error(message.error), ())
             table = self._announce(segments)
-            self._put(Kind.FAILURE, message.shard, message.number, len(table), table + data)
+            kind = Kind.SKIPPED if message.skipped else Kind.FAILURE
+            self._put(kind, message.shard, message.number, len(table), table + data)
 
     def check(self) -> None:
         """Raise Closed if the consumer left."""
@@ -141,8 +152,8 @@ class WorkerEnd:
         if self._closed:
             raise Closed("the consumer left")
 
-    def next_epoch(self) -> int | None:
-        """Wait for the number of the next epoch; None when there will be none."""
+    def next_epoch(self) -> Epoch | None:
+        """Wait for the next epoch; None when there will be none."""
         self._read_orders()  # the first may have come with the job
         while not self._epochs and not self._closed:
             self._sleep()
@@ -353,15 +364,15 @@ class WorkerEnd:
         self._packets.drain()
         received = self._packets.received
         while received:
-            self._obey(received.popleft()[0])
+            self._obey(*received.popleft())
         if self._packets.ended:
             self._closed = True
 
-    def _obey(self, data: bytes) -> None:
+    def _obey(self, data: bytes, fds: Sequence[int]) -> None:
         kind, self._orders = PACKET.unpack_from(data)
         match kind:
             case Kind.EPOCH:
-                self._epochs.append(NUMBER.unpack_from(data, PACKET.size)[0])
+                self._epochs.append(pickle.loads(read_whole(data[PACKET.size :], fds)))
             case Kind.STOP:
                 self._closed = True
             case _:  # Kind.WAKE
@@ -407,9 +418,8 @@ class WorkerEnd:
     def _send_record_locked(self, data: bytes, wait: bool) -> bool:
         if len(data) <= INLINE_BYTES:
             return self._send_locked(Kind.RECORD, data, None, wait)
-        fd = open_nameless(len(data))
+        fd = nameless_file(data)
         try:
-            os.pwrite(fd, data, 0)
             return self._send_locked(Kind.RECORD, b"", fd, wait)
         finally:
             os.close(fd)

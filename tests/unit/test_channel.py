@@ -12,7 +12,7 @@ from helpers import LIMIT, wait_until
 
 from enqueuer import Closed, TransportError
 from enqueuer.errors import ItemNotLoadable
-from enqueuer.messages import End, Failure, Item
+from enqueuer.messages import End, Epoch, Failure, Item, Start
 from enqueuer.transport import road, worker_end
 from enqueuer.transport.channel import PACKET, Credit, Kind
 from enqueuer.transport.consumer_end import ConsumerEnd
@@ -68,7 +68,7 @@ class Channel:
     def take(self):
         """Return the next message, and count it as consumed."""
         wait_until(lambda: self.consumer.has_message)
-        (*taken,) = self.consumer.items(1, lambda shard: None) or ()
+        (*taken,) = self.consumer.items(1, lambda *_: None) or ()
         message = taken[0] if taken else self.consumer.other()
         self.consumer.settle()
         return message
@@ -288,9 +288,10 @@ def test_a_worker_that_waits_learns_that_the_consumer_left(open_channel, how):
 
 def test_epochs_are_told(open_channel):
     channel = open_channel()
-    channel.consumer.begin(0)
-    channel.consumer.begin(1)
-    assert [channel.worker.next_epoch(), channel.worker.next_epoch()] == [0, 1]
+    channel.consumer.begin(Epoch(0))
+    channel.consumer.begin(Epoch(1, {3: Start(5, b"x" * 100_000)}))
+    assert channel.worker.next_epoch() == Epoch(0)
+    assert channel.worker.next_epoch() == Epoch(1, {3: Start(5, b"x" * 100_000)})
 
 
 def test_a_gap_in_the_sequence_is_an_error(open_channel):
@@ -317,7 +318,7 @@ def test_nonsense_is_an_error(open_channel):
     with pytest.raises(TransportError, match="malformed packet"):
         wait_until(lambda: channel.consumer.pump())
     channel.worker._put(99, 0, 0, 0, b"")
-    assert list(channel.consumer.items(1, lambda shard: None)) == []
+    assert list(channel.consumer.items(1, lambda *_: None)) == []
     with pytest.raises(TransportError, match="malformed frame"):
         channel.consumer.other()
 
@@ -350,11 +351,11 @@ def test_an_exception_of_a_signal_handler_in_the_middle_of_an_item_loses_nothing
     channel.join()
     taken = deque()
     Interrupts.error = TimeoutError("from a signal handler")
-    taken.extend(channel.consumer.items(10, lambda shard: None))
+    taken.extend(channel.consumer.items(10, lambda *_: None))
     Interrupts.error = None
     with pytest.raises(TimeoutError):
         channel.consumer.other()
-    taken.extend(channel.consumer.items(10, lambda shard: None))
+    taken.extend(channel.consumer.items(10, lambda *_: None))
     assert [item.value for item in taken] == ["a", "whole", "c"]
 
 
@@ -364,7 +365,7 @@ def test_an_interrupted_item_is_whole_at_the_next_try_and_its_block_comes_home_o
     channel.wait(2)
     Interrupts.error = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
-        list(channel.consumer.items(1, lambda shard: None))
+        list(channel.consumer.items(1, lambda *_: None))
     Interrupts.error = None
     first = channel.take().value
     assert first[1] == "whole"

@@ -172,7 +172,7 @@ class Channel:
     def through(self, value):
         self.worker.send_item(0, 0, value)
         wait_until(lambda: self.consumer.has_message)
-        (item,) = self.consumer.items(1, lambda shard: None)
+        (item,) = self.consumer.items(1, lambda *_: None)
         self.consumer.settle()
         self.consumer.grant(100)
         return item.value

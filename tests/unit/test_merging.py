@@ -4,13 +4,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from enqueuer.merging import ANY, AsTheyCome, RoundRobin
+from enqueuer.messages import Item, Start
+
+
+def fresh(shards):
+    return dict.fromkeys(shards, Start())
+
 
 LENGTHS = st.lists(st.integers(0, 5), max_size=6)
 
 
 @given(LENGTHS)
 def test_round_robin_reads_by_round_and_shard(lengths):
-    order, numbers, seen = RoundRobin(range(len(lengths))), [0] * len(lengths), []
+    order, numbers, seen = RoundRobin(fresh(range(len(lengths)))), [0] * len(lengths), []
     while not order.done:
         shard = order.turn()
         if numbers[shard] == lengths[shard]:
@@ -18,7 +24,7 @@ def test_round_robin_reads_by_round_and_shard(lengths):
         else:
             seen.append((numbers[shard], shard))
             numbers[shard] += 1
-            order.took(shard)
+            order.took(shard, numbers[shard] - 1)
     assert seen == sorted((n, shard) for shard, size in enumerate(lengths) for n in range(size))
 
 
@@ -27,13 +33,13 @@ def test_a_workers_own_turns_are_those_of_the_whole(lengths, workers):
     """Then its channel holds the items in the order in which they are read."""
 
     def read(shards):
-        order, left, seen = RoundRobin(shards), list(lengths), []
+        order, left, seen = RoundRobin(fresh(shards)), list(lengths), []
         while not order.done:
             shard = order.turn()
             if left[shard]:
                 left[shard] -= 1
                 seen.append(shard)
-                order.took(shard)
+                order.took(shard, 0)
             else:
                 order.ended(shard)
         return seen
@@ -45,10 +51,46 @@ def test_a_workers_own_turns_are_those_of_the_whole(lengths, workers):
 
 
 def test_as_they_come_takes_any_until_all_have_ended():
-    order = AsTheyCome(range(2))
+    order = AsTheyCome(fresh(range(2)))
     assert order.turn() is ANY
-    order.took(1)
+    order.took(1, 0)
     order.ended(1)
     assert not order.done
     order.ended(0)
     assert order.done
+
+
+@given(LENGTHS, st.data())
+def test_the_rest_after_what_was_given_away_is_what_had_not_come(lengths, data):
+    """Taken, then partly given away: an order that begins with the rest gives exactly that."""
+
+    def read(order, numbers):
+        while not order.done:
+            shard = order.turn()
+            if numbers[shard] == lengths[shard]:
+                order.ended(shard)
+            else:
+                order.took(shard, numbers[shard])
+                yield Item(shard, numbers[shard], None)
+                numbers[shard] += 1
+
+    whole = list(read(RoundRobin(fresh(range(len(lengths)))), [0] * len(lengths)))
+    taken = data.draw(st.integers(0, len(whole)))
+    given_away = data.draw(st.integers(0, taken))
+    order = RoundRobin(fresh(range(len(lengths))))
+    source = read(order, [0] * len(lengths))
+    ready = [next(source) for _ in range(taken)][given_away:]
+    rest = order.rest(ready)
+    numbers = list(lengths)
+    for shard, start in rest.items():
+        numbers[shard] = start.number
+    assert list(read(RoundRobin(rest), numbers)) == whole[given_away:]
+
+
+def test_the_state_of_the_last_item_given_away_is_the_one_that_is_told():
+    order = RoundRobin(fresh([0]), recent=4)
+    for number in range(9):
+        order.took(0, number, f"after {number}")
+    ready = [Item(0, number, None) for number in (6, 7, 8)]
+    assert order.rest() == {0: Start(9, "after 8")}
+    assert order.rest(ready) == {0: Start(6, "after 5")}

@@ -43,7 +43,7 @@ class Method:
 def test_a_function_gets_the_shard_if_it_asks_for_it(function, first):
     source = as_source(function)
     assert isinstance(source, FunctionSource)
-    assert next(source.open(SHARD), None) == first
+    assert next(iter(source.open(SHARD)), None) == first
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from enqueuer import Closed, Shard
-from enqueuer.messages import End, Failure, Item
+from enqueuer.messages import End, Epoch, Failure, Item, Start
 from enqueuer.sources import as_source
 from enqueuer.worker import Plan, run, serve
 
@@ -17,8 +17,8 @@ class Road(list):
         self.limit = limit
         self.epochs = list(epochs)
 
-    def send_item(self, shard, number, value):
-        self.send(Item(shard, number, value))
+    def send_item(self, shard, number, value, state=None):
+        self.send(Item(shard, number, value, state))
 
     def send(self, message):
         if len(self) >= self.limit:
@@ -33,8 +33,10 @@ class Road(list):
         return self.epochs.pop(0) if self.epochs else None
 
 
-def ran(function, road, shards=2, enter=lambda shard: None):
-    run(as_source(function), [Shard(i, shards, 0, 7) for i in range(shards)], road, enter)
+def ran(function, road, shards=2, enter=lambda shard: None, starts=None, on_error="raise"):
+    starts = starts or dict.fromkeys(range(shards), Start())
+    shards = {Shard(index, shards, 0, 7): start for index, start in starts.items()}
+    run(as_source(function), shards, road, enter, on_error)
     return road
 
 
@@ -136,12 +138,12 @@ def test_the_shards_code_runs_in_its_own_global_state():
 
 def test_serve_runs_epochs_until_there_are_no_orders():
     plan = Plan(as_source(lambda shard: iter([shard.epoch])), (1,), 2, 7)
-    road = Road(epochs=[0, 1])
+    road = Road(epochs=[Epoch(0), Epoch(1)])
     serve(plan, road, road)
     assert road == [Item(1, 0, 0), End(1), Item(1, 0, 1), End(1)]
 
 
 def test_serve_goes_home_when_the_consumer_left():
-    road = Road(limit=1, epochs=[0, 1])
+    road = Road(limit=1, epochs=[Epoch(0), Epoch(1)])
     serve(Plan(as_source(lambda: iter("abc")), (0,), 1, 7), road, road)
     assert road == [Item(0, 0, "a")]

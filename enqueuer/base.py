@@ -1,0 +1,635 @@
+"""What every enqueuer does: life cycle, iteration, position.
+
+    NEW --start()--> RUNNING --a failure was raised--> FAILED
+                       | ^                               |
+                stop() | | start()                       | stop()
+                       v |                               v
+                     STOPPED <---------------------------+
+
+One consumer at a time reads (`_lock`); any number of threads may ask, and each batch goes to
+one of them. The position belongs to the enqueuer and not to an iterator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import enum
+import threading
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from queue import Empty
+from types import TracebackType
+from typing import Any, Generic, NoReturn, TypeVar
+
+from enqueuer import arguments, backends, logs, state
+from enqueuer.backends import ESCALATION_S, Backend, BackendName, Job
+from enqueuer.errors import Closed, InvalidState, WorkerError
+from enqueuer.merging import Order, RoundRobin
+from enqueuer.messages import Epoch, Failure, Item
+from enqueuer.replaying import ATTRIBUTE, Origin, origin_of
+from enqueuer.worker import OnError
+
+Batch = TypeVar("Batch")
+Self = TypeVar("Self", bound="BaseEnqueuer[Any]")
+
+STOP_S = 2.0 + ESCALATION_S  # asked -> terminated in 2 s; a generator's `finally` should fit
+
+
+class State(enum.Enum):
+    """Where an enqueuer is in its life."""
+
+    NEW = "NEW"
+    RUNNING = "RUNNING"
+    FAILED = "FAILED"
+    STOPPED = "STOPPED"
+
+
+_NEXT = {
+    State.NEW: {State.RUNNING},
+    State.RUNNING: {State.FAILED, State.STOPPED},
+    State.FAILED: {State.FAILED, State.STOPPED},
+    State.STOPPED: {State.RUNNING},
+}
+
+
+class BaseEnqueuer(ABC, Generic[Batch]):
+    """What GeneratorEnqueuer and OrderedEnqueuer have in common; not to be made itself."""
+
+    _backend_name: BackendName
+    _workers: int
+    _max_queue_size: int
+    _random_seed: int
+    _on_error: OnError
+    _max_errors: int | None
+
+    def __init__(self) -> None:
+        self._state = State.NEW
+        self._backend: Backend | None = None
+        self._finalizer: weakref.finalize[Any, Any] | None = None
+        self._order: Order = RoundRobin({})
+        self._epoch = 0
+        self._over = False
+        self._ready: deque[Item] = deque()  # taken and not given away; new with each epoch
+        self._failure: Failure | None = None  # what comes after them
+        self._raised: _Raised | None = None
+        self._at_rest = Epoch(0)  # where it stands while it does not run
+        self._resumed = False  # whether that was loaded
+        self._error_count = 0
+        self._restarts = 0  # of backends that are gone
+        self._lock = threading.RLock()  # one consumer at a time
+        self._state_lock = threading.RLock()  # one start() or stop() at a time
+        self._changing = False  # the backend is being replaced
+        self._changed = threading.Condition(self._lock)
+        self.queue: Queue[Batch] = Queue(self)
+
+    # --- life cycle ---
+
+    @property
+    def random_seed(self) -> int:
+        """The seed, given or drawn, that all other seeds derive from."""
+        return self._random_seed
+
+    @property
+    def error_count(self) -> int:
+        """How many errors `on_error` has skipped since the start."""
+        return self._error_count
+
+    @property
+    def restart_count(self) -> int:
+        """How many workers died and were replaced since the start."""
+        return self._restarts + (0 if self._backend is None else self._backend.restarts)
+
+    def start(self, workers: int | None = None, max_queue_size: int | None = None) -> None:
+        """Start the workers, which begin at once to make batches of the first epoch.
+
+        If a state was loaded, they go on from there.
+
+        Args:
+            workers: As for the class, whose value is the default.
+            max_queue_size: As for the class, whose value is the default.
+
+        Raises:
+            InvalidState: It runs already.
+            StartError: The workers could not be started; none is left.
+            SourceNotPicklable: The generator cannot be sent to a process that is not forked.
+        """
+        with self._state_lock:
+            if self._state in (State.RUNNING, State.FAILED):
+                raise InvalidState(
+                    "start() was called, but the enqueuer is running already; call stop() first"
+                )
+            if workers is not None:
+                self._workers = arguments.positive("workers", workers)
+            if max_queue_size is not None:
+                self._max_queue_size = arguments.positive("max_queue_size", max_queue_size)
+            backend = self._start_backend(self._job())
+            with self._lock:
+                self._use(backend)
+                self._move(State.RUNNING)
+                self._failure = self._raised = None
+                self._error_count = self._restarts = 0
+                self._begin(self._at_rest if self._resumed else Epoch(0))
+                self._resumed = False
+
+    def stop(self, timeout: float | None = None) -> None:
+        """End the workers: ask them, then terminate, then kill; do nothing if none run.
+
+        May be called from any thread, also inside the loop; a consumer that waits for a batch
+        ends. Batches that were made and not taken are lost. Generators are closed, so that
+        their `finally` runs. After it `start()` begins anew.
+
+        Args:
+            timeout: Seconds after which the last worker is killed; 2.6 by default. A thread
+                cannot be killed: one that hangs is left, with a `StopWarning`.
+        """
+        seconds = arguments.seconds("timeout", STOP_S if timeout is None else timeout)
+        if self._backend is None:
+            return
+        self._backend.close()  # wakes the consumer, which then lets go of its lock
+        with self._state_lock:
+            backend = self._backend  # another one, perhaps, if it has just been replaced
+            backend.close()
+            was_running = self._state in (State.RUNNING, State.FAILED)
+            if was_running:
+                self._move(State.STOPPED)
+            if self._lock.acquire(timeout=max(seconds, 0.1)):
+                self._lock.release()
+            if was_running:
+                self._at_rest = self._position()
+            self._ready.clear()
+            backend.stop(seconds)
+            if self._finalizer is not None:
+                self._finalizer.detach()
+
+    def reconfigure(self, workers: int) -> None:
+        """Go on with another number of workers; nothing is lost, repeated or reordered.
+
+        New workers are started, brought to the first batch that was not taken (as those of
+        `load_state_dict` are: shards are run again up to there, unless their iterators have a
+        state of their own), and take over; then the old ones are stopped. The number of shards
+        stays what it is. Called on a running enqueuer, by any thread; on another one it sets
+        the number for the next start.
+
+        Args:
+            workers: As for the class.
+
+        Raises:
+            InvalidState: An error was raised, or the source is a live iterator in processes.
+            StartError: The new workers could not be started; the old ones go on.
+        """
+        workers = arguments.positive("workers", workers)
+        with self._state_lock:
+            if self._state is State.FAILED:
+                raise InvalidState("cannot reconfigure after an error; call stop() first")
+            if self._state is not State.RUNNING or workers == self._workers:
+                self._workers = workers
+                return
+            job = self._job_with(workers)
+            if job is None:
+                return
+            new, old = self._start_backend(job), self._backend
+            assert old is not None
+            self._changing = True
+            old.close()  # wakes the consumer, which then waits for the change
+            with self._lock:
+                try:
+                    if self._finalizer is not None:
+                        self._finalizer.detach()
+                    self._workers = workers
+                    self._restarts += old.restarts
+                    self._use(new)
+                    if not self._order.done:
+                        new.begin(Epoch(self._epoch, self._order.rest()))
+                finally:
+                    self._changing = False
+                    self._changed.notify_all()
+            old.stop(STOP_S)
+
+    # --- position ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position: what has been given to the loop, not what was made ahead.
+
+        May be called at any time, by any thread; after `stop()` it tells where that was. It is
+        small and can be written as JSON, unless the source's own iterators tell a state: one
+        with `state_dict` and `load_state_dict` is asked after each of its items.
+
+        Returns:
+            A dict to be given to `load_state_dict` of an enqueuer with the same source.
+
+        Example:
+            >>> from enqueuer import GeneratorEnqueuer
+            >>> def squares(shard):
+            ...     for number in shard.split(range(6)):
+            ...         yield number**2
+            >>> with GeneratorEnqueuer(squares, shards=2, random_seed=7) as enqueuer:
+            ...     [next(enqueuer.get()) for _ in range(3)]
+            ...     state = enqueuer.state_dict()
+            [0, 1, 4]
+            >>> later = GeneratorEnqueuer(squares, workers=2)
+            >>> later.load_state_dict(state)
+            >>> with later:
+            ...     list(later)
+            [9, 16, 25]
+        """
+        with self._lock:
+            running = self._state in (State.RUNNING, State.FAILED)
+            epoch = self._position() if running else self._at_rest
+            return state.save(self._identity(given_only=False), epoch)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken, at the next start.
+
+        The number of workers and the backend may differ. What the data depend on may not; if
+        `random_seed` (or `shards`) was not given to this enqueuer, the state's is taken.
+
+        The shards are run again from their seeds, up to the next item, without sending what was
+        had; an iterator with `load_state_dict` is resumed by that.
+
+        Args:
+            state_dict: What `state_dict()` of an enqueuer with the same source returned.
+
+        Raises:
+            InvalidState: The enqueuer runs; call `stop()` first.
+            StateMismatch: The state is of another source shape; the message says what differs.
+        """
+        with self._state_lock:
+            if self._state not in (State.NEW, State.STOPPED):
+                raise InvalidState(
+                    "load_state_dict() was called, but the enqueuer is running; load a state "
+                    "before start(), or call stop() first"
+                )
+            epoch = state.load(state_dict, self._identity(given_only=True))
+            self._adopt(state_dict, epoch)
+            self._at_rest, self._resumed = epoch, True
+
+    def replay(self, error: BaseException) -> Any:
+        """Run the item that an error came from once more, here: see `enqueuer.replay`.
+
+        Unlike that function it also takes an error that was pickled since, as it has the source.
+
+        Args:
+            error: What this enqueuer, or one with the same source, raised.
+        """
+        origin = origin_of(error)
+        return self._again(origin)()
+
+    def is_running(self) -> bool:
+        """Return whether there is anything to come: a batch, or an error.
+
+        False before `start()`, after `stop()`, once an error was raised, and once a finite
+        generator has been read to its end.
+        """
+        return self._state is State.RUNNING and not self._over
+
+    def __enter__(self: Self) -> Self:
+        if self._state in (State.NEW, State.STOPPED):
+            self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    # --- iteration ---
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Iterate over the rest of this epoch, or over the next one if this one is over.
+
+        A new enqueuer is started; it stops when it is garbage-collected, if not before.
+
+        Raises:
+            InvalidState: It was stopped.
+        """
+        if self._state is State.NEW:
+            self.start()
+        with self._lock:
+            self._check_started("iterate over it")
+            if self._over and self._state is State.RUNNING:
+                self._begin(Epoch(self._epoch + 1))
+            return _Batches(self, self._ready)
+
+    def get(self) -> Iterator[Batch]:
+        """Return an iterator over the rest of the running epoch, as Keras does.
+
+        `next(enqueuer.get())`, again and again, gives one batch after the other.
+
+        Raises:
+            InvalidState: It was not started, or was stopped.
+        """
+        with self._lock:
+            self._check_started("get() from it")
+            return _Batches(self, self._ready)
+
+    def _move(self, new: State) -> None:
+        """Change state; the only method that assigns `_state` after the construction."""
+        if new not in _NEXT[self._state]:
+            raise InvalidState(f"cannot go from {self._state.value} to {new.value}")
+        self._state = new
+
+    @abstractmethod
+    def _job(self) -> Job:
+        """Return what the backend is to do, as the options now say."""
+
+    @abstractmethod
+    def _job_with(self, workers: int) -> Job | None:
+        """Return the same for another number of workers and the same data.
+
+        Returns:
+            None if they could not help.
+
+        Raises:
+            InvalidState: It cannot be done.
+        """
+
+    @abstractmethod
+    def _order_of(self, epoch: Epoch) -> Order:
+        """Return the order of an epoch from where it begins."""
+
+    @abstractmethod
+    def _origin_of(self, failure: Failure) -> Origin:
+        """Return where a failure came from."""
+
+    @abstractmethod
+    def _again(self, origin: Origin) -> Callable[[], Any]:
+        """Return a function that makes an item again, in the process that calls it."""
+
+    @abstractmethod
+    def _identity(self, given_only: bool) -> dict[str, Any]:
+        """Return what the data depend on; None for what the user did not fix, if so wanted."""
+
+    @abstractmethod
+    def _adopt(self, state_dict: Mapping[str, Any], epoch: Epoch) -> None:
+        """Take from a state that fits what the user did not fix."""
+
+    def _start_backend(self, job: Job) -> Backend:
+        backend = backends.load(self._backend_name, job)
+        backend.start()
+        return backend
+
+    def _use(self, backend: Backend) -> None:
+        """Read from a backend that was started. Lock held."""
+        # A function that does not know the enqueuer, or it could never be collected.
+        self._finalizer = weakref.finalize(self, backends.forget, backend, STOP_S)
+        self._backend = backend
+
+    def _begin(self, epoch: Epoch) -> None:
+        """Have the workers run an epoch, or the rest of one. Lock held."""
+        assert self._backend is not None
+        self._order = self._order_of(epoch)
+        self._epoch = epoch.number
+        self._over = False
+        self._ready = deque()  # iterators that have another one are over
+        self._backend.begin(epoch)
+
+    def _position(self) -> Epoch:
+        """Return what has not been given away: of this epoch, or all of the next one."""
+        if self._over:
+            return Epoch(self._epoch + 1)
+        return Epoch(self._epoch, self._order.rest(self._ready.copy()))
+
+    def _check_started(self, what: str) -> None:
+        if self._state is State.NEW:
+            raise InvalidState(
+                f"cannot {what} before start(); call start(), or use `with` around the loop"
+            )
+        if self._state is State.STOPPED:
+            raise InvalidState(f"cannot {what} after stop(); call start() to begin anew")
+
+    def _next(self, ready: deque[Item]) -> Batch:
+        """Return the next batch; raise StopIteration at the end of the iterator's epoch."""
+        with self._lock:
+            if ready is not self._ready or self._state is State.STOPPED:
+                raise StopIteration
+            message = self._take(None)
+            if message is None:
+                raise StopIteration
+            return self._open(message)
+
+    def _open(self, message: Item | Failure) -> Batch:
+        """Return the batch that was taken, or raise the failure, again and again. Lock held."""
+        if isinstance(message, Failure):
+            self._raise(message)
+        batch: Batch = message.value  # type: ignore[assignment]  # what the generator yielded
+        return batch
+
+    def _take(self, deadline: float | None) -> Item | Failure | None:
+        """Wait for the next item and take it; a failure stays. Lock held.
+
+        Returns:
+            None at the end of the epoch, and if the enqueuer was stopped.
+
+        Raises:
+            TimeoutError: Nothing came until `deadline`.
+        """
+        while self._peek(deadline):
+            with contextlib.suppress(IndexError):  # iterators take without the lock
+                return self._ready.popleft()
+            if self._failure is not None:
+                return self._failure
+        return None
+
+    def _peek(self, deadline: float | None) -> bool:
+        """Wait until an item or the failure is ready; return whether one is. Lock held.
+
+        Raises:
+            TimeoutError: Nothing came until `deadline`.
+        """
+        assert self._backend is not None
+        while not self._ready and self._failure is None and not self._order.done:
+            self._backend.settle()
+            try:
+                failure = self._backend.wait(self._order, deadline)
+            except Closed:
+                if not self._changing:
+                    return False
+                self._changed.wait_for(lambda: not self._changing)
+                continue
+            if failure is not None:
+                self._note(failure)
+            elif not self._order.done:
+                self._ready.extend(self._backend.take(self._order))
+            if len(self._ready) == 1:  # else those behind the first one still wait
+                self._backend.settle()
+        self._over = not self._ready and self._failure is None
+        return not self._over
+
+    def _raise(self, failure: Failure) -> NoReturn:
+        """Raise a failure, each time an exception of its own. Lock held."""
+        assert self._backend is not None
+        self._move(State.FAILED)
+        if self._raised is None:
+            self._raised = _Raised(self._presentable(failure))
+        raise self._raised.once_more()
+
+    def _note(self, failure: Failure) -> None:
+        """Keep a failure for its turn; or log and count it, if it is to be skipped. Lock held."""
+        if not failure.skipped:
+            self._failure = failure
+            return
+        self._error_count += 1
+        if self._max_errors is not None and self._error_count > self._max_errors:
+            self._failure = failure
+            return
+        if self._on_error == "skip":
+            logs.tell_of(failure.error, f"skipped {self._where(failure)}: {failure.error!r}")
+
+    def _where(self, failure: Failure) -> str:
+        return f"in {self._worker_of(failure)}, shard {failure.shard}, item {failure.number}"
+
+    def _worker_of(self, failure: Failure) -> str:
+        assert self._backend is not None
+        return self._backend.describe(failure.shard)
+
+    def _presentable(self, failure: Failure) -> BaseException:
+        """Return what may be raised in the loop, with a note on where it came from."""
+        error, where = failure.error, self._where(failure)
+        if isinstance(error, Exception) and not isinstance(
+            error, (StopIteration, StopAsyncIteration)
+        ):
+            shown: BaseException = error
+        else:
+            # raised as itself it would end the loop, or the program, as if all were well
+            shown = WorkerError(f"the generator raised {error!r} {where}")
+            shown.__cause__ = error
+        notes = [*getattr(shown, "__notes__", ()), where]
+        if failure.skipped:
+            notes.append(f"{self._error_count} errors are more than max_errors={self._max_errors}")
+        origin = self._origin_of(failure)
+        origin.again = self._again(origin)
+        with contextlib.suppress(Exception):  # a class may forbid it
+            shown.__notes__ = notes  # add_note() is of Python 3.11
+            setattr(shown, ATTRIBUTE, origin)
+        return shown
+
+    def _waiting(self) -> int:
+        assert self._backend is not None
+        return self._backend.waiting() + len(self._ready)
+
+
+class Queue(Generic[Batch]):
+    """What waits, with the names of `queue.Queue`, for code that asks an enqueuer's `queue`.
+
+    Example:
+        >>> enqueuer = GeneratorEnqueuer(iter("ab"))
+        >>> enqueuer.start()
+        >>> enqueuer.queue.get(), enqueuer.queue.get(timeout=5)
+        ('a', 'b')
+        >>> enqueuer.stop()
+    """
+
+    def __init__(self, enqueuer: BaseEnqueuer[Batch]) -> None:
+        # weakly, or a circle would keep a forgotten enqueuer until the next collection
+        self._reference = weakref.ref(enqueuer)
+
+    def empty(self) -> bool:
+        """Return whether `get()` would have to wait; False if an error waits to be raised."""
+        enqueuer = self._enqueuer()
+        if not enqueuer.is_running() or not enqueuer._lock.acquire(blocking=False):
+            return True  # if another consumer waits for the next batch, there is none
+        try:
+            return not enqueuer._peek(time.monotonic())
+        except TimeoutError:
+            return True
+        finally:
+            enqueuer._lock.release()
+
+    def qsize(self) -> int:
+        """Return how many finished batches wait."""
+        enqueuer = self._enqueuer()
+        if not enqueuer.is_running():
+            return 0
+        with enqueuer._lock:
+            return enqueuer._waiting()
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Batch:
+        """Take the next batch.
+
+        Args:
+            block: Whether to wait for it.
+            timeout: Seconds to wait at most; None, the default, waits for ever.
+
+        Raises:
+            queue.Empty: There was none in time; nothing is lost.
+            Closed: There will be none: the generator has ended, or the enqueuer was stopped.
+            InvalidState: It was not started.
+        """
+        enqueuer = self._enqueuer()
+        enqueuer._check_started("get() from its queue")
+        limit = None if timeout is None else arguments.seconds("timeout", timeout)
+        deadline = None if limit is None else time.monotonic() + limit
+        if not block:
+            deadline = time.monotonic()
+        left = -1.0 if deadline is None else max(0.0, deadline - time.monotonic())
+        if not enqueuer._lock.acquire(timeout=left):
+            raise Empty
+        try:
+            try:
+                message = enqueuer._take(deadline)
+            except TimeoutError:
+                raise Empty from None
+            if message is None:
+                enqueuer._check_started("get() from its queue")
+                raise Closed("the generator has ended; iterate again for the next epoch")
+            return enqueuer._open(message)
+        finally:
+            enqueuer._lock.release()
+
+    def get_nowait(self) -> Batch:
+        """Take the next batch, or raise `queue.Empty` at once."""
+        return self.get(block=False)
+
+    def _enqueuer(self) -> BaseEnqueuer[Batch]:
+        enqueuer = self._reference()
+        if enqueuer is None:
+            raise InvalidState("the enqueuer of this queue is gone")
+        return enqueuer
+
+
+class _Batches(Iterator[Batch]):
+    """An iterator over one epoch of an enqueuer, which it keeps alive."""
+
+    def __init__(self, enqueuer: BaseEnqueuer[Batch], ready: deque[Item]) -> None:
+        self._enqueuer = enqueuer
+        self._ready = ready
+
+    def __next__(self) -> Batch:
+        # What is ready is taken without the lock: `popleft` is one step. It is asked for first,
+        # or an error that `_next` raises would seem to come from the IndexError.
+        if self._ready:
+            try:
+                return self._ready.popleft().value  # type: ignore[return-value]  # as in _open
+            except IndexError:  # another thread was faster
+                pass
+        return self._enqueuer._next(self._ready)
+
+
+class _Raised:
+    """A failure that was raised once and will be again: each time as an exception of its own."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+        self._traceback = error.__traceback__
+        self._used = False
+
+    def once_more(self) -> BaseException:
+        """Return the error itself, later a copy with the frames of the worker only."""
+        if not self._used:
+            self._used = True
+            return self._error
+        error = self._error
+        with contextlib.suppress(Exception):  # not every class can be copied
+            twin = copy.copy(error)
+            if type(twin) is type(error) and str(twin) == str(error):
+                twin.__cause__, twin.__context__ = error.__cause__, error.__context__
+                twin.__suppress_context__ = error.__suppress_context__
+                error = twin
+        return error.with_traceback(self._traceback)

@@ -1,0 +1,68 @@
+"""What `state_dict()` returns, and whether a state fits: a position and what it is a position in.
+
+A state is made of plain ints, strings and lists, so that JSON can hold it; only what a source's
+iterator says of itself (`states`) is kept as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from enqueuer.errors import StateMismatch
+from enqueuer.messages import Epoch, Start
+
+VERSION = 1
+
+
+def save(identity: Mapping[str, Any], epoch: Epoch) -> dict[str, Any]:
+    """Return the state of an enqueuer.
+
+    Args:
+        identity: What the data depend on.
+        epoch: What has not been given away.
+    """
+    state: dict[str, Any] = {"version": VERSION, **identity, "epoch": epoch.number}
+    starts = epoch.starts
+    state["positions"] = None if starts is None else [[s, at.number] for s, at in starts.items()]
+    own = [] if starts is None else [[s, at.state] for s, at in starts.items()]
+    own = [[shard, state_of] for shard, state_of in own if state_of is not None]
+    if own:
+        state["states"] = own
+    return state
+
+
+def load(state: Mapping[str, Any], identity: Mapping[str, Any]) -> Epoch:
+    """Return the position that a state tells.
+
+    Args:
+        state: What `save` returned, perhaps by way of JSON.
+        identity: What it must be a state of; None where anything will do.
+
+    Raises:
+        StateMismatch: It is none, or of something else; the message says what differs.
+    """
+    try:
+        version, kind = state["version"], state["kind"]
+        if version != VERSION:
+            raise StateMismatch(
+                f"the state has version {version!r}, and this enqueuer reads version {VERSION}: "
+                "it was saved by another version of the package"
+            )
+        if kind != identity["kind"]:
+            raise StateMismatch(f"the state is that of a {kind}, and this is a {identity['kind']}")
+        differences = [
+            f"{name} is {state[name]!r} in the state and {value!r} here"
+            for name, value in identity.items()
+            if value is not None and state[name] != value
+        ]
+        if differences:
+            raise StateMismatch(f"the state does not fit: {'; '.join(differences)}")
+        epoch, positions = int(state["epoch"]), state["positions"]
+        states = {int(shard): of_source for shard, of_source in state.get("states", [])}
+        if positions is None:
+            return Epoch(epoch)
+        starts = {int(s): Start(int(number), states.get(int(s))) for s, number in positions}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise StateMismatch(f"this is not the state of an enqueuer: {error!r}") from error
+    return Epoch(epoch, starts)

@@ -1,0 +1,95 @@
+"""Errors that are not raised: skipped, counted, logged, replaced; and the one too many."""
+
+import logging
+
+import helpers
+import pytest
+from helpers import Failing
+
+from enqueuer import GeneratorEnqueuer, ItemNotPicklable
+
+
+def bad():
+    raise ValueError("a bad file")
+
+
+def test_skip_goes_on_with_the_other_shards(backend, caplog):
+    with GeneratorEnqueuer(
+        Failing(2, bad, shard=1), workers=2, shards=3, on_error="skip", **backend
+    ) as enqueuer:
+        with caplog.at_level(logging.ERROR):
+            assert list(enqueuer) == [
+                (0, 0),
+                (1, 0),
+                (2, 0),
+                (0, 1),
+                (1, 1),
+                (2, 1),
+                (0, 2),
+                (2, 2),
+            ]
+        assert enqueuer.error_count == 1
+        assert len(list(enqueuer)) == 8
+        assert enqueuer.error_count == 2
+    record = caplog.records[0]
+    assert "shard 1, item 2" in record.message
+    assert "ValueError: a bad file" in caplog.text
+    assert "in bad" in caplog.text  # the worker's traceback
+
+
+def test_a_callable_gives_a_replacement(backend):
+    with GeneratorEnqueuer(
+        Failing(2, bad, shard=1), shards=2, on_error=lambda error: f"for {error}", **backend
+    ) as enqueuer:
+        assert list(enqueuer) == [
+            (0, 0), (1, 0), (0, 1), (1, 1), (0, 2), "for a bad file"
+        ]  # fmt: skip
+        assert enqueuer.error_count == 1
+
+
+def test_a_callable_that_gives_nothing_leaves_the_place_empty(backend, caplog):
+    with GeneratorEnqueuer(Failing(2, bad), on_error=lambda error: None, **backend) as enqueuer:
+        assert list(enqueuer) == [(0, 0), (0, 1)]
+    assert not caplog.records
+
+
+def test_a_callable_that_fails_is_a_failure(backend):
+    def again(error):
+        raise KeyError("worse") from error
+
+    with GeneratorEnqueuer(Failing(2, bad), on_error=again, **backend) as enqueuer:
+        with pytest.raises(KeyError) as caught:
+            list(enqueuer)
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_one_error_too_many_is_raised(backend):
+    with GeneratorEnqueuer(Failing(1, bad), on_error="skip", max_errors=2, **backend) as enqueuer:
+        assert list(enqueuer) == list(enqueuer) == [(0, 0)]
+        with pytest.raises(ValueError, match="a bad file") as caught:
+            list(enqueuer)
+    assert "max_errors=2" in caught.value.__notes__[-1]
+
+
+def test_an_exit_is_never_skipped(backend):
+    with GeneratorEnqueuer(Failing(1, helpers.exit_zero), on_error="skip", **backend) as enqueuer:
+        with pytest.raises(Exception, match="SystemExit"):
+            list(enqueuer)
+
+
+def test_an_item_that_cannot_be_sent_is_skipped_alone(process, caplog):
+    def source():
+        yield 1
+        yield iter(x for x in "ab")
+        yield 3
+
+    with GeneratorEnqueuer(source, on_error="skip", **process) as enqueuer:
+        assert list(enqueuer) == [1, 3]
+        assert enqueuer.error_count == 1
+    assert ItemNotPicklable.__name__ in caplog.text
+
+
+@pytest.mark.parametrize("value", ["ignore", 5, None])
+def test_nonsense_is_refused(value):
+    with pytest.raises((TypeError, ValueError), match="on_error must be"):
+        GeneratorEnqueuer(bad, on_error=value)

@@ -1,0 +1,51 @@
+"""Ranks: each gets its own shards, and together they have all."""
+
+import pytest
+from helpers import bytes_of, random_batches, twelve
+
+from enqueuer import GeneratorEnqueuer
+
+
+@pytest.mark.parametrize(("shards", "world_size"), [(4, 2), (5, 2), (3, 3), (7, 3)])
+def test_the_union_over_ranks_is_the_data_of_one_host(backend, shards, world_size):
+    def run(**options):
+        with GeneratorEnqueuer(random_batches, shards=shards, random_seed=7, **options) as enqueuer:
+            return [bytes_of(batch) for batch in enqueuer]
+
+    parts = [
+        run(workers=2, rank=rank, world_size=world_size, **backend) for rank in range(world_size)
+    ]
+    assert sorted(batch for part in parts for batch in part) == sorted(run())
+
+
+def test_drop_last_gives_each_rank_equally_many_shards():
+    def shards_of(rank):
+        options = dict(shards=7, rank=rank, world_size=3, drop_last=True)
+        with GeneratorEnqueuer(lambda shard: iter([shard.index]), **options) as enqueuer:
+            return list(enqueuer)
+
+    assert [shards_of(rank) for rank in range(3)] == [[0, 3], [1, 4], [2, 5]]
+
+
+def test_without_shards_there_are_as_many_as_workers_on_all_ranks():
+    with GeneratorEnqueuer(twelve, workers=2, rank=1, world_size=3) as enqueuer:
+        assert list(enqueuer) == [1, 4, 7, 10]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"rank": 2, "world_size": 2}, "rank must be < world_size, got rank=2 with world_size=2"),
+        ({"rank": -1}, "rank must be >= 0"),
+        ({"world_size": 0}, "world_size must be >= 1"),
+        ({"shards": 2, "world_size": 3}, "shards=2 cannot be dealt out"),
+    ],
+)
+def test_what_cannot_be_is_refused(options, says):
+    with pytest.raises(ValueError, match=says):
+        GeneratorEnqueuer(twelve, **options)
+
+
+def test_a_live_iterator_has_no_ranks():
+    with pytest.raises(ValueError, match="2 ranks"):
+        GeneratorEnqueuer(iter("ab"), world_size=2)

@@ -1,0 +1,98 @@
+"""Replacement: a worker that died is replaced, and what arrives is the same as without."""
+
+import logging
+import os
+import signal
+
+import helpers
+import pytest
+from helpers import bytes_of, random_batches
+
+from enqueuer import GeneratorEnqueuer, WorkerDied
+
+
+def pid_first(shard):
+    """Yield the worker's pid, then numbers: a test needs to know whom to kill."""
+    yield os.getpid()
+    yield from (f"{shard.index}: {shard.rng.integers(1000)}" for _ in range(30))
+
+
+def test_what_arrives_is_the_same_as_without_the_death(process, caplog):
+    with GeneratorEnqueuer(pid_first, shards=3, random_seed=7) as enqueuer:
+        wanted = list(enqueuer)[3:]
+    with GeneratorEnqueuer(
+        pid_first, workers=2, shards=3, random_seed=7, max_restarts=5, **process
+    ) as enqueuer:
+        batches = iter(enqueuer)
+        pids = [next(batches) for _ in range(3)]
+        seen = [next(batches) for _ in range(4)]
+        with caplog.at_level(logging.WARNING):
+            os.kill(pids[0], signal.SIGKILL)
+            seen += batches
+        assert seen == wanted
+        assert enqueuer.restart_count == 1
+        assert len(list(enqueuer)) == 93  # the next epoch runs on the new workers
+    (record,) = [record for record in caplog.records if "goes on with" in record.message]
+    assert f"process {pids[0]}" in record.message
+    assert "was killed by SIGKILL" in record.message
+    assert "restart 1, of max_restarts=5" in record.message
+
+
+def test_a_death_between_epochs_is_mended_in_the_next(process):
+    with GeneratorEnqueuer(pid_first, max_restarts=1, random_seed=7, **process) as enqueuer:
+        pid, *first = enqueuer
+        os.kill(pid, signal.SIGKILL)
+        other, *second = enqueuer
+        assert other != pid
+        assert len(first) == len(second)
+
+
+class Poisoned:
+    """Dies at an item, in the first `times` processes that come to it."""
+
+    def __init__(self, path, times):
+        self.path = path
+        self.times = times
+
+    def __call__(self, shard):
+        for batch in random_batches(shard):
+            if batch["where"] == (1, 0, 2) and len(os.listdir(self.path)) < self.times:
+                (self.path / str(os.getpid())).touch()
+                helpers.kill_self()
+            yield batch
+
+
+def test_an_item_that_kills_a_few_times_comes_in_the_end(process, tmp_path):
+    def run(times, **options):
+        with GeneratorEnqueuer(
+            Poisoned(tmp_path, times), shards=2, random_seed=7, **options
+        ) as enqueuer:
+            return [bytes_of(batch) for batch in enqueuer]
+
+    assert run(2, workers=2, max_restarts=2, **process) == run(0)
+
+
+def test_an_item_that_kills_every_time_is_named(process, tmp_path):
+    with GeneratorEnqueuer(
+        Poisoned(tmp_path, 99), shards=2, workers=2, max_restarts=2, **process
+    ) as enqueuer:
+        seen = []
+        with pytest.raises(WorkerDied, match="3 workers died at this very item") as caught:
+            seen.extend(enqueuer.get())
+    assert "shard 1, item 2" in caught.value.__notes__[0]
+    assert "max_restarts=2 is used up" in str(caught.value)
+    assert enqueuer.restart_count == 2
+
+
+def test_out_of_order_nothing_is_lost_or_comes_twice(process, tmp_path):
+    with GeneratorEnqueuer(
+        Poisoned(tmp_path, 3), shards=4, workers=2, max_restarts=3, ordered=False, **process
+    ) as enqueuer:
+        where = [batch["where"][::2] for batch in enqueuer]
+    assert sorted(where) == [(shard, n) for shard in range(4) for n in range(4 + shard)]
+
+
+def test_threads_take_the_option_and_need_nothing_of_it():
+    with GeneratorEnqueuer(random_batches, max_restarts=3) as enqueuer:
+        assert len(list(enqueuer)) == 4
+        assert enqueuer.restart_count == 0

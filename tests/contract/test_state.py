@@ -1,0 +1,240 @@
+"""State: saved at any item, loaded elsewhere, and the rest comes out as it would have."""
+
+import json
+import pickle
+
+import pytest
+from helpers import bytes_of, random_batches
+
+from enqueuer import GeneratorEnqueuer, InvalidState, StateMismatch
+
+THREADS = {"backend": "thread"}
+
+
+def epochs(enqueuer, count=2):
+    """Return the batches of this epoch's rest and of those up to `count`, as plain data."""
+    return [[bytes_of(batch) for batch in enqueuer] for _ in range(count)]
+
+
+def make(workers=1, **options):
+    return GeneratorEnqueuer(random_batches, workers=workers, random_seed=7, shards=3, **options)
+
+
+@pytest.fixture(scope="module")
+def whole():
+    with make() as enqueuer:
+        return epochs(enqueuer)
+
+
+def saved_after(count, **options):
+    """Return the state after `count` items, by way of JSON."""
+    with make(**options) as enqueuer:
+        for _ in range(count // 15):
+            list(enqueuer)
+        batches = iter(enqueuer)
+        for _ in range(count % 15):
+            next(batches)
+        return json.loads(json.dumps(enqueuer.state_dict()))
+
+
+@pytest.mark.parametrize("count", [0, 1, 4, 11, 14, 15, 17])
+def test_the_rest_is_what_it_would_have_been(backend, whole, count):
+    state = saved_after(count, workers=2, **backend)
+    enqueuer = make(workers=3, **THREADS)
+    enqueuer.load_state_dict(state)
+    before, after = divmod(count, 15)
+    with enqueuer:
+        if count % 15 or not count:
+            assert epochs(enqueuer, 2 - before)[0] == whole[before][after:]
+        else:  # the end of the first epoch was not read yet, or it was: both go on with the next
+            rest = epochs(enqueuer, 2 - before)
+            assert rest == whole[before:]
+
+
+def test_every_backend_loads_what_another_saved(backend, whole):
+    enqueuer = make(workers=2, **backend)
+    enqueuer.load_state_dict(saved_after(7, **THREADS))
+    with enqueuer:
+        assert epochs(enqueuer) == [whole[0][7:], whole[1]]
+
+
+def test_the_last_item_read_but_not_the_end(backend, whole):
+    """Then an empty rest is left of the epoch, as a `for` that had gone on would have seen."""
+    with make(**backend) as enqueuer:
+        batches = iter(enqueuer)
+        for _ in whole[0]:
+            next(batches)
+        state = enqueuer.state_dict()
+        assert list(batches) == []
+        assert enqueuer.state_dict()["epoch"] == 1
+    later = make(**THREADS)
+    later.load_state_dict(state)
+    with later:
+        assert epochs(later) == [[], whole[1]]
+
+
+def test_a_state_survives_stop_and_goes_into_the_same_enqueuer(backend, whole):
+    enqueuer = make(workers=2, **backend)
+    with enqueuer:
+        first = [bytes_of(next(enqueuer.get())) for _ in range(5)]
+    state = enqueuer.state_dict()
+    with enqueuer:
+        assert epochs(enqueuer, 1) == [whole[0]]  # start() begins anew
+    enqueuer.load_state_dict(state)
+    assert enqueuer.state_dict() == state
+    with enqueuer:
+        assert first + epochs(enqueuer, 1)[0] == whole[0]
+
+
+def test_what_was_not_given_is_taken_from_the_state(whole):
+    enqueuer = GeneratorEnqueuer(random_batches, workers=2)
+    enqueuer.load_state_dict(saved_after(4))
+    assert enqueuer.random_seed == 7
+    with enqueuer:
+        assert epochs(enqueuer, 1) == [whole[0][4:]]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"random_seed": 8}, "random_seed is 7 in the state and 8 here"),
+        ({"shards": 2}, "shards is 3 in the state and 2 here"),
+        ({"ordered": False}, "ordered is True in the state and False here"),
+        ({"rank": 1, "world_size": 2}, "rank is 0 in the state and 1 here; world_size is 1"),
+    ],
+)
+def test_a_state_of_something_else_is_refused(options, says):
+    enqueuer = GeneratorEnqueuer(random_batches, **options)
+    with pytest.raises(StateMismatch, match=says):
+        enqueuer.load_state_dict(saved_after(4))
+
+
+@pytest.mark.parametrize("state", [{}, {"version": 1}, {"version": 99, "kind": "x"}, None, 5])
+def test_what_is_no_state_is_refused(state):
+    with pytest.raises(StateMismatch):
+        make().load_state_dict(state)
+
+
+def test_a_state_of_other_shards_is_refused():
+    state = saved_after(4) | {"positions": [[17, 3]]}
+    with pytest.raises(StateMismatch, match="17"):
+        make().load_state_dict(state)
+
+
+def test_a_running_enqueuer_loads_nothing():
+    with make() as enqueuer, pytest.raises(InvalidState, match="stop"):
+        enqueuer.load_state_dict(enqueuer.state_dict())
+
+
+def test_a_source_that_ends_earlier_than_it_did_is_told(backend):
+    state = saved_after(7)
+    enqueuer = GeneratorEnqueuer(lambda: iter("a"), **backend)
+    enqueuer.load_state_dict(state)
+    with enqueuer, pytest.raises(StateMismatch, match="shard 1 ended after 1 items"):
+        list(enqueuer)
+
+
+def test_out_of_order_everything_comes_once(backend, whole):
+    with make(workers=2, ordered=False, **backend) as enqueuer:
+        batches = iter(enqueuer)
+        first = [bytes_of(next(batches)) for _ in range(6)]
+        state = enqueuer.state_dict()
+    later = make(workers=3, ordered=False, **THREADS)
+    later.load_state_dict(state)
+    with later:
+        assert sorted(first + epochs(later, 1)[0]) == sorted(whole[0])
+
+
+class Counting:
+    """An iterator that knows its place, and counts how often it was asked for an item."""
+
+    def __init__(self, stop, asked):
+        self.at, self.stop, self.asked = 0, stop, asked
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.at == self.stop:
+            raise StopIteration
+        self.asked.append(self.at)
+        self.at += 1
+        return self.at - 1
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+class Reiterable:
+    """An iterable that is resumed itself, as torchdata's loaders are."""
+
+    def __init__(self):
+        self.at = 0
+
+    def __iter__(self):
+        while self.at < 20:
+            self.at += 1
+            yield self.at - 1
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+def test_an_iterator_of_its_own_state_is_not_run_again(backend):
+    with GeneratorEnqueuer(lambda shard: Counting(20, []), shards=2, **backend) as enqueuer:
+        batches = iter(enqueuer)
+        assert [next(batches) for _ in range(7)] == [0, 0, 1, 1, 2, 2, 3]
+        state = json.loads(json.dumps(enqueuer.state_dict()))
+    assert state["states"] == [[1, {"at": 3}], [0, {"at": 4}]]
+    asked = []
+    later = GeneratorEnqueuer(lambda shard: Counting(20, asked))
+    later.load_state_dict(state)
+    with later:
+        assert list(later) == [3, *(n for n in range(4, 20) for _ in "ab")]
+    assert min(asked) == 3
+
+
+def test_an_iterable_of_its_own_state_is_not_run_again(backend):
+    with GeneratorEnqueuer(Reiterable, **backend) as enqueuer:
+        batches = iter(enqueuer)
+        assert [next(batches) for _ in range(7)] == list(range(7))
+        state = enqueuer.state_dict()
+    later = GeneratorEnqueuer(Reiterable, **backend)
+    later.load_state_dict(pickle.loads(pickle.dumps(state)))
+    with later:
+        assert list(later) == list(range(7, 20))
+
+
+def test_a_state_of_the_sources_own_needs_a_source_that_loads_it(backend):
+    with GeneratorEnqueuer(Reiterable, **backend) as enqueuer:
+        next(enqueuer.get())
+        state = enqueuer.state_dict()
+    later = GeneratorEnqueuer(lambda: iter("abc"), **backend)
+    later.load_state_dict(state)
+    with later, pytest.raises(StateMismatch, match="no load_state_dict"):
+        list(later)
+
+
+def test_a_fresh_live_iterator_goes_on_and_a_read_one_is_refused():
+    with GeneratorEnqueuer(iter(range(9))) as enqueuer:
+        assert [next(enqueuer.get()) for _ in range(4)] == [0, 1, 2, 3]
+    state = enqueuer.state_dict()
+    with pytest.raises(InvalidState, match="rewound"):
+        enqueuer.load_state_dict(state)
+    later = GeneratorEnqueuer(iter(range(9)))
+    later.load_state_dict(state)
+    with later:
+        assert list(later) == [4, 5, 6, 7, 8]
+
+
+def test_the_state_is_small(backend):
+    with make(**backend) as enqueuer:
+        next(enqueuer.get())
+        assert len(json.dumps(enqueuer.state_dict())) < 300
