@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import enum
 import threading
 import time
@@ -191,6 +192,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             job = self._job_with(workers)
             if job is None:
                 return
+            job = dataclasses.replace(job, restarts=self.restart_count)
             new, old = self._start_backend(job), self._backend
             assert old is not None
             self._changing = True
@@ -476,6 +478,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             self._failure = failure
             return
         self._error_count += 1
+        self._order.skipped(failure.shard, failure.number)
         if self._max_errors is not None and self._error_count > self._max_errors:
             self._failure = failure
             return
@@ -483,11 +486,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             logs.tell_of(failure.error, f"skipped {self._where(failure)}: {failure.error!r}")
 
     def _where(self, failure: Failure) -> str:
-        return f"in {self._worker_of(failure)}, shard {failure.shard}, item {failure.number}"
-
-    def _worker_of(self, failure: Failure) -> str:
-        assert self._backend is not None
-        return self._backend.describe(failure.shard)
+        return f"in {failure.worker}, shard {failure.shard}, item {failure.number}"
 
     def _presentable(self, failure: Failure) -> BaseException:
         """Return what may be raised in the loop, with a note on where it came from."""

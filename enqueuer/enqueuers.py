@@ -73,8 +73,8 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
             `rank`, `rank + world_size` and so on; give all of them the same `random_seed`.
         world_size: How many training processes share the data; 1 by default. `shards`, which
             counts those of all ranks, is then `workers * world_size` by default.
-        drop_last: Whether to leave out the last shards if they cannot be dealt out evenly, so
-            that each rank has equally many; False by default.
+        drop_last: Whether to have fewer shards if they cannot be dealt out evenly, so that each
+            rank has equally many; False by default.
 
     Attributes:
         queue: What waits, with the names of `queue.Queue`, as in Keras.
@@ -250,7 +250,7 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
             failure.number,
             failure.shard,
             self._all_shards(),
-            self._worker_of(failure),
+            failure.worker,
         )
 
     def _again(self, origin: Origin) -> Callable[[], Any]:

@@ -1,5 +1,8 @@
 """Whose turn it is, and where each shard stands: pure decisions, no waiting, no I/O.
 
+    RoundRobin, AsTheyCome   for shards
+    TaskOrder                for tasks, which are one shard of which anybody makes the items
+
 An order is asked `turn()`, is told `took(shard, number)` and `ended(shard)`, and is `done` when
 all shards have ended. The waiting is the backend's.
 """
@@ -29,6 +32,9 @@ class Order(Protocol):
     def took(self, shard: int, number: int, state: Any = None) -> None:
         """Note that item `number` of `shard` was taken, after which its iterator's state was so."""
 
+    def skipped(self, shard: int, number: int) -> None:
+        """Note that item `number` of `shard` failed and does not come, or something in its place."""
+
     def ended(self, shard: int) -> None:
         """Note that `shard` will give nothing more."""
 
@@ -44,6 +50,9 @@ class Order(Protocol):
         Args:
             ready: What was taken last and counts as if it had not been.
         """
+
+    def beyond(self, ready: Iterable[Item] = ()) -> tuple[int, ...]:
+        """Return which later items were taken nevertheless; only of tasks."""
 
 
 class _Shards:
@@ -71,6 +80,9 @@ class _Shards:
     def number_of(self, shard: int) -> int:
         return self._numbers[shard]
 
+    def skipped(self, shard: int, number: int) -> None:
+        self._numbers[shard] = number + 1
+
     def rest(self, ready: Iterable[Item] = ()) -> dict[int, Start]:
         again: dict[int, int] = {}
         for item in ready:
@@ -81,6 +93,9 @@ class _Shards:
             at = shards.index(next(iter(again)))
             shards = shards[at:] + shards[:at]
         return {shard: self._start_of(shard, again.get(shard)) for shard in shards}
+
+    def beyond(self, ready: Iterable[Item] = ()) -> tuple[int, ...]:
+        return ()
 
     def _start_of(self, shard: int, number: int | None) -> Start:
         if number is None:
@@ -158,3 +173,96 @@ class AsTheyCome(_Shards):
 
     def ended(self, shard: int) -> None:
         self._open.pop(shard, None)
+
+
+class TaskOrder:
+    """Tasks by their numbers, or as they come; each once.
+
+    Numbers run on over epochs, so that a result that comes late is never taken for another's.
+
+    Args:
+        first: The number of the epoch's first task.
+        start: Where in the epoch to begin, and the reader's state before that.
+        done: Later tasks of the epoch that were done already.
+        ordered: Whether they come by their numbers.
+
+    Example:
+        >>> order = TaskOrder(first=100, start=Start(2), done=(), ordered=True)
+        >>> order.wants(103), order.wants(102)
+        (False, True)
+        >>> order.took(0, 102); order.end_at(103); order.done
+        True
+    """
+
+    def __init__(self, first: int, start: Start, done: Iterable[int], ordered: bool) -> None:
+        self.first = first
+        self.ordered = ordered
+        self.next = first + start.number  # all before it were taken
+        self.taken = 0
+        self._beyond = {first + number for number in done}
+        self._end: int | None = None
+        self._states = {self.next: start.state}  # before the task
+
+    @property
+    def done(self) -> bool:
+        return self.next == self._end
+
+    def end_at(self, number: int) -> None:
+        """Note that there is no task of this number or a higher one."""
+        self._end = number
+        self._advance()
+
+    def read(self, number: int, state: Any) -> None:
+        """Note the reader's state after it has read the task of this number.
+
+        Called when all that was taken was given away, too: earlier states can be forgotten.
+        """
+        for old in [old for old in self._states if old < self.next]:
+            del self._states[old]
+        if state is not None:
+            self._states[number + 1] = state
+
+    def wants(self, number: int) -> bool:
+        """Return whether the result of this task may be taken now."""
+        if self.ordered:
+            return number == self.next
+        return number >= self.next and number not in self._beyond
+
+    def was_taken(self, number: int) -> bool:
+        """Return whether the task was done, now or before the start."""
+        return number < self.next or number in self._beyond
+
+    def turn(self) -> None:
+        return ANY
+
+    def took(self, shard: int, number: int, state: Any = None) -> None:
+        self.taken += 1
+        self._beyond.add(number)
+        self._advance()
+
+    def skipped(self, shard: int, number: int) -> None:
+        pass  # what closes the task comes after it
+
+    def ended(self, shard: int) -> None:
+        raise AssertionError("tasks end with the reader")
+
+    def next_of(self, shards: Container[int]) -> int | None:
+        return None
+
+    def number_of(self, shard: int) -> int:
+        return self.next
+
+    def rest(self, ready: Iterable[Item] = ()) -> dict[int, Start]:
+        number = min([self.next, *(item.number for item in ready)])
+        return {0: Start(number - self.first, self._states.get(number))}
+
+    def beyond(self, ready: Iterable[Item] = ()) -> tuple[int, ...]:
+        again = {item.number for item in ready}
+        earliest = min([self.next, *again])
+        numbers = {*range(earliest, self.next), *self._beyond} - again
+        return tuple(sorted(number - self.first for number in numbers if number > earliest))
+
+    def _advance(self) -> None:
+        while self.next in self._beyond:
+            self._beyond.remove(self.next)
+            self.next += 1

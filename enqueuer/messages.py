@@ -38,13 +38,23 @@ class End:
 class Failure:
     """Making item `number` of `shard` failed.
 
-    If `skipped`, the worker goes on, as it was told to; otherwise nothing more comes from it.
+    If `skipped`, the worker goes on, as it was told to; otherwise nothing more comes of its
+    shards. `worker` says who it was, once that is known. Of a task, `shard` is the index of the
+    element.
     """
 
     shard: int
     number: int
     error: BaseException
     skipped: bool = False
+    worker: str = ""
+
+
+@dataclass(frozen=True)
+class Empty:
+    """Task `number` was done and has no result."""
+
+    number: int
 
 
 @dataclass(frozen=True)
@@ -54,7 +64,24 @@ class Record:
     record: logging.LogRecord
 
 
-Message = Item | End | Failure
+Message = Item | End | Failure | Empty
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """The right, and the duty, to do one task.
+
+    Attributes:
+        number: Of the task, counted over all epochs.
+        epoch: From 0.
+        indices: Of the elements that it is about; one, or those of a batch.
+        elements: They themselves, if only the reader has them; None if the worker has all.
+    """
+
+    number: int
+    epoch: int
+    indices: tuple[int, ...]
+    elements: tuple[Any, ...] | None = None
 
 
 class Start(NamedTuple):
@@ -71,11 +98,13 @@ class Epoch:
     Attributes:
         number: From 0.
         starts: The shards that are still to be run, in the order of their turns, and where each
-            begins; None: all, from their first item.
+            begins; None: all, from their first item. Tasks count as shard 0.
+        done: Later tasks that are done already.
     """
 
     number: int
     starts: Mapping[int, Start] | None = None
+    done: tuple[int, ...] = ()
 
     def part(self, shards: tuple[int, ...]) -> Epoch:
         """Return what of it is for some of the shards."""
@@ -90,7 +119,7 @@ class Sender(Protocol):
     def send_item(self, shard: int, number: int, value: object, state: Any = None) -> None:
         """Hand over an `Item`, when there is room for it. Raises Closed if the consumer left."""
 
-    def send(self, message: End | Failure) -> None:
+    def send(self, message: End | Failure | Empty) -> None:
         """Hand over `message`. Raises Closed if the consumer left."""
 
     def check(self) -> None:
@@ -102,3 +131,10 @@ class Orders(Protocol):
 
     def next_epoch(self) -> Epoch | None:
         """Wait for the next epoch; None means to go home."""
+
+
+class Tickets(Protocol):
+    """Where a worker takes its tasks from."""
+
+    def next_ticket(self) -> Ticket | None:
+        """Wait for the next task; None means to go home."""

@@ -21,8 +21,67 @@ import numpy.random  # here, since it is loaded lazily: the fork server then has
 T = TypeVar("T")
 
 
+class Seeded:
+    """What has a place of its own in the tree of seeds: `(epoch, index)` below `random_seed`."""
+
+    index: int
+    epoch: int
+    random_seed: int
+
+    @property
+    def seed(self) -> int:
+        """A 64-bit seed of this alone, for other libraries' generators."""
+        return int(self._sequence(0).generate_state(1, np.uint64)[0])
+
+    @cached_property
+    def rng(self) -> np.random.Generator:
+        """The random generator of this alone.
+
+        It draws from `SeedSequence(random_seed, spawn_key=(epoch, index))`.
+        """
+        return np.random.default_rng(self._sequence())
+
+    def _sequence(self, *key: int) -> np.random.SeedSequence:
+        spawn_key = (self.epoch, self.index, *key)
+        return np.random.SeedSequence(self.random_seed, spawn_key=spawn_key)
+
+
 @dataclass(frozen=True)
-class Shard:
+class Task(Seeded):
+    """One element of a sequence in one epoch, and its random numbers.
+
+    They depend on the element and never on who works on it, nor on the order or the batch in
+    which it comes.
+
+    Args:
+        index: Of the element, from 0.
+        epoch: How often the sequence was gone through before, from 0.
+        random_seed: Of the whole enqueuer.
+
+    Example:
+        >>> task = Task(index=3, epoch=0, random_seed=7)
+        >>> int(task.rng.integers(100)) == int(Task(3, 0, 7).rng.integers(100))
+        True
+    """
+
+    index: int
+    epoch: int
+    random_seed: int
+
+
+class EpochEnd(Seeded):
+    """What happens between two epochs, and belongs to no element."""
+
+    def __init__(self, epoch: int, random_seed: int) -> None:
+        self.index, self.epoch, self.random_seed = 0, epoch, random_seed
+
+    def _sequence(self, *key: int) -> np.random.SeedSequence:
+        # a key that no element has: those end in 0 or 1
+        return np.random.SeedSequence(self.random_seed, spawn_key=(self.epoch, 0, 2, *key))
+
+
+@dataclass(frozen=True)
+class Shard(Seeded):
     """One logical run of a generator function.
 
     The data depend on shards and never on workers: the same `random_seed` and `count` give the
@@ -46,19 +105,6 @@ class Shard:
     count: int
     epoch: int
     random_seed: int
-
-    @property
-    def seed(self) -> int:
-        """A 64-bit seed of this shard and epoch alone, for other libraries' generators."""
-        return int(self._sequence(0).generate_state(1, np.uint64)[0])
-
-    @cached_property
-    def rng(self) -> np.random.Generator:
-        """The random generator of this shard and epoch alone.
-
-        It draws from `SeedSequence(random_seed, spawn_key=(epoch, index))`.
-        """
-        return np.random.default_rng(self._sequence())
 
     @overload
     def split(self, items: Sequence[T]) -> Sequence[T]: ...
@@ -91,10 +137,6 @@ class Shard:
             return (items[at] for at in range(self.index, len(items), self.count))
         return itertools.islice(items, self.index, None, self.count)
 
-    def _sequence(self, *key: int) -> np.random.SeedSequence:
-        spawn_key = (self.epoch, self.index, *key)
-        return np.random.SeedSequence(self.random_seed, spawn_key=spawn_key)
-
 
 def fresh_seed() -> int:
     """Draw a random seed from the operating system, without touching any global generator."""
@@ -125,7 +167,7 @@ class GlobalStreams:
             self._states.clear()
         restore = self._states.pop(shard.index, None)
         if restore is None:
-            _seed(shard)
+            seed_globals(shard)
         else:
             for put_back in restore:
                 put_back()
@@ -133,21 +175,22 @@ class GlobalStreams:
 
 
 @contextlib.contextmanager
-def borrowed_globals(shard: Shard) -> Iterator[None]:
+def borrowed_globals(shard: Seeded) -> Iterator[None]:
     """Seed this process's global generators as a worker process's, and put them back at the end.
 
     Those of tensorflow and of GPUs are left alone: they cannot be put back.
     """
     restore = _save()
     try:
-        _seed(shard, everything=False)
+        seed_globals(shard, everything=False)
         yield
     finally:
         for put_back in restore:
             put_back()
 
 
-def _seed(shard: Shard, everything: bool = True) -> None:
+def seed_globals(shard: Seeded, everything: bool = True) -> None:
+    """Seed the global generators of this process; without `everything` only what can be saved."""
     words = shard._sequence(1).generate_state(8, np.uint64)
     random.seed(int(words[0]) << 64 | int(words[1]))
     np.random.seed([int(word) & 0xFFFFFFFF for word in words[2:6]])

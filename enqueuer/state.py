@@ -29,6 +29,8 @@ def save(identity: Mapping[str, Any], epoch: Epoch) -> dict[str, Any]:
     own = [[shard, state_of] for shard, state_of in own if state_of is not None]
     if own:
         state["states"] = own
+    if epoch.done:
+        state["done"] = list(epoch.done)
     return state
 
 
@@ -50,7 +52,7 @@ def load(state: Mapping[str, Any], identity: Mapping[str, Any]) -> Epoch:
                 "it was saved by another version of the package"
             )
         if kind != identity["kind"]:
-            raise StateMismatch(f"the state is that of a {kind}, and this is a {identity['kind']}")
+            raise StateMismatch(f"the state is that of {kind}, and this is {identity['kind']}")
         differences = [
             f"{name} is {state[name]!r} in the state and {value!r} here"
             for name, value in identity.items()
@@ -60,9 +62,10 @@ def load(state: Mapping[str, Any], identity: Mapping[str, Any]) -> Epoch:
             raise StateMismatch(f"the state does not fit: {'; '.join(differences)}")
         epoch, positions = int(state["epoch"]), state["positions"]
         states = {int(shard): of_source for shard, of_source in state.get("states", [])}
+        done = tuple(int(number) for number in state.get("done", ()))
         if positions is None:
             return Epoch(epoch)
         starts = {int(s): Start(int(number), states.get(int(s))) for s, number in positions}
     except (KeyError, TypeError, AttributeError) as error:
         raise StateMismatch(f"this is not the state of an enqueuer: {error!r}") from error
-    return Epoch(epoch, starts)
+    return Epoch(epoch, starts, done)

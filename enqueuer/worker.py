@@ -2,6 +2,7 @@
 
     serve: wait for an epoch -> run -> wait for the next one -> ... -> go home
     run:   one item of each shard in turn, until all have ended or one has failed
+    serve_tasks: take a ticket -> do it -> take the next one -> ... -> go home
 
 The items leave in the order in which an ordered consumer reads them. This file knows no
 backend: the sender is a thread's buffer, a process's channel or, in a test, a list.
@@ -9,17 +10,19 @@ backend: the sender is a thread's buffer, a process's channel or, in a test, a l
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal
 
 from enqueuer.errors import Closed, StateMismatch
-from enqueuer.messages import End, Epoch, Failure, Orders, Sender, Start
-from enqueuer.shards import Shard
+from enqueuer.messages import Empty, End, Epoch, Failure, Orders, Sender, Start, Ticket, Tickets
+from enqueuer.shards import Seeded, Shard, Task
 from enqueuer.sources import Source, Stateful, iterate
+from enqueuer.tasks import TaskSource
 
 _log = logging.getLogger("enqueuer")
 
@@ -39,7 +42,7 @@ class Plan:
         on_error: What to do about an exception of the source's.
     """
 
-    source: Source
+    source: Source | TaskSource
     shards: tuple[int, ...]
     count: int
     random_seed: int
@@ -65,6 +68,7 @@ def serve(
         sender: Where items, ends and a failure go.
         enter: Called with the shard whose code is about to run, to exchange global states.
     """
+    assert not isinstance(plan.source, TaskSource)
     try:
         while (epoch := orders.next_epoch()) is not None:
             run(plan.source, plan.of(epoch), sender, enter or _nothing, plan.on_error)
@@ -86,7 +90,8 @@ def run(
     up to the caller. Either way the generators are closed, here in the thread that ran them, so
     that their `finally` runs.
     """
-    streams = deque(_Stream(source, shard, start) for shard, start in starts.items())
+    may_skip = on_error != "raise"
+    streams = deque(_Stream(source, shard, start, may_skip) for shard, start in starts.items())
     with ExitStack() as stack:
         for stream in streams:
             stack.callback(stream.close)
@@ -100,11 +105,13 @@ def run(
                 if isinstance(error, Closed) and not stream.in_user_code:
                     raise
                 failure = Failure(stream.shard.index, stream.number, error)
-                if not _may_skip(error, on_error):
-                    sender.send(failure)
+                goes_on, replacement = _instead(failure, sender, on_error)
+                if not goes_on:
                     return
-                if not _stand_in(failure, error, sender, on_error):
-                    return
+                if replacement is not None:
+                    state = None if stream.in_user_code else stream.state
+                    if not _send_instead(failure, replacement, sender, state):
+                        return
                 stream.number += 1
                 has_more = not stream.in_user_code  # it is over if it raised
             if has_more:
@@ -114,44 +121,124 @@ def run(
                 sender.send(End(stream.shard.index))
 
 
-def _may_skip(error: BaseException, on_error: OnError) -> TypeGuard[Exception]:
-    if on_error == "raise" or not isinstance(error, Exception):
-        return False
-    return not isinstance(error, StateMismatch)
+def serve_tasks(
+    plan: Plan,
+    tickets: Tickets,
+    sender: Sender,
+    enter: Callable[[Task], None] | None = None,
+) -> None:
+    """Do one task after the other, until there are no more or the consumer left.
+
+    Args:
+        plan: With a TaskSource.
+        tickets: Where to take them from.
+        sender: Where the results go, an item of each at most.
+        enter: Called with the task whose code is about to run, to seed global generators.
+    """
+    source = plan.source
+    assert isinstance(source, TaskSource)
+    try:
+        while (ticket := tickets.next_ticket()) is not None:
+            _do(source, ticket, sender, enter or _nothing, plan.on_error)
+    except Closed:
+        pass
 
 
-def _stand_in(failure: Failure, error: Exception, sender: Sender, on_error: OnError) -> bool:
-    """Report an error that is skipped, and put in its place what the user gives for it.
+def _do(
+    source: TaskSource,
+    ticket: Ticket,
+    sender: Sender,
+    enter: Callable[[Task], None],
+    on_error: OnError,
+) -> None:
+    """Send the result of a ticket, or that it has none; and each error, by the element."""
+    elements = ticket.elements or [None] * len(ticket.indices)
+    results = []
+    for index, element in zip(ticket.indices, elements, strict=True):
+        task = source.task(index, ticket.epoch)
+        enter(task)
+        try:
+            result = source.result(task, element)
+        except BaseException as error:
+            goes_on, result = _instead(Failure(index, ticket.number, error), sender, on_error)
+            if not goes_on:
+                return
+        if result is not None:
+            results.append(result)
+    if not results:
+        sender.send(Empty(ticket.number))
+        return
+    failure = _send_results(source, ticket, results, sender)
+    if failure is not None:
+        goes_on, result = _instead(failure, sender, on_error)
+        if goes_on and result is not None:
+            _send_instead(failure, result, sender)
+        elif goes_on:
+            sender.send(Empty(ticket.number))
+
+
+def _send_results(
+    source: TaskSource, ticket: Ticket, results: list[Any], sender: Sender
+) -> Failure | None:
+    try:
+        value = results[0] if source.batch_size is None else source.collate(results)
+    except BaseException as error:
+        return Failure(ticket.indices[0], ticket.number, error)
+    if value is None:
+        sender.send(Empty(ticket.number))
+        return None
+    try:
+        sender.send_item(ticket.indices[0], ticket.number, value)
+    except Closed:
+        raise
+    except BaseException as error:
+        return Failure(ticket.indices[0], ticket.number, error)
+    return None
+
+
+def _instead(failure: Failure, sender: Sender, on_error: OnError) -> tuple[bool, Any]:
+    """Report a failure, as one that is skipped if so wanted.
 
     Returns:
-        False if that failed in its turn, which ends the run.
+        Whether it is skipped, and what the user gives in its place: None, if nothing.
     """
-    replacement = None
+    error, replacement = failure.error, None
+    may_skip = isinstance(error, Exception) and not isinstance(error, StateMismatch)
+    if on_error == "raise" or not may_skip:
+        sender.send(failure)
+        return False, None
+    assert isinstance(error, Exception)
     if callable(on_error):
         try:
             replacement = on_error(error)
         except BaseException as second:
-            sender.send(Failure(failure.shard, failure.number, second))
-            return False
-    sender.send(Failure(failure.shard, failure.number, error, skipped=True))
-    if replacement is not None:
-        try:
-            sender.send_item(failure.shard, failure.number, replacement)
-        except Closed:
-            raise
-        except BaseException as second:
-            sender.send(Failure(failure.shard, failure.number, second))
-            return False
+            sender.send(dataclasses.replace(failure, error=second))
+            return False, None
+    sender.send(dataclasses.replace(failure, skipped=True))
+    return True, replacement
+
+
+def _send_instead(failure: Failure, value: Any, sender: Sender, state: Any = None) -> bool:
+    """Send what comes in the place of a failure; return whether that could be."""
+    try:
+        sender.send_item(failure.shard, failure.number, value, state)
+    except Closed:
+        raise
+    except BaseException as error:
+        sender.send(dataclasses.replace(failure, error=error))
+        return False
     return True
 
 
 class _Stream:
-    """One shard's iterator and the number of its next item."""
+    """One shard's iterator, the number of its next item, and its state after the last one."""
 
-    def __init__(self, source: Source, shard: Shard, start: Start) -> None:
+    def __init__(self, source: Source, shard: Shard, start: Start, may_skip: bool) -> None:
         self.shard = shard
         self.number = 0
+        self.state: Any = None
         self.in_user_code = False
+        self._may_skip = may_skip
         self._source = source
         self._start = start
         self._items: Iterator[Any] | None = None
@@ -167,17 +254,19 @@ class _Stream:
         self.in_user_code = True
         if self._items is None:
             self._items = self._open()
-            self._replay(self._items, sender)
+            if not self._replay(self._items, sender):
+                return False
         index, items, number, stateful = self.shard.index, self._items, self.number, self._stateful
         while True:
             try:
                 value = next(items)
             except StopIteration:
                 return False
-            state = None if stateful is None else stateful.state_dict()
+            if stateful is not None:
+                self.state = stateful.state_dict()
             self.in_user_code = False
             if value is not None:
-                sender.send_item(index, number, value, state)
+                sender.send_item(index, number, value, self.state)
                 self.number = number = number + 1
                 if not alone:
                     return True
@@ -198,8 +287,12 @@ class _Stream:
             self.number = wanted
         return items
 
-    def _replay(self, items: Iterator[Any], sender: Sender) -> None:
-        """Run an iterator that knows no state up to where it is to start."""
+    def _replay(self, items: Iterator[Any], sender: Sender) -> bool:
+        """Run an iterator that knows no state up to where it is to start.
+
+        Returns:
+            Whether there may be more: not, if the last thing that came of it was an error.
+        """
         wanted = self._start.number
         while self.number < wanted:
             try:
@@ -210,6 +303,10 @@ class _Stream:
                     f"again, but {wanted} had come of it before: its generator does not repeat "
                     "itself. Draw from shard.rng only, and read the same data"
                 ) from None
+            except Exception:
+                if self._may_skip and self.number == wanted - 1:
+                    return False
+                raise
             self.number += 1
             self.in_user_code = False
             sender.check()
@@ -229,5 +326,5 @@ class _Stream:
             _log.exception("closing the generator of shard %d failed", self.shard.index)
 
 
-def _nothing(shard: Shard) -> None:
+def _nothing(place: Seeded) -> None:
     """Leave the global states alone: threads share them with the training loop."""

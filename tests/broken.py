@@ -5,7 +5,7 @@ import os
 from enqueuer.backends import threads
 from enqueuer.messages import End, Failure, Item
 
-_send, _send_item = threads._Road.send, threads._Road.send_item
+_send, _send_item = threads.Road.send, threads.Road.send_item
 
 
 def send(road, message):
@@ -66,5 +66,5 @@ BREAKAGES = {
 
 def pytest_configure(config):
     broken = BREAKAGES[os.environ["BREAK"]]
-    threads._Road.send = broken
-    threads._Road.send_item = lambda road, *parts: broken(road, Item(*parts))
+    threads.Road.send = broken
+    threads.Road.send_item = lambda road, *parts: broken(road, Item(*parts))

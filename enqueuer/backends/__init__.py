@@ -17,8 +17,9 @@ from typing import Literal, Protocol
 
 from enqueuer.errors import StartError
 from enqueuer.merging import Order
-from enqueuer.messages import Epoch, Failure, Item
+from enqueuer.messages import Epoch, Failure, Item, Ticket
 from enqueuer.sources import Source
+from enqueuer.tasks import TaskSource
 from enqueuer.worker import OnError, Plan
 
 BackendName = Literal["thread", "process"]
@@ -26,7 +27,12 @@ BackendName = Literal["thread", "process"]
 METHODS = ("fork", "forkserver", "spawn")
 HAS_FORKSERVER = hasattr(os, "fork") and hasattr(os, "pidfd_open")
 
-_MODULES = {"thread": "enqueuer.backends.threads", "process": "enqueuer.backends.processes"}
+_CLASSES = {
+    ("thread", False): ("enqueuer.backends.threads", "ThreadBackend"),
+    ("thread", True): ("enqueuer.backends.thread_tasks", "TaskThreads"),
+    ("process", False): ("enqueuer.backends.processes", "ProcessBackend"),
+    ("process", True): ("enqueuer.backends.process_tasks", "TaskProcesses"),
+}
 
 ESCALATION_S = 0.6  # terminate, wait half of this, kill, wait the other half
 
@@ -46,7 +52,7 @@ class Job:
     """All that a backend must know to run a source.
 
     Attributes:
-        source: What the user handed over.
+        source: What the user handed over; if it is a TaskSource, there are no shards.
         shards: How many shards there are, over all ranks.
         own: The indices of those that are run here.
         workers: How many workers run them; at most one a shard is started.
@@ -58,9 +64,10 @@ class Job:
         forward_logs: True, False or "multiprocessing-logging"; processes only.
         on_error: What to do about an exception of the source's.
         max_restarts: How many workers that died are replaced; processes only.
+        restarts: How many were replaced by an earlier backend, of these.
     """
 
-    source: Source
+    source: Source | TaskSource
     shards: int
     own: tuple[int, ...]
     workers: int
@@ -72,10 +79,13 @@ class Job:
     forward_logs: bool | str
     on_error: OnError
     max_restarts: int
+    restarts: int = 0
 
     def plans(self) -> list[Plan]:
         """Deal the shards out: of n workers, worker w gets every n-th from the w-th on."""
-        workers = min(self.workers, len(self.own))
+        workers = self.workers
+        if not isinstance(self.source, TaskSource):
+            workers = min(workers, len(self.own))
         return [
             Plan(self.source, self.own[w::workers], self.shards, self.random_seed, self.on_error)
             for w in range(workers)
@@ -132,8 +142,23 @@ class Backend(Protocol):
     def stop(self, timeout: float) -> None:
         """Close, then end the workers: ask, terminate, kill; within about `timeout` seconds."""
 
-    def describe(self, shard: int) -> str:
-        """Return who runs `shard`: "worker 2 (process 4711, forkserver)"."""
+
+class TaskBackend(Backend, Protocol):
+    """The same for tasks, which are handed over one by one."""
+
+    def submit(self, ticket: Ticket) -> None:
+        """Let whichever worker is free do a task."""
+
+    def fail(self, failure: Failure) -> None:
+        """Let a task have failed that could not be read."""
+
+    def tickets(self) -> list[Ticket]:
+        """Return the tickets of tasks whose results were not taken."""
+
+
+def bunch_of(job: Job) -> int:
+    """Return how many items are taken at once, if they are there."""
+    return max(1, job.max_queue_size // 8)
 
 
 def default_method() -> str:
@@ -149,7 +174,8 @@ def load(name: str, job: Job) -> Backend:
     """
     if name == "process" and not hasattr(os, "fork"):
         raise StartError("backend='process' needs a POSIX system; use backend='thread' here")
-    backend: Backend = importlib.import_module(_MODULES[name]).create(job)
+    module, kind = _CLASSES[name, isinstance(job.source, TaskSource)]
+    backend: Backend = getattr(importlib.import_module(module), kind)(job)
     return backend
 
 

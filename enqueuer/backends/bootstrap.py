@@ -23,9 +23,10 @@ from dataclasses import dataclass
 
 from enqueuer import arrays, logs, worker
 from enqueuer.backends.launching import serve_forks
-from enqueuer.messages import Failure
-from enqueuer.shards import GlobalStreams
+from enqueuer.messages import Failure, Ticket
+from enqueuer.shards import GlobalStreams, seed_globals
 from enqueuer.sources import Source
+from enqueuer.tasks import TaskSource
 from enqueuer.transport.blocks import read_whole
 from enqueuer.transport.channel import Credit
 from enqueuer.transport.packets import Descriptor, Packets, close_in_children
@@ -81,11 +82,11 @@ class Part:
 def main(sock_fd: int, lifeline_fd: int) -> None:
     """Be a worker that was spawned: the job comes over the channel."""
     packets = _begin(socket.socket(fileno=sock_fd), Descriptor(lifeline_fd))
-    part, payload, way = _receive_job(packets)
+    part, payload, way, counter = _receive_job(packets)
     setup, pickled = pickle.loads(payload)
     if setup.surroundings is not None:
         setup.surroundings.apply()
-    _work(WorkerEnd(packets, way, part.credit), setup, part, lambda: pickle.loads(pickled))
+    _work(WorkerEnd(packets, way, part.credit), setup, part, lambda: pickle.loads(pickled), counter)
     _leave()
 
 
@@ -95,12 +96,13 @@ def main_forked(
     way: Road,
     setup: Setup,
     part: Part,
-    source: Source,
+    source: Source | TaskSource,
     on_error: OnError,
+    counter: socket.socket | None,
 ) -> None:
     """Be a worker that was forked: everything is here."""
     packets = _begin(sock, lifeline)
-    _work(WorkerEnd(packets, way, part.credit), setup, part, lambda: (source, on_error))
+    _work(WorkerEnd(packets, way, part.credit), setup, part, lambda: (source, on_error), counter)
 
 
 def serve(fd: int) -> None:
@@ -162,7 +164,7 @@ def _arm(lifeline: Descriptor) -> None:
         os._exit(1)  # the parent died before the lifeline was armed
 
 
-def _receive_job(packets: Packets) -> tuple[Part, bytes, Road]:
+def _receive_job(packets: Packets) -> tuple[Part, bytes, Road, socket.socket | None]:
     poller = select.poll()
     poller.register(packets.fileno(), select.POLLIN)
     while not packets.received:
@@ -170,31 +172,63 @@ def _receive_job(packets: Packets) -> tuple[Part, bytes, Road]:
             os._exit(1)  # the parent changed its mind
         poller.poll()
         packets.drain()
-    data, (payload_fd, road_fd) = packets.received.popleft()
+    data, (payload_fd, road_fd, *counter_fd) = packets.received.popleft()
     part: Part = pickle.loads(data)
     payload = read_whole(b"", [payload_fd])
     way = Road.of(road_fd)
     os.close(road_fd)
-    return part, payload, way
+    counter = socket.socket(fileno=counter_fd[0]) if counter_fd else None
+    return part, payload, way, counter
 
 
 def _work(
-    channel: WorkerEnd, setup: Setup, part: Part, load: Callable[[], tuple[Source, OnError]]
+    channel: WorkerEnd,
+    setup: Setup,
+    part: Part,
+    load: Callable[[], tuple[Source | TaskSource, OnError]],
+    counter: socket.socket | None,
 ) -> None:
     pid = os.getpid()
     arrays.make_in(channel.pool.make)
+    if counter is not None:
+        close_in_children(counter)
     if setup.levels is not None:
         logs.forward(channel.send_record, setup.levels)
     try:
         source, on_error = load()
     except BaseException as error:
-        channel.send(Failure(part.shards[0], 0, error))
-        while channel.next_epoch() is not None:
-            pass
+        _fail(channel, part, counter, error)
     else:
         plan = worker.Plan(source, part.shards, setup.count, setup.random_seed, on_error)
-        worker.serve(plan, channel, channel, GlobalStreams().enter)
+        if counter is None:
+            worker.serve(plan, channel, channel, GlobalStreams().enter)
+        else:
+            worker.serve_tasks(plan, _Counter(channel, counter), channel, seed_globals)
     if os.getpid() != pid:
         # the generator forked, and the copy came out of its loop as if it were the worker
         os._exit(_GRANDCHILD)
     channel.close()
+
+
+def _fail(
+    channel: WorkerEnd, part: Part, counter: socket.socket | None, error: BaseException
+) -> None:
+    """Tell that there is no source, and stay until the consumer has heard it."""
+    if counter is None:
+        channel.send(Failure(part.shards[0], 0, error))
+        while channel.next_epoch() is not None:
+            pass
+    else:
+        while (ticket := channel.next_ticket(counter)) is not None:
+            channel.send(Failure(ticket.indices[0], ticket.number, error))
+
+
+@dataclass
+class _Counter:
+    """Where this worker takes its tickets."""
+
+    channel: WorkerEnd
+    counter: socket.socket
+
+    def next_ticket(self) -> Ticket | None:
+        return self.channel.next_ticket(self.counter)

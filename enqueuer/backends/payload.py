@@ -15,13 +15,16 @@ import cloudpickle
 from enqueuer.backends.bootstrap import Setup
 from enqueuer.errors import SourceNotPicklable
 from enqueuer.sources import FunctionSource, LiveSource, Source, name_of
+from enqueuer.tasks import TaskSource
 from enqueuer.transport.blocks import nameless_file
 from enqueuer.transport.codec import find_culprit, is_picklable
 from enqueuer.transport.packets import Descriptor
 from enqueuer.worker import OnError
 
 
-def write_payload(setup: Setup, source: Source, on_error: OnError, method: str) -> Descriptor:
+def write_payload(
+    setup: Setup, source: Source | TaskSource, on_error: OnError, method: str
+) -> Descriptor:
     """Return a nameless file that holds `setup`, `source` and `on_error`.
 
     Raises:
@@ -42,12 +45,14 @@ def write_payload(setup: Setup, source: Source, on_error: OnError, method: str) 
     return Descriptor(nameless_file(data))
 
 
-def why_not(source: Source, method: str) -> str:
+def why_not(source: Source | TaskSource, method: str) -> str:
     """Say which part of a source cannot be pickled, and what to do."""
     advice = (
         "pass a generator function that makes its own in the worker, "
         "or use backend='thread' or mp_context='fork'"
     )
+    if isinstance(source, TaskSource):
+        return _why_no_tasks(source, method)
     if isinstance(source, LiveSource):
         kind = type(source.iterable).__name__
         return f"a live {kind} cannot be sent to a process started by {method}; {advice}"
@@ -60,6 +65,22 @@ def why_not(source: Source, method: str) -> str:
     return (
         f"{name_of(source.function)} cannot be sent to a process started by {method}: "
         f"{what} cannot be pickled; {advice}"
+    )
+
+
+def _why_no_tasks(source: TaskSource, method: str) -> str:
+    parts = {"the sequence": source.items, "map": source.map, "collate": source.collate}
+    if not source.is_sequence:
+        del parts["the sequence"]
+    culprits = [_named(name, part) for name, part in parts.items() if not is_picklable(part)]
+    what = ", ".join(
+        f"{where} (a {type(value).__module__}.{type(value).__qualname__})"
+        for where, value in culprits
+    )
+    return (
+        f"the tasks cannot be sent to processes started by {method}: "
+        f"{what or 'something that they refer to'} cannot be pickled; open files and the like in "
+        "map, in the worker, or use backend='thread' or mp_context='fork'"
     )
 
 

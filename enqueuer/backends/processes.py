@@ -13,6 +13,7 @@ stranger's waitpid and no ignored SIGCHLD can hide. What the dead had sent is re
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import multiprocessing.util
@@ -27,7 +28,7 @@ import weakref
 from collections.abc import Iterator
 
 from enqueuer import logs
-from enqueuer.backends import ESCALATION_S, Job, WorkerState, owners_of, split_bound
+from enqueuer.backends import ESCALATION_S, Job, WorkerState, bunch_of, owners_of, split_bound
 from enqueuer.backends.bootstrap import Part, Setup, Surroundings, main_forked
 from enqueuer.backends.launching import interrupts_held, launch
 from enqueuer.backends.payload import write_payload
@@ -54,11 +55,6 @@ _log = logging.getLogger("enqueuer")
 _EXITCODE_S = 1.0  # between the end of a process and somebody's word on how it ended
 
 
-def create(job: Job) -> ProcessBackend:
-    """Return the backend for `job`."""
-    return ProcessBackend(job)
-
-
 class ProcessBackend:
     """See `enqueuer.backends.Backend`."""
 
@@ -70,7 +66,7 @@ class ProcessBackend:
         self._workers: list[Watched] = []
         self._by_fd: dict[int, Watched] = {}
         self._found = 0  # the last worker whose message was next
-        self._bunch = max(1, job.max_queue_size // 8)  # items taken at once, if they are there
+        self._bunch = bunch_of(job)
         self._poller = select.poll()
         self._closed = False
         self._resources = contextlib.ExitStack()
@@ -148,15 +144,19 @@ class ProcessBackend:
             undo.callback(write.close)
             memory = Descriptor(open_road())
             passing.callback(memory.close)
+            counter = self._counter()
+            if counter is not None:
+                passing.callback(counter.close)
             for thing in (ours, write):
                 close_in_children(thing)
             packets, way = Packets(ours), Road.of(memory.fileno())
             forked = functools.partial(
-                main_forked, its, read, way, self._setup(), part, job.source, job.on_error
+                main_forked, its, read, way, self._setup(), part, job.source, job.on_error, counter
             )
             process = launch(job.start_method, its, read, forked)
             if self._payload is not None:
-                packets.send(pickle.dumps(part), [self._payload.fileno(), memory.fileno()])
+                passed = [self._payload, memory] + ([] if counter is None else [counter])
+                packets.send(pickle.dumps(part), [thing.fileno() for thing in passed])
             undo.pop_all()
         name = f"worker {index} (process {process.pid}, {job.start_method})"
         channel = ConsumerEnd(packets, way, part.credit, name)
@@ -166,6 +166,10 @@ class ProcessBackend:
             self._by_fd[fd] = worker
             self._poller.register(fd, select.POLLIN)
         return worker
+
+    def _counter(self) -> socket.socket | None:
+        """Return where a worker takes tickets, if it lives on them; to be closed."""
+        return None
 
     # --- run ---
 
@@ -192,7 +196,7 @@ class ProcessBackend:
                     case End(shard=shard):
                         order.ended(shard)
                     case Failure() as failure:
-                        return failure
+                        return dataclasses.replace(failure, worker=str(found))
                 continue
             dead = self._dead(wanted, order)
             if dead is not None:
@@ -274,18 +278,39 @@ class ProcessBackend:
         shard = order.next_of(dead.shards)
         if shard is None:  # it had sent all of this epoch
             shard = dead.shards[0]
-        place = (shard, order.number_of(shard))
-        left = self._job.max_restarts - len(self._deaths)
+        number = order.number_of(shard)
+        new = self._successor(dead, (shard, number), f"shard {shard}, item {number}")
+        if isinstance(new, Failure):
+            return new
+        if new is not None:
+            new.channel.begin(Epoch(self._epoch.number, order.rest()).part(new.shards))
+        return None
+
+    def _successor(
+        self, dead: Watched, place: tuple[int, int], name: str
+    ) -> Watched | Failure | None:
+        """Start a worker in the place of a dead one.
+
+        Args:
+            dead: Of which nothing is left to deliver.
+            place: Of what it was at: shard and item.
+            name: The same in words.
+
+        Returns:
+            The failure, if there must not be another one or it could not be started; None if we
+            are being stopped.
+        """
         error = WorkerDied(epitaph(dead) + self._history(place), dead.index, dead.exitcode)
-        if not left:
-            return Failure(*place, error)
+        failure = Failure(*place, error, worker=str(dead))
+        if len(self._deaths) + self._job.restarts >= self._job.max_restarts:
+            return failure
         self._deaths.append(place)
         try:
             with interrupts_held():
                 worker = self._start_one(dead.index)
         except (OSError, StartError) as trouble:
             error.__cause__ = trouble
-            return Failure(*place, error)
+            return failure
         self._started = time.monotonic()
         if self._closed:  # whoever stops us does not know of this one
             worker.send_signal(signal.SIGKILL)
@@ -293,17 +318,16 @@ class ProcessBackend:
             return None
         self._workers[dead.index] = worker
         self._end(dead)
-        worker.channel.begin(Epoch(self._epoch.number, order.rest()).part(worker.shards))
         _log.warning(
-            "%s %s; %s goes on with shard %d, item %d (restart %d, of max_restarts=%d)",
+            "%s %s; %s goes on with %s (restart %d, of max_restarts=%d)",
             str(dead),  # a record may be kept, and should not keep descriptors
             how_it_ended(dead),
             str(worker),
-            *place,
-            len(self._deaths),
+            name,
+            len(self._deaths) + self._job.restarts,
             self._job.max_restarts,
         )
-        return None
+        return worker
 
     def _history(self, place: tuple[int, int]) -> str:
         """Say how often replaced workers had died, and where."""
@@ -427,9 +451,6 @@ class ProcessBackend:
             _running.discard(self)
             self._resources.close()
             self._by_fd.clear()
-
-    def describe(self, shard: int) -> str:
-        return str(self._workers[self._owners[shard]])
 
     def _left(self) -> list[Watched]:
         return [worker for worker in self._workers if worker.state is not WorkerState.ENDED]

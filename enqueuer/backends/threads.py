@@ -12,27 +12,23 @@ never be garbage-collected.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import sys
 import threading
 import time
 import traceback
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from queue import Empty
+from queue import Empty as NothingYet
 from typing import Any
 
 from enqueuer.backends import Job, WorkerThread, owners_of, split_bound
 from enqueuer.buffer import Buffer
 from enqueuer.errors import Closed, StartError, StopWarning
 from enqueuer.merging import Order
-from enqueuer.messages import End, Epoch, Failure, Item, Message
+from enqueuer.messages import Empty, End, Epoch, Failure, Item, Message
 from enqueuer.sources import LiveSource
 from enqueuer.worker import Plan, serve
-
-
-def create(job: Job) -> ThreadBackend:
-    """Return the backend for `job`."""
-    return ThreadBackend(job)
 
 
 class ThreadBackend:
@@ -65,7 +61,8 @@ class ThreadBackend:
             ) from error
 
     def _start_one(self, index: int, plan: Plan) -> threading.Thread:
-        road = _Road(self._buffers[index % len(self._buffers)], self._orders[index], self._measured)
+        buffer = self._buffers[index % len(self._buffers)]
+        road = Road(index, buffer, self._orders[index], self._measured)
         thread = WorkerThread(
             target=serve, args=(plan, road, road), name=f"enqueuer-worker-{index}", daemon=True
         )
@@ -83,7 +80,7 @@ class ThreadBackend:
             timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
             try:
                 message = buffer.get(timeout)
-            except Empty:
+            except NothingYet:
                 raise TimeoutError("no batch in time") from None
             match message:
                 case Item():
@@ -129,14 +126,14 @@ class ThreadBackend:
             if thread is not threading.current_thread():
                 _warn_of(thread, timeout)
 
-    def describe(self, shard: int) -> str:
-        return f"worker {self._owners[shard]} (thread)"
 
-
-class _Road:
+class Road:
     """A worker thread's Sender and Orders."""
 
-    def __init__(self, buffer: Buffer[Message], orders: Buffer[Epoch], measured: bool) -> None:
+    def __init__(
+        self, index: int, buffer: Buffer[Message], orders: Buffer[Epoch], measured: bool
+    ) -> None:
+        self._index = index
         self._buffer = buffer
         self._orders = orders
         self._measured = measured
@@ -147,7 +144,9 @@ class _Road:
             state = copy.deepcopy(state)  # it may be the iterator's own, which goes on
         self._buffer.put(Item(shard, number, value, state), size_bytes=size_bytes)
 
-    def send(self, message: End | Failure) -> None:
+    def send(self, message: End | Failure | Empty) -> None:
+        if isinstance(message, Failure):
+            message = dataclasses.replace(message, worker=f"worker {self._index} (thread)")
         self._buffer.put(message)
 
     def check(self) -> None:

@@ -29,6 +29,7 @@ class Kind(enum.IntEnum):
     FAILURE = 3
     STATED = 4  # an item, in a pair with the state of its iterator after it
     SKIPPED = 5  # a failure after which the worker goes on
+    EMPTY = 6  # a task without a result
     HELLO = 10
     BLOCK = 11
     DROP = 12
@@ -36,6 +37,7 @@ class Kind(enum.IntEnum):
     WAKE = 14
     EPOCH = 20
     STOP = 21
+    TASK = 22  # a ticket for this worker alone
 
 
 # A frame: this, a table of the segments that lie in blocks, and the pickle if it is small.

@@ -17,8 +17,8 @@ from typing import Any
 import cloudpickle
 
 from enqueuer.errors import BlockMemoryError, ItemNotLoadable, TransportError
-from enqueuer.messages import End, Epoch, Failure, Item
-from enqueuer.transport import codec, road
+from enqueuer.messages import Empty, End, Epoch, Failure, Item, Ticket
+from enqueuer.transport import codec, road, tickets
 from enqueuer.transport.blocks import BlockMap, nameless_file, read_whole
 from enqueuer.transport.channel import (
     FRAME,
@@ -34,6 +34,7 @@ from enqueuer.transport.road import RING_BYTES, Road
 
 _ITEM, _STATED = int(Kind.ITEM), int(Kind.STATED)
 _HEAD = FRAME.size
+_NO_LIMIT = 1 << 62
 
 
 class ConsumerEnd:
@@ -117,6 +118,24 @@ class ConsumerEnd:
         finally:
             os.close(fd)
 
+    def hand(self, token: int, ticket: Ticket) -> None:
+        """Give the worker a ticket that no other may take."""
+        data, file = tickets.pack(token, ticket)
+        if not file:
+            self._tell(Kind.TASK, data, wait=True)
+            return
+        fd = nameless_file(file)
+        try:
+            self._tell(Kind.TASK, data, wait=True, fds=(fd,))
+        finally:
+            os.close(fd)
+
+    @property
+    def claimed(self) -> int:
+        """The token of the ticket that the worker took last; -1 if it took none."""
+        claimed: int = self._words[road.CLAIMED]
+        return claimed - 1
+
     def ask_to_stop(self) -> None:
         """Tell the worker to go home."""
         self._tell(Kind.STOP)
@@ -135,6 +154,10 @@ class ConsumerEnd:
         home = self._blocks.home
         while home and self._road.home(home[0]):
             home.popleft()
+
+    def grant_all(self) -> None:
+        """Let the worker send as it likes: its tickets are what bounds it."""
+        self._words[road.LIMIT] = _NO_LIMIT
 
     def grant(self, room: int, wanted: bool = False) -> None:
         """Give the worker the credits that are due to it, and wake it if it waits for them.
@@ -210,8 +233,8 @@ class ConsumerEnd:
             yield item
             del item
 
-    def other(self) -> End | Failure | None:
-        """Take the end or the failure that is next on the road; None if it is an item.
+    def other(self) -> End | Failure | Empty | None:
+        """Take what is next on the road and is no item; None if it is an item.
 
         Raises:
             TransportError: It makes no sense.
@@ -220,7 +243,7 @@ class ConsumerEnd:
         at = self._position % RING_BYTES
         size, table, kind, shard, number = FRAME.unpack_from(self._frames, at)
         body = self._frames[at + _HEAD : at + size]
-        message: End | Failure
+        message: End | Failure | Empty
         match kind:
             case Kind.ITEM | Kind.STATED:
                 failure = self._failure(body, table)
@@ -230,6 +253,8 @@ class ConsumerEnd:
                 message = Failure(shard, number, failure)
             case Kind.END:
                 message = End(shard)
+            case Kind.EMPTY:
+                message = Empty(number)
             case Kind.FAILURE | Kind.SKIPPED:
                 error = self._error(body, table)
                 message = Failure(shard, number, error, skipped=kind == Kind.SKIPPED)

@@ -31,6 +31,7 @@ PACKETS = 2  # on the socket, ever: look there
 WORKER_ASLEEP = 3  # 0, or a number that is new with each sleep
 ASKING = 4  # 1 + the number of the item that it holds without credit
 HOME_READ = 5  # numbers of blocks read, ever
+CLAIMED = 6  # 1 + the token of the ticket that was taken last
 # The consumer's, in another:
 READ = 8  # bytes of frames, ever
 TAKEN = 9  # items, ever

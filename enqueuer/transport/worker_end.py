@@ -15,6 +15,7 @@ import logging
 import os
 import pickle
 import select
+import socket
 import threading
 import weakref
 from collections import deque
@@ -24,8 +25,8 @@ from typing import Any
 import numpy as np
 
 from enqueuer.errors import Closed
-from enqueuer.messages import End, Epoch, Failure
-from enqueuer.transport import codec, road
+from enqueuer.messages import Empty, End, Epoch, Failure, Ticket
+from enqueuer.transport import codec, road, tickets
 from enqueuer.transport.blocks import (
     ALIGNMENT,
     Block,
@@ -98,6 +99,7 @@ class WorkerEnd:
         self._readable = select.poll()
         self._readable.register(packets.fileno(), select.POLLIN)
         self._epochs: deque[Epoch] = deque()
+        self._tasks: deque[tuple[bytes, Sequence[int]]] = deque()  # for this worker alone
         self._closed = False
         self._encoder = codec.Encoder()
         self._encode = self._encoder.encode
@@ -134,11 +136,13 @@ class WorkerEnd:
         self._sent += 1
         self._put(kind, shard, number, table, data)
 
-    def send(self, message: End | Failure) -> None:
-        """Send an end or a failure; needs no credit. Raises as `send_item`."""
+    def send(self, message: End | Failure | Empty) -> None:
+        """Send what is no item; needs no credit. Raises as `send_item`."""
         self.check()
         if isinstance(message, End):
             self._put(Kind.END, message.shard, 0, 0, b"")
+        elif isinstance(message, Empty):
+            self._put(Kind.EMPTY, 0, message.number, 0, b"")
         else:
             data, segments = self._lay_out(codec.encode_error(message.error), ())
             table = self._announce(segments)
@@ -158,6 +162,24 @@ class WorkerEnd:
         while not self._epochs and not self._closed:
             self._sleep()
         return None if self._closed else self._epochs.popleft()
+
+    def next_ticket(self, counter: socket.socket) -> Ticket | None:
+        """Wait for a task, for this worker or for anyone; None when there will be none."""
+        while True:
+            if self._words[ORDERS] != self._orders:
+                self._read_orders()
+            if self._closed:
+                return None
+            found = self._tasks.popleft() if self._tasks else tickets.take(counter)
+            if found is None:
+                self._sleep(also=counter.fileno())
+                continue
+            token, number = tickets.HEAD.unpack_from(found[0])
+            self._words[road.CLAIMED] = token + 1
+            try:
+                return tickets.unpack(*found)
+            except Exception as error:  # the user's class cannot be loaded here
+                self.send(Failure(0, number, error))
 
     def send_record(self, record: logging.LogRecord) -> None:
         """Send a log record without ever waiting; what does not fit now goes with the next packet.
@@ -339,11 +361,12 @@ class WorkerEnd:
 
     # --- the socket ---
 
-    def _sleep(self, enough: Callable[[], bool] = lambda: False) -> None:
+    def _sleep(self, enough: Callable[[], bool] = lambda: False, also: int | None = None) -> None:
         """Sleep until there are orders, the consumer's end or a wake; send logs meanwhile.
 
         Args:
             enough: Asked once more after the consumer has been told that we sleep.
+            also: A descriptor that wakes us, too, when there is something to read.
         """
         with self._lock:
             try:
@@ -352,12 +375,16 @@ class WorkerEnd:
                 self._closed = True
             mask = select.POLLIN | (select.POLLOUT if self._records else 0)
         self._readable.modify(self._packets.fileno(), mask)
+        if also is not None:
+            self._readable.register(also, select.POLLIN)
         self._sleeps += 1
         self._words[road.WORKER_ASLEEP] = self._sleeps
         self._fence()
         if not enough():
             self._readable.poll()
         self._words[road.WORKER_ASLEEP] = 0
+        if also is not None:
+            self._readable.unregister(also)
         self._read_orders()
 
     def _read_orders(self) -> None:
@@ -373,6 +400,8 @@ class WorkerEnd:
         match kind:
             case Kind.EPOCH:
                 self._epochs.append(pickle.loads(read_whole(data[PACKET.size :], fds)))
+            case Kind.TASK:
+                self._tasks.append((data[PACKET.size :], fds))
             case Kind.STOP:
                 self._closed = True
             case _:  # Kind.WAKE

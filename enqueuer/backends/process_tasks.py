@@ -1,0 +1,209 @@
+"""Tasks on processes: idle workers take tickets from one pair of sockets; channels bring results.
+
+    consumer -> tickets -> worker 0 ==channel 0==> \\
+                        -> worker 1 ==channel 1==>  > the shelf -> in order
+
+When a worker dies, the tickets that it had taken are told by what is left: those that are not
+done, do not lie in the socket and are not in a living worker's hand. Its successor does them
+before it takes others. If one of them was in somebody's hand after all, it is done twice, and
+the shelf drops the second result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from enqueuer.backends import Job, WorkerState, bunch_of
+from enqueuer.backends.processes import ProcessBackend
+from enqueuer.backends.shelf import Look, Shelf
+from enqueuer.backends.watched import Watched
+from enqueuer.errors import Closed
+from enqueuer.merging import Order, TaskOrder
+from enqueuer.messages import End, Epoch, Failure, Item, Ticket
+from enqueuer.transport.tickets import TicketOffice
+
+_ALL = 1 << 62
+
+
+class TaskProcesses(ProcessBackend):
+    """See `enqueuer.backends.TaskBackend`."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self._bunch = bunch_of(job)
+        self._shelf = Shelf()
+        self._arrived: deque[Any] = deque()
+        self._office: TicketOffice | None = None
+        self._unsent: deque[Ticket] = deque()
+        self._last_token = 0
+        self._last = -1  # the number of the last ticket
+        self._offered: dict[int, int] = {}  # token -> number, of what went to the office
+        self._handed: dict[Watched, dict[int, int]] = {}  # the same, of what one worker alone got
+        self._mourned: set[Watched] = set()  # dead workers whose death was told
+
+    # --- start ---
+
+    def _open_wake_up(self) -> None:
+        super()._open_wake_up()
+        self._office = TicketOffice()
+        self._resources.callback(self._office.close)
+
+    def _counter(self) -> socket.socket | None:
+        assert self._office is not None
+        return self._office.counter()
+
+    def _start_one(self, index: int) -> Watched:
+        worker = super()._start_one(index)
+        worker.channel.grant_all()
+        return worker
+
+    # --- tickets ---
+
+    def begin(self, epoch: Epoch) -> None:
+        self._check_owner()  # the tickets tell the rest
+
+    def submit(self, ticket: Ticket) -> None:
+        self._shelf.tickets[ticket.number] = ticket
+        self._last = ticket.number
+        self._unsent.append(ticket)
+        self._offer()
+
+    def fail(self, failure: Failure) -> None:
+        self._last = failure.number
+        self._shelf.fail(failure.number, failure)
+
+    def tickets(self) -> list[Ticket]:
+        return list(self._shelf.tickets.values())
+
+    def _offer(self) -> None:
+        """Send tickets as long as there is room for them; the rest goes when results come."""
+        assert self._office is not None
+        while self._unsent:
+            token = self._last_token + 1
+            if not self._office.send(token, self._unsent[0]):
+                return
+            self._last_token = token
+            self._offered[token] = self._unsent.popleft().number
+        if len(self._offered) > 2 * len(self._shelf.tickets) + 1000:
+            self._forget_done()
+
+    # --- results ---
+
+    def wait(self, order: Order, deadline: float | None) -> Failure | None:
+        assert isinstance(order, TaskOrder)
+        self._check_owner()
+        expired = False
+        while not order.done:
+            if self._closed:
+                raise Closed("the enqueuer was stopped")
+            self._collect()
+            if self._closed:  # by a handler of a log record that has just come
+                continue
+            self._replace_the_dead(order)
+            self._offer()
+            found = self._shelf.look(order)
+            if isinstance(found, Failure):
+                return found
+            if found is Look.ITEM or order.done:
+                return None
+            if expired:
+                raise TimeoutError("no batch in time")
+            self._sleep(self._workers, False, deadline)
+            expired = deadline is not None and time.monotonic() >= deadline
+        return None
+
+    def take(self, order: Order) -> Iterator[Item]:
+        assert isinstance(order, TaskOrder)
+        return self._shelf.items(order, self._bunch)
+
+    def settle(self) -> None:
+        pass  # what is on the shelf has left the roads
+
+    def waiting(self) -> int:
+        return super().waiting() + self._shelf.waiting
+
+    def _collect(self) -> None:
+        """Put on the shelf all that has come."""
+        for worker in self._workers:
+            channel = worker.channel
+            if channel.has_packets or channel.records:
+                self._read(worker)
+            while channel.has_message:
+                self._arrived.extend(channel.items(_ALL, _ignore))
+                message = channel.other() if channel.has_message else None
+                if isinstance(message, Failure):
+                    message = dataclasses.replace(message, worker=str(worker))
+                if message is not None:
+                    self._arrived.append(message)
+            channel.settle()
+        while self._arrived:
+            message = self._arrived[0]
+            assert not isinstance(message, End)
+            self._shelf.put(message)
+            self._arrived.popleft()
+
+    # --- deaths ---
+
+    def _replace_the_dead(self, order: TaskOrder) -> None:
+        for worker in list(self._workers):
+            if worker.state is WorkerState.DEAD and worker not in self._mourned:
+                self._replace_one(worker, order)
+
+    def _replace_one(self, dead: Watched, order: TaskOrder) -> None:
+        self._collect()  # what others have done meanwhile; nothing of the dead is left on its road
+        lost, in_hand = self._lost(dead), self._number_in_hand(dead)
+        number = in_hand if in_hand in lost else min(lost, default=order.next)
+        ticket = self._shelf.tickets.get(number)
+        index = ticket.indices[0] if ticket is not None else 0
+        new = self._successor(dead, (index, number), f"task {number - order.first}")
+        if isinstance(new, Failure):
+            self._mourned.add(dead)
+            self._shelf.fail(self._when_to_tell(lost), new)
+        elif new is not None:
+            mine = self._handed[new] = {}
+            for number in lost:
+                self._shelf.begin_again(number)
+                self._last_token += 1
+                mine[self._last_token] = number
+                new.channel.hand(self._last_token, self._shelf.tickets[number])
+
+    def _lost(self, dead: Watched) -> list[int]:
+        """Return the numbers of the tasks that nobody has and that are not done."""
+        assert self._office is not None
+        self._forget_done()
+        first = self._office.first()
+        safe = {ticket.number for ticket in self._unsent}
+        if first is not None:
+            safe.update(number for token, number in self._offered.items() if token >= first)
+        for worker in self._alive():
+            safe.add(self._number_in_hand(worker))
+            safe.update(self._handed.get(worker, {}).values())
+        return [number for number in self._shelf.undone() if number not in safe]
+
+    def _number_in_hand(self, worker: Watched) -> int:
+        """Return the number of the task that a worker took last; -1 if that is done."""
+        token = worker.channel.claimed
+        return self._handed.get(worker, {}).get(token, self._offered.get(token, -1))
+
+    def _when_to_tell(self, lost: list[int]) -> int:
+        """Return the number of the task in whose place a death is told."""
+        tickets = self._shelf.tickets
+        if not self._alive():
+            return min(self._shelf.undone(), default=max(tickets, default=self._last) + 1)
+        return min(lost, default=max(tickets, default=self._last) + 1)
+
+    def _alive(self) -> list[Watched]:
+        return [worker for worker in self._workers if worker.state is not WorkerState.DEAD]
+
+    def _forget_done(self) -> None:
+        undone = set(self._shelf.undone())
+        self._offered = {t: number for t, number in self._offered.items() if number in undone}
+
+
+def _ignore(shard: int, number: int, state: Any) -> None:
+    pass

@@ -1,0 +1,115 @@
+"""Tasks on threads: one buffer of tickets for all workers, one of results for the consumer.
+
+consumer -> [tickets] -> workers -> [results] -> the shelf -> in order
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from queue import Empty as NothingYet
+
+from enqueuer.backends import Job, WorkerThread, bunch_of
+from enqueuer.backends.shelf import Look, Shelf
+from enqueuer.backends.threads import Road, ThreadBackend
+from enqueuer.buffer import Buffer
+from enqueuer.errors import Closed
+from enqueuer.merging import Order, TaskOrder
+from enqueuer.messages import End, Epoch, Failure, Item, Message, Ticket
+from enqueuer.worker import Plan, serve_tasks
+
+_UNBOUNDED = 1 << 62  # whoever hands out the tickets keeps the bound
+
+
+class TaskThreads(ThreadBackend):
+    """See `enqueuer.backends.TaskBackend`."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self._bunch = bunch_of(job)
+        self._tickets: Buffer[Ticket] = Buffer(_UNBOUNDED)
+        self._results: Buffer[Message] = Buffer(_UNBOUNDED)
+        self._shelf = Shelf()
+
+    def _start_one(self, index: int, plan: Plan) -> threading.Thread:
+        road = _TaskRoad(index, self._results, self._tickets)
+        thread = WorkerThread(
+            target=serve_tasks,
+            args=(plan, road, road),
+            name=f"enqueuer-worker-{index}",
+            daemon=True,
+        )
+        thread.start()
+        return thread
+
+    def begin(self, epoch: Epoch) -> None:
+        pass  # the tickets tell
+
+    def submit(self, ticket: Ticket) -> None:
+        self._shelf.tickets[ticket.number] = ticket
+        self._tickets.put(ticket)
+
+    def fail(self, failure: Failure) -> None:
+        self._shelf.fail(failure.number, failure)
+
+    def tickets(self) -> list[Ticket]:
+        return list(self._shelf.tickets.values())
+
+    def wait(self, order: Order, deadline: float | None) -> Failure | None:
+        assert isinstance(order, TaskOrder)
+        while not order.done:
+            if self._results.closed:
+                raise Closed("the enqueuer was stopped")
+            self._fetch(0.0)
+            found = self._shelf.look(order)
+            if isinstance(found, Failure):
+                return found
+            if found is Look.ITEM:
+                return None
+            if order.done:
+                break
+            timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not self._fetch(timeout):
+                raise TimeoutError("no batch in time")
+        return None
+
+    def _fetch(self, timeout: float | None) -> bool:
+        """Put what has come on the shelf; wait for the first of it."""
+        some = False
+        try:
+            while True:
+                message = self._results.get(0.0 if some else timeout)
+                assert not isinstance(message, End)
+                self._shelf.put(message)
+                some = True
+        except NothingYet:
+            return some
+
+    def take(self, order: Order) -> Iterator[Item]:
+        assert isinstance(order, TaskOrder)
+        return self._shelf.items(order, self._bunch)
+
+    def waiting(self) -> int:
+        on_their_way = sum(isinstance(message, Item) for message in self._results.snapshot())
+        return on_their_way + self._shelf.waiting
+
+    def close(self) -> None:
+        super().close()
+        for buffer in (self._tickets, self._results):
+            buffer.close()
+            buffer.clear()
+
+
+class _TaskRoad(Road):
+    """A worker thread's Sender and Tickets."""
+
+    def __init__(self, index: int, results: Buffer[Message], tickets: Buffer[Ticket]) -> None:
+        super().__init__(index, results, Buffer(), measured=False)
+        self._tickets = tickets
+
+    def next_ticket(self) -> Ticket | None:
+        try:
+            return self._tickets.get()
+        except Closed:
+            return None
