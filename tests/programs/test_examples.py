@@ -17,6 +17,8 @@ def test_there_are_examples():
         "in_place.py",
         "keras_style.py",
         "processes.py",
+        "resume.py",
+        "skip_bad_files.py",
         "threads.py",
     }
 

@@ -1,0 +1,39 @@
+"""Outlive broken files: leave out the ones you expect, and bound those you do not.
+
+A generator that has raised is over, so the `try` that leaves out one file is inside it.
+`on_error` is for the rest: it costs the shard in which it happens, and no more.
+"""
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from enqueuer import GeneratorEnqueuer
+
+
+def note(error):
+    print(f"skipped: {type(error).__name__}")  # and returns None: nothing comes in its place
+
+
+with tempfile.TemporaryDirectory() as directory:
+    paths = [Path(directory, f"{i:02}.npy") for i in range(12)]
+    for i, path in enumerate(paths):
+        np.save(path, np.full((8, 8), i))
+    paths[3].write_bytes(b"")  # broken in a way that was expected
+    paths[6].unlink()  # and in one that was not
+
+    def batches(shard):
+        for path in shard.split(paths):
+            try:
+                image = np.load(path)
+            except EOFError:
+                continue
+            yield image
+
+    with GeneratorEnqueuer(batches, workers=2, shards=4, on_error=note, max_errors=10) as enqueuer:
+        read = [int(image[0, 0]) for image in enqueuer]
+        print(f"read {sorted(read)} with {enqueuer.error_count} error")
+
+# 3 was left out; 6 ended shard 2, which has 2, 6 and 10
+assert sorted(read) == [0, 1, 2, 4, 5, 7, 8, 9, 11]
