@@ -7,7 +7,7 @@
 
 from enqueuer.arrays import empty, empty_like
 from enqueuer.buffer import Buffer
-from enqueuer.enqueuers import GeneratorEnqueuer, prefetch
+from enqueuer.enqueuers import GeneratorEnqueuer, OrderedEnqueuer, prefetch
 from enqueuer.errors import (
     BlockMemoryError,
     Closed,
@@ -26,7 +26,7 @@ from enqueuer.errors import (
     WorkerError,
 )
 from enqueuer.replaying import replay
-from enqueuer.shards import Shard
+from enqueuer.shards import Shard, Task
 
 __version__ = "0.1.0"
 
@@ -41,11 +41,13 @@ __all__ = [
     "InvalidState",
     "ItemNotLoadable",
     "ItemNotPicklable",
+    "OrderedEnqueuer",
     "Shard",
     "SourceNotPicklable",
     "StartError",
     "StateMismatch",
     "StopWarning",
+    "Task",
     "TransportError",
     "WorkerDied",
     "WorkerError",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Iterable, Mapping, Set
 from multiprocessing.context import BaseContext
 
 from enqueuer.backends import METHODS, BackendName, default_method
 from enqueuer.logs import MULTIPROCESSING_LOGGING
-from enqueuer.sources import LiveSource, Source
+from enqueuer.sources import LiveSource, Source, name_of
+from enqueuer.tasks import TaskSource, is_sequence
 from enqueuer.worker import OnError
 
 
@@ -55,6 +57,33 @@ def on_error(value: object) -> OnError:
             raise ValueError(f"on_error must be 'raise', 'skip' or a callable, got {value!r}")
 
 
+def elements(sequence: object, map: object, shuffle: object) -> None:
+    """Raise TypeError or ValueError unless tasks can be made of these."""
+    if isinstance(sequence, (Mapping, Set)):
+        raise TypeError(
+            f"OrderedEnqueuer needs elements with an order, got a {type(sequence).__name__}; "
+            "pass sorted(...) or list(...) of it"
+        )
+    if map is not None and not callable(map):
+        raise TypeError(f"map must be a function of an element or None, got {map!r}")
+    if is_sequence(sequence):
+        return
+    if not isinstance(sequence, Iterable):
+        if callable(sequence):
+            raise TypeError(
+                f"OrderedEnqueuer needs a sequence or an iterable, got the function "
+                f"{name_of(sequence)}; call it, or use GeneratorEnqueuer"
+            )
+        raise TypeError(f"OrderedEnqueuer needs a sequence or an iterable, got {sequence!r}")
+    if map is None:
+        raise ValueError(
+            "an iterable without __len__ and __getitem__ needs map, the work to be done on each "
+            "element; to read it ahead as it is, use GeneratorEnqueuer or prefetch"
+        )
+    if shuffle:
+        raise ValueError("shuffle needs __len__ and __getitem__; an iterable comes as it is")
+
+
 def seed(value: object) -> int:
     """Return a random seed; raise TypeError or ValueError unless it is an int >= 0."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
@@ -94,7 +123,7 @@ def backend_name(backend: object, use_multiprocessing: object) -> BackendName:
             raise ValueError(f"backend must be 'thread' or 'process', got {backend!r}")
 
 
-def start_method(mp_context: object, source: Source, backend: BackendName) -> str:
+def start_method(mp_context: object, source: Source | TaskSource, backend: BackendName) -> str:
     """Return how processes are started; "" for threads."""
     if mp_context is not None and backend == "thread":
         raise ValueError("mp_context is about processes; give backend='process' with it")

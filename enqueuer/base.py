@@ -22,6 +22,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.context import BaseContext
 from queue import Empty
 from types import TracebackType
 from typing import Any, Generic, NoReturn, TypeVar
@@ -32,6 +33,9 @@ from enqueuer.errors import Closed, InvalidState, WorkerError
 from enqueuer.merging import Order, RoundRobin
 from enqueuer.messages import Epoch, Failure, Item
 from enqueuer.replaying import ATTRIBUTE, Origin, origin_of
+from enqueuer.shards import fresh_seed
+from enqueuer.sources import Source
+from enqueuer.tasks import TaskSource
 from enqueuer.worker import OnError
 
 Batch = TypeVar("Batch")
@@ -60,14 +64,44 @@ _NEXT = {
 class BaseEnqueuer(ABC, Generic[Batch]):
     """What GeneratorEnqueuer and OrderedEnqueuer have in common; not to be made itself."""
 
-    _backend_name: BackendName
-    _workers: int
-    _max_queue_size: int
-    _random_seed: int
-    _on_error: OnError
-    _max_errors: int | None
-
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        source: Source | TaskSource,
+        *,
+        use_multiprocessing: bool,
+        backend: BackendName | None,
+        random_seed: int | None,
+        workers: int,
+        max_queue_size: int,
+        max_queue_bytes: int | None,
+        ordered: bool,
+        mp_context: str | BaseContext | None,
+        forward_logs: bool | str,
+        on_error: OnError,
+        max_errors: int | None,
+        max_restarts: int,
+        rank: int,
+        world_size: int,
+        drop_last: bool,
+    ) -> None:
+        self._backend_name = arguments.backend_name(backend, use_multiprocessing)
+        self._workers = arguments.positive("workers", workers)
+        self._max_queue_size = arguments.positive("max_queue_size", max_queue_size)
+        self._max_queue_bytes = (
+            None
+            if max_queue_bytes is None
+            else arguments.positive("max_queue_bytes", max_queue_bytes)
+        )
+        self._ordered = bool(ordered)
+        self._start_method = arguments.start_method(mp_context, source, self._backend_name)
+        self._forward_logs = arguments.forward_logs(forward_logs, self._start_method)
+        self._on_error = arguments.on_error(on_error)
+        self._max_errors = None if max_errors is None else arguments.count("max_errors", max_errors)
+        self._max_restarts = arguments.count("max_restarts", max_restarts)
+        self._rank, self._world_size = arguments.rank(rank, world_size)
+        self._drop_last = bool(drop_last)
+        self._seed_is_given = random_seed is not None
+        self._random_seed = fresh_seed() if random_seed is None else arguments.seed(random_seed)
         self._state = State.NEW
         self._backend: Backend | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
@@ -204,12 +238,24 @@ class BaseEnqueuer(ABC, Generic[Batch]):
                     self._workers = workers
                     self._restarts += old.restarts
                     self._use(new)
-                    if not self._order.done:
-                        new.begin(Epoch(self._epoch, self._order.rest()))
+                    self._hand_over(old, new)
                 finally:
                     self._changing = False
                     self._changed.notify_all()
             old.stop(STOP_S)
+
+    def __repr__(self) -> str:
+        size = self._max_queue_size
+        waiting = ""
+        if self._state is State.RUNNING and self._lock.acquire(blocking=False):
+            try:
+                with contextlib.suppress(InvalidState):  # another process's
+                    waiting = f", {self._waiting()}/{size} waiting"
+            finally:
+                self._lock.release()
+        plural = "" if self._workers == 1 else "s"
+        name = type(self).__name__
+        return f"<{name} {self._state.value} {self._workers} worker{plural}{waiting}>"
 
     # --- position ---
 
@@ -241,7 +287,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         with self._lock:
             running = self._state in (State.RUNNING, State.FAILED)
             epoch = self._position() if running else self._at_rest
-            return state.save(self._identity(given_only=False), epoch)
+            return state.save(self._identity(), epoch)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken, at the next start.
@@ -265,7 +311,11 @@ class BaseEnqueuer(ABC, Generic[Batch]):
                     "load_state_dict() was called, but the enqueuer is running; load a state "
                     "before start(), or call stop() first"
                 )
-            epoch = state.load(state_dict, self._identity(given_only=True))
+            fixed = self._identity()
+            for name, is_given in self._given().items():
+                if not is_given:
+                    del fixed[name]
+            epoch = state.load(state_dict, fixed)
             self._adopt(state_dict, epoch)
             self._at_rest, self._resumed = epoch, True
 
@@ -353,6 +403,10 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         """
 
     @abstractmethod
+    def _hand_over(self, old: Backend, new: Backend) -> None:
+        """Have a new backend go on where an old one was. Lock held."""
+
+    @abstractmethod
     def _order_of(self, epoch: Epoch) -> Order:
         """Return the order of an epoch from where it begins."""
 
@@ -365,12 +419,44 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         """Return a function that makes an item again, in the process that calls it."""
 
     @abstractmethod
-    def _identity(self, given_only: bool) -> dict[str, Any]:
-        """Return what the data depend on; None for what the user did not fix, if so wanted."""
+    def _identity(self) -> dict[str, Any]:
+        """Return what the data depend on."""
+
+    @abstractmethod
+    def _given(self) -> dict[str, bool]:
+        """Return of what is in `_identity()` but need not be fixed whether the user fixed it."""
 
     @abstractmethod
     def _adopt(self, state_dict: Mapping[str, Any], epoch: Epoch) -> None:
         """Take from a state that fits what the user did not fix."""
+
+    def _feed(self) -> None:
+        """Let the workers have what they need to go on. Lock held, and nothing is ready."""
+
+    def _following(self, ready: deque[Item]) -> deque[Item] | None:
+        """Begin the epoch after the one of `ready`; return what is ready of it, None if stopped."""
+        return None
+
+    def _ended(self) -> None:
+        """Do what is to be done between two epochs. Lock held."""
+
+    def _options(self) -> dict[str, Any]:
+        """Return what was given, but for the source, the seed and what only one class takes."""
+        return dict(
+            workers=self._workers,
+            backend=self._backend_name,
+            max_queue_size=self._max_queue_size,
+            max_queue_bytes=self._max_queue_bytes,
+            ordered=self._ordered,
+            mp_context=self._start_method or None,
+            forward_logs=self._forward_logs,
+            on_error=self._on_error,
+            max_errors=self._max_errors,
+            max_restarts=self._max_restarts,
+            rank=self._rank,
+            world_size=self._world_size,
+            drop_last=self._drop_last,
+        )
 
     def _start_backend(self, job: Job) -> Backend:
         backend = backends.load(self._backend_name, job)
@@ -396,7 +482,15 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         """Return what has not been given away: of this epoch, or all of the next one."""
         if self._over:
             return Epoch(self._epoch + 1)
-        return Epoch(self._epoch, self._order.rest(self._ready.copy()))
+        ready = self._ready.copy()
+        return Epoch(self._epoch, self._order.rest(ready), self._order.beyond(ready))
+
+    def _check_not_running(self) -> None:
+        if self._state is not State.NEW:
+            raise TypeError(
+                f"a {self._state.value.lower()} {type(self).__name__} cannot be pickled or copied, "
+                "as it owns workers; pickle what it was made of, or a new enqueuer"
+            )
 
     def _check_started(self, what: str) -> None:
         if self._state is State.NEW:
@@ -448,6 +542,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         assert self._backend is not None
         while not self._ready and self._failure is None and not self._order.done:
             self._backend.settle()
+            self._feed()
             try:
                 failure = self._backend.wait(self._order, deadline)
             except Closed:
@@ -461,7 +556,9 @@ class BaseEnqueuer(ABC, Generic[Batch]):
                 self._ready.extend(self._backend.take(self._order))
             if len(self._ready) == 1:  # else those behind the first one still wait
                 self._backend.settle()
-        self._over = not self._ready and self._failure is None
+        was_over, self._over = self._over, not self._ready and self._failure is None
+        if self._over and not was_over:
+            self._ended()
         return not self._over
 
     def _raise(self, failure: Failure) -> NoReturn:
@@ -609,6 +706,20 @@ class _Batches(Iterator[Batch]):
             except IndexError:  # another thread was faster
                 pass
         return self._enqueuer._next(self._ready)
+
+
+class Endless(_Batches[Batch]):
+    """An iterator over this epoch and the following ones of an enqueuer that begins them."""
+
+    def __next__(self) -> Batch:
+        while True:
+            try:
+                return super().__next__()
+            except StopIteration:
+                ready = self._enqueuer._following(self._ready)
+                if ready is None:
+                    raise
+                self._ready = ready
 
 
 class _Raised:

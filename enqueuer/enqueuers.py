@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing.context import BaseContext
-from typing import Any
+from typing import Any, cast
 
 from enqueuer import arguments
-from enqueuer.backends import BackendName, Job
-from enqueuer.base import BaseEnqueuer, Batch, State
+from enqueuer.backends import Backend, BackendName, Job, TaskBackend
+from enqueuer.base import BaseEnqueuer, Batch, Endless, State
 from enqueuer.errors import DuplicateDataWarning, InvalidState, StateMismatch
-from enqueuer.merging import AsTheyCome, Order, RoundRobin
-from enqueuer.messages import Epoch, Failure, Start
-from enqueuer.replaying import Origin, item_of
-from enqueuer.shards import Shard, fresh_seed
+from enqueuer.merging import AsTheyCome, Order, RoundRobin, TaskOrder
+from enqueuer.messages import Epoch, Failure, Item, Start, Ticket
+from enqueuer.replaying import GONE, Origin, item_of, result_of
+from enqueuer.shards import Shard, Task
 from enqueuer.sources import LiveSource, as_source
+from enqueuer.tasks import Indexable, Reader, Reading, TaskSource, order_of, stack, steps_in
 from enqueuer.worker import OnError
 
 
@@ -116,27 +117,26 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
         world_size: int = 1,
         drop_last: bool = False,
     ) -> None:
-        super().__init__()
         self._source = as_source(generator)
-        self._backend_name = arguments.backend_name(backend, use_multiprocessing)
-        self._workers = arguments.positive("workers", workers)
-        self._shards = None if shards is None else arguments.positive("shards", shards)
-        self._max_queue_size = arguments.positive("max_queue_size", max_queue_size)
-        self._max_queue_bytes = (
-            None
-            if max_queue_bytes is None
-            else arguments.positive("max_queue_bytes", max_queue_bytes)
+        super().__init__(
+            self._source,
+            use_multiprocessing=use_multiprocessing,
+            backend=backend,
+            random_seed=random_seed,
+            workers=workers,
+            max_queue_size=max_queue_size,
+            max_queue_bytes=max_queue_bytes,
+            ordered=ordered,
+            mp_context=mp_context,
+            forward_logs=forward_logs,
+            on_error=on_error,
+            max_errors=max_errors,
+            max_restarts=max_restarts,
+            rank=rank,
+            world_size=world_size,
+            drop_last=drop_last,
         )
-        self._ordered = bool(ordered)
-        self._start_method = arguments.start_method(mp_context, self._source, self._backend_name)
-        self._forward_logs = arguments.forward_logs(forward_logs, self._start_method)
-        self._on_error = arguments.on_error(on_error)
-        self._max_errors = None if max_errors is None else arguments.count("max_errors", max_errors)
-        self._max_restarts = arguments.count("max_restarts", max_restarts)
-        self._rank, self._world_size = arguments.rank(rank, world_size)
-        self._drop_last = bool(drop_last)
-        self._seed_is_given = random_seed is not None
-        self._random_seed = fresh_seed() if random_seed is None else arguments.seed(random_seed)
+        self._shards = None if shards is None else arguments.positive("shards", shards)
         if isinstance(self._source, LiveSource) and self._shards not in (None, 1):
             raise ValueError(
                 f"a live iterator cannot be split into {self._shards} shards; "
@@ -149,43 +149,11 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
             )
         self._own_shards()  # a lack of them shows at once
 
-    def __repr__(self) -> str:
-        size = self._max_queue_size
-        waiting = ""
-        if self._state is State.RUNNING and self._lock.acquire(blocking=False):
-            try:
-                with contextlib.suppress(InvalidState):  # another process's
-                    waiting = f", {self._waiting()}/{size} waiting"
-            finally:
-                self._lock.release()
-        plural = "" if self._workers == 1 else "s"
-        return f"<GeneratorEnqueuer {self._state.value} {self._workers} worker{plural}{waiting}>"
-
     def __reduce__(self) -> Any:
-        if self._state is not State.NEW:
-            raise TypeError(
-                f"a {self._state.value.lower()} GeneratorEnqueuer cannot be pickled or copied, "
-                "as it owns workers; pickle the generator function, or a new enqueuer"
-            )
+        self._check_not_running()
         source = self._source
         generator = source.iterable if isinstance(source, LiveSource) else source.function
-        options: dict[str, Any] = dict(
-            workers=self._workers,
-            backend=self._backend_name,
-            shards=self._shards,
-            max_queue_size=self._max_queue_size,
-            max_queue_bytes=self._max_queue_bytes,
-            ordered=self._ordered,
-            mp_context=self._start_method or None,
-            forward_logs=self._forward_logs,
-            on_error=self._on_error,
-            max_errors=self._max_errors,
-            max_restarts=self._max_restarts,
-            rank=self._rank,
-            world_size=self._world_size,
-            drop_last=self._drop_last,
-        )
-        make = functools.partial(GeneratorEnqueuer, **options)
+        make = functools.partial(GeneratorEnqueuer, shards=self._shards, **self._options())
         return make, (generator, False, None, self._random_seed)
 
     # --- inside ---
@@ -260,18 +228,23 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
         seed_globals = self._backend_name != "thread"
         return functools.partial(item_of, self._source, shard, origin.item, seed_globals)
 
-    def _identity(self, given_only: bool) -> dict[str, Any]:
-        is_live = isinstance(self._source, LiveSource)
-        seed = None if given_only and not self._seed_is_given else self._random_seed
-        fixed = is_live or self._shards is not None
+    def _hand_over(self, old: Backend, new: Backend) -> None:
+        if not self._order.done:
+            new.begin(Epoch(self._epoch, self._order.rest()))
+
+    def _identity(self) -> dict[str, Any]:
         return {
             "kind": "GeneratorEnqueuer",
-            "random_seed": seed,
-            "shards": None if given_only and not fixed else self._all_shards(),
+            "random_seed": self._random_seed,
+            "shards": self._all_shards(),
             "rank": self._rank,
             "world_size": self._world_size,
             "ordered": self._ordered,
         }
+
+    def _given(self) -> dict[str, bool]:
+        is_live = isinstance(self._source, LiveSource)
+        return {"random_seed": self._seed_is_given, "shards": is_live or self._shards is not None}
 
     def _adopt(self, state_dict: Mapping[str, Any], epoch: Epoch) -> None:
         if isinstance(self._source, LiveSource) and self._state is State.STOPPED:
@@ -287,6 +260,340 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
         self._random_seed = seed
         if not isinstance(self._source, LiveSource):
             self._shards = shards
+
+
+class OrderedEnqueuer(BaseEnqueuer[Any]):
+    """Keep the results of tasks ready: one for each element of a sequence, or for each batch.
+
+    The elements are dealt out to whichever worker is free, each exactly once an epoch, and the
+    results come in the order of the elements. Each element has its own seed, so that the same
+    sequence and `random_seed` give the same results, bit for bit, for any number of workers and
+    any backend. A task that is slow delays only itself, until `max_queue_size` later ones wait.
+
+    Args:
+        sequence: Anything with `__len__` and `__getitem__`: a list of paths, an array, a torch
+            dataset, a Keras `Sequence` or `PyDataset`, whose `on_epoch_end` is called after each
+            epoch. Workers fetch its elements themselves, processes from their own copy. Or any
+            other iterable, with `map`: its elements are read one after the other in the loop's
+            thread, when a batch is asked for, and never further ahead than results may wait.
+        map: A function of the element, or of the element and its `Task`, whose `rng` is the
+            element's own. None, the default: the element itself is the result, so that all work
+            is in `__getitem__`. Results that are None are left out. (As in Keras, True or False
+            in this place is `use_multiprocessing`.)
+        shuffle: Whether each epoch has an order of its own, drawn from the seed; False by
+            default. Needs a sequence.
+        use_multiprocessing: Keras' name for `backend="process"`.
+        batch_size: How many results are made into one. None, the default: each comes alone,
+            which is right if the elements are batches already.
+        collate: Makes one batch of a list of results. By default arrays, tensors and numbers are
+            stacked along a new first axis, inside of dicts, tuples and lists, too.
+        drop_last: Whether to leave out an incomplete last batch, and elements that cannot be
+            dealt out evenly over ranks, so that each has equally many; False by default.
+        random_seed: A non-negative int, from which all seeds derive. None, the default, draws
+            one, which the attribute `random_seed` then tells.
+        workers: How many threads or processes; 1 by default.
+        backend: `"thread"`, the default, or `"process"`.
+        max_queue_size: The most results that may wait; 10 by default. Each worker may have one
+            more in hand.
+        max_queue_bytes: The most bytes that may wait, judged by the largest result so far; None,
+            the default, sets no such bound.
+        ordered: True, the default; False takes whichever result is first.
+        mp_context: How processes are started: `"fork"`, `"forkserver"`, `"spawn"` or a context
+            of `multiprocessing`; by default forkserver, where there is one, else spawn.
+        forward_logs: As for `GeneratorEnqueuer`.
+        on_error: What to do about an exception of one element. `"raise"`, the default: raise it
+            in the loop, in its turn. `"skip"`: log it with its traceback, count it
+            (`error_count`), and go on without that element; its batch is smaller. A callable:
+            the same, without the log line, but it is called with the exception, in the worker,
+            and what it returns stands for the element's result, if it is not None.
+        max_errors: How many errors may be skipped; the next one is raised. None, the default:
+            any number.
+        max_restarts: How many worker processes that died are replaced, in all. 0, the default:
+            the first death is raised as `WorkerDied`. The tasks that it had are done by its
+            successor.
+        rank: Which of `world_size` training processes this one is, from 0. It gets every
+            `world_size`-th element of the epoch's order; give all of them the same
+            `random_seed`.
+        world_size: How many training processes share the data; 1 by default.
+
+    Attributes:
+        queue: What waits, with the names of `queue.Queue`, as in Keras.
+
+    Raises:
+        TypeError: `sequence` or `map` is none of these, or an argument has the wrong type.
+        ValueError: An argument is out of its range, or an iterable is to be shuffled.
+
+    Example:
+        >>> def augmented(number, task):
+        ...     return number + task.rng.integers(10)
+        >>> with OrderedEnqueuer(range(5), str, batch_size=2, workers=2) as enqueuer:
+        ...     list(enqueuer)
+        [['0', '1'], ['2', '3'], ['4']]
+        >>> one = list(OrderedEnqueuer(range(9), augmented, random_seed=7))
+        >>> one == list(OrderedEnqueuer(range(9), augmented, workers=3, random_seed=7))
+        True
+    """
+
+    def __init__(
+        self,
+        sequence: Iterable[Any] | Indexable,
+        map: Callable[..., Any] | bool | None = None,
+        shuffle: bool = False,
+        *,
+        use_multiprocessing: bool = False,
+        batch_size: int | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        drop_last: bool = False,
+        random_seed: int | None = None,
+        workers: int = 1,
+        backend: BackendName | None = None,
+        max_queue_size: int = 10,
+        max_queue_bytes: int | None = None,
+        ordered: bool = True,
+        mp_context: str | BaseContext | None = None,
+        forward_logs: bool | str = True,
+        on_error: OnError = "raise",
+        max_errors: int | None = None,
+        max_restarts: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        if isinstance(map, bool):
+            use_multiprocessing, map = use_multiprocessing or map, None
+        arguments.elements(sequence, map, shuffle)
+        if collate is not None and batch_size is None:
+            raise ValueError("collate makes a batch of results; give batch_size with it")
+        self._source = TaskSource(
+            sequence,
+            map,
+            None if batch_size is None else arguments.positive("batch_size", batch_size),
+            stack if collate is None else collate,
+            0,
+        )
+        super().__init__(
+            self._source,
+            use_multiprocessing=use_multiprocessing,
+            backend=backend,
+            random_seed=random_seed,
+            workers=workers,
+            max_queue_size=max_queue_size,
+            max_queue_bytes=max_queue_bytes,
+            ordered=ordered,
+            mp_context=mp_context,
+            forward_logs=forward_logs,
+            on_error=on_error,
+            max_errors=max_errors,
+            max_restarts=max_restarts,
+            rank=rank,
+            world_size=world_size,
+            drop_last=drop_last,
+        )
+        self._source.random_seed = self._random_seed
+        self._reading = Reading(bool(shuffle), self._drop_last, self._rank, self._world_size)
+        self._reader: Reader | None = None
+        self._unread: Failure | None = None  # why nothing more could be read
+        self._number = 0  # of the next task to be handed out; goes on over epochs
+        self._handed_out = 0  # in this epoch
+        self._start = Start()  # of this epoch
+        self._is_read = False  # to its end
+
+    def __len__(self) -> int:
+        """Return how many batches an epoch has.
+
+        Raises:
+            TypeError: The source is an iterable without a length.
+        """
+        source = self._source
+        if not source.is_sequence:
+            raise TypeError("an iterable does not tell how many steps it has; a sequence does")
+        reading = dataclasses.replace(self._reading, shuffle=False)
+        count = len(order_of(source, reading, 0))
+        return steps_in(count, source.batch_size or 1, self._drop_last)
+
+    def get(self) -> Iterator[Any]:
+        """Return an iterator over this epoch and all that follow, without an end, as in Keras.
+
+        It ends only after `stop()`, or if an epoch has nothing in it. `iter()` gives one epoch.
+
+        Raises:
+            InvalidState: It was not started, or was stopped.
+        """
+        with self._lock:
+            self._check_started("get() from it")
+            return Endless(self, self._ready)
+
+    def __reduce__(self) -> Any:
+        self._check_not_running()
+        source = self._source
+        options = self._options() | dict(
+            batch_size=source.batch_size,
+            collate=None if source.collate is stack else source.collate,
+            random_seed=self._random_seed,
+        )
+        make = functools.partial(OrderedEnqueuer, **options)
+        return make, (source.items, source.map, self._reading.shuffle)
+
+    # --- inside ---
+
+    def _job(self) -> Job:
+        return Job(
+            source=self._source,
+            shards=0,
+            own=(),
+            workers=self._workers,
+            random_seed=self._random_seed,
+            ordered=self._ordered,
+            max_queue_size=self._max_queue_size,
+            max_queue_bytes=self._max_queue_bytes,
+            start_method=self._start_method,
+            forward_logs=self._forward_logs,
+            on_error=self._on_error,
+            max_restarts=self._max_restarts,
+        )
+
+    def _job_with(self, workers: int) -> Job:
+        return dataclasses.replace(self._job(), workers=workers)
+
+    def _hand_over(self, old: Backend, new: Backend) -> None:
+        for ticket in tasks_of(old).tickets():
+            tasks_of(new).submit(ticket)
+        if self._unread is not None:
+            tasks_of(new).fail(self._unread)
+
+    def _order_of(self, epoch: Epoch) -> TaskOrder:
+        self._start = Start() if epoch.starts is None else epoch.starts[0]
+        first = self._number
+        self._reader, self._unread, self._is_read = None, None, False
+        self._number += self._start.number
+        self._handed_out = 0
+        return TaskOrder(first, self._start, epoch.done, self._ordered)
+
+    def _feed(self) -> None:
+        """Read elements and hand out their tasks, as many as the bound allows."""
+        order, backend = self._order, tasks_of(self._backend)
+        assert isinstance(order, TaskOrder)
+        while not self._is_read and self._handed_out - order.taken < self._most_out(backend):
+            try:
+                read = self._read(order)
+            except BaseException as error:
+                self._is_read = True
+                self._unread = Failure(-1, self._number, error, worker="the reader")
+                self._number += 1
+                backend.fail(self._unread)
+                if not isinstance(error, Exception):  # a Ctrl-C; what was being read is lost
+                    raise
+                return
+            if read is None:
+                self._is_read = True
+                order.end_at(self._number)
+                return
+            ticket, state = read
+            self._number = ticket.number + 1
+            order.read(ticket.number, state)
+            if not order.was_taken(ticket.number):
+                self._handed_out += 1
+                backend.submit(ticket)
+
+    def _read(self, order: TaskOrder) -> tuple[Ticket, Any] | None:
+        if self._reader is None:
+            self._reader = Reader(
+                self._source, self._reading, self._epoch, self._start, order.first
+            )
+        return self._reader.next()
+
+    def _most_out(self, backend: TaskBackend) -> int:
+        """Return how many tasks may be handed out and not taken."""
+        waiting = self._max_queue_size
+        if self._max_queue_bytes is not None:
+            largest = backend.largest_bytes
+            # until the first result tells, each worker gets one task
+            waiting = min(waiting, self._max_queue_bytes // largest) if largest else 0
+        return waiting + self._workers
+
+    def _ended(self) -> None:
+        self._source.catch_up(self._epoch + 1)
+
+    def _following(self, ready: deque[Item]) -> deque[Item] | None:
+        with self._lock:
+            if self._state is not State.RUNNING:
+                return None
+            if ready is self._ready:  # else another thread was faster
+                empty = self._handed_out == 0 and self._start.number == 0
+                if not self._over or empty:
+                    return None
+                self._begin(Epoch(self._epoch + 1))
+            return self._ready
+
+    def _waiting(self) -> int:
+        return min(super()._waiting(), self._max_queue_size)  # the others count as in hand
+
+    def _where(self, failure: Failure) -> str:
+        assert isinstance(self._order, TaskOrder)
+        task = failure.number - self._order.first
+        if failure.shard < 0:
+            return f"while the elements of task {task} were read"
+        return f"in {failure.worker}, task {task}, element {failure.shard}"
+
+    def _origin_of(self, failure: Failure) -> Origin:
+        assert isinstance(self._order, TaskOrder)
+        return Origin(
+            self._random_seed,
+            self._epoch,
+            failure.number - self._order.first,
+            None,
+            0,
+            failure.worker,
+            failure.shard,
+        )
+
+    def _again(self, origin: Origin) -> Callable[[], Any]:
+        if origin.element is None:
+            raise ValueError("the error came from a shard of a GeneratorEnqueuer, not from a task")
+        element = None
+        if origin.element < 0 or not self._source.is_sequence:
+            element = self._element(origin.element)
+        task = Task(origin.element, origin.epoch, origin.random_seed)
+        seeded = self._backend_name != "thread"
+        return functools.partial(result_of, self._source, task, element, seeded)
+
+    def _element(self, index: int) -> Any:
+        """Return an element of an iterable, which only its ticket has."""
+        if self._backend is not None:
+            for ticket in tasks_of(self._backend).tickets():
+                if index in ticket.indices and ticket.elements is not None:
+                    return ticket.elements[ticket.indices.index(index)]
+        return GONE
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "kind": "OrderedEnqueuer",
+            "random_seed": self._random_seed,
+            "length": len(self._source.items) if self._source.is_sequence else None,
+            "shuffle": self._reading.shuffle,
+            "batch_size": self._source.batch_size,
+            "drop_last": self._drop_last,
+            "rank": self._rank,
+            "world_size": self._world_size,
+            "ordered": self._ordered,
+        }
+
+    def _given(self) -> dict[str, bool]:
+        return {"random_seed": self._seed_is_given}
+
+    def _adopt(self, state_dict: Mapping[str, Any], epoch: Epoch) -> None:
+        items = self._source.items
+        if isinstance(items, Iterator) and self._state is State.STOPPED:
+            raise InvalidState(
+                "an iterator that was read cannot be rewound; make a new enqueuer with a fresh one"
+            )
+        if epoch.starts is not None and list(epoch.starts) != [0]:
+            raise StateMismatch("this is not the position of an OrderedEnqueuer")
+        self._random_seed = self._source.random_seed = state_dict["random_seed"]
+
+
+def tasks_of(backend: Backend | None) -> TaskBackend:
+    """Return a backend that was loaded for tasks as what it is."""
+    return cast(TaskBackend, backend)
 
 
 def prefetch(

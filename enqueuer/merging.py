@@ -33,7 +33,7 @@ class Order(Protocol):
         """Note that item `number` of `shard` was taken, after which its iterator's state was so."""
 
     def skipped(self, shard: int, number: int) -> None:
-        """Note that item `number` of `shard` failed and does not come, or something in its place."""
+        """Note that item `number` of `shard` failed; at most something in its place comes."""
 
     def ended(self, shard: int) -> None:
         """Note that `shard` will give nothing more."""

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from enqueuer.errors import InvalidState, StateMismatch
-from enqueuer.shards import Shard, borrowed_globals
+from enqueuer.shards import Shard, Task, borrowed_globals
 from enqueuer.sources import LiveSource, Source, iterate
+from enqueuer.tasks import TaskSource
 
 ATTRIBUTE = "enqueuer_origin"
 
@@ -25,6 +26,7 @@ class Origin:
         shard: The index of the shard; None for a task.
         shards: How many shards there are; 0 for tasks.
         worker: Who ran it, in words.
+        element: The index of the task's element, at which it failed; None for a shard.
     """
 
     random_seed: int
@@ -33,6 +35,7 @@ class Origin:
     shard: int | None
     shards: int
     worker: str
+    element: int | None = None
     again: Callable[[], Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -89,6 +92,21 @@ def origin_of(error: BaseException) -> Origin:
     if not isinstance(origin, Origin):
         raise ValueError(f"{error!r} did not come out of an enqueuer: there is nothing to replay")
     return origin
+
+
+GONE = object()
+"""Stands for the element of an iterable that nobody has any more."""
+
+
+def result_of(source: TaskSource, task: Task, element: Any, seed_globals: bool) -> Any:
+    """Return the result of a task, done in this process."""
+    if element is GONE:
+        raise InvalidState(
+            "the element came from an iterable and is gone; replay(error) must be called in the "
+            "process and before the stop()"
+        )
+    with borrowed_globals(task) if seed_globals else contextlib.nullcontext():
+        return source.result(task, element)
 
 
 def item_of(source: Source, shard: Shard, number: int, seed_globals: bool) -> Any:

@@ -39,7 +39,7 @@ def load(state: Mapping[str, Any], identity: Mapping[str, Any]) -> Epoch:
 
     Args:
         state: What `save` returned, perhaps by way of JSON.
-        identity: What it must be a state of; None where anything will do.
+        identity: What it must be a state of, as far as that is fixed.
 
     Raises:
         StateMismatch: It is none, or of something else; the message says what differs.
@@ -56,7 +56,7 @@ def load(state: Mapping[str, Any], identity: Mapping[str, Any]) -> Epoch:
         differences = [
             f"{name} is {state[name]!r} in the state and {value!r} here"
             for name, value in identity.items()
-            if value is not None and state[name] != value
+            if state[name] != value
         ]
         if differences:
             raise StateMismatch(f"the state does not fit: {'; '.join(differences)}")

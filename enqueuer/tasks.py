@@ -14,7 +14,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -22,6 +22,13 @@ from enqueuer.errors import StateMismatch
 from enqueuer.messages import Start, Ticket
 from enqueuer.shards import EpochEnd, Task, borrowed_globals
 from enqueuer.sources import Stateful, iterate, name_of
+
+
+class Indexable(Protocol):
+    """A sequence, as far as one is needed here."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: Any, /) -> Any: ...
 
 
 @dataclass

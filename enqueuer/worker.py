@@ -311,6 +311,7 @@ class _Stream:
             self.in_user_code = False
             sender.check()
             self.in_user_code = True
+        return True
 
     def close(self) -> None:
         """Run the generator's `finally`; what goes wrong there is logged, not raised.

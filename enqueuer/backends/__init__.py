@@ -11,7 +11,7 @@ import enum
 import importlib
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -155,6 +155,10 @@ class TaskBackend(Backend, Protocol):
     def tickets(self) -> list[Ticket]:
         """Return the tickets of tasks whose results were not taken."""
 
+    @property
+    def largest_bytes(self) -> int:
+        """The size of the largest result so far, if there is a bound on bytes; else 0."""
+
 
 def bunch_of(job: Job) -> int:
     """Return how many items are taken at once, if they are there."""
@@ -207,3 +211,17 @@ def split_bound(total: int, workers: int) -> list[int]:
         ([3, 3, 2, 2], [1, 0, 0])
     """
     return [total // workers + (w < total % workers) for w in range(workers)]
+
+
+def size_of(value: object) -> int:
+    """Return the bytes of the arrays, tensors and byte strings in a nest of containers."""
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return len(value) if not isinstance(value, memoryview) else value.nbytes
+    nbytes = getattr(value, "nbytes", None)
+    if isinstance(nbytes, int):
+        return nbytes
+    if isinstance(value, Mapping):
+        return sum(size_of(part) for part in value.values())
+    if isinstance(value, Iterable) and isinstance(value, (tuple, list, set, frozenset)):
+        return sum(size_of(part) for part in value)
+    return 0

@@ -36,7 +36,7 @@ class TaskProcesses(ProcessBackend):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self._bunch = bunch_of(job)
-        self._shelf = Shelf()
+        self._shelf = Shelf(job.max_queue_bytes is not None)
         self._arrived: deque[Any] = deque()
         self._office: TicketOffice | None = None
         self._unsent: deque[Ticket] = deque()
@@ -79,6 +79,10 @@ class TaskProcesses(ProcessBackend):
 
     def tickets(self) -> list[Ticket]:
         return list(self._shelf.tickets.values())
+
+    @property
+    def largest_bytes(self) -> int:
+        return self._shelf.largest_bytes
 
     def _offer(self) -> None:
         """Send tickets as long as there is room for them; the rest goes when results come."""

@@ -10,6 +10,7 @@ import enum
 from collections import deque
 from collections.abc import Iterator
 
+from enqueuer.backends import size_of
 from enqueuer.merging import TaskOrder
 from enqueuer.messages import Empty, Failure, Item, Ticket
 
@@ -26,9 +27,12 @@ class Shelf:
 
     Attributes:
         tickets: Those whose results were not taken, by their numbers.
+        largest_bytes: Of all results, if they are measured.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, measure: bool) -> None:
+        self._measure = measure
+        self.largest_bytes = 0
         self.tickets: dict[int, Ticket] = {}
         self._results: dict[int, Item | Empty | Failure] = {}  # in the order of their arrival
         self._skipped: dict[int, deque[Failure]] = {}
@@ -51,6 +55,8 @@ class Shelf:
             self._skipped.setdefault(number, deque()).append(message)
         else:
             self._results[number] = message
+            if self._measure and isinstance(message, Item):
+                self.largest_bytes = max(self.largest_bytes, size_of(message.value))
 
     def begin_again(self, number: int) -> None:
         """Forget the skipped errors of a task that will be done once more."""

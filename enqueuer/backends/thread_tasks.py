@@ -30,7 +30,7 @@ class TaskThreads(ThreadBackend):
         self._bunch = bunch_of(job)
         self._tickets: Buffer[Ticket] = Buffer(_UNBOUNDED)
         self._results: Buffer[Message] = Buffer(_UNBOUNDED)
-        self._shelf = Shelf()
+        self._shelf = Shelf(job.max_queue_bytes is not None)
 
     def _start_one(self, index: int, plan: Plan) -> threading.Thread:
         road = _TaskRoad(index, self._results, self._tickets)
@@ -55,6 +55,10 @@ class TaskThreads(ThreadBackend):
 
     def tickets(self) -> list[Ticket]:
         return list(self._shelf.tickets.values())
+
+    @property
+    def largest_bytes(self) -> int:
+        return self._shelf.largest_bytes
 
     def wait(self, order: Order, deadline: float | None) -> Failure | None:
         assert isinstance(order, TaskOrder)

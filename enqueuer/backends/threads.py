@@ -18,11 +18,11 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from queue import Empty as NothingYet
 from typing import Any
 
-from enqueuer.backends import Job, WorkerThread, owners_of, split_bound
+from enqueuer.backends import Job, WorkerThread, owners_of, size_of, split_bound
 from enqueuer.buffer import Buffer
 from enqueuer.errors import Closed, StartError, StopWarning
 from enqueuer.merging import Order
@@ -168,20 +168,6 @@ def _buffers(job: Job, workers: int) -> list[Buffer[Message]]:
         return [Buffer(size) for size in sizes]
     share = max(1, job.max_queue_bytes // workers)
     return [Buffer(size, share) for size in sizes]
-
-
-def size_of(value: object) -> int:
-    """Return the bytes of the arrays, tensors and byte strings in a nest of containers."""
-    if isinstance(value, (bytes, bytearray, memoryview)):
-        return len(value) if not isinstance(value, memoryview) else value.nbytes
-    nbytes = getattr(value, "nbytes", None)
-    if isinstance(nbytes, int):
-        return nbytes
-    if isinstance(value, Mapping):
-        return sum(size_of(part) for part in value.values())
-    if isinstance(value, Iterable) and isinstance(value, (tuple, list, set, frozenset)):
-        return sum(size_of(part) for part in value)
-    return 0
 
 
 def _warn_of(thread: threading.Thread, timeout: float) -> None:
