@@ -6,7 +6,7 @@ It travels in a nameless file, whose descriptor goes over each worker's channel.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any
 
@@ -14,7 +14,7 @@ import cloudpickle
 
 from enqueuer.backends.bootstrap import Setup
 from enqueuer.errors import SourceNotPicklable
-from enqueuer.sources import FunctionSource, LiveSource, Source, name_of
+from enqueuer.sources import LiveSource, Source, name_of
 from enqueuer.tasks import TaskSource
 from enqueuer.transport.blocks import nameless_file
 from enqueuer.transport.codec import find_culprit, is_picklable
@@ -56,11 +56,7 @@ def why_not(source: Source | TaskSource, method: str) -> str:
     if isinstance(source, LiveSource):
         kind = type(source.iterable).__name__
         return f"a live {kind} cannot be sent to a process started by {method}; {advice}"
-    culprits = [
-        f"{where} (a {type(value).__module__}.{type(value).__qualname__})"
-        for where, value in _found_in(source)
-        if not is_picklable(value)
-    ]
+    culprits = _culprits(source.function)
     what = ", ".join(culprits) or "something that it refers to"
     return (
         f"{name_of(source.function)} cannot be sent to a process started by {method}: "
@@ -69,24 +65,34 @@ def why_not(source: Source | TaskSource, method: str) -> str:
 
 
 def _why_no_tasks(source: TaskSource, method: str) -> str:
-    parts = {"the sequence": source.items, "map": source.map, "collate": source.collate}
-    if not source.is_sequence:
-        del parts["the sequence"]
-    culprits = [_named(name, part) for name, part in parts.items() if not is_picklable(part)]
-    what = ", ".join(
-        f"{where} (a {type(value).__module__}.{type(value).__qualname__})"
-        for where, value in culprits
-    )
+    parts = {"map": source.map, "collate": source.collate}
+    if source.is_sequence:
+        parts["the sequence"] = source.items
+    for part, value in parts.items():
+        if not is_picklable(value):
+            culprits = ", ".join(_culprits(value)) if callable(value) else _with_type(part, value)
+            break
+    else:
+        part, culprits = "something", "something that it refers to"
     return (
-        f"the tasks cannot be sent to processes started by {method}: "
-        f"{what or 'something that they refer to'} cannot be pickled; open files and the like in "
-        "map, in the worker, or use backend='thread' or mp_context='fork'"
+        f"{part} cannot be sent to a process started by {method}: {culprits} cannot be pickled; "
+        "open files and the like in map, in the worker, or use backend='thread' or "
+        "mp_context='fork'"
     )
 
 
-def _found_in(source: FunctionSource) -> Iterator[tuple[str, Any]]:
+def _culprits(function: Callable[..., Any]) -> list[str]:
+    """Say which of the things that a function refers to cannot be pickled."""
+    found = _found_in(function)
+    return [_with_type(where, value) for where, value in found if not is_picklable(value)]
+
+
+def _with_type(where: str, value: object) -> str:
+    return f"{where} (a {type(value).__module__}.{type(value).__qualname__})"
+
+
+def _found_in(function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
     """Yield what a function refers to: closure, globals, defaults, or the parts of an object."""
-    function = source.function
     target = getattr(function, "__func__", function)
     if isinstance(target, FunctionType):
         names, cells = target.__code__.co_freevars, target.__closure__ or ()

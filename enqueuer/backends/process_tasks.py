@@ -25,6 +25,7 @@ from enqueuer.backends.watched import Watched
 from enqueuer.errors import Closed
 from enqueuer.merging import Order, TaskOrder
 from enqueuer.messages import End, Epoch, Failure, Item, Ticket
+from enqueuer.transport.channel import Credit
 from enqueuer.transport.tickets import TicketOffice
 
 _ALL = 1 << 62
@@ -56,6 +57,10 @@ class TaskProcesses(ProcessBackend):
     def _counter(self) -> socket.socket | None:
         assert self._office is not None
         return self._office.counter()
+
+    def _credit(self, index: int) -> Credit:
+        # tickets are the bound: one worker may do all of them
+        return Credit(self._job.max_queue_size + self._job.workers, None, ask=False)
 
     def _start_one(self, index: int) -> Watched:
         worker = super()._start_one(index)

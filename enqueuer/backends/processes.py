@@ -132,9 +132,7 @@ class ProcessBackend:
 
     def _start_one(self, index: int) -> Watched:
         job, plan = self._job, self._plans[index]
-        quota = split_bound(job.max_queue_size, len(self._plans))[index]
-        share = None if job.max_queue_bytes is None else job.max_queue_bytes // len(self._plans)
-        part = Part(plan.shards, Credit(quota, share, ask=not job.ordered))
+        part = Part(plan.shards, self._credit(index))
         with contextlib.ExitStack() as passing, contextlib.ExitStack() as undo:
             ours, its = pair()
             passing.callback(its.close)
@@ -166,6 +164,12 @@ class ProcessBackend:
             self._by_fd[fd] = worker
             self._poller.register(fd, select.POLLIN)
         return worker
+
+    def _credit(self, index: int) -> Credit:
+        job = self._job
+        quota = split_bound(job.max_queue_size, len(self._plans))[index]
+        share = None if job.max_queue_bytes is None else job.max_queue_bytes // len(self._plans)
+        return Credit(quota, share, ask=not job.ordered)
 
     def _counter(self) -> socket.socket | None:
         """Return where a worker takes tickets, if it lives on them; to be closed."""

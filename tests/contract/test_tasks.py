@@ -1,0 +1,543 @@
+"""OrderedEnqueuer: each task once, in order, with its own numbers, by whichever worker is free."""
+
+import collections
+import json
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+from helpers import LIMIT
+
+from enqueuer import InvalidState, OrderedEnqueuer, SourceNotPicklable, StateMismatch, replay
+
+Pair = collections.namedtuple("Pair", "x y")
+
+
+def double(x):
+    return 2 * x
+
+
+def augmented(x, task):
+    """Draw from the task's generator; every fifth result is missing, every seventh is large."""
+    if x % 5 == 4:
+        return None
+    large = task.rng.integers(0, 255, 200_000 if x % 7 == 0 else 3, np.uint8)
+    return x, task.index, task.epoch, large.tobytes()
+
+
+def drawing(x):
+    """Draw from the globals, as old augmentation does; processes only."""
+    return x, random.random(), float(np.random.rand())
+
+
+def make(sequence=range(23), map=augmented, random_seed=7, **options):
+    return OrderedEnqueuer(sequence, map, random_seed=random_seed, **options)
+
+
+@pytest.fixture(scope="module")
+def whole():
+    with make(shuffle=True) as enqueuer:
+        return [list(enqueuer) for _ in range(3)]
+
+
+# --- order, and each once ---
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_results_come_in_the_order_of_the_elements(backend, workers):
+    with make(map=double, workers=workers, **backend) as enqueuer:
+        assert list(enqueuer) == list(enqueuer) == [2 * x for x in range(23)]
+
+
+def test_the_results_are_the_same_for_any_workers_and_backend(backend, whole):
+    with make(shuffle=True, workers=3, **backend) as enqueuer:
+        assert [list(enqueuer) for _ in range(3)] == whole
+
+
+def test_each_epoch_has_an_order_of_its_own(whole):
+    orders = [[x for x, *_ in epoch] for epoch in whole]
+    assert orders[0] != orders[1] != orders[2]
+    assert sorted(orders[0]) == sorted(orders[1]) == [x for x in range(23) if x % 5 != 4]
+
+
+def test_the_numbers_of_an_element_depend_neither_on_order_nor_on_batch(whole):
+    with make() as enqueuer:
+        assert sorted(enqueuer) == sorted(whole[0])
+
+
+def test_global_generators_are_seeded_for_each_element(process):
+    def run(**options):
+        with make(map=drawing, **options) as enqueuer:
+            return list(enqueuer)
+
+    drawn = run(workers=1, **process)
+    assert run(workers=3, **process) == drawn
+    assert len({numbers for _, *numbers in map(tuple, drawn) for numbers in [tuple(numbers)]}) == 23
+
+
+def test_as_they_come_each_comes_once(backend):
+    with make(map=double, ordered=False, workers=3, **backend) as enqueuer:
+        assert sorted(enqueuer) == sorted(enqueuer) == [2 * x for x in range(23)]
+
+
+def test_a_break_goes_on_with_the_next(backend):
+    with make(map=double, workers=2, **backend) as enqueuer:
+        for x in enqueuer:
+            if x == 10:
+                break
+        assert list(enqueuer) == [2 * x for x in range(6, 23)]
+
+
+class Gate:
+    """The first task waits until all that may be done before its result are done."""
+
+    def __init__(self, count):
+        self.count = count
+        self.done = 0
+        self.lock = threading.Lock()
+        self.open = threading.Event()
+
+    def __call__(self, x):
+        if x == 0:
+            assert self.open.wait(LIMIT)
+        with self.lock:
+            self.done += 1
+            if self.done == self.count:
+                self.open.set()
+        return x
+
+
+def test_a_slow_task_delays_only_itself_until_the_bound():
+    gate = Gate(count=11)  # 10 that wait, and the slow worker's one: the other has done all those
+    with make(map=gate, workers=2, max_queue_size=10) as enqueuer:
+        assert next(enqueuer.get()) == 0
+    assert gate.done <= 10 + 2 + 1
+
+
+def test_no_more_than_the_bound_is_done_ahead(backend, tmp_path):
+    def mark(x):
+        (tmp_path / str(x)).touch()
+        return x
+
+    def done():
+        return len(list(tmp_path.iterdir()))
+
+    with make(range(100), mark, workers=2, max_queue_size=4, **backend) as enqueuer:
+        assert next(enqueuer.get()) == 0
+        end = time.monotonic() + LIMIT
+        while enqueuer.queue.qsize() < 4 and time.monotonic() < end:
+            time.sleep(0.001)
+        assert done() <= 1 + 4 + 2
+
+
+def test_bytes_bound_what_waits(backend):
+    def large(x):
+        return np.full(10_000, x, np.uint8)
+
+    with make(map=large, workers=2, max_queue_bytes=25_000, **backend) as enqueuer:
+        assert [int(a[0]) for a in enqueuer] == list(range(23))
+
+
+# --- sequences and iterables ---
+
+
+class Dataset:
+    """A map-style dataset, as torch has them."""
+
+    def __len__(self):
+        return 7
+
+    def __getitem__(self, index):
+        if index >= 7:
+            raise IndexError(index)
+        return {"x": np.full(3, index), "y": index}
+
+
+class Shuffling:
+    """A Keras Sequence that shuffles itself, by the global generator, after each epoch."""
+
+    def __init__(self):
+        self.order = np.arange(6)
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return self.order[2 * index : 2 * index + 2].tolist()
+
+    def on_epoch_end(self):
+        np.random.shuffle(self.order)
+
+
+def test_a_map_style_dataset(backend):
+    with OrderedEnqueuer(Dataset(), batch_size=4, workers=2, **backend) as enqueuer:
+        first, second = enqueuer
+    assert first["x"].tolist() == [[0] * 3, [1] * 3, [2] * 3, [3] * 3]
+    assert second["y"].tolist() == [4, 5, 6]
+
+
+def test_an_array(backend):
+    array = np.arange(12).reshape(6, 2)
+    with OrderedEnqueuer(array, batch_size=3, workers=2, **backend) as enqueuer:
+        assert np.array_equal(np.concatenate(list(enqueuer)), array)
+
+
+def test_a_sequence_that_shuffles_itself_is_the_same_in_all_processes(backend):
+    def run(workers, epochs=4, **options):
+        before = np.random.get_state()[1].tolist()
+        with OrderedEnqueuer(Shuffling(), workers=workers, random_seed=7, **options) as enqueuer:
+            result = [[x for pair in enqueuer for x in pair] for _ in range(epochs)]
+        assert np.random.get_state()[1].tolist() == before
+        return result
+
+    wanted = run(1)
+    assert run(3, **backend) == wanted
+    assert len({tuple(epoch) for epoch in wanted}) > 2
+    assert all(sorted(epoch) == list(range(6)) for epoch in wanted)
+
+
+def test_an_iterable_is_read_by_one_reader_and_never_ahead_of_the_bound(backend):
+    read = []
+
+    def rows():
+        for x in range(50):
+            read.append(x)
+            yield x
+
+    with make(rows(), double, workers=2, max_queue_size=4, **backend) as enqueuer:
+        for number, x in enumerate(enqueuer):
+            assert x == 2 * number
+            assert len(read) <= number + 1 + 4 + 2
+    assert read == list(range(50))
+
+
+def test_large_elements_of_an_iterable(backend):
+    rows = (np.full(100_000, x) for x in range(9))
+    with make(rows, lambda row: int(row.sum()), workers=2, **backend) as enqueuer:
+        assert list(enqueuer) == [100_000 * x for x in range(9)]
+
+
+def test_an_iterable_that_fails_is_told_after_what_it_gave(backend):
+    def rows():
+        yield from range(5)
+        raise OSError("the disk is gone")
+
+    seen = []
+    with make(rows(), double, workers=2, **backend) as enqueuer:
+        with pytest.raises(OSError, match="the disk is gone") as caught:
+            for x in enqueuer:
+                seen.append(x)  # it raises
+    assert seen == [0, 2, 4, 6, 8]
+    assert "while the elements of task 5 were read" in caught.value.__notes__[0]
+
+
+def test_an_iterable_is_read_anew_in_each_epoch(backend):
+    with make({"a": 1, "b": 2}.values(), double, **backend) as enqueuer:
+        assert list(enqueuer) == list(enqueuer) == [2, 4]
+
+
+# --- batches ---
+
+
+def test_the_last_batch_may_be_left_out():
+    assert [len(b) for b in make(map=double, batch_size=5)] == [5, 5, 5, 5, 3]
+    assert [len(b) for b in make(map=double, batch_size=5, drop_last=True)] == [5, 5, 5, 5]
+    assert len(make(batch_size=5)) == 5
+    assert len(make(batch_size=5, drop_last=True)) == 4
+    assert len(make()) == 23
+
+
+def test_stacking_goes_into_nests():
+    def item(x):
+        return {"a": np.full(2, x), "p": Pair(float(x), [x, str(x)]), "t": (x > 0, None)}
+
+    (batch,) = make(range(2), item, batch_size=2)
+    assert batch["a"].tolist() == [[0, 0], [1, 1]]
+    assert isinstance(batch["p"], Pair)
+    assert batch["p"].x.tolist() == [0.0, 1.0]
+    assert batch["p"].y[0].tolist() == [0, 1]
+    assert batch["p"].y[1] == ["0", "1"]
+    assert batch["t"][0].tolist() == [False, True]
+    assert batch["t"][1] == [None, None]
+
+
+def test_a_collate_of_ones_own(backend):
+    with make(map=double, batch_size=4, collate=sum, workers=2, **backend) as enqueuer:
+        assert list(enqueuer) == [12, 44, 76, 108, 140, 126]
+
+
+def test_results_that_cannot_be_stacked_say_what_to_do(backend):
+    with make(map=np.zeros, batch_size=3, **backend) as enqueuer:
+        with pytest.raises(
+            ValueError, match=r"differ in shape \(\(0,\), \(1,\), \(2,\)\).*collate"
+        ):
+            list(enqueuer)
+
+
+# --- Keras ---
+
+
+def test_the_form_of_keras(backend):
+    multiprocessing = backend["backend"] == "process"
+    enqueuer = OrderedEnqueuer(Dataset(), multiprocessing, True)
+    enqueuer.start(workers=2, max_queue_size=5)
+    batches = enqueuer.get()
+    steps = [next(batches)["y"] for _ in range(2 * len(enqueuer))]
+    assert sorted(steps[:7]) == sorted(steps[7:]) == list(range(7))
+    assert next(enqueuer.get())["y"] in range(7)
+    enqueuer.stop()
+    assert list(batches) == []
+
+
+def test_get_ends_if_there_is_nothing(backend):
+    with OrderedEnqueuer([], double, **backend) as enqueuer:
+        assert list(enqueuer.get()) == []
+    with OrderedEnqueuer(iter([1, 2]), double, **backend) as enqueuer:
+        assert list(enqueuer.get()) == [2, 4]
+
+
+# --- errors ---
+
+
+def broken(x):
+    if x % 4 == 3:
+        raise ValueError(f"a bad file: {x}")
+    return x
+
+
+def test_an_error_comes_in_its_turn_and_names_the_task(backend):
+    seen = []
+    with make(range(20), broken, workers=3, **backend) as enqueuer:
+        with pytest.raises(ValueError, match="a bad file: 3") as caught:
+            seen.extend(enqueuer.get())
+    assert seen == [0, 1, 2]
+    assert "task 3, element 3" in caught.value.__notes__[0]
+    origin = caught.value.enqueuer_origin
+    assert (origin.item, origin.element, origin.shard) == (3, 3, None)
+
+
+def test_skip_leaves_only_its_place_empty(backend, caplog):
+    with make(range(9), broken, workers=2, on_error="skip", **backend) as enqueuer:
+        assert list(enqueuer) == [0, 1, 2, 4, 5, 6, 8]
+        assert enqueuer.error_count == 2
+    assert "ValueError: a bad file: 3" in caplog.text
+    assert "in broken" in caplog.text
+
+
+def test_a_batch_is_smaller_by_what_was_skipped(backend):
+    with make(range(9), broken, batch_size=4, on_error="skip", **backend) as enqueuer:
+        assert [b.tolist() for b in enqueuer] == [[0, 1, 2], [4, 5, 6], [8]]
+
+
+def test_a_replacement_takes_the_place(backend):
+    with make(range(9), broken, batch_size=4, on_error=lambda error: -1, **backend) as enqueuer:
+        assert [b.tolist() for b in enqueuer] == [[0, 1, 2, -1], [4, 5, 6, -1], [8]]
+
+
+def test_one_error_too_many_is_raised(backend):
+    with make(range(20), broken, on_error="skip", max_errors=2, **backend) as enqueuer:
+        with pytest.raises(ValueError, match="a bad file: 11"):
+            list(enqueuer)
+
+
+def test_a_task_is_done_again_by_replay(backend):
+    def failing(x, task):
+        drawn = int(task.rng.integers(10**9)), float(np.random.rand())
+        if x == 5:
+            raise KeyError(*drawn)
+        return x
+
+    for elements in (range(9), iter(range(9))):
+        with make(elements, failing, workers=2, **backend) as enqueuer:
+            with pytest.raises(KeyError) as caught:
+                list(enqueuer)
+            with pytest.raises(KeyError) as again:
+                replay(caught.value)
+        assert again.value.args[0] == caught.value.args[0]
+        if backend["backend"] == "process":
+            assert again.value.args == caught.value.args
+
+
+# --- state ---
+
+
+@pytest.mark.parametrize("count", [0, 1, 9, 18, 30])
+def test_a_state_is_resumed_elsewhere(backend, whole, count):
+    with make(shuffle=True, workers=2, **backend) as enqueuer:
+        batches = enqueuer.get()
+        first = [next(batches) for _ in range(count)]
+        state = json.loads(json.dumps(enqueuer.state_dict()))
+    later = make(shuffle=True, workers=3, random_seed=None)
+    later.load_state_dict(state)
+    with later:
+        batches = later.get()
+        rest = [next(batches) for _ in range(50 - count)]
+    everything = whole[0] + whole[1] + whole[2]
+    assert first + rest == everything[:50]
+
+
+def test_an_iterable_is_resumed_by_reading_it_again(backend):
+    def run(state=None):
+        enqueuer = make(iter(range(40)), double, batch_size=3, workers=2, **backend)
+        if state is not None:
+            enqueuer.load_state_dict(state)
+        return enqueuer
+
+    with run() as enqueuer:
+        batches = enqueuer.get()
+        first = [next(batches).tolist() for _ in range(4)]
+        state = enqueuer.state_dict()
+    with run(state) as enqueuer:
+        rest = [batch.tolist() for batch in enqueuer]
+    assert [x for batch in first + rest for x in batch] == [2 * x for x in range(40)]
+
+
+class Rows:
+    """An iterable that knows its place."""
+
+    def __init__(self):
+        self.at = 0
+
+    def __iter__(self):
+        while self.at < 30:
+            self.at += 1
+            yield self.at - 1
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+def test_an_iterable_of_its_own_state_is_resumed_by_that(backend):
+    with make(Rows(), augmented, workers=2, **backend) as enqueuer:
+        wanted = list(enqueuer)
+    with make(Rows(), augmented, workers=2, **backend) as enqueuer:
+        first = [next(enqueuer.get()) for _ in range(11)]
+        state = enqueuer.state_dict()
+    assert state["states"] == [[0, {"at": first[-1][0] + 1}]]
+    later = make(Rows(), augmented, **backend)
+    later.load_state_dict(state)
+    with later:
+        assert first + list(later) == wanted
+
+
+def test_out_of_order_what_was_done_is_not_done_again(backend):
+    with make(map=double, ordered=False, workers=3, **backend) as enqueuer:
+        batches = iter(enqueuer)
+        first = [next(batches) for _ in range(11)]
+        state = json.loads(json.dumps(enqueuer.state_dict()))
+    later = make(map=double, ordered=False, workers=2, **backend)
+    later.load_state_dict(state)
+    with later:
+        assert sorted(first + list(later)) == [2 * x for x in range(23)]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"sequence": range(24)}, "length is 23 in the state and 24 here"),
+        ({"shuffle": True}, "shuffle is False in the state and True here"),
+        ({"batch_size": 2}, "batch_size is None in the state and 2 here"),
+        ({"random_seed": 8}, "random_seed is 7 in the state and 8 here"),
+    ],
+)
+def test_a_state_of_something_else_is_refused(options, says):
+    with pytest.raises(StateMismatch, match=says):
+        make(**options).load_state_dict(make().state_dict())
+
+
+# --- ranks ---
+
+
+@pytest.mark.parametrize(("count", "world_size"), [(24, 2), (23, 2), (23, 4), (3, 4)])
+@pytest.mark.parametrize("kind", ["sequence", "iterable", "shuffled"])
+def test_the_union_over_ranks_is_the_data_of_one_host(count, world_size, kind):
+    def run(**options):
+        elements = iter(range(count)) if kind == "iterable" else range(count)
+        return list(make(elements, augmented, shuffle=kind == "shuffled", **options))
+
+    parts = [run(rank=rank, world_size=world_size) for rank in range(world_size)]
+    assert sorted(x for part in parts for x in part) == sorted(run())
+    even = [
+        run(rank=rank, world_size=world_size, drop_last=True, on_error=print)
+        for rank in range(world_size)
+    ]
+    assert {x for part in even for x in part} <= set(run())
+
+
+@pytest.mark.parametrize("elements", [range(23), None])
+def test_equal_steps_can_be_asked_for(elements):
+    counts = []
+    for rank in range(3):
+        items = iter(range(23)) if elements is None else elements
+        options = dict(rank=rank, world_size=3, drop_last=True, batch_size=2)
+        enqueuer = make(items, double, **options)
+        counts.append(sum(1 for _ in enqueuer))
+        if elements is not None:
+            assert len(enqueuer) == counts[-1]
+    assert counts == [3, 3, 3]
+
+
+# --- reconfigure, and what is refused ---
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_reconfigure_loses_and_repeats_nothing(backend, whole, seed):
+    rng, seen = random.Random(seed), []
+    with make(shuffle=True, workers=2, **backend) as enqueuer:
+        for item in enqueuer:
+            seen.append(item)
+            if rng.random() < 0.15:
+                enqueuer.reconfigure(workers=rng.randint(1, 4))
+        assert seen == whole[0]
+        enqueuer.reconfigure(workers=1)
+        assert list(enqueuer) == whole[1]
+
+
+def test_what_cannot_be_sent_is_named():
+    lock = threading.Lock()
+    with pytest.raises(
+        SourceNotPicklable, match=r"map cannot be sent .*: the variable 'lock' \(a _thread.lock\)"
+    ):
+        make(map=lambda x: lock, backend="process", mp_context="forkserver").start()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "says"),
+    [
+        (({1, 2}, double), {}, TypeError, "needs elements with an order, got a set"),
+        ((5, double), {}, TypeError, "a sequence or an iterable, got 5"),
+        ((double, double), {}, TypeError, "got the function double; call it"),
+        ((iter("ab"),), {}, ValueError, "needs map"),
+        ((iter("ab"), double, True), {}, ValueError, "shuffle needs"),
+        (("ab", 5), {}, TypeError, "map must be a function"),
+        (("ab", lambda: 1), {}, TypeError, "map must take the element"),
+        (("ab", double), {"collate": list}, ValueError, "give batch_size"),
+        (("ab", double), {"batch_size": 0}, ValueError, "batch_size must be >= 1"),
+    ],
+)
+def test_nonsense_is_refused_at_the_door(arguments, options, error, says):
+    with pytest.raises(error, match=says):
+        OrderedEnqueuer(*arguments, **options)
+
+
+def test_a_read_iterator_cannot_be_rewound():
+    enqueuer = make(iter(range(9)), double)
+    with enqueuer:
+        next(enqueuer.get())
+    with pytest.raises(InvalidState, match="rewound"):
+        enqueuer.load_state_dict(enqueuer.state_dict())
+
+
+def test_a_new_one_can_be_pickled():
+    import pickle
+
+    enqueuer = pickle.loads(pickle.dumps(make(map=double, batch_size=2, shuffle=True, workers=2)))
+    with make(map=double, batch_size=2, shuffle=True) as other:
+        assert [b.tolist() for b in enqueuer] == [b.tolist() for b in other]
+    enqueuer.stop()

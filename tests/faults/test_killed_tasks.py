@@ -1,0 +1,151 @@
+"""Workers of an OrderedEnqueuer that die: each result still comes once, in its place."""
+
+import gc
+import logging
+import os
+import random
+import signal
+import time
+import zlib
+
+import helpers
+import numpy as np
+import psutil
+import pytest
+
+from enqueuer import OrderedEnqueuer, WorkerDied
+
+KILLS = int(os.environ.get("ENQUEUER_KILLS", "8"))  # of each test and start method
+
+
+def pid_of(x):
+    return os.getpid(), x
+
+
+def heavy(x, task):
+    """Return something small or large, by the task's own numbers and the globals."""
+    size = 300_000 if x % 3 == 0 else 5
+    large = task.rng.integers(0, 255, size, np.uint8)
+    return x, zlib.crc32(large), large, random.random()
+
+
+def check(result):
+    x, checksum, large, drawn = result
+    assert zlib.crc32(large) == checksum
+    return x, checksum, drawn
+
+
+class Deadly:
+    """A task that kills its worker, the first `times` times that it is done."""
+
+    def __init__(self, path, times, at=5):
+        self.path, self.times, self.at = path, times, at
+
+    def __call__(self, x):
+        if x == self.at and len(os.listdir(self.path)) < self.times:
+            (self.path / str(os.getpid())).touch()
+            helpers.kill_self()
+        return x
+
+
+def test_a_death_is_told_in_its_turn_and_names_the_task(process, tmp_path):
+    seen = []
+    with OrderedEnqueuer(range(20), Deadly(tmp_path, 99), workers=3, **process) as enqueuer:
+        with pytest.raises(WorkerDied, match="was killed by SIGKILL") as caught:
+            seen.extend(iter(enqueuer))
+    assert seen == [0, 1, 2, 3, 4]
+    assert "task 5, element 5" in caught.value.__notes__[0]
+
+
+def test_a_death_with_one_worker_is_told(process, tmp_path):
+    seen = []
+    with OrderedEnqueuer(range(20), Deadly(tmp_path, 99), **process) as enqueuer:
+        with pytest.raises(WorkerDied):
+            seen.extend(iter(enqueuer))
+    assert seen == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_task_that_kills_a_few_times_is_done_in_the_end(process, tmp_path, workers, caplog):
+    killing = Deadly(tmp_path, 2)
+    with OrderedEnqueuer(
+        range(20), killing, workers=workers, max_restarts=2, **process
+    ) as enqueuer:
+        with caplog.at_level(logging.WARNING):
+            assert list(enqueuer) == list(range(20))
+        assert enqueuer.restart_count == 2
+        assert list(enqueuer) == list(range(20))
+    assert "goes on with task 5 (restart 2, of max_restarts=2)" in caplog.text
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_task_that_kills_every_time_is_named(process, tmp_path, workers):
+    with OrderedEnqueuer(
+        range(20), Deadly(tmp_path, 99), workers=workers, max_restarts=2, **process
+    ) as enqueuer:
+        with pytest.raises(WorkerDied, match="3 workers died at this very item") as caught:
+            list(enqueuer)
+    assert "task 5, element 5" in caught.value.__notes__[0]
+
+
+def test_a_worker_that_dies_idle_is_replaced(process):
+    with OrderedEnqueuer(range(6), pid_of, workers=2, max_restarts=4, **process) as enqueuer:
+        for _ in range(3):
+            pids = {pid for pid, _ in enqueuer}
+            os.kill(min(pids), signal.SIGKILL)
+        assert [x for _, x in enqueuer] == list(range(6))
+
+
+def test_a_worker_that_dies_idle_is_told(process):
+    with OrderedEnqueuer(range(6), pid_of, **process) as enqueuer:
+        ((pid, _), *_) = enqueuer
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(WorkerDied):
+            list(enqueuer)
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_kills_at_random_moments_change_nothing(process, ordered):
+    """Whatever is killed, whenever: the results are those of an undisturbed run, each once."""
+    length, kills, run = 60, 0, 0
+    with OrderedEnqueuer(
+        range(length), heavy, random_seed=7, backend="process", mp_context="fork"
+    ) as enqueuer:
+        wanted = [check(result) for result in enqueuer]
+    limit = KILLS if process["mp_context"] != "spawn" else max(2, KILLS // 4)
+    while kills < limit:
+        run += 1
+        rng = random.Random(run)
+        workers, size = rng.choice([1, 2, 3]), rng.choice([1, 3, 10])
+        print(f"run {run}: {workers} workers, max_queue_size {size}, {kills} kills so far")
+        others = {child.pid for child in psutil.Process().children(recursive=True)}
+        seen = []
+        with OrderedEnqueuer(
+            range(length), heavy, random_seed=7, workers=workers, max_queue_size=size,
+            ordered=ordered, max_restarts=1000, **process,
+        ) as enqueuer:  # fmt: skip
+            at = time.monotonic() + rng.random() * 0.03
+            for result in enqueuer:
+                seen.append(check(result))
+                del result
+                if time.monotonic() >= at:
+                    at = time.monotonic() + rng.random() * 0.05
+                    kills += kill_one(rng, others)
+        assert (seen if ordered else sorted(seen)) == wanted, run
+    gc.collect()
+
+
+def kill_one(rng, others):
+    """Kill one of the workers, whatever it is at; return whether there was one."""
+    mine = [
+        child
+        for child in psutil.Process().children(recursive=True)
+        if child.pid not in others
+    ]
+    if not mine:
+        return 0
+    try:
+        rng.choice(mine).kill()
+    except psutil.NoSuchProcess:
+        return 0
+    return 1
