@@ -1,0 +1,97 @@
+"""What others call a dataset, as the sequence of an OrderedEnqueuer."""
+
+import os
+
+import numpy as np
+import pytest
+from helpers import needs
+
+from enqueuer import OrderedEnqueuer, SourceNotPicklable
+
+
+def test_a_torch_dataset(backend):
+    torch = needs("torch")
+    if backend.get("mp_context") == "fork":
+        pytest.skip("torch hangs in a fork once it has used its threads")
+
+    dataset = torch.utils.data.TensorDataset(torch.arange(10.0).reshape(5, 2), torch.arange(5))
+    with OrderedEnqueuer(dataset, batch_size=2, workers=2, **backend) as enqueuer:
+        x, y = zip(*enqueuer, strict=True)
+    assert torch.equal(torch.cat(x), dataset.tensors[0])
+    assert torch.cat(y).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_an_h5py_dataset_on_threads(tmp_path):
+    h5py = needs("h5py")
+    with h5py.File(tmp_path / "data.h5", "w") as file:
+        data = file.create_dataset("x", data=np.arange(60).reshape(20, 3), chunks=(4, 3))
+        with OrderedEnqueuer(data, batch_size=6, shuffle=True, workers=3) as enqueuer:
+            rows = np.concatenate(list(enqueuer))
+    assert sorted(rows[:, 0].tolist()) == list(range(0, 60, 3))
+
+
+class Opened:
+    """The rows of a dataset in a file that each process opens for itself."""
+
+    def __init__(self, path, length):
+        self.path, self.length, self.data = path, length, None
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        if self.data is None:
+            import h5py
+
+            self.data = h5py.File(self.path)["x"]
+        return self.data[index]
+
+
+def test_an_h5py_file_that_is_opened_in_the_worker(backend, tmp_path):
+    h5py = needs("h5py")
+    with h5py.File(tmp_path / "data.h5", "w") as file:
+        file["x"] = np.arange(20)
+    rows = Opened(tmp_path / "data.h5", 20)
+    with OrderedEnqueuer(rows, workers=2, **backend) as enqueuer:
+        assert [int(x) for x in enqueuer] == list(range(20))
+
+
+def test_an_open_h5py_dataset_cannot_be_sent(tmp_path):
+    h5py = needs("h5py")
+    with h5py.File(tmp_path / "data.h5", "w") as file:
+        file["x"] = np.arange(20)
+        with pytest.raises(SourceNotPicklable, match="the sequence"):
+            OrderedEnqueuer(file["x"], backend="process", mp_context="spawn").start()
+
+
+def test_a_keras_py_dataset(backend, monkeypatch):
+    monkeypatch.setenv("KERAS_BACKEND", os.environ.get("KERAS_BACKEND", "torch"))
+    needs("torch")
+    keras = needs("keras")
+    if backend.get("mp_context") == "fork":
+        pytest.skip("torch hangs in a fork once it has used its threads")
+
+    class Squares(keras.utils.PyDataset):
+        def __init__(self):
+            super().__init__()
+            self.order = np.arange(12)
+
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            x = self.order[3 * index : 3 * index + 3].copy()  # threads copy nothing
+            return x, x**2
+
+        def on_epoch_end(self):
+            np.random.shuffle(self.order)
+
+    enqueuer = OrderedEnqueuer(Squares(), backend["backend"] == "process", True)
+    enqueuer.start(workers=2, max_queue_size=5)
+    batches = enqueuer.get()
+    epochs = [[next(batches) for _ in range(4)] for _ in range(2)]
+    enqueuer.stop()
+    assert all((y == x**2).all() for epoch in epochs for x, y in epoch)
+    seen = [np.concatenate([x for x, _ in epoch]).tolist() for epoch in epochs]
+    assert sorted(seen[0]) == sorted(seen[1]) == list(range(12))
+    assert seen[0] != seen[1]
