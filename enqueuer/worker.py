@@ -103,10 +103,13 @@ def run(
                 if not _may_skip(error, on_error):
                     sender.send(failure)
                     return
-                if not _stand_in(failure, error, sender, on_error):
+                stands_in = _stand_in(failure, error, sender, on_error)
+                if stands_in is None:
                     return
                 stream.number += 1
                 has_more = not stream.in_user_code  # it is over if it raised
+                if has_more and not stands_in:
+                    continue  # nothing came of its turn, as if the item had been None
             if has_more:
                 streams.rotate(-1)
             else:
@@ -120,11 +123,13 @@ def _may_skip(error: BaseException, on_error: OnError) -> TypeGuard[Exception]:
     return not isinstance(error, StateMismatch)
 
 
-def _stand_in(failure: Failure, error: Exception, sender: Sender, on_error: OnError) -> bool:
+def _stand_in(
+    failure: Failure, error: Exception, sender: Sender, on_error: OnError
+) -> bool | None:
     """Report an error that is skipped, and put in its place what the user gives for it.
 
     Returns:
-        False if that failed in its turn, which ends the run.
+        Whether there was anything; None if that failed in its turn, which ends the run.
     """
     replacement = None
     if callable(on_error):
@@ -132,16 +137,17 @@ def _stand_in(failure: Failure, error: Exception, sender: Sender, on_error: OnEr
             replacement = on_error(error)
         except BaseException as second:
             sender.send(Failure(failure.shard, failure.number, second))
-            return False
+            return None
     sender.send(Failure(failure.shard, failure.number, error, skipped=True))
-    if replacement is not None:
-        try:
-            sender.send_item(failure.shard, failure.number, replacement)
-        except Closed:
-            raise
-        except BaseException as second:
-            sender.send(Failure(failure.shard, failure.number, second))
-            return False
+    if replacement is None:
+        return False
+    try:
+        sender.send_item(failure.shard, failure.number, replacement)
+    except Closed:
+        raise
+    except BaseException as second:
+        sender.send(Failure(failure.shard, failure.number, second))
+        return None
     return True
 
 

@@ -89,6 +89,25 @@ def test_an_item_that_cannot_be_sent_is_skipped_alone(process, caplog):
     assert ItemNotPicklable.__name__ in caplog.text
 
 
+def unsendable_at_first(shard):
+    """Yield (shard, number), of which some cannot be sent."""
+    for number in range(4):
+        bad = (shard.index, number) in [(0, 0), (2, 1), (2, 2), (3, 3)]
+        yield iter(x for x in "ab") if bad else (shard.index, number)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+def test_a_shard_whose_item_cannot_be_sent_keeps_its_turn(process, workers):
+    """As with None; and so the order does not depend on the number of workers."""
+    with GeneratorEnqueuer(
+        unsendable_at_first, workers=workers, shards=4, on_error="skip", **process
+    ) as enqueuer:
+        assert list(enqueuer) == [
+            (0, 1), (1, 0), (2, 0), (3, 0), (0, 2), (1, 1), (2, 3), (3, 1),
+            (0, 3), (1, 2), (3, 2), (1, 3),
+        ]  # fmt: skip
+
+
 @pytest.mark.parametrize("value", ["ignore", 5, None])
 def test_nonsense_is_refused(value):
     with pytest.raises((TypeError, ValueError), match="on_error must be"):
