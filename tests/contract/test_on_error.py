@@ -108,6 +108,31 @@ def test_a_shard_whose_item_cannot_be_sent_keeps_its_turn(process, workers):
         ]  # fmt: skip
 
 
+class DiesAfterAnError:
+    """Yields an item that cannot be sent, and kills its worker at the next one; once."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __call__(self):
+        yield 0
+        yield iter(x for x in "ab")
+        if not self.path.exists():
+            self.path.touch()
+            helpers.kill_self()
+        yield 2
+
+
+def test_an_error_counts_once_though_the_worker_is_replaced(process, tmp_path, caplog):
+    source = DiesAfterAnError(tmp_path / "died")
+    with GeneratorEnqueuer(
+        source, on_error="skip", max_errors=1, max_restarts=1, **process
+    ) as enqueuer:
+        assert list(enqueuer) == [0, 2]
+        assert (enqueuer.error_count, enqueuer.restart_count) == (1, 1)
+    assert caplog.text.count("skipped in worker 0") == 1
+
+
 @pytest.mark.parametrize("value", ["ignore", 5, None])
 def test_nonsense_is_refused(value):
     with pytest.raises((TypeError, ValueError), match="on_error must be"):
