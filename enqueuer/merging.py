@@ -88,8 +88,10 @@ class _Shards:
         states = self._states.get(shard)
         if states is None:
             return Start(number)
-        found: Start = next(start for start in reversed(states) if start.number <= number)
-        return found
+        last = next(at for at in reversed(states) if at.number - at.behind <= number)
+        if last.state is None:
+            return Start(number)
+        return Start(number, last.state, number - last.number + last.behind)
 
     def _remember(self, shard: int, start: Start) -> None:
         if shard not in self._states:
@@ -112,7 +114,7 @@ class RoundRobin(_Shards):
         >>> order.ended(2); order.ended(0); order.turn()
         1
         >>> order.rest()
-        {1: Start(number=1, state=None)}
+        {1: Start(number=1, state=None, behind=0)}
     """
 
     def __init__(self, starts: Mapping[int, Start], recent: int = 2) -> None:

@@ -103,7 +103,7 @@ def run(
                 if not _may_skip(error, on_error):
                     sender.send(failure)
                     return
-                stands_in = _stand_in(failure, error, sender, on_error)
+                stands_in = _stand_in(failure, error, sender, on_error, stream.is_behind)
                 if stands_in is None:
                     return
                 stream.number += 1
@@ -124,9 +124,11 @@ def _may_skip(error: BaseException, on_error: OnError) -> TypeGuard[Exception]:
 
 
 def _stand_in(
-    failure: Failure, error: Exception, sender: Sender, on_error: OnError
+    failure: Failure, error: Exception, sender: Sender, on_error: OnError, had: bool
 ) -> bool | None:
     """Report an error that is skipped, and put in its place what the user gives for it.
+
+    Nothing is put there if something was `had` of that place before.
 
     Returns:
         Whether there was anything; None if that failed in its turn, which ends the run.
@@ -139,7 +141,7 @@ def _stand_in(
             sender.send(Failure(failure.shard, failure.number, second))
             return None
     sender.send(Failure(failure.shard, failure.number, error, skipped=True))
-    if replacement is None:
+    if replacement is None or had:
         return False
     try:
         sender.send_item(failure.shard, failure.number, replacement)
@@ -162,6 +164,11 @@ class _Stream:
         self._start = start
         self._items: Iterator[Any] | None = None
         self._stateful: Stateful | None = None
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether it is being run again, and the item that is next had come before."""
+        return self.number < self._start.number
 
     def advance(self, sender: Sender, alone: bool) -> bool:
         """Send the next item that is not None, or all of them; return whether there may be more.
@@ -194,18 +201,18 @@ class _Stream:
             self.in_user_code = True
 
     def _open(self) -> Iterator[Any]:
-        wanted, state = self._start
+        wanted, state, behind = self._start
         try:
             items, self._stateful = iterate(self._source.open(self.shard), state)
         except StopIteration as error:
             # left as it is it would look like an end
             raise RuntimeError("the generator function raised StopIteration") from error
         if state is not None:
-            self.number = wanted
+            self.number = wanted - behind
         return items
 
     def _replay(self, items: Iterator[Any], sender: Sender) -> None:
-        """Run an iterator that knows no state up to where it is to start."""
+        """Run an iterator from where it is, or what its state says, up to where it is to start."""
         wanted = self._start.number
         while self.number < wanted:
             try:

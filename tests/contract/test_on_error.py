@@ -1,5 +1,6 @@
 """Errors that are not raised: skipped, counted, logged, replaced; and the one too many."""
 
+import json
 import logging
 
 import helpers
@@ -87,6 +88,45 @@ def test_an_item_that_cannot_be_sent_is_skipped_alone(process, caplog):
         assert list(enqueuer) == [1, 3]
         assert enqueuer.error_count == 1
     assert ItemNotPicklable.__name__ in caplog.text
+
+
+class Stubborn:
+    """An iterator that raises at item 2 and knows its place."""
+
+    def __init__(self, shard):
+        self.at, self.shard = 0, shard.index
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.at == 2:
+            bad()
+        self.at += 1
+        return self.shard, self.at - 1
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("source", [Failing(2, bad, shard=1), Stubborn])
+def test_what_was_put_in_its_place_does_not_come_again(backend, source):
+    """The state after it says so: what raised is over, though it is run again."""
+    options = dict(shards=2, on_error=str, random_seed=7, **backend)
+    with GeneratorEnqueuer(source, **options) as enqueuer:
+        whole = list(enqueuer)
+    assert "a bad file" in whole
+    with GeneratorEnqueuer(source, **options) as enqueuer:
+        batches = iter(enqueuer)
+        states = [(next(batches), enqueuer.state_dict())[1] for _ in whole]
+    for count, state in enumerate(states, 1):
+        later = GeneratorEnqueuer(source, **options)
+        later.load_state_dict(json.loads(json.dumps(state)))
+        with later:
+            assert list(later) == whole[count:]
 
 
 def unsendable_at_first(shard):
