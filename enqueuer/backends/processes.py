@@ -42,6 +42,7 @@ from enqueuer.backends.watched import (
 from enqueuer.errors import Closed, InvalidState, StartError, StopWarning, WorkerDied
 from enqueuer.merging import ANY, Order
 from enqueuer.messages import End, Epoch, Failure, Item
+from enqueuer.transport.blocks import remove_names_of
 from enqueuer.transport.channel import Credit
 from enqueuer.transport.consumer_end import ConsumerEnd
 from enqueuer.transport.packets import Descriptor, Packets, close_in_children, pair
@@ -470,6 +471,8 @@ class ProcessBackend:
         worker.lifeline.close()
         if worker.pidfd is not None:
             worker.pidfd.close()
+        with contextlib.suppress(OSError):
+            remove_names_of(worker.process.pid)
         worker.move(WorkerState.ENDED)
 
     def _forget(self, worker: Watched) -> None:
