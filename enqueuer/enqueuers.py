@@ -234,7 +234,7 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
             )
         if self._shards is None:
             self._shards = self._workers * self._world_size  # what they have been so far
-        return dataclasses.replace(self._job(), workers=workers)
+        return dataclasses.replace(self._job(), workers=workers, restarted=self.restart_count)
 
     def _order_of(self, epoch: Epoch) -> Order:
         starts = epoch.starts

@@ -58,6 +58,7 @@ class Job:
         forward_logs: True, False or "multiprocessing-logging"; processes only.
         on_error: What to do about an exception of the source's.
         max_restarts: How many workers that died are replaced; processes only.
+        restarted: How many of these have been, by another backend before.
     """
 
     source: Source
@@ -72,6 +73,7 @@ class Job:
     forward_logs: bool | str
     on_error: OnError
     max_restarts: int
+    restarted: int = 0
 
     def plans(self) -> list[Plan]:
         """Deal the shards out: of n workers, worker w gets every n-th from the w-th on."""

@@ -276,9 +276,9 @@ class ProcessBackend:
         if shard is None:  # it had sent all of this epoch
             shard = dead.shards[0]
         place = (shard, order.number_of(shard))
-        left = self._job.max_restarts - len(self._deaths)
+        left = self._job.max_restarts - self._job.restarted - len(self._deaths)
         error = WorkerDied(epitaph(dead) + self._history(place), dead.index, dead.exitcode)
-        if not left:
+        if left <= 0:
             return Failure(*place, error)
         self._deaths.append(place)
         try:
@@ -301,7 +301,7 @@ class ProcessBackend:
             how_it_ended(dead),
             str(worker),
             *place,
-            len(self._deaths),
+            self._job.restarted + len(self._deaths),
             self._job.max_restarts,
         )
         return None
