@@ -280,21 +280,22 @@ class ProcessBackend:
         error = WorkerDied(epitaph(dead) + self._history(place), dead.index, dead.exitcode)
         if left <= 0:
             return Failure(*place, error)
-        self._deaths.append(place)
         try:
-            with interrupts_held():
+            with interrupts_held():  # or there would be a worker that nobody knows
+                self._deaths.append(place)
                 worker = self._start_one(dead.index)
+                if self._closed:  # whoever stops us does not know of this one
+                    worker.send_signal(signal.SIGKILL)
+                    self._end(worker)
+                    return None
+                self._started = time.monotonic()
+                self._workers[dead.index] = worker
+                self._end(dead)
+                rest = Epoch(self._epoch.number, order.rest())
+                worker.channel.begin(rest.part(worker.shards))
         except (OSError, StartError) as trouble:
             error.__cause__ = trouble
             return Failure(*place, error)
-        self._started = time.monotonic()
-        if self._closed:  # whoever stops us does not know of this one
-            worker.send_signal(signal.SIGKILL)
-            self._end(worker)
-            return None
-        self._workers[dead.index] = worker
-        self._end(dead)
-        worker.channel.begin(Epoch(self._epoch.number, order.rest()).part(worker.shards))
         _log.warning(
             "%s %s; %s goes on with shard %d, item %d (restart %d, of max_restarts=%d)",
             str(dead),  # a record may be kept, and should not keep descriptors

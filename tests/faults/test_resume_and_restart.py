@@ -15,12 +15,13 @@ import threading
 from collections import Counter
 
 import pytest
+from helpers import alive, wait_until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from serial import SEED, Source, instead, plain, serial
 
 from enqueuer import GeneratorEnqueuer
-from enqueuer.backends import HAS_FORKSERVER, WorkerState
+from enqueuer.backends import HAS_FORKSERVER, WorkerState, launching, processes
 
 ROUNDS = int(os.environ.get("ENQUEUER_ROUNDS", "1"))
 EPOCHS = 2
@@ -467,3 +468,58 @@ def test_skipped_errors_and_states(process, on_error):
         with make(source, dict(process, on_error=on_error, **sizes[1]), state) as enqueuer:
             reader.read(enqueuer)
         reader.check(source, on_error=on_error)
+
+
+# --- while a worker is being replaced ---
+
+
+def twenty(shard):
+    yield from ((shard.index, number) for number in range(20))
+
+
+def with_a_replacement_that_meets(act, process, monkeypatch):
+    """Kill a worker; call `act` with the process that is started in its place, once."""
+    launched = []
+
+    def launch(*args):
+        launched.append(launching.launch(*args))
+        if len(launched) == 3:
+            act(launched[-1])
+        return launched[-1]
+
+    monkeypatch.setattr(processes, "launch", launch)
+    options = dict(workers=2, max_queue_size=2, max_restarts=2, **process)
+    with GeneratorEnqueuer(twenty, **options) as enqueuer:
+        batches = iter(enqueuer)
+        seen = [next(batches)]
+        enqueuer._backend._workers[1].send_signal(signal.SIGKILL)
+        while True:
+            try:
+                seen.extend(batches)
+                break
+            except KeyboardInterrupt:
+                seen.append(KeyboardInterrupt)
+        return seen, enqueuer.restart_count, len(launched)
+
+
+ALL_OF_TWENTY = [(shard, number) for number in range(20) for shard in range(2)]
+
+
+def test_an_interrupt_meanwhile_neither_loses_nor_repeats_the_replacement(process, monkeypatch):
+    def interrupt(_):
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+    seen, restarts, launched = with_a_replacement_that_meets(interrupt, process, monkeypatch)
+    seen.remove(KeyboardInterrupt)
+    assert seen == ALL_OF_TWENTY
+    assert (restarts, launched) == (1, 3)
+
+
+def test_a_replacement_that_dies_before_it_is_told_its_job_is_replaced(process, monkeypatch):
+    def kill(new):
+        os.kill(new.pid, signal.SIGKILL)
+        wait_until(lambda: not alive(new.pid))
+
+    seen, restarts, launched = with_a_replacement_that_meets(kill, process, monkeypatch)
+    assert seen == ALL_OF_TWENTY
+    assert (restarts, launched) == (2, 4)
