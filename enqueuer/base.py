@@ -114,6 +114,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         self._at_rest = Epoch(0)  # where it stands while it does not run
         self._resumed = False  # whether that was loaded
         self._error_count = 0
+        self._skipped: dict[int, int] = {}  # the last item of each shard of this epoch that was
         self._restarts = 0  # of backends that are gone
         self._lock = threading.RLock()  # one consumer at a time
         self._state_lock = threading.RLock()  # one start() or stop() at a time
@@ -476,6 +477,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         self._epoch = epoch.number
         self._over = False
         self._ready = deque()  # iterators that have another one are over
+        self._skipped = {}
         self._backend.begin(epoch)
 
     def _position(self) -> Epoch:
@@ -574,8 +576,10 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         if not failure.skipped:
             self._failure = failure
             return
+        if failure.number <= self._skipped.get(failure.shard, -1):
+            return  # said once more, by a worker that came to it in another one's place
+        self._skipped[failure.shard] = failure.number
         self._error_count += 1
-        self._order.skipped(failure.shard, failure.number)
         if self._max_errors is not None and self._error_count > self._max_errors:
             self._failure = failure
             return

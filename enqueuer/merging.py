@@ -32,9 +32,6 @@ class Order(Protocol):
     def took(self, shard: int, number: int, state: Any = None) -> None:
         """Note that item `number` of `shard` was taken, after which its iterator's state was so."""
 
-    def skipped(self, shard: int, number: int) -> None:
-        """Note that item `number` of `shard` failed; at most something in its place comes."""
-
     def ended(self, shard: int) -> None:
         """Note that `shard` will give nothing more."""
 
@@ -80,9 +77,6 @@ class _Shards:
     def number_of(self, shard: int) -> int:
         return self._numbers[shard]
 
-    def skipped(self, shard: int, number: int) -> None:
-        self._numbers[shard] = number + 1
-
     def rest(self, ready: Iterable[Item] = ()) -> dict[int, Start]:
         again: dict[int, int] = {}
         for item in ready:
@@ -103,8 +97,10 @@ class _Shards:
         states = self._states.get(shard)
         if states is None:
             return Start(number)
-        found: Start = next(start for start in reversed(states) if start.number <= number)
-        return found
+        last = next(at for at in reversed(states) if at.number - at.behind <= number)
+        if last.state is None:
+            return Start(number)
+        return Start(number, last.state, number - last.number + last.behind)
 
     def _remember(self, shard: int, start: Start) -> None:
         if shard not in self._states:
@@ -127,7 +123,7 @@ class RoundRobin(_Shards):
         >>> order.ended(2); order.ended(0); order.turn()
         1
         >>> order.rest()
-        {1: Start(number=1, state=None)}
+        {1: Start(number=1, state=None, behind=0)}
     """
 
     def __init__(self, starts: Mapping[int, Start], recent: int = 2) -> None:
@@ -239,9 +235,6 @@ class TaskOrder:
         self.taken += 1
         self._beyond.add(number)
         self._advance()
-
-    def skipped(self, shard: int, number: int) -> None:
-        pass  # what closes the task comes after it
 
     def ended(self, shard: int) -> None:
         raise AssertionError("tasks end with the reader")

@@ -85,10 +85,14 @@ class Ticket:
 
 
 class Start(NamedTuple):
-    """Where a shard begins: at item `number`, or where its iterator's own `state` says."""
+    """Where a shard begins: at item `number`.
+
+    If there is its iterator's own `state`, that is so many items `behind` it; usually none.
+    """
 
     number: int = 0
     state: Any = None
+    behind: int = 0
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,11 @@ def save(identity: Mapping[str, Any], epoch: Epoch) -> dict[str, Any]:
     state: dict[str, Any] = {"version": VERSION, **identity, "epoch": epoch.number}
     starts = epoch.starts
     state["positions"] = None if starts is None else [[s, at.number] for s, at in starts.items()]
-    own = [] if starts is None else [[s, at.state] for s, at in starts.items()]
-    own = [[shard, state_of] for shard, state_of in own if state_of is not None]
+    own = [
+        [s, at.state, at.behind] if at.behind else [s, at.state]
+        for s, at in (starts or {}).items()
+        if at.state is not None
+    ]
     if own:
         state["states"] = own
     if epoch.done:
@@ -61,11 +64,11 @@ def load(state: Mapping[str, Any], identity: Mapping[str, Any]) -> Epoch:
         if differences:
             raise StateMismatch(f"the state does not fit: {'; '.join(differences)}")
         epoch, positions = int(state["epoch"]), state["positions"]
-        states = {int(shard): of_source for shard, of_source in state.get("states", [])}
+        states = {int(s): (own, *map(int, behind)) for s, own, *behind in state.get("states", [])}
         done = tuple(int(number) for number in state.get("done", ()))
         if positions is None:
             return Epoch(epoch)
-        starts = {int(s): Start(int(number), states.get(int(s))) for s, number in positions}
-    except (KeyError, TypeError, AttributeError) as error:
+        starts = {int(s): Start(int(number), *states.get(int(s), ())) for s, number in positions}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise StateMismatch(f"this is not the state of an enqueuer: {error!r}") from error
     return Epoch(epoch, starts, done)

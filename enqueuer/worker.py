@@ -90,8 +90,7 @@ def run(
     up to the caller. Either way the generators are closed, here in the thread that ran them, so
     that their `finally` runs.
     """
-    may_skip = on_error != "raise"
-    streams = deque(_Stream(source, shard, start, may_skip) for shard, start in starts.items())
+    streams = deque(_Stream(source, shard, start) for shard, start in starts.items())
     with ExitStack() as stack:
         for stream in streams:
             stack.callback(stream.close)
@@ -105,15 +104,17 @@ def run(
                 if isinstance(error, Closed) and not stream.in_user_code:
                     raise
                 failure = Failure(stream.shard.index, stream.number, error)
-                goes_on, replacement = _instead(failure, sender, on_error)
+                goes_on, value = _instead(failure, sender, on_error)
                 if not goes_on:
                     return
-                if replacement is not None:
-                    state = None if stream.in_user_code else stream.state
-                    if not _send_instead(failure, replacement, sender, state):
-                        return
+                if stream.is_behind:
+                    value = None  # what stood in its place was had before
+                if value is not None and not _send_instead(failure, value, sender):
+                    return
                 stream.number += 1
                 has_more = not stream.in_user_code  # it is over if it raised
+                if has_more and value is None:
+                    continue  # nothing came of its turn, as if the item had been None
             if has_more:
                 streams.rotate(-1)
             else:
@@ -218,10 +219,10 @@ def _instead(failure: Failure, sender: Sender, on_error: OnError) -> tuple[bool,
     return True, replacement
 
 
-def _send_instead(failure: Failure, value: Any, sender: Sender, state: Any = None) -> bool:
+def _send_instead(failure: Failure, value: Any, sender: Sender) -> bool:
     """Send what comes in the place of a failure; return whether that could be."""
     try:
-        sender.send_item(failure.shard, failure.number, value, state)
+        sender.send_item(failure.shard, failure.number, value)
     except Closed:
         raise
     except BaseException as error:
@@ -231,18 +232,21 @@ def _send_instead(failure: Failure, value: Any, sender: Sender, state: Any = Non
 
 
 class _Stream:
-    """One shard's iterator, the number of its next item, and its state after the last one."""
+    """One shard's iterator and the number of its next item."""
 
-    def __init__(self, source: Source, shard: Shard, start: Start, may_skip: bool) -> None:
+    def __init__(self, source: Source, shard: Shard, start: Start) -> None:
         self.shard = shard
         self.number = 0
-        self.state: Any = None
         self.in_user_code = False
-        self._may_skip = may_skip
         self._source = source
         self._start = start
         self._items: Iterator[Any] | None = None
         self._stateful: Stateful | None = None
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether it is being run again, and the item that is next had come before."""
+        return self.number < self._start.number
 
     def advance(self, sender: Sender, alone: bool) -> bool:
         """Send the next item that is not None, or all of them; return whether there may be more.
@@ -254,19 +258,17 @@ class _Stream:
         self.in_user_code = True
         if self._items is None:
             self._items = self._open()
-            if not self._replay(self._items, sender):
-                return False
+            self._replay(self._items, sender)
         index, items, number, stateful = self.shard.index, self._items, self.number, self._stateful
         while True:
             try:
                 value = next(items)
             except StopIteration:
                 return False
-            if stateful is not None:
-                self.state = stateful.state_dict()
+            state = None if stateful is None else stateful.state_dict()
             self.in_user_code = False
             if value is not None:
-                sender.send_item(index, number, value, self.state)
+                sender.send_item(index, number, value, state)
                 self.number = number = number + 1
                 if not alone:
                     return True
@@ -277,22 +279,18 @@ class _Stream:
             self.in_user_code = True
 
     def _open(self) -> Iterator[Any]:
-        wanted, state = self._start
+        wanted, state, behind = self._start
         try:
             items, self._stateful = iterate(self._source.open(self.shard), state)
         except StopIteration as error:
             # left as it is it would look like an end
             raise RuntimeError("the generator function raised StopIteration") from error
         if state is not None:
-            self.number = wanted
+            self.number = wanted - behind
         return items
 
-    def _replay(self, items: Iterator[Any], sender: Sender) -> bool:
-        """Run an iterator that knows no state up to where it is to start.
-
-        Returns:
-            Whether there may be more: not, if the last thing that came of it was an error.
-        """
+    def _replay(self, items: Iterator[Any], sender: Sender) -> None:
+        """Run an iterator from where it is, or what its state says, up to where it is to start."""
         wanted = self._start.number
         while self.number < wanted:
             try:
@@ -303,15 +301,10 @@ class _Stream:
                     f"again, but {wanted} had come of it before: its generator does not repeat "
                     "itself. Draw from shard.rng only, and read the same data"
                 ) from None
-            except Exception:
-                if self._may_skip and self.number == wanted - 1:
-                    return False
-                raise
             self.number += 1
             self.in_user_code = False
             sender.check()
             self.in_user_code = True
-        return True
 
     def close(self) -> None:
         """Run the generator's `finally`; what goes wrong there is logged, not raised.

@@ -111,7 +111,12 @@ def no_warnings():
 
 
 # The contract holds on the portable path as well; of the faults, which take longer, these do.
-_PORTABLE_FAULTS = {"test_killed_worker.py", "test_killed_tasks.py", "test_crash_matrix.py"}
+_PORTABLE_FAULTS = {
+    "test_killed_worker.py",
+    "test_killed_tasks.py",
+    "test_crash_matrix.py",
+    "test_resume_and_restart.py",
+}
 
 
 def pytest_collection_modifyitems(config, items):

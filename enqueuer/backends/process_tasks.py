@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from enqueuer.backends import Job, WorkerState, bunch_of
+from enqueuer.backends.launching import interrupts_held
 from enqueuer.backends.processes import ProcessBackend
 from enqueuer.backends.shelf import Look, Shelf
 from enqueuer.backends.watched import Watched
@@ -169,17 +170,18 @@ class TaskProcesses(ProcessBackend):
         number = in_hand if in_hand in lost else min(lost, default=order.next)
         ticket = self._shelf.tickets.get(number)
         index = ticket.indices[0] if ticket is not None else 0
-        new = self._successor(dead, (index, number), f"task {number - order.first}")
-        if isinstance(new, Failure):
-            self._mourned.add(dead)
-            self._shelf.fail(self._when_to_tell(lost), new)
-        elif new is not None:
-            mine = self._handed[new] = {}
-            for number in lost:
-                self._shelf.begin_again(number)
-                self._last_token += 1
-                mine[self._last_token] = number
-                new.channel.hand(self._last_token, self._shelf.tickets[number])
+        with interrupts_held():
+            new = self._successor(dead, (index, number), f"task {number - order.first}")
+            if isinstance(new, Failure):
+                self._mourned.add(dead)
+                self._shelf.fail(self._when_to_tell(lost), new)
+            elif new is not None:
+                mine = self._handed[new] = {}
+                for number in lost:
+                    self._shelf.begin_again(number)
+                    self._last_token += 1
+                    mine[self._last_token] = number
+                    new.channel.hand(self._last_token, self._shelf.tickets[number])
 
     def _lost(self, dead: Watched) -> list[int]:
         """Return the numbers of the tasks that nobody has and that are not done."""

@@ -43,6 +43,7 @@ from enqueuer.backends.watched import (
 from enqueuer.errors import Closed, InvalidState, StartError, StopWarning, WorkerDied
 from enqueuer.merging import ANY, Order
 from enqueuer.messages import End, Epoch, Failure, Item
+from enqueuer.transport.blocks import remove_names_of
 from enqueuer.transport.channel import Credit
 from enqueuer.transport.consumer_end import ConsumerEnd
 from enqueuer.transport.packets import Descriptor, Packets, close_in_children, pair
@@ -283,17 +284,18 @@ class ProcessBackend:
         if shard is None:  # it had sent all of this epoch
             shard = dead.shards[0]
         number = order.number_of(shard)
-        new = self._successor(dead, (shard, number), f"shard {shard}, item {number}")
-        if isinstance(new, Failure):
-            return new
-        if new is not None:
-            new.channel.begin(Epoch(self._epoch.number, order.rest()).part(new.shards))
+        with interrupts_held():  # or there might be a worker that nobody knows
+            new = self._successor(dead, (shard, number), f"shard {shard}, item {number}")
+            if isinstance(new, Failure):
+                return new
+            if new is not None:
+                new.channel.begin(Epoch(self._epoch.number, order.rest()).part(new.shards))
         return None
 
     def _successor(
         self, dead: Watched, place: tuple[int, int], name: str
     ) -> Watched | Failure | None:
-        """Start a worker in the place of a dead one.
+        """Start a worker in the place of a dead one. Called with interrupts held.
 
         Args:
             dead: Of which nothing is left to deliver.
@@ -310,16 +312,15 @@ class ProcessBackend:
             return failure
         self._deaths.append(place)
         try:
-            with interrupts_held():
-                worker = self._start_one(dead.index)
+            worker = self._start_one(dead.index)
         except (OSError, StartError) as trouble:
             error.__cause__ = trouble
             return failure
-        self._started = time.monotonic()
         if self._closed:  # whoever stops us does not know of this one
             worker.send_signal(signal.SIGKILL)
             self._end(worker)
             return None
+        self._started = time.monotonic()
         self._workers[dead.index] = worker
         self._end(dead)
         _log.warning(
@@ -495,6 +496,8 @@ class ProcessBackend:
         worker.lifeline.close()
         if worker.pidfd is not None:
             worker.pidfd.close()
+        with contextlib.suppress(OSError):
+            remove_names_of(worker.process.pid)
         worker.move(WorkerState.ENDED)
 
     def _forget(self, worker: Watched) -> None:

@@ -32,6 +32,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -58,10 +59,10 @@ def open_nameless(size: int) -> int:
     Raises:
         OSError: There is no room, or no descriptor left.
     """
-    if hasattr(os, "memfd_create") and not is_portable():
+    if _has_memfd():
         fd = os.memfd_create("enqueuer", os.MFD_CLOEXEC)
     else:
-        fd, path = tempfile.mkstemp(prefix="enqueuer-")
+        fd, path = tempfile.mkstemp(prefix=f"enqueuer-{os.getpid()}-")
         os.unlink(path)
     try:
         if hasattr(os, "posix_fallocate"):
@@ -72,6 +73,17 @@ def open_nameless(size: int) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def _has_memfd() -> bool:
+    return hasattr(os, "memfd_create") and not is_portable()
+
+
+def remove_names_of(pid: int) -> None:
+    """Remove what a process left that was killed before it could make its memory nameless."""
+    if not _has_memfd():
+        for path in Path(tempfile.gettempdir()).glob(f"enqueuer-{pid}-*"):
+            path.unlink(missing_ok=True)
 
 
 def nameless_file(data: bytes) -> int:

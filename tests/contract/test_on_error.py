@@ -1,5 +1,6 @@
 """Errors that are not raised: skipped, counted, logged, replaced; and the one too many."""
 
+import json
 import logging
 
 import helpers
@@ -87,6 +88,89 @@ def test_an_item_that_cannot_be_sent_is_skipped_alone(process, caplog):
         assert list(enqueuer) == [1, 3]
         assert enqueuer.error_count == 1
     assert ItemNotPicklable.__name__ in caplog.text
+
+
+class Stubborn:
+    """An iterator that raises at item 2 and knows its place."""
+
+    def __init__(self, shard):
+        self.at, self.shard = 0, shard.index
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.at == 2:
+            bad()
+        self.at += 1
+        return self.shard, self.at - 1
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("source", [Failing(2, bad, shard=1), Stubborn])
+def test_what_was_put_in_its_place_does_not_come_again(backend, source):
+    """The state after it says so: what raised is over, though it is run again."""
+    options = dict(shards=2, on_error=str, random_seed=7, **backend)
+    with GeneratorEnqueuer(source, **options) as enqueuer:
+        whole = list(enqueuer)
+    assert "a bad file" in whole
+    with GeneratorEnqueuer(source, **options) as enqueuer:
+        batches = iter(enqueuer)
+        states = [(next(batches), enqueuer.state_dict())[1] for _ in whole]
+    for count, state in enumerate(states, 1):
+        later = GeneratorEnqueuer(source, **options)
+        later.load_state_dict(json.loads(json.dumps(state)))
+        with later:
+            assert list(later) == whole[count:]
+
+
+def unsendable_at_first(shard):
+    """Yield (shard, number), of which some cannot be sent."""
+    for number in range(4):
+        bad = (shard.index, number) in [(0, 0), (2, 1), (2, 2), (3, 3)]
+        yield iter(x for x in "ab") if bad else (shard.index, number)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+def test_a_shard_whose_item_cannot_be_sent_keeps_its_turn(process, workers):
+    """As with None; and so the order does not depend on the number of workers."""
+    with GeneratorEnqueuer(
+        unsendable_at_first, workers=workers, shards=4, on_error="skip", **process
+    ) as enqueuer:
+        assert list(enqueuer) == [
+            (0, 1), (1, 0), (2, 0), (3, 0), (0, 2), (1, 1), (2, 3), (3, 1),
+            (0, 3), (1, 2), (3, 2), (1, 3),
+        ]  # fmt: skip
+
+
+class DiesAfterAnError:
+    """Yields an item that cannot be sent, and kills its worker at the next one; once."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __call__(self):
+        yield 0
+        yield iter(x for x in "ab")
+        if not self.path.exists():
+            self.path.touch()
+            helpers.kill_self()
+        yield 2
+
+
+def test_an_error_counts_once_though_the_worker_is_replaced(process, tmp_path, caplog):
+    source = DiesAfterAnError(tmp_path / "died")
+    with GeneratorEnqueuer(
+        source, on_error="skip", max_errors=1, max_restarts=1, **process
+    ) as enqueuer:
+        assert list(enqueuer) == [0, 2]
+        assert (enqueuer.error_count, enqueuer.restart_count) == (1, 1)
+    assert caplog.text.count("skipped in worker 0") == 1
 
 
 @pytest.mark.parametrize("value", ["ignore", 5, None])

@@ -92,6 +92,21 @@ def test_out_of_order_nothing_is_lost_or_comes_twice(process, tmp_path):
     assert sorted(where) == [(shard, n) for shard in range(4) for n in range(4 + shard)]
 
 
+def test_other_workers_do_not_bring_more_restarts(process):
+    def kill():
+        os.kill(enqueuer._backend._workers[0].process.pid, signal.SIGKILL)
+
+    with GeneratorEnqueuer(pid_first, shards=2, max_restarts=1, **process) as enqueuer:
+        kill()
+        list(enqueuer)
+        assert enqueuer.restart_count == 1
+        enqueuer.reconfigure(workers=2)
+        kill()
+        with pytest.raises(WorkerDied, match="max_restarts=1 is used up"):
+            list(enqueuer)
+        assert enqueuer.restart_count == 1
+
+
 def test_threads_take_the_option_and_need_nothing_of_it():
     with GeneratorEnqueuer(random_batches, max_restarts=3) as enqueuer:
         assert len(list(enqueuer)) == 4

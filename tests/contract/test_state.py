@@ -115,6 +115,24 @@ def test_what_is_no_state_is_refused(state):
         make().load_state_dict(state)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"epoch": "first"},
+        {"epoch": None},
+        {"positions": "none"},
+        {"positions": [[0]]},
+        {"positions": [[0, "x"]]},
+        {"positions": {"0": 1}},
+        {"states": [[0, {}, 1, 2]]},
+        {"states": [7]},
+    ],
+)
+def test_what_was_spoilt_is_refused(change):
+    with pytest.raises(StateMismatch, match="not the state of an enqueuer"):
+        make().load_state_dict(saved_after(4) | change)
+
+
 def test_a_state_of_other_shards_is_refused():
     state = saved_after(4) | {"positions": [[17, 3]]}
     with pytest.raises(StateMismatch, match="17"):

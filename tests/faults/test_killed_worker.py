@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import subprocess
+import tempfile
 import time
 import zlib
 
@@ -176,6 +177,21 @@ def test_a_worker_that_closes_all_its_descriptors_is_dead(process):
         batches = iter(enqueuer)
         assert next(batches) == 0
         assert expect_death(batches, "worker 0") < 2
+
+
+def dies_before_its_memory_is_nameless(shard):
+    yield tempfile.gettempdir()  # looking for it unlinks a file, too
+    os.unlink = lambda path: helpers.kill_self()
+    yield np.zeros(10_000_000, np.uint8)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_where_memory_has_a_name_at_first_it_does_not_stay(method, monkeypatch):
+    monkeypatch.setenv(PORTABLE, "1")
+    with GeneratorEnqueuer(
+        dies_before_its_memory_is_nameless, backend="process", mp_context=method
+    ) as enqueuer:
+        expect_death(iter(enqueuer))
 
 
 # --- what changes the whole process; so in a program of its own ---

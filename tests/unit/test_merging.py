@@ -94,3 +94,25 @@ def test_the_state_of_the_last_item_given_away_is_the_one_that_is_told():
     ready = [Item(0, number, None) for number in (6, 7, 8)]
     assert order.rest() == {0: Start(9, "after 8")}
     assert order.rest(ready) == {0: Start(6, "after 5")}
+
+
+def test_a_state_may_be_behind_its_position():
+    """Some items tell no state: what stands for one that failed, say."""
+    order = RoundRobin({0: Start(5, "after 3", 1)}, recent=9)
+    assert order.rest() == {0: Start(5, "after 3", 1)}
+    order.took(0, 5, None)
+    assert order.rest() == {0: Start(6, "after 3", 2)}
+    order.took(0, 6, "after 6")
+    assert order.rest() == {0: Start(7, "after 6")}
+    order.took(0, 7, None)
+    assert order.rest() == {0: Start(8, "after 6", 1)}
+    ready = [Item(0, number, None) for number in (6, 7)]
+    assert order.rest(ready) == {0: Start(6, "after 3", 2)}
+
+
+def test_before_the_first_state_a_shard_is_run_from_its_start():
+    order = RoundRobin(fresh([0]), recent=9)
+    order.took(0, 0, None)
+    order.took(0, 1, "after 1")
+    assert order.rest([Item(0, 1, None)]) == {0: Start(1)}
+    assert order.rest() == {0: Start(2, "after 1")}
