@@ -27,8 +27,10 @@ def test_every_public_name_is_documented(thing):
     "thing",
     [
         enqueuer.GeneratorEnqueuer,
+        enqueuer.OrderedEnqueuer,
         enqueuer.Buffer,
         enqueuer.Shard,
+        enqueuer.Task,
         enqueuer.prefetch,
         enqueuer.empty,
         enqueuer.empty_like,

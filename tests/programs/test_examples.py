@@ -16,6 +16,7 @@ def test_there_are_examples():
         "east_get_batch.py",
         "in_place.py",
         "keras_style.py",
+        "map_files.py",
         "processes.py",
         "resume.py",
         "skip_bad_files.py",

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from enqueuer import Buffer, GeneratorEnqueuer, Shard, prefetch
+from enqueuer import Buffer, GeneratorEnqueuer, OrderedEnqueuer, Shard, Task, prefetch
 
 
 def numbers(shard: Shard) -> Iterator[int]:
@@ -11,6 +11,10 @@ def numbers(shard: Shard) -> Iterator[int]:
 
 def words() -> Iterator[str]:
     yield "word"
+
+
+def noisy(number: int, task: Task) -> float:
+    return number + task.rng.random()
 
 
 def sum_of(enqueuer: GeneratorEnqueuer[int]) -> int:
@@ -24,6 +28,13 @@ def sum_of(enqueuer: GeneratorEnqueuer[int]) -> int:
 sum_of(GeneratorEnqueuer(numbers, workers=2, backend="process", random_seed=7))
 first: str = next(GeneratorEnqueuer(words).get())
 again: str = GeneratorEnqueuer(iter(["a"]), True, 0.05, 7).queue.get(timeout=1.0)
+ordered = OrderedEnqueuer(range(10), noisy, shuffle=True, batch_size=4, drop_last=True)
+steps: int = len(ordered)
+ordered.start(workers=2, max_queue_size=5)
+batch: object = next(ordered.get())
+rows = OrderedEnqueuer((row for row in "abc"), str.upper, collate=list, batch_size=2)
+pairs = OrderedEnqueuer([(1, 2)], backend="process", on_error=lambda error: None)
+state: dict[str, object] = pairs.state_dict()
 for word in prefetch(words, ordered=False):
     print(word.upper())
 buffer: Buffer[int] = Buffer(max_size=3)
