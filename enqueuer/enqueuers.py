@@ -13,11 +13,11 @@ from typing import Any, cast
 from enqueuer import arguments
 from enqueuer.backends import Backend, BackendName, Job, TaskBackend
 from enqueuer.base import BaseEnqueuer, Batch, Endless, State
-from enqueuer.errors import DuplicateDataWarning, InvalidState, StateMismatch
+from enqueuer.errors import DuplicateDataWarning, InvalidState, ItemNotPicklable, StateMismatch
 from enqueuer.merging import AsTheyCome, Order, RoundRobin, TaskOrder
 from enqueuer.messages import Epoch, Failure, Item, Start, Ticket
-from enqueuer.replaying import GONE, Origin, item_of, result_of
-from enqueuer.shards import Shard, Task
+from enqueuer.replaying import Origin, item_of, redo, refuse
+from enqueuer.shards import Shard
 from enqueuer.sources import LiveSource, as_source
 from enqueuer.tasks import Indexable, Reader, Reading, TaskSource, order_of, stack, steps_in
 from enqueuer.worker import OnError
@@ -224,9 +224,11 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
     def _again(self, origin: Origin) -> Callable[[], Any]:
         if origin.shard is None:
             raise ValueError("the error came from a task of an OrderedEnqueuer, not from a shard")
-        shard = Shard(origin.shard, origin.shards, origin.epoch, origin.random_seed)
-        seed_globals = self._backend_name != "thread"
-        return functools.partial(item_of, self._source, shard, origin.item, seed_globals)
+        make_shard = functools.partial(
+            Shard, origin.shard, origin.shards, origin.epoch, origin.random_seed
+        )
+        seed = self._backend_name != "thread"
+        return functools.partial(item_of, self._source, make_shard, origin.item, seed)
 
     def _hand_over(self, old: Backend, new: Backend) -> None:
         if not self._order.done:
@@ -468,6 +470,10 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
         self._handed_out = 0
         return TaskOrder(first, self._start, epoch.done, self._ordered)
 
+    def _begin(self, epoch: Epoch) -> None:
+        super()._begin(epoch)
+        self._feed()  # the workers begin at once
+
     def _feed(self) -> None:
         """Read elements and hand out their tasks, as many as the bound allows."""
         order, backend = self._order, tasks_of(self._backend)
@@ -476,10 +482,7 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
             try:
                 read = self._read(order)
             except BaseException as error:
-                self._is_read = True
-                self._unread = Failure(-1, self._number, error, worker="the reader")
-                self._number += 1
-                backend.fail(self._unread)
+                self._fail(Failure(-1, self._number, error))
                 if not isinstance(error, Exception):  # a Ctrl-C; what was being read is lost
                     raise
                 return
@@ -491,8 +494,19 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
             self._number = ticket.number + 1
             order.read(ticket.number, state)
             if not order.was_taken(ticket.number):
+                try:
+                    backend.submit(ticket)
+                except ItemNotPicklable as error:
+                    self._fail(Failure(ticket.indices[0], ticket.number, error))
+                    return
                 self._handed_out += 1
-                backend.submit(ticket)
+
+    def _fail(self, failure: Failure) -> None:
+        """Let a task have failed that no worker can be given; nothing more is read."""
+        self._is_read = True
+        self._unread = dataclasses.replace(failure, worker="the process of the loop")
+        self._number = failure.number + 1
+        tasks_of(self._backend).fail(self._unread)
 
     def _read(self, order: TaskOrder) -> tuple[Ticket, Any] | None:
         if self._reader is None:
@@ -549,20 +563,33 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
     def _again(self, origin: Origin) -> Callable[[], Any]:
         if origin.element is None:
             raise ValueError("the error came from a shard of a GeneratorEnqueuer, not from a task")
-        element = None
-        if origin.element < 0 or not self._source.is_sequence:
-            element = self._element(origin.element)
-        task = Task(origin.element, origin.epoch, origin.random_seed)
-        seeded = self._backend_name != "thread"
-        return functools.partial(result_of, self._source, task, element, seeded)
+        if origin.element < 0:
+            return functools.partial(refuse, "the error came from reading the elements")
+        ticket = self._ticket_of(origin)
+        if ticket is None:
+            return functools.partial(
+                refuse,
+                "the element came from an iterable, and is gone: replay(error) takes it along "
+                "only in the process of the loop",
+            )
+        seed, skip = self._backend_name != "thread", self._on_error != "raise"
+        return functools.partial(
+            redo, self._source, origin.random_seed, ticket, origin.element, seed, skip
+        )
 
-    def _element(self, index: int) -> Any:
-        """Return an element of an iterable, which only its ticket has."""
-        if self._backend is not None:
+    def _ticket_of(self, origin: Origin) -> Ticket | None:
+        """Return the ticket of a task: the one that is out, or for a sequence a new one."""
+        if self._state in (State.RUNNING, State.FAILED) and self._epoch == origin.epoch:
+            assert isinstance(self._order, TaskOrder)
             for ticket in tasks_of(self._backend).tickets():
-                if index in ticket.indices and ticket.elements is not None:
-                    return ticket.elements[ticket.indices.index(index)]
-        return GONE
+                if ticket.number == self._order.first + origin.item:
+                    return ticket
+        if not self._source.is_sequence:
+            return None
+        size = self._source.batch_size or 1
+        part = slice(origin.item * size, (origin.item + 1) * size)
+        indices = order_of(self._source, self._reading, origin.epoch)[part].tolist()
+        return Ticket(origin.item, origin.epoch, tuple(indices))
 
     def _identity(self) -> dict[str, Any]:
         return {

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from enqueuer.errors import InvalidState, StateMismatch
-from enqueuer.shards import Shard, Task, borrowed_globals
+from enqueuer.messages import Ticket
+from enqueuer.shards import Seeded, Shard, Task, borrowed_globals
 from enqueuer.sources import LiveSource, Source, iterate
 from enqueuer.tasks import TaskSource
 
@@ -59,7 +60,8 @@ def replay(error: BaseException) -> Any:
         Exception: What making the item raises; with the frames of this process.
         ValueError: The error did not come out of an enqueuer, or it was pickled since; then
             `replay` of an enqueuer with the same source does it.
-        InvalidState: It came from a live iterator, which cannot be run again.
+        InvalidState: It came from a live iterator, or from reading the elements of tasks, which
+            cannot be done again.
 
     Example:
         >>> from enqueuer import prefetch, replay
@@ -94,28 +96,49 @@ def origin_of(error: BaseException) -> Origin:
     return origin
 
 
-GONE = object()
-"""Stands for the element of an iterable that nobody has any more."""
+def redo(
+    source: TaskSource, random_seed: int, ticket: Ticket, at: int | None, seed: bool, skip: bool
+) -> Any:
+    """Do the task of a ticket in this process, and return its result.
+
+    Args:
+        source: That it is a ticket for.
+        random_seed: Of the enqueuer that the error came from.
+        ticket: Of the task.
+        at: The index of the element that failed.
+        seed: Whether the global generators are seeded, as in a worker process.
+        skip: Whether errors of other elements are skipped, as they were there.
+    """
+    elements = ticket.elements or [None] * len(ticket.indices)
+    results = []
+    with _globals_of(Task(ticket.indices[0], ticket.epoch, random_seed), seed):
+        for index, element in zip(ticket.indices, elements, strict=True):
+            try:
+                result = source.result(Task(index, ticket.epoch, random_seed), element)
+            except Exception:
+                if index == at or not skip:
+                    raise
+                result = None
+            if result is not None:
+                results.append(result)
+        return results[0] if source.batch_size is None else source.collate(results)
 
 
-def result_of(source: TaskSource, task: Task, element: Any, seed_globals: bool) -> Any:
-    """Return the result of a task, done in this process."""
-    if element is GONE:
-        raise InvalidState(
-            "the element came from an iterable and is gone; replay(error) must be called in the "
-            "process and before the stop()"
-        )
-    with borrowed_globals(task) if seed_globals else contextlib.nullcontext():
-        return source.result(task, element)
+def item_of(source: Source, make_shard: Callable[[], Shard], number: int, seed: bool) -> Any:
+    """Return item `number` of a shard, made in this process from the shard's first one on.
 
-
-def item_of(source: Source, shard: Shard, number: int, seed_globals: bool) -> Any:
-    """Return item `number` of a shard, made in this process from the shard's first one on."""
+    Args:
+        source: That the shard is one of.
+        make_shard: Returns the shard, with its random numbers at their start.
+        number: Of the item.
+        seed: Whether the global generators are seeded, as in a worker process.
+    """
     if isinstance(source, LiveSource):
         raise InvalidState(
             "a live iterator cannot be run again; pass the generator function itself"
         )
-    with borrowed_globals(shard) if seed_globals else contextlib.nullcontext():
+    shard = make_shard()
+    with _globals_of(shard, seed):
         items, _ = iterate(source.open(shard))
         for at in range(number + 1):
             try:
@@ -126,3 +149,12 @@ def item_of(source: Source, shard: Shard, number: int, seed_globals: bool) -> An
                     f"{number}: its generator does not repeat itself"
                 ) from None
     return item
+
+
+def refuse(reason: str) -> Any:
+    """Stand for an item that cannot be made again."""
+    raise InvalidState(reason)
+
+
+def _globals_of(place: Seeded, seed: bool) -> contextlib.AbstractContextManager[None]:
+    return borrowed_globals(place) if seed else contextlib.nullcontext()

@@ -182,24 +182,30 @@ def borrowed_globals(shard: Seeded) -> Iterator[None]:
     """
     restore = _save()
     try:
-        seed_globals(shard, everything=False)
+        seed_globals(shard, gpus=False, tensorflow=False)
         yield
     finally:
         for put_back in restore:
             put_back()
 
 
-def seed_globals(shard: Seeded, everything: bool = True) -> None:
-    """Seed the global generators of this process; without `everything` only what can be saved."""
-    words = shard._sequence(1).generate_state(8, np.uint64)
+def seed_globals(place: Seeded, gpus: bool = True, tensorflow: bool = True) -> None:
+    """Seed the global generators of this process.
+
+    Args:
+        place: Whose seeds they get.
+        gpus: Whether torch's generators of GPUs are among them, which takes far longer.
+        tensorflow: Whether tensorflow's is, which cannot be put back.
+    """
+    words = place._sequence(1).generate_state(8, np.uint64)
     random.seed(int(words[0]) << 64 | int(words[1]))
     np.random.seed([int(word) & 0xFFFFFFFF for word in words[2:6]])
-    torch, tensorflow = sys.modules.get("torch"), sys.modules.get("tensorflow")
+    torch, tf = sys.modules.get("torch"), sys.modules.get("tensorflow")
     if torch is not None and hasattr(torch, "manual_seed"):
-        seed = torch.manual_seed if everything else torch.default_generator.manual_seed
+        seed = torch.manual_seed if gpus else torch.default_generator.manual_seed
         seed(int(words[6]) >> 1)
-    if everything and tensorflow is not None and hasattr(tensorflow, "random"):
-        tensorflow.random.set_seed(int(words[7]) >> 33)
+    if tensorflow and tf is not None and hasattr(tf, "random"):
+        tf.random.set_seed(int(words[7]) >> 33)
 
 
 def _save() -> list[Callable[[], None]]:

@@ -134,7 +134,8 @@ def serve_tasks(
         plan: With a TaskSource.
         tickets: Where to take them from.
         sender: Where the results go, an item of each at most.
-        enter: Called with the task whose code is about to run, to seed global generators.
+        enter: Called with the first task of a ticket before it is done, to seed global
+            generators; not with each, since that would take longer than many tasks.
     """
     source = plan.source
     assert isinstance(source, TaskSource)
@@ -155,11 +156,10 @@ def _do(
     """Send the result of a ticket, or that it has none; and each error, by the element."""
     elements = ticket.elements or [None] * len(ticket.indices)
     results = []
+    enter(source.task(ticket.indices[0], ticket.epoch))
     for index, element in zip(ticket.indices, elements, strict=True):
-        task = source.task(index, ticket.epoch)
-        enter(task)
         try:
-            result = source.result(task, element)
+            result = source.result(source.task(index, ticket.epoch), element)
         except BaseException as error:
             goes_on, result = _instead(Failure(index, ticket.number, error), sender, on_error)
             if not goes_on:

@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import faulthandler
 import fcntl
+import functools
 import os
 import pickle
 import select
@@ -203,7 +204,8 @@ def _work(
         if counter is None:
             worker.serve(plan, channel, channel, GlobalStreams().enter)
         else:
-            worker.serve_tasks(plan, _Counter(channel, counter), channel, seed_globals)
+            enter = functools.partial(seed_globals, gpus=False)
+            worker.serve_tasks(plan, _Counter(channel, counter), channel, enter)
     if os.getpid() != pid:
         # the generator forked, and the copy came out of its loop as if it were the worker
         os._exit(_GRANDCHILD)

@@ -70,7 +70,9 @@ def _why_no_tasks(source: TaskSource, method: str) -> str:
         parts["the sequence"] = source.items
     for part, value in parts.items():
         if not is_picklable(value):
-            culprits = ", ".join(_culprits(value)) if callable(value) else _with_type(part, value)
+            culprits = (
+                ", ".join(_culprits(value)) if callable(value) else _with_type(*_named(part, value))
+            )
             break
     else:
         part, culprits = "something", "something that it refers to"

@@ -26,6 +26,7 @@ from enqueuer.backends.watched import Watched
 from enqueuer.errors import Closed
 from enqueuer.merging import Order, TaskOrder
 from enqueuer.messages import End, Epoch, Failure, Item, Ticket
+from enqueuer.transport import tickets
 from enqueuer.transport.channel import Credit
 from enqueuer.transport.tickets import TicketOffice
 
@@ -41,7 +42,7 @@ class TaskProcesses(ProcessBackend):
         self._shelf = Shelf(job.max_queue_bytes is not None)
         self._arrived: deque[Any] = deque()
         self._office: TicketOffice | None = None
-        self._unsent: deque[Ticket] = deque()
+        self._unsent: deque[tuple[int, bytes]] = deque()  # numbers and tickets
         self._last_token = 0
         self._last = -1  # the number of the last ticket
         self._offered: dict[int, int] = {}  # token -> number, of what went to the office
@@ -74,9 +75,10 @@ class TaskProcesses(ProcessBackend):
         self._check_owner()  # the tickets tell the rest
 
     def submit(self, ticket: Ticket) -> None:
+        packed = tickets.pack(ticket)
         self._shelf.tickets[ticket.number] = ticket
         self._last = ticket.number
-        self._unsent.append(ticket)
+        self._unsent.append((ticket.number, packed))
         self._offer()
 
     def fail(self, failure: Failure) -> None:
@@ -95,10 +97,10 @@ class TaskProcesses(ProcessBackend):
         assert self._office is not None
         while self._unsent:
             token = self._last_token + 1
-            if not self._office.send(token, self._unsent[0]):
+            if not self._office.send(token, *self._unsent[0]):
                 return
             self._last_token = token
-            self._offered[token] = self._unsent.popleft().number
+            self._offered[token] = self._unsent.popleft()[0]
         if len(self._offered) > 2 * len(self._shelf.tickets) + 1000:
             self._forget_done()
 
@@ -188,7 +190,7 @@ class TaskProcesses(ProcessBackend):
         assert self._office is not None
         self._forget_done()
         first = self._office.first()
-        safe = {ticket.number for ticket in self._unsent}
+        safe = {number for number, _ in self._unsent}
         if first is not None:
             safe.update(number for token, number in self._offered.items() if token >= first)
         for worker in self._alive():
@@ -203,10 +205,8 @@ class TaskProcesses(ProcessBackend):
 
     def _when_to_tell(self, lost: list[int]) -> int:
         """Return the number of the task in whose place a death is told."""
-        tickets = self._shelf.tickets
-        if not self._alive():
-            return min(self._shelf.undone(), default=max(tickets, default=self._last) + 1)
-        return min(lost, default=max(tickets, default=self._last) + 1)
+        candidates = lost if self._alive() else self._shelf.undone()
+        return min(candidates, default=self._last + 1)
 
     def _alive(self) -> list[Watched]:
         return [worker for worker in self._workers if worker.state is not WorkerState.DEAD]

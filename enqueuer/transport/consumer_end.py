@@ -109,26 +109,12 @@ class ConsumerEnd:
     def begin(self, epoch: Epoch) -> None:
         """Tell the worker to run its shards for `epoch`."""
         data = cloudpickle.dumps(epoch, protocol=5)  # states may be of any class
-        if len(data) <= INLINE_BYTES:
-            self._tell(Kind.EPOCH, data, wait=True)
-            return
-        fd = nameless_file(data)
-        try:
-            self._tell(Kind.EPOCH, wait=True, fds=(fd,))
-        finally:
-            os.close(fd)
+        self._tell_whole(Kind.EPOCH, b"", data)
 
     def hand(self, token: int, ticket: Ticket) -> None:
         """Give the worker a ticket that no other may take."""
-        data, file = tickets.pack(token, ticket)
-        if not file:
-            self._tell(Kind.TASK, data, wait=True)
-            return
-        fd = nameless_file(file)
-        try:
-            self._tell(Kind.TASK, data, wait=True, fds=(fd,))
-        finally:
-            os.close(fd)
+        head = tickets.HEAD.pack(token, ticket.number)
+        self._tell_whole(Kind.TASK, head, tickets.pack(ticket))
 
     @property
     def claimed(self) -> int:
@@ -335,6 +321,17 @@ class ConsumerEnd:
     def close(self) -> None:
         """Hang up; leased blocks stay as long as their arrays."""
         self._packets.close()
+
+    def _tell_whole(self, kind: Kind, head: bytes, data: bytes) -> None:
+        """Tell something of any size: what is large goes beside the packet."""
+        if len(data) <= INLINE_BYTES:
+            self._tell(kind, head + data, wait=True)
+            return
+        fd = nameless_file(data)
+        try:
+            self._tell(kind, head, wait=True, fds=(fd,))
+        finally:
+            os.close(fd)
 
     def _tell(
         self, kind: Kind, body: bytes = b"", wait: bool = False, fds: Sequence[int] = ()

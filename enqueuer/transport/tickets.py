@@ -18,13 +18,15 @@ from collections.abc import Sequence
 
 import cloudpickle
 
+from enqueuer.errors import ItemNotPicklable
 from enqueuer.messages import Ticket
 from enqueuer.transport import is_portable
 from enqueuer.transport.blocks import nameless_file, read_whole
+from enqueuer.transport.codec import find_culprit
 from enqueuer.transport.packets import HAS_SEQPACKET, MAX_PACKET, close_in_children
 
 HEAD = struct.Struct("=QQ")  # token, number of the task
-_INLINE_BYTES = 1024  # a larger ticket goes beside the packet; macOS takes 2048 in a datagram
+INLINE_BYTES = 1024  # a larger ticket goes beside the packet; macOS takes 2048 in a datagram
 _CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 
@@ -43,16 +45,16 @@ class TicketOffice:
         """Return the end that a worker takes tickets from; a copy, to be closed."""
         return self._theirs.dup()
 
-    def send(self, token: int, ticket: Ticket) -> bool:
+    def send(self, token: int, number: int, body: bytes) -> bool:
         """Offer a ticket to all workers; return whether there was room for it."""
-        data, file = pack(token, ticket)
+        head = HEAD.pack(token, number)
         try:
-            if not file:
-                self._ours.send(data)
+            if len(body) <= INLINE_BYTES:
+                self._ours.send(head + body)
                 return True
-            fd = nameless_file(file)
+            fd = nameless_file(body)
             try:
-                socket.send_fds(self._ours, [data], [fd])
+                socket.send_fds(self._ours, [head], [fd])
             finally:
                 os.close(fd)
         except (BlockingIOError, InterruptedError):
@@ -87,14 +89,24 @@ def take(counter: socket.socket) -> tuple[bytes, list[int]] | None:
     return (data, list(fds)) if data else None
 
 
-def pack(token: int, ticket: Ticket) -> tuple[bytes, bytes]:
-    """Return a ticket as the bytes of a packet, and those that belong beside it in a file."""
+def pack(ticket: Ticket) -> bytes:
+    """Return a ticket as bytes.
+
+    Raises:
+        ItemNotPicklable: An element cannot be sent; the message names the culprit.
+    """
     try:
-        data = pickle.dumps(ticket, protocol=5)
+        return pickle.dumps(ticket, protocol=5)
     except Exception:
-        data = cloudpickle.dumps(ticket, protocol=5)
-    head = HEAD.pack(token, ticket.number)
-    return (head + data, b"") if len(data) <= _INLINE_BYTES else (head, data)
+        try:
+            data: bytes = cloudpickle.dumps(ticket, protocol=5)
+        except Exception as error:
+            culprit, part = find_culprit("element", (ticket.elements or ("",))[0])
+            raise ItemNotPicklable(
+                f"{culprit} is a {type(part).__qualname__}, which cannot be sent to a process "
+                f"({error}); let the iterable give paths or plain data, or use backend='thread'"
+            ) from error
+        return data
 
 
 def unpack(packet: bytes, fds: Sequence[int]) -> Ticket:

@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 from helpers import LIMIT
 
-from enqueuer import InvalidState, OrderedEnqueuer, SourceNotPicklable, StateMismatch, replay
+from enqueuer import (
+    InvalidState,
+    ItemNotPicklable,
+    OrderedEnqueuer,
+    SourceNotPicklable,
+    StateMismatch,
+    replay,
+)
 
 Pair = collections.namedtuple("Pair", "x y")
 
@@ -541,3 +548,49 @@ def test_a_new_one_can_be_pickled():
     with make(map=double, batch_size=2, shuffle=True) as other:
         assert [b.tolist() for b in enqueuer] == [b.tolist() for b in other]
     enqueuer.stop()
+
+
+def test_the_workers_begin_at_the_start(backend):
+    enqueuer = make(map=double, **backend)
+    enqueuer.start()
+    end = time.monotonic() + LIMIT
+    while enqueuer.queue.qsize() < 10 and time.monotonic() < end:
+        time.sleep(0.001)
+    assert enqueuer.queue.qsize() == 10
+    enqueuer.stop()
+
+
+def test_an_element_that_cannot_be_sent_is_told_in_its_turn(process):
+    elements = (threading.Lock() if x == 3 else x for x in range(9))
+    seen = []
+    with make(elements, str, workers=2, **process) as enqueuer:
+        with pytest.raises(ItemNotPicklable, match="element is a lock") as caught:
+            seen.extend(iter(enqueuer))
+    assert seen == ["0", "1", "2"]
+    assert "task 3, element 3" in caught.value.__notes__[0]
+
+
+def test_a_batch_is_replayed_as_often_as_one_likes(backend):
+    def failing(x, task):
+        if x == 5:
+            raise KeyError(int(task.rng.integers(10**9)), random.random())
+        return random.random()
+
+    for elements in (range(9), iter(range(9))):
+        with make(elements, failing, batch_size=3, workers=2, **backend) as enqueuer:
+            with pytest.raises(KeyError) as caught:
+                list(enqueuer)
+        for _ in range(2):
+            with pytest.raises(KeyError) as again:
+                replay(caught.value)
+            assert again.value.args[0] == caught.value.args[0]
+            if backend["backend"] == "process":
+                assert again.value.args == caught.value.args
+
+
+def test_a_batch_that_cannot_be_collated_is_replayed_whole(backend):
+    with make(map=np.zeros, batch_size=3, **backend) as enqueuer:
+        with pytest.raises(ValueError, match="differ in shape") as caught:
+            list(enqueuer)
+    with pytest.raises(ValueError, match="differ in shape"):
+        replay(caught.value)
