@@ -93,3 +93,24 @@ def test_an_item_that_cannot_be_sent_is_skipped_alone(process, caplog):
 def test_nonsense_is_refused(value):
     with pytest.raises((TypeError, ValueError), match="on_error must be"):
         GeneratorEnqueuer(bad, on_error=value)
+
+
+class Unsendable:
+    def __reduce__(self):
+        raise ValueError("no" * 1000)
+
+
+def many_unsendable():
+    for _ in range(1000):
+        yield Unsendable()
+    yield "the end"
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_more_errors_are_skipped_than_the_road_holds(process, ordered, caplog):
+    caplog.set_level(logging.CRITICAL)
+    with GeneratorEnqueuer(
+        many_unsendable, on_error="skip", ordered=ordered, **process
+    ) as enqueuer:
+        assert list(enqueuer) == ["the end"]
+        assert enqueuer.error_count == 1000

@@ -137,11 +137,7 @@ def test_kills_at_random_moments_change_nothing(process, ordered):
 
 def kill_one(rng, others):
     """Kill one of the workers, whatever it is at; return whether there was one."""
-    mine = [
-        child
-        for child in psutil.Process().children(recursive=True)
-        if child.pid not in others
-    ]
+    mine = [child for child in psutil.Process().children(recursive=True) if child.pid not in others]
     if not mine:
         return 0
     try:
