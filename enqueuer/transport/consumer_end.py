@@ -346,6 +346,7 @@ class ConsumerEnd:
     def close(self) -> None:
         """Hang up; leased blocks stay as long as their arrays."""
         self._packets.close()
+        self._blocks = BlockMap()  # the frames of an error may keep us until the next collection
 
     def _tell(
         self, kind: Kind, body: bytes = b"", wait: bool = False, fds: Sequence[int] = ()
