@@ -112,6 +112,8 @@ def run(
                     state = None if stream.in_user_code else stream.state
                     if not _send_instead(failure, replacement, sender, state):
                         return
+                # last, or what replaces it would be lost with a worker that dies in between
+                sender.send(dataclasses.replace(failure, skipped=True))
                 stream.number += 1
                 has_more = not stream.in_user_code  # it is over if it raised
             if has_more:
@@ -163,6 +165,7 @@ def _do(
             goes_on, result = _instead(Failure(index, ticket.number, error), sender, on_error)
             if not goes_on:
                 return
+            sender.send(Failure(index, ticket.number, error, skipped=True))
         if result is not None:
             results.append(result)
     if not results:
@@ -171,9 +174,12 @@ def _do(
     failure = _send_results(source, ticket, results, sender)
     if failure is not None:
         goes_on, result = _instead(failure, sender, on_error)
-        if goes_on and result is not None:
+        if not goes_on:
+            return
+        sender.send(dataclasses.replace(failure, skipped=True))
+        if result is not None:
             _send_instead(failure, result, sender)
-        elif goes_on:
+        else:
             sender.send(Empty(ticket.number))
 
 
@@ -197,7 +203,7 @@ def _send_results(
 
 
 def _instead(failure: Failure, sender: Sender, on_error: OnError) -> tuple[bool, Any]:
-    """Report a failure, as one that is skipped if so wanted.
+    """Report a failure, unless it is to be skipped; the caller reports that.
 
     Returns:
         Whether it is skipped, and what the user gives in its place: None, if nothing.
@@ -214,7 +220,6 @@ def _instead(failure: Failure, sender: Sender, on_error: OnError) -> tuple[bool,
         except BaseException as second:
             sender.send(dataclasses.replace(failure, error=second))
             return False, None
-    sender.send(dataclasses.replace(failure, skipped=True))
     return True, replacement
 
 
@@ -253,7 +258,12 @@ class _Stream:
         """
         self.in_user_code = True
         if self._items is None:
-            self._items = self._open()
+            try:
+                self._items = self._open()
+            except Exception:
+                if self._may_skip and self._start == (1, None):  # it was skipped before
+                    return False
+                raise
             if not self._replay(self._items, sender):
                 return False
         index, items, number, stateful = self.shard.index, self._items, self.number, self._stateful

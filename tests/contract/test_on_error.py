@@ -1,8 +1,10 @@
 """Errors that are not raised: skipped, counted, logged, replaced; and the one too many."""
 
 import logging
+import time
 
 import helpers
+import psutil
 import pytest
 from helpers import Failing
 
@@ -114,3 +116,34 @@ def test_more_errors_are_skipped_than_the_road_holds(process, ordered, caplog):
     ) as enqueuer:
         assert list(enqueuer) == ["the end"]
         assert enqueuer.error_count == 1000
+
+
+def test_a_replacement_is_not_lost_with_its_worker(process):
+    enqueuer = GeneratorEnqueuer(
+        Failing(2, bad), on_error=str, max_queue_size=1, max_restarts=1, **process
+    )
+    with enqueuer:
+        iterator = iter(enqueuer)
+        assert next(iterator) == (0, 0)
+        time.sleep(0.3)  # it has the replacement in hand, or is about to
+        for child in psutil.Process().children(recursive=True):
+            if child.pid in {worker.process.pid for worker in enqueuer._backend._workers}:
+                child.kill()
+        assert list(iterator) == [(0, 1), "a bad file"]
+
+
+def not_even_begun(shard):
+    raise ValueError("no such folder")
+
+
+def test_a_replacement_that_came_does_not_come_again(backend):
+    def make():
+        return GeneratorEnqueuer(not_even_begun, on_error=str, random_seed=1, **backend)
+
+    with make() as enqueuer:
+        assert next(iter(enqueuer)) == "no such folder"
+        state = enqueuer.state_dict()
+    later = make()
+    later.load_state_dict(state)
+    with later:
+        assert list(later) == []
