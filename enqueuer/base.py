@@ -113,6 +113,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         self._raised: _Raised | None = None
         self._at_rest = Epoch(0)  # where it stands while it does not run
         self._resumed = False  # whether that was loaded
+        self._at_rest_in: dict[str, Any] | None = None  # the identity then; None: as now
         self._error_count = 0
         self._restarts = 0  # of backends that are gone
         self._lock = threading.RLock()  # one consumer at a time
@@ -194,7 +195,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             if self._lock.acquire(timeout=max(seconds, 0.1)):
                 self._lock.release()
             if was_running:
-                self._at_rest = self._position()
+                self._at_rest, self._at_rest_in = self._position(), self._identity()
             self._ready.clear()
             backend.stop(seconds)
             if self._finalizer is not None:
@@ -286,8 +287,9 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         """
         with self._lock:
             running = self._state in (State.RUNNING, State.FAILED)
-            epoch = self._position() if running else self._at_rest
-            return state.save(self._identity(), epoch)
+            if running:
+                return state.save(self._identity(), self._position())
+            return state.save(self._at_rest_in or self._identity(), self._at_rest)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken, at the next start.
@@ -317,7 +319,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
                     del fixed[name]
             epoch = state.load(state_dict, fixed)
             self._adopt(state_dict, epoch)
-            self._at_rest, self._resumed = epoch, True
+            self._at_rest, self._at_rest_in, self._resumed = epoch, None, True
 
     def replay(self, error: BaseException) -> Any:
         """Run the item that an error came from once more, here: see `enqueuer.replay`.
@@ -485,12 +487,18 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         ready = self._ready.copy()
         return Epoch(self._epoch, self._order.rest(ready), self._order.beyond(ready))
 
-    def _check_not_running(self) -> None:
+    def _loaded(self) -> dict[str, Any]:
+        """Return the attributes that a copy of a new enqueuer has from `load_state_dict`.
+
+        Raises:
+            TypeError: It is not new.
+        """
         if self._state is not State.NEW:
             raise TypeError(
                 f"a {self._state.value.lower()} {type(self).__name__} cannot be pickled or copied, "
                 "as it owns workers; pickle what it was made of, or a new enqueuer"
             )
+        return {"_at_rest": self._at_rest, "_resumed": self._resumed}
 
     def _check_started(self, what: str) -> None:
         if self._state is State.NEW:
