@@ -194,9 +194,12 @@ class BaseEnqueuer(ABC, Generic[Batch]):
                 self._move(State.STOPPED)
             if self._lock.acquire(timeout=max(seconds, 0.1)):
                 self._lock.release()
+            left: deque[Item] = deque()
+            with contextlib.suppress(IndexError):  # iterators take without the lock
+                while True:
+                    left.append(self._ready.popleft())
             if was_running:
-                self._at_rest, self._at_rest_in = self._position(), self._identity()
-            self._ready.clear()
+                self._at_rest, self._at_rest_in = self._position(left), self._identity()
             backend.stop(seconds)
             if self._finalizer is not None:
                 self._finalizer.detach()
@@ -288,7 +291,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         with self._lock:
             running = self._state in (State.RUNNING, State.FAILED)
             if running:
-                return state.save(self._identity(), self._position())
+                return state.save(self._identity(), self._position(self._ready.copy()))
             return state.save(self._at_rest_in or self._identity(), self._at_rest)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -480,11 +483,14 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         self._ready = deque()  # iterators that have another one are over
         self._backend.begin(epoch)
 
-    def _position(self) -> Epoch:
-        """Return what has not been given away: of this epoch, or all of the next one."""
+    def _position(self, ready: deque[Item]) -> Epoch:
+        """Return what has not been given away: of this epoch, or all of the next one.
+
+        Args:
+            ready: What was taken and is still to be given away.
+        """
         if self._over:
             return Epoch(self._epoch + 1)
-        ready = self._ready.copy()
         return Epoch(self._epoch, self._order.rest(ready), self._order.beyond(ready))
 
     def _loaded(self) -> dict[str, Any]:
