@@ -113,6 +113,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         self._raised: _Raised | None = None
         self._at_rest = Epoch(0)  # where it stands while it does not run
         self._resumed = False  # whether that was loaded
+        self._at_rest_in: dict[str, Any] | None = None  # the identity then; None: as now
         self._error_count = 0
         self._skipped: dict[int, int] = {}  # the last item of each shard of this epoch that was
         self._restarts = 0  # of backends that are gone
@@ -194,9 +195,12 @@ class BaseEnqueuer(ABC, Generic[Batch]):
                 self._move(State.STOPPED)
             if self._lock.acquire(timeout=max(seconds, 0.1)):
                 self._lock.release()
+            left: deque[Item] = deque()
+            with contextlib.suppress(IndexError):  # iterators take without the lock
+                while True:
+                    left.append(self._ready.popleft())
             if was_running:
-                self._at_rest = self._position()
-            self._ready.clear()
+                self._at_rest, self._at_rest_in = self._position(left), self._identity()
             backend.stop(seconds)
             if self._finalizer is not None:
                 self._finalizer.detach()
@@ -287,8 +291,9 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         """
         with self._lock:
             running = self._state in (State.RUNNING, State.FAILED)
-            epoch = self._position() if running else self._at_rest
-            return state.save(self._identity(), epoch)
+            if running:
+                return state.save(self._identity(), self._position(self._ready.copy()))
+            return state.save(self._at_rest_in or self._identity(), self._at_rest)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken, at the next start.
@@ -318,7 +323,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
                     del fixed[name]
             epoch = state.load(state_dict, fixed)
             self._adopt(state_dict, epoch)
-            self._at_rest, self._resumed = epoch, True
+            self._at_rest, self._at_rest_in, self._resumed = epoch, None, True
 
     def replay(self, error: BaseException) -> Any:
         """Run the item that an error came from once more, here: see `enqueuer.replay`.
@@ -480,19 +485,28 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         self._skipped = {}
         self._backend.begin(epoch)
 
-    def _position(self) -> Epoch:
-        """Return what has not been given away: of this epoch, or all of the next one."""
+    def _position(self, ready: deque[Item]) -> Epoch:
+        """Return what has not been given away: of this epoch, or all of the next one.
+
+        Args:
+            ready: What was taken and is still to be given away.
+        """
         if self._over:
             return Epoch(self._epoch + 1)
-        ready = self._ready.copy()
         return Epoch(self._epoch, self._order.rest(ready), self._order.beyond(ready))
 
-    def _check_not_running(self) -> None:
+    def _loaded(self) -> dict[str, Any]:
+        """Return the attributes that a copy of a new enqueuer has from `load_state_dict`.
+
+        Raises:
+            TypeError: It is not new.
+        """
         if self._state is not State.NEW:
             raise TypeError(
                 f"a {self._state.value.lower()} {type(self).__name__} cannot be pickled or copied, "
                 "as it owns workers; pickle what it was made of, or a new enqueuer"
             )
+        return {"_at_rest": self._at_rest, "_resumed": self._resumed}
 
     def _check_started(self, what: str) -> None:
         if self._state is State.NEW:

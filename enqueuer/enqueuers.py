@@ -150,11 +150,11 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
         self._own_shards()  # a lack of them shows at once
 
     def __reduce__(self) -> Any:
-        self._check_not_running()
+        loaded = self._loaded()
         source = self._source
         generator = source.iterable if isinstance(source, LiveSource) else source.function
         make = functools.partial(GeneratorEnqueuer, shards=self._shards, **self._options())
-        return make, (generator, False, None, self._random_seed)
+        return make, (generator, False, None, self._random_seed), loaded
 
     # --- inside ---
 
@@ -425,7 +425,7 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
             return Endless(self, self._ready)
 
     def __reduce__(self) -> Any:
-        self._check_not_running()
+        loaded = self._loaded()
         source = self._source
         options = self._options() | dict(
             batch_size=source.batch_size,
@@ -433,7 +433,7 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
             random_seed=self._random_seed,
         )
         make = functools.partial(OrderedEnqueuer, **options)
-        return make, (source.items, source.map, self._reading.shuffle)
+        return make, (source.items, source.map, self._reading.shuffle), loaded
 
     # --- inside ---
 

@@ -66,9 +66,17 @@ def load(state: Mapping[str, Any], identity: Mapping[str, Any]) -> Epoch:
         epoch, positions = int(state["epoch"]), state["positions"]
         states = {int(s): (own, *map(int, behind)) for s, own, *behind in state.get("states", [])}
         done = tuple(int(number) for number in state.get("done", ()))
-        if positions is None:
-            return Epoch(epoch)
-        starts = {int(s): Start(int(number), *states.get(int(s), ())) for s, number in positions}
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        starts = {
+            int(s): Start(int(number), *states.get(int(s), ())) for s, number in positions or ()
+        }
+        counts = [epoch, state["random_seed"], state.get("shards", 1) - 1]
+        counts += [start.number for start in starts.values()]
+        if not all(isinstance(count, int) and count >= 0 for count in counts):
+            raise ValueError("a number in it is none, or negative")
+    except StateMismatch:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise StateMismatch(f"this is not the state of an enqueuer: {error!r}") from error
+    if positions is None:
+        return Epoch(epoch)
     return Epoch(epoch, starts, done)

@@ -161,7 +161,9 @@ def _arm(lifeline: Descriptor) -> None:
         fcntl.fcntl(fd, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
-    if select.select([fd], [], [], 0)[0]:
+    poller = select.poll()  # select() knows no descriptor beyond 1023
+    poller.register(fd, select.POLLIN)
+    if poller.poll(0):
         os._exit(1)  # the parent died before the lifeline was armed
 
 

@@ -152,7 +152,7 @@ class TaskProcesses(ProcessBackend):
                     message = dataclasses.replace(message, worker=str(worker))
                 if message is not None:
                     self._arrived.append(message)
-            channel.settle()
+            channel.make_room()
         while self._arrived:
             message = self._arrived[0]
             assert not isinstance(message, End)

@@ -30,7 +30,7 @@ from enqueuer.transport.channel import (
     Kind,
 )
 from enqueuer.transport.packets import Packets
-from enqueuer.transport.road import RING_BYTES, Road
+from enqueuer.transport.road import MOST_FRAME_BYTES, RING_BYTES, Road
 
 _ITEM, _STATED = int(Kind.ITEM), int(Kind.STATED)
 _HEAD = FRAME.size
@@ -129,8 +129,8 @@ class ConsumerEnd:
 
     @property
     def is_settled(self) -> bool:
-        """Whether all that was given away is counted as consumed."""
-        return self._taken == self._given
+        """Whether all that was taken off the road, failures too, is counted as consumed."""
+        return bool(self._words[road.READ] == self._position)
 
     def settle(self) -> None:
         """Count what was given away as consumed: its room on the road is free again."""
@@ -140,6 +140,17 @@ class ConsumerEnd:
         home = self._blocks.home
         while home and self._road.home(home[0]):
             home.popleft()
+
+    def make_room(self) -> None:
+        """Settle, and wake the worker if it waits for room; for one that is granted nothing."""
+        words, read = self._words, self._words[road.READ]
+        self.settle()
+        self._road.fence()
+        asleep = words[road.WORKER_ASLEEP]
+        was_full = words[road.WRITTEN] - read > RING_BYTES - MOST_FRAME_BYTES
+        if asleep and asleep != self._woken and was_full:
+            self._woken = asleep
+            self._tell(Kind.WAKE)
 
     def grant_all(self) -> None:
         """Let the worker send as it likes: its tickets are what bounds it."""
@@ -321,6 +332,7 @@ class ConsumerEnd:
     def close(self) -> None:
         """Hang up; leased blocks stay as long as their arrays."""
         self._packets.close()
+        self._blocks = BlockMap()  # the frames of an error may keep us until the next collection
 
     def _tell_whole(self, kind: Kind, head: bytes, data: bytes) -> None:
         """Tell something of any size: what is large goes beside the packet."""

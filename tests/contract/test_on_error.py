@@ -2,8 +2,10 @@
 
 import json
 import logging
+import time
 
 import helpers
+import psutil
 import pytest
 from helpers import Failing
 
@@ -177,3 +179,55 @@ def test_an_error_counts_once_though_the_worker_is_replaced(process, tmp_path, c
 def test_nonsense_is_refused(value):
     with pytest.raises((TypeError, ValueError), match="on_error must be"):
         GeneratorEnqueuer(bad, on_error=value)
+
+
+class Unsendable:
+    def __reduce__(self):
+        raise ValueError("no" * 1000)
+
+
+def many_unsendable():
+    for _ in range(1000):
+        yield Unsendable()
+    yield "the end"
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_more_errors_are_skipped_than_the_road_holds(process, ordered, caplog):
+    caplog.set_level(logging.CRITICAL)
+    with GeneratorEnqueuer(
+        many_unsendable, on_error="skip", ordered=ordered, **process
+    ) as enqueuer:
+        assert list(enqueuer) == ["the end"]
+        assert enqueuer.error_count == 1000
+
+
+def test_a_replacement_is_not_lost_with_its_worker(process):
+    enqueuer = GeneratorEnqueuer(
+        Failing(2, bad), on_error=str, max_queue_size=1, max_restarts=1, **process
+    )
+    with enqueuer:
+        iterator = iter(enqueuer)
+        assert next(iterator) == (0, 0)
+        time.sleep(0.3)  # it has the replacement in hand, or is about to
+        for child in psutil.Process().children(recursive=True):
+            if child.pid in {worker.process.pid for worker in enqueuer._backend._workers}:
+                child.kill()
+        assert list(iterator) == [(0, 1), "a bad file"]
+
+
+def not_even_begun(shard):
+    raise ValueError("no such folder")
+
+
+def test_a_replacement_that_came_does_not_come_again(backend):
+    def make():
+        return GeneratorEnqueuer(not_even_begun, on_error=str, random_seed=1, **backend)
+
+    with make() as enqueuer:
+        assert next(iter(enqueuer)) == "no such folder"
+        state = enqueuer.state_dict()
+    later = make()
+    later.load_state_dict(state)
+    with later:
+        assert list(later) == []

@@ -133,6 +133,39 @@ def test_what_was_spoilt_is_refused(change):
         make().load_state_dict(saved_after(4) | change)
 
 
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        {"epoch": "one"},
+        {"epoch": -1},
+        {"positions": [[0]]},
+        {"positions": [[0, -5]]},
+        {"random_seed": "x"},
+        {"random_seed": None},
+        {"shards": 0},
+    ],
+)
+def test_a_damaged_state_is_refused(nonsense):
+    state = saved_after(4) | nonsense
+    with pytest.raises(StateMismatch):
+        GeneratorEnqueuer(random_batches).load_state_dict(state)
+
+
+def test_after_a_stop_it_is_the_state_of_what_was_stopped():
+    with GeneratorEnqueuer(random_batches, workers=2, random_seed=7) as enqueuer:
+        next(iter(enqueuer))
+    state = enqueuer.state_dict()
+    enqueuer.reconfigure(5)
+    assert enqueuer.state_dict() == state
+
+
+def test_a_copy_has_the_loaded_position_too(whole):
+    later = make()
+    later.load_state_dict(saved_after(4))
+    with pickle.loads(pickle.dumps(later)) as copied:
+        assert epochs(copied, 1) == [whole[0][4:]]
+
+
 def test_a_state_of_other_shards_is_refused():
     state = saved_after(4) | {"positions": [[17, 3]]}
     with pytest.raises(StateMismatch, match="17"):

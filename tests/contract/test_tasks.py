@@ -139,6 +139,18 @@ def test_no_more_than_the_bound_is_done_ahead(backend, tmp_path):
         assert done() <= 1 + 4 + 2
 
 
+def small(x):
+    return bytes(10_000)
+
+
+def test_more_may_wait_than_the_road_holds(backend):
+    with make(range(300), small, max_queue_size=200, **backend) as enqueuer:
+        iterator = iter(enqueuer)
+        next(iterator)
+        time.sleep(0.5)  # the worker fills the road meanwhile
+        assert sum(1 for _ in iterator) == 299
+
+
 def test_bytes_bound_what_waits(backend):
     def large(x):
         return np.full(10_000, x, np.uint8)
