@@ -159,6 +159,20 @@ def test_a_state_of_any_item_is_gone_on_from_anywhere(backend, ordered):
             reader.check(source)
 
 
+@pytest.mark.parametrize("knows", [False, True])
+def test_a_state_amid_items_that_were_taken_at_once(process, knows):
+    """Those that the loop has not had yet are of the rest, and come in their turns."""
+    source = Source(lengths=(2, 5, 3), gaps=frozenset({(1, 1), (2, 0)}), knows=knows)
+    whole, states = serial(source), []
+    with make(source, dict(process, max_queue_size=200)) as enqueuer:  # takes 25, if there are
+        wait_until(lambda: enqueuer.queue.qsize() == len(whole))
+        for _ in enqueuer:
+            states.append(packed(enqueuer.state_dict()))
+    for count, state in enumerate(states, 1):
+        with make(source, BACKENDS[0], state) as enqueuer:
+            assert [plain(item) for item in enqueuer] == whole[count:]
+
+
 @pytest.mark.parametrize("stops_first", [False, True])
 def test_a_chain_of_states_leaves_nothing_out(backend, stops_first):
     """Each link is another enqueuer with other workers; also of one rank's share."""
