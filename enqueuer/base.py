@@ -633,6 +633,7 @@ class Queue(Generic[Batch]):
     """What waits, with the names of `queue.Queue`, for code that asks an enqueuer's `queue`.
 
     Example:
+        >>> from enqueuer import GeneratorEnqueuer
         >>> enqueuer = GeneratorEnqueuer(iter("ab"))
         >>> enqueuer.start()
         >>> enqueuer.queue.get(), enqueuer.queue.get(timeout=5)

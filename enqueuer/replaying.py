@@ -77,7 +77,7 @@ def replay(error: BaseException) -> Any:
         >>> replay(failed)
         Traceback (most recent call last):
             ...
-        ZeroDivisionError: float division by zero
+        ZeroDivisionError: division by zero
     """
     origin = origin_of(error)
     if origin.again is None:
