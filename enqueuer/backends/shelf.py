@@ -94,7 +94,9 @@ class Shelf:
     def _ready(self, order: TaskOrder) -> int | None:
         if order.ordered:
             return order.next if order.next in self._results else None
-        return next(iter(self._results), None)
+        # what failed without a ticket, in the reader's hands, comes after all that was read
+        with_ticket = (number for number in self._results if number in self.tickets)
+        return next(with_ticket, None if self.tickets else next(iter(self._results), None))
 
     def _take(self, number: int, order: TaskOrder) -> None:
         order.took(0, number)
