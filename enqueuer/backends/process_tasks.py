@@ -51,7 +51,7 @@ class TaskProcesses(ProcessBackend):
 
     def _open_wake_up(self) -> None:
         super()._open_wake_up()
-        self._office = TicketOffice()
+        self._office = TicketOffice(are_forked=self._job.start_method == "fork")
         self._resources.callback(self._office.close)
 
     def _counter(self) -> socket.socket | None:
@@ -164,6 +164,7 @@ class TaskProcesses(ProcessBackend):
                 self._replace_one(worker, order)
 
     def _replace_one(self, dead: Watched, order: TaskOrder) -> None:
+        assert self._office is not None
         self._collect()  # what others have done meanwhile; nothing of the dead is left on its road
         lost, in_hand = self._lost(dead), self._number_in_hand(dead)
         number = in_hand if in_hand in lost else min(lost, default=order.next)
@@ -179,7 +180,8 @@ class TaskProcesses(ProcessBackend):
                 self._shelf.begin_again(number)
                 self._last_token += 1
                 mine[self._last_token] = number
-                new.channel.hand(self._last_token, self._shelf.tickets[number])
+                packed = self._office.pack(self._last_token, self._shelf.tickets[number])
+                new.channel.hand(*packed)
 
     def _lost(self, dead: Watched) -> list[int]:
         """Return the numbers of the tasks that nobody has and that are not done."""

@@ -17,8 +17,8 @@ from typing import Any
 import cloudpickle
 
 from enqueuer.errors import BlockMemoryError, ItemNotLoadable, TransportError
-from enqueuer.messages import Empty, End, Epoch, Failure, Item, Ticket
-from enqueuer.transport import codec, road, tickets
+from enqueuer.messages import Empty, End, Epoch, Failure, Item
+from enqueuer.transport import codec, road
 from enqueuer.transport.blocks import BlockMap, nameless_file, read_whole
 from enqueuer.transport.channel import (
     FRAME,
@@ -118,9 +118,8 @@ class ConsumerEnd:
         finally:
             os.close(fd)
 
-    def hand(self, token: int, ticket: Ticket) -> None:
-        """Give the worker a ticket that no other may take."""
-        data, file = tickets.pack(token, ticket)
+    def hand(self, data: bytes, file: bytes) -> None:
+        """Give the worker a ticket, packed, that no other may take."""
         if not file:
             self._tell(Kind.TASK, data, wait=True)
             return

@@ -29,9 +29,15 @@ _CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 
 class TicketOffice:
-    """The consumer's side."""
+    """The consumer's side.
 
-    def __init__(self) -> None:
+    Args:
+        are_forked: Whether the workers have the classes of `__main__`, as forked ones do; others
+            must be sent them.
+    """
+
+    def __init__(self, are_forked: bool) -> None:
+        self._are_forked = are_forked
         packets = HAS_SEQPACKET and not is_portable()
         kind = socket.SOCK_SEQPACKET if packets else socket.SOCK_DGRAM
         self._ours, self._theirs = socket.socketpair(socket.AF_UNIX, kind)
@@ -45,7 +51,7 @@ class TicketOffice:
 
     def send(self, token: int, ticket: Ticket) -> bool:
         """Offer a ticket to all workers; return whether there was room for it."""
-        data, file = pack(token, ticket)
+        data, file = self.pack(token, ticket)
         try:
             if not file:
                 self._ours.send(data)
@@ -62,6 +68,18 @@ class TicketOffice:
                 raise
             return False
         return True
+
+    def pack(self, token: int, ticket: Ticket) -> tuple[bytes, bytes]:
+        """Return a ticket as the bytes of a packet, and those that go beside it in a file."""
+        if ticket.elements is None or self._are_forked:
+            try:
+                data = pickle.dumps(ticket, protocol=5)
+            except Exception:
+                data = cloudpickle.dumps(ticket, protocol=5)
+        else:
+            data = cloudpickle.dumps(ticket, protocol=5)
+        head = HEAD.pack(token, ticket.number)
+        return (head + data, b"") if len(data) <= _INLINE_BYTES else (head, data)
 
     def first(self) -> int | None:
         """Return the token of the first ticket that nobody has taken; None if there is none."""
@@ -85,16 +103,6 @@ def take(counter: socket.socket) -> tuple[bytes, list[int]] | None:
     except (BlockingIOError, ConnectionResetError):
         return None
     return (data, list(fds)) if data else None
-
-
-def pack(token: int, ticket: Ticket) -> tuple[bytes, bytes]:
-    """Return a ticket as the bytes of a packet, and those that belong beside it in a file."""
-    try:
-        data = pickle.dumps(ticket, protocol=5)
-    except Exception:
-        data = cloudpickle.dumps(ticket, protocol=5)
-    head = HEAD.pack(token, ticket.number)
-    return (head + data, b"") if len(data) <= _INLINE_BYTES else (head, data)
 
 
 def unpack(packet: bytes, fds: Sequence[int]) -> Ticket:

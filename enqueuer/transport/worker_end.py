@@ -179,7 +179,7 @@ class WorkerEnd:
             try:
                 return tickets.unpack(*found)
             except Exception as error:  # the user's class cannot be loaded here
-                self.send(Failure(0, number, error))
+                self.send(Failure(-1, number, error))
 
     def send_record(self, record: logging.LogRecord) -> None:
         """Send a log record without ever waiting; what does not fit now goes with the next packet.

@@ -3,6 +3,8 @@
 import collections
 import json
 import random
+import subprocess
+import sys
 import threading
 import time
 
@@ -130,6 +132,33 @@ def test_no_more_than_the_bound_is_done_ahead(backend, tmp_path):
         while enqueuer.queue.qsize() < 4 and time.monotonic() < end:
             time.sleep(0.001)
         assert done() <= 1 + 4 + 2
+
+
+def test_elements_of_a_class_of_main(process):
+    done = subprocess.run(
+        [sys.executable, "-c", _OF_MAIN.format(process["mp_context"])],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    assert (done.stdout, done.stderr) == ("[0, 2, 4]\n", "")
+
+
+_OF_MAIN = """
+from dataclasses import dataclass
+from enqueuer import OrderedEnqueuer
+
+@dataclass
+class Row:
+    x: int
+
+def double(row):
+    assert isinstance(row, Row)
+    return 2 * row.x
+
+with OrderedEnqueuer(map(Row, range(3)), double, backend="process", mp_context="{}") as enqueuer:
+    print(list(enqueuer))
+"""
 
 
 def small(x):
