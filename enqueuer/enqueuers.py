@@ -19,7 +19,7 @@ from enqueuer.messages import Epoch, Failure, Item, Start, Ticket
 from enqueuer.replaying import GONE, Origin, item_of, result_of
 from enqueuer.shards import Shard, Task
 from enqueuer.sources import LiveSource, as_source
-from enqueuer.tasks import Indexable, Reader, Reading, TaskSource, order_of, stack, steps_in
+from enqueuer.tasks import Indexable, Reader, Reading, TaskSource, places_of, stack, steps_in
 from enqueuer.worker import OnError
 
 
@@ -406,8 +406,7 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
         source = self._source
         if not source.is_sequence:
             raise TypeError("an iterable does not tell how many steps it has; a sequence does")
-        reading = dataclasses.replace(self._reading, shuffle=False)
-        count = len(order_of(source, reading, 0))
+        count = len(places_of(source, self._reading))
         return steps_in(count, source.batch_size or 1, self._drop_last)
 
     def get(self) -> Iterator[Any]:
@@ -467,6 +466,11 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
         self._number += self._start.number
         self._handed_out = 0
         return TaskOrder(first, self._start, epoch.done, self._ordered)
+
+    def _begin(self, epoch: Epoch) -> None:
+        super()._begin(epoch)
+        if self._source.is_sequence:  # an iterable is read when a batch is asked for
+            self._feed()
 
     def _feed(self) -> None:
         """Read elements and hand out their tasks, as many as the bound allows."""

@@ -134,6 +134,14 @@ def test_no_more_than_the_bound_is_done_ahead(backend, tmp_path):
         assert done() <= 1 + 4 + 2
 
 
+def test_results_are_made_from_the_start_on(backend):
+    with make(map=double, max_queue_size=4, **backend) as enqueuer:
+        end = time.monotonic() + LIMIT
+        while enqueuer.queue.qsize() < 4 and time.monotonic() < end:
+            time.sleep(0.01)
+        assert enqueuer.queue.qsize() == 4
+
+
 def test_elements_of_a_class_of_main(process):
     done = subprocess.run(
         [sys.executable, "-c", _OF_MAIN.format(process["mp_context"])],
@@ -159,6 +167,12 @@ def double(row):
 with OrderedEnqueuer(map(Row, range(3)), double, backend="process", mp_context="{}") as enqueuer:
     print(list(enqueuer))
 """
+
+
+def test_a_sequence_may_be_longer_than_memory():
+    with make(range(10**12), double, rank=1, world_size=2) as enqueuer:
+        assert len(enqueuer) == 5 * 10**11
+        assert next(iter(enqueuer)) == 2
 
 
 def small(x):
