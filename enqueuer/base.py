@@ -163,6 +163,8 @@ class BaseEnqueuer(ABC, Generic[Batch]):
                 self._workers = arguments.positive("workers", workers)
             if max_queue_size is not None:
                 self._max_queue_size = arguments.positive("max_queue_size", max_queue_size)
+            if not self._resumed:
+                self._rewind()
             backend = self._start_backend(self._job())
             with self._lock:
                 self._use(backend)
@@ -267,9 +269,10 @@ class BaseEnqueuer(ABC, Generic[Batch]):
     def state_dict(self) -> dict[str, Any]:
         """Return the position: what has been given to the loop, not what was made ahead.
 
-        May be called at any time, by any thread; after `stop()` it tells where that was. It is
-        small and can be written as JSON, unless the source's own iterators tell a state: one
-        with `state_dict` and `load_state_dict` is asked after each of its items.
+        May be called at any time, by any thread; while another one waits for a batch, it waits,
+        too. After `stop()` it tells where that was. It is small and can be written as JSON,
+        unless the source's own iterators tell a state: one with `state_dict` and
+        `load_state_dict` is asked after each of its items.
 
         Returns:
             A dict to be given to `load_state_dict` of an enqueuer with the same source.
@@ -435,6 +438,9 @@ class BaseEnqueuer(ABC, Generic[Batch]):
     @abstractmethod
     def _adopt(self, state_dict: Mapping[str, Any], epoch: Epoch) -> None:
         """Take from a state that fits what the user did not fix."""
+
+    def _rewind(self) -> None:
+        """Forget how far the source was read, as far as that can be."""
 
     def _feed(self) -> None:
         """Let the workers have what they need to go on. Lock held, and nothing is ready."""

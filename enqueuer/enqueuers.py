@@ -13,13 +13,28 @@ from typing import Any, cast
 from enqueuer import arguments
 from enqueuer.backends import Backend, BackendName, Job, TaskBackend
 from enqueuer.base import BaseEnqueuer, Batch, Endless, State
-from enqueuer.errors import DuplicateDataWarning, InvalidState, ItemNotPicklable, StateMismatch
+from enqueuer.errors import (
+    DuplicateDataWarning,
+    InvalidState,
+    ItemNotPicklable,
+    StateMismatch,
+    WorkerDied,
+)
 from enqueuer.merging import AsTheyCome, Order, RoundRobin, TaskOrder
 from enqueuer.messages import Epoch, Failure, Item, Start, Ticket
 from enqueuer.replaying import Origin, item_of, redo, refuse
 from enqueuer.shards import Shard
 from enqueuer.sources import LiveSource, as_source
-from enqueuer.tasks import Indexable, Reader, Reading, TaskSource, order_of, stack, steps_in
+from enqueuer.tasks import (
+    Indexable,
+    Reader,
+    Reading,
+    TaskSource,
+    order_of,
+    places_of,
+    stack,
+    steps_in,
+)
 from enqueuer.worker import OnError
 
 
@@ -137,6 +152,7 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
             drop_last=drop_last,
         )
         self._shards = None if shards is None else arguments.positive("shards", shards)
+        self._shards_are_given = shards is not None
         if isinstance(self._source, LiveSource) and self._shards not in (None, 1):
             raise ValueError(
                 f"a live iterator cannot be split into {self._shards} shards; "
@@ -246,7 +262,7 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
 
     def _given(self) -> dict[str, bool]:
         is_live = isinstance(self._source, LiveSource)
-        return {"random_seed": self._seed_is_given, "shards": is_live or self._shards is not None}
+        return {"random_seed": self._seed_is_given, "shards": is_live or self._shards_are_given}
 
     def _adopt(self, state_dict: Mapping[str, Any], epoch: Epoch) -> None:
         if isinstance(self._source, LiveSource) and self._state is State.STOPPED:
@@ -395,7 +411,7 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
         self._reader: Reader | None = None
         self._unread: Failure | None = None  # why nothing more could be read
         self._number = 0  # of the next task to be handed out; goes on over epochs
-        self._handed_out = 0  # in this epoch
+        self._pending: tuple[Ticket, Any] | None = None  # read and not handed out yet
         self._start = Start()  # of this epoch
         self._is_read = False  # to its end
 
@@ -408,8 +424,7 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
         source = self._source
         if not source.is_sequence:
             raise TypeError("an iterable does not tell how many steps it has; a sequence does")
-        reading = dataclasses.replace(self._reading, shuffle=False)
-        count = len(order_of(source, reading, 0))
+        count = len(places_of(source, self._reading))
         return steps_in(count, source.batch_size or 1, self._drop_last)
 
     def get(self) -> Iterator[Any]:
@@ -467,30 +482,30 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
         first = self._number
         self._reader, self._unread, self._is_read = None, None, False
         self._number += self._start.number
-        self._handed_out = 0
+        self._pending = None
         return TaskOrder(first, self._start, epoch.done, self._ordered)
 
     def _begin(self, epoch: Epoch) -> None:
         super()._begin(epoch)
         self._feed()  # the workers begin at once
 
+    def _rewind(self) -> None:
+        self._source.ended = 0
+
     def _feed(self) -> None:
         """Read elements and hand out their tasks, as many as the bound allows."""
-        order, backend = self._order, tasks_of(self._backend)
+        order, backend, source = self._order, tasks_of(self._backend), self._source
         assert isinstance(order, TaskOrder)
-        while not self._is_read and self._handed_out - order.taken < self._most_out(backend):
-            try:
-                read = self._read(order)
-            except BaseException as error:
-                self._fail(Failure(-1, self._number, error))
-                if not isinstance(error, Exception):  # a Ctrl-C; what was being read is lost
-                    raise
-                return
-            if read is None:
-                self._is_read = True
-                order.end_at(self._number)
-                return
-            ticket, state = read
+        reads = 0
+        while not self._is_read and backend.outstanding < self._most_out(backend):
+            if self._pending is None:
+                if reads > 1 and not source.is_sequence and backend.poll(order):
+                    return  # who waits for a batch should not wait for a slow iterable
+                reads += 1
+                self._pending = self._read(order)
+                if self._pending is None:
+                    return
+            ticket, state = self._pending
             self._number = ticket.number + 1
             order.read(ticket.number, state)
             if not order.was_taken(ticket.number):
@@ -498,8 +513,29 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
                     backend.submit(ticket)
                 except ItemNotPicklable as error:
                     self._fail(Failure(ticket.indices[0], ticket.number, error))
-                    return
-                self._handed_out += 1
+            self._pending = None
+
+    def _read(self, order: TaskOrder) -> tuple[Ticket, Any] | None:
+        """Return the next ticket, and the reader's state after it; None if there is none."""
+        source = self._source
+        try:
+            if self._reader is None:
+                start = self._start
+                if source.is_sequence:
+                    start = Start(self._number - order.first)
+                self._reader = Reader(source, self._reading, self._epoch, start, order.first)
+            read = self._reader.next()
+        except BaseException as error:
+            if isinstance(error, Exception) or not source.is_sequence:
+                self._fail(Failure(-1, self._number, error))
+            if isinstance(error, Exception):
+                return None
+            self._reader = None  # a Ctrl-C: a sequence can be read on from here
+            raise
+        if read is None:
+            self._is_read = True
+            order.end_at(self._number)
+        return read
 
     def _fail(self, failure: Failure) -> None:
         """Let a task have failed that no worker can be given; nothing more is read."""
@@ -507,13 +543,6 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
         self._unread = dataclasses.replace(failure, worker="the process of the loop")
         self._number = failure.number + 1
         tasks_of(self._backend).fail(self._unread)
-
-    def _read(self, order: TaskOrder) -> tuple[Ticket, Any] | None:
-        if self._reader is None:
-            self._reader = Reader(
-                self._source, self._reading, self._epoch, self._start, order.first
-            )
-        return self._reader.next()
 
     def _most_out(self, backend: TaskBackend) -> int:
         """Return how many tasks may be handed out and not taken."""
@@ -532,9 +561,10 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
             if self._state is not State.RUNNING:
                 return None
             if ready is self._ready:  # else another thread was faster
-                empty = self._handed_out == 0 and self._start.number == 0
-                if not self._over or empty:
-                    return None
+                order = self._order
+                assert isinstance(order, TaskOrder)
+                if not self._over or (order.items == 0 and self._start.number == 0):
+                    return None  # an epoch without anything would be followed by another one
                 self._begin(Epoch(self._epoch + 1))
             return self._ready
 
@@ -546,7 +576,15 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
         task = failure.number - self._order.first
         if failure.shard < 0:
             return f"while the elements of task {task} were read"
-        return f"in {failure.worker}, task {task}, element {failure.shard}"
+        indices = [failure.shard]
+        if isinstance(failure.error, WorkerDied):  # at any of them
+            indices = self._indices_of(failure.number) or indices
+        what = f"element {indices[0]}" if len(indices) == 1 else f"one of the elements {indices}"
+        return f"in {failure.worker}, task {task}, {what}"
+
+    def _indices_of(self, number: int) -> list[int]:
+        tickets = tasks_of(self._backend).tickets()
+        return [i for ticket in tickets if ticket.number == number for i in ticket.indices]
 
     def _origin_of(self, failure: Failure) -> Origin:
         assert isinstance(self._order, TaskOrder)
@@ -588,8 +626,8 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
             return None
         size = self._source.batch_size or 1
         part = slice(origin.item * size, (origin.item + 1) * size)
-        indices = order_of(self._source, self._reading, origin.epoch)[part].tolist()
-        return Ticket(origin.item, origin.epoch, tuple(indices))
+        indices = order_of(self._source, self._reading, origin.epoch)[part]
+        return Ticket(origin.item, origin.epoch, tuple(int(index) for index in indices))
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -615,6 +653,11 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
             )
         if epoch.starts is not None and list(epoch.starts) != [0]:
             raise StateMismatch("this is not the position of an OrderedEnqueuer")
+        if hasattr(items, "on_epoch_end") and self._source.ended > epoch.number:
+            raise InvalidState(
+                f"the sequence was told of the end of {self._source.ended} epochs, and cannot be "
+                f"taken back to epoch {epoch.number}; make a new enqueuer with a new sequence"
+            )
         self._random_seed = self._source.random_seed = state_dict["random_seed"]
 
 

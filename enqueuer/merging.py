@@ -194,7 +194,7 @@ class TaskOrder:
         self.first = first
         self.ordered = ordered
         self.next = first + start.number  # all before it were taken
-        self.taken = 0
+        self.items = 0  # that were taken, and not only passed over
         self._beyond = {first + number for number in done}
         self._end: int | None = None
         self._states = {self.next: start.state}  # before the task
@@ -232,7 +232,6 @@ class TaskOrder:
         return ANY
 
     def took(self, shard: int, number: int, state: Any = None) -> None:
-        self.taken += 1
         self._beyond.add(number)
         self._advance()
 

@@ -39,8 +39,8 @@ class Failure:
     """Making item `number` of `shard` failed.
 
     If `skipped`, the worker goes on, as it was told to; otherwise nothing more comes of its
-    shards. `worker` says who it was, once that is known. Of a task, `shard` is the index of the
-    element.
+    shards. `worker` says who it was, once that is known. Of a task, `shard` is the place of the
+    element in its ticket, and on the shelf its index.
     """
 
     shard: int

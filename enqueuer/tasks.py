@@ -132,7 +132,7 @@ class Reader:
             indices = order_of(source, reading, epoch)
             steps = steps_in(len(indices), size, reading.drop_last)
             self._parts: Iterator[tuple[list[int], list[Any] | None]] = (
-                (indices[step * size : (step + 1) * size].tolist(), None)
+                ([int(index) for index in indices[step * size : (step + 1) * size]], None)
                 for step in range(start.number, steps)
             )
         else:
@@ -161,15 +161,21 @@ class Reader:
         return ticket, None if self._stateful is None else self._stateful.state_dict()
 
 
-def order_of(source: TaskSource, reading: Reading, epoch: int) -> np.ndarray:
-    """Return the indices of a rank in an epoch, in the order in which they are dealt out."""
+def places_of(source: TaskSource, reading: Reading) -> range:
+    """Return which places of an epoch's order a rank is dealt."""
     count = len(source.items)
     kept = count - count % reading.world_size if reading.drop_last else count
-    indices = np.arange(count)
-    if reading.shuffle:
-        seeds = np.random.SeedSequence(source.random_seed, spawn_key=(epoch,))
-        indices = np.random.default_rng(seeds).permutation(count)
-    return indices[:kept][reading.rank :: reading.world_size]
+    return range(reading.rank, kept, reading.world_size)
+
+
+def order_of(source: TaskSource, reading: Reading, epoch: int) -> range | np.ndarray:
+    """Return the indices of a rank in an epoch, in the order in which they are dealt out."""
+    places = places_of(source, reading)
+    if not reading.shuffle:
+        return places
+    seeds = np.random.SeedSequence(source.random_seed, spawn_key=(epoch,))
+    shuffled = np.random.default_rng(seeds).permutation(len(source.items))
+    return shuffled[places.start : places.stop : places.step]
 
 
 def steps_in(count: int, size: int, drop_last: bool) -> int:
@@ -210,6 +216,9 @@ def _batches(
 
 def is_sequence(items: object) -> bool:
     """Tell whether single elements can be asked for, by their index."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(items, torch.utils.data.IterableDataset):
+        return False  # it inherits a __getitem__ that only raises
     return hasattr(items, "__len__") and hasattr(items, "__getitem__")
 
 

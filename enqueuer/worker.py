@@ -157,11 +157,11 @@ def _do(
     elements = ticket.elements or [None] * len(ticket.indices)
     results = []
     enter(source.task(ticket.indices[0], ticket.epoch))
-    for index, element in zip(ticket.indices, elements, strict=True):
+    for place, (index, element) in enumerate(zip(ticket.indices, elements, strict=True)):
         try:
             result = source.result(source.task(index, ticket.epoch), element)
         except BaseException as error:
-            goes_on, result = _instead(Failure(index, ticket.number, error), sender, on_error)
+            goes_on, result = _instead(Failure(place, ticket.number, error), sender, on_error)
             if not goes_on:
                 return
         if result is not None:
@@ -184,16 +184,16 @@ def _send_results(
     try:
         value = results[0] if source.batch_size is None else source.collate(results)
     except BaseException as error:
-        return Failure(ticket.indices[0], ticket.number, error)
+        return Failure(0, ticket.number, error)
     if value is None:
         sender.send(Empty(ticket.number))
         return None
     try:
-        sender.send_item(ticket.indices[0], ticket.number, value)
+        sender.send_item(0, ticket.number, value)
     except Closed:
         raise
     except BaseException as error:
-        return Failure(ticket.indices[0], ticket.number, error)
+        return Failure(0, ticket.number, error)
     return None
 
 

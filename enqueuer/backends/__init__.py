@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from enqueuer.errors import StartError
-from enqueuer.merging import Order
+from enqueuer.merging import Order, TaskOrder
 from enqueuer.messages import Epoch, Failure, Item, Ticket
 from enqueuer.sources import Source
 from enqueuer.tasks import TaskSource
@@ -154,6 +154,13 @@ class TaskBackend(Backend, Protocol):
 
     def tickets(self) -> list[Ticket]:
         """Return the tickets of tasks whose results were not taken."""
+
+    def poll(self, order: TaskOrder) -> bool:
+        """Return whether something can be taken now; waits for nothing."""
+
+    @property
+    def outstanding(self) -> int:
+        """How many tickets there are of tasks whose results were not taken."""
 
     @property
     def largest_bytes(self) -> int:

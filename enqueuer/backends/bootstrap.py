@@ -224,7 +224,7 @@ def _fail(
             pass
     else:
         while (ticket := channel.next_ticket(counter)) is not None:
-            channel.send(Failure(ticket.indices[0], ticket.number, error))
+            channel.send(Failure(0, ticket.number, error))
 
 
 @dataclass

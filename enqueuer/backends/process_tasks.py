@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from enqueuer.backends import Job, WorkerState, bunch_of
+from enqueuer.backends import Job, WorkerState
 from enqueuer.backends.launching import interrupts_held
 from enqueuer.backends.processes import ProcessBackend
 from enqueuer.backends.shelf import Look, Shelf
@@ -38,7 +38,6 @@ class TaskProcesses(ProcessBackend):
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        self._bunch = bunch_of(job)
         self._shelf = Shelf(job.max_queue_bytes is not None)
         self._arrived: deque[Any] = deque()
         self._office: TicketOffice | None = None
@@ -75,7 +74,7 @@ class TaskProcesses(ProcessBackend):
         self._check_owner()  # the tickets tell the rest
 
     def submit(self, ticket: Ticket) -> None:
-        packed = tickets.pack(ticket)
+        packed = self._pack(ticket)
         self._shelf.tickets[ticket.number] = ticket
         self._last = ticket.number
         self._unsent.append((ticket.number, packed))
@@ -91,6 +90,17 @@ class TaskProcesses(ProcessBackend):
     @property
     def largest_bytes(self) -> int:
         return self._shelf.largest_bytes
+
+    def poll(self, order: TaskOrder) -> bool:
+        self._collect()
+        return self._shelf.has_next(order)
+
+    @property
+    def outstanding(self) -> int:
+        return len(self._shelf.tickets)
+
+    def _pack(self, ticket: Ticket) -> bytes:
+        return tickets.pack(ticket, are_forked=self._job.start_method == "fork")
 
     def _offer(self) -> None:
         """Send tickets as long as there is room for them; the rest goes when results come."""
@@ -183,7 +193,9 @@ class TaskProcesses(ProcessBackend):
                     self._shelf.begin_again(number)
                     self._last_token += 1
                     mine[self._last_token] = number
-                    new.channel.hand(self._last_token, self._shelf.tickets[number])
+                    packed = self._pack(self._shelf.tickets[number])
+                    new.channel.hand(self._last_token, number, packed)
+            self._handed.pop(dead, None)
 
     def _lost(self, dead: Watched) -> list[int]:
         """Return the numbers of the tasks that nobody has and that are not done."""

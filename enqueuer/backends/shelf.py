@@ -6,6 +6,7 @@ result: the second is dropped here.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections import deque
 from collections.abc import Iterator
@@ -51,6 +52,9 @@ class Shelf:
         number = message.number
         if number not in self.tickets or number in self._results:
             return
+        if isinstance(message, Failure):
+            index = self.tickets[number].indices[message.shard]
+            message = dataclasses.replace(message, shard=index)
         if isinstance(message, Failure) and message.skipped:
             self._skipped.setdefault(number, deque()).append(message)
         else:
@@ -65,6 +69,10 @@ class Shelf:
     def fail(self, number: int, failure: Failure) -> None:
         """Tell a failure in the place of a task, also of one that has no ticket."""
         self._results[number] = failure
+
+    def has_next(self, order: TaskOrder) -> bool:
+        """Return whether anything is next, an error too."""
+        return self._ready(order) is not None
 
     def look(self, order: TaskOrder) -> Failure | Look:
         """Return the failure that is next; or whether an item is, or nothing."""
@@ -89,12 +97,15 @@ class Shelf:
             if not isinstance(result, Item):
                 return
             self._take(number, order)
+            order.items += 1
             yield result
 
     def _ready(self, order: TaskOrder) -> int | None:
         if order.ordered:
             return order.next if order.next in self._results else None
-        return next(iter(self._results), None)
+        # what failed without a ticket, in the reader's hands, comes after all that was read
+        with_ticket = (number for number in self._results if number in self.tickets)
+        return next(with_ticket, None if self.tickets else next(iter(self._results), None))
 
     def _take(self, number: int, order: TaskOrder) -> None:
         order.took(0, number)

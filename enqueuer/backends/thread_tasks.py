@@ -56,6 +56,14 @@ class TaskThreads(ThreadBackend):
     def tickets(self) -> list[Ticket]:
         return list(self._shelf.tickets.values())
 
+    def poll(self, order: TaskOrder) -> bool:
+        self._fetch(0.0)
+        return self._shelf.has_next(order)
+
+    @property
+    def outstanding(self) -> int:
+        return len(self._shelf.tickets)
+
     @property
     def largest_bytes(self) -> int:
         return self._shelf.largest_bytes

@@ -17,7 +17,7 @@ from typing import Any
 import cloudpickle
 
 from enqueuer.errors import BlockMemoryError, ItemNotLoadable, TransportError
-from enqueuer.messages import Empty, End, Epoch, Failure, Item, Ticket
+from enqueuer.messages import Empty, End, Epoch, Failure, Item
 from enqueuer.transport import codec, road, tickets
 from enqueuer.transport.blocks import BlockMap, nameless_file, read_whole
 from enqueuer.transport.channel import (
@@ -111,10 +111,9 @@ class ConsumerEnd:
         data = cloudpickle.dumps(epoch, protocol=5)  # states may be of any class
         self._tell_whole(Kind.EPOCH, b"", data)
 
-    def hand(self, token: int, ticket: Ticket) -> None:
-        """Give the worker a ticket that no other may take."""
-        head = tickets.HEAD.pack(token, ticket.number)
-        self._tell_whole(Kind.TASK, head, tickets.pack(ticket))
+    def hand(self, token: int, number: int, ticket: bytes) -> None:
+        """Give the worker a ticket, packed, that no other may take."""
+        self._tell_whole(Kind.TASK, tickets.HEAD.pack(token, number), ticket)
 
     @property
     def claimed(self) -> int:

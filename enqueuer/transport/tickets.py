@@ -9,6 +9,7 @@ still lies in the socket can be looked at.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import pickle
@@ -89,24 +90,30 @@ def take(counter: socket.socket) -> tuple[bytes, list[int]] | None:
     return (data, list(fds)) if data else None
 
 
-def pack(ticket: Ticket) -> bytes:
+def pack(ticket: Ticket, are_forked: bool) -> bytes:
     """Return a ticket as bytes.
+
+    Args:
+        ticket: That is to be sent.
+        are_forked: Whether the workers have the classes of `__main__`, as forked ones do; others
+            must be sent them.
 
     Raises:
         ItemNotPicklable: An element cannot be sent; the message names the culprit.
     """
+    with contextlib.suppress(Exception):
+        data = pickle.dumps(ticket, protocol=5)
+        if are_forked or b"__main__" not in data:
+            return data
     try:
-        return pickle.dumps(ticket, protocol=5)
-    except Exception:
-        try:
-            data: bytes = cloudpickle.dumps(ticket, protocol=5)
-        except Exception as error:
-            culprit, part = find_culprit("element", (ticket.elements or ("",))[0])
-            raise ItemNotPicklable(
-                f"{culprit} is a {type(part).__qualname__}, which cannot be sent to a process "
-                f"({error}); let the iterable give paths or plain data, or use backend='thread'"
-            ) from error
-        return data
+        by_value: bytes = cloudpickle.dumps(ticket, protocol=5)
+    except Exception as error:
+        culprit, part = find_culprit("element", (ticket.elements or ("",))[0])
+        raise ItemNotPicklable(
+            f"{culprit} is a {type(part).__qualname__}, which cannot be sent to a process "
+            f"({error}); let the iterable give paths or plain data, or use backend='thread'"
+        ) from error
+    return by_value
 
 
 def unpack(packet: bytes, fds: Sequence[int]) -> Ticket:

@@ -3,6 +3,8 @@
 import collections
 import json
 import random
+import subprocess
+import sys
 import threading
 import time
 
@@ -139,6 +141,47 @@ def test_no_more_than_the_bound_is_done_ahead(backend, tmp_path):
         assert done() <= 1 + 4 + 2
 
 
+def test_results_are_made_from_the_start_on(backend):
+    with make(map=double, max_queue_size=4, **backend) as enqueuer:
+        end = time.monotonic() + LIMIT
+        while enqueuer.queue.qsize() < 4 and time.monotonic() < end:
+            time.sleep(0.01)
+        assert enqueuer.queue.qsize() == 4
+
+
+def test_elements_of_a_class_of_main(process):
+    done = subprocess.run(
+        [sys.executable, "-c", _OF_MAIN.format(process["mp_context"])],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    assert (done.stdout, done.stderr) == ("[0, 2, 4]\n", "")
+
+
+_OF_MAIN = """
+from dataclasses import dataclass
+from enqueuer import OrderedEnqueuer
+
+@dataclass
+class Row:
+    x: int
+
+def double(row):
+    assert isinstance(row, Row)
+    return 2 * row.x
+
+with OrderedEnqueuer(map(Row, range(3)), double, backend="process", mp_context="{}") as enqueuer:
+    print(list(enqueuer))
+"""
+
+
+def test_a_sequence_may_be_longer_than_memory():
+    with make(range(10**12), double, rank=1, world_size=2) as enqueuer:
+        assert len(enqueuer) == 5 * 10**11
+        assert next(iter(enqueuer)) == 2
+
+
 def small(x):
     return bytes(10_000)
 
@@ -238,17 +281,18 @@ def test_large_elements_of_an_iterable(backend):
         assert list(enqueuer) == [100_000 * x for x in range(9)]
 
 
-def test_an_iterable_that_fails_is_told_after_what_it_gave(backend):
+@pytest.mark.parametrize("ordered", [True, False])
+def test_an_iterable_that_fails_is_told_after_what_it_gave(backend, ordered):
     def rows():
         yield from range(5)
         raise OSError("the disk is gone")
 
     seen = []
-    with make(rows(), double, workers=2, **backend) as enqueuer:
+    with make(rows(), double, workers=2, ordered=ordered, **backend) as enqueuer:
         with pytest.raises(OSError, match="the disk is gone") as caught:
             for x in enqueuer:
                 seen.append(x)  # it raises
-    assert seen == [0, 2, 4, 6, 8]
+    assert sorted(seen) == [0, 2, 4, 6, 8]
     assert "while the elements of task 5 were read" in caught.value.__notes__[0]
 
 
