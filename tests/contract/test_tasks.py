@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 import pytest
-from helpers import LIMIT
+from helpers import LIMIT, kill_self
 
 from enqueuer import (
     InvalidState,
@@ -18,6 +18,7 @@ from enqueuer import (
     OrderedEnqueuer,
     SourceNotPicklable,
     StateMismatch,
+    WorkerDied,
     replay,
 )
 
@@ -650,3 +651,61 @@ def test_a_batch_that_cannot_be_collated_is_replayed_whole(backend):
             list(enqueuer)
     with pytest.raises(ValueError, match="differ in shape"):
         replay(caught.value)
+
+
+def test_a_slow_iterable_does_not_hold_back_what_is_done(backend):
+    """Reading on, to fill the queue, would take it for ever."""
+    read = []
+
+    def rows():
+        for x in range(100):
+            read.append(x)
+            if x > 4:
+                time.sleep(0.05)
+            yield x
+
+    with make(rows(), double, workers=2, max_queue_size=50, **backend) as enqueuer:
+        enqueuer.queue.get()
+        assert len(read) < 40
+
+
+def test_get_ends_if_an_epoch_gives_nothing(backend):
+    with make(map=broken, on_error="skip", **backend) as enqueuer:
+        assert len([x for x, _ in zip(enqueuer.get(), range(40), strict=False)]) == 40
+    with make(range(3, 4), broken, on_error=lambda error: None, **backend) as enqueuer:
+        assert list(enqueuer.get()) == []
+
+
+def test_a_second_start_begins_its_epochs_anew(backend):
+    enqueuer = OrderedEnqueuer(Shuffling(), random_seed=7, **backend)
+    for _ in range(2):
+        with enqueuer:
+            epochs = [[x for pair in enqueuer for x in pair] for _ in range(3)]
+        assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
+def test_a_sequence_that_went_on_is_not_taken_back():
+    enqueuer = OrderedEnqueuer(Shuffling(), random_seed=7)
+    with enqueuer:
+        next(enqueuer.get())
+        state = enqueuer.state_dict()
+        list(enqueuer)
+        list(enqueuer)
+    with pytest.raises(InvalidState, match="with a new sequence"):
+        enqueuer.load_state_dict(state)
+    later = OrderedEnqueuer(Shuffling(), random_seed=7)
+    later.load_state_dict(state)
+    with later:
+        assert len(list(later)) == 2
+
+
+def test_a_poison_pill_in_a_batch_names_the_batch(process):
+    def kill(x):
+        if x == 5:
+            kill_self()
+        return x
+
+    with make(map=kill, batch_size=3, workers=2, **process) as enqueuer:
+        with pytest.raises(WorkerDied) as caught:
+            list(enqueuer)
+    assert "task 1, one of the elements [3, 4, 5]" in caught.value.__notes__[0]

@@ -95,3 +95,17 @@ def test_a_keras_py_dataset(backend, monkeypatch):
     seen = [np.concatenate([x for x, _ in epoch]).tolist() for epoch in epochs]
     assert sorted(seen[0]) == sorted(seen[1]) == list(range(12))
     assert seen[0] != seen[1]
+
+
+def test_an_iterable_torch_dataset_is_read_and_not_indexed():
+    torch = needs("torch")
+
+    class Rows(torch.utils.data.IterableDataset):
+        def __len__(self):
+            return 9
+
+        def __iter__(self):
+            return iter(range(9))
+
+    with OrderedEnqueuer(Rows(), lambda x: 2 * x, workers=2) as enqueuer:
+        assert list(enqueuer) == list(enqueuer) == [2 * x for x in range(9)]
