@@ -16,7 +16,7 @@ from typing import Any
 
 import machine
 import sources
-from contestants import METHODS, Contestant, Setup
+from contestants import METHODS, Contestant, Setup, Tasks
 
 _MB = 1_000_000
 _LARGE = 64 * 224 * 224 * 3  # bytes of a batch of images in uint8
@@ -27,6 +27,10 @@ _WORKERS = 4  # that start and stop
 _STEP_S, _STEP_COUNT = 0.020, 50  # of the loop whose memory is measured: half as fast as training
 _LOOK_S = 0.001  # between two looks at the clock
 _SAMPLE_S = 0.02  # between two looks at the memory
+
+_FILLED = 1_250_000  # numbers of an array that a task makes: 5 MB
+_ROW = (3, 64, 64)
+_EVERY, _TASK_S, _SLOW_S = 20, 0.003, 0.060  # one task of so many is slow
 
 Measure = Callable[[Contestant, Any, float], float | None]
 
@@ -218,6 +222,31 @@ def _consumer_cpu(contestant: Contestant, size: int, seconds: float) -> float:
         return (clock() - start) / count * 1e3
 
 
+def _task_rate(contestant: Contestant, tasks: Tasks, seconds: float) -> float:
+    """Return results a second, over whole epochs; the first one is not counted."""
+    with contestant.load_tasks()(tasks) as epoch:
+        came = sum(1 for _ in epoch())
+        if came != tasks.steps:
+            raise RuntimeError(f"{came} results came, not {tasks.steps}")
+        count, start = 0, time.perf_counter()
+        while True:
+            deque(epoch(), maxlen=0)
+            count += tasks.steps
+            took = time.perf_counter() - start
+            if took >= seconds:
+                return count / took
+
+
+def _task_bandwidth(contestant: Contestant, tasks: Tasks, seconds: float) -> float:
+    return _task_rate(contestant, tasks, seconds) * _FILLED * 4 / 1e9
+
+
+def _share_of_ideal(contestant: Contestant, tasks: Tasks, seconds: float) -> float:
+    """Return the rate as a percentage of that of workers that never wait."""
+    mean = ((_EVERY - 1) * _TASK_S + _SLOW_S) / _EVERY
+    return _task_rate(contestant, tasks, seconds) / (tasks.workers / mean) * 100
+
+
 def _of(function: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:
     return functools.partial(function, *arguments)  # can be pickled, if `function` can
 
@@ -250,6 +279,10 @@ def _is_ours(contestant: Contestant) -> bool:
     return contestant.needs == "enqueuer"
 
 
+def _maps(contestant: Contestant) -> bool:
+    return contestant.tasks
+
+
 def _chooses(method: str) -> Callable[[Contestant], bool]:
     return lambda contestant: method in contestant.methods
 
@@ -257,6 +290,9 @@ def _chooses(method: str) -> Callable[[Contestant], bool]:
 _large = Setup(_of(sources.ring, sources.IMAGES, "uint8", 8), 8, item_bytes=_LARGE)
 _fresh = Setup(_of(sources.fresh, sources.IMAGES, "uint8"), 8, item_bytes=_LARGE)
 _larger = Setup(_of(sources.ring, sources.IMAGES, "float32", 4), 4, item_bytes=4 * _LARGE)
+
+_rows = Tasks(_of(sources.row, _ROW, 2048), 8192, 8, 2, batch_size=64)
+_straggle = _of(sources.straggle, _EVERY, _TASK_S, _SLOW_S)
 
 _overlaps = {
     f"{how}, {make}/{use} ms": (how, make / 1e3, use / 1e3)
@@ -340,5 +376,35 @@ CASES = {
         _is_ahead,
         more_is_better=False,
         quick=("1 MB", "16 MB"),
+    ),
+    "tasks-tiny": Case(
+        "tasks without work",
+        "tasks/s",
+        {"": Tasks(sources.number, 5000, 64, 2)},
+        _task_rate,
+        _maps,
+    ),
+    "tasks-batch": Case("64 rows of 3x64x64", "batches/s", {"": _rows}, _task_rate, _maps),
+    "tasks-cpu": Case(
+        "tasks in Python, 2 workers",
+        "tasks/s",
+        {"": Tasks(_of(sources.work, _STEPS), 200, 8, 2)},
+        _task_rate,
+        _maps,
+    ),
+    "tasks-large": Case(
+        "tasks that make 5 MB, float32",
+        "GB/s",
+        {"": Tasks(_of(sources.filled, _FILLED), 200, 8, 2)},
+        _task_bandwidth,
+        _maps,
+    ),
+    "tasks-straggler": Case(
+        f"every {_EVERY}th task is {_SLOW_S / _TASK_S:.0f} times as slow, 4 workers",
+        "% of the ideal",
+        {f"queue of {size}": Tasks(_straggle, 400, size, 4) for size in (16, 64)},
+        _share_of_ideal,
+        _maps,
+        quick=("queue of 16",),
     ),
 }

@@ -6,6 +6,7 @@ has seen once more as a mere reference; so no item comes twice before all the ot
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections.abc import Iterator
@@ -58,11 +59,16 @@ def ints() -> Iterator[int]:
 
 def python_work(steps: int) -> Iterator[dict[str, np.ndarray]]:
     """Yield what takes `steps` rounds of a loop in Python, which holds the GIL."""
-    while True:
-        total = 0
-        for n in range(steps):
-            total += n * n % 7
-        yield {"x": np.array([total])}
+    for n in itertools.count():
+        yield work(steps, n)
+
+
+def work(steps: int, n: int) -> dict[str, np.ndarray]:
+    """Return item `n` after `steps` rounds of a loop in Python."""
+    total = n
+    for m in range(steps):
+        total += m * m % 7
+    return {"x": np.array([total])}
 
 
 def sleeping(seconds: float) -> Iterator[dict[str, np.ndarray]]:
@@ -89,3 +95,32 @@ def spin(seconds: float) -> None:
     end = time.thread_time() + seconds
     while time.thread_time() < end:
         pass
+
+
+# --- functions of an index, for those that map ---
+
+
+def number(n: int) -> int:
+    """Return an integer that is an object of its own."""
+    return n + (1 << 40)
+
+
+def row(shape: tuple[int, ...], count: int, n: int) -> np.ndarray:
+    """Return row `n` of an array of `count` rows that each worker has; beyond, it begins anew."""
+    return _rows(shape, count)[n % count]
+
+
+@functools.cache
+def _rows(shape: tuple[int, ...], count: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (count, *shape), np.uint8)
+
+
+def filled(size: int, n: int) -> np.ndarray:
+    """Return a new array of `size` numbers."""
+    return np.full(size, n, np.float32)
+
+
+def straggle(every: int, seconds: float, slow_seconds: float, n: int) -> int:
+    """Return `n` after `seconds`, but one of `every` after `slow_seconds`."""
+    time.sleep(slow_seconds if n % every == every // 2 else seconds)
+    return n

@@ -1,17 +1,21 @@
 """Who is compared, and what each is asked for. One file each; here is the list.
 
 Each file imports its package at the top and has `open(setup)`, a context manager that starts
-everything, gives an iterator over what `setup.source` yields, and stops everything.
+everything, gives an iterator over what `setup.source` yields, and stops everything. Or it has
+`open_tasks(tasks)`, which gives a function; each call of it returns an iterator over one epoch.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 METHODS = ("fork", "forkserver", "spawn")
 
@@ -38,6 +42,45 @@ class Setup:
 
 
 @dataclass(frozen=True)
+class Tasks:
+    """What a contestant that maps is asked for: a result for each index, in their order.
+
+    Attributes:
+        call: The work, as a function of an index.
+        count: How many indices an epoch has.
+        queue_size: How many finished results may wait, or the nearest that there is.
+        workers: How many processes, or threads.
+        batch_size: How many results are stacked into one; None: each comes alone.
+    """
+
+    call: Callable[[int], Any]
+    count: int
+    queue_size: int
+    workers: int
+    batch_size: int | None = None
+
+    @property
+    def steps(self) -> int:
+        """How many results, or batches of them, an epoch has."""
+        return self.count // (self.batch_size or 1)
+
+    def work(self) -> tuple[Callable[[Any], Any], Sequence[Any]]:
+        """Return a function and its arguments, for those that do not make batches themselves."""
+        if self.batch_size is None:
+            return self.call, range(self.count)
+        every = range(self.count)
+        parts = [every[at : at + self.batch_size] for at in every[:: self.batch_size]]
+        return functools.partial(_batch, self.call), parts
+
+
+def _batch(call: Callable[[int], Any], indices: Sequence[int]) -> Any:
+    return np.stack([call(index) for index in indices])
+
+
+Epochs = AbstractContextManager[Callable[[], Iterator[Any]]]
+
+
+@dataclass(frozen=True)
 class Contestant:
     """A row of the list.
 
@@ -50,6 +93,7 @@ class Contestant:
         many: Whether it can have several workers.
         methods: The start methods that it can be told to use.
         threads: Whether it has `open_threads(setup)`, for work that waits.
+        tasks: Whether it has `open_tasks(tasks)`, for functions of an index.
         only: The cases that it takes part in; None means all that it can do.
         never: Those that it cannot do.
     """
@@ -62,6 +106,7 @@ class Contestant:
     many: bool = True
     methods: tuple[str, ...] = ()
     threads: bool = False
+    tasks: bool = False
     only: frozenset[str] | None = None
     never: frozenset[str] = frozenset()
 
@@ -78,12 +123,22 @@ class Contestant:
         """Import it and return what opens it with threads."""
         return importlib.import_module(f"contestants.{self.module}").open_threads
 
+    def load_tasks(self) -> Callable[[Tasks], Epochs]:
+        """Import it and return what opens it for tasks."""
+        return importlib.import_module(f"contestants.{self.module}").open_tasks
 
+
+_TASKS = frozenset({"tasks-tiny", "tasks-batch", "tasks-cpu", "tasks-large", "tasks-straggler"})
 _BYTES = frozenset({"large", "larger", "memory", "consumer-cpu"})
 
 _LIST = [
     Contestant(
-        "enqueuer-process", "enqueuer process", "enqueuer_process", "enqueuer", methods=METHODS
+        "enqueuer-process",
+        "enqueuer process",
+        "enqueuer_process",
+        "enqueuer",
+        methods=METHODS,
+        tasks=True,
     ),
     Contestant(
         "enqueuer-thread",
@@ -92,22 +147,24 @@ _LIST = [
         "enqueuer",
         kind="thread",
         threads=True,
+        tasks=True,
     ),
     Contestant("multiprocessing.Queue", "multi- process. Queue", "mp_queue", None, methods=METHODS),
-    Contestant("torch", "torch Data- Loader", "torch_loader", "torch", methods=METHODS),
+    Contestant("torch", "torch Data- Loader", "torch_loader", "torch", methods=METHODS, tasks=True),
     Contestant(  # what it does to tiny arrays, one file descriptor each, nobody would want
         "torch-numpy",
         "torch, numpy",
         "torch_numpy",
         "torch",
-        only=frozenset({"large", "larger", "tiny"}),
+        tasks=True,
+        only=frozenset({"large", "larger", "tiny", "tasks-batch", "tasks-large"}),
     ),
     Contestant("faster-fifo", "faster- fifo", "faster_fifo_", "faster_fifo"),
     Contestant(  # takes dicts of arrays only
         "pescador", "pescador", "pescador_", "pescador", never=frozenset({"ints"})
     ),
     Contestant("tensorpack", "tensor- pack", "tensorpack_", "tensorpack", threads=True),
-    Contestant("grain", "Grain", "grain_", "grain", threads=True),
+    Contestant("grain", "Grain", "grain_", "grain", threads=True, tasks=True),
     Contestant("spdl", "SPDL", "spdl_", "spdl", methods=METHODS, threads=True),
     Contestant("spdl-arena", "SPDL arena", "spdl_arena", "spdl", only=_BYTES),
     Contestant("batchgenerators", "batch- genera- tors", "batchgenerators_", "batchgenerators"),
@@ -120,7 +177,17 @@ _LIST = [
         many=False,
         never=frozenset({"stop"}),
     ),
-    Contestant("plain-loop", "plain loop", "plain_loop", None, kind="loop", many=False),
+    Contestant("multiprocessing.Pool", "Pool. imap", "mp_pool", None, tasks=True, only=_TASKS),
+    Contestant(
+        "ThreadPoolExecutor",
+        "Thread- Pool- Executor",
+        "thread_pool",
+        None,
+        kind="thread",
+        tasks=True,
+        only=_TASKS,
+    ),
+    Contestant("plain-loop", "plain loop", "plain_loop", None, kind="loop", many=False, tasks=True),
     Contestant(
         "memcpy",
         "memcpy",

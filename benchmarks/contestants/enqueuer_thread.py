@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from contestants import Setup
-from enqueuer import GeneratorEnqueuer
+from contestants import Setup, Tasks
+from enqueuer import GeneratorEnqueuer, OrderedEnqueuer
 
 
 @contextmanager
@@ -20,3 +21,17 @@ def open(setup: Setup) -> Iterator[Iterator[Any]]:
 
 
 open_threads = open
+
+
+@contextmanager
+def open_tasks(tasks: Tasks) -> Iterator[Callable[[], Iterator[Any]]]:
+    """Give the epochs of `tasks`."""
+    with OrderedEnqueuer(
+        range(tasks.count),
+        tasks.call,
+        batch_size=tasks.batch_size,
+        backend="thread",
+        workers=tasks.workers,
+        max_queue_size=tasks.queue_size,
+    ) as enqueuer:
+        yield functools.partial(iter, enqueuer)

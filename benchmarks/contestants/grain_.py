@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from typing import Any
 
 import grain
 
-from contestants import Setup
+from contestants import Setup, Tasks
 
 _SHARED_FROM = 64 * 1024  # bytes; smaller arrays are faster in the pickle
 _ENDLESS = 1 << 40
@@ -33,19 +34,8 @@ class _Items:
 @contextmanager
 def open(setup: Setup) -> Iterator[Iterator[Any]]:
     """Give the items of `setup`."""
-    data = grain.MapDataset.source(_Items(setup.source)).to_iter_dataset(
-        grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)  # one reader, as a generator has
-    )
-    data = grain.experimental.WithOptionsIterDataset(
-        data, grain.experimental.DatasetOptions(min_shm_size=_SHARED_FROM)
-    )
-    data = data.mp_prefetch(
-        grain.MultiprocessingOptions(
-            num_workers=setup.workers,
-            per_worker_buffer_size=max(1, setup.queue_size // setup.workers),
-        )
-    )
-    with closing(iter(data)) as items:
+    data = grain.MapDataset.source(_Items(setup.source))
+    with closing(_in_processes(data, setup.workers, setup.queue_size)) as items:
         yield items
 
 
@@ -58,3 +48,26 @@ def open_threads(setup: Setup) -> Iterator[Iterator[Any]]:
     )
     with closing(iter(data.to_iter_dataset(options))) as items:
         yield items
+
+
+@contextmanager
+def open_tasks(tasks: Tasks) -> Iterator[Callable[[], Iterator[Any]]]:
+    """Give the epochs of `tasks`, which follow each other on the same workers."""
+    data = grain.MapDataset.range(tasks.count).map(tasks.call)
+    if tasks.batch_size is not None:
+        data = data.batch(tasks.batch_size)
+    with closing(_in_processes(data.repeat(), tasks.workers, tasks.queue_size)) as items:
+        yield lambda: itertools.islice(items, tasks.steps)
+
+
+def _in_processes(data: Any, workers: int, queue_size: int) -> Any:
+    read = data.to_iter_dataset(
+        grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)  # one reader in each process
+    )
+    read = grain.experimental.WithOptionsIterDataset(
+        read, grain.experimental.DatasetOptions(min_shm_size=_SHARED_FROM)
+    )
+    options = grain.MultiprocessingOptions(
+        num_workers=workers, per_worker_buffer_size=max(1, queue_size // workers)
+    )
+    return iter(read.mp_prefetch(options))

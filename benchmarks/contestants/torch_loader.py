@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from contestants import Setup
+from contestants import Setup, Tasks
 
 
 class Stream(IterableDataset):
@@ -19,6 +20,20 @@ class Stream(IterableDataset):
 
     def __iter__(self) -> Iterator[Any]:
         return self._source()
+
+
+class Indexed(Dataset):
+    """A function of an index as torch wants it."""
+
+    def __init__(self, call: Callable[[int], Any], count: int) -> None:
+        self._call = call
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> Any:
+        return self._call(index)
 
 
 @contextmanager
@@ -37,3 +52,21 @@ def open(setup: Setup, **options: Any) -> Iterator[Iterator[Any]]:
         yield iterator
     finally:
         iterator._shutdown_workers()  # what its `__del__` does
+
+
+@contextmanager
+def open_tasks(tasks: Tasks, **options: Any) -> Iterator[Callable[[], Iterator[Any]]]:
+    """Give the epochs of `tasks`."""
+    loader = DataLoader(
+        Indexed(tasks.call, tasks.count),
+        batch_size=tasks.batch_size,
+        num_workers=tasks.workers,
+        prefetch_factor=max(1, tasks.queue_size // tasks.workers),
+        persistent_workers=True,
+        **options,
+    )
+    try:
+        yield functools.partial(iter, loader)
+    finally:
+        if loader._iterator is not None:
+            loader._iterator._shutdown_workers()

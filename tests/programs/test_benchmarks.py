@@ -53,6 +53,19 @@ def test_a_run_prints_a_table_and_saves_it(tmp_path):
         assert one["median"] > 0
 
 
+def test_tasks_are_measured(tmp_path):
+    contestants = ("enqueuer-process", "enqueuer-thread", "ThreadPoolExecutor")
+    done = run(
+        *("--quick", "--seconds", 0.01, "--out", tmp_path, "--only", "tasks-batch"),
+        *("--contestants", *contestants),
+    )
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "results.json").read_text())["results"]["tasks-batch"][""]
+    assert {name: cell["status"] for name, cell in results.items()} == dict.fromkeys(
+        contestants, "ok"
+    ), done.stderr
+
+
 def test_a_peer_that_is_not_installed_is_shown_as_missing(tmp_path):
     # which of the peers are installed here is not known, so this one is hidden
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['pescador'] = None")
@@ -64,7 +77,7 @@ def test_the_list_names_cases_and_contestants():
     done = run("--list")
     assert (done.returncode, done.stderr) == (0, "")
     names = {line.split()[0] for line in done.stdout.splitlines() if line}
-    assert {"large", "memory", "enqueuer-process", "memcpy"} <= names
+    assert {"large", "memory", "tasks-tiny", "enqueuer-process", "memcpy"} <= names
 
 
 def test_ours_pass_the_failure_table(tmp_path):
