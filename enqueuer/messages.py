@@ -67,9 +67,8 @@ class Record:
 Message = Item | End | Failure | Empty
 
 
-@dataclass(frozen=True)
-class Ticket:
-    """The right, and the duty, to do one task.
+class Ticket(NamedTuple):
+    """The right, and the duty, to do one task; a tuple, since it is pickled for each.
 
     Attributes:
         number: Of the task, counted over all epochs.

@@ -56,6 +56,12 @@ class TaskSource:
         self.takes_task = self.map is not None and takes_two(self.map)
         self.is_sequence = is_sequence(self.items)
 
+    @property
+    def runs_code(self) -> bool:
+        """Whether there is code of the user's that might draw from the global generators."""
+        own = self.map is not None or self.collate is not stack
+        return own or type(self.items) not in (list, tuple, range, str, bytes, np.ndarray)
+
     def __getstate__(self) -> dict[str, Any]:
         """Leave an iterable at home: its elements come with the tickets."""
         return {**self.__dict__, "items": self.items if self.is_sequence else None}

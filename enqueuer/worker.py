@@ -139,9 +139,10 @@ def serve_tasks(
     """
     source = plan.source
     assert isinstance(source, TaskSource)
+    enter = enter if enter is not None and source.runs_code else _nothing
     try:
         while (ticket := tickets.next_ticket()) is not None:
-            _do(source, ticket, sender, enter or _nothing, plan.on_error)
+            _do(source, ticket, sender, enter, plan.on_error)
     except Closed:
         pass
 

@@ -9,6 +9,7 @@ still lies in the socket can be looked at.
 
 from __future__ import annotations
 
+import array
 import contextlib
 import errno
 import os
@@ -24,11 +25,13 @@ from enqueuer.messages import Ticket
 from enqueuer.transport import is_portable
 from enqueuer.transport.blocks import nameless_file, read_whole
 from enqueuer.transport.codec import find_culprit
-from enqueuer.transport.packets import HAS_SEQPACKET, MAX_PACKET, close_in_children
+from enqueuer.transport.packets import HAS_SEQPACKET, close_in_children
 
 HEAD = struct.Struct("=QQ")  # token, number of the task
 INLINE_BYTES = 1024  # a larger ticket goes beside the packet; macOS takes 2048 in a datagram
-_CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+_MOST_BYTES = HEAD.size + INLINE_BYTES
+_ANCILLARY = socket.CMSG_SPACE(array.array("i").itemsize)
+_FLAGS = socket.MSG_DONTWAIT | getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 
 class TicketOffice:
@@ -84,10 +87,13 @@ class TicketOffice:
 def take(counter: socket.socket) -> tuple[bytes, list[int]] | None:
     """Take a ticket, if there is one: the packet, and the descriptor beside it."""
     try:
-        data, fds, _, _ = socket.recv_fds(counter, MAX_PACKET, 1, socket.MSG_DONTWAIT | _CLOEXEC)
+        data, ancillary, _, _ = counter.recvmsg(_MOST_BYTES, _ANCILLARY, _FLAGS)
     except (BlockingIOError, ConnectionResetError):
         return None
-    return (data, list(fds)) if data else None
+    fds = array.array("i")
+    for _, _, rights in ancillary:
+        fds.frombytes(rights[: fds.itemsize])
+    return (data, fds.tolist()) if data else None
 
 
 def pack(ticket: Ticket, are_forked: bool) -> bytes:
