@@ -172,9 +172,14 @@ class TaskProcesses(ProcessBackend):
     # --- deaths ---
 
     def _replace_the_dead(self, order: TaskOrder) -> None:
-        for worker in list(self._workers):
-            if worker.state is WorkerState.DEAD and worker not in self._mourned:
-                self._replace_one(worker, order)
+        # one after the other: while one is replaced, the death of any other may be read
+        while dead := next(filter(self._is_to_be_replaced, self._workers), None):
+            if self._closed:
+                return
+            self._replace_one(dead, order)
+
+    def _is_to_be_replaced(self, worker: Watched) -> bool:
+        return worker.state is WorkerState.DEAD and worker not in self._mourned
 
     def _replace_one(self, dead: Watched, order: TaskOrder) -> None:
         self._collect()  # what others have done meanwhile; nothing of the dead is left on its road

@@ -47,7 +47,7 @@ from enqueuer.transport.blocks import remove_names_of
 from enqueuer.transport.channel import Credit
 from enqueuer.transport.consumer_end import ConsumerEnd
 from enqueuer.transport.packets import Descriptor, Packets, close_in_children, pair
-from enqueuer.transport.road import Road, open_road
+from enqueuer.transport.road import LIMIT, Road, open_road
 
 START_TIMEOUT_S = 60.0  # a first word that takes longer is a deadlock; imports come after it
 
@@ -149,6 +149,7 @@ class ProcessBackend:
             for thing in (ours, write):
                 close_in_children(thing)
             packets, way = Packets(ours), Road.of(memory.fileno())
+            way.words[LIMIT] = part.credit.items  # now: it may have something to send at once
             forked = functools.partial(
                 main_forked, its, read, way, self._setup(), part, job.source, job.on_error, counter
             )
