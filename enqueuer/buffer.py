@@ -77,7 +77,8 @@ class Buffer(Generic[T]):
                 raise Closed("the buffer is closed")
             self._items.append((item, size_bytes))
             self._bytes += size_bytes
-            self._not_empty.notify()
+            if self._getters:
+                self._not_empty.notify()
 
     def put_nowait(self, item: T, size_bytes: int = 0) -> None:
         """Append `item`, or raise `queue.Full` at once."""
@@ -182,6 +183,8 @@ class Buffer(Generic[T]):
             self._getters -= 1
 
     def _wake_putters_locked(self) -> None:
+        if not self._putters:
+            return
         # With a bound on bytes the one who is woken might be too large while the next is not.
         if self.max_bytes is None:
             self._not_full.notify()

@@ -496,8 +496,8 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
         """Read elements and hand out their tasks, as many as the bound allows."""
         order, backend, source = self._order, tasks_of(self._backend), self._source
         assert isinstance(order, TaskOrder)
-        reads = 0
-        while not self._is_read and backend.outstanding < self._most_out(backend):
+        reads, most = 0, self._most_out(backend)
+        while not self._is_read and backend.outstanding < most:
             if self._pending is None:
                 if reads > 1 and not source.is_sequence and backend.poll(order):
                     return  # who waits for a batch should not wait for a slow iterable

@@ -197,7 +197,8 @@ class TaskOrder:
         self.items = 0  # that were taken, and not only passed over
         self._beyond = {first + number for number in done}
         self._end: int | None = None
-        self._states = {self.next: start.state}  # before the task
+        # before the task, of a reader that tells its state
+        self._states = {} if start.state is None else {self.next: start.state}
 
     @property
     def done(self) -> bool:
@@ -213,8 +214,9 @@ class TaskOrder:
 
         Called when all that was taken was given away, too: earlier states can be forgotten.
         """
-        for old in [old for old in self._states if old < self.next]:
-            del self._states[old]
+        if self._states:
+            for old in [old for old in self._states if old < self.next]:
+                del self._states[old]
         if state is not None:
             self._states[number + 1] = state
 
@@ -232,8 +234,11 @@ class TaskOrder:
         return ANY
 
     def took(self, shard: int, number: int, state: Any = None) -> None:
-        self._beyond.add(number)
-        self._advance()
+        if number == self.next and not self._beyond:
+            self.next = number + 1
+        else:
+            self._beyond.add(number)
+            self._advance()
 
     def ended(self, shard: int) -> None:
         raise AssertionError("tasks end with the reader")

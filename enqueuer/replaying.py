@@ -114,7 +114,7 @@ def redo(
     with _globals_of(Task(ticket.indices[0], ticket.epoch, random_seed), seed):
         for index, element in zip(ticket.indices, elements, strict=True):
             try:
-                result = source.result(Task(index, ticket.epoch, random_seed), element)
+                result = source.result(index, ticket.epoch, random_seed, element)
             except Exception:
                 if index == at or not skip:
                     raise

@@ -199,7 +199,7 @@ def seed_globals(place: Seeded, gpus: bool = True, tensorflow: bool = True) -> N
     """
     words = place._sequence(1).generate_state(8, np.uint64)
     random.seed(int(words[0]) << 64 | int(words[1]))
-    np.random.seed([int(word) & 0xFFFFFFFF for word in words[2:6]])
+    np.random.seed(words[2:6].astype(np.uint32))  # the lower halves
     torch, tf = sys.modules.get("torch"), sys.modules.get("tensorflow")
     if torch is not None and hasattr(torch, "manual_seed"):
         seed = torch.manual_seed if gpus else torch.default_generator.manual_seed

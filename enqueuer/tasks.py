@@ -66,23 +66,24 @@ class TaskSource:
         """Leave an iterable at home: its elements come with the tickets."""
         return {**self.__dict__, "items": self.items if self.is_sequence else None}
 
-    def task(self, index: int, epoch: int) -> Task:
-        """Return the task of an element."""
-        return Task(index, epoch, self.random_seed)
-
-    def result(self, task: Task, element: Any = None) -> Any:
-        """Do a task.
+    def result(self, index: int, epoch: int, random_seed: int, element: Any = None) -> Any:
+        """Do the task of one element.
 
         Args:
-            task: Which one.
-            element: What it is about; needless if this is a sequence.
+            index: Of the element.
+            epoch: From 0.
+            random_seed: Of the enqueuer.
+            element: It; needless if this is a sequence.
         """
         if self.is_sequence:
-            self.catch_up(task.epoch)
-            element = self.items[task.index]
+            if self.ended < epoch:
+                self.catch_up(epoch)
+            element = self.items[index]
         if self.map is None:
             return element
-        return self.map(element, task) if self.takes_task else self.map(element)
+        if self.takes_task:
+            return self.map(element, Task(index, epoch, random_seed))
+        return self.map(element)
 
     def catch_up(self, epoch: int) -> None:
         """Tell the sequence of the ends of all epochs before this one, if it wants to know.
@@ -264,7 +265,7 @@ def stack(results: list[Any]) -> Any:
     """
     first = results[0]
     if isinstance(first, (np.ndarray, np.generic)):
-        shapes = {np.shape(result) for result in results}
+        shapes = {getattr(result, "shape", ()) for result in results}
         if len(shapes) > 1:
             raise ValueError(
                 f"the results of a batch differ in shape ({', '.join(map(str, sorted(shapes)))}); "

@@ -157,10 +157,12 @@ def _do(
     """Send the result of a ticket, or that it has none; and each error, by the element."""
     elements = ticket.elements or [None] * len(ticket.indices)
     results = []
-    enter(source.task(ticket.indices[0], ticket.epoch))
+    seed = source.random_seed
+    if enter is not _nothing:
+        enter(Task(ticket.indices[0], ticket.epoch, seed))
     for place, (index, element) in enumerate(zip(ticket.indices, elements, strict=True)):
         try:
-            result = source.result(source.task(index, ticket.epoch), element)
+            result = source.result(index, ticket.epoch, seed, element)
         except BaseException as error:
             goes_on, result = _instead(Failure(place, ticket.number, error), sender, on_error)
             if not goes_on:

@@ -31,7 +31,7 @@ HEAD = struct.Struct("=QQ")  # token, number of the task
 INLINE_BYTES = 1024  # a larger ticket goes beside the packet; macOS takes 2048 in a datagram
 _MOST_BYTES = HEAD.size + INLINE_BYTES
 _ANCILLARY = socket.CMSG_SPACE(array.array("i").itemsize)
-_FLAGS = socket.MSG_DONTWAIT | getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+_FLAGS = int(socket.MSG_DONTWAIT | getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 
 
 class TicketOffice:
