@@ -653,20 +653,30 @@ def test_a_batch_that_cannot_be_collated_is_replayed_whole(backend):
         replay(caught.value)
 
 
-def test_a_slow_iterable_does_not_hold_back_what_is_done(backend):
-    """Reading on, to fill the queue, would take it for ever."""
-    read = []
+class SlowAtTheSecond:
+    """An iterable that is quick in its first epoch, when the workers start, and slow then."""
 
-    def rows():
-        for x in range(100):
-            read.append(x)
-            if x > 4:
+    def __init__(self):
+        self.epochs = 0
+        self.read = 0
+
+    def __iter__(self):
+        self.epochs += 1
+        self.read = 0
+        for x in range(100 if self.epochs > 1 else 5):
+            self.read += 1
+            if self.epochs > 1:
                 time.sleep(0.05)
             yield x
 
-    with make(rows(), double, workers=2, max_queue_size=50, **backend) as enqueuer:
-        enqueuer.queue.get()
-        assert len(read) < 40
+
+def test_a_slow_iterable_does_not_hold_back_what_is_done(backend):
+    """Reading on, to fill the queue, would take it for seconds."""
+    elements = SlowAtTheSecond()
+    with make(elements, double, workers=2, max_queue_size=90, **backend) as enqueuer:
+        assert len(list(enqueuer)) == 5
+        assert next(iter(enqueuer)) == 0
+        assert elements.read < 60
 
 
 def test_get_ends_if_an_epoch_gives_nothing(backend):
