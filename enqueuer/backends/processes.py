@@ -112,11 +112,13 @@ class ProcessBackend:
     def _write_payload(self) -> None:
         job = self._job
         if job.start_method != "fork":
-            payload = write_payload(self._setup(), job.source, job.on_error, job.start_method)
+            payload = write_payload(self._setup, job.source, job.on_error, job.start_method)
             self._resources.callback(payload.close)
             self._payload = payload
 
+    @functools.cached_property
     def _setup(self) -> Setup:
+        """What all workers are told: once, as it takes a look at all loggers."""
         levels = logs.Levels.of_this_process() if self._job.forward_logs is True else None
         fork = self._job.start_method == "fork"
         around = None if fork else Surroundings.of_this_process()
@@ -151,7 +153,7 @@ class ProcessBackend:
             packets, way = Packets(ours), Road.of(memory.fileno())
             way.words[LIMIT] = part.credit.items  # now: it may have something to send at once
             forked = functools.partial(
-                main_forked, its, read, way, self._setup(), part, job.source, job.on_error, counter
+                main_forked, its, read, way, self._setup, part, job.source, job.on_error, counter
             )
             process = launch(job.start_method, its, read, forked)
             if self._payload is not None:
