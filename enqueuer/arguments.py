@@ -16,22 +16,12 @@ from enqueuer.worker import OnError
 
 def positive(name: str, value: object) -> int:
     """Return a count; raise TypeError or ValueError unless it is an int >= 1."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must be an int, got {value!r}")
-    number = int(value.__index__())
-    if number < 1:
-        raise ValueError(f"{name} must be >= 1, got {number}")
-    return number
+    return _int(name, value, least=1)
 
 
 def count(name: str, value: object) -> int:
     """Return a number of things; raise TypeError or ValueError unless it is an int >= 0."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must be an int, got {value!r}")
-    number = int(value.__index__())
-    if number < 0:
-        raise ValueError(f"{name} must be >= 0, got {number}")
-    return number
+    return _int(name, value, least=0)
 
 
 def rank(rank: object, world_size: object) -> tuple[int, int]:
@@ -86,12 +76,7 @@ def elements(sequence: object, map: object, shuffle: object) -> None:
 
 def seed(value: object) -> int:
     """Return a random seed; raise TypeError or ValueError unless it is an int >= 0."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"random_seed must be an int or None, got {value!r}")
-    number = int(value.__index__())
-    if number < 0:
-        raise ValueError(f"random_seed must be >= 0, got {number}")
-    return number
+    return _int("random_seed", value, least=0, kind="an int or None")
 
 
 def seconds(name: str, value: float) -> float:
@@ -156,3 +141,12 @@ def forward_logs(value: object, start_method: str) -> bool | str:
             "(backend='process', mp_context='fork'); leave it True for all others"
         )
     return MULTIPROCESSING_LOGGING
+
+
+def _int(name: str, value: object, least: int, kind: str = "an int") -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be {kind}, got {value!r}")
+    number = int(value.__index__())
+    if number < least:
+        raise ValueError(f"{name} must be >= {least}, got {number}")
+    return number

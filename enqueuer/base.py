@@ -470,6 +470,23 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             drop_last=self._drop_last,
         )
 
+    def _job_of(self, source: Source | TaskSource, shards: int, own: tuple[int, ...]) -> Job:
+        """Return what the backend is to do with a source, by the options."""
+        return Job(
+            source=source,
+            shards=shards,
+            own=own,
+            workers=self._workers,
+            random_seed=self._random_seed,
+            ordered=self._ordered,
+            max_queue_size=self._max_queue_size,
+            max_queue_bytes=self._max_queue_bytes,
+            start_method=self._start_method,
+            forward_logs=self._forward_logs,
+            on_error=self._on_error,
+            max_restarts=self._max_restarts,
+        )
+
     def _start_backend(self, job: Job) -> Backend:
         backend = backends.load(self._backend_name, job)
         backend.start()

@@ -193,20 +193,7 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
     def _job(self) -> Job:
         if isinstance(self._source, LiveSource) and self._all_shards() > 1:
             _warn_of_duplicates(self._workers)
-        return Job(
-            source=self._source,
-            shards=self._all_shards(),
-            own=tuple(self._own_shards()),
-            workers=self._workers,
-            random_seed=self._random_seed,
-            ordered=self._ordered,
-            max_queue_size=self._max_queue_size,
-            max_queue_bytes=self._max_queue_bytes,
-            start_method=self._start_method,
-            forward_logs=self._forward_logs,
-            on_error=self._on_error,
-            max_restarts=self._max_restarts,
-        )
+        return self._job_of(self._source, self._all_shards(), tuple(self._own_shards()))
 
     def _job_with(self, workers: int) -> Job | None:
         if isinstance(self._source, LiveSource):
@@ -453,20 +440,7 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
     # --- inside ---
 
     def _job(self) -> Job:
-        return Job(
-            source=self._source,
-            shards=0,
-            own=(),
-            workers=self._workers,
-            random_seed=self._random_seed,
-            ordered=self._ordered,
-            max_queue_size=self._max_queue_size,
-            max_queue_bytes=self._max_queue_bytes,
-            start_method=self._start_method,
-            forward_logs=self._forward_logs,
-            on_error=self._on_error,
-            max_restarts=self._max_restarts,
-        )
+        return self._job_of(self._source, shards=0, own=())
 
     def _job_with(self, workers: int) -> Job:
         return dataclasses.replace(self._job(), workers=workers)

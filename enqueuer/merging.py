@@ -184,8 +184,8 @@ class TaskOrder:
 
     Example:
         >>> order = TaskOrder(first=100, start=Start(2), done=(), ordered=True)
-        >>> order.wants(103), order.wants(102)
-        (False, True)
+        >>> order.was_taken(101), order.was_taken(102)
+        (True, False)
         >>> order.took(0, 102); order.end_at(103); order.done
         True
     """
@@ -219,12 +219,6 @@ class TaskOrder:
                 del self._states[old]
         if state is not None:
             self._states[number + 1] = state
-
-    def wants(self, number: int) -> bool:
-        """Return whether the result of this task may be taken now."""
-        if self.ordered:
-            return number == self.next
-        return number >= self.next and number not in self._beyond
 
     def was_taken(self, number: int) -> bool:
         """Return whether the task was done, now or before the start."""
