@@ -65,6 +65,25 @@ def bytes_of(batch):
     return batch["where"], batch["small"].tobytes(), batch["large"][0].tobytes()
 
 
+class Reiterable:
+    """An iterable that is resumed itself, as torchdata's loaders are."""
+
+    def __init__(self, stop=20):
+        self.at, self.stop = 0, stop
+
+    def __iter__(self):
+        while self.at < self.stop:
+            self.at += 1
+            yield self.at - 1
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
 class Failing:
     """A generator function that yields `count` items in each shard, then calls `act`."""
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from contestants import Setup, Tasks
 from enqueuer import GeneratorEnqueuer, OrderedEnqueuer
+from enqueuer.backends import BackendName
 
 
 @contextmanager
@@ -25,13 +26,15 @@ def open(setup: Setup) -> Iterator[Iterator[Any]]:
 
 
 @contextmanager
-def open_tasks(tasks: Tasks) -> Iterator[Callable[[], Iterator[Any]]]:
+def open_tasks(
+    tasks: Tasks, backend: BackendName = "process"
+) -> Iterator[Callable[[], Iterator[Any]]]:
     """Give the epochs of `tasks`."""
     with OrderedEnqueuer(
         range(tasks.count),
         tasks.call,
         batch_size=tasks.batch_size,
-        backend="process",
+        backend=backend,
         workers=tasks.workers,
         max_queue_size=tasks.queue_size,
     ) as enqueuer:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from contestants import Setup, Tasks
-from enqueuer import GeneratorEnqueuer, OrderedEnqueuer
+from contestants import Setup, enqueuer_process
+from enqueuer import GeneratorEnqueuer
 
 
 @contextmanager
@@ -21,17 +21,4 @@ def open(setup: Setup) -> Iterator[Iterator[Any]]:
 
 
 open_threads = open
-
-
-@contextmanager
-def open_tasks(tasks: Tasks) -> Iterator[Callable[[], Iterator[Any]]]:
-    """Give the epochs of `tasks`."""
-    with OrderedEnqueuer(
-        range(tasks.count),
-        tasks.call,
-        batch_size=tasks.batch_size,
-        backend="thread",
-        workers=tasks.workers,
-        max_queue_size=tasks.queue_size,
-    ) as enqueuer:
-        yield functools.partial(iter, enqueuer)
+open_tasks = functools.partial(enqueuer_process.open_tasks, backend="thread")

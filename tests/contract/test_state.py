@@ -4,7 +4,7 @@ import json
 import pickle
 
 import pytest
-from helpers import bytes_of, random_batches
+from helpers import Reiterable, bytes_of, random_batches
 
 from enqueuer import GeneratorEnqueuer, InvalidState, StateMismatch
 
@@ -211,25 +211,6 @@ class Counting:
         self.asked.append(self.at)
         self.at += 1
         return self.at - 1
-
-    def state_dict(self):
-        return {"at": self.at}
-
-    def load_state_dict(self, state):
-        self.at = state["at"]
-
-
-class Reiterable:
-    """An iterable that is resumed itself, as torchdata's loaders are."""
-
-    def __init__(self):
-        self.at = 0
-
-    def __iter__(self):
-        while self.at < 20:
-            self.at += 1
-            yield self.at - 1
-        self.at = 0
 
     def state_dict(self):
         return {"at": self.at}

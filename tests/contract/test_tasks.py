@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 import pytest
-from helpers import LIMIT, kill_self
+from helpers import LIMIT, Reiterable, kill_self
 
 from enqueuer import (
     InvalidState,
@@ -458,33 +458,14 @@ def test_an_iterable_is_resumed_by_reading_it_again(backend):
     assert [x for batch in first + rest for x in batch] == [2 * x for x in range(40)]
 
 
-class Rows:
-    """An iterable that knows its place."""
-
-    def __init__(self):
-        self.at = 0
-
-    def __iter__(self):
-        while self.at < 30:
-            self.at += 1
-            yield self.at - 1
-        self.at = 0
-
-    def state_dict(self):
-        return {"at": self.at}
-
-    def load_state_dict(self, state):
-        self.at = state["at"]
-
-
 def test_an_iterable_of_its_own_state_is_resumed_by_that(backend):
-    with make(Rows(), augmented, workers=2, **backend) as enqueuer:
+    with make(Reiterable(30), augmented, workers=2, **backend) as enqueuer:
         wanted = list(enqueuer)
-    with make(Rows(), augmented, workers=2, **backend) as enqueuer:
+    with make(Reiterable(30), augmented, workers=2, **backend) as enqueuer:
         first = [next(enqueuer.get()) for _ in range(11)]
         state = enqueuer.state_dict()
     assert state["states"] == [[0, {"at": first[-1][0] + 1}]]
-    later = make(Rows(), augmented, **backend)
+    later = make(Reiterable(30), augmented, **backend)
     later.load_state_dict(state)
     with later:
         assert first + list(later) == wanted
