@@ -348,7 +348,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         return self._state is State.RUNNING and not self._over
 
     def __enter__(self: Self) -> Self:
-        if self._state in (State.NEW, State.STOPPED):
+        if self._is_idle():
             self.start()
         return self
 
@@ -389,6 +389,10 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         with self._lock:
             self._check_started("get() from it")
             return _Batches(self, self._ready)
+
+    def _is_idle(self) -> bool:
+        """Return whether it has no workers: it was not started, or was stopped."""
+        return self._state in (State.NEW, State.STOPPED)
 
     def _move(self, new: State) -> None:
         """Change state; the only method that assigns `_state` after the construction."""
@@ -606,7 +610,13 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         self._move(State.FAILED)
         if self._raised is None:
             self._raised = _Raised(self._presentable(failure))
-        raise self._raised.once_more()
+        error = self._raised.once_more()
+        self._failure = dataclasses.replace(failure, error=self._raised.error)
+        del failure
+        try:
+            raise error
+        finally:
+            del error  # or it and its traceback would be a circle
 
     def _note(self, failure: Failure) -> None:
         """Keep a failure for its turn; or log and count it, if it is to be skipped. Lock held."""
@@ -768,20 +778,20 @@ class _Raised:
     """A failure that was raised once and will be again: each time as an exception of its own."""
 
     def __init__(self, error: BaseException) -> None:
-        self._error = error
+        self.error = error
         self._traceback = error.__traceback__
-        self._used = False
 
     def once_more(self) -> BaseException:
-        """Return the error itself, later a copy with the frames of the worker only."""
-        if not self._used:
-            self._used = True
-            return self._error
-        error = self._error
+        """Return the error itself, later a copy with the frames of the worker only.
+
+        What was returned is not kept: its traceback grows frames of the loop, and with them all
+        that the loop knows would be kept.
+        """
+        error = self.error
         with contextlib.suppress(Exception):  # not every class can be copied
             twin = copy.copy(error)
             if type(twin) is type(error) and str(twin) == str(error):
                 twin.__cause__, twin.__context__ = error.__cause__, error.__context__
                 twin.__suppress_context__ = error.__suppress_context__
-                error = twin
+                self.error = twin
         return error.with_traceback(self._traceback)

@@ -84,6 +84,10 @@ class TransportError(EnqueuerError, RuntimeError):
     """What came over a worker's channel makes no sense: a packet is missing or malformed."""
 
 
+class FrameworkUnavailable(EnqueuerError, ImportError):
+    """What an adapter is for is not installed, or too old; the message says what to install."""
+
+
 class BlockMemoryError(EnqueuerError, MemoryError):
     """No shared memory of the size of this item could be had."""
 

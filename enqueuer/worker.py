@@ -106,6 +106,7 @@ def run(
                 failure = Failure(stream.shard.index, stream.number, error)
                 goes_on, value = _instead(failure, sender, on_error)
                 if not goes_on:
+                    del failure  # or the error, whose traceback has this frame, would be kept
                     return
                 if stream.is_behind:
                     value = None  # what stood in its place was had before

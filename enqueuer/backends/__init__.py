@@ -190,17 +190,24 @@ def load(name: str, job: Job) -> Backend:
     return backend
 
 
-def forget(backend: Backend, timeout: float) -> None:
-    """Stop a backend whose enqueuer is garbage.
+class Stoppable(Protocol):
+    """What has workers that can be stopped."""
+
+    def stop(self, timeout: float) -> None:
+        """End them within `timeout` seconds."""
+
+
+def forget(workers: Stoppable, timeout: float) -> None:
+    """Stop a backend whose enqueuer is garbage, or an enqueuer whose loader is.
 
     The collector runs in any thread, and in one of our workers it may strike in the middle of
     what a stop would interrupt: between seeing that a buffer is full and waiting for room, say.
     Then another thread does it.
     """
     if not isinstance(threading.current_thread(), WorkerThread):
-        backend.stop(timeout)
+        workers.stop(timeout)
         return
-    helper = threading.Thread(target=backend.stop, args=(timeout,), daemon=True)
+    helper = threading.Thread(target=workers.stop, args=(timeout,), daemon=True)
     with contextlib.suppress(RuntimeError):  # the interpreter ends, and daemonic threads with it
         helper.start()
 

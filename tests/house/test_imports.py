@@ -15,6 +15,8 @@ ORDER = [
     ["cli"],
     ["demo"],
     ["__init__"],
+    ["adapters.loading"],
+    ["adapters.__init__"],
     ["enqueuers"],
     ["base"],
     ["arguments", "replaying", "state"],

@@ -1,0 +1,311 @@
+"""What all adapters have in common: who stops whom, epochs, positions, working ahead."""
+
+import dataclasses
+import gc
+import itertools
+import threading
+from collections import defaultdict, namedtuple
+
+import pytest
+from helpers import LIMIT, counting, twelve, wait_until
+
+from enqueuer import FrameworkUnavailable, GeneratorEnqueuer, InvalidState, OrderedEnqueuer
+from enqueuer.adapters.loading import Ahead, Loader, framework, mapped
+
+
+class Plain(Loader):
+    """A loader that changes nothing."""
+
+    def _convert(self, batch):
+        return batch
+
+
+class Later(Ahead):
+    """A loader that works ahead and changes nothing."""
+
+    def __init__(self, loader, queue_size=2, steps_per_epoch=None, change=lambda batch: batch):
+        super().__init__(loader, change, queue_size, steps_per_epoch)
+
+    def _receive(self, changed):
+        return changed
+
+
+@pytest.fixture(params=[Plain, Later])
+def kind(request):
+    return request.param
+
+
+def runs(enqueuer):
+    return not enqueuer._is_idle()
+
+
+def failing():
+    yield 1
+    raise KeyError("no such thing")
+
+
+# --- who stops whom ----------------------------------------------------------------------------
+
+
+def test_an_enqueuer_that_was_not_started_ends_with_its_loader(kind, backend):
+    enqueuer = GeneratorEnqueuer(twelve, **backend)
+    loader = kind(enqueuer)
+    assert list(loader) == list(range(12))
+    assert runs(enqueuer)
+    del loader
+    assert not runs(enqueuer)
+
+
+def test_one_that_runs_already_is_left_running(kind):
+    with GeneratorEnqueuer(twelve) as enqueuer:
+        loader = kind(enqueuer)
+        assert list(loader) == list(range(12))
+        loader.stop()
+        del loader
+        assert runs(enqueuer)
+
+
+def test_a_break_and_nothing_else_ends_it(kind, backend):
+    enqueuer = GeneratorEnqueuer(counting, **backend)
+    for _ in kind(enqueuer):
+        break
+    assert not runs(enqueuer)
+
+
+def test_an_exception_in_the_loop_ends_it(kind, backend):
+    enqueuer = GeneratorEnqueuer(counting, **backend)
+
+    def train():
+        for _ in kind(enqueuer):
+            raise RuntimeError("diverged")
+
+    with pytest.raises(RuntimeError, match="diverged"):
+        train()
+    assert not runs(enqueuer)
+
+
+def test_a_with_block_ends_it(kind):
+    enqueuer = GeneratorEnqueuer(counting)
+    with kind(enqueuer) as loader:
+        assert next(iter(loader)) == (0, 0)
+    assert not runs(enqueuer)
+
+
+def test_a_loader_of_a_loader_stops_it():
+    enqueuer = GeneratorEnqueuer(counting)
+    outer = Later(Plain(enqueuer))
+    assert next(iter(outer)) == (0, 0)
+    del outer
+    assert not runs(enqueuer)
+
+
+def test_stop_ends_a_thread_that_waits_for_a_batch():
+    asked, go = threading.Event(), threading.Event()
+
+    def slow():
+        yield 1
+        asked.set()
+        go.wait(LIMIT)
+        yield 2
+
+    loader = Later(GeneratorEnqueuer(slow))
+    assert next(iter(loader)) == 1
+    assert asked.wait(LIMIT)
+    threading.Timer(0.1, go.set).start()  # a generator on a thread cannot be interrupted
+    loader.stop()
+    wait_until(lambda: not [t for t in threading.enumerate() if t.name == "Timer"])
+
+
+# --- epochs and positions ----------------------------------------------------------------------
+
+
+def test_each_iteration_is_an_epoch(kind):
+    loader = kind(GeneratorEnqueuer(lambda shard: iter([shard.epoch])))
+    assert [list(loader) for _ in range(3)] == [[0], [1], [2]]
+
+
+def test_after_a_break_an_enqueuer_goes_on(kind, backend):
+    loader = kind(GeneratorEnqueuer(twelve, **backend))
+    first = list(itertools.islice(loader, 5))
+    assert first + list(loader) == list(range(12))
+
+
+def test_after_a_break_a_list_begins_anew(kind):
+    loader = kind([1, 2, 3, 4])
+    assert list(itertools.islice(loader, 2)) == [1, 2]
+    assert list(loader) == [1, 2, 3, 4]
+
+
+def test_an_iterable_is_iterated_once_an_epoch(kind):
+    class Counted:
+        passes = 0
+
+        def __iter__(self):
+            self.passes += 1
+            return iter(range(3))
+
+    source = Counted()
+    loader = kind(source)
+    assert [list(loader) for _ in range(2)] == [[0, 1, 2]] * 2
+    assert source.passes == 2
+
+
+def test_steps_per_epoch_cuts_what_has_no_end(kind):
+    loader = kind(GeneratorEnqueuer(counting), steps_per_epoch=3)
+    assert len(loader) == 3
+    assert [[number for _, number in loader] for _ in range(2)] == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_steps_per_epoch_goes_on_where_the_generator_ends(kind):
+    loader = kind(GeneratorEnqueuer(lambda: iter(range(4))), steps_per_epoch=6)
+    assert list(loader) == [0, 1, 2, 3, 0, 1]
+    assert list(loader) == [2, 3, 0, 1, 2, 3]
+    assert list(loader) == [0, 1, 2, 3, 0, 1]
+
+
+def test_steps_of_an_empty_source_do_not_hang(kind):
+    assert list(kind(GeneratorEnqueuer(lambda: iter(())), steps_per_epoch=2)) == []
+
+
+def test_the_length_is_that_of_the_enqueuer(kind):
+    assert len(kind(OrderedEnqueuer(range(10), batch_size=4))) == 3
+    with pytest.raises(TypeError, match="give steps_per_epoch"):
+        len(kind(GeneratorEnqueuer(twelve)))
+    assert kind(GeneratorEnqueuer(twelve))
+
+
+@pytest.mark.parametrize("taken", [0, 5, 12])
+@pytest.mark.parametrize("steps", [None, 8])
+def test_a_position_is_what_the_loop_was_given(kind, taken, steps):
+    def loader():
+        return kind(GeneratorEnqueuer(twelve, random_seed=7), steps_per_epoch=steps)
+
+    one = loader()
+    had = []
+    while len(had) < taken:
+        had += itertools.islice(one, taken - len(had))
+    state = one.state_dict()
+    rest = [list(one), list(one)]
+    other = loader()
+    other.load_state_dict(state)
+    assert [list(other), list(other)] == rest
+
+
+def test_the_position_is_still_told_after_stop(kind):
+    loader = kind(GeneratorEnqueuer(twelve, random_seed=7))
+    assert list(itertools.islice(loader, 5)) == [0, 1, 2, 3, 4]
+    loader.stop()
+    state = loader.state_dict()
+    loader.load_state_dict(state)
+    assert list(loader) == [5, 6, 7, 8, 9, 10, 11]
+
+
+def test_a_running_loader_refuses_a_state(kind):
+    loader = kind(GeneratorEnqueuer(twelve))
+    next(iter(loader))
+    with pytest.raises(InvalidState, match="stop"):
+        loader.load_state_dict(loader.state_dict())
+
+
+def test_a_list_tells_no_position(kind):
+    with pytest.raises(TypeError, match="state_dict"):
+        kind([1]).state_dict()
+    with pytest.raises(TypeError, match="load_state_dict"):
+        kind([1]).load_state_dict({})
+
+
+# --- working ahead -----------------------------------------------------------------------------
+
+
+def test_errors_of_the_loader_arrive_as_themselves(kind, backend):
+    loader = kind(GeneratorEnqueuer(failing, **backend))
+    batches = iter(loader)
+    assert next(batches) == 1
+    with pytest.raises(KeyError, match="no such thing") as caught:
+        next(batches)
+    assert caught.value.enqueuer_origin.item == 1
+    with pytest.raises(KeyError):  # until it is stopped
+        list(loader)
+
+
+def test_an_enqueuer_does_not_keep_a_loader_that_it_failed(kind):
+    enqueuer = GeneratorEnqueuer(failing)
+    with pytest.raises(KeyError) as caught:
+        list(kind(enqueuer))
+    del caught
+    gc.collect()
+    assert not runs(enqueuer)
+
+
+def test_the_thread_keeps_queue_size_batches_and_one_in_hand():
+    made, full = [], threading.Event()
+
+    def change(batch):
+        made.append(batch)
+        if len(made) == 4:
+            full.set()
+        return batch
+
+    loader = Later(itertools.count(), queue_size=3, change=change)
+    assert loader._ahead is None
+    batches = iter(loader)
+    assert full.wait(LIMIT)
+    assert made == [0, 1, 2, 3]
+    assert next(batches) == 0
+    loader.stop()
+
+
+def test_errors_of_the_change_arrive_as_themselves():
+    loader = Later([1, 0], change=lambda batch: 1 // batch)
+    batches = iter(loader)
+    assert next(batches) == 1
+    with pytest.raises(ZeroDivisionError):
+        next(batches)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, "2", None])
+def test_a_wrong_queue_size_is_refused(wrong):
+    with pytest.raises((TypeError, ValueError), match="queue_size"):
+        Later([1], queue_size=wrong)
+
+
+def test_what_is_no_loader_is_refused(kind):
+    with pytest.raises(TypeError, match="must be an enqueuer or an iterable, got 5"):
+        kind(5)
+
+
+# --- nests and frameworks ----------------------------------------------------------------------
+
+Point = namedtuple("Point", "x y")
+
+
+@dataclasses.dataclass
+class Pair:
+    a: int
+    b: list
+
+
+def test_a_nest_keeps_its_build():
+    nest = {"p": Point(1, (2, [3])), "d": Pair(4, [5]), "e": defaultdict(list, k=6), "n": ()}
+    twin = mapped(lambda leaf: -leaf, nest)
+    assert twin == {
+        "p": Point(-1, (-2, [-3])),
+        "d": Pair(-4, [-5]),
+        "e": {"k": -6},
+        "n": (),
+    }
+    assert type(twin["e"]) is defaultdict
+    assert nest["d"] == Pair(4, [5])
+
+
+def test_a_missing_framework_says_what_to_install():
+    with pytest.raises(FrameworkUnavailable, match=r"pip install 'enqueuer\[torch\]'") as caught:
+        framework("no_such_framework", "torch", "2.1")
+    assert isinstance(caught.value, ImportError)
+    assert caught.value.name == "no_such_framework"
+
+
+def test_an_old_framework_says_what_to_upgrade():
+    with pytest.raises(FrameworkUnavailable, match=r"numpy >= 99.0, but .* pip install -U numpy"):
+        framework("numpy", "torch", "99.0")
+    assert framework("numpy", "torch", "1.2").__name__ == "numpy"
