@@ -9,8 +9,8 @@ from multiprocessing.context import BaseContext
 
 from enqueuer.backends import METHODS, BackendName, default_method
 from enqueuer.logs import MULTIPROCESSING_LOGGING
-from enqueuer.sources import LiveSource, Source, name_of
-from enqueuer.tasks import TaskSource, is_sequence
+from enqueuer.sources import LiveSource, Source, is_indexable, name_of
+from enqueuer.tasks import TaskSource
 from enqueuer.worker import OnError
 
 
@@ -56,7 +56,7 @@ def elements(sequence: object, map: object, shuffle: object) -> None:
         )
     if map is not None and not callable(map):
         raise TypeError(f"map must be a function of an element or None, got {map!r}")
-    if is_sequence(sequence):
+    if is_indexable(sequence):
         return
     if not isinstance(sequence, Iterable):
         if callable(sequence):

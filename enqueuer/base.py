@@ -432,6 +432,21 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         """Return a function that makes an item again, in the process that calls it."""
 
     @abstractmethod
+    def _portion(self: Self, rank: int, world_size: int, part: int = 0, parts: int = 1) -> Self:
+        """Return a new enqueuer for one rank, or for one of `parts` that share its batches.
+
+        Taking one batch of each part in turn gives the batches of the rank in their order.
+
+        Raises:
+            TypeError: This one is not new.
+            ValueError: There are too few shards, or they cannot be split.
+        """
+
+    def _begin_at(self, epoch: int) -> None:
+        """Have the next start begin with an epoch, as if those before it had been read."""
+        self._at_rest, self._at_rest_in, self._resumed = Epoch(epoch), None, True
+
+    @abstractmethod
     def _identity(self) -> dict[str, Any]:
         """Return what the data depend on."""
 

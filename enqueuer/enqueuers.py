@@ -190,6 +190,17 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
             )
         return range(self._rank, shards, self._world_size)
 
+    def _portion(
+        self, rank: int, world_size: int, part: int = 0, parts: int = 1
+    ) -> GeneratorEnqueuer[Batch]:
+        make, given, _ = self.__reduce__()
+        # of the rank's shards every `parts`-th
+        twin: GeneratorEnqueuer[Batch] = make(
+            *given, rank=rank + world_size * part, world_size=world_size * parts
+        )
+        twin._seed_is_given = self._seed_is_given
+        return twin
+
     def _job(self) -> Job:
         if isinstance(self._source, LiveSource) and self._all_shards() > 1:
             _warn_of_duplicates(self._workers)
@@ -408,11 +419,12 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
         Raises:
             TypeError: The source is an iterable without a length.
         """
-        source = self._source
+        source, reading = self._source, self._reading
         if not source.is_sequence:
             raise TypeError("an iterable does not tell how many steps it has; a sequence does")
-        count = len(places_of(source, self._reading))
-        return steps_in(count, source.batch_size or 1, self._drop_last)
+        count = len(places_of(source, reading))
+        steps = steps_in(count, source.batch_size or 1, self._drop_last)
+        return len(range(reading.part, steps, reading.parts))
 
     def get(self) -> Iterator[Any]:
         """Return an iterator over this epoch and all that follow, without an end, as in Keras.
@@ -438,6 +450,15 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
         return make, (source.items, source.map, self._reading.shuffle), loaded
 
     # --- inside ---
+
+    def _portion(
+        self, rank: int, world_size: int, part: int = 0, parts: int = 1
+    ) -> OrderedEnqueuer:
+        make, given, _ = self.__reduce__()
+        twin: OrderedEnqueuer = make(*given, rank=rank, world_size=world_size)
+        twin._reading = dataclasses.replace(twin._reading, part=part, parts=parts)
+        twin._seed_is_given = self._seed_is_given
+        return twin
 
     def _job(self) -> Job:
         return self._job_of(self._source, shards=0, own=())
@@ -604,11 +625,13 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
         return Ticket(origin.item, origin.epoch, tuple(int(index) for index in indices))
 
     def _identity(self) -> dict[str, Any]:
-        return {
+        reading = self._reading
+        part = {"part": reading.part, "parts": reading.parts} if reading.parts > 1 else {}
+        return part | {
             "kind": "OrderedEnqueuer",
             "random_seed": self._random_seed,
             "length": len(self._source.items) if self._source.is_sequence else None,
-            "shuffle": self._reading.shuffle,
+            "shuffle": reading.shuffle,
             "batch_size": self._source.batch_size,
             "drop_last": self._drop_last,
             "rank": self._rank,
@@ -624,6 +647,11 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
         if isinstance(items, Iterator) and self._state is State.STOPPED:
             raise InvalidState(
                 "an iterator that was read cannot be rewound; make a new enqueuer with a fresh one"
+            )
+        if state_dict.get("parts", 1) != self._reading.parts:
+            raise StateMismatch(
+                f"the state is of one of {state_dict['parts']} workers of a DataLoader, "
+                "not of the whole"
             )
         if epoch.starts is not None and list(epoch.starts) != [0]:
             raise StateMismatch("this is not the position of an OrderedEnqueuer")

@@ -7,6 +7,7 @@ live iterator, other iterable                  -> LiveSource: one stream that ca
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard
@@ -151,7 +152,15 @@ def _is_async(generator: object) -> bool:
 def _is_collection(generator: object) -> bool:
     if isinstance(generator, (Sequence, Set, Mapping, bytes, bytearray, memoryview)):
         return True
-    return hasattr(generator, "__getitem__") and hasattr(generator, "__len__")
+    return is_indexable(generator)
+
+
+def is_indexable(items: object) -> bool:
+    """Tell whether single elements can be asked for, by their index."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(items, torch.utils.data.IterableDataset):
+        return False  # it inherits a __getitem__ that only raises
+    return hasattr(items, "__len__") and hasattr(items, "__getitem__")
 
 
 def _a(value: object) -> str:

@@ -21,7 +21,7 @@ import numpy as np
 from enqueuer.errors import StateMismatch
 from enqueuer.messages import Start, Ticket
 from enqueuer.shards import EpochEnd, Task, borrowed_globals
-from enqueuer.sources import Stateful, iterate, name_of
+from enqueuer.sources import Stateful, is_indexable, iterate, name_of
 
 
 class Indexable(Protocol):
@@ -54,7 +54,7 @@ class TaskSource:
 
     def __post_init__(self) -> None:
         self.takes_task = self.map is not None and takes_two(self.map)
-        self.is_sequence = is_sequence(self.items)
+        self.is_sequence = is_indexable(self.items)
 
     @property
     def runs_code(self) -> bool:
@@ -108,12 +108,16 @@ class Reading:
         drop_last: Whether an incomplete batch is left out, and what cannot be dealt out evenly.
         rank: Of the one who reads.
         world_size: How many read, each its own part.
+        part: Which batches of the rank are read: every `parts`-th, from this one on.
+        parts: How many share the batches of the rank.
     """
 
     shuffle: bool
     drop_last: bool
     rank: int
     world_size: int
+    part: int = 0
+    parts: int = 1
 
 
 class Reader:
@@ -138,19 +142,23 @@ class Reader:
         if source.is_sequence:
             indices = order_of(source, reading, epoch)
             steps = steps_in(len(indices), size, reading.drop_last)
+            own_steps = range(reading.part, steps, reading.parts)
             self._parts: Iterator[tuple[list[int], list[Any] | None]] = (
                 ([int(index) for index in indices[step * size : (step + 1) * size]], None)
-                for step in range(start.number, steps)
+                for step in own_steps[start.number :]
             )
         else:
             items, self._stateful = iterate(source.items, start.state)
             own = _dealt(enumerate(items), reading)
-            behind = 0
+            first, behind, had = reading.part, 0, start.number * reading.parts
             if start.state is None:
-                _skip(own, start.number * size)
-            else:
-                behind = start.number * size * reading.world_size
-            self._parts = _batches(own, size, reading.drop_last, behind)
+                _skip(own, had * size)
+            else:  # it stands after the last batch that was had
+                had = max(0, had - reading.parts + reading.part + 1)
+                first = reading.parts - 1 if had else reading.part
+                behind = had * size * reading.world_size
+            batches = _batches(own, size, reading.drop_last, behind)
+            self._parts = itertools.islice(batches, first, None, reading.parts)
 
     def next(self) -> tuple[Ticket, Any] | None:
         """Return the next ticket, and the state of the iterator after it if it has one.
@@ -219,14 +227,6 @@ def _batches(
 
 
 # --- what is handed over -----------------------------------------------------------------------
-
-
-def is_sequence(items: object) -> bool:
-    """Tell whether single elements can be asked for, by their index."""
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(items, torch.utils.data.IterableDataset):
-        return False  # it inherits a __getitem__ that only raises
-    return hasattr(items, "__len__") and hasattr(items, "__getitem__")
 
 
 def takes_two(function: Callable[..., Any]) -> bool:

@@ -17,7 +17,7 @@ import re
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from enqueuer import arguments, backends
@@ -120,6 +120,7 @@ class Ahead(Loader[Batch]):
         change: What the thread does with each batch; it must not know this object.
         queue_size: How many batches are kept ready; the thread holds one more.
         steps_per_epoch: As for `Loader`.
+        finish: What the thread does at the end of an epoch, or when it is stopped before.
     """
 
     def __init__(
@@ -128,10 +129,12 @@ class Ahead(Loader[Batch]):
         change: Callable[[Any], Any],
         queue_size: int,
         steps_per_epoch: int | None = None,
+        finish: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(loader, steps_per_epoch)
         self._queue_size = arguments.positive("queue_size", queue_size)
         self._change = change
+        self._finish = finish
         self._ahead: GeneratorEnqueuer[Any] | None = None  # of the epoch that is under way
         self._position: dict[str, Any] | None = None  # where the loop is, of that epoch
 
@@ -142,7 +145,7 @@ class Ahead(Loader[Batch]):
             self._end(threading.TIMEOUT_MAX)  # `loader` cannot be iterated before that
         if self._ahead is None:
             self._position = self._epochs.position()
-            run = functools.partial(_run, self._epochs, self._change)
+            run = functools.partial(_run, self._epochs, self._change, self._finish)
             self._ahead = GeneratorEnqueuer(run, max_queue_size=self._queue_size)
             self._ahead.start()
         return self._received(self._ahead)
@@ -291,7 +294,7 @@ class _Raised:
         self.error = error
 
 
-def _run(epochs: Epochs, change: Callable[[Any], Any]) -> Iterator[Any]:
+def _run(epochs: Epochs, change: Callable[[Any], Any], finish: Callable[[], None]) -> Iterator[Any]:
     """Yield changed batches of an epoch, each with the position after it; runs in the thread."""
     try:
         for batch in epochs:
@@ -302,6 +305,8 @@ def _run(epochs: Epochs, change: Callable[[Any], Any]) -> Iterator[Any]:
             del changed
     except Exception as error:  # itself, not as the failure of a worker: it may have an origin
         yield _Raised(error), None
+    finally:
+        finish()
 
 
 def is_idle(loader: object) -> bool:
@@ -353,7 +358,7 @@ def _like(nest: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
     return twin
 
 
-def framework(name: str, extra: str, oldest: str) -> ModuleType:
+def framework(name: str, extra: str, oldest: str) -> Any:
     """Import a framework for an adapter.
 
     Args:

@@ -30,7 +30,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, SupportsIndex
@@ -361,6 +361,40 @@ class BlockPool:
         block.close()
 
 
+class Mapping(mmap.mmap):
+    """A block as the consumer maps it, which says when it is about to be unmapped.
+
+    So it can be registered with a GPU's driver for as long as it lasts, and no longer.
+
+    Attributes:
+        address: Where it begins in this process.
+        before_unmap: Called then; they must not raise.
+    """
+
+    address: int
+    before_unmap: list[Callable[[], None]]
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.before_unmap = []
+        self.address = np.frombuffer(self, np.uint8).__array_interface__["data"][0]
+        _mappings[self.address] = self
+
+    def __del__(self) -> None:
+        for tell in self.before_unmap:
+            tell()
+
+
+_mappings: weakref.WeakValueDictionary[int, Mapping] = weakref.WeakValueDictionary()
+
+
+def mapping_at(address: int) -> Mapping | None:
+    """Return the block of this consumer's in which an address lies; None if it lies in none."""
+    for start, mapping in list(_mappings.items()):
+        if 0 <= address - start < len(mapping):
+            return mapping
+    return None
+
+
 class BlockMap:
     """The consumer's side: the blocks of one worker, and the leases on them.
 
@@ -369,7 +403,7 @@ class BlockMap:
     """
 
     def __init__(self) -> None:
-        self._memory: dict[int, mmap.mmap] = {}
+        self._memory: dict[int, Mapping] = {}
         self._missing: dict[int, BlockMemoryError] = {}
         self._leases: dict[int, weakref.ref[np.ndarray]] = {}
         self._home: deque[int] = deque()
@@ -390,7 +424,7 @@ class BlockMap:
         for fd in fds:
             size = os.fstat(fd).st_size
             try:
-                self._memory[number] = map_shared(fd, size)
+                self._memory[number] = Mapping(fd, size, **_UNTRACKED)
             except OSError as error:
                 self._missing[number] = _no_memory(size, error)
             finally:

@@ -15,6 +15,9 @@ ORDER = [
     ["cli"],
     ["demo"],
     ["__init__"],
+    ["adapters.cuda"],
+    ["adapters.torch"],
+    ["adapters.pinning"],
     ["adapters.loading"],
     ["adapters.__init__"],
     ["enqueuers"],
@@ -45,6 +48,7 @@ RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
 
 THIRD_PARTIES = {
     "numpy": {
+        "adapters.torch",
         "shards",
         "tasks",
         "transport.blocks",

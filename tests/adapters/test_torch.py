@@ -1,0 +1,511 @@
+"""PyTorch: tensors that share the worker's memory, and datasets that give everything once."""
+
+import gc
+import itertools
+import types
+from multiprocessing import resource_tracker
+
+import numpy as np
+import pytest
+from helpers import Reiterable, needs, run_program
+
+from enqueuer import (
+    EnqueuerWarning,
+    GeneratorEnqueuer,
+    InvalidState,
+    OrderedEnqueuer,
+    StateMismatch,
+    empty,
+    prefetch,
+)
+from enqueuer.transport.blocks import mapping_at
+
+torch = needs("torch")
+torch.set_num_threads(1)  # its thread pool does not survive a fork
+DataLoader = torch.utils.data.DataLoader
+
+from enqueuer.adapters.torch import (  # noqa: E402  (torch may be missing)
+    EnqueuerIterableDataset,
+    EnqueuerMapDataset,
+    TorchLoader,
+    as_tensors,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tracker():
+    """Start what multiprocessing leaves running after a first spawn, before the first census."""
+    resource_tracker.ensure_running()
+
+
+def large(shard):
+    for number in shard.split(range(6)):
+        image = empty((64, 1000), np.uint8)
+        image[:] = number
+        yield {"image": image, "label": np.full(3, number)}
+
+
+def numbers(shard):
+    for number in shard.split(range(12)):
+        yield np.array([number, shard.epoch])
+
+
+def endless(shard):
+    for number in itertools.count():
+        yield np.array([shard.index, shard.epoch, number])
+
+
+def add_ten(number):
+    return np.array(number + 10)
+
+
+def noisy(number, task):
+    return np.array([number, task.epoch, task.rng.integers(1000)])
+
+
+def seen(loader):
+    return [batch.tolist() for batch in loader]
+
+
+class Squares(torch.utils.data.Dataset):
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        return torch.tensor([index, index**2])
+
+
+# --- tensors -----------------------------------------------------------------------------------
+
+
+def test_arrays_become_tensors_of_the_same_memory():
+    array = np.arange(6.0).reshape(2, 3)
+    tensor = as_tensors([{"x": array}])[0]["x"]
+    assert tensor.data_ptr() == array.__array_interface__["data"][0]
+    array[0, 0] = 7
+    assert tensor[0, 0] == 7
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6)[::-1],
+        np.arange(6, dtype=">i4"),
+        np.arange(6).reshape(2, 3).T,
+        np.frombuffer(bytes(8), np.uint8),
+        np.zeros((0, 3)),
+        np.array(5.0),
+        np.float32(2.5),
+        np.array([True, False]),
+        np.array([1 + 2j]),
+    ],
+    ids=lambda array: f"{array.dtype.str}{array.shape}",
+)
+def test_every_numeric_array_becomes_an_equal_tensor(array, no_warnings):
+    tensor = as_tensors(array)
+    assert isinstance(tensor, torch.Tensor)
+    assert np.array_equal(tensor.numpy(), array)
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    ["text", None, 5, np.array(["a"]), np.array([None]), np.ma.masked_array([1], [True])],
+    ids=repr,
+)
+def test_what_is_no_number_stays_what_it_is(leaf):
+    assert as_tensors(leaf) is leaf
+
+
+def test_tensors_lie_in_the_block_that_the_worker_wrote(process):
+    loader = TorchLoader(GeneratorEnqueuer(large, workers=2, **process))
+    for number, batch in enumerate(loader):
+        block = mapping_at(batch["image"].data_ptr())
+        assert block is not None
+        assert len(block) >= 64_000
+        assert (batch["image"] == number).all()
+        assert batch["label"].tolist() == [number] * 3
+    loader.stop()
+
+
+# --- the loader --------------------------------------------------------------------------------
+
+
+def test_a_loader_has_epochs_a_length_and_a_position(backend):
+    def loader():
+        own = OrderedEnqueuer(range(5), noisy, batch_size=2, workers=2, random_seed=7, **backend)
+        return TorchLoader(own)
+
+    one = loader()
+    assert len(one) == 3
+    first = seen(itertools.islice(one, 2))
+    state = one.state_dict()
+    rest = seen(one), seen(one)
+    assert len(first) + len(rest[0]) == len(rest[1]) == 3
+    one.stop()
+    other = loader()
+    other.load_state_dict(state)
+    assert (seen(other), seen(other)) == rest
+
+
+def test_pin_memory_without_a_gpu_says_that_it_does_nothing():
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.warns(EnqueuerWarning, match="no GPU"):
+        loader = TorchLoader(GeneratorEnqueuer(numbers), pin_memory=True)
+    assert len(seen(loader)) == 12
+
+
+def test_what_is_no_enqueuer_is_refused():
+    with pytest.raises(TypeError, match="wrap a generator in GeneratorEnqueuer"):
+        TorchLoader([1, 2])
+
+
+def test_a_small_network_learns(backend):
+    def samples(shard):
+        for _ in shard.split(range(30)):
+            x = shard.rng.standard_normal((32, 3), np.float32)
+            yield x, x @ np.float32([1, -2, 3])
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    loader = TorchLoader(GeneratorEnqueuer(samples, workers=2, random_seed=7, **backend))
+    losses = []
+    for _ in range(4):
+        for x, y in loader:
+            loss = torch.nn.functional.mse_loss(model(x)[:, 0], y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    assert losses[-1] < losses[0] / 100
+
+
+# --- the iterable dataset ----------------------------------------------------------------------
+
+
+def test_a_dataset_in_a_dataloader_gives_what_the_enqueuer_gives(backend):
+    dataset = EnqueuerIterableDataset(GeneratorEnqueuer(numbers, workers=2, **backend))
+    loader = DataLoader(dataset, batch_size=None)
+    for epoch in range(2):
+        assert seen(loader) == [[number, epoch] for number in range(12)]
+    dataset.stop()
+
+
+@pytest.mark.parametrize(
+    ("method", "persistent", "backend"),
+    [
+        ("fork", False, {}),
+        ("fork", True, {}),
+        ("fork", False, {"backend": "process", "mp_context": "forkserver"}),
+        ("spawn", False, {}),
+    ],
+    ids=["fork", "persistent", "processes", "spawn"],
+)
+def test_dataloader_workers_make_each_a_part_and_epochs_go_on(method, persistent, backend):
+    dataset = EnqueuerIterableDataset(GeneratorEnqueuer(numbers, shards=4, **backend))
+    loader = DataLoader(
+        dataset,
+        batch_size=None,
+        num_workers=2,
+        multiprocessing_context=method,
+        persistent_workers=persistent,
+    )
+    for epoch in range(2 if method == "spawn" else 3):
+        assert seen(loader) == [[number, epoch] for number in range(12)]
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_batches_of_an_ordered_enqueuer_do_not_depend_on_dataloader_workers(workers, no_warnings):
+    own = OrderedEnqueuer(range(10), noisy, shuffle=True, batch_size=3, random_seed=7)
+    dataset = EnqueuerIterableDataset(own)
+    loader = DataLoader(dataset, batch_size=None, num_workers=workers)
+    alone = OrderedEnqueuer(range(10), noisy, shuffle=True, batch_size=3, random_seed=7)
+    for _ in range(2):
+        assert len(loader) == 4
+        assert seen(loader) == seen(alone)
+    dataset.stop()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_elements_of_an_iterable_are_dealt_out_to_dataloader_workers(workers):
+    own = OrderedEnqueuer(Reiterable(10), add_ten, batch_size=2)
+    loader = DataLoader(EnqueuerIterableDataset(own), batch_size=None, num_workers=workers)
+    assert seen(loader) == [[10, 11], [12, 13], [14, 15], [16, 17], [18, 19]]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_after_a_break_dataloader_workers_begin_the_next_epoch(persistent):
+    dataset = EnqueuerIterableDataset(GeneratorEnqueuer(numbers, shards=4))
+    loader = DataLoader(dataset, batch_size=None, num_workers=2, persistent_workers=persistent)
+    for batch in loader:
+        assert batch.tolist() == [0, 0]
+        break
+    assert seen(loader) == [[number, 1] for number in range(12)]
+
+
+def test_set_epoch_reaches_dataloader_workers():
+    dataset = EnqueuerIterableDataset(GeneratorEnqueuer(numbers, shards=4))
+    loader = DataLoader(dataset, batch_size=None, num_workers=2, persistent_workers=True)
+    for epoch in (5, 2, 2):
+        dataset.set_epoch(epoch)
+        assert seen(loader) == [[number, epoch] for number in range(12)]
+
+
+def test_set_epoch_without_dataloader_workers():
+    dataset = EnqueuerIterableDataset(GeneratorEnqueuer(numbers))
+    dataset.set_epoch(5)
+    assert seen(dataset)[0] == [0, 5]
+    with pytest.raises(InvalidState, match="counts epochs"):
+        dataset.set_epoch(6)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_steps_per_epoch_of_what_has_no_end(workers):
+    dataset = EnqueuerIterableDataset(GeneratorEnqueuer(endless, shards=2), steps_per_epoch=5)
+    loader = DataLoader(dataset, batch_size=None, num_workers=workers)
+    assert len(loader) == 5
+    assert seen(loader) == [[0, 0, 0], [1, 0, 0], [0, 0, 1], [1, 0, 1], [0, 0, 2]]
+    assert len(seen(loader)) == 5
+    dataset.stop()
+
+
+@pytest.fixture
+def in_a_worker(monkeypatch):
+    """What torch says in the second of two workers of a DataLoader.
+
+    A DataLoader waits for ten seconds for workers of which one has raised.
+    """
+    info = types.SimpleNamespace(id=1, num_workers=2)
+    monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: info)
+
+
+def test_too_few_shards_for_dataloader_workers_is_an_error_that_says_so(in_a_worker):
+    dataset = EnqueuerIterableDataset(GeneratorEnqueuer(numbers, shards=1))
+    with pytest.raises(ValueError, match=r"num_workers=2 workers of a DataLoader.*give at least"):
+        seen(dataset)
+
+
+def test_a_live_iterator_is_not_copied_into_dataloader_workers(in_a_worker):
+    dataset = EnqueuerIterableDataset(GeneratorEnqueuer(iter("abc")))
+    with pytest.raises(ValueError, match="live iterator cannot be split"):
+        list(dataset)
+
+
+def test_an_enqueuer_that_runs_cannot_be_shared_with_dataloader_workers(in_a_worker):
+    with GeneratorEnqueuer(numbers, shards=4) as enqueuer:
+        dataset = EnqueuerIterableDataset(enqueuer)
+        with pytest.raises(InvalidState, match="started in the process that has the DataLoader"):
+            seen(dataset)
+
+
+def test_an_error_in_a_dataloader_worker_is_itself(in_a_worker):
+    def bad(shard):
+        yield np.zeros(1)
+        raise KeyError("no such file")
+
+    dataset = EnqueuerIterableDataset(GeneratorEnqueuer(bad, shards=2))
+    batches = iter(dataset)
+    next(batches)
+    with pytest.raises(KeyError, match="no such file"):
+        next(batches)
+    dataset.stop()
+
+
+def test_a_dropped_dataset_stops_its_enqueuer(backend):
+    enqueuer = GeneratorEnqueuer(endless, **backend)
+    for _ in DataLoader(EnqueuerIterableDataset(enqueuer), batch_size=None):
+        break
+    gc.collect()  # the DataLoader's own circles
+    assert enqueuer._is_idle()
+
+
+def test_a_position_of_a_part_is_that_of_the_part():
+    own = OrderedEnqueuer(range(10), noisy, shuffle=True, batch_size=2, random_seed=7)
+    parts = [own._portion(0, 1, part, 2) for part in range(2)]
+    with parts[1] as part:
+        had = seen(itertools.islice(part, 1))
+        state = part.state_dict()
+        rest = seen(part)
+    assert (len(had), len(rest)) == (1, 1)
+    other = own._portion(0, 1, 1, 2)
+    other.load_state_dict(state)
+    assert seen(other) == rest
+    for wrong in (own, own._portion(0, 1, 1, 3)):
+        with pytest.raises(StateMismatch):
+            wrong.load_state_dict(state)
+    other.stop()
+
+
+@pytest.mark.parametrize("had", [0, 1, 2])
+@pytest.mark.parametrize("part", [0, 1])
+def test_an_iterable_with_a_state_is_resumed_in_a_part(part, had):
+    def make():
+        return OrderedEnqueuer(Reiterable(10), add_ten, batch_size=2)._portion(0, 1, part, 2)
+
+    alone = make()
+    everything = seen(alone)
+    alone.stop()
+    with make() as one:
+        assert seen(itertools.islice(one, had)) == everything[:had]
+        state = one.state_dict()
+    other = make()
+    other.load_state_dict(state)
+    assert seen(other) == everything[had:]
+    other.stop()
+
+
+# --- the map-style dataset ---------------------------------------------------------------------
+
+
+def test_a_map_dataset_takes_the_next_item_whatever_the_index(backend):
+    dataset = EnqueuerMapDataset(GeneratorEnqueuer(numbers, **backend), length=6)
+    loader = DataLoader(dataset, batch_size=3, shuffle=True)
+    items = [row for _ in range(4) for batch in loader for row in batch.tolist()]
+    assert items == [[number, epoch] for epoch in range(2) for number in range(12)]
+    dataset.stop()
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_map_dataset_in_dataloader_workers_repeats_nothing(persistent):
+    dataset = EnqueuerMapDataset(GeneratorEnqueuer(numbers, shards=4), length=12)
+    loader = DataLoader(dataset, batch_size=3, num_workers=2, persistent_workers=persistent)
+    for epoch in range(2):
+        items = [tuple(row) for batch in loader for row in batch.tolist()]
+        assert sorted(items) == [(number, epoch) for number in range(12)]
+
+
+def test_a_map_dataset_has_a_length():
+    assert len(EnqueuerMapDataset(OrderedEnqueuer(range(7)))) == 7
+    with pytest.raises(TypeError, match="how many"):
+        EnqueuerMapDataset(GeneratorEnqueuer(numbers))
+    dataset = EnqueuerMapDataset(OrderedEnqueuer(range(7)), length=3)
+    with pytest.raises(IndexError):
+        dataset[3]
+
+
+# --- ranks -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def second_of_two(monkeypatch):
+    """What torch.distributed says in the second of two processes."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+
+
+def test_the_rank_is_that_of_torch_distributed(second_of_two):
+    own = OrderedEnqueuer(range(5), random_seed=7)
+    assert [int(item) for item in TorchLoader(own)] == [1, 3]
+    own = GeneratorEnqueuer(numbers, shards=4, random_seed=7)
+    dataset = EnqueuerIterableDataset(own)
+    loader = DataLoader(dataset, batch_size=None, num_workers=2)
+    assert [row[0] for row in seen(loader)] == [1, 3, 5, 7, 9, 11]
+
+
+def test_a_rank_of_its_own_is_kept(second_of_two):
+    own = OrderedEnqueuer(range(6), rank=2, world_size=3)
+    assert [int(item) for item in TorchLoader(own)] == [2, 5]
+    own = OrderedEnqueuer(range(4))
+    assert [int(item) for item in TorchLoader(own, rank=0, world_size=1)] == [0, 1, 2, 3]
+
+
+def test_ranks_without_a_common_seed_are_refused(second_of_two):
+    with pytest.raises(ValueError, match="random_seed="):
+        TorchLoader(OrderedEnqueuer(range(5)))
+
+
+def test_a_started_enqueuer_cannot_take_another_rank(second_of_two):
+    with (
+        OrderedEnqueuer(range(5), random_seed=7) as enqueuer,
+        pytest.raises(InvalidState, match="rank 1 of 2"),
+    ):
+        TorchLoader(enqueuer)
+
+
+def test_rank_without_world_size_is_refused():
+    with pytest.raises(ValueError, match="go together"):
+        TorchLoader(OrderedEnqueuer(range(5)), rank=1)
+
+
+DISTRIBUTED = """
+    import sys, torch, numpy as np
+    import torch.multiprocessing as mp
+    from enqueuer import OrderedEnqueuer
+    from enqueuer.adapters.torch import TorchLoader
+
+    def main(rank, store):
+        torch.distributed.init_process_group(
+            "gloo", store=torch.distributed.FileStore(store, 2), rank=rank, world_size=2
+        )
+        loader = TorchLoader(OrderedEnqueuer(range(7), shuffle=True, random_seed=7))
+        mine = [int(item) for item in loader]
+        everyone = [None, None]
+        torch.distributed.all_gather_object(everyone, mine)
+        if rank == 0:
+            print(sorted(everyone[0] + everyone[1]), len(everyone[0]))
+        torch.distributed.destroy_process_group()
+
+    if __name__ == "__main__":
+        mp.spawn(main, (sys.argv[0] + ".store",), nprocs=2)
+"""
+
+
+def test_two_processes_of_torch_distributed_share_the_data(tmp_path):
+    code, out, err = run_program(tmp_path, DISTRIBUTED)
+    assert (code, out) == (0, "[0, 1, 2, 3, 4, 5, 6] 4\n"), err
+
+
+# --- torch as the source -----------------------------------------------------------------------
+
+
+def test_a_dataset_is_a_sequence_for_an_ordered_enqueuer(backend):
+    own = OrderedEnqueuer(
+        Squares(), shuffle=True, batch_size=4, workers=2, random_seed=7, **backend
+    )
+    loader = TorchLoader(own)
+    for _ in range(2):
+        rows = [tuple(row) for batch in loader for row in batch.tolist()]
+        assert sorted(rows) == [(n, n**2) for n in range(10)]
+    loader.stop()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_dataloader_is_a_source_of_epochs(workers):
+    torch.manual_seed(0)
+    source = DataLoader(Squares(), batch_size=5, shuffle=True, num_workers=workers)
+    loader = TorchLoader(GeneratorEnqueuer(source))
+    epochs = [seen(loader) for _ in range(2)]
+    assert epochs[0] != epochs[1]
+    for epoch in epochs:
+        assert sorted(row[0] for batch in epoch for row in batch) == list(range(10))
+    loader.stop()
+    assert len(list(prefetch(source))) == 2
+
+
+KILLED = """
+    import os, itertools
+    from torch.utils.data import DataLoader
+    from enqueuer import GeneratorEnqueuer
+    from enqueuer.adapters.torch import EnqueuerIterableDataset
+
+    def numbers(shard):
+        yield from itertools.count()
+
+    own = GeneratorEnqueuer(numbers, shards=4, backend="process")
+    loader = DataLoader(EnqueuerIterableDataset(own), batch_size=None, num_workers=2)
+    try:  # torch's handler of signals raises wherever this process is
+        batches = iter(loader)
+        next(batches)
+        os.kill(batches._workers[0].pid, 9)
+        for _ in batches:
+            pass
+    except RuntimeError as error:
+        print(str(error).split("(")[0])
+"""
+
+
+def test_a_dataloader_worker_that_is_killed_leaves_none_of_its_own(tmp_path):
+    code, out, err = run_program(tmp_path, KILLED)
+    assert (code, out) == (0, "DataLoader worker \n"), err
