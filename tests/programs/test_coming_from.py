@@ -1,0 +1,74 @@
+"""The programs on the "Coming from" pages run as they stand, and both halves print the same.
+
+A program that imports a package which is not installed here is skipped.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from helpers import needs
+
+HOWTO = Path(__file__).parents[2] / "docs" / "howto"
+PAGES = ("torch_dataloader", "tensorpack", "batchgenerators", "prefetch_generator")
+LIMIT = 60.0  # seconds; each takes some, mostly for its imports
+
+
+def programs_of(page):
+    """Return the code blocks of a page that have a name, by that."""
+    text = (HOWTO / f"coming_from_{page}.rst").read_text()
+    blocks = re.findall(r"code-block:: python\n   :name: (\S+)\n\n((?:   .*\n|\n)+)", text)
+    return {name: textwrap.dedent(block) for name, block in blocks}
+
+
+PROGRAMS = {name: text for page in PAGES for name, text in programs_of(page).items()}
+BEFORE = [name for name in PROGRAMS if name.endswith("-before")]
+
+
+def run(name, directory):
+    """Run a program; return the lines that it prints, and what it complains of."""
+    for module in re.findall(r"^(?:from|import) ([\w.]+)", PROGRAMS[name], re.MULTILINE):
+        package, *_ = module.split(".")
+        if package == "torch":
+            needs("torch")
+        elif find_spec(module if package == "enqueuer" else package) is None:
+            pytest.skip(f"{module} is not installed")  # not imported: some have much to say
+    script = directory / f"{name}.py"
+    script.write_text(PROGRAMS[name])
+    done = subprocess.run(
+        [sys.executable, script],
+        cwd=directory,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines(), done.stderr
+
+
+def test_every_page_has_both_halves():
+    assert len(BEFORE) > len(PAGES)
+    assert {name.replace("-before", "-after") for name in BEFORE} <= set(PROGRAMS)
+
+
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in BEFORE])
+def test_a_program_with_an_enqueuer_runs(name, tmp_path):
+    printed, complaints = run(name, tmp_path)
+    assert printed
+    if name.endswith("-after"):  # the others import what may have something to say itself
+        assert complaints == ""
+
+
+@pytest.mark.parametrize("name", BEFORE)
+def test_both_halves_print_the_same(name, tmp_path):
+    before, _ = run(name, tmp_path)
+    after, _ = run(name.replace("-before", "-after"), tmp_path)
+    chatter = re.compile(r"\x1b|\[\d{4} |Failed to import|.* cleaned-up")  # of tensorpack
+    assert [line for line in before if not chatter.match(line)] == after
