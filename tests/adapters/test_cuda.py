@@ -7,8 +7,12 @@ asked for. What only a GPU can show is marked `cuda`.
 import contextlib
 import gc
 import itertools
+import os
+import subprocess
+import sys
 import weakref
 from collections import namedtuple
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -354,6 +358,20 @@ def test_the_loop_waits_for_the_event_of_each_batch(fake):
     list(CudaDataLoader([torch.ones(1)] * 4))
     assert fake.given == fake.events
     assert len(fake.given) == 4
+
+
+def test_the_benchmark_runs():
+    program = Path(__file__).parents[2] / "benchmarks" / "to_gpu.py"
+    done = subprocess.run(
+        [sys.executable, program, "--device", "cpu", "--quick"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("GB/s") == 4
 
 
 # --- on a GPU ----------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ def run(name, directory):
         package, *_ = module.split(".")
         if package == "torch":
             needs("torch")
-        elif find_spec(module if package == "enqueuer" else package) is None:
+        elif find_spec(package) is None:
             pytest.skip(f"{module} is not installed")  # not imported: some have much to say
     script = directory / f"{name}.py"
     script.write_text(PROGRAMS[name])
