@@ -45,8 +45,9 @@ class CudaDataLoader(Ahead[Any]):
     Args:
         loader: What gives batches: an enqueuer, a torch DataLoader, a list. Tensors and numpy
             arrays in nested dicts, tuples, lists and dataclasses are moved; what else there is
-            (strings, numbers) stays what it is. An enqueuer that does not run is started by the
-            first iteration, and stopped when this is dropped, or by `stop()` or a `with` block.
+            (strings, numbers) stays what it is, and so do tensors that are there already. An
+            enqueuer that does not run is started by the first iteration, and stopped when this is
+            dropped, or by `stop()` or a `with` block.
         device: Where to: `"cuda"`, the default, `"cuda:1"`, a number, a `torch.device`. With
             `"cpu"` the same code runs without streams, for tests and machines without a GPU:
             tensors are copied, and the memory of the host is let go.

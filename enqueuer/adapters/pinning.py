@@ -9,6 +9,7 @@ blocks are. It ends when the block is unmapped.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import weakref
@@ -43,13 +44,26 @@ class Driver(Protocol):
 class Cuda:
     """The driver of the GPUs, by torch."""
 
+    def __init__(self) -> None:
+        self._devices: dict[int, int] = {}  # on which a block was registered, by its address
+
     def register(self, address: int, size: int) -> int:
         """See `Driver`."""
-        return int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE))
+        device = torch.cuda.current_device()
+        code = int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE))
+        if code:
+            # CUDA keeps the last error until it is asked for it, as torch does after a kernel
+            with contextlib.suppress(RuntimeError):
+                torch.empty(1, device="cuda").zero_()
+        else:
+            self._devices[address] = device
+        return code
 
     def unregister(self, address: int) -> None:
         """See `Driver`."""
-        torch.cuda.cudart().cudaHostUnregister(address)
+        # on that device, or a thread that uses no GPU would make itself known to the first one
+        with torch.cuda.device(self._devices.pop(address)):
+            torch.cuda.cudart().cudaHostUnregister(address)
 
     def is_pinned(self, tensor: Any) -> bool:
         """See `Driver`."""
