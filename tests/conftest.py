@@ -6,6 +6,8 @@ import gc
 import multiprocessing
 import os
 import re
+import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -13,6 +15,7 @@ import warnings
 
 import psutil
 import pytest
+from _pytest.config import create_terminal_writer
 from helpers import twelve
 
 from enqueuer import GeneratorEnqueuer
@@ -32,6 +35,22 @@ BACKENDS.append(
     )
 )
 PROCESSES = BACKENDS[1:]
+
+
+def pytest_configure(config):
+    """Give each of several processes that share the tests (`-n 4`) what is otherwise theirs all.
+
+    A temporary directory: the census counts what is there, and what a test that runs beside has
+    there is not to be counted. And a place where pytest-timeout's stacks are seen, since the
+    standard output of these processes is not.
+    """
+    if hasattr(config, "workerinput"):  # pytest-xdist's, and nobody else's
+        # not a TemporaryDirectory: what a test forks might remove it at its exit
+        folder = tempfile.mkdtemp(prefix=f"{config.workerinput['workerid']}-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+        os.environ["TMPDIR"] = tempfile.tempdir = folder
+        writer = create_terminal_writer(config, sys.__stderr__)
+        config.get_terminal_writer = lambda: writer
 
 
 @pytest.fixture(params=BACKENDS)
