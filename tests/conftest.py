@@ -155,14 +155,21 @@ _PORTABLE_FAULTS = {
 }
 
 
+# Spawned workers differ from those of the fork server in how they start, which is told by the other
+# tests, and takes them twelve times as long.
+_IS_LONG_RUN = bool({"ENQUEUER_ROUNDS", "ENQUEUER_KILLS"} & set(os.environ))
+
+
 def pytest_collection_modifyitems(config, items):
-    """Leave out what would only say again, for the portable path, what is known."""
-    left_out = [
-        item
-        for item in items
-        if item.path.parent.name == "faults"
-        and item.path.name not in _PORTABLE_FAULTS
-        and "process-fork-portable" in item.name
-    ]
-    items[:] = [item for item in items if item not in set(left_out)]
+    """Leave out what would only say again, for the portable path or spawn, what is known."""
+    left_out = [item for item in items if _says_it_again(item)]
+    items[:] = [item for item in items if not _says_it_again(item)]
     config.hook.pytest_deselected(items=left_out)
+
+
+def _says_it_again(item):
+    if "process-fork-portable" in item.name:
+        return item.path.parent.name == "faults" and item.path.name not in _PORTABLE_FAULTS
+    if "process-spawn" in item.name:
+        return item.get_closest_marker("repeats") is not None and not _IS_LONG_RUN
+    return False
