@@ -95,7 +95,7 @@ def census():
 
 
 _OURS = re.compile("(?!enqueuer-demo)enqueuer|pymp-")
-_SHARED = re.compile(r" /dev/shm/(\S+)")
+_SHARED = re.compile(r" (\d+) +/dev/shm/")
 
 
 def _target(fd):
@@ -110,21 +110,22 @@ def left(before):
     """Return what is there now and was not there before."""
     after = census()
     new = {kind: after[kind] - before[kind] for kind in before if after[kind] - before[kind]}
-    if new.get("shm") and not (new["shm"] - _in_use_by_others()):
+    if "shm" in new and not (new["shm"] & _in_use_by_nobody_else()):
         del new["shm"]
     return new
 
 
-def _in_use_by_others():
-    """Return the names in /dev/shm, which is everybody's, that processes not ours have mapped."""
+def _in_use_by_nobody_else():
+    """Return the names in /dev/shm, which is everybody's, that only our processes have mapped."""
     me = psutil.Process()
     ours = {me.pid, *(child.pid for child in me.children(recursive=True))}
-    names = set()
+    others = set()  # by number: a semaphore is mapped by another name, which it has only at first
     for pid in psutil.pids():
         if pid not in ours:
             with contextlib.suppress(OSError), open(f"/proc/{pid}/maps") as file:
-                names.update(_SHARED.findall(file.read()))
-    return names
+                others.update(map(int, _SHARED.findall(file.read())))
+    with os.scandir("/dev/shm") as entries:
+        return {entry.name for entry in entries if entry.inode() not in others}
 
 
 @pytest.fixture(autouse=True)
