@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
 import re
+import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -13,6 +16,7 @@ import warnings
 
 import psutil
 import pytest
+from _pytest.config import create_terminal_writer
 from helpers import twelve
 
 from enqueuer import GeneratorEnqueuer
@@ -32,6 +36,22 @@ BACKENDS.append(
     )
 )
 PROCESSES = BACKENDS[1:]
+
+
+def pytest_configure(config):
+    """Give each of several processes that share the tests (`-n 4`) what is otherwise theirs all.
+
+    A temporary directory: the census counts what is there, and what a test that runs beside has
+    there is not to be counted. And a place where pytest-timeout's stacks are seen, since the
+    standard output of these processes is not.
+    """
+    if hasattr(config, "workerinput"):  # pytest-xdist's, and nobody else's
+        # not a TemporaryDirectory: what a test forks might remove it at its exit
+        folder = tempfile.mkdtemp(prefix=f"{config.workerinput['workerid']}-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+        os.environ["TMPDIR"] = tempfile.tempdir = folder
+        writer = create_terminal_writer(config, sys.__stderr__)
+        config.get_terminal_writer = lambda: writer
 
 
 @pytest.fixture(params=BACKENDS)
@@ -75,6 +95,7 @@ def census():
 
 
 _OURS = re.compile("(?!enqueuer-demo)enqueuer|pymp-")
+_SHARED = re.compile(r" (\d+) +/dev/shm/")
 
 
 def _target(fd):
@@ -88,7 +109,23 @@ def _target(fd):
 def left(before):
     """Return what is there now and was not there before."""
     after = census()
-    return {kind: after[kind] - before[kind] for kind in before if after[kind] - before[kind]}
+    new = {kind: after[kind] - before[kind] for kind in before if after[kind] - before[kind]}
+    if "shm" in new and not (new["shm"] & _in_use_by_nobody_else()):
+        del new["shm"]
+    return new
+
+
+def _in_use_by_nobody_else():
+    """Return the names in /dev/shm, which is everybody's, that only our processes have mapped."""
+    me = psutil.Process()
+    ours = {me.pid, *(child.pid for child in me.children(recursive=True))}
+    others = set()  # by number: a semaphore is mapped by another name, which it has only at first
+    for pid in psutil.pids():
+        if pid not in ours:
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/maps") as file:
+                others.update(map(int, _SHARED.findall(file.read())))
+    with os.scandir("/dev/shm") as entries:
+        return {entry.name for entry in entries if entry.inode() not in others}
 
 
 @pytest.fixture(autouse=True)
@@ -119,14 +156,21 @@ _PORTABLE_FAULTS = {
 }
 
 
+# Spawned workers differ from those of the fork server in how they start, which is told by the other
+# tests, and takes them twelve times as long.
+_IS_LONG_RUN = bool({"ENQUEUER_ROUNDS", "ENQUEUER_KILLS"} & set(os.environ))
+
+
 def pytest_collection_modifyitems(config, items):
-    """Leave out what would only say again, for the portable path, what is known."""
-    left_out = [
-        item
-        for item in items
-        if item.path.parent.name == "faults"
-        and item.path.name not in _PORTABLE_FAULTS
-        and "process-fork-portable" in item.name
-    ]
-    items[:] = [item for item in items if item not in set(left_out)]
+    """Leave out what would only say again, for the portable path or spawn, what is known."""
+    left_out = [item for item in items if _says_it_again(item)]
+    items[:] = [item for item in items if not _says_it_again(item)]
     config.hook.pytest_deselected(items=left_out)
+
+
+def _says_it_again(item):
+    if "process-fork-portable" in item.name:
+        return item.path.parent.name == "faults" and item.path.name not in _PORTABLE_FAULTS
+    if "process-spawn" in item.name:
+        return item.get_closest_marker("repeats") is not None and not _IS_LONG_RUN
+    return False

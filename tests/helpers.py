@@ -17,7 +17,6 @@ import time
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from enqueuer.backends import HAS_FORKSERVER
 
@@ -28,6 +27,8 @@ def needs(package):
     """Import a package; skip where it is not installed, unless all are to be there."""
     if os.environ.get("ENQUEUER_NEEDS_ALL"):
         return importlib.import_module(package)
+    import pytest  # not above: each worker that is not forked imports this file, for its source
+
     return pytest.importorskip(package)
 
 

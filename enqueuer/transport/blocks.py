@@ -32,6 +32,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Any, SupportsIndex
 
@@ -94,7 +95,13 @@ def nameless_file(data: bytes) -> int:
     return fd
 
 
-def read_whole(data: bytes, fds: Sequence[int]) -> bytes:
+def close_all(fds: list[int]) -> None:
+    """Close descriptors and forget them: whoever tries again, after an interrupt, finds none."""
+    # Nothing but C runs between forgetting one and closing it, as in packets.py.
+    deque(map(os.close, map(fds.pop, repeat(0, len(fds)))), maxlen=0)
+
+
+def read_whole(data: bytes, fds: list[int]) -> bytes:
     """Return what came in a packet, or beside it in a nameless file; closes the descriptors."""
     try:
         for fd in fds:
@@ -102,8 +109,7 @@ def read_whole(data: bytes, fds: Sequence[int]) -> bytes:
                 data = memory[:]
         return data
     finally:
-        for fd in fds:
-            os.close(fd)
+        close_all(fds)
 
 
 def _write_zeros(fd: int, size: int) -> None:
@@ -411,12 +417,13 @@ class BlockMap:
     def __contains__(self, number: int) -> bool:
         return number in self._memory or number in self._missing
 
-    def add(self, number: int, fds: Sequence[int]) -> None:
+    def add(self, number: int, fds: list[int]) -> None:
         """Map a block that came with its descriptor; the descriptor is closed.
 
-        If that fails, `lease` tells why: what had come before is to be delivered first.
+        If that fails, `lease` tells why: what had come before is to be delivered first. It may be
+        called again after an interrupt.
         """
-        if not fds:
+        if not fds and number not in self:
             self._missing[number] = BlockMemoryError(
                 "the descriptor of an item's shared memory was lost on its way; this process has "
                 "too few (`ulimit -n`): keep fewer batches, or try a smaller max_queue_size"
@@ -427,8 +434,7 @@ class BlockMap:
                 self._memory[number] = Mapping(fd, size, **_UNTRACKED)
             except OSError as error:
                 self._missing[number] = _no_memory(size, error)
-            finally:
-                os.close(fd)
+        close_all(fds)
 
     def lease(self, number: int) -> memoryview:
         """Return a writable view of all of a block; the loan ends when its last slice dies.

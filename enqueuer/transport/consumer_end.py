@@ -356,7 +356,7 @@ class ConsumerEnd:
         self._orders += 1
         self._words[road.ORDERS] = self._orders
 
-    def _sort(self, data: bytes, fds: Sequence[int]) -> None:
+    def _sort(self, data: bytes, fds: list[int]) -> None:
         """Obey a packet. Repeats, after an interrupt, do no harm."""
         try:
             kind, sequence = PACKET.unpack_from(data)
@@ -383,7 +383,7 @@ class ConsumerEnd:
                 pass
         self._sequence += 1
 
-    def _record(self, data: bytes, fds: Sequence[int]) -> logging.LogRecord:
+    def _record(self, data: bytes, fds: list[int]) -> logging.LogRecord:
         try:
             return logging.makeLogRecord(pickle.loads(read_whole(data, fds)))
         except Exception as error:  # a log must not stop the data

@@ -16,7 +16,6 @@ import os
 import pickle
 import socket
 import struct
-from collections.abc import Sequence
 
 import cloudpickle
 
@@ -122,7 +121,7 @@ def pack(ticket: Ticket, are_forked: bool) -> bytes:
     return by_value
 
 
-def unpack(packet: bytes, fds: Sequence[int]) -> Ticket:
+def unpack(packet: bytes, fds: list[int]) -> Ticket:
     """Return the ticket of a packet; closes the descriptors."""
     ticket: Ticket = pickle.loads(read_whole(packet[HEAD.size :], fds))
     return ticket

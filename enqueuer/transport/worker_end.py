@@ -99,7 +99,7 @@ class WorkerEnd:
         self._readable = select.poll()
         self._readable.register(packets.fileno(), select.POLLIN)
         self._epochs: deque[Epoch] = deque()
-        self._tasks: deque[tuple[bytes, Sequence[int]]] = deque()  # for this worker alone
+        self._tasks: deque[tuple[bytes, list[int]]] = deque()  # for this worker alone
         self._closed = False
         self._encoder = codec.Encoder()
         self._encode = self._encoder.encode
@@ -395,7 +395,7 @@ class WorkerEnd:
         if self._packets.ended:
             self._closed = True
 
-    def _obey(self, data: bytes, fds: Sequence[int]) -> None:
+    def _obey(self, data: bytes, fds: list[int]) -> None:
         kind, self._orders = PACKET.unpack_from(data)
         match kind:
             case Kind.EPOCH:

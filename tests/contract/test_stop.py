@@ -131,6 +131,7 @@ def test_with_stops_and_lets_the_loops_own_error_through(backend):
 
 
 @pytest.mark.parametrize("count", [20])
+@pytest.mark.repeats
 def test_many_starts_and_early_breaks_leave_nothing(backend, count):
     for _ in range(count):
         for _ in GeneratorEnqueuer(counting, workers=2, **backend):

@@ -3,10 +3,13 @@
 import json
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from enqueuer import OrderedEnqueuer, Task
+
+pytestmark = pytest.mark.repeats
 
 SEED = 7
 KWARGS = settings(

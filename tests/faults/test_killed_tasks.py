@@ -108,6 +108,7 @@ def test_a_worker_that_dies_idle_is_told(process):
 
 
 @pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.repeats
 def test_kills_at_random_moments_change_nothing(process, ordered):
     """Whatever is killed, whenever: the results are those of an undisturbed run, each once."""
     length, kills, run = 60, 0, 0

@@ -301,6 +301,7 @@ def noted(shard):
 
 
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.repeats
 def test_kills_at_random_moments_tear_nothing(process, seed):
     """What arrives is a beginning of what there should be, bit for bit; then comes the death."""
     rng = random.Random(seed)

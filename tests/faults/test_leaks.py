@@ -1,6 +1,10 @@
-"""Many starts leave no thread, process, descriptor or file; see the census in conftest.py."""
+"""Many starts leave no thread, process, descriptor or file; see the census in conftest.py.
+
+What each start leaves shows after a few. `ENQUEUER_ROUNDS=20` looks for what is left rarely.
+"""
 
 import gc
+import os
 
 import helpers
 import pytest
@@ -8,53 +12,55 @@ from helpers import Failing, counting, twelve
 
 from enqueuer import GeneratorEnqueuer, WorkerDied, prefetch
 
+ROUNDS = int(os.environ.get("ENQUEUER_ROUNDS", "1"))
 
-@pytest.fixture
-def count(backend):
-    """How often: a spawned worker takes half a second."""
-    return 10 if backend.get("mp_context") == "spawn" else 200
+pytestmark = [pytest.mark.repeats, pytest.mark.timeout(120 * ROUNDS)]
 
 
-def test_starts_and_early_breaks(backend, count):
-    for _ in range(count):
+def times(options):
+    """Return how often; a spawned worker takes a fifth of a second, others a hundredth."""
+    return (10 if options.get("mp_context") == "spawn" else 100) * ROUNDS
+
+
+def test_starts_and_early_breaks(backend):
+    for _ in range(times(backend)):
         with GeneratorEnqueuer(counting, workers=2, **backend) as enqueuer:
             for _ in enqueuer:
                 break
 
 
-def test_one_enqueuer_started_again_and_again(backend, count):
+def test_one_enqueuer_started_again_and_again(backend):
     enqueuer = GeneratorEnqueuer(twelve, workers=2, **backend)
-    for _ in range(count // 2):
+    for _ in range(times(backend) // 2):
         enqueuer.start()
         assert list(enqueuer.get()) == list(range(12))
         enqueuer.stop()
 
 
-def test_errors(backend, count):
-    for _ in range(count // 2):
+def test_errors(backend):
+    for _ in range(times(backend) // 2):
         with GeneratorEnqueuer(Failing(1, helpers.raise_value_error), **backend) as enqueuer:
             with pytest.raises(ValueError, match="bad value"):
                 list(enqueuer)
 
 
-def test_deaths(process, count):
-    count = 10 if process["mp_context"] == "spawn" else 100
-    for _ in range(count):
+def test_deaths(process):
+    for _ in range(times(process)):
         with GeneratorEnqueuer(Failing(1, helpers.kill_self), workers=2, **process) as enqueuer:
             with pytest.raises(WorkerDied):
                 list(enqueuer)
 
 
-def test_forgotten_enqueuers(backend, count):
-    for _ in range(count // 2):
+def test_forgotten_enqueuers(backend):
+    for _ in range(times(backend) // 2):
         for _ in GeneratorEnqueuer(counting, workers=2, **backend):
             break
         for _ in prefetch(twelve, **backend):
             break
 
 
-def test_forgotten_enqueuers_in_a_circle_of_references(backend, count):
-    for _ in range(count // 4):
+def test_forgotten_enqueuers_in_a_circle_of_references(backend):
+    for _ in range(times(backend) // 4):
         enqueuer = GeneratorEnqueuer(counting, workers=2, **backend)
         enqueuer.myself = enqueuer
         next(iter(enqueuer))

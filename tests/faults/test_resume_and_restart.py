@@ -128,6 +128,7 @@ SIZES = st.fixed_dictionaries(
 
 
 @pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.repeats
 def test_a_state_of_any_item_is_gone_on_from_anywhere(backend, ordered):
     """One run saves at every item; others, on other workers, begin at some of these."""
 
@@ -174,6 +175,7 @@ def test_a_state_amid_items_that_were_taken_at_once(process, knows):
 
 
 @pytest.mark.parametrize("stops_first", [False, True])
+@pytest.mark.repeats
 def test_a_chain_of_states_leaves_nothing_out(backend, stops_first):
     """Each link is another enqueuer with other workers; also of one rank's share."""
 
@@ -294,6 +296,7 @@ def for_drawn_runs(request, options, count):
 
 @pytest.mark.parametrize("knows", [False, True])
 @pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.repeats
 def test_kills_at_random_moments_change_nothing(request, process, ordered, knows, told):
     @for_drawn_runs(request, process, 3)
     def check(rng):
@@ -311,6 +314,7 @@ def test_kills_at_random_moments_change_nothing(request, process, ordered, knows
 
 
 @pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.repeats
 def test_kills_between_two_items_and_between_epochs_change_nothing(request, process, ordered, told):
     @for_drawn_runs(request, process, 2)
     def check(rng):
@@ -331,6 +335,7 @@ def test_kills_between_two_items_and_between_epochs_change_nothing(request, proc
 
 
 @pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.repeats
 def test_kills_during_the_start_change_nothing(request, process, ordered, told):
     @for_drawn_runs(request, process, 2)
     def check(rng):
@@ -350,6 +355,7 @@ def test_kills_during_the_start_change_nothing(request, process, ordered, told):
 
 @pytest.mark.parametrize("knows", [False, True])
 @pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.repeats
 def test_items_that_kill_change_nothing(request, process, ordered, knows, told, tmp_path_factory):
     """In the middle of making an item, and while the source is loaded, so often and no more."""
 
@@ -380,6 +386,7 @@ def test_items_that_kill_change_nothing(request, process, ordered, knows, told, 
 
 @pytest.mark.parametrize("knows", [False, True])
 @pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.repeats
 def test_kills_states_and_other_numbers_of_workers_in_one_run(
     request, process, ordered, knows, told
 ):
@@ -415,6 +422,7 @@ def test_kills_states_and_other_numbers_of_workers_in_one_run(
 
 @pytest.mark.parametrize("on_error", ["skip", instead])
 @pytest.mark.parametrize("knows", [False, True])
+@pytest.mark.repeats
 def test_skipped_errors_and_kills(request, process, on_error, knows, told, tmp_path_factory):
     """Each error counts once, and what stands for its item comes once."""
 
@@ -450,6 +458,7 @@ def test_skipped_errors_and_kills(request, process, on_error, knows, told, tmp_p
 
 
 @pytest.mark.parametrize("on_error", ["skip", instead])
+@pytest.mark.repeats
 def test_skipped_errors_and_states(process, on_error):
     """A state of any item: what was skipped is not there again, and nothing else is missing."""
 

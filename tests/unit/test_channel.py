@@ -3,6 +3,7 @@
 import logging
 import os
 import pickle
+import sys
 import threading
 from collections import deque
 
@@ -378,6 +379,42 @@ def test_an_interrupted_item_is_whole_at_the_next_try_and_its_block_comes_home_o
     assert all((array == array[0]).all() for array in kept)
     del first, kept
     assert sorted(channel.consumer._blocks.home) == [1, 2, 3, 4]
+
+
+def test_a_block_that_was_being_added_at_an_interrupt_is_there_at_the_next_try(open_channel):
+    """Whichever line was interrupted, its descriptor is closed once."""
+    for line in range(1000):
+        channel = open_channel()
+        channel.send(Item(0, 0, np.full(LARGE, 5)))
+        channel.join()
+        was_interrupted = interrupted_at(line, channel.consumer.pump, "blocks.py")
+        assert (channel.take().value == 5).all()
+        channel.close()
+        if not was_interrupted:
+            break
+    assert 3 < line < 999
+
+
+def interrupted_at(line, call, file):
+    """Call, with a KeyboardInterrupt at the so-manieth line in a file; return whether it came."""
+    lines = iter(range(line + 1))
+
+    def trace(frame, event, _):
+        if os.path.basename(frame.f_code.co_filename) != file:
+            return None
+        if event == "line" and next(lines) == line:
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
 
 
 def interrupted():
