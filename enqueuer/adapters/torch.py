@@ -340,7 +340,10 @@ class _Here:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Have the loader of this process go on at a position."""
         self.loader().load_state_dict(state_dict)
-        self._is_loaded = True
+        info = torch.utils.data.get_worker_info()
+        if info is not None:
+            self._begun[info.id] = int(state_dict["epoch"])
+            self._is_loaded = True
 
     def stop(self) -> None:
         """Stop the loader of this process."""

@@ -3,6 +3,9 @@
 import dataclasses
 import gc
 import itertools
+import os
+import subprocess
+import sys
 import threading
 from collections import defaultdict, namedtuple
 
@@ -309,3 +312,19 @@ def test_an_old_framework_says_what_to_upgrade():
     with pytest.raises(FrameworkUnavailable, match=r"numpy >= 99.0, but .* pip install -U numpy"):
         framework("numpy", "torch", "99.0")
     assert framework("numpy", "torch", "1.2").__name__ == "numpy"
+
+
+@pytest.mark.parametrize(
+    ("adapter", "name"), [("torch", "torch"), ("cuda", "torch"), ("pinning", "torch")]
+)
+def test_an_adapter_without_its_framework_says_what_to_install(adapter, name):
+    program = f"import sys; sys.modules[{name!r}] = None; import enqueuer.adapters.{adapter}"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    assert f"enqueuer.FrameworkUnavailable: this adapter needs {name} >= " in done.stderr
+    assert f"pip install 'enqueuer[{name}]'" in done.stderr

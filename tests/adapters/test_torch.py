@@ -337,6 +337,24 @@ def test_a_position_of_a_part_is_that_of_the_part():
     other.stop()
 
 
+def test_a_dataloader_worker_is_resumed_and_counts_on(in_a_worker):
+    def make():
+        own = OrderedEnqueuer(range(10), noisy, shuffle=True, batch_size=2, random_seed=7)
+        return EnqueuerIterableDataset(own)
+
+    one = make()
+    assert len(seen(one)) == 2
+    batches = iter(one)
+    next(batches)
+    state = one.state_dict()
+    rest = seen(batches), seen(one)
+    one.stop()
+    other = make()
+    other.load_state_dict(state)
+    assert (seen(other), seen(other)) == rest
+    other.stop()
+
+
 @pytest.mark.parametrize("had", [0, 1, 2])
 @pytest.mark.parametrize("part", [0, 1])
 def test_an_iterable_with_a_state_is_resumed_in_a_part(part, had):
