@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import needs
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 60.0  # seconds; each takes about one
@@ -20,6 +21,8 @@ def test_there_are_blocks():
 
 @pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
 def test_a_block_of_the_readme_runs(block, tmp_path):
+    for framework in re.findall(r"enqueuer\.adapters\.(\w+)", block):
+        needs(framework)
     script = tmp_path / "script.py"
     script.write_text(block)
     done = subprocess.run(
