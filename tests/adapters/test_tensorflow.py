@@ -3,7 +3,9 @@
 import gc
 import re
 import sys
+import textwrap
 from collections import namedtuple
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from helpers import (
     Failing,
     Reiterable,
     counting,
+    hang,
     needs,
     points,
     ragged,
@@ -213,11 +216,14 @@ def test_nothing_is_read_ahead_so_the_position_is_exact():
 
 def test_steps_per_epoch_makes_passes_of_a_generator_without_an_end(backend):
     enqueuer = GeneratorEnqueuer(counting, **backend)
-    dataset = as_dataset(enqueuer, steps_per_epoch=4).map(lambda shard, number: number)
+    dataset = as_dataset(enqueuer, steps_per_epoch=4)
     assert len(dataset) == 4
-    assert numbers(dataset.repeat(2)) == list(range(8))
-    assert numbers(dataset.take(2)) == [8, 9]
-    assert numbers(dataset) == [10, 11, 12, 13]
+    parts = [dataset.repeat(2), dataset.take(2), dataset]
+    assert [[int(number) for _, number in part] for part in parts] == [
+        list(range(8)),
+        [8, 9],
+        [10, 11, 12, 13],
+    ]
 
 
 def test_steps_per_epoch_goes_over_the_end_of_an_epoch():
@@ -305,6 +311,14 @@ def test_an_exception_in_the_loop_ends_them(backend):
     assert not runs(enqueuer)
 
 
+def test_a_break_while_a_batch_is_waited_for_ends_them():
+    enqueuer = GeneratorEnqueuer(Failing(2, hang), backend="process", mp_context="fork")
+    for _ in as_dataset(enqueuer).prefetch(4):
+        break
+    gc.collect()
+    assert not runs(enqueuer)
+
+
 def test_one_that_runs_already_is_left_running():
     with GeneratorEnqueuer(twelve) as enqueuer:
         dataset = as_dataset(enqueuer)
@@ -388,9 +402,8 @@ PROGRAM = """
 
     def stuck(shard):
         yield 0
-        gate.wait()
+        threading.Event().wait()
 
-    gate = threading.Event()
     enqueuer = GeneratorEnqueuer({source}, {options})
     dataset = as_dataset(enqueuer).prefetch(2)
     {body}
@@ -410,8 +423,16 @@ BODIES = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize(
+    ("body", "options"),
+    [
+        ("break", "forkserver"),
+        ("an iterator is left", "thread"),
+        ("sys.exit in the loop", "fork"),
+        ("a batch is waited for", "thread"),
+        ("a batch is waited for", "forkserver"),
+    ],
+)
 def test_a_program_that_leaves_the_loop_ends(tmp_path, body, options):
     source = "stuck" if "waited" in body else "counting"
     text = PROGRAM.format(source=source, options=OPTIONS[options], body=BODIES[body])
@@ -423,15 +444,55 @@ def test_a_program_that_leaves_the_loop_ends(tmp_path, body, options):
 # --- training ----------------------------------------------------------------------------------
 
 
-def test_keras_learns_a_line_from_it(backend):
+def learn(enqueuer, steps_per_epoch):
+    """Return the losses of four epochs, and what epochs had been given out by then."""
     keras = needs("keras")
-    enqueuer = GeneratorEnqueuer(points, workers=2, random_seed=7, **backend)
-    dataset = as_dataset(enqueuer, steps_per_epoch=20)
+    dataset = as_dataset(enqueuer, steps_per_epoch=steps_per_epoch)
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile(optimizer=keras.optimizers.SGD(0.5), loss="mse")
-    losses = model.fit(dataset, epochs=4, verbose=0).history["loss"]
+    losses = model.fit(dataset, epochs=4, verbose=0, shuffle=False).history["loss"]
+    return losses, enqueuer.state_dict()["epoch"]
+
+
+def test_keras_learns_a_line_from_it(backend):
+    enqueuer = GeneratorEnqueuer(points, workers=2, random_seed=7, **backend)
+    losses, epoch = learn(enqueuer, steps_per_epoch=20)
     assert losses[-1] < 0.01 < losses[0]
-    assert numbers(dataset.take(1).map(lambda x, y: 0)) == [0]
-    del dataset, model
+    assert epoch in (3, 4)  # the fourth was given to its last batch, and perhaps to its end
     gc.collect()
     assert not runs(enqueuer)
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")  # how Keras finds out the length
+def test_keras_learns_without_knowing_the_length():
+    losses, epoch = learn(GeneratorEnqueuer(points, random_seed=7), steps_per_epoch=None)
+    assert losses[-1] < 0.01 < losses[0]
+    assert epoch in (3, 4)
+
+
+def test_a_loop_of_our_own_learns_a_line():
+    weights = tf.Variable([0.0, 0.0])
+    for _ in range(2):
+        for x, y in as_dataset(GeneratorEnqueuer(points, random_seed=7)).unbatch().batch(16):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((weights[0] * x + weights[1] - y) ** 2)
+            weights.assign_sub(0.5 * tape.gradient(loss, weights))
+    assert loss < 0.05
+
+
+def test_the_first_lines_of_the_page_run(tmp_path, monkeypatch):
+    keras = needs("keras")
+    monkeypatch.chdir(tmp_path)
+    for label in (0, 1):
+        np.save(f"{label}.npy", np.full(3, label))
+    Path("train.txt").write_text("0.npy 0\n1.npy 1\n" * 3)
+    page = Path(__file__).parents[2].joinpath("docs", "howto", "feed_tensorflow.rst").read_text()
+    lines = page.split(".. code-block:: python\n\n", 1)[1].split("\n\n`as_dataset` turns", 1)[0]
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, "softmax")])
+    model.compile(loss="sparse_categorical_crossentropy")
+    names = {"__name__": "__main__", "model": model}
+    exec(textwrap.dedent(lines), names)
+    assert len(names["dataset"]) == 2
+    assert len(model.history.epoch) == 3
+    names.clear()
+    gc.collect()
