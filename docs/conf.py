@@ -41,3 +41,13 @@ doctest_global_setup = """
 from enqueuer import *
 __name__ = "__main__"
 """
+
+
+def setup(app):
+    app.connect("autodoc-process-docstring", leave_out)
+
+
+def leave_out(app, what, name, obj, options, lines):
+    """Leave the adapters' examples to pytest: their frameworks are not installed here."""
+    if app.builder.name == "doctest" and name.startswith("enqueuer.adapters."):
+        lines.clear()

@@ -61,6 +61,23 @@ def random_batches(shard):
         }
 
 
+def ragged(shard):
+    """Yield batches of 4, 4 and 2 rows: floats, names, an epoch."""
+    for rows in (range(4), range(4, 8), range(8, 10)):
+        yield {
+            "x": np.array([[row, row] for row in rows], np.float32),
+            "names": [f"row {row}" for row in rows],
+            "epoch": shard.epoch,
+        }
+
+
+def points(shard):
+    """Yield batches of points on the line y = 2x + 1."""
+    for _ in shard.split(range(20)):
+        x = shard.rng.random((8, 1)).astype(np.float32)
+        yield x, 2 * x + 1
+
+
 def bytes_of(batch):
     """Return a batch as plain data that can be compared."""
     return batch["where"], batch["small"].tobytes(), batch["large"][0].tobytes()

@@ -137,15 +137,17 @@ class Ahead(Loader[Batch]):
         self._finish = finish
         self._ahead: GeneratorEnqueuer[Any] | None = None  # of the epoch that is under way
         self._position: dict[str, Any] | None = None  # where the loop is, of that epoch
+        self._given = 0  # batches of it
 
     def __iter__(self) -> Iterator[Batch]:
         """Iterate over an epoch."""
         self._start()
-        if self._ahead is not None and not self._epochs.keeps_position:
+        epochs = self._epochs
+        if not epochs.keeps_position or self._given == epochs.steps:
             self._end(threading.TIMEOUT_MAX)  # `loader` cannot be iterated before that
         if self._ahead is None:
-            self._position = self._epochs.position()
-            run = functools.partial(_run, self._epochs, self._change, self._finish)
+            self._position, self._given = epochs.position(), 0
+            run = functools.partial(_run, epochs, self._change, self._finish)
             self._ahead = GeneratorEnqueuer(run, max_queue_size=self._queue_size)
             self._ahead.start()
         return self._received(self._ahead)
@@ -194,6 +196,7 @@ class Ahead(Loader[Batch]):
         changed, position = made
         if not isinstance(changed, _Raised):
             self._position = position
+            self._given += 1
             return self._receive(changed)
         self._end()
         self._position = None
@@ -214,6 +217,7 @@ class Epochs:
     """The epochs of a loader, each of `steps` batches if that is not None.
 
     Attributes:
+        steps: How many batches an epoch has; None: as many as the loader gives.
         step: How many of them this epoch has given; always 0 without `steps`.
     """
 
@@ -221,26 +225,26 @@ class Epochs:
         if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
             raise TypeError(f"the loader must be an enqueuer or an iterable, got {loader!r}")
         self._loader = loader
-        self._steps = None if steps is None else arguments.positive("steps_per_epoch", steps)
+        self.steps = None if steps is None else arguments.positive("steps_per_epoch", steps)
         self.step = 0
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches of an epoch, or of the rest of one that was broken off."""
-        if self._steps is None:
+        if self.steps is None:
             yield from self._loader
             return
-        if not self.keeps_position:
+        if not self.keeps_position or self.step >= self.steps:
             self.step = 0
         passes = 0  # without a batch: one may be the end of the loader's epoch
-        while self.step < self._steps and passes < 2:
+        while self.step < self.steps and passes < 2:
             before = self.step
-            yield from map(self._counted, itertools.islice(self._loader, self._steps - before))
+            yield from map(self._counted, itertools.islice(self._loader, self.steps - before))
             passes = passes + 1 if self.step == before else 0
         self.step = 0
 
     def __len__(self) -> int:
-        if self._steps is not None:
-            return self._steps
+        if self.steps is not None:
+            return self.steps
         try:
             return len(self._loader)  # type: ignore[arg-type]  # it says so itself
         except TypeError as error:
@@ -267,7 +271,7 @@ class Epochs:
             raise TypeError(
                 f"a {type(self._loader).__name__} tells no position: it has no state_dict"
             ) from None
-        return dict(tell()) if self._steps is None else {**tell(), "step": self.step}
+        return dict(tell()) if self.steps is None else {**tell(), "step": self.step}
 
     def position(self) -> dict[str, Any] | None:
         """Return the position, or None if the loader tells none."""
@@ -276,7 +280,7 @@ class Epochs:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Have the loader go on at a position."""
         state = dict(state_dict)
-        step = state.pop("step", 0) if self._steps is not None else 0
+        step = state.pop("step", 0) if self.steps is not None else 0
         try:
             load = self._loader.load_state_dict  # type: ignore[attr-defined]  # as above
         except AttributeError:

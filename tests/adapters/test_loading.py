@@ -166,6 +166,16 @@ def test_steps_per_epoch_goes_on_where_the_generator_ends(kind):
     assert list(loader) == [0, 1, 2, 3, 0, 1]
 
 
+def test_who_leaves_with_the_last_batch_begins_an_epoch_afterwards(kind):
+    loader = kind(GeneratorEnqueuer(counting), steps_per_epoch=3)
+    for first in (0, 3, 6):
+        assert [number for _, number in itertools.islice(loader, 3)] == [
+            first,
+            first + 1,
+            first + 2,
+        ]
+
+
 def test_steps_of_an_empty_source_do_not_hang(kind):
     assert list(kind(GeneratorEnqueuer(lambda: iter(())), steps_per_epoch=2)) == []
 
@@ -315,7 +325,7 @@ def test_an_old_framework_says_what_to_upgrade():
 
 
 @pytest.mark.parametrize(
-    ("adapter", "name"), [("torch", "torch"), ("cuda", "torch"), ("pinning", "torch")]
+    ("adapter", "name"), [("torch", "torch"), ("cuda", "torch"), ("tensorflow", "tensorflow")]
 )
 def test_an_adapter_without_its_framework_says_what_to_install(adapter, name):
     program = f"import sys; sys.modules[{name!r}] = None; import enqueuer.adapters.{adapter}"

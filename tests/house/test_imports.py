@@ -18,6 +18,7 @@ ORDER = [
     ["adapters.cuda"],
     ["adapters.torch"],
     ["adapters.pinning"],
+    ["adapters.tensorflow"],
     ["adapters.loading"],
     ["adapters.__init__"],
     ["enqueuers"],
@@ -49,6 +50,7 @@ RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
 THIRD_PARTIES = {
     "numpy": {
         "adapters.torch",
+        "adapters.tensorflow",
         "shards",
         "tasks",
         "transport.blocks",

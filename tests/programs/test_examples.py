@@ -10,12 +10,16 @@ from helpers import needs
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LIMIT = 60.0  # seconds; each takes about one, or what its framework takes to be imported
-NEEDS = {"torch_training.py": "torch"}
+NEEDS = {
+    "file_list_tensorflow.py": "tensorflow",
+    "torch_training.py": "torch",
+}
 
 
 def test_there_are_examples():
     assert {path.name for path in EXAMPLES.glob("*.py")} == {
         "east_get_batch.py",
+        "file_list_tensorflow.py",
         "in_place.py",
         "keras_style.py",
         "map_files.py",

@@ -1,0 +1,266 @@
+"""An enqueuer, or any other iterable of batches, as a `tf.data.Dataset`.
+
+    loader -> Loader: fit to the signature -> from_generator -> map, shuffle, ... -> the loop
+
+TensorFlow asks for each batch on a thread of its own, one after the other. It keeps whatever
+function makes a dataset as long as the program runs, so that function must not know the loader.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from enqueuer.adapters.loading import Epochs, Loader, framework
+
+tf = framework("tensorflow", "tensorflow", "2.14")
+
+__all__ = ["as_dataset"]
+
+
+def as_dataset(
+    enqueuer: Iterable[Any],
+    output_signature: Any = None,
+    *,
+    steps_per_epoch: int | None = None,
+) -> Any:
+    """Return a `tf.data.Dataset` of an enqueuer's batches; each pass over it is an epoch.
+
+    An enqueuer that does not run is started here, and stopped when the dataset, all that was
+    made of it and their iterators are gone. After a `break`, or `take()`, the next pass goes on
+    with the next batch. The dataset takes a batch only when it is asked for one, but
+    transformations such as `map`, `shuffle` and `prefetch` ask ahead, and what they hold at a
+    `break` is lost.
+
+    Batches are numbers, strings, arrays and tensors, and nests of them in dicts, tuples and
+    named tuples. A list of plain values is an array, as anywhere in TensorFlow; a list with
+    arrays or nests in it stands for a tuple.
+
+    Args:
+        enqueuer: An enqueuer, or anything that can be iterated once an epoch.
+        output_signature: A nest of `tf.TypeSpec`, as `from_generator` takes it. None, the
+            default: that of the first batch, which is taken at once, and is the first one of
+            the first pass. Then the first dimension of arrays is None, so that a smaller last
+            batch fits, and strings are `tf.string`; Python's int is int32, its float is float32.
+        steps_per_epoch: How many batches a pass has, for generators without an end, and so that
+            `len(dataset)` and Keras know it. Each pass then has so many, whatever the one before
+            had: where an epoch ends earlier, the next one follows. None, the default: a pass
+            is an epoch, or the rest of one, and its length is unknown.
+
+    Raises:
+        TypeError: The first batch has something in it that cannot be a tensor.
+        ValueError: There is no first batch.
+
+    Example:
+        >>> from enqueuer import GeneratorEnqueuer
+        >>> def batches(shard):
+        ...     for n in shard.split([2, 2, 1]):
+        ...         yield {"x": np.ones((n, 3), "float32"), "name": ["a"] * n}
+        >>> dataset = as_dataset(GeneratorEnqueuer(batches))
+        >>> dataset.element_spec["x"].shape
+        TensorShape([None, 3])
+        >>> [len(batch["name"]) for batch in dataset.repeat(2)]
+        [2, 2, 1, 2, 2, 1]
+        >>> [row["name"].numpy() for row in dataset.unbatch().take(1)]
+        [b'a']
+    """
+    passes = _Passes(enqueuer, steps_per_epoch)
+    # Here, and not when TensorFlow asks for it: then what goes wrong would be an error of its own.
+    passes.begin(output_signature)
+    dataset = tf.data.Dataset.from_generator(
+        _Weakly(passes), output_signature=passes.output_signature
+    )
+    if steps_per_epoch is not None:
+        dataset = dataset.apply(tf.data.experimental.assert_cardinality(steps_per_epoch))
+    options = tf.data.Options()
+    # Else TensorFlow adds a prefetch() by itself, and each `break` loses a batch.
+    options.experimental_optimization.inject_prefetch = False
+    dataset = dataset.with_options(options)
+    # Datasets keep those that they are made of, and iterators keep their dataset.
+    dataset._enqueuer_passes = passes
+    return dataset
+
+
+class _Passes(Loader[Any]):
+    """What is iterated over for each pass; the dataset owns it, and so the workers."""
+
+    def __init__(self, loader: Iterable[Any], steps_per_epoch: int | None) -> None:
+        super().__init__(loader, steps_per_epoch)
+        self.output_signature: Any = None
+        self._first: list[Any] = []  # the batch that was looked at, until it is given
+        self._rest: Iterator[Any] | None = None  # what follows it
+
+    def begin(self, output_signature: Any) -> None:
+        """Start the enqueuer; take the signature from the first batch, if it is not given."""
+        self._start()
+        self.output_signature = output_signature
+        if output_signature is not None:
+            return
+        rest = _pass(self._epochs)
+        for batch in rest:
+            self.output_signature = _signature(batch, "")
+            self._first, self._rest = [batch], rest
+            return
+        raise ValueError(
+            "there is no batch to take the signature from, as the first epoch is empty; "
+            "give output_signature"
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over a pass, without keeping this object.
+
+        Who iterates is a thread of TensorFlow, which may wait for a batch when the dataset is
+        dropped; then this object ends, stops the workers, and so wakes that thread.
+        """
+        rest, self._rest = self._rest or _pass(self._epochs), None
+        batches = itertools.chain(_emptied(self._first), rest, _end(weakref.ref(self)))
+        return map(functools.partial(_fitted, spec=self.output_signature), batches)
+
+
+class _Weakly:
+    """What TensorFlow calls for each pass, and keeps for ever."""
+
+    def __init__(self, passes: _Passes) -> None:
+        self._passes = weakref.ref(passes)
+
+    def __call__(self) -> Iterator[Any]:
+        passes = self._passes()
+        return _end(self._passes) if passes is None else iter(passes)
+
+
+def _pass(epochs: Epochs) -> Iterator[Any]:
+    """Yield the batches of an epoch, or the rest of one if something is left of it."""
+    for _ in range(2):
+        epochs.step = 0  # with steps_per_epoch each pass has as many
+        given = False
+        for batch in epochs:
+            given = True
+            yield batch
+            del batch  # or it lives on while the next one is waited for
+        # Keras counts the batches of a pass, and begins the next one without having seen the end
+        # of this one. Then nothing is left of it, and the next epoch is meant.
+        if given:
+            return
+
+
+def _emptied(batches: list[Any]) -> Iterator[Any]:
+    while batches:
+        yield batches.pop()
+
+
+def _end(passes: weakref.ref[_Passes]) -> Iterator[Any]:
+    """Yield nothing; raise if the end is not the source's."""
+    if passes() is None:
+        raise ReferenceError(
+            "the dataset that as_dataset() returned is gone, and its workers with it; keep it as "
+            "long as something that was made of it is used"
+        )
+    yield from ()
+
+
+def _signature(value: Any, where: str) -> Any:
+    """Return the signature of a batch, or of the part of one that lies at `where`."""
+    if isinstance(value, Mapping):
+        return {key: _signature(part, f"{where}[{key!r}]") for key, part in value.items()}
+    if isinstance(value, tuple) or _is_tuple(value):
+        parts = [_signature(part, f"{where}[{i}]") for i, part in enumerate(value)]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    try:
+        with tf.init_scope():  # eagerly, wherever this is called
+            plain = None if hasattr(value, "__array__") else tf.convert_to_tensor(value).dtype
+        array = _array(value)
+        dtype = tf.string if _is_text(array) else plain or tf.as_dtype(array.dtype)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"batch{where} cannot be a tensor: it is {_shown(value)}; yield numbers, strings, "
+            "arrays, and dicts and tuples of them, or give output_signature"
+        ) from error
+    return tf.TensorSpec((None, *array.shape[1:]) if array.ndim else (), dtype)
+
+
+def _fitted(value: Any, spec: Any, where: str = "") -> Any:
+    """Return a batch, or a part of one, as `spec` wants it; an array of its dtype as it is."""
+    if isinstance(spec, Mapping):
+        if not isinstance(value, Mapping) or value.keys() != spec.keys():
+            raise _misfit(value, spec, where)
+        return {key: _fitted(value[key], part, f"{where}[{key!r}]") for key, part in spec.items()}
+    if isinstance(spec, tuple):
+        if not isinstance(value, (tuple, list)) or len(value) != len(spec):
+            raise _misfit(value, spec, where)
+        pairs = zip(value, spec, strict=True)
+        parts = [_fitted(part, its, f"{where}[{i}]") for i, (part, its) in enumerate(pairs)]
+        return type(spec)(*parts) if hasattr(spec, "_fields") else tuple(parts)
+    if not isinstance(spec, tf.TensorSpec):
+        return value  # ragged, sparse: TensorFlow looks at it
+    try:
+        array = _cast(_array(value), spec.dtype)
+    except (TypeError, ValueError) as error:
+        raise _misfit(value, spec, where) from error
+    if not spec.shape.is_compatible_with(array.shape):
+        raise _misfit(value, spec, where)
+    return array
+
+
+def _is_tuple(value: Any) -> bool:
+    """Tell whether a list is one of components, and not one of plain values."""
+    return isinstance(value, list) and any(
+        isinstance(part, (Mapping, tuple)) or getattr(part, "ndim", 0) or _is_tuple(part)
+        for part in value
+    )
+
+
+def _array(value: Any) -> np.ndarray:
+    if hasattr(value, "detach"):
+        value = value.detach().cpu()  # a torch tensor
+    array = np.asarray(value)
+    if array.dtype.kind == "O" and not _is_text(array):
+        raise TypeError("it holds Python objects")
+    return array
+
+
+def _is_text(array: np.ndarray) -> bool:
+    if array.dtype.kind == "O":
+        return all(isinstance(part, (str, bytes)) for part in array.flat)
+    return array.dtype.kind in "SUT"
+
+
+def _cast(array: np.ndarray, dtype: Any) -> np.ndarray:
+    """Return an array as one of another dtype; numbers may lose precision, and nothing else."""
+    wanted = np.dtype(dtype.as_numpy_dtype)
+    if array.dtype == wanted:
+        return array
+    if _is_text(array) != (dtype == tf.string):
+        raise TypeError("text is not numbers")
+    cast = array.astype(wanted)
+    if dtype.is_integer and array.dtype.kind in "iu":
+        if not np.array_equal(cast, array):
+            raise ValueError("a number is too large")
+    elif not np.can_cast(array.dtype, wanted, "same_kind"):
+        raise TypeError("it would be another kind of number")
+    return cast
+
+
+def _misfit(value: Any, spec: Any, where: str) -> TypeError:
+    return TypeError(
+        f"batch{where} does not fit the signature: it is {_shown(value)}, and the signature says "
+        f"{spec}; as_dataset() takes the signature from the first batch, unless you give "
+        "output_signature"
+    )
+
+
+def _shown(value: Any) -> str:
+    """Describe a value, in a line that may stand in an error."""
+    name = type(value).__name__
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"of shape {tuple(value.shape)} and dtype {value.dtype} ({name})"
+    if isinstance(value, Mapping):
+        return f"a {name} with the keys {list(value)}"
+    if isinstance(value, tuple):
+        return f"a {name} of length {len(value)}"
+    text = repr(value)
+    return f"{text if len(text) < 80 else text[:80] + '...'} ({name})"
