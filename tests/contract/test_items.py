@@ -217,6 +217,7 @@ def huge(shard):
 
 
 @pytest.mark.skipif(psutil.virtual_memory().available < 14e9, reason="needs 14 GB of memory")
+@pytest.mark.timeout(600)  # 30 s alone, but several times that where others want memory, too
 def test_more_than_2_gib_come_through():
     with GeneratorEnqueuer(huge, backend="process", max_queue_size=1) as enqueuer:
         batches = iter(enqueuer)
