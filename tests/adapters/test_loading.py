@@ -309,3 +309,12 @@ def test_an_old_framework_says_what_to_upgrade():
     with pytest.raises(FrameworkUnavailable, match=r"numpy >= 99.0, but .* pip install -U numpy"):
         framework("numpy", "torch", "99.0")
     assert framework("numpy", "torch", "1.2").__name__ == "numpy"
+
+
+@pytest.mark.parametrize("version", ["0.4.26", "0.4.30.dev2+g1", "0.5.0", "0.10.2", "1.0"])
+def test_the_third_number_of_a_version_counts(version, monkeypatch):
+    monkeypatch.setattr("numpy.__version__", version)
+    assert framework("numpy", "jax", "0.4.26")
+    monkeypatch.setattr("numpy.__version__", "0.4.25")
+    with pytest.raises(FrameworkUnavailable, match="0.4.25 is installed"):
+        framework("numpy", "jax", "0.4.26")
