@@ -316,5 +316,5 @@ def test_the_third_number_of_a_version_counts(version, monkeypatch):
     monkeypatch.setattr("numpy.__version__", version)
     assert framework("numpy", "jax", "0.4.26")
     monkeypatch.setattr("numpy.__version__", "0.4.25")
-    with pytest.raises(FrameworkUnavailable, match="0.4.25 is installed"):
+    with pytest.raises(FrameworkUnavailable, match=r"0.4.25 is installed"):
         framework("numpy", "jax", "0.4.26")

@@ -15,6 +15,7 @@ ORDER = [
     ["cli"],
     ["demo"],
     ["__init__"],
+    ["adapters.jax"],
     ["adapters.loading"],
     ["adapters.__init__"],
     ["enqueuers"],
@@ -45,6 +46,7 @@ RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
 
 THIRD_PARTIES = {
     "numpy": {
+        "adapters.jax",
         "shards",
         "tasks",
         "transport.blocks",

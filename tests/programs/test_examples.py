@@ -6,15 +6,18 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import needs
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LIMIT = 60.0  # seconds; each takes about one
+NEEDS = {"jax_training.py": "jax"}
 
 
 def test_there_are_examples():
     assert {path.name for path in EXAMPLES.glob("*.py")} == {
         "east_get_batch.py",
         "in_place.py",
+        "jax_training.py",
         "keras_style.py",
         "map_files.py",
         "processes.py",
@@ -26,6 +29,8 @@ def test_there_are_examples():
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_an_example_runs(path, tmp_path):
+    if path.name in NEEDS:
+        needs(NEEDS[path.name])
     done = subprocess.run(
         [sys.executable, path],
         cwd=tmp_path,
