@@ -46,17 +46,11 @@ class JaxLoader(Ahead[Any]):
         TypeError: `loader` cannot be iterated, or a number is none.
         ValueError: `queue_size` or `steps_per_epoch` is less than 1.
 
-    Example:
-        >>> import numpy as np
-        >>> def batches(shard):
-        ...     for i in shard.split(range(3)):
-        ...         yield {"x": np.full((2, 2), i, "float32")}
-        >>> from enqueuer import GeneratorEnqueuer
-        >>> for batch in JaxLoader(GeneratorEnqueuer(batches)):
-        ...     print(batch["x"].sum(), type(batch["x"]) is type(jax.numpy.zeros(1)))
-        0.0 True
-        4.0 True
-        8.0 True
+    .. code-block:: python
+
+        loader = JaxLoader(GeneratorEnqueuer(batches, workers=2), sharding=jax.devices()[0])
+        for batch in loader:
+            weights, loss = step(weights, batch)
     """
 
     def __init__(
