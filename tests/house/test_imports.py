@@ -20,7 +20,7 @@ ORDER = [
     ["adapters.__init__"],
     ["enqueuers"],
     ["base"],
-    ["arguments", "replaying", "state"],
+    ["arguments", "asynchronous", "replaying", "state"],
     ["backends.process_tasks", "backends.thread_tasks"],
     ["backends.processes", "backends.threads"],
     ["backends.payload", "backends.shelf", "backends.watched"],

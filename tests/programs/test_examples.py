@@ -15,6 +15,7 @@ NEEDS = {"jax_training.py": "jax"}
 
 def test_there_are_examples():
     assert {path.name for path in EXAMPLES.glob("*.py")} == {
+        "asyncio_loop.py",
         "east_get_batch.py",
         "in_place.py",
         "jax_training.py",
