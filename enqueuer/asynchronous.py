@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -29,11 +30,13 @@ T = TypeVar("T")
 class Polled(Protocol[BatchOut]):
     """What an event loop asks of an enqueuer."""
 
-    def _joined(self) -> deque[Item] | None:
-        """Return what is ready of the running epoch; None if it must be begun."""
+    _ready: deque[Item]  # of the running epoch, or of the last one
 
-    def _join(self) -> deque[Item]:
-        """Return the same, and begin the epoch before if need be; may take its time."""
+    def _has_begun(self) -> bool:
+        """Return whether an epoch runs."""
+
+    def _join(self, seen: deque[Item]) -> deque[Item]:
+        """Return what is ready of the epoch that follows that of `seen`; may take its time."""
 
     def _poll(self, ready: deque[Item]) -> Sequence[BatchOut]:
         """Take the next batch, if there is one; waits for nothing.
@@ -92,16 +95,17 @@ class Batches(AsyncIterator[Batch]):
     def __init__(self, enqueuer: Polled[Batch], bell: Bell) -> None:
         self._enqueuer = enqueuer
         self._bell = bell
-        self._ready: deque[Item] | None = None  # of its epoch, once that is known
+        # as it is now: tasks that begin at once share an epoch, however short it is
+        self._ready = enqueuer._ready
+        self._has_begun = enqueuer._has_begun()
 
     async def __anext__(self) -> Batch:
         # Other tasks run also if a batch is always ready. Before it is taken: a task may be
         # cancelled here.
         await asyncio.sleep(0)
-        if self._ready is None:
-            self._ready = self._enqueuer._joined()
-        if self._ready is None:
-            self._ready = await in_thread(self._enqueuer._join)
+        if not self._has_begun:
+            self._ready = await in_thread(functools.partial(self._enqueuer._join, self._ready))
+            self._has_begun = True
         while not (polled := self._enqueuer._poll(self._ready)):
             if not await self._bell.wait(self._enqueuer._watcher()):
                 raise StopAsyncIteration

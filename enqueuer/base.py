@@ -599,18 +599,23 @@ class BaseEnqueuer(ABC, Generic[Batch]):
                 raise StopIteration
             return self._open(message)
 
-    def _joined(self) -> deque[Item] | None:
-        running = self._state in (State.RUNNING, State.FAILED) and not self._over
-        return self._ready if running else None
+    def _has_begun(self) -> bool:
+        return self._state in (State.RUNNING, State.FAILED) and not self._over
 
-    def _join(self) -> deque[Item]:
-        """Return what is ready of this epoch, or of the next one if this one is over."""
+    def _join(self, seen: deque[Item] | None = None) -> deque[Item]:
+        """Return what is ready of this epoch, or of the next one if this one is over.
+
+        Args:
+            seen: Of the epoch that was over, or had not begun; if another one has begun since,
+                that is the one. None: as it is now.
+        """
         with self._state_lock:
             if self._state is State.NEW:
                 self.start()
         with self._lock:
             self._check_started("iterate over it")
-            if self._over and self._state is State.RUNNING:
+            is_next = seen is None or seen is self._ready
+            if self._over and self._state is State.RUNNING and is_next:
                 self._begin(Epoch(self._epoch + 1))
             return self._ready
 

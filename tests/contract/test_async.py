@@ -249,6 +249,16 @@ def test_tasks_that_iterate_at_once_share_the_batches(backend):
     assert run(main()) == list(range(12))
 
 
+def test_tasks_that_begin_at_once_share_an_epoch_however_short():
+    async def main():
+        enqueuer = GeneratorEnqueuer(lambda: iter([1]))
+        got = await asyncio.gather(*(take(enqueuer, 99) for _ in range(5)))
+        return list(itertools.chain(*got))
+
+    for _ in range(20):
+        assert run(main()) == [1]
+
+
 def test_a_task_and_a_thread_share_the_batches(backend):
     async def main():
         async with GeneratorEnqueuer(slow_twenty, **backend) as enqueuer:
