@@ -7,7 +7,7 @@
 
 from enqueuer.arrays import empty, empty_like
 from enqueuer.buffer import Buffer
-from enqueuer.enqueuers import GeneratorEnqueuer, OrderedEnqueuer, prefetch
+from enqueuer.enqueuers import GeneratorEnqueuer, OrderedEnqueuer, imap, prefetch
 from enqueuer.errors import (
     BlockMemoryError,
     Closed,
@@ -55,6 +55,7 @@ __all__ = [
     "WorkerError",
     "empty",
     "empty_like",
+    "imap",
     "prefetch",
     "replay",
 ]

@@ -16,12 +16,13 @@ import contextlib
 import copy
 import dataclasses
 import enum
+import functools
 import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from multiprocessing.context import BaseContext
 from queue import Empty
 from types import TracebackType
@@ -121,6 +122,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         self._state_lock = threading.RLock()  # one start() or stop() at a time
         self._changing = False  # the backend is being replaced
         self._changed = threading.Condition(self._lock)
+        self._bell: Any = None  # of event loops, if there are some
         self.queue: Queue[Batch] = Queue(self)
 
     # --- life cycle ---
@@ -360,6 +362,25 @@ class BaseEnqueuer(ABC, Generic[Batch]):
     ) -> None:
         self.stop()
 
+    async def __aenter__(self: Self) -> Self:
+        """Start it if it does not run, in a thread; the event loop goes on."""
+        # asyncio takes long to import, and who has no event loop need not wait for it
+        from enqueuer import asynchronous
+
+        await asynchronous.in_thread(self.__enter__)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Stop it, in a thread; the event loop goes on."""
+        from enqueuer import asynchronous
+
+        await asynchronous.in_thread(self.stop)
+
     # --- iteration ---
 
     def __iter__(self) -> Iterator[Batch]:
@@ -370,13 +391,34 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         Raises:
             InvalidState: It was stopped.
         """
-        if self._state is State.NEW:
-            self.start()
-        with self._lock:
+        return _Batches(self, self._join())
+
+    def __aiter__(self) -> AsyncIterator[Batch]:
+        """Iterate as `iter()` does, with `async for`, and without blocking the event loop.
+
+        What is ready is given at once; else one thread, however many tasks there are, waits. It
+        takes nothing: a task that is cancelled or timed out loses no batch, and whoever iterates
+        next goes on with the very next one. Tasks that iterate at once share the batches.
+
+        Raises:
+            InvalidState: It was stopped.
+
+        Example:
+            >>> import asyncio
+            >>> from enqueuer import GeneratorEnqueuer
+            >>> async def main():
+            ...     async with GeneratorEnqueuer(lambda: iter("abc")) as enqueuer:
+            ...         return [batch async for batch in enqueuer]
+            >>> asyncio.run(main())
+            ['a', 'b', 'c']
+        """
+        if self._state is State.STOPPED:
             self._check_started("iterate over it")
-            if self._over and self._state is State.RUNNING:
-                self._begin(Epoch(self._epoch + 1))
-            return _Batches(self, self._ready)
+        from enqueuer import asynchronous  # only here, as in __aenter__
+
+        if self._bell is None:
+            self._bell = asynchronous.Bell()
+        return asynchronous.Batches(self, self._bell)
 
     def get(self) -> Iterator[Batch]:
         """Return an iterator over the rest of the running epoch, as Keras does.
@@ -463,6 +505,10 @@ class BaseEnqueuer(ABC, Generic[Batch]):
 
     def _feed(self) -> None:
         """Let the workers have what they need to go on. Lock held, and nothing is ready."""
+
+    def _feeding_waits(self) -> bool:
+        """Return whether `_feed` runs code of the user's, which may take its time."""
+        return False
 
     def _following(self, ready: deque[Item]) -> deque[Item] | None:
         """Begin the epoch after the one of `ready`; return what is ready of it, None if stopped."""
@@ -568,6 +614,50 @@ class BaseEnqueuer(ABC, Generic[Batch]):
                 raise StopIteration
             return self._open(message)
 
+    def _has_begun(self) -> bool:
+        return self._state in (State.RUNNING, State.FAILED) and not self._over
+
+    def _join(self, seen: deque[Item] | None = None) -> deque[Item]:
+        """Return what is ready of this epoch, or of the next one if this one is over.
+
+        Args:
+            seen: Of the epoch that was over, or had not begun; if another one has begun since,
+                that is the one. None: as it is now.
+        """
+        with self._state_lock:
+            if self._state is State.NEW:
+                self.start()
+        with self._lock:
+            self._check_started("iterate over it")
+            is_next = seen is None or seen is self._ready
+            if self._over and self._state is State.RUNNING and is_next:
+                self._begin(Epoch(self._epoch + 1))
+            return self._ready
+
+    def _poll(self, ready: deque[Item]) -> tuple[Batch, ...]:
+        if ready:
+            with contextlib.suppress(IndexError):  # another thread was faster
+                return (ready.popleft().value,)  # type: ignore[return-value]  # as in _open
+        if not self._lock.acquire(blocking=False):
+            return ()
+        try:
+            if ready is not self._ready or self._state is State.STOPPED:
+                raise StopAsyncIteration
+            if self._feeding_waits() and not self._knows_next():
+                return ()
+            try:
+                message = self._take(time.monotonic())
+            except TimeoutError:
+                return ()
+            if message is None:
+                raise StopAsyncIteration
+            return (self._open(message),)
+        finally:
+            self._lock.release()
+
+    def _watcher(self) -> Callable[[], bool]:
+        return functools.partial(_watch, weakref.ref(self))
+
     def _open(self, message: Item | Failure) -> Batch:
         """Return the batch that was taken, or raise the failure, again and again. Lock held."""
         if isinstance(message, Failure):
@@ -598,7 +688,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             TimeoutError: Nothing came until `deadline`.
         """
         assert self._backend is not None
-        while not self._ready and self._failure is None and not self._order.done:
+        while not self._knows_next():
             self._backend.settle()
             self._feed()
             try:
@@ -608,16 +698,25 @@ class BaseEnqueuer(ABC, Generic[Batch]):
                     return False
                 self._changed.wait_for(lambda: not self._changing)
                 continue
-            if failure is not None:
-                self._note(failure)
-            elif not self._order.done:
-                self._ready.extend(self._backend.take(self._order))
-            if len(self._ready) == 1:  # else those behind the first one still wait
-                self._backend.settle()
+            self._found(failure)
         was_over, self._over = self._over, not self._ready and self._failure is None
         if self._over and not was_over:
             self._ended()
         return not self._over
+
+    def _knows_next(self) -> bool:
+        """Return whether an item, the failure or the end is what comes next. Lock held."""
+        return bool(self._ready) or self._failure is not None or self._order.done
+
+    def _found(self, failure: Failure | None) -> None:
+        """Take in what the backend has waited for. Lock held."""
+        assert self._backend is not None
+        if failure is not None:
+            self._note(failure)
+        elif not self._order.done:
+            self._ready.extend(self._backend.take(self._order))
+        if len(self._ready) == 1:  # else those behind the first one still wait
+            self._backend.settle()
 
     def _raise(self, failure: Failure) -> NoReturn:
         """Raise a failure, each time an exception of its own. Lock held."""
@@ -787,6 +886,38 @@ class Endless(_Batches[Batch]):
                 if ready is None:
                     raise
                 self._ready = ready
+
+
+def _watch(reference: weakref.ref[BaseEnqueuer[Any]]) -> bool:
+    """Wait, in a thread for event loops, until an enqueuer has something that can be polled for.
+
+    The enqueuer may be forgotten meanwhile; its end then wakes this.
+
+    Returns:
+        False if it was stopped.
+    """
+    enqueuer = reference()
+    if enqueuer is None:
+        return False
+    with enqueuer._lock:
+        backend, order = enqueuer._backend, enqueuer._order
+        if enqueuer._knows_next() or enqueuer._is_idle() or backend is None:
+            return True
+        backend.settle()
+        enqueuer._feed()
+        del enqueuer
+        try:
+            failure = backend.wait(order, None)
+        except Closed:
+            enqueuer = reference()
+            if enqueuer is None or not enqueuer._changing:
+                return False
+            enqueuer._changed.wait_for(lambda: enqueuer is None or not enqueuer._changing)
+            return True
+        enqueuer = reference()
+        if enqueuer is not None:
+            enqueuer._found(failure)
+    return True
 
 
 class _Raised:

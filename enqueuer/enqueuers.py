@@ -1,4 +1,4 @@
-"""The enqueuers that users make, and prefetch: what each takes, and what its data depend on."""
+"""The enqueuers that users make, prefetch, imap: what each takes, what its data depend on."""
 
 from __future__ import annotations
 
@@ -510,6 +510,9 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
                     self._fail(Failure(ticket.indices[0], ticket.number, error))
             self._pending = None
 
+    def _feeding_waits(self) -> bool:
+        return not self._source.is_sequence
+
     def _read(self, order: TaskOrder) -> tuple[Ticket, Any] | None:
         """Return the next ticket, and the reader's state after it; None if there is none."""
         source = self._source
@@ -699,7 +702,44 @@ def prefetch(
     return _prefetched(enqueuer)
 
 
-def _prefetched(enqueuer: GeneratorEnqueuer[Batch]) -> Iterator[Batch]:
+def imap(
+    function: Callable[..., Any],
+    elements: Iterable[Any] | Indexable,
+    max_queue_size: int = 10,
+    **options: Any,
+) -> Iterator[Any]:
+    """Iterate over `function` of each element, in order, made ahead in the background.
+
+    As `Pool.imap` of `multiprocessing`, but no further ahead than asked for. The workers start
+    with the first `next()` and are gone when the iterator ends, is closed, or is dropped after a
+    `break`. A result that is None is left out.
+
+    Args:
+        function: Called with an element; with the element and its `Task` if it takes two
+            arguments.
+        elements: A sequence, or any iterable, which is read in your own thread.
+        max_queue_size: The most results that may wait; 10 by default. Each worker may hold one
+            more.
+        **options: The other options of `OrderedEnqueuer`, such as `workers` and `backend`.
+
+    Raises:
+        TypeError: An argument has the wrong type (at once, not at the first `next()`).
+        ValueError: An argument is out of its range (likewise).
+
+    Example:
+        >>> for length in imap(len, ["one", "three"], workers=2):
+        ...     print(length)
+        3
+        5
+    """
+    if not callable(function):
+        raise TypeError(f"imap needs a function and then its elements, got {function!r}")
+    return _prefetched(
+        OrderedEnqueuer(elements, function, max_queue_size=max_queue_size, **options)
+    )
+
+
+def _prefetched(enqueuer: BaseEnqueuer[Batch]) -> Iterator[Batch]:
     with enqueuer:
         yield from enqueuer
 

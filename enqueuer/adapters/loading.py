@@ -393,4 +393,4 @@ def framework(name: str, extra: str, oldest: str) -> Any:
 
 
 def _numbers(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version)[:2]]
+    return [int(number) for number in re.findall(r"\d+", version)[:3]]

@@ -325,7 +325,8 @@ def test_an_old_framework_says_what_to_upgrade():
 
 
 @pytest.mark.parametrize(
-    ("adapter", "name"), [("torch", "torch"), ("cuda", "torch"), ("tensorflow", "tensorflow")]
+    ("adapter", "name"),
+    [("torch", "torch"), ("cuda", "torch"), ("tensorflow", "tensorflow"), ("jax", "jax")],
 )
 def test_an_adapter_without_its_framework_says_what_to_install(adapter, name):
     program = f"import sys; sys.modules[{name!r}] = None; import enqueuer.adapters.{adapter}"
@@ -338,3 +339,12 @@ def test_an_adapter_without_its_framework_says_what_to_install(adapter, name):
     )
     assert f"enqueuer.FrameworkUnavailable: this adapter needs {name} >= " in done.stderr
     assert f"pip install 'enqueuer[{name}]'" in done.stderr
+
+
+@pytest.mark.parametrize("version", ["0.4.26", "0.4.30.dev2+g1", "0.5.0", "0.10.2", "1.0"])
+def test_the_third_number_of_a_version_counts(version, monkeypatch):
+    monkeypatch.setattr("numpy.__version__", version)
+    assert framework("numpy", "jax", "0.4.26")
+    monkeypatch.setattr("numpy.__version__", "0.4.25")
+    with pytest.raises(FrameworkUnavailable, match=r"0.4.25 is installed"):
+        framework("numpy", "jax", "0.4.26")

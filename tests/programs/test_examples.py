@@ -12,15 +12,18 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 LIMIT = 60.0  # seconds; each takes about one, or what its framework takes to be imported
 NEEDS = {
     "file_list_tensorflow.py": "tensorflow",
+    "jax_training.py": "jax",
     "torch_training.py": "torch",
 }
 
 
 def test_there_are_examples():
     assert {path.name for path in EXAMPLES.glob("*.py")} == {
+        "asyncio_loop.py",
         "east_get_batch.py",
         "file_list_tensorflow.py",
         "in_place.py",
+        "jax_training.py",
         "keras_style.py",
         "map_files.py",
         "processes.py",

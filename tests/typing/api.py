@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from enqueuer import Buffer, GeneratorEnqueuer, OrderedEnqueuer, Shard, Task, prefetch
+from enqueuer import Buffer, GeneratorEnqueuer, OrderedEnqueuer, Shard, Task, imap, prefetch
 
 
 def numbers(shard: Shard) -> Iterator[int]:
@@ -37,6 +37,18 @@ pairs = OrderedEnqueuer([(1, 2)], backend="process", on_error=lambda error: None
 state: dict[str, object] = pairs.state_dict()
 for word in prefetch(words, ordered=False):
     print(word.upper())
+for length in imap(len, ["one", "three"], workers=2, backend="process"):
+    print(length + 1)
+
+
+async def async_sum_of(enqueuer: GeneratorEnqueuer[int]) -> int:
+    total = 0
+    async with enqueuer as running:
+        async for number in running:
+            total += number
+    return total
+
+
 buffer: Buffer[int] = Buffer(max_size=3)
 buffer.put(1, timeout=0.5)
 taken: int = buffer.get()

@@ -1,0 +1,96 @@
+"""JAX: batches as arrays on its devices, put there ahead of the loop.
+
+loader -> [a thread: jax.device_put, up to queue_size batches] -> the training loop
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from enqueuer.adapters.loading import Ahead, framework, mapped
+
+__all__ = ["JaxLoader"]
+
+jax: Any = framework("jax", "jax", "0.4.26")
+
+
+class JaxLoader(Ahead[Any]):
+    """Batches as JAX arrays on a device, or dealt out over several, `queue_size` ahead.
+
+    Numpy arrays and numpy scalars become JAX arrays; as JAX has it, 64-bit types become 32-bit
+    ones unless `jax_enable_x64` is set. What JAX has no type for (strings, arrays of objects or
+    dates) and Python's own numbers are left as they are. Batches may be any pytree of these;
+    dataclasses need not be registered.
+
+    On a CPU no large array is copied: it stays in the shared memory in which it came, for as
+    long as the JAX array lives.
+
+    Args:
+        loader: An enqueuer, or anything that can be iterated once an epoch: a list, another
+            loader.
+        sharding: Where the batches go, as `jax.device_put` takes it: a device, a
+            `jax.sharding.Sharding` such as a `NamedSharding` over the batch's first axis, or a
+            pytree of these and None that is a prefix of the batch. None, the default: the
+            default device, uncommitted. With a sharding over several processes, each gives the
+            rows of its own devices.
+        queue_size: How many batches are kept ready on the device; 2 by default, which is enough
+            to overlap steady work. The thread holds one more, and the loop the one it is at.
+        steps_per_epoch: How many batches an epoch has. None, the default: as many as `loader`
+            gives. A number serves a generator without an end.
+
+    Raises:
+        TypeError: `loader` cannot be iterated, or a number is none.
+        ValueError: `queue_size` or `steps_per_epoch` is less than 1.
+
+    .. code-block:: python
+
+        loader = JaxLoader(GeneratorEnqueuer(batches, workers=2), sharding=jax.devices()[0])
+        for batch in loader:
+            weights, loss = step(weights, batch)
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        sharding: Any = None,
+        queue_size: int = 2,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        super().__init__(loader, functools.partial(_put, sharding), queue_size, steps_per_epoch)
+
+    def _receive(self, changed: Any) -> Any:
+        return changed
+
+
+def _put(sharding: Any, batch: Any) -> Any:
+    """Return a batch with its arrays where `sharding`, a prefix of it, says."""
+
+    def put(where: Any, part: Any) -> Any:
+        # what JAX takes for a leaf may still be a nest, such as a dataclass it does not know
+        put_leaf = functools.partial(mapped, functools.partial(_put_one, where))
+        return jax.tree_util.tree_map(put_leaf, part)
+
+    return jax.tree_util.tree_map(put, sharding, batch, is_leaf=lambda where: where is None)
+
+
+def _put_one(where: Any, leaf: Any) -> Any:
+    is_local = isinstance(leaf, (np.ndarray, np.generic))
+    if not isinstance(leaf, jax.Array) and not (is_local and _is_known(leaf.dtype)):
+        return leaf
+    if is_local and not getattr(where, "is_fully_addressable", True):
+        return jax.make_array_from_process_local_data(where, leaf)
+    return jax.device_put(leaf, where)
+
+
+@functools.lru_cache
+def _is_known(dtype: np.dtype[Any]) -> bool:
+    """Tell whether JAX has arrays of a dtype, or of its 32-bit relative."""
+    try:
+        jax.eval_shape(lambda array: array, np.zeros((), dtype))
+    except TypeError:
+        return False
+    return True

@@ -1,0 +1,146 @@
+"""`async for` over an enqueuer: a batch that is ready at once, else a thread that waits for it.
+
+    the task:    poll() --> a batch
+                   | ^
+      nothing yet  v |
+                  Bell <-- call_soon_threadsafe -- one thread an enqueuer: watch(), and it ends
+
+The thread waits and takes nothing: batches are taken by the thread of the event loop, with no
+`await` between taking one and returning it. So a task that is cancelled loses none. It is not
+one of the loop's executor, for whose threads `asyncio.run` waits at its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+from enqueuer.messages import Item
+
+Batch = TypeVar("Batch")
+BatchOut = TypeVar("BatchOut", covariant=True)
+T = TypeVar("T")
+
+
+class Polled(Protocol[BatchOut]):
+    """What an event loop asks of an enqueuer."""
+
+    _ready: deque[Item]  # of the running epoch, or of the last one
+
+    def _has_begun(self) -> bool:
+        """Return whether an epoch runs."""
+
+    def _join(self, seen: deque[Item]) -> deque[Item]:
+        """Return what is ready of the epoch that follows that of `seen`; may take its time."""
+
+    def _poll(self, ready: deque[Item]) -> Sequence[BatchOut]:
+        """Take the next batch, if there is one; waits for nothing.
+
+        Raises:
+            StopAsyncIteration: The epoch of `ready` is over.
+        """
+
+    def _watcher(self) -> Callable[[], bool]:
+        """Return a function that waits for something to poll for, and keeps nobody alive.
+
+        It returns False if there is nothing more to come.
+        """
+
+
+class Bell:
+    """What wakes the tasks that wait for an enqueuer; they may be of several event loops."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: list[asyncio.Future[bool]] = []
+        self._is_watched = False
+
+    async def wait(self, watcher: Callable[[], bool]) -> bool:
+        """Wait until `watcher`, run by a thread that is there already or a new one, returns."""
+        future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        with self._lock:
+            self._waiting.append(future)
+            if not self._is_watched:
+                _start(self._watch, watcher)
+                self._is_watched = True
+        return await future
+
+    def _watch(self, watcher: Callable[[], bool]) -> None:
+        try:
+            goes_on = watcher()
+        except BaseException as error:
+            first, *others = self._all_waiting()
+            _tell(first, error)  # the others will ask again, and get one of their own
+            goes_on = True
+        else:
+            others = self._all_waiting()
+        for future in others:
+            _tell(future, goes_on)
+
+    def _all_waiting(self) -> list[asyncio.Future[bool]]:
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+            self._is_watched = False
+        return waiting
+
+
+class Batches(AsyncIterator[Batch]):
+    """An asynchronous iterator over one epoch of an enqueuer, which it keeps alive."""
+
+    def __init__(self, enqueuer: Polled[Batch], bell: Bell) -> None:
+        self._enqueuer = enqueuer
+        self._bell = bell
+        # as it is now: tasks that begin at once share an epoch, however short it is
+        self._ready = enqueuer._ready
+        self._has_begun = enqueuer._has_begun()
+
+    async def __anext__(self) -> Batch:
+        # Other tasks run also if a batch is always ready. Before it is taken: a task may be
+        # cancelled here.
+        await asyncio.sleep(0)
+        if not self._has_begun:
+            self._ready = await in_thread(functools.partial(self._enqueuer._join, self._ready))
+            self._has_begun = True
+        while not (polled := self._enqueuer._poll(self._ready)):
+            if not await self._bell.wait(self._enqueuer._watcher()):
+                raise StopAsyncIteration
+        return polled[0]
+
+
+async def in_thread(function: Callable[[], T]) -> T:
+    """Run what may take its time in a thread of its own; if cancelled, it still runs to its end."""
+    future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+    _start(_run, future, function)
+    return await future
+
+
+def _run(future: asyncio.Future[T], function: Callable[[], T]) -> None:
+    try:
+        result = function()
+    except BaseException as error:
+        _tell(future, error)
+    else:
+        _tell(future, result)
+
+
+def _start(function: Callable[..., None], *args: Any) -> None:
+    threading.Thread(target=function, args=args, name="enqueuer-await", daemon=True).start()
+
+
+def _tell(future: asyncio.Future[Any], result: object) -> None:
+    with contextlib.suppress(RuntimeError):  # that loop was closed, and nobody waits any longer
+        future.get_loop().call_soon_threadsafe(_settle, future, result)
+
+
+def _settle(future: asyncio.Future[Any], result: object) -> None:
+    if future.done():  # the task was cancelled
+        return
+    if isinstance(result, BaseException):
+        future.set_exception(result)
+    else:
+        future.set_result(result)
