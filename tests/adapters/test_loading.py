@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import itertools
 import threading
+import weakref
 from collections import defaultdict, namedtuple
 
 import pytest
@@ -235,6 +236,16 @@ def test_an_enqueuer_does_not_keep_a_loader_that_it_failed(kind):
     del caught
     gc.collect()
     assert not runs(enqueuer)
+
+
+def test_an_enqueuer_of_tasks_does_not_either(kind, backend):
+    enqueuer = OrderedEnqueuer([1, 0], int(1).__floordiv__, **backend)
+    with pytest.raises(ZeroDivisionError):
+        list(kind(enqueuer))
+    forgotten = weakref.ref(enqueuer)
+    del enqueuer
+    gc.collect()
+    assert forgotten() is None
 
 
 def test_the_thread_keeps_queue_size_batches_and_one_in_hand():
