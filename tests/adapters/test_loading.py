@@ -1,8 +1,10 @@
 """What all adapters have in common: who stops whom, epochs, positions, working ahead."""
 
 import dataclasses
+import functools
 import gc
 import itertools
+import operator
 import threading
 import weakref
 from collections import defaultdict, namedtuple
@@ -239,7 +241,7 @@ def test_an_enqueuer_does_not_keep_a_loader_that_it_failed(kind):
 
 
 def test_an_enqueuer_of_tasks_does_not_either(kind, backend):
-    enqueuer = OrderedEnqueuer([1, 0], int(1).__floordiv__, **backend)
+    enqueuer = OrderedEnqueuer([1, 0], functools.partial(operator.floordiv, 1), **backend)
     with pytest.raises(ZeroDivisionError):
         list(kind(enqueuer))
     forgotten = weakref.ref(enqueuer)

@@ -15,6 +15,7 @@ ORDER = [
     ["cli"],
     ["demo"],
     ["__init__"],
+    ["adapters.keras"],
     ["adapters.loading"],
     ["adapters.__init__"],
     ["enqueuers"],
