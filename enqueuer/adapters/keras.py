@@ -200,11 +200,11 @@ class _Reader:
     use_multiprocessing = False
 
     def __init__(self, dataset: EnqueuerDataset) -> None:
-        self._dataset = weakref.proxy(dataset)
+        self._dataset: Any = weakref.proxy(dataset)
 
     @property
-    def num_batches(self) -> Any:
-        return self._dataset.num_batches
+    def num_batches(self) -> int:
+        return self._dataset.num_batches  # type: ignore[no-any-return]  # by a weak proxy
 
     def __getitem__(self, index: int) -> Any:
         return self._dataset._give(self)
