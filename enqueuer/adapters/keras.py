@@ -20,7 +20,7 @@ from enqueuer.adapters.loading import Loader, framework
 from enqueuer.base import BaseEnqueuer
 from enqueuer.errors import InvalidState
 
-keras = framework("keras", "keras", "3.5")
+keras = framework("keras", "keras", "3.8")
 
 __all__ = ["EnqueuerDataset"]
 
