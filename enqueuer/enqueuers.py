@@ -8,7 +8,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing.context import BaseContext
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from enqueuer import arguments
 from enqueuer.backends import Backend, BackendName, Job, TaskBackend
@@ -568,6 +568,16 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
 
     def _waiting(self) -> int:
         return min(super()._waiting(), self._max_queue_size)  # the others count as in hand
+
+    def _raise(self, failure: Failure) -> NoReturn:
+        try:
+            super()._raise(failure)
+        finally:
+            # The backend lives until it is stopped; what was raised has the frames of the loop,
+            # and they have this object, which would then never be collected.
+            assert self._failure is not None
+            tasks_of(self._backend).fail(self._failure)
+            del failure
 
     def _where(self, failure: Failure) -> str:
         assert isinstance(self._order, TaskOrder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
-import importlib
+import importlib.util
 import multiprocessing
 import os
 import signal
@@ -30,6 +30,15 @@ def needs(package):
     import pytest  # not above: each worker that is not forked imports this file, for its source
 
     return pytest.importorskip(package)
+
+
+def needs_installed(*packages):
+    """Skip where one is not installed; import none of them, as another process is to do that."""
+    import pytest  # as above
+
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing and not os.environ.get("ENQUEUER_NEEDS_ALL"):
+        pytest.skip(f"not installed: {', '.join(missing)}")
 
 
 def counting(shard):
@@ -76,6 +85,43 @@ def points(shard):
     for _ in shard.split(range(20)):
         x = shard.rng.random((8, 1)).astype(np.float32)
         yield x, 2 * x + 1
+
+
+def column(number, rows=3):
+    """Return a batch (x, y) of columns that hold a number."""
+    return np.full((rows, 1), number, np.float32), np.full((rows, 1), number, np.float32)
+
+
+def columns(shard):
+    """Yield 0, 1, 2 ... as such batches, for ever."""
+    number = shard.index
+    while True:
+        yield column(number)
+        number += shard.count
+
+
+def column_of(element, task):
+    """Return such a batch, of 100 times the epoch plus the element."""
+    return column(100 * task.epoch + element)
+
+
+def sums(shard):
+    """Yield batches to learn the sum of eight numbers from, for ever."""
+    while True:
+        x = shard.rng.random((32, 8), np.float32)
+        yield x, x.sum(axis=1, keepdims=True)
+
+
+def columns_then(act, count, element):
+    """Return a batch of a number; call `act` instead after `count` of them."""
+    if element == count:
+        act()
+    return column(element)
+
+
+def five_columns_then_fail():
+    yield from map(column, range(5))
+    raise KeyError("no such image")
 
 
 def bytes_of(batch):

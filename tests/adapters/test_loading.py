@@ -1,12 +1,15 @@
 """What all adapters have in common: who stops whom, epochs, positions, working ahead."""
 
 import dataclasses
+import functools
 import gc
 import itertools
+import operator
 import os
 import subprocess
 import sys
 import threading
+import weakref
 from collections import defaultdict, namedtuple
 
 import pytest
@@ -250,6 +253,16 @@ def test_an_enqueuer_does_not_keep_a_loader_that_it_failed(kind):
     assert not runs(enqueuer)
 
 
+def test_an_enqueuer_of_tasks_does_not_either(kind, backend):
+    enqueuer = OrderedEnqueuer([1, 0], functools.partial(operator.floordiv, 1), **backend)
+    with pytest.raises(ZeroDivisionError):
+        list(kind(enqueuer))
+    forgotten = weakref.ref(enqueuer)
+    del enqueuer
+    gc.collect()
+    assert forgotten() is None
+
+
 def test_the_thread_keeps_queue_size_batches_and_one_in_hand():
     made, full = [], threading.Event()
 
@@ -326,7 +339,13 @@ def test_an_old_framework_says_what_to_upgrade():
 
 @pytest.mark.parametrize(
     ("adapter", "name"),
-    [("torch", "torch"), ("cuda", "torch"), ("tensorflow", "tensorflow"), ("jax", "jax")],
+    [
+        ("torch", "torch"),
+        ("cuda", "torch"),
+        ("tensorflow", "tensorflow"),
+        ("jax", "jax"),
+        ("keras", "keras"),
+    ],
 )
 def test_an_adapter_without_its_framework_says_what_to_install(adapter, name):
     program = f"import sys; sys.modules[{name!r}] = None; import enqueuer.adapters.{adapter}"

@@ -20,6 +20,7 @@ ORDER = [
     ["adapters.pinning"],
     ["adapters.tensorflow"],
     ["adapters.jax"],
+    ["adapters.keras"],
     ["adapters.loading"],
     ["adapters.__init__"],
     ["enqueuers"],
