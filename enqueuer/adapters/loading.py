@@ -275,7 +275,13 @@ class Epochs:
 
     def position(self) -> dict[str, Any] | None:
         """Return the position, or None if the loader tells none."""
-        return self.state_dict() if hasattr(self._loader, "state_dict") else None
+        return self.state_dict() if self._tells_position else None
+
+    @property
+    def _tells_position(self) -> bool:
+        if isinstance(self._loader, Loader):
+            return self._loader._epochs._tells_position
+        return hasattr(self._loader, "state_dict")
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Have the loader go on at a position."""

@@ -226,6 +226,7 @@ def test_a_running_loader_refuses_a_state(kind):
 def test_a_list_tells_no_position(kind):
     with pytest.raises(TypeError, match="state_dict"):
         kind([1]).state_dict()
+    assert list(Later(kind([1]))) == [1]
     with pytest.raises(TypeError, match="load_state_dict"):
         kind([1]).load_state_dict({})
 
@@ -339,13 +340,7 @@ def test_an_old_framework_says_what_to_upgrade():
 
 @pytest.mark.parametrize(
     ("adapter", "name"),
-    [
-        ("torch", "torch"),
-        ("cuda", "torch"),
-        ("tensorflow", "tensorflow"),
-        ("jax", "jax"),
-        ("keras", "keras"),
-    ],
+    [(name, name) for name in ("torch", "tensorflow", "keras", "jax")] + [("cuda", "torch")],
 )
 def test_an_adapter_without_its_framework_says_what_to_install(adapter, name):
     program = f"import sys; sys.modules[{name!r}] = None; import enqueuer.adapters.{adapter}"
