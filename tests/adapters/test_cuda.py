@@ -261,7 +261,6 @@ class Event:
         return self.alive is not None
 
     def synchronize(self):
-        gc.collect()
         self.alive = [source() is not None for source in self.sources]
 
 
