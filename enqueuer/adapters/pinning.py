@@ -154,6 +154,11 @@ class StagingPool:
         return best
 
 
+def pinned_like(tensor: Any) -> Any:
+    """Return pinned memory of torch's for a tensor like this one."""
+    return torch.empty_like(tensor, pin_memory=True)
+
+
 _PAGE = 4096
 _MOST_FREE = 64
 PINS = Pins(Cuda())

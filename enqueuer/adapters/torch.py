@@ -21,6 +21,7 @@ from enqueuer.adapters import pinning
 from enqueuer.adapters.loading import Epochs, Loader, framework, mapped
 from enqueuer.base import BaseEnqueuer
 from enqueuer.errors import EnqueuerWarning, InvalidState
+from enqueuer.transport.blocks import mapping_at
 
 torch = framework("torch", "torch", "2.1")
 
@@ -75,9 +76,9 @@ class TorchLoader(Loader[Any]):
     Args:
         enqueuer: Which makes the batches. One that does not run is started by the first
             iteration, and stopped when this is dropped, or by `stop()` or a `with` block.
-        pin_memory: Whether tensors lie in pinned memory, for `tensor.to("cuda",
-            non_blocking=True)`. Blocks of shared memory are pinned where they are, once; other
-            tensors are copied. Without a GPU there is a warning and nothing is done.
+        pin_memory: Whether tensors are copied into pinned memory of torch's, for
+            `tensor.to("cuda", non_blocking=True)`; `CudaDataLoader` does without that copy.
+            Without a GPU there is a warning and nothing is done.
         steps_per_epoch: How many batches an epoch has; by default as many as the generator
             makes, be that without an end.
         rank: Of this process among those that train together. By default that of
@@ -126,7 +127,12 @@ class TorchLoader(Loader[Any]):
 def _pinned(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor) or leaf.device.type != "cpu":
         return leaf
-    return leaf if pinning.PINS.holds(leaf) else leaf.pin_memory()
+    # A block is not pinned where it is. Whoever copies from torch's own pinned memory need not
+    # keep the tensor until the copy is done; of a block torch knows nothing, and the worker would
+    # write to it as soon as the last tensor is dropped.
+    if leaf.layout is torch.strided and mapping_at(leaf.data_ptr()) is not None:
+        return pinning.pinned_like(leaf).copy_(leaf)
+    return leaf.pin_memory()
 
 
 class EnqueuerIterableDataset(_IterableDataset):

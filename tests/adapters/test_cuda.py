@@ -394,10 +394,15 @@ class TestOnAGpu:
             del batch
         assert torch.stack(sums).tolist() == list(range(40))
 
-    def test_blocks_are_pinned_where_they_are(self, process):
+    def test_batches_of_a_loader_that_pins_may_be_dropped_during_the_copy(self, process):
+        moved = []
         for batch in TorchLoader(GeneratorEnqueuer(images, **process), pin_memory=True):
             assert batch["image"].is_pinned()
             assert batch["label"].is_pinned()
+            torch.cuda._sleep(20_000_000)
+            moved.append(batch["image"].to("cuda", non_blocking=True))
+            del batch
+        assert [sorted(set(image.flatten().tolist())) for image in moved] == [[n] for n in range(8)]
 
     def test_another_stream_is_served(self):
         stream = torch.cuda.Stream()

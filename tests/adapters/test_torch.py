@@ -24,7 +24,8 @@ torch = needs("torch")
 torch.set_num_threads(1)  # its thread pool does not survive a fork
 DataLoader = torch.utils.data.DataLoader
 
-from enqueuer.adapters.torch import (  # noqa: E402  (torch may be missing)
+from enqueuer.adapters import pinning  # noqa: E402  (torch may be missing)
+from enqueuer.adapters.torch import (  # noqa: E402
     EnqueuerIterableDataset,
     EnqueuerMapDataset,
     TorchLoader,
@@ -57,6 +58,10 @@ def endless(shard):
 
 def add_ten(number):
     return np.array(number + 10)
+
+
+def image(number):
+    return np.full((64, 1000), number)
 
 
 def noisy(number, task):
@@ -153,6 +158,18 @@ def test_pin_memory_without_a_gpu_says_that_it_does_nothing():
     with pytest.warns(EnqueuerWarning, match="no GPU"):
         loader = TorchLoader(GeneratorEnqueuer(numbers), pin_memory=True)
     assert len(seen(loader)) == 12
+
+
+def test_pinned_tensors_do_not_lie_in_a_block(process, monkeypatch):
+    """A copy to the GPU that goes on by itself would not keep the worker from writing there."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    driver = types.SimpleNamespace(register=lambda *_: 0, unregister=lambda _: None)
+    monkeypatch.setattr(pinning.PINS, "_driver", driver)
+    monkeypatch.setattr(pinning, "pinned_like", torch.empty_like, raising=False)
+    with TorchLoader(OrderedEnqueuer(range(4), image, **process), pin_memory=True) as loader:
+        for number, batch in enumerate(loader):
+            assert mapping_at(batch.data_ptr()) is None
+            assert torch.equal(batch, torch.full((64, 1000), number))
 
 
 def test_what_is_no_enqueuer_is_refused():
