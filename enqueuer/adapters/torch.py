@@ -302,6 +302,7 @@ class _Here:
         # How many epochs each worker of a DataLoader has begun: shared, as most DataLoaders make
         # new workers, of new copies of the dataset, for each epoch.
         self._begun = torch.zeros(_MOST_WORKERS, dtype=torch.int64).share_memory_()
+        self._count_from_loaded()
         self._pid = os.getpid()
         self._loader: TorchLoader | None = None
         self._endless: Iterator[Any] | None = None
@@ -347,7 +348,9 @@ class _Here:
         """Have the loader of this process go on at a position."""
         self.loader().load_state_dict(state_dict)
         info = torch.utils.data.get_worker_info()
-        if info is not None:
+        if info is None:
+            self._count_from_loaded()
+        else:
             self._begun[info.id] = int(state_dict["epoch"])
             self._is_loaded = True
 
@@ -356,6 +359,10 @@ class _Here:
         if self._pid == os.getpid() and self._loader is not None:
             self._loader.stop()
         self._endless = None
+
+    def _count_from_loaded(self) -> None:
+        if self._enqueuer._resumed:  # if that is within an epoch, DataLoader workers refuse it
+            self._begun.fill_(self._enqueuer._at_rest.number)
 
     def _begin(self, worker: int) -> int:
         """Count an epoch of a DataLoader worker; return its number, from 0."""

@@ -269,6 +269,70 @@ def test_set_epoch_reaches_dataloader_workers():
         assert seen(loader) == [[number, epoch] for number in range(12)]
 
 
+@pytest.mark.parametrize(("ranks", "parts"), [(1, 4), (2, 2)])
+def test_which_shards_drop_last_leaves_out_does_not_depend_on_dataloader_workers(ranks, parts):
+    def shard_itself(shard):
+        yield np.array([shard.index, shard.count])
+
+    own = GeneratorEnqueuer(shard_itself, shards=7, drop_last=True, random_seed=7)
+    for rank in range(ranks):
+        whole = own._portion(rank, ranks)
+        shares = [own._portion(rank, ranks, part, parts) for part in range(parts)]
+        assert sorted(had for share in shares for had in seen(share)) == seen(whole)
+        for enqueuer in (whole, *shares):
+            enqueuer.stop()
+
+
+def in_another_process(monkeypatch, dataset):
+    """Have a dataset be in the second of two workers of a DataLoader from now on."""
+    info = types.SimpleNamespace(id=1, num_workers=2)
+    monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: info)
+    monkeypatch.setattr(dataset._here, "_pid", 0)
+
+
+@pytest.mark.parametrize("into", ["enqueuer", "dataset"])
+def test_dataloader_workers_begin_with_the_epoch_that_was_loaded(into, monkeypatch):
+    def make():
+        return GeneratorEnqueuer(numbers, shards=2, random_seed=7)
+
+    with make() as one:
+        list(one)
+        state = one.state_dict()
+    two = make()
+    if into == "enqueuer":
+        two.load_state_dict(state)
+    dataset = EnqueuerIterableDataset(two)
+    if into == "dataset":
+        dataset.load_state_dict(state)
+    in_another_process(monkeypatch, dataset)
+    assert [epoch for _, epoch in seen(dataset)] == [1] * 6
+    dataset.stop()
+
+
+def test_dataloader_workers_refuse_a_position_that_was_loaded_for_the_whole(in_a_worker):
+    def make():
+        return GeneratorEnqueuer(numbers, shards=2, random_seed=7)
+
+    with make() as one:
+        next(one.get())
+        state = one.state_dict()
+    two = make()
+    two.load_state_dict(state)
+    with pytest.raises(InvalidState, match=r"position within epoch 0 .*StatefulDataLoader"):
+        seen(EnqueuerIterableDataset(two))
+    with pytest.raises(InvalidState, match="position within epoch 0"):
+        TorchLoader(two, rank=1, world_size=2)
+
+
+def test_a_dataset_that_was_stopped_can_be_shared_with_dataloader_workers(monkeypatch):
+    dataset = EnqueuerIterableDataset(GeneratorEnqueuer(numbers, shards=2))
+    assert len(seen(dataset)) == 12
+    dataset.stop()
+    in_another_process(monkeypatch, dataset)
+    assert [number for number, _ in seen(dataset)] == [1, 3, 5, 7, 9, 11]
+    dataset.stop()
+
+
 def test_set_epoch_without_dataloader_workers():
     dataset = EnqueuerIterableDataset(GeneratorEnqueuer(numbers))
     dataset.set_epoch(5)
