@@ -275,9 +275,13 @@ class Device:
         self.sources = []
         self.events = []
         self.given = []
+        self.followed = 0
 
     def copying(self):
         return contextlib.nullcontext()
+
+    def follow(self):
+        self.followed += 1
 
     def record(self):
         self.events.append(Event(self.sources))
@@ -360,6 +364,12 @@ def test_the_loop_waits_for_the_event_of_each_batch(fake):
     assert len(fake.given) == 4
 
 
+def test_what_is_on_the_device_already_is_not_used_before_it_is_made(fake):
+    fake.device = torch.device("meta")
+    list(CudaDataLoader([torch.ones(2), torch.ones(2, device="meta"), torch.ones(2)]))
+    assert fake.followed == 1
+
+
 def test_the_benchmark_runs():
     program = Path(__file__).parents[2] / "benchmarks" / "to_gpu.py"
     done = subprocess.run(
@@ -403,6 +413,15 @@ class TestOnAGpu:
             moved.append(batch["image"].to("cuda", non_blocking=True))
             del batch
         assert [sorted(set(image.flatten().tolist())) for image in moved] == [[n] for n in range(8)]
+
+    def test_what_a_loader_makes_on_the_gpu_is_waited_for(self):
+        def batches():
+            for number in range(9):
+                torch.cuda._sleep(20_000_000)
+                yield torch.full((1000,), number, device="cuda")
+
+        loader = CudaDataLoader(batches(), transform=lambda batch: batch + 1)
+        assert [int(batch.sum()) for batch in loader] == [1000 * n for n in range(1, 10)]
 
     def test_another_stream_is_served(self):
         stream = torch.cuda.Stream()
