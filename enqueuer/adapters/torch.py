@@ -52,12 +52,12 @@ def as_tensors(batch: Any) -> Any:
 
 
 def _as_tensor(leaf: Any) -> Any:
-    if isinstance(leaf, np.generic):
-        leaf = np.array(leaf)
-    if not isinstance(leaf, np.ndarray) or isinstance(leaf, np.ma.MaskedArray):
+    if not isinstance(leaf, (np.ndarray, np.generic)) or isinstance(leaf, np.ma.MaskedArray):
         return leaf
     if leaf.dtype.kind not in "biufc":
         return leaf
+    if isinstance(leaf, np.generic):
+        leaf = np.array(leaf)
     if not leaf.flags.writeable or not leaf.dtype.isnative or min(leaf.strides, default=0) < 0:
         leaf = leaf.astype(leaf.dtype.newbyteorder("="), order="C", copy=True)
     try:

@@ -114,7 +114,16 @@ def test_every_numeric_array_becomes_an_equal_tensor(array, no_warnings):
 
 @pytest.mark.parametrize(
     "leaf",
-    ["text", None, 5, np.array(["a"]), np.array([None]), np.ma.masked_array([1], [True])],
+    [
+        "text",
+        None,
+        5,
+        np.str_("text"),
+        np.datetime64("2020-01-01"),
+        np.array(["a"]),
+        np.array([None]),
+        np.ma.masked_array([1], [True]),
+    ],
     ids=repr,
 )
 def test_what_is_no_number_stays_what_it_is(leaf):
