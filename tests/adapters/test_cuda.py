@@ -19,6 +19,7 @@ import pytest
 from helpers import needs
 
 from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, empty
+from enqueuer.transport import blocks
 
 torch = needs("torch")
 torch.set_num_threads(1)  # its thread pool does not survive a fork
@@ -312,6 +313,24 @@ def test_blocks_are_registered_once_and_no_longer_than_they_are_mapped(fake, pro
     del batch, loader
     gc.collect()
     assert fake.driver.pinned == set()
+
+
+def test_a_forked_process_unregisters_nothing(fake, monkeypatch):
+    with open_block() as block:
+        tensor = torch.frombuffer(block, dtype=torch.uint8)
+        assert fake.pins.holds(tensor)
+        monkeypatch.setattr(os, "getpid", lambda: 0)
+    del tensor, block
+    assert len(fake.driver.pinned) == 1
+
+
+@contextlib.contextmanager
+def open_block():
+    fd = blocks.open_nameless(8192)
+    try:
+        yield blocks.Mapping(fd, 8192)
+    finally:
+        os.close(fd)
 
 
 def test_if_a_block_cannot_be_registered_it_is_said_once_and_batches_are_staged(
