@@ -116,7 +116,7 @@ class Pins:
             )
             return False
         end = functools.partial(_unregister, self._driver, block.address, os.getpid())
-        block.before_unmap.append(end)
+        block.before_unmap = [*block.before_unmap, end]
         self._registered.add(block)
         return True
 

@@ -378,10 +378,9 @@ class Mapping(mmap.mmap):
     """
 
     address: int
-    before_unmap: list[Callable[[], None]]
+    before_unmap: Sequence[Callable[[], None]] = ()  # also of one that could not be mapped
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        self.before_unmap = []
         self.address = np.frombuffer(self, np.uint8).__array_interface__["data"][0]
         _mappings[self.address] = self
 

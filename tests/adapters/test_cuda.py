@@ -305,7 +305,7 @@ def test_blocks_are_registered_once_and_no_longer_than_they_are_mapped(fake, pro
     for _ in range(4):
         for number, batch in enumerate(loader):
             assert (batch["image"] == number).all()
-    assert len(fake.driver.registered) < 16  # of 32 batches
+    assert len(fake.driver.registered) < 32  # batches; what is idle for long is given up
     assert all(size >= 64_000 for size in fake.driver.registered)
     assert len(fake.driver.made) <= 6  # for the labels
     loader.stop()
