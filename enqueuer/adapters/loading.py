@@ -285,7 +285,9 @@ class Epochs:
     def keeps_position(self) -> bool:
         """Whether the loader goes on, after a `break`, with the next batch."""
         loader = self._loader
-        return isinstance(loader, (BaseEnqueuer, Loader, Iterator))
+        if isinstance(loader, Loader):
+            return loader._epochs.keeps_position
+        return isinstance(loader, (BaseEnqueuer, Iterator))
 
     def _counted(self, batch: Any) -> Any:
         self.step += 1

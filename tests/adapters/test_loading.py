@@ -142,6 +142,12 @@ def test_after_a_break_a_list_begins_anew(kind):
     assert list(loader) == [1, 2, 3, 4]
 
 
+def test_after_a_break_a_loader_of_a_list_begins_anew_as_well(kind):
+    loader = Later(kind([1, 2, 3, 4]))
+    assert list(itertools.islice(loader, 2)) == [1, 2]
+    assert list(loader) == [1, 2, 3, 4]
+
+
 def test_an_iterable_is_iterated_once_an_epoch(kind):
     class Counted:
         passes = 0
