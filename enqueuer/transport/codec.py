@@ -26,6 +26,7 @@ import builtins
 import copyreg
 import io
 import pickle
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from pickle import PickleBuffer
@@ -287,19 +288,32 @@ def encode_error(error: BaseException) -> bytes:
 
 def decode_error(data: bytes) -> BaseException:
     """Return a fresh copy of the error; WorkerError if it cannot be rebuilt in this process."""
+    # The frames that tblib makes are linked to those that called it, which would keep all that
+    # the loop knows for as long as the error lives. So it is called where there are no others.
+    decoded: list[BaseException] = []
+    thread = threading.Thread(target=_decode_into, args=(decoded, data), daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # there can be no more threads
+        _decode_into(decoded, data)
+    else:
+        thread.join()
+    return decoded.pop()
+
+
+def _decode_into(decoded: list[BaseException], data: bytes) -> None:
     pickled, message, text = pickle.loads(data)
     if pickled is None:
-        return WorkerError(message, text)
+        decoded.append(WorkerError(message, text))
+        return
     try:
-        return _load_error(pickled)
-    except Exception as trouble:
-        return WorkerError(f"{message} (it could not be rebuilt here: {trouble!r})", text)
+        decoded.append(_load_error(pickled))
+    except BaseException as trouble:
+        decoded.append(WorkerError(f"{message} (it could not be rebuilt here: {trouble!r})", text))
 
 
 def _load_error(data: bytes) -> BaseException:
-    error = pickle.loads(data)
-    assert isinstance(error, BaseException)
-    return error
+    return pickle.loads(data)  # type: ignore[no-any-return]  # it was one when it was encoded
 
 
 def _dump_error(pickler: Any, error: BaseException) -> bytes:

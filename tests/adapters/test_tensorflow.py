@@ -15,6 +15,7 @@ from helpers import (
     counting,
     hang,
     needs,
+    needs_installed,
     points,
     ragged,
     raise_key_error,
@@ -481,18 +482,25 @@ def test_a_loop_of_our_own_learns_a_line():
 
 
 def test_the_first_lines_of_the_page_run(tmp_path, monkeypatch):
-    keras = needs("keras")
-    monkeypatch.chdir(tmp_path)
+    needs_installed("keras")
+    monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
     for label in (0, 1):
-        np.save(f"{label}.npy", np.full(3, label))
-    Path("train.txt").write_text("0.npy 0\n1.npy 1\n" * 3)
+        np.save(tmp_path / f"{label}.npy", np.full(3, label))
+    (tmp_path / "train.txt").write_text("0.npy 0\n1.npy 1\n" * 3)
     page = Path(__file__).parents[2].joinpath("docs", "howto", "feed_tensorflow.rst").read_text()
     lines = page.split(".. code-block:: python\n\n", 1)[1].split("\n\n`as_dataset` turns", 1)[0]
-    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, "softmax")])
-    model.compile(loss="sparse_categorical_crossentropy")
-    names = {"__name__": "__main__", "model": model}
-    exec(textwrap.dedent(lines), names)
-    assert len(names["dataset"]) == 2
-    assert len(model.history.epoch) == 3
-    names.clear()
-    gc.collect()
+    code, out, err = run_program(
+        tmp_path,
+        "\n".join(
+            [
+                "import keras",
+                'model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, "softmax")])',
+                'model.compile(loss="sparse_categorical_crossentropy")',
+                textwrap.dedent(lines),
+                "print()",
+                "print(len(dataset), len(model.history.epoch))",
+            ]
+        ),
+    )
+    assert code == 0, err
+    assert out.splitlines()[-1] == "2 3"
