@@ -288,28 +288,33 @@ def encode_error(error: BaseException) -> bytes:
 
 def decode_error(data: bytes) -> BaseException:
     """Return a fresh copy of the error; WorkerError if it cannot be rebuilt in this process."""
+    pickled, message, text = pickle.loads(data)
+    if pickled is None:
+        return WorkerError(message, text)
     # The frames that tblib makes are linked to those that called it, which would keep all that
     # the loop knows for as long as the error lives. So it is called where there are no others.
-    decoded: list[BaseException] = []
-    thread = threading.Thread(target=_decode_into, args=(decoded, data), daemon=True)
+    loaded: list[BaseException | str] = []
+    done = threading.Event()  # join() would make a thread that Python does not know known to it
+    thread = threading.Thread(target=_load_into, args=(loaded, pickled, done), daemon=True)
     try:
         thread.start()
     except RuntimeError:  # there can be no more threads
-        _decode_into(decoded, data)
-    else:
-        thread.join()
-    return decoded.pop()
+        _load_into(loaded, pickled, done)
+    done.wait()
+    error = loaded.pop()
+    if isinstance(error, BaseException):
+        return error
+    return WorkerError(f"{message} (it could not be rebuilt here: {error})", text)
 
 
-def _decode_into(decoded: list[BaseException], data: bytes) -> None:
-    pickled, message, text = pickle.loads(data)
-    if pickled is None:
-        decoded.append(WorkerError(message, text))
-        return
+def _load_into(loaded: list[BaseException | str], data: bytes, done: threading.Event) -> None:
+    """Put an error into a list, or else the reason; keep nothing of it in this frame."""
     try:
-        decoded.append(_load_error(pickled))
+        loaded.append(_load_error(data))
     except BaseException as trouble:
-        decoded.append(WorkerError(f"{message} (it could not be rebuilt here: {trouble!r})", text))
+        loaded.append(repr(trouble))
+    finally:
+        done.set()
 
 
 def _load_error(data: bytes) -> BaseException:
