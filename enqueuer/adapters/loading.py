@@ -184,9 +184,6 @@ class Ahead(Loader[Batch]):
         super().stop(timeout)  # wakes the thread
         self._end(timeout)
 
-    def __exit__(self, *error: Any) -> None:
-        self.stop()
-
     def _receive(self, changed: Any) -> Batch:
         """Return what the loop gets of what the thread has made; called by the loop's thread."""
         raise NotImplementedError

@@ -140,10 +140,9 @@ class StagingPool:
     def copy_of(self, tensor: Any) -> tuple[Any, Any]:
         """Return a dense copy of a tensor in a buffer of the pool, and the buffer."""
         like = torch.empty_like(tensor, device="meta")  # says how it lies in memory
-        size = max(1, tensor.numel() * tensor.element_size())
-        buffer = self._take(size)
-        flat = buffer[:size].view(tensor.dtype) if tensor.numel() else buffer[:0].view(tensor.dtype)
-        copy = torch.as_strided(flat, like.size(), like.stride())
+        size = tensor.numel() * tensor.element_size()
+        buffer = self._take(max(1, size))
+        copy = torch.as_strided(buffer[:size].view(tensor.dtype), like.size(), like.stride())
         copy.copy_(tensor)
         return copy, buffer
 
