@@ -409,6 +409,20 @@ class Program:
         assert list(self.temporary.iterdir()) == []
 
 
+def run_script(script, folder, limit, **environment):
+    """Run a script in a folder; return its exit code and what it wrote to stdout and stderr."""
+    done = subprocess.run(
+        [sys.executable, script],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=limit,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
 def run_program(folder, text, **options):
     """Run a program; return its exit code and what it wrote; fail if it leaves anything."""
     with Program(folder, text, **options) as program:

@@ -3,16 +3,13 @@
 A program that imports a package which is not installed here is skipped.
 """
 
-import os
 import re
-import subprocess
-import sys
 import textwrap
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from helpers import needs
+from helpers import needs, run_script
 
 HOWTO = Path(__file__).parents[2] / "docs" / "howto"
 PAGES = ("torch_dataloader", "tensorpack", "batchgenerators", "prefetch_generator")
@@ -40,17 +37,9 @@ def run(name, directory):
             pytest.skip(f"{module} is not installed")  # not imported: some have much to say
     script = directory / f"{name}.py"
     script.write_text(PROGRAMS[name])
-    done = subprocess.run(
-        [sys.executable, script],
-        cwd=directory,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines(), done.stderr
+    code, out, err = run_script(script, directory, LIMIT)
+    assert code == 0, err
+    return out.splitlines(), err
 
 
 def test_every_page_has_both_halves():

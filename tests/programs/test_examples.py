@@ -1,12 +1,9 @@
 """Every program in examples/ runs, checks itself, and has nothing to complain of."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from helpers import needs_installed
+from helpers import needs_installed, run_script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LIMIT = 110.0  # seconds; each takes about one, and its framework ten to be imported
@@ -41,16 +38,8 @@ def test_there_are_examples():
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_an_example_runs(path, tmp_path):
     needs_installed(*NEEDS.get(path.name, ()))
-    done = subprocess.run(
-        [sys.executable, path],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "KERAS_BACKEND": "torch"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == "" or path.name in NEEDS  # frameworks are talkative
-    assert done.stdout
+    code, out, err = run_script(path, tmp_path, LIMIT, KERAS_BACKEND="torch")
+    assert code == 0, err
+    assert err == "" or path.name in NEEDS  # frameworks are talkative
+    assert out
     assert list(tmp_path.iterdir()) == []

@@ -1,13 +1,10 @@
 """Every Python block of README.md is a program that runs as it stands: pasted, without a guard."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from helpers import needs
+from helpers import needs, run_script
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 60.0  # seconds; each takes about one
@@ -25,14 +22,6 @@ def test_a_block_of_the_readme_runs(block, tmp_path):
         needs(framework)
     script = tmp_path / "script.py"
     script.write_text(block)
-    done = subprocess.run(
-        [sys.executable, script],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout
+    code, out, err = run_script(script, tmp_path, LIMIT)
+    assert (code, err) == (0, "")
+    assert out
