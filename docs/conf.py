@@ -23,7 +23,7 @@ html_theme_options = {"description": "Any generator, fed ahead", "page_width": "
 html_sidebars = {"**": ["about.html", "searchfield.html", "navigation.html"]}
 
 python_maximum_signature_line_length = 90
-autodoc_mock_imports = ["jax", "keras", "tensorflow", "torch"]
+autodoc_mock_imports = ["h5py", "jax", "keras", "tensorflow", "torch"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
