@@ -126,6 +126,32 @@ def _reason(path: str | os.PathLike[str], error: Exception) -> str:
     return text
 
 
+@contextlib.contextmanager
+def bar(title: str, total: int | None, unit: str, shown: bool) -> Iterator[Callable[..., object]]:
+    """Show a progress bar on standard error.
+
+    Args:
+        title: What it is about.
+        total: How many there are; None: nobody knows.
+        unit: Of what.
+        shown: Whether to show it at all.
+
+    Yields:
+        A function that is told how many more are done, and some text to show beside it.
+    """
+    if not shown:
+        yield lambda more, text="": None
+        return
+    tqdm = framework("tqdm", "hdf5", "4.64").tqdm
+    with tqdm(total=total, unit=unit, desc=title) as shown_bar:
+
+        def tell(more: int, text: str = "") -> None:
+            shown_bar.set_postfix_str(text, refresh=False)
+            shown_bar.update(more)
+
+        yield tell
+
+
 def parts_of(path: str | os.PathLike[str]) -> Path:
     """Return the folder in which the parts of a packed file lie."""
     whole = Path(path)

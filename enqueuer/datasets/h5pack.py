@@ -25,7 +25,7 @@ from typing import Any
 from enqueuer import arguments
 from enqueuer.adapters.loading import framework
 from enqueuer.backends import BackendName
-from enqueuer.datasets.h5files import guarded, h5py, kind_of, opened, parts_of, readable
+from enqueuer.datasets.h5files import bar, guarded, h5py, kind_of, opened, parts_of, readable
 from enqueuer.datasets.h5rows import Format, Kind, Writer, sync, whole
 from enqueuer.enqueuers import OrderedEnqueuer
 from enqueuer.errors import Closed, DataFileError, InvalidState, StateMismatch
@@ -212,7 +212,7 @@ def _begun(
     with open(folder / "pack.json", "a+b") as file:
         _lock(file, target)
         file.seek(0)
-        before = _loads(file.read())
+        before = _loads(file.read()) if _parts_in(folder) else None
         if seed is None:
             seed = before["random_seed"] if before is not None else fresh_seed()
         now = {
@@ -238,7 +238,16 @@ def _begun(
             )
         for stale in folder.glob("*.tmp"):
             stale.unlink(missing_ok=True)
-        yield folder, seed
+        try:
+            yield folder, seed
+        except BaseException:
+            if not _parts_in(folder):
+                shutil.rmtree(folder)
+            raise
+
+
+def _parts_in(folder: Path) -> list[Path]:
+    return list(folder.glob("shard-*.h5"))
 
 
 def _lock(file: Any, target: Path) -> None:
@@ -324,36 +333,24 @@ def _part(path: Path) -> Iterator[Any]:
 
 
 def _write_parts(job: _Job, options: dict[str, Any], progress: bool) -> None:
-    is_live = job.shards == 1
-    with _bar(progress, None if is_live else job.shards) as tell:
-        if isinstance(job.source, LiveSource):
-            for rows in job.write(0):  # nobody else can read it
-                tell(rows, rows)
-            return
-        rows = 0
-        with OrderedEnqueuer(range(job.shards), job, ordered=False, **options) as enqueuer:
-            try:
-                for number, of_shard in enumerate(enqueuer, 1):
-                    rows += of_shard
-                    tell(number, rows)
-            finally:
-                job.ended.append(True)  # threads cannot be killed, but look at it
-
-
-@contextlib.contextmanager
-def _bar(progress: bool, shards: int | None) -> Iterator[Callable[[int, int], None]]:
-    """Give what is told how far it is; it shows that on standard error, or nothing."""
-    if not progress:
-        yield lambda done, rows: None
+    if isinstance(job.source, LiveSource):  # nobody else can read it
+        had = 0
+        with bar("packing", None, "row", progress) as tell:
+            for rows in job.write(0):
+                tell(rows - had)
+                had = rows
         return
-    tqdm = framework("tqdm", "hdf5", "4.64").tqdm
-    with tqdm(total=shards, unit="row" if shards is None else "shard", desc="packing") as bar:
-
-        def tell(done: int, rows: int) -> None:
-            bar.set_postfix_str(f"{rows} rows", refresh=False)
-            bar.update(done - bar.n)
-
-        yield tell
+    total = 0
+    with (
+        bar("packing", job.shards, "shard", progress) as tell,
+        OrderedEnqueuer(range(job.shards), job, ordered=False, **options) as enqueuer,
+    ):
+        try:
+            for rows in enqueuer:
+                total += rows
+                tell(1, f"{total:,} rows")
+        finally:
+            job.ended.append(True)  # threads cannot be killed, but look at it
 
 
 # --- the whole ----------------------------------------------------------------------------------

@@ -104,6 +104,8 @@ def column_of(key: str, rows: Any, is_ragged: bool) -> np.ndarray:
             f"{key!r} is a single {type(rows).__name__} and has no axis of rows; if the source "
             "yields one sample at a time, give batched=False"
         )
+    if len(array) and not array.size:
+        raise ValueError(f"the rows of {key!r} are empty, their shape is {array.shape[1:]}")
     if array.dtype.kind == "U":
         return array.astype(object)
     if array.dtype.kind in "mM":
@@ -257,7 +259,6 @@ class Writer:
                 )
             self._chunk = chunk_rows(kinds.values(), self._format.chunk_rows)
             self._kinds, self._pending = kinds, {key: [] for key in kinds}
-            self._datasets = {key: self._create(key, kind) for key, kind in kinds.items()}
         elif kinds.keys() != self._kinds.keys():
             raise ValueError(
                 f"after {self.rows} rows the source yields {sorted(kinds)}, "
@@ -270,14 +271,14 @@ class Writer:
                     f"{self._kinds[key]}; all rows of a key must be alike"
                 )
 
-    def _create(self, key: str, kind: Kind) -> Any:
+    def _create(self, key: str, kind: Kind, chunk: int) -> Any:
         try:
             return self._file.create_dataset(
                 key,
                 shape=(0, *kind.shape),
                 maxshape=(None, *kind.shape),
                 dtype=kind.dtype,
-                chunks=(self._chunk, *(max(1, length) for length in kind.shape)),
+                chunks=(chunk, *kind.shape),
                 compression=self._format.compression,
                 shuffle=self._format.compression is not None,
                 fletcher32=self._format.checksum,
@@ -288,6 +289,12 @@ class Writer:
     def _flush(self, count: int) -> None:
         if not count:
             return
+        if not self._datasets:
+            # a chunk takes its whole place on the disk, so few rows get a small one
+            chunk = min(self._chunk, count)
+            self._datasets = {
+                key: self._create(key, kind, chunk) for key, kind in self._kinds.items()
+            }
         for key, dataset in self._datasets.items():
             pending = self._pending[key]
             rows = pending[0] if len(pending) == 1 else np.concatenate(pending)

@@ -13,7 +13,7 @@ PACKAGE = Path(enqueuer.__file__).parent
 ORDER = [
     ["__main__"],
     ["cli"],
-    ["demo"],
+    ["commands", "demo"],
     ["__init__"],
     ["adapters.cuda"],
     ["adapters.torch"],
