@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from enqueuer.adapters.loading import framework
 from enqueuer.errors import DataFileError
+from enqueuer.frameworks import framework
 
-h5py = framework("h5py", "hdf5", "3.7")
+h5py = framework("h5py", "hdf5", "3.7", user="enqueuer.datasets.hdf5")
 
 CHUNK_BYTES = 1 << 20  # of a chunk: large enough for a disk, small enough for a cache
 _CACHE_BYTES = 16 << 20  # of each dataset; HDF5's own 1 MiB does not hold a chunk of that
@@ -142,7 +142,7 @@ def bar(title: str, total: int | None, unit: str, shown: bool) -> Iterator[Calla
     if not shown:
         yield lambda more, text="": None
         return
-    tqdm = framework("tqdm", "hdf5", "4.64").tqdm
+    tqdm = framework("tqdm", "hdf5", "4.64", user="a progress bar").tqdm
     with tqdm(total=total, unit=unit, desc=title) as shown_bar:
 
         def tell(more: int, text: str = "") -> None:

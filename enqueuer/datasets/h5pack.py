@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from enqueuer import arguments
-from enqueuer.adapters.loading import framework
 from enqueuer.backends import BackendName
 from enqueuer.datasets.h5files import bar, guarded, h5py, kind_of, opened, parts_of, readable
 from enqueuer.datasets.h5rows import Format, Kind, Writer, sync, whole
 from enqueuer.enqueuers import OrderedEnqueuer
 from enqueuer.errors import Closed, DataFileError, InvalidState, StateMismatch
+from enqueuer.frameworks import framework
 from enqueuer.shards import Shard, fresh_seed
 from enqueuer.sources import FunctionSource, LiveSource, Source, as_source
 
@@ -135,7 +135,7 @@ def pack(
             "or choose another name"
         )
     if progress:
-        framework("tqdm", "hdf5", "4.64")
+        framework("tqdm", "hdf5", "4.64", user="a progress bar")
     with _begun(target, _name_of(source), seed, count, format) as (folder, drawn):
         job = _Job(opens, str(folder), count, drawn, format)
         options: dict[str, Any] = dict(

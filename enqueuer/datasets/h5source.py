@@ -35,6 +35,8 @@ from enqueuer.shards import Shard
 _WINDOW_CHUNKS = 16  # are shuffled together by default,
 _WINDOW_BATCHES = 8  # or as many as make so many batches
 
+_PIECES = 4  # for each shard, at least; a chunk may be cut for that, and is read several times
+
 _inherited: list[Any] = []  # handles of the process that this one was forked from: never touched
 
 
@@ -206,7 +208,8 @@ class HDF5Source:
         rng = np.random.default_rng(
             np.random.SeedSequence(shard.random_seed, spawn_key=(shard.epoch,))
         )
-        order = [self._pieces[at] for at in rng.permutation(len(self._pieces))]
+        pieces = _at_least(_PIECES * shard.count, self._pieces)
+        order = [pieces[at] for at in rng.permutation(len(pieces))]
         left, rest = len(self) // shard.count // size, None
         for window in _windows(_stretch(order, shard), self._window):
             pool = handle.pool(window, rest)
@@ -251,6 +254,19 @@ def _cut(layout: Layout, first: int, stop: int) -> tuple[tuple[int, int], ...]:
     inside = [start for start in layout.starts if first < start < stop]
     edges = [first, *inside, stop]
     return tuple(itertools.pairwise(edges)) if stop > first else ()
+
+
+def _at_least(count: int, pieces: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return pieces cut into smaller ones, as far as there are rows, if they are too few.
+
+    Of a file with few chunks each shard would have the same rows in every epoch.
+    """
+    cuts = -(-count // max(1, len(pieces)))
+    finer = []
+    for start, stop in pieces:
+        edges = sorted({start + (stop - start) * cut // cuts for cut in range(cuts + 1)})
+        finer += itertools.pairwise(edges)
+    return finer
 
 
 def _stretch(pieces: Iterable[tuple[int, int]], shard: Shard) -> Iterator[tuple[int, int]]:
