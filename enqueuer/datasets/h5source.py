@@ -262,7 +262,7 @@ def _at_least(count: int, pieces: Sequence[tuple[int, int]]) -> list[tuple[int, 
     Of a file with few chunks each shard would have the same rows in every epoch.
     """
     cuts = -(-count // max(1, len(pieces)))
-    finer = []
+    finer: list[tuple[int, int]] = []
     for start, stop in pieces:
         edges = sorted({start + (stop - start) * cut // cuts for cut in range(cuts + 1)})
         finer += itertools.pairwise(edges)

@@ -64,15 +64,15 @@ def rows_of(batches):
 # --- batches ---
 
 
-@pytest.mark.parametrize("shards", [1, 2, 5, 200])
+@pytest.mark.parametrize("shards", [1, 5, 200])
 def test_unshuffled_batches_are_those_of_the_file(path, shards):
     batches = list(GeneratorEnqueuer(HDF5Source(path, batch_size=10), shards=shards, workers=2))
     assert rows_of(batches) == list(range(ROWS))
     assert {len(batch["row"]) for batch in batches} == {10, 3}
 
 
-@pytest.mark.parametrize("shards", [1, 2, 5, 200])
-@pytest.mark.parametrize("window", [1, 20, None])
+@pytest.mark.parametrize("shards", [1, 5, 200])
+@pytest.mark.parametrize("window", [1, None])
 def test_a_shuffled_epoch_has_every_row_once(path, shards, window):
     source = HDF5Source(path, batch_size=10, shuffle=True, window=window)
     with GeneratorEnqueuer(source, shards=shards, workers=2, random_seed=7) as enqueuer:
