@@ -189,7 +189,10 @@ def _pack(options: argparse.Namespace) -> int:
             **form,
         )
     except KeyboardInterrupt:
-        print("\nenqueuer: shards that are finished are kept; the same command goes on", end="")
+        print(
+            "\nenqueuer: shards that are finished are kept; the same command goes on",
+            file=sys.stderr,
+        )
         raise
     print(f"{options.path}: {rows:,} rows")
     return 0

@@ -84,8 +84,9 @@ def pack(
             one. By default as many as make 1 MiB of the largest key, and at most 1024.
         compression: None, the default; `"gzip"` (or 0 to 9, its level), or `"lzf"`, which is
             faster and for h5py only.
-        checksum: Whether chunks have checksums, so that a flipped bit is an error; False by
-            default.
+        checksum: Whether chunks of numbers have checksums, so that a flipped bit is an error;
+            False by default. Like compression, it does not reach strings and ragged rows, which
+            HDF5 keeps elsewhere.
         attributes: Of the file; what has a dict for its value is a key, and these are its own.
         merge: Whether to copy all into one self-contained file and to remove the parts. False,
             the default, makes virtual datasets, in no time; file and folder belong together.

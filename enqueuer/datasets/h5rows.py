@@ -19,7 +19,7 @@ import numpy as np
 
 from enqueuer.datasets.h5files import CHUNK_BYTES, guarded, h5py, kind_of
 
-_TEXT_BYTES, _RAGGED_BYTES = 64, 4096  # taken for the size of such a row, which nobody knows
+_APART = {"text": 64, "ragged": 4096}  # bytes that are taken for the size of such a row
 _MOST_CHUNK_ROWS = 1024  # or whole chunks in random order would leave neighbours together
 
 
@@ -33,7 +33,7 @@ class Format:
         ragged: Keys whose rows are 1-D arrays of any length.
         chunk_rows: Of a chunk; None: as many as make a chunk of 1 MiB of the largest key.
         compression: As h5py has it.
-        checksum: Whether each chunk has one.
+        checksum: Whether each chunk of numbers has one.
     """
 
     keys: tuple[str, ...] | None
@@ -151,9 +151,8 @@ def _ragged(key: str, rows: Any) -> np.ndarray:
     if len({array.dtype for array in arrays}) > 1:
         raise TypeError(f"the rows of {key!r} differ in dtype; yield all with the same")
     column = np.empty(len(arrays), object)
-    column[:] = arrays if len(arrays) != 1 else [None]
-    if len(arrays) == 1:
-        column[0] = arrays[0]  # numpy would take the items of a single row for rows
+    for at, array in enumerate(arrays):  # at once, numpy would take their items for rows
+        column[at] = array
     return column
 
 
@@ -172,10 +171,15 @@ class Kind:
         return f"{self.name} of shape {self.shape}"
 
     @property
+    def is_inside(self) -> bool:
+        """Whether the rows lie in the chunks; others are kept apart, where no filter sees them."""
+        return self.name.split()[0] not in _APART
+
+    @property
     def bytes(self) -> int:
         """The size of a row, or what it is taken for."""
-        item = {"text": _TEXT_BYTES, "ragged": _RAGGED_BYTES}.get(self.name.split()[0])
-        return int(np.prod(self.shape, dtype=int)) * (item or self.dtype.itemsize)
+        item = _APART.get(self.name.split()[0], self.dtype.itemsize)
+        return int(np.prod(self.shape, dtype=int)) * item
 
 
 def kind(column: np.ndarray, is_ragged: bool) -> Kind:
@@ -281,10 +285,10 @@ class Writer:
                 chunks=(chunk, *kind.shape),
                 compression=self._format.compression,
                 shuffle=self._format.compression is not None,
-                fletcher32=self._format.checksum,
+                fletcher32=self._format.checksum and kind.is_inside,
             )
-        except TypeError as error:
-            raise TypeError(f"{key!r} cannot be stored in HDF5: {error}") from error
+        except (TypeError, ValueError) as error:  # a chunk of more than 4 GiB, for example
+            raise type(error)(f"{key!r} cannot be stored in HDF5: {error}") from error
 
     def _flush(self, count: int) -> None:
         if not count:

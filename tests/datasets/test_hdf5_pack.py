@@ -130,9 +130,9 @@ def test_strings_come_back_as_str(tmp_path):
 
 def test_rows_of_any_length_come_back_as_arrays(tmp_path):
     rows = [np.arange(n, dtype="int16") for n in (3, 0, 1)]
-    pack([{"a": rows}, {"a": rows[:1]}], tmp_path / "a.h5", ragged=["a"])
+    pack([{"a": rows}, {"a": rows[:1]}, {"a": rows[:1] * 2}], tmp_path / "a.h5", ragged=["a"])
     back = HDF5Source(tmp_path / "a.h5", keys="a")
-    assert [row.tolist() for row in back[:]] == [[0, 1, 2], [], [0], [0, 1, 2]]
+    assert [row.tolist() for row in back[:]] == [[0, 1, 2], [], [0], *[[0, 1, 2]] * 3]
     assert back[0].dtype == "int16"
     back.close()
 

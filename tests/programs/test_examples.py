@@ -15,6 +15,7 @@ NEEDS = {
     "jax_training.py": ("jax",),
     "keras_fit.py": ("keras", "torch"),
     "keras_loop.py": ("keras", "torch"),
+    "pack_and_train.py": ("h5py", "sklearn"),
     "torch_training.py": ("torch",),
 }
 
@@ -30,6 +31,7 @@ def test_there_are_examples():
         "keras_loop.py",
         "keras_style.py",
         "map_files.py",
+        "pack_and_train.py",
         "processes.py",
         "resume.py",
         "skip_bad_files.py",
