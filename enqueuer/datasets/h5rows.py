@@ -178,7 +178,7 @@ class Kind:
     @property
     def bytes(self) -> int:
         """The size of a row, or what it is taken for."""
-        item = _APART.get(self.name.split()[0], self.dtype.itemsize)
+        item = _APART.get(self.name.split()[0]) or int(self.dtype.itemsize)
         return int(np.prod(self.shape, dtype=int)) * item
 
 
@@ -306,7 +306,7 @@ class Writer:
             try:
                 with guarded(self._where):
                     dataset.resize(self._written + count, axis=0)
-                    dataset[self._written :] = rows[:count]
+                    _put(dataset, self._written, rows[:count])
             except (ValueError, UnicodeError) as error:
                 raise ValueError(f"{key!r} cannot be stored in HDF5: {error}") from error
         self._written += count
@@ -314,6 +314,14 @@ class Writer:
     def finish(self) -> None:
         """Write the last rows, which make no whole chunk."""
         self._flush(self.rows - self._written)
+
+
+def _put(dataset: Any, start: int, rows: np.ndarray) -> None:
+    if h5py.check_vlen_dtype(dataset.dtype) is None:
+        dataset[start:] = rows
+        return
+    # an assignment would make one array of rows of equal length, and stumble over empty ones
+    dataset.write_direct(rows.astype(dataset.dtype), dest_sel=np.s_[start : start + len(rows)])
 
 
 def _transposed(samples: list[dict[str, Any]]) -> dict[str, list[Any]]:

@@ -137,6 +137,17 @@ def test_rows_of_any_length_come_back_as_arrays(tmp_path):
     back.close()
 
 
+@pytest.mark.parametrize("lengths", [[0], [0, 0], [1], [3, 3], [2, 2, 2]])
+def test_rows_that_could_be_of_any_length_may_be_alike(tmp_path, lengths):
+    rows = [np.arange(length, dtype="uint8") for length in lengths]
+    for merge in (False, True):
+        path = tmp_path / f"{merge}.h5"
+        pack([{"a": rows}], path, ragged=["a"], merge=merge)
+        back = HDF5Source(path, keys="a")
+        assert [row.tolist() for row in back[:]] == [row.tolist() for row in rows]
+        back.close()
+
+
 @pytest.mark.parametrize(
     ("source", "options", "names"),
     [
