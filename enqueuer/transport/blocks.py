@@ -378,10 +378,9 @@ class Mapping(mmap.mmap):
     """
 
     address: int
-    before_unmap: list[Callable[[], None]]
+    before_unmap: Sequence[Callable[[], None]] = ()  # also of one that could not be mapped
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        self.before_unmap = []
         self.address = np.frombuffer(self, np.uint8).__array_interface__["data"][0]
         _mappings[self.address] = self
 
@@ -395,8 +394,9 @@ _mappings: weakref.WeakValueDictionary[int, Mapping] = weakref.WeakValueDictiona
 
 def mapping_at(address: int) -> Mapping | None:
     """Return the block of this consumer's in which an address lies; None if it lies in none."""
-    for start, mapping in list(_mappings.items()):
-        if 0 <= address - start < len(mapping):
+    for reference in _mappings.valuerefs():  # in one step, as other threads add blocks
+        mapping = reference()
+        if mapping is not None and 0 <= address - mapping.address < len(mapping):
             return mapping
     return None
 
