@@ -32,8 +32,8 @@ napoleon_numpy_docstring = False
 
 # The builds must not need a network, so names of other projects are not looked up.
 nitpick_ignore_regex = [
-    (r"py:.*", r"(collections|multiprocessing|np|numpy|queue|types)\..*"),
-    (r"py:.*", r"(enqueuer\..+\.)?(BaseEnqueuer|Batch|Indexable|Self|T)"),
+    (r"py:.*", r"(collections|multiprocessing|np|numpy|os|queue|types|wave)\..*"),
+    (r"py:.*", r"(enqueuer\..+\.)?(BaseEnqueuer|Batch|Indexable|Path|Self|T)"),
 ]
 
 # The docstrings' examples see what their module sees; a name as in a plain script.
@@ -48,6 +48,7 @@ def setup(app):
 
 
 def leave_out(app, what, name, obj, options, lines):
-    """Leave the adapters' examples to pytest: their frameworks are not installed here."""
-    if app.builder.name == "doctest" and name.startswith("enqueuer.adapters."):
+    """Leave examples that need what is not installed here to pytest."""
+    elsewhere = ("enqueuer.adapters.", "enqueuer.datasets.hdf5.")
+    if app.builder.name == "doctest" and name.startswith(elsewhere):
         lines.clear()

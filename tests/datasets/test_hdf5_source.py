@@ -4,6 +4,8 @@ import multiprocessing
 import os
 import pickle
 import shutil
+import textwrap
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -453,3 +455,17 @@ def test_a_model_learns_from_it(tmp_path, method):
                 weights -= 0.5 * x.T @ (p - y) / len(y)
             losses.append(np.mean(epoch))
     assert losses[-1] < 0.5 * losses[0]
+
+
+def test_the_page_begins_with_what_works(tmp_path, monkeypatch):
+    page = Path(__file__).parents[2] / "docs" / "howto" / "pack_into_hdf5.rst"
+    block = page.read_text().split(".. code-block:: python\n\n", 1)[1].split("\nWhat is slow", 1)[0]
+    monkeypatch.chdir(tmp_path)
+    seen = []
+
+    def step(x, y):
+        assert np.allclose(x.sum(axis=1), y, atol=1e-5)
+        seen.append(len(y))
+
+    exec(textwrap.dedent(block), {"step": step, "__name__": "__main__"})
+    assert sum(seen) == 3 * 100 * 64
