@@ -15,7 +15,6 @@ import dataclasses
 import functools
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.context import BaseContext
@@ -32,6 +31,7 @@ from enqueuer.frameworks import framework
 from enqueuer.shards import Shard, fresh_seed
 from enqueuer.sources import FunctionSource, LiveSource, Source, as_source
 
+_MANIFEST, _FINISHED, _PART = "pack.json", "finished", "shard-*.h5"  # in the folder of the parts
 _SHARDS = 32  # by default: two or more for each worker of most machines, so that none idles long
 
 
@@ -154,7 +154,7 @@ def pack(
         }
         rows = _assemble(target, job, {**provenance, **(attributes or {})}, merge)
     if merge:
-        shutil.rmtree(folder)
+        _remove(folder)
     return rows
 
 
@@ -210,10 +210,10 @@ def _begun(
     """Give the folder for the parts, which is this process's meanwhile, and the seed."""
     folder = parts_of(target)
     folder.mkdir(exist_ok=True)
-    with open(folder / "pack.json", "a+b") as file:
+    with open(folder / _MANIFEST, "a+b") as file:
         _lock(file, target)
         file.seek(0)
-        before = _loads(file.read()) if _parts_in(folder) else None
+        before = _loads(file.read(), folder) if any(folder.glob(_PART)) else None
         if seed is None:
             seed = before["random_seed"] if before is not None else fresh_seed()
         now = {
@@ -237,18 +237,25 @@ def _begun(
                 f"{folder} was left by another run ({told}); give the same again to go on, or "
                 "remove the folder to begin anew"
             )
-        for stale in folder.glob("*.tmp"):
-            stale.unlink(missing_ok=True)
+        _remove(folder, "*.tmp")
         try:
             yield folder, seed
         except BaseException:
-            if not _parts_in(folder):
-                shutil.rmtree(folder)
+            if not any(folder.glob(_PART)):
+                _remove(folder)
             raise
+        _remove(folder, "*.tmp")  # of workers that were killed and replaced
+        (folder / _FINISHED).touch()
 
 
-def _parts_in(folder: Path) -> list[Path]:
-    return list(folder.glob("shard-*.h5"))
+def _remove(folder: Path, *patterns: str) -> None:
+    """Remove files of those names, or else all that is ours, and the folder if it is empty."""
+    for pattern in patterns or (_PART, "*.tmp", _MANIFEST, _FINISHED):
+        for path in folder.glob(pattern):
+            path.unlink(missing_ok=True)
+    if not patterns:
+        with contextlib.suppress(OSError):  # there may be other things in it
+            folder.rmdir()
 
 
 def _lock(file: Any, target: Path) -> None:
@@ -263,13 +270,21 @@ def _lock(file: Any, target: Path) -> None:
         raise InvalidState(f"another process is packing to {target}") from None
 
 
-def _loads(text: bytes) -> dict[str, Any] | None:
-    """Read what the run before wrote; None if it did not get so far."""
+def _loads(text: bytes, folder: Path) -> dict[str, Any]:
+    """Read what the run wrote that left the shards."""
+    if (folder / _FINISHED).exists():
+        raise StateMismatch(
+            f"{folder} is of a run that was finished, and its file is gone; put that back, or "
+            "remove the folder to begin anew"
+        )
     try:
-        found = json.loads(text)
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) and "random_seed" in found else None
+        found: dict[str, Any] = json.loads(text)
+        return {"random_seed": found["random_seed"], **found}
+    except (ValueError, KeyError, TypeError):
+        raise StateMismatch(
+            f"{folder / _MANIFEST} does not say what the shards are of; remove the folder to "
+            "begin anew"
+        ) from None
 
 
 # --- the parts ---
@@ -410,6 +425,8 @@ def _alike(parts: Sequence[Path]) -> tuple[dict[str, Kind], dict[Path, int]]:
             )
         rows[path] = count
     if not rows:
+        for path in parts:
+            path.unlink()  # or a source that was mended would not be asked again
         raise ValueError("the source yielded no rows, so there is nothing to pack")
     return kinds, rows
 

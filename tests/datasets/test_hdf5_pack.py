@@ -341,6 +341,32 @@ def test_another_run_does_not_go_on(tmp_path, other):
         packed(Once(ran, fails_in=None), tmp_path / "a.h5", **other)
 
 
+def test_what_a_finished_run_left_is_not_taken_for_a_new_one(tmp_path):
+    pack([np.zeros(2)], tmp_path / "a.h5", random_seed=7)
+    (tmp_path / "a.h5").unlink()
+    with pytest.raises(StateMismatch, match=r"a\.h5\.parts is of a run that was finished"):
+        pack([np.ones(2)], tmp_path / "a.h5", random_seed=7)
+
+
+def test_shards_that_nobody_knows_are_not_taken(tmp_path):
+    pack([np.zeros(2)], tmp_path / "a.h5")
+    (tmp_path / "a.h5").unlink()
+    (tmp_path / "a.h5.parts" / "finished").unlink()
+    (tmp_path / "a.h5.parts" / "pack.json").write_text("{")
+    with pytest.raises(StateMismatch, match="does not say what the shards are of"):
+        pack([np.ones(2)], tmp_path / "a.h5")
+
+
+def test_only_what_packing_made_is_removed(tmp_path):
+    mine = tmp_path / "a.h5.parts" / "notes.txt"
+    mine.parent.mkdir()
+    mine.write_text("precious")
+    pack([np.zeros(2)], tmp_path / "a.h5", merge=True)
+    with pytest.raises(ValueError, match="no rows"):
+        pack([], tmp_path / "b.h5")
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["a.h5", "a.h5.parts", "notes.txt"]
+
+
 def test_another_process_may_not_pack_to_the_same_path(tmp_path):
     reached, gate = multiprocessing.Pipe(), multiprocessing.Pipe()
 
@@ -371,6 +397,7 @@ def test_a_worker_that_is_killed_is_named_or_replaced(tmp_path, process):
         pack(DiesOnce(tmp_path), tmp_path / "a.h5", shards=4, **process)
     (tmp_path / "died").unlink()
     pack(DiesOnce(tmp_path), tmp_path / "a.h5", shards=4, max_restarts=1, **process)
+    assert list(tmp_path.rglob("*.tmp")) == []
     found = contents(tmp_path / "a.h5")[1]["data"][3]
     assert found == [n for n in range(4) for _ in range(5)]
 
