@@ -44,7 +44,7 @@ ORDER = [
     ["transport.__init__"],
     ["buffer", "logs"],
     ["shards"],
-    ["messages"],
+    ["frameworks", "messages"],
     ["errors"],
 ]
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
