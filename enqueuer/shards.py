@@ -154,7 +154,8 @@ class Shard(Seeded):
 
         It is counted in the enqueuer's `error_count`, and one more than `max_errors` is raised in
         the loop. It is logged with its traceback as an error of the logger `enqueuer`; of errors
-        that have the same text, which come again in each epoch, only the first is.
+        that have the same text, which come again in each epoch, only the first is. It travels
+        with the item that is yielded next; yield None if for long there might be none.
 
         Args:
             error: What was caught. Its text should tell what is left out.

@@ -79,6 +79,7 @@ class FileBatches:
 
     Example:
         >>> from enqueuer import GeneratorEnqueuer
+        >>> from enqueuer.datasets.files import FileBatches
         >>> files = [("a.txt", 0), ("bb.txt", 1), ("ccc.txt", 0)]
         >>> batches = FileBatches(files, len, 2, shuffle=False, with_labels=True)
         >>> with GeneratorEnqueuer(batches, workers=2) as enqueuer:

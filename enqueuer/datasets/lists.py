@@ -34,7 +34,8 @@ def find_files(*patterns: Path, root: Path | None = None) -> list[str]:
         FileNotFoundError: A pattern matches no file.
 
     Example:
-        >>> import tempfile, pathlib
+        >>> import os, pathlib, tempfile
+        >>> from enqueuer.datasets.files import find_files
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     for name in ("b.png", "a.png", "a.txt"):
         ...         pathlib.Path(folder, name).touch()
@@ -75,7 +76,8 @@ def read_list(path: Path, label: Callable[[str], Any] | None = None) -> list[Fil
         ValueError: A line makes no sense; the message tells list, line and reason.
 
     Example:
-        >>> import tempfile, pathlib
+        >>> import os, pathlib, tempfile
+        >>> from enqueuer.datasets.files import read_list
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     train = pathlib.Path(folder, "train.txt")
         ...     _ = train.write_text('a.png 3\n# spoilt: b.png 1\n"c d.png" 0\n')

@@ -89,6 +89,7 @@ def load_audio(path: Path) -> tuple[np.ndarray, int]:
         OSError: The file is missing.
         EOFError: It is truncated.
         wave.Error: It is a broken WAV file.
+        RuntimeError: soundfile cannot read it.
         FrameworkUnavailable: It takes soundfile, which is not installed.
     """
     with open(path, "rb") as file:

@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from helpers import LIMIT
+from helpers import LIMIT, needs
 from PIL import Image
 
 from enqueuer import FrameworkUnavailable
@@ -184,7 +184,7 @@ def test_what_the_standard_library_cannot_read_takes_soundfile(tmp_path, monkeyp
 
 
 def test_soundfile_reads_it(tmp_path):
-    pytest.importorskip("soundfile")
+    needs("soundfile")
     samples, rate = load_audio(floats(tmp_path / "a.wav"))
     assert (samples.dtype, samples.tolist(), rate) == (np.float32, [0, 0.5, -1], 8000)
 
