@@ -483,9 +483,27 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         Taking one batch of each part in turn gives the batches of the rank in their order.
 
         Raises:
-            TypeError: This one is not new.
+            InvalidState: A position within an epoch was loaded.
             ValueError: There are too few shards, or they cannot be split.
         """
+
+    @abstractmethod
+    def _made_of(self: Self) -> tuple[Callable[..., Self], tuple[Any, ...]]:
+        """Return what makes another enqueuer like this one, and its arguments."""
+
+    def _handed_on(self: Self, twin: Self) -> Self:
+        """Give a new enqueuer for a part of this one's batches what was not given as argument."""
+        twin._seed_is_given = self._seed_is_given
+        if self._resumed:
+            if self._at_rest.starts is not None:
+                raise InvalidState(
+                    f"a position within epoch {self._at_rest.number} was loaded, which cannot be "
+                    "dealt out over ranks or over workers of a DataLoader; load it there: into "
+                    "what is made of the enqueuer for a rank, and with workers of a DataLoader "
+                    "into torchdata's StatefulDataLoader"
+                )
+            twin._begin_at(self._at_rest.number)
+        return twin
 
     def _begin_at(self, epoch: int) -> None:
         """Have the next start begin with an epoch, as if those before it had been read."""
@@ -585,6 +603,10 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         if self._over:
             return Epoch(self._epoch + 1)
         return Epoch(self._epoch, self._order.rest(ready), self._order.beyond(ready))
+
+    def __reduce__(self) -> Any:
+        loaded = self._loaded()
+        return (*self._made_of(), loaded)
 
     def _loaded(self) -> dict[str, Any]:
         """Return the attributes that a copy of a new enqueuer has from `load_state_dict`.

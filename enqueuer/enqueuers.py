@@ -165,14 +165,13 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
             )
         self._own_shards()  # a lack of them shows at once
 
-    def __reduce__(self) -> Any:
-        loaded = self._loaded()
+    # --- inside ---
+
+    def _made_of(self) -> tuple[Callable[..., GeneratorEnqueuer[Batch]], tuple[Any, ...]]:
         source = self._source
         generator = source.iterable if isinstance(source, LiveSource) else source.function
         make = functools.partial(GeneratorEnqueuer, shards=self._shards, **self._options())
-        return make, (generator, False, None, self._random_seed), loaded
-
-    # --- inside ---
+        return make, (generator, False, None, self._random_seed)
 
     def _all_shards(self) -> int:
         """Return how many shards there are, over all ranks."""
@@ -193,13 +192,14 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
     def _portion(
         self, rank: int, world_size: int, part: int = 0, parts: int = 1
     ) -> GeneratorEnqueuer[Batch]:
-        make, given, _ = self.__reduce__()
+        make, given = self._made_of()
+        if parts > 1 and self._shards is not None:
+            # which shards are left out depends on the ranks, and not on how many share one
+            left_out = self._shards % world_size if self._drop_last else 0
+            make = functools.partial(make, shards=self._shards - left_out, drop_last=False)
         # of the rank's shards every `parts`-th
-        twin: GeneratorEnqueuer[Batch] = make(
-            *given, rank=rank + world_size * part, world_size=world_size * parts
-        )
-        twin._seed_is_given = self._seed_is_given
-        return twin
+        rank, world_size = rank + world_size * part, world_size * parts
+        return self._handed_on(make(*given, rank=rank, world_size=world_size))
 
     def _job(self) -> Job:
         if isinstance(self._source, LiveSource) and self._all_shards() > 1:
@@ -438,8 +438,9 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
             self._check_started("get() from it")
             return Endless(self, self._ready)
 
-    def __reduce__(self) -> Any:
-        loaded = self._loaded()
+    # --- inside ---
+
+    def _made_of(self) -> tuple[Callable[..., OrderedEnqueuer], tuple[Any, ...]]:
         source = self._source
         options = self._options() | dict(
             batch_size=source.batch_size,
@@ -447,17 +448,14 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
             random_seed=self._random_seed,
         )
         make = functools.partial(OrderedEnqueuer, **options)
-        return make, (source.items, source.map, self._reading.shuffle), loaded
-
-    # --- inside ---
+        return make, (source.items, source.map, self._reading.shuffle)
 
     def _portion(
         self, rank: int, world_size: int, part: int = 0, parts: int = 1
     ) -> OrderedEnqueuer:
-        make, given, _ = self.__reduce__()
-        twin: OrderedEnqueuer = make(*given, rank=rank, world_size=world_size)
+        make, given = self._made_of()
+        twin = self._handed_on(make(*given, rank=rank, world_size=world_size))
         twin._reading = dataclasses.replace(twin._reading, part=part, parts=parts)
-        twin._seed_is_given = self._seed_is_given
         return twin
 
     def _job(self) -> Job:

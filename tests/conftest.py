@@ -168,6 +168,12 @@ def pytest_collection_modifyitems(config, items):
     config.hook.pytest_deselected(items=left_out)
 
 
+def pytest_collection_finish(session):
+    """Spare the census, which collects garbage, what was imported: frameworks are large."""
+    gc.collect()
+    gc.freeze()
+
+
 def _says_it_again(item):
     if "process-fork-portable" in item.name:
         return item.path.parent.name == "faults" and item.path.name not in _PORTABLE_FAULTS

@@ -5,6 +5,7 @@
 What keeps memory from being used too early or too late:
 
 - The loop's stream waits for the event of a batch, not the loop.
+- The copying stream waits for the stream that has made what is on the GPU already.
 - The memory of a batch on the GPU belongs to the copying stream; it is recorded for the loop's
   stream, so that it is not used again before the loop's kernels that were queued are done.
 - The host's memory is held until the event has come.
@@ -128,6 +129,9 @@ class Device(Protocol):
     def copying(self) -> AbstractContextManager[Any]:
         """Have what follows in this thread happen on the copying stream."""
 
+    def follow(self) -> None:
+        """Have the copying stream wait for what the thread had queued before, on its own."""
+
     def record(self) -> Event:
         """Return the moment at which all that was queued on the copying stream is done."""
 
@@ -143,11 +147,17 @@ class CudaDevice:
         self.pins = PINS
         self.driver: Driver = Cuda()
         self._stream = torch.cuda.Stream(device)
+        self._before = self._stream  # what was current in the thread that copies
 
     def copying(self) -> AbstractContextManager[Any]:
         """See `Device`."""
+        self._before = torch.cuda.current_stream(self.device)
         stream: AbstractContextManager[Any] = torch.cuda.stream(self._stream)
         return stream
+
+    def follow(self) -> None:
+        """See `Device`."""
+        self._stream.wait_stream(self._before)
 
     def record(self) -> Event:
         """See `Device`."""
@@ -205,6 +215,9 @@ class PlainDevice:
         """See `Device`."""
         return contextlib.nullcontext()
 
+    def follow(self) -> None:
+        """See `Device`."""
+
     def record(self) -> Event:
         """See `Device`."""
         return _Now()
@@ -260,6 +273,9 @@ class _Transfer:
             return leaf
         device = self._device.device
         if leaf.layout is not torch.strided or leaf.is_quantized or leaf.device.type != "cpu":
+            if leaf.device == device and leaf.device.type != "cpu":
+                # not for each batch: that stream is mostly the loop's, with the loop's kernels
+                self._device.follow()
             held.append(leaf)
             moved = leaf.to(device, non_blocking=leaf.device.type != "cpu")
         else:

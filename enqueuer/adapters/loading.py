@@ -21,6 +21,7 @@ from typing import Any, Generic, TypeVar
 from enqueuer import arguments, backends
 from enqueuer.base import STOP_S, BaseEnqueuer
 from enqueuer.enqueuers import GeneratorEnqueuer
+from enqueuer.errors import InvalidState
 
 Batch = TypeVar("Batch")
 Self = TypeVar("Self", bound="Loader[Any]")
@@ -44,8 +45,7 @@ class Loader(Generic[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         """Iterate over an epoch, or over the rest of one if the last iteration broke off."""
         self._start()
-        # it keeps this object, and so the workers, alive; and of a batch it keeps nothing
-        return map(self._convert, self._epochs)
+        return self._iterator()
 
     def __len__(self) -> int:
         """Return how many batches an epoch has.
@@ -81,7 +81,6 @@ class Loader(Generic[Batch]):
             self._finalizer.detach()
             self._finalizer = None
             self._loader.stop(timeout)  # type: ignore[attr-defined]  # as it was started
-            self._epochs.step = 0
 
     def __enter__(self: Self) -> Self:
         self._start()
@@ -95,13 +94,23 @@ class Loader(Generic[Batch]):
     ) -> None:
         self.stop()
 
+    def _iterator(self) -> Iterator[Batch]:
+        """Return what `iter()` does; start nothing."""
+        # it keeps this object, and so the workers, alive; and of a batch it keeps nothing
+        return map(self._convert, self._epochs)
+
     def _convert(self, batch: Any) -> Batch:
         """Return what the framework's loop gets for a batch."""
         raise NotImplementedError
 
     def _start(self) -> None:
-        if self._finalizer is None and is_idle(self._loader):
-            start(self._loader)
+        is_owned = self._finalizer is not None
+        # A loader within may have been stopped by itself, and is started again as if it were alone.
+        if (is_owned and not isinstance(self._loader, Loader)) or not is_idle(self._loader):
+            return
+        start(self._loader)
+        self._epochs.begin()
+        if not is_owned:
             # Not the loader itself: it may hold an error, and that, by its traceback, this object.
             self._finalizer = weakref.finalize(self, _forget, weakref.ref(self._loader))
 
@@ -136,18 +145,17 @@ class Ahead(Loader[Batch]):
         self._position: dict[str, Any] | None = None  # where the loop is, of that epoch
         self._given = 0  # batches of it
 
-    def __iter__(self) -> Iterator[Batch]:
-        """Iterate over an epoch."""
-        self._start()
+    def _iterator(self) -> Iterator[Batch]:
         epochs = self._epochs
         if not epochs.keeps_position or self._given == epochs.steps:
             self._end(threading.TIMEOUT_MAX)  # `loader` cannot be iterated before that
-        if self._ahead is None:
+        ahead = self._ahead
+        if ahead is None:
             self._position, self._given = epochs.position(), 0
             run = functools.partial(_run, epochs, self._change, self._finish)
-            self._ahead = GeneratorEnqueuer(run, max_queue_size=self._queue_size)
-            self._ahead.start()
-        return self._received(self._ahead)
+            ahead = self._ahead = GeneratorEnqueuer(run, max_queue_size=self._queue_size)
+            ahead.start()
+        return self._received(ahead)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position: what has been given to the loop, not what was made ahead."""
@@ -224,20 +232,41 @@ class Epochs:
         self._loader = loader
         self.steps = None if steps is None else arguments.positive("steps_per_epoch", steps)
         self.step = 0
+        self._is_loaded = False
+
+    def begin(self) -> None:
+        """Forget the step, as the loader has begun anew, unless it was loaded."""
+        if not self._is_loaded:
+            self.step = 0
+        self._is_loaded = False
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches of an epoch, or of the rest of one that was broken off."""
         if self.steps is None:
-            yield from self._loader
+            yield from self._pass()
             return
         if not self.keeps_position or self.step >= self.steps:
             self.step = 0
-        passes = 0  # without a batch: one may be the end of the loader's epoch
+        passes, is_first = 0, True  # without a batch: one may be the end of the loader's epoch
         while self.step < self.steps and passes < 2:
             before = self.step
-            yield from map(self._counted, itertools.islice(self._loader, self.steps - before))
-            passes = passes + 1 if self.step == before else 0
+            try:
+                yield from map(self._counted, itertools.islice(self._pass(), self.steps - before))
+            except InvalidState:
+                if is_first or not is_idle(self._loader):
+                    raise
+                return  # it was stopped, and that was the end of the pass before
+            passes, is_first = passes + 1 if self.step == before else 0, False
         self.step = 0
+
+    def _pass(self) -> Iterator[Any]:
+        """Iterate over an epoch of the loader's, or the rest of one.
+
+        Whoever stops a loader while a thread works ahead of it wants no other workers: so here a
+        loader is not started.
+        """
+        loader = self._loader
+        return loader._iterator() if isinstance(loader, Loader) else iter(loader)
 
     def __len__(self) -> int:
         if self.steps is not None:
@@ -291,7 +320,7 @@ class Epochs:
                 f"a {type(self._loader).__name__} cannot be resumed: it has no load_state_dict"
             ) from None
         load(state)
-        self.step = step
+        self.step, self._is_loaded = step, True
 
 
 class _Raised:

@@ -10,7 +10,9 @@ blocks are. It ends when the block is unmapped.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import os
 import threading
 import weakref
 from typing import Any, Protocol
@@ -113,10 +115,15 @@ class Pins:
                 code,
             )
             return False
-        driver, address = self._driver, block.address
-        block.before_unmap.append(lambda: driver.unregister(address))
+        end = functools.partial(_unregister, self._driver, block.address, os.getpid())
+        block.before_unmap.append(end)
         self._registered.add(block)
         return True
+
+
+def _unregister(driver: Driver, address: int, pid: int) -> None:
+    if os.getpid() == pid:  # a forked process unmaps its copy, and has no CUDA
+        driver.unregister(address)
 
 
 class StagingPool:
@@ -152,6 +159,11 @@ class StagingPool:
         best = min(fitting, key=lambda buffer: buffer.numel())
         self._free = [buffer for buffer in self._free if buffer is not best]
         return best
+
+
+def pinned_like(tensor: Any) -> Any:
+    """Return pinned memory of torch's for a tensor like this one."""
+    return torch.empty_like(tensor, pin_memory=True)
 
 
 _PAGE = 4096

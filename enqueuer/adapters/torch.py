@@ -22,6 +22,7 @@ from enqueuer.adapters.loading import Epochs, Loader, mapped
 from enqueuer.base import BaseEnqueuer
 from enqueuer.errors import EnqueuerWarning, InvalidState
 from enqueuer.frameworks import framework
+from enqueuer.transport.blocks import mapping_at
 
 torch = framework("torch", "torch", "2.1")
 
@@ -52,12 +53,12 @@ def as_tensors(batch: Any) -> Any:
 
 
 def _as_tensor(leaf: Any) -> Any:
-    if isinstance(leaf, np.generic):
-        leaf = np.array(leaf)
-    if not isinstance(leaf, np.ndarray) or isinstance(leaf, np.ma.MaskedArray):
+    if not isinstance(leaf, (np.ndarray, np.generic)) or isinstance(leaf, np.ma.MaskedArray):
         return leaf
     if leaf.dtype.kind not in "biufc":
         return leaf
+    if isinstance(leaf, np.generic):
+        leaf = np.array(leaf)
     if not leaf.flags.writeable or not leaf.dtype.isnative or min(leaf.strides, default=0) < 0:
         leaf = leaf.astype(leaf.dtype.newbyteorder("="), order="C", copy=True)
     try:
@@ -76,9 +77,9 @@ class TorchLoader(Loader[Any]):
     Args:
         enqueuer: Which makes the batches. One that does not run is started by the first
             iteration, and stopped when this is dropped, or by `stop()` or a `with` block.
-        pin_memory: Whether tensors lie in pinned memory, for `tensor.to("cuda",
-            non_blocking=True)`. Blocks of shared memory are pinned where they are, once; other
-            tensors are copied. Without a GPU there is a warning and nothing is done.
+        pin_memory: Whether tensors are copied into pinned memory of torch's, for
+            `tensor.to("cuda", non_blocking=True)`; `CudaDataLoader` does without that copy.
+            Without a GPU there is a warning and nothing is done.
         steps_per_epoch: How many batches an epoch has; by default as many as the generator
             makes, be that without an end.
         rank: Of this process among those that train together. By default that of
@@ -127,7 +128,12 @@ class TorchLoader(Loader[Any]):
 def _pinned(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor) or leaf.device.type != "cpu":
         return leaf
-    return leaf if pinning.PINS.holds(leaf) else leaf.pin_memory()
+    # A block is not pinned where it is. Whoever copies from torch's own pinned memory need not
+    # keep the tensor until the copy is done; of a block torch knows nothing, and the worker would
+    # write to it as soon as the last tensor is dropped.
+    if leaf.layout is torch.strided and mapping_at(leaf.data_ptr()) is not None:
+        return pinning.pinned_like(leaf).copy_(leaf)
+    return leaf.pin_memory()
 
 
 class EnqueuerIterableDataset(_IterableDataset):
@@ -297,6 +303,7 @@ class _Here:
         # How many epochs each worker of a DataLoader has begun: shared, as most DataLoaders make
         # new workers, of new copies of the dataset, for each epoch.
         self._begun = torch.zeros(_MOST_WORKERS, dtype=torch.int64).share_memory_()
+        self._count_from_loaded()
         self._pid = os.getpid()
         self._loader: TorchLoader | None = None
         self._endless: Iterator[Any] | None = None
@@ -342,7 +349,9 @@ class _Here:
         """Have the loader of this process go on at a position."""
         self.loader().load_state_dict(state_dict)
         info = torch.utils.data.get_worker_info()
-        if info is not None:
+        if info is None:
+            self._count_from_loaded()
+        else:
             self._begun[info.id] = int(state_dict["epoch"])
             self._is_loaded = True
 
@@ -351,6 +360,10 @@ class _Here:
         if self._pid == os.getpid() and self._loader is not None:
             self._loader.stop()
         self._endless = None
+
+    def _count_from_loaded(self) -> None:
+        if self._enqueuer._resumed:  # if that is within an epoch, DataLoader workers refuse it
+            self._begun.fill_(self._enqueuer._at_rest.number)
 
     def _begin(self, worker: int) -> int:
         """Count an epoch of a DataLoader worker; return its number, from 0."""

@@ -395,8 +395,9 @@ _mappings: weakref.WeakValueDictionary[int, Mapping] = weakref.WeakValueDictiona
 
 def mapping_at(address: int) -> Mapping | None:
     """Return the block of this consumer's in which an address lies; None if it lies in none."""
-    for start, mapping in list(_mappings.items()):
-        if 0 <= address - start < len(mapping):
+    for reference in _mappings.valuerefs():  # in one step, as other threads add blocks
+        mapping = reference()
+        if mapping is not None and 0 <= address - mapping.address < len(mapping):
             return mapping
     return None
 

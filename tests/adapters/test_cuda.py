@@ -19,6 +19,7 @@ import pytest
 from helpers import needs
 
 from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, empty
+from enqueuer.transport import blocks
 
 torch = needs("torch")
 torch.set_num_threads(1)  # its thread pool does not survive a fork
@@ -261,7 +262,6 @@ class Event:
         return self.alive is not None
 
     def synchronize(self):
-        gc.collect()
         self.alive = [source() is not None for source in self.sources]
 
 
@@ -275,9 +275,13 @@ class Device:
         self.sources = []
         self.events = []
         self.given = []
+        self.followed = 0
 
     def copying(self):
         return contextlib.nullcontext()
+
+    def follow(self):
+        self.followed += 1
 
     def record(self):
         self.events.append(Event(self.sources))
@@ -308,6 +312,24 @@ def test_blocks_are_registered_once_and_no_longer_than_they_are_mapped(fake, pro
     del batch, loader
     gc.collect()
     assert fake.driver.pinned == set()
+
+
+def test_a_forked_process_unregisters_nothing(fake, monkeypatch):
+    with open_block() as block:
+        tensor = torch.frombuffer(block, dtype=torch.uint8)
+        assert fake.pins.holds(tensor)
+        monkeypatch.setattr(os, "getpid", lambda: 0)
+    del tensor, block
+    assert len(fake.driver.pinned) == 1
+
+
+@contextlib.contextmanager
+def open_block():
+    fd = blocks.open_nameless(8192)
+    try:
+        yield blocks.Mapping(fd, 8192)
+    finally:
+        os.close(fd)
 
 
 def test_if_a_block_cannot_be_registered_it_is_said_once_and_batches_are_staged(
@@ -360,6 +382,12 @@ def test_the_loop_waits_for_the_event_of_each_batch(fake):
     assert len(fake.given) == 4
 
 
+def test_what_is_on_the_device_already_is_not_used_before_it_is_made(fake):
+    fake.device = torch.device("meta")
+    list(CudaDataLoader([torch.ones(2), torch.ones(2, device="meta"), torch.ones(2)]))
+    assert fake.followed == 1
+
+
 def test_the_benchmark_runs():
     program = Path(__file__).parents[2] / "benchmarks" / "to_gpu.py"
     done = subprocess.run(
@@ -394,10 +422,24 @@ class TestOnAGpu:
             del batch
         assert torch.stack(sums).tolist() == list(range(40))
 
-    def test_blocks_are_pinned_where_they_are(self, process):
+    def test_batches_of_a_loader_that_pins_may_be_dropped_during_the_copy(self, process):
+        moved = []
         for batch in TorchLoader(GeneratorEnqueuer(images, **process), pin_memory=True):
             assert batch["image"].is_pinned()
             assert batch["label"].is_pinned()
+            torch.cuda._sleep(20_000_000)
+            moved.append(batch["image"].to("cuda", non_blocking=True))
+            del batch
+        assert [sorted(set(image.flatten().tolist())) for image in moved] == [[n] for n in range(8)]
+
+    def test_what_a_loader_makes_on_the_gpu_is_waited_for(self):
+        def batches():
+            for number in range(9):
+                torch.cuda._sleep(20_000_000)
+                yield torch.full((1000,), number, device="cuda")
+
+        loader = CudaDataLoader(batches(), transform=lambda batch: batch + 1)
+        assert [int(batch.sum()) for batch in loader] == [1000 * n for n in range(1, 10)]
 
     def test_another_stream_is_served(self):
         stream = torch.cuda.Stream()

@@ -180,6 +180,67 @@ def test_who_leaves_with_the_last_batch_begins_an_epoch_afterwards(kind):
         ]
 
 
+def test_after_stop_the_position_is_still_that_of_the_loop(kind):
+    loader = kind(GeneratorEnqueuer(twelve, random_seed=7), steps_per_epoch=5)
+    assert list(itertools.islice(loader, 3)) == [0, 1, 2]
+    state = loader.state_dict()
+    loader.stop()
+    assert loader.state_dict() == state
+    assert list(loader) == [0, 1, 2, 3, 4]
+    loader.stop()
+    loader.load_state_dict(state)
+    assert (list(loader), list(loader)) == ([3, 4], [5, 6, 7, 8, 9])
+
+
+def test_a_loop_with_steps_ends_when_it_is_stopped_within(kind):
+    enqueuer = GeneratorEnqueuer(twelve)
+    loader = kind(enqueuer, steps_per_epoch=8)
+    had = []
+    for number in loader:
+        had.append(number)
+        if number == 1:
+            loader.stop()
+    assert had == [0, 1]
+    assert not runs(enqueuer)
+
+
+def test_a_thread_that_is_stopped_does_not_start_the_loader_anew():
+    """It sees the end that the stop makes, and begins the next of several passes."""
+
+    class Within(Plain):
+        def _iterator(self):
+            self.passes = getattr(self, "passes", 0) + 1
+            if self.passes == 2:
+                began_again.set()
+            return super()._iterator()
+
+        def stop(self, timeout=None):
+            super().stop(timeout)
+            stopped.set()
+            began_again.wait(LIMIT)
+
+    def change(number):
+        assert number == 0 or stopped.wait(LIMIT)
+        return number
+
+    stopped, began_again = threading.Event(), threading.Event()
+    enqueuer = GeneratorEnqueuer(twelve)
+    loader = Later(Within(enqueuer), steps_per_epoch=1000, change=change)
+    assert next(iter(loader)) == 0
+    loader.stop()
+    assert not runs(enqueuer)
+
+
+def test_a_loader_within_that_was_stopped_is_started_again(kind):
+    inner = Plain(GeneratorEnqueuer(twelve))
+    loader = kind(inner)
+    for _ in range(2):
+        assert list(loader) == list(range(12))
+        inner.stop()
+    loader.stop()
+    assert not runs(inner._loader)
+
+
 def test_steps_of_an_empty_source_do_not_hang(kind):
     assert list(kind(GeneratorEnqueuer(lambda: iter(())), steps_per_epoch=2)) == []
 

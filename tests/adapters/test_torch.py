@@ -24,7 +24,8 @@ torch = needs("torch")
 torch.set_num_threads(1)  # its thread pool does not survive a fork
 DataLoader = torch.utils.data.DataLoader
 
-from enqueuer.adapters.torch import (  # noqa: E402  (torch may be missing)
+from enqueuer.adapters import pinning  # noqa: E402  (torch may be missing)
+from enqueuer.adapters.torch import (  # noqa: E402
     EnqueuerIterableDataset,
     EnqueuerMapDataset,
     TorchLoader,
@@ -57,6 +58,10 @@ def endless(shard):
 
 def add_ten(number):
     return np.array(number + 10)
+
+
+def image(number):
+    return np.full((64, 1000), number)
 
 
 def noisy(number, task):
@@ -109,7 +114,16 @@ def test_every_numeric_array_becomes_an_equal_tensor(array, no_warnings):
 
 @pytest.mark.parametrize(
     "leaf",
-    ["text", None, 5, np.array(["a"]), np.array([None]), np.ma.masked_array([1], [True])],
+    [
+        "text",
+        None,
+        5,
+        np.str_("text"),
+        np.datetime64("2020-01-01"),
+        np.array(["a"]),
+        np.array([None]),
+        np.ma.masked_array([1], [True]),
+    ],
     ids=repr,
 )
 def test_what_is_no_number_stays_what_it_is(leaf):
@@ -153,6 +167,18 @@ def test_pin_memory_without_a_gpu_says_that_it_does_nothing():
     with pytest.warns(EnqueuerWarning, match="no GPU"):
         loader = TorchLoader(GeneratorEnqueuer(numbers), pin_memory=True)
     assert len(seen(loader)) == 12
+
+
+def test_pinned_tensors_do_not_lie_in_a_block(process, monkeypatch):
+    """A copy to the GPU that goes on by itself would not keep the worker from writing there."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    driver = types.SimpleNamespace(register=lambda *_: 0, unregister=lambda _: None)
+    monkeypatch.setattr(pinning.PINS, "_driver", driver)
+    monkeypatch.setattr(pinning, "pinned_like", torch.empty_like, raising=False)
+    with TorchLoader(OrderedEnqueuer(range(4), image, **process), pin_memory=True) as loader:
+        for number, batch in enumerate(loader):
+            assert mapping_at(batch.data_ptr()) is None
+            assert torch.equal(batch, torch.full((64, 1000), number))
 
 
 def test_what_is_no_enqueuer_is_refused():
@@ -250,6 +276,70 @@ def test_set_epoch_reaches_dataloader_workers():
     for epoch in (5, 2, 2):
         dataset.set_epoch(epoch)
         assert seen(loader) == [[number, epoch] for number in range(12)]
+
+
+@pytest.mark.parametrize(("ranks", "parts"), [(1, 4), (2, 2)])
+def test_which_shards_drop_last_leaves_out_does_not_depend_on_dataloader_workers(ranks, parts):
+    def shard_itself(shard):
+        yield np.array([shard.index, shard.count])
+
+    own = GeneratorEnqueuer(shard_itself, shards=7, drop_last=True, random_seed=7)
+    for rank in range(ranks):
+        whole = own._portion(rank, ranks)
+        shares = [own._portion(rank, ranks, part, parts) for part in range(parts)]
+        assert sorted(had for share in shares for had in seen(share)) == seen(whole)
+        for enqueuer in (whole, *shares):
+            enqueuer.stop()
+
+
+def in_another_process(monkeypatch, dataset):
+    """Have a dataset be in the second of two workers of a DataLoader from now on."""
+    info = types.SimpleNamespace(id=1, num_workers=2)
+    monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: info)
+    monkeypatch.setattr(dataset._here, "_pid", 0)
+
+
+@pytest.mark.parametrize("into", ["enqueuer", "dataset"])
+def test_dataloader_workers_begin_with_the_epoch_that_was_loaded(into, monkeypatch):
+    def make():
+        return GeneratorEnqueuer(numbers, shards=2, random_seed=7)
+
+    with make() as one:
+        list(one)
+        state = one.state_dict()
+    two = make()
+    if into == "enqueuer":
+        two.load_state_dict(state)
+    dataset = EnqueuerIterableDataset(two)
+    if into == "dataset":
+        dataset.load_state_dict(state)
+    in_another_process(monkeypatch, dataset)
+    assert [epoch for _, epoch in seen(dataset)] == [1] * 6
+    dataset.stop()
+
+
+def test_dataloader_workers_refuse_a_position_that_was_loaded_for_the_whole(in_a_worker):
+    def make():
+        return GeneratorEnqueuer(numbers, shards=2, random_seed=7)
+
+    with make() as one:
+        next(one.get())
+        state = one.state_dict()
+    two = make()
+    two.load_state_dict(state)
+    with pytest.raises(InvalidState, match=r"position within epoch 0 .*StatefulDataLoader"):
+        seen(EnqueuerIterableDataset(two))
+    with pytest.raises(InvalidState, match="position within epoch 0"):
+        TorchLoader(two, rank=1, world_size=2)
+
+
+def test_a_dataset_that_was_stopped_can_be_shared_with_dataloader_workers(monkeypatch):
+    dataset = EnqueuerIterableDataset(GeneratorEnqueuer(numbers, shards=2))
+    assert len(seen(dataset)) == 12
+    dataset.stop()
+    in_another_process(monkeypatch, dataset)
+    assert [number for number, _ in seen(dataset)] == [1, 3, 5, 7, 9, 11]
+    dataset.stop()
 
 
 def test_set_epoch_without_dataloader_workers():

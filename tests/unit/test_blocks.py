@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 import threading
 
 import numpy as np
@@ -120,6 +121,27 @@ def test_a_block_that_nobody_needs_any_more_is_given_back(monkeypatch):
     assert sent(pool, 5000) is many[-1]
     assert sorted(pool.dropped()) == [block.number for block in many[:-1]]
     pool.close()
+
+
+def test_a_block_is_found_while_other_threads_add_some():
+    """Another thread may have its turn at any line of the search."""
+    road, kept = Road(), []
+    _, array = road.send(np.ones(5000))
+
+    def trace(frame, event, _):
+        if len(kept) < 50:
+            kept.append(road.send(np.ones(5000)))
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        block = blocks.mapping_at(array.__array_interface__["data"][0])
+    finally:
+        sys.settrace(before)
+    assert block is not None
+    assert len(kept) > 3
+    road.pool.close()
 
 
 def test_a_want_of_memory_has_a_name(monkeypatch):
