@@ -13,9 +13,9 @@ import random
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, ClassVar, NamedTuple, TypeVar, overload
 
 import numpy as np
 import numpy.random  # here, since it is loaded lazily: the fork server then has it for all workers
@@ -116,7 +116,7 @@ class Shard(Seeded):
     count: int
     epoch: int
     random_seed: int
-    _reports: list[Report] | None = field(default=None, init=False, repr=False, compare=False)
+    _reports: ClassVar[list[Report] | None] = None  # of an object, if someone listens to it
 
     @overload
     def split(self, items: Sequence[T]) -> Sequence[T]: ...

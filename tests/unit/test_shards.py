@@ -1,5 +1,6 @@
 """A shard, its share and its random numbers."""
 
+import dataclasses
 import itertools
 import pickle
 import random
@@ -121,3 +122,4 @@ def test_listening_changes_nothing_else_of_a_shard():
     assert shard == Shard(1, 3, 0, 7)
     assert hash(shard) == hash(Shard(1, 3, 0, 7))
     assert repr(shard) == repr(Shard(1, 3, 0, 7))
+    assert dataclasses.asdict(shard) == dict(index=1, count=3, epoch=0, random_seed=7)
