@@ -435,6 +435,13 @@ def packable(shard):
         }
 
 
+def announced(shard):
+    """Yield the same, and write a dot to standard output before each of the 20 batches."""
+    for batch in packable(shard):
+        os.write(1, b".")
+        yield batch
+
+
 class Once:
     """A source of a shard that makes a file for each shard that it runs, and fails in one."""
 
