@@ -58,7 +58,8 @@ class CudaDataLoader(Ahead[Any]):
         dtype: What tensors of floating-point numbers become, on the GPU; None, the default,
             leaves them. Half of the bytes are then computed there, and not sent.
         transform: Called with each batch when it is on the GPU, on the copying stream: to
-            normalise images that came as bytes, for example. None, the default: nothing.
+            normalise images that came as bytes, for example. It returns a nest of the same
+            kinds. None, the default: nothing.
 
     Raises:
         RuntimeError: torch finds no such device.

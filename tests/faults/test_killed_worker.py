@@ -316,6 +316,7 @@ def test_kills_at_random_moments_tear_nothing(process, seed):
             victim = rng.choice(pids)
             at = time.monotonic() + rng.random() * 0.05
             turn, numbers, killed = 0, [0] * workers, False
+            large = None
             with pytest.raises(WorkerDied, match=f"process {victim}, .* was killed by SIGKILL"):
                 while True:
                     if not killed and time.monotonic() >= at:
