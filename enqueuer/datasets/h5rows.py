@@ -140,7 +140,7 @@ def _holds(rows: Any, kind: type) -> bool:
 
 
 def _ragged(key: str, rows: Any) -> np.ndarray:
-    arrays = [np.asarray(row) for row in rows]
+    arrays = [np.array(row) for row in rows]  # copies: a source may fill the same ones again
     for array in arrays:
         if array.ndim != 1 or array.dtype.kind not in "biuf":
             raise TypeError(
@@ -232,7 +232,8 @@ class Writer:
         """Yield as many samples as a chunk has, or a few as long as nobody knows that."""
         samples: list[dict[str, Any]] = []
         for item in items:
-            samples.append(named(item, self._format.keys))
+            found = named(item, self._format.keys)
+            samples.append({key: _own(value) for key, value in found.items()})
             if len(samples) >= (self._chunk or 1):
                 yield _transposed(samples)
                 samples = []
@@ -254,6 +255,8 @@ class Writer:
             self._pending[key].append(column)
         self.rows += count
         self._flush((self.rows - self._written) // self._chunk * self._chunk)
+        for pending in self._pending.values():
+            pending[-1] = pending[-1].copy()  # a source may fill the same array again
 
     def _check(self, kinds: dict[str, Kind]) -> None:
         if not self._kinds:
@@ -322,6 +325,15 @@ def _put(dataset: Any, start: int, rows: np.ndarray) -> None:
         return
     # an assignment would make one array of rows of equal length, and stumble over empty ones
     dataset.write_direct(rows.astype(dataset.dtype), dest_sel=np.s_[start : start + len(rows)])
+
+
+def _own(value: Any) -> Any:
+    """Return what stays as it is when the source fills the same array or list again."""
+    if isinstance(value, list):
+        return list(value)
+    if isinstance(value, np.generic) or not hasattr(value, "__array__"):
+        return value
+    return np.array(value)
 
 
 def _transposed(samples: list[dict[str, Any]]) -> dict[str, list[Any]]:

@@ -171,6 +171,20 @@ def test_samples_are_stacked(tmp_path):
     assert found["name"][3] == [f"n{n}".encode() for n in range(10)]
 
 
+@pytest.mark.parametrize("batched", [True, False])
+def test_a_source_may_fill_the_same_array_again(tmp_path, batched):
+    def batches():
+        x, tail = np.zeros((2, 3)), np.zeros(2)
+        for number in range(5):
+            x[:], tail[:] = number, number
+            yield {"x": x if batched else x[0], "tail": [tail, tail] if batched else tail}
+
+    found = packed(batches, tmp_path / "a.h5", shards=1, batched=batched, ragged=["tail"])
+    numbers = np.repeat(range(5), 2 if batched else 1)
+    assert found["x"][3] == [[number] * 3 for number in numbers]
+    assert found["tail"][3] == [[number] * 2 for number in numbers]
+
+
 def test_attributes_belong_to_the_file_or_to_a_key(tmp_path):
     for merge in (False, True):
         path = tmp_path / f"{merge}.h5"
