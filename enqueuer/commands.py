@@ -227,7 +227,7 @@ def _dry_run(options: argparse.Namespace, source: Any, form: dict[str, Any]) -> 
     items: Any = source
     if callable(source):
         items = as_source(source).open(Shard(0, shards, 0, seed))
-    first = list(itertools.islice(items, 1))
+    first = list(itertools.islice((item for item in items if item is not None), 1))
     if not first:
         print(f"{target}: the first of {shards} shards yields nothing")
         return 0

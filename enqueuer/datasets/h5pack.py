@@ -68,7 +68,7 @@ def pack(
         source: A generator function of a `Shard` (or of nothing, then with `shards=1`), which
             workers run; or any iterable, also an enqueuer, which is read here, by one.
             An item is a batch: an array, or a flat dict or tuple of arrays and lists with
-            equally many rows.
+            equally many rows. None is left out.
         path: Of the file. It must not be there yet.
         workers: How many processes (or threads) write; 1 by default.
         backend: `"process"`, the default, or `"thread"`, for a source that mostly waits: HDF5
@@ -324,7 +324,7 @@ class _Job:
         shard = Shard(index, self.shards, 0, self.random_seed)
         with whole(path, Path(self.folder)) as file, _closing(self.source.open(shard)) as items:
             writer = Writer(file, self.format, str(path))
-            yield from writer.write(items)
+            yield from writer.write(item for item in items if item is not None)
             file.attrs["rows"] = writer.rows
         yield writer.rows
 

@@ -185,6 +185,11 @@ def test_a_source_may_fill_the_same_array_again(tmp_path, batched):
     assert found["tail"][3] == [[number] * 2 for number in numbers]
 
 
+def test_none_is_left_out_as_by_enqueuers(tmp_path):
+    found = packed([None, {"x": [1]}, None, {"x": [2]}, None], tmp_path / "a.h5", shards=1)
+    assert found["x"][3] == [1, 2]
+
+
 def test_attributes_belong_to_the_file_or_to_a_key(tmp_path):
     for merge in (False, True):
         path = tmp_path / f"{merge}.h5"
