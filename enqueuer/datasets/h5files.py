@@ -198,14 +198,15 @@ def _datasets(path: str, file: Any, names: Sequence[str] | None) -> dict[str, An
         if not found:
             raise DataFileError(f"{path}: there is no dataset with rows in it", path)
         return found
-    missing = [name for name in names if name.strip("/") not in there]
+    # by name, since links to datasets are not visited
+    found = {name: file.get(name.strip("/") or "/") for name in names}
+    missing = [name for name, item in found.items() if not isinstance(item, h5py.Dataset)]
     if missing:
         raise DataFileError(
             f"{path}: there is no dataset {', '.join(map(repr, missing))}; "
             f"it has {', '.join(map(repr, sorted(there))) or 'none'}",
             path,
         )
-    found = {name: there[name.strip("/")] for name in names}
     for name, item in found.items():
         if not item.shape:
             raise DataFileError(f"{path}: {name!r} is a single value and has no rows", path)
@@ -248,38 +249,62 @@ class _Parts:
         self, dataset: Any
     ) -> Iterator[tuple[tuple[int, int], tuple[int, str | None, int]]]:
         """Yield the rows of each piece, and its chunk, compression and bytes."""
+        whole = dataset.file.filename  # a link may lead to another file
+        self._seen.setdefault(whole, _stamp(whole))
         if not dataset.is_virtual:
             yield (0, len(dataset)), _stored(dataset)
             return
         for source in dataset.virtual_sources():
             first, last = source.vspace.get_select_bounds()
-            yield (first[0], last[0] + 1), self._look(source, last[0] + 1 - first[0])
+            rows = last[0] + 1 - first[0]
+            yield (first[0], last[0] + 1), self._look(source, rows, whole)
 
-    def _look(self, source: Any, rows: int) -> tuple[int, str | None, int]:
-        """Look at the file of one mapping of a virtual dataset."""
-        path = self._path
+    def _look(self, source: Any, rows: int, whole: str) -> tuple[int, str | None, int]:
+        """Look at the file of one mapping of a virtual dataset in the file `whole`."""
+        path, name = whole, _unescaped(source.dset_name)
         if source.file_name != ".":
-            path = os.path.join(os.path.dirname(self._path), source.file_name)
+            path = _beside(whole, _unescaped(source.file_name))
         if not os.path.exists(path):
             raise DataFileError(
-                f"{self._path}: its part {source.file_name} is missing; the file and its parts "
-                "belong together and must be moved together (merge=True packs into one file)",
-                self._path,
+                f"{whole}: its part {_unescaped(source.file_name)} is missing; the file and its "
+                "parts belong together and must be moved together (merge=True packs into one file)",
+                whole,
             )
         self._seen.setdefault(path, _stamp(path))
         with opened(path) as file:
-            if source.dset_name not in file:
-                raise DataFileError(f"{path}: there is no dataset {source.dset_name!r}", path)
-            dataset = file[source.dset_name]
+            if name not in file:
+                raise DataFileError(f"{path}: there is no dataset {name!r}", path)
+            dataset = file[name]
             if source.src_space.get_select_type() == h5py.h5s.SEL_HYPERSLABS:  # a part of it
                 rows = source.src_space.get_select_bounds()[1][0] + 1
             if len(dataset) < rows:
                 raise DataFileError(
-                    f"{path}: {source.dset_name!r} has {len(dataset)} rows, "
-                    f"but {self._path} reads {rows} of it",
+                    f"{path}: {name!r} has {len(dataset)} rows, but {whole} reads {rows} of it",
                     path,
                 )
-            return _stored(dataset)
+            if not dataset.is_virtual:
+                return _stored(dataset)
+            stored = [piece[1] for piece in self._pieces(dataset)]
+            chunk, compression, _ = stored[0] if stored else (0, None, 0)
+            return chunk, compression, sum(piece[2] for piece in stored)
+
+
+def _beside(whole: str, name: str) -> str:
+    """Return where HDF5 looks for a file that another refers to; a link may lead to both."""
+    path = os.path.join(os.path.dirname(whole), name)
+    if os.path.exists(path):
+        return path
+    behind = os.path.join(os.path.dirname(os.path.realpath(whole)), name)
+    return behind if os.path.exists(behind) else path
+
+
+def escaped(name: str) -> str:
+    """Return what a name of a file or dataset is called in the mappings of virtual datasets."""
+    return name.replace("%", "%%")
+
+
+def _unescaped(name: str) -> str:
+    return name.replace("%%", "%")
 
 
 def _stored(dataset: Any) -> tuple[int, str | None, int]:

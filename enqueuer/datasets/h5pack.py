@@ -23,7 +23,16 @@ from typing import Any
 
 from enqueuer import arguments
 from enqueuer.backends import BackendName
-from enqueuer.datasets.h5files import bar, guarded, h5py, kind_of, opened, parts_of, readable
+from enqueuer.datasets.h5files import (
+    bar,
+    escaped,
+    guarded,
+    h5py,
+    kind_of,
+    opened,
+    parts_of,
+    readable,
+)
 from enqueuer.datasets.h5rows import Format, Kind, Writer, sync, whole
 from enqueuer.enqueuers import OrderedEnqueuer
 from enqueuer.errors import Closed, DataFileError, InvalidState, StateMismatch
@@ -393,7 +402,9 @@ def _assemble(target: Path, job: _Job, attributes: Mapping[str, Any], merge: boo
                 for part, count in rows.items():
                     # relative, so that both can be moved together
                     name = f"{part.parent.name}/{part.name}"
-                    source = h5py.VirtualSource(name, key, (count, *kind.shape), kind.dtype)
+                    source = h5py.VirtualSource(
+                        escaped(name), escaped(key), (count, *kind.shape), kind.dtype
+                    )
                     layout[start : start + count] = source
                     start += count
                 file.create_virtual_dataset(key, layout)

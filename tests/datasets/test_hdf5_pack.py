@@ -190,6 +190,14 @@ def test_none_is_left_out_as_by_enqueuers(tmp_path):
     assert found["x"][3] == [1, 2]
 
 
+@pytest.mark.parametrize("name", ["a b'\".h5", "\u65e5\n.h5", "100%.h5", "a%b.h5", "a%%b.h5"])
+@pytest.mark.parametrize("key", ["x", "50% x", "%b/x"])
+def test_names_may_be_odd(tmp_path, name, key):
+    found = packed([{key: [1, 2]}], tmp_path / name, shards=1)
+    assert found[key][3] == [1, 2]
+    assert HDF5Source(tmp_path / name, key)[:].tolist() == [1, 2]
+
+
 def test_attributes_belong_to_the_file_or_to_a_key(tmp_path):
     for merge in (False, True):
         path = tmp_path / f"{merge}.h5"

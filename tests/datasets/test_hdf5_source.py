@@ -274,6 +274,33 @@ def _open_descriptors(path):
 # --- what is refused ---
 
 
+def test_links_lead_to_files_and_to_datasets(simple, tmp_path):
+    link = tmp_path / "elsewhere" / "link.h5"
+    link.parent.mkdir()
+    link.symlink_to(simple)
+    assert HDF5Source(link, "data")[:].tolist() == list(range(60))
+    with h5py.File(tmp_path / "links.h5", "w") as file:
+        file["x"] = range(60)
+        file["hard"] = file["x"]
+        file["soft"] = h5py.SoftLink("/x")
+        file["elsewhere"] = h5py.ExternalLink(str(simple), "/data")
+    for key in ("hard", "soft", "elsewhere"):
+        assert HDF5Source(tmp_path / "links.h5", key)[:].tolist() == list(range(60))
+
+
+def test_parts_of_parts_are_looked_at(tmp_path):
+    pack([{"x": [1, 2]}], tmp_path / "inner.h5")
+    layout = h5py.VirtualLayout((2,), int)
+    layout[:] = h5py.VirtualSource("inner.h5", "x", (2,), int)
+    with h5py.File(tmp_path / "outer.h5", "w") as file:
+        file.create_virtual_dataset("x", layout)
+    assert HDF5Source(tmp_path / "outer.h5", "x")[:].tolist() == [1, 2]
+    assert describe(tmp_path / "outer.h5").files == 3
+    shutil.rmtree(tmp_path / "inner.h5.parts")
+    with pytest.raises(DataFileError, match=r"inner.h5: its part .* is missing"):
+        HDF5Source(tmp_path / "outer.h5", "x")
+
+
 def test_an_open_file_is_refused(simple):
     with h5py.File(simple) as file, pytest.raises(TypeError, match="needs the path of a file"):
         HDF5Source(file)
