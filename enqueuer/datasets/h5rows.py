@@ -96,7 +96,8 @@ def column_of(key: str, rows: Any, is_ragged: bool) -> np.ndarray:
             f"ragged=[{key!r}]"
         )
     try:
-        array = np.asarray(rows)
+        # numpy would give each text the room of the longest, and make texts of numbers beside it
+        array = np.asarray(rows, object if _holds(rows, str) else None)
     except ValueError:
         raise ValueError(_of_different_shapes(key)) from None
     if array.ndim == 0:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -185,6 +186,17 @@ def test_a_source_may_fill_the_same_array_again(tmp_path, batched):
     assert found["tail"][3] == [[number] * 2 for number in numbers]
 
 
+def test_a_long_text_makes_no_others_long(tmp_path):
+    texts = ["a"] * 500 + ["b" * 1_000_000]
+    tracemalloc.start()
+    try:
+        pack([{"text": texts}], tmp_path / "a.h5")
+        assert tracemalloc.get_traced_memory()[1] < 100_000_000
+    finally:
+        tracemalloc.stop()
+    assert HDF5Source(tmp_path / "a.h5", "text")[:].tolist() == texts
+
+
 def test_none_is_left_out_as_by_enqueuers(tmp_path):
     found = packed([None, {"x": [1]}, None, {"x": [2]}, None], tmp_path / "a.h5", shards=1)
     assert found["x"][3] == [1, 2]
@@ -242,6 +254,7 @@ def test_whatever_can_be_iterated_is_a_source(tmp_path, kind):
         ({"x": {"y": [1]}}, {}, TypeError, "'x' is a dict"),
         ({"x": 3}, {}, ValueError, "'x' is a single int .*batched=False"),
         ({"x": np.zeros((2, 0))}, {}, ValueError, r"rows of 'x' are empty, their shape is \(0,\)"),
+        ({"x": ["a", 1]}, {}, TypeError, r"'x' holds Python objects \(int\)"),
         ({"x": [None]}, {}, TypeError, r"'x' holds Python objects \(NoneType\)"),
         ({"x": [b"ab"]}, {}, TypeError, r"'x' holds bytes; .*frombuffer.*ragged=\['x'\]"),
         ({"x": np.zeros(1, "M8[s]")}, {}, TypeError, r"'x' has dtype datetime64\[s\]"),
