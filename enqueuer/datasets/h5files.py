@@ -4,8 +4,9 @@
     layout_of:       path -> columns, chunks, and all files that a virtual dataset reads from
     describe:        path -> what a person wants to know of it
 
-HDF5 itself gives zeros for the rows of a virtual dataset whose file is missing, so all files are
-looked at when a layout is made, and each process that opens them compares.
+HDF5 itself gives zeros for the rows of a virtual dataset whose file is missing or cannot be
+opened. So all files are looked at when a layout is made; and each process that reads opens all of
+them first, and looks after reading whether they are still what they were.
 """
 
 from __future__ import annotations
@@ -117,6 +118,11 @@ def _reason(path: str | os.PathLike[str], error: Exception) -> str:
             "another process is writing it; wait until that has closed it (a file system without "
             f"locks needs HDF5_USE_FILE_LOCKING=FALSE): {text}"
         )
+    if "Too many open files" in text:
+        return (
+            "too many open files; of a packed file all parts are open at once: raise the limit "
+            f"(ulimit -n), pack into fewer shards, or with merge=True; {text}"
+        )
     if "truncated file" in text:
         return f"truncated: it was not written to its end, or not copied whole; {text}"
     if "file signature not found" in text:
@@ -179,12 +185,12 @@ def layout_of(path: str, names: Sequence[str] | None) -> Layout:
                 f"got {told}; name those that belong together with keys=",
                 path,
             )
-        parts = _Parts(path)
-        columns = {name: parts.column(dataset) for name, dataset in datasets.items()}
-        rows = next(iter(lengths.values()))
-        # what has the largest rows costs most if its chunks are read twice
-        widest = max(datasets.values(), key=_row_bytes)
-        starts = {0, rows, *parts.starts(widest)}
+        with _Parts(path) as parts:
+            columns = {name: parts.column(dataset) for name, dataset in datasets.items()}
+            rows = next(iter(lengths.values()))
+            # what has the largest rows costs most if its chunks are read twice
+            widest = max(datasets.values(), key=_row_bytes)
+            starts = {0, rows, *parts.starts(widest)}
     return Layout(tuple(columns.values()), rows, tuple(sorted(starts)), parts.files())
 
 
@@ -218,11 +224,19 @@ def _row_bytes(dataset: Any) -> int:
 
 
 class _Parts:
-    """The files that the datasets of a file lie in, each looked at once."""
+    """The files that the datasets of a file lie in, each opened and looked at once."""
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._seen = {path: _stamp(path)}
+        self._open: dict[str, Any] = {}
+
+    def __enter__(self) -> _Parts:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for file in self._open.values():
+            file.close()
 
     def files(self) -> tuple[tuple[str, int, int], ...]:
         return tuple((path, *stamp) for path, stamp in self._seen.items())
@@ -270,23 +284,24 @@ class _Parts:
                 "parts belong together and must be moved together (merge=True packs into one file)",
                 whole,
             )
-        self._seen.setdefault(path, _stamp(path))
-        with opened(path) as file:
-            if name not in file:
-                raise DataFileError(f"{path}: there is no dataset {name!r}", path)
-            dataset = file[name]
-            if source.src_space.get_select_type() == h5py.h5s.SEL_HYPERSLABS:  # a part of it
-                rows = source.src_space.get_select_bounds()[1][0] + 1
-            if len(dataset) < rows:
-                raise DataFileError(
-                    f"{path}: {name!r} has {len(dataset)} rows, but {whole} reads {rows} of it",
-                    path,
-                )
-            if not dataset.is_virtual:
-                return _stored(dataset)
-            stored = [piece[1] for piece in self._pieces(dataset)]
-            chunk, compression, _ = stored[0] if stored else (0, None, 0)
-            return chunk, compression, sum(piece[2] for piece in stored)
+        if path not in self._open:
+            self._seen[path] = _stamp(path)
+            self._open[path] = open_file(path)
+        file = self._open[path]
+        if name not in file:
+            raise DataFileError(f"{path}: there is no dataset {name!r}", path)
+        dataset = file[name]
+        if source.src_space.get_select_type() == h5py.h5s.SEL_HYPERSLABS:  # a part of it
+            rows = source.src_space.get_select_bounds()[1][0] + 1
+        if len(dataset) < rows:
+            raise DataFileError(
+                f"{path}: {name!r} has {len(dataset)} rows, but {whole} reads {rows} of it", path
+            )
+        if not dataset.is_virtual:
+            return _stored(dataset)
+        stored = [piece[1] for piece in self._pieces(dataset)]
+        chunk, compression, _ = stored[0] if stored else (0, None, 0)
+        return chunk, compression, sum(piece[2] for piece in stored)
 
 
 def _beside(whole: str, name: str) -> str:
@@ -328,6 +343,12 @@ def check_unchanged(layout: Layout) -> None:
             raise DataFileError(
                 f"{path}: it was changed since the source was made; make a new one", path
             )
+
+
+def check_spare() -> None:
+    """Raise OSError if no more file can be opened; HDF5 does, again, for a virtual dataset."""
+    with open(os.devnull, "rb"):
+        pass
 
 
 def kind_of(dtype: Any) -> str:
@@ -408,10 +429,8 @@ def describe(
         ('x', (2, 2), 3.0)
     """
     whole = os.path.abspath(path)
-    parts = _Parts(whole) if os.path.exists(whole) else None
     columns, summaries, own = [], [], {}
-    with opened(whole) as file:
-        assert parts is not None
+    with opened(whole) as file, _Parts(whole) as parts:
         for name, dataset in _datasets_of_any_shape(whole, file).items():
             column = parts.column(dataset)
             columns.append(column)
@@ -465,6 +484,8 @@ def _read_blocks(
 ) -> Iterator[np.ndarray]:
     for start, stop in blocks:
         with guarded(path, f"rows {start} to {stop} of {dataset.name[1:]!r} cannot be read: "):
+            if dataset.is_virtual:
+                check_spare()
             rows = dataset[start:stop]
         yield rows
         if progress is not None:

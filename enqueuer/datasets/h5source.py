@@ -13,6 +13,7 @@ found in the file when the source was made.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from enqueuer import arguments
 from enqueuer.arrays import empty
 from enqueuer.datasets.h5files import (
     Layout,
+    check_spare,
     check_unchanged,
     guarded,
     layout_of,
@@ -322,7 +324,12 @@ class _Handle:
         check_unchanged(layout)
         self.pid = os.getpid()
         self._path = path
-        self._file = open_file(path)
+        self._layout = layout
+        with contextlib.ExitStack() as stack:
+            self._file = stack.enter_context(open_file(path))
+            for part, *_ in layout.files[1:]:
+                stack.enter_context(open_file(part))
+            self._files = stack.pop_all()
         self._datasets = {name: self._file[name] for name in names}
         self._columns = {name: readable(dataset) for name, dataset in self._datasets.items()}
 
@@ -334,7 +341,7 @@ class _Handle:
 
     def close(self) -> None:
         with guarded(self._path):
-            self._file.close()
+            self._files.close()
 
     def row(self, at: int) -> dict[str, Any]:
         return {name: self._read(name, at) for name in self._columns}
@@ -353,8 +360,18 @@ class _Handle:
 
     def _read(self, name: str, at: int | slice) -> Any:
         where = f"row {at}" if isinstance(at, int) else f"rows {at.start} to {at.stop}"
-        with guarded(self._path, f"{where} of {name!r} cannot be read: "):
+        with self._reading(name, where):
             return self._columns[name][at]
+
+    @contextlib.contextmanager
+    def _reading(self, name: str, where: str) -> Iterator[None]:
+        has_parts = len(self._layout.files) > 1
+        with guarded(self._path, f"{where} of {name!r} cannot be read: "):
+            if has_parts:
+                check_spare()
+            yield
+            if has_parts:  # HDF5 gives zeros for one that is gone
+                check_unchanged(self._layout)
 
     def _pooled(
         self, name: str, pieces: Sequence[tuple[int, int]], rest: np.ndarray | None
@@ -369,7 +386,7 @@ class _Handle:
         if rest is not None:
             pool[:at] = rest
         for start, stop in pieces:
-            with guarded(self._path, f"rows {start} to {stop} of {name!r} cannot be read: "):
+            with self._reading(name, f"rows {start} to {stop}"):
                 dataset.read_direct(pool, np.s_[start:stop], np.s_[at : at + stop - start])
             at += stop - start
         return pool

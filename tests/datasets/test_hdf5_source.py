@@ -301,6 +301,34 @@ def test_parts_of_parts_are_looked_at(tmp_path):
         HDF5Source(tmp_path / "outer.h5", "x")
 
 
+def test_a_part_that_goes_while_the_file_is_open_is_told(simple):
+    source = HDF5Source(simple, "data")
+    assert source[0] == 0
+    os.rename(simple.with_name("simple.h5.parts"), simple.with_name("elsewhere"))
+    with pytest.raises(DataFileError, match=r"shard-0000\d\.h5: it was there before and is gone"):
+        source[20:40]
+    source.close()
+
+
+@pytest.mark.parametrize("spare", range(5))
+def test_parts_that_cannot_all_be_open_are_told(simple, spare):
+    resource = pytest.importorskip("resource")
+    source = HDF5Source(simple, "data")
+    was = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with open(os.devnull) as file:
+        free = file.fileno()  # the lowest, all below are open
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + spare, was[1]))
+    try:
+        with pytest.raises(DataFileError, match="too many open files; .*ulimit -n"):
+            source[:]
+        with pytest.raises(DataFileError, match="too many open files"):
+            describe(simple)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, was)
+    assert source[:].tolist() == list(range(60))
+    source.close()
+
+
 def test_an_open_file_is_refused(simple):
     with h5py.File(simple) as file, pytest.raises(TypeError, match="needs the path of a file"):
         HDF5Source(file)
