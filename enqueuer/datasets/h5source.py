@@ -13,6 +13,7 @@ found in the file when the source was made.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import itertools
 import os
@@ -325,6 +326,7 @@ class _Handle:
         self.pid = os.getpid()
         self._path = path
         self._layout = layout
+        self._chunks: set[int] = set()  # of which single rows were read
         with contextlib.ExitStack() as stack:
             self._file = stack.enter_context(open_file(path))
             for part, *_ in layout.files[1:]:
@@ -344,7 +346,10 @@ class _Handle:
             self._files.close()
 
     def row(self, at: int) -> dict[str, Any]:
-        return {name: self._read(name, at) for name in self._columns}
+        chunk = bisect.bisect(self._layout.starts, at)
+        found = {name: self._read(name, at, chunk in self._chunks) for name in self._columns}
+        self._chunks.add(chunk)
+        return found
 
     def read(self, start: int, stop: int, step: int = 1) -> dict[str, np.ndarray]:
         return {name: self._read(name, slice(start, stop, step)) for name in self._columns}
@@ -358,19 +363,20 @@ class _Handle:
             for name in self._columns
         }
 
-    def _read(self, name: str, at: int | slice) -> Any:
+    def _read(self, name: str, at: int | slice, is_open: bool = False) -> Any:
         where = f"row {at}" if isinstance(at, int) else f"rows {at.start} to {at.stop}"
-        with self._reading(name, where):
+        with self._reading(name, where, is_open):
             return self._columns[name][at]
 
     @contextlib.contextmanager
-    def _reading(self, name: str, where: str) -> Iterator[None]:
-        has_parts = len(self._layout.files) > 1
+    def _reading(self, name: str, where: str, is_open: bool = False) -> Iterator[None]:
+        """Guard the reading of rows; HDF5 keeps a part open once it has read from it."""
+        may_lack = len(self._layout.files) > 1 and not is_open
         with guarded(self._path, f"{where} of {name!r} cannot be read: "):
-            if has_parts:
+            if may_lack:
                 check_spare()
             yield
-            if has_parts:  # HDF5 gives zeros for one that is gone
+            if may_lack:  # HDF5 gives zeros for one that is gone
                 check_unchanged(self._layout)
 
     def _pooled(
