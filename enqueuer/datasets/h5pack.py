@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import json
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.context import BaseContext
@@ -41,6 +42,8 @@ from enqueuer.shards import Shard, fresh_seed
 from enqueuer.sources import FunctionSource, LiveSource, Source, as_source
 
 _MANIFEST, _FINISHED, _PART = "pack.json", "finished", "shard-*.h5"  # in the folder of the parts
+_targets: set[Path] = set()  # that this process is packing to
+_targets_lock = threading.Lock()
 _SHARDS = 32  # by default: two or more for each worker of most machines, so that none idles long
 
 
@@ -106,7 +109,7 @@ def pack(
     Raises:
         FileExistsError: The file is there already.
         StateMismatch: What an interrupted run left was of another source, seed or format.
-        InvalidState: Another process is packing to the same path.
+        InvalidState: Another process or thread is packing to the same path.
         DataFileError: A file cannot be written or read.
         TypeError: What the source yields has no type in HDF5; the message says what to do.
         ValueError: Rows of a key are not alike, or the source yielded none.
@@ -139,14 +142,10 @@ def pack(
     seed = None if random_seed is None else arguments.seed(random_seed)
     if not target.parent.is_dir():
         raise DataFileError(f"{target}: there is no folder {target.parent}", str(target))
-    if os.path.lexists(target):
-        raise FileExistsError(
-            f"{target} is there already; remove it, and {parts_of(target).name} if it is there, "
-            "or choose another name"
-        )
+    _must_be_new(target)
     if progress:
         framework("tqdm", "hdf5", "4.64", user="a progress bar")
-    with _begun(target, _name_of(source), seed, count, format) as (folder, drawn):
+    with _begun(target, _name_of(source), seed, count, format, merge) as (folder, drawn):
         job = _Job(opens, str(folder), count, drawn, format)
         options: dict[str, Any] = dict(
             random_seed=drawn,
@@ -161,10 +160,15 @@ def pack(
             "enqueuer.random_seed": str(drawn),  # it may have more bits than HDF5's numbers
             "enqueuer.shards": count,
         }
-        rows = _assemble(target, job, {**provenance, **(attributes or {})}, merge)
-    if merge:
-        _remove(folder)
-    return rows
+        return _assemble(target, job, {**provenance, **(attributes or {})}, merge)
+
+
+def _must_be_new(target: Path) -> None:
+    if os.path.lexists(target):
+        raise FileExistsError(
+            f"{target} is there already; remove it, and {parts_of(target).name} if it is there, "
+            "or choose another name"
+        )
 
 
 def _names(argument: str, names: Sequence[str]) -> tuple[str, ...]:
@@ -214,13 +218,16 @@ def _name_of(source: Any) -> str:
 
 @contextlib.contextmanager
 def _begun(
-    target: Path, source: str, seed: int | None, shards: int, format: Format
+    target: Path, source: str, seed: int | None, shards: int, format: Format, merge: bool
 ) -> Iterator[tuple[Path, int]]:
-    """Give the folder for the parts, which is this process's meanwhile, and the seed."""
+    """Give the folder for the parts, which is this call's meanwhile, and the seed."""
     folder = parts_of(target)
-    folder.mkdir(exist_ok=True)
-    with open(folder / _MANIFEST, "a+b") as file:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_only_thread(target))
+        folder.mkdir(exist_ok=True)
+        file = stack.enter_context(open(folder / _MANIFEST, "a+b"))
         _lock(file, target)
+        _must_be_new(target)  # another process may just have finished it
         file.seek(0)
         before = _loads(file.read(), folder) if any(folder.glob(_PART)) else None
         if seed is None:
@@ -253,8 +260,11 @@ def _begun(
             if not any(folder.glob(_PART)):
                 _remove(folder)
             raise
-        _remove(folder, "*.tmp")  # of workers that were killed and replaced
-        (folder / _FINISHED).touch()
+        if merge:
+            _remove(folder)
+        else:
+            _remove(folder, "*.tmp")  # of workers that were killed and replaced
+            (folder / _FINISHED).touch()
 
 
 def _remove(folder: Path, *patterns: str) -> None:
@@ -265,6 +275,20 @@ def _remove(folder: Path, *patterns: str) -> None:
     if not patterns:
         with contextlib.suppress(OSError):  # there may be other things in it
             folder.rmdir()
+
+
+@contextlib.contextmanager
+def _only_thread(target: Path) -> Iterator[None]:
+    """Keep other threads off, which the lock of a file does not."""
+    with _targets_lock:
+        if target in _targets:
+            raise InvalidState(f"another thread is packing to {target}")
+        _targets.add(target)
+    try:
+        yield
+    finally:
+        with _targets_lock:
+            _targets.remove(target)
 
 
 def _lock(file: Any, target: Path) -> None:
@@ -413,6 +437,7 @@ def _assemble(target: Path, job: _Job, attributes: Mapping[str, Any], merge: boo
                 file[name].attrs.update(value)
             else:
                 file.attrs[name] = value
+        _must_be_new(target)
     return total
 
 

@@ -432,6 +432,27 @@ def test_another_process_may_not_pack_to_the_same_path(tmp_path):
     child.close()
 
 
+def test_another_thread_may_not_pack_to_the_same_path(tmp_path):
+    def batches():
+        yield [1]
+        with pytest.raises(InvalidState, match="another thread is packing to .*a.h5"):
+            pack([[2]], tmp_path / "a.h5")
+
+    assert packed(batches, tmp_path / "a.h5", shards=1)["data"][3] == [1]
+
+
+def test_a_file_that_appears_meanwhile_is_not_replaced(tmp_path):
+    def batches():
+        yield [1]
+        (tmp_path / "a.h5").write_text("precious")
+
+    with pytest.raises(FileExistsError, match="is there already"):
+        pack(batches, tmp_path / "a.h5")
+    assert (tmp_path / "a.h5").read_text() == "precious"
+    (tmp_path / "a.h5").unlink()
+    assert packed(batches, tmp_path / "a.h5", shards=1, random_seed=None)["data"][3] == [1]
+
+
 def test_a_worker_that_is_killed_is_named_or_replaced(tmp_path, process):
     with pytest.raises(WorkerDied, match="SIGKILL"):
         pack(DiesOnce(tmp_path), tmp_path / "a.h5", shards=4, **process)
