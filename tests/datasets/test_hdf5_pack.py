@@ -435,7 +435,7 @@ def test_another_process_may_not_pack_to_the_same_path(tmp_path):
 def test_another_thread_may_not_pack_to_the_same_path(tmp_path):
     def batches():
         yield [1]
-        with pytest.raises(InvalidState, match="another thread is packing to .*a.h5"):
+        with pytest.raises(InvalidState, match=r"another thread is packing to .*a\.h5"):
             pack([[2]], tmp_path / "a.h5")
 
     assert packed(batches, tmp_path / "a.h5", shards=1)["data"][3] == [1]

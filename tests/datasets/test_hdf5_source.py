@@ -319,7 +319,7 @@ def test_parts_that_cannot_all_be_open_are_told(simple, spare):
         free = file.fileno()  # the lowest, all below are open
     resource.setrlimit(resource.RLIMIT_NOFILE, (free + spare, was[1]))
     try:
-        with pytest.raises(DataFileError, match="too many open files; .*ulimit -n"):
+        with pytest.raises(DataFileError, match=r"too many open files; .*ulimit -n"):
             source[:]
         with pytest.raises(DataFileError, match="too many open files"):
             describe(simple)
