@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from enqueuer.errors import DataFileError, FrameworkUnavailable, InvalidState, StateMismatch
 from enqueuer.shards import Shard, fresh_seed
-from enqueuer.sources import as_source
 
 if TYPE_CHECKING:
     from enqueuer.datasets.h5files import Column, Description, Summary
@@ -216,17 +215,14 @@ def _found(module: str, name: str) -> Any:
 
 def _dry_run(options: argparse.Namespace, source: Any, form: dict[str, Any]) -> int:
     """Pack the first batch alone, to a temporary folder, and tell what came of it."""
+    from enqueuer.datasets.h5pack import as_shards, check_target
     from enqueuer.datasets.hdf5 import describe, pack
 
     target = Path(options.path)
-    if target.exists():
-        raise FileExistsError(f"{target} is there already")
-    is_split = callable(source) and getattr(as_source(source), "takes_shard", False)
-    shards = (options.shards or 32) if is_split else 1
+    runs, shards = as_shards(source, options.shards)
+    check_target(target)
     seed = fresh_seed() if options.seed is None else options.seed
-    items: Any = source
-    if callable(source):
-        items = as_source(source).open(Shard(0, shards, 0, seed))
+    items = runs.open(Shard(0, shards, 0, seed))
     first = list(itertools.islice((item for item in items if item is not None), 1))
     if not first:
         print(f"{target}: the first of {shards} shards yields nothing")

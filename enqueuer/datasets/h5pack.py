@@ -44,6 +44,7 @@ from enqueuer.sources import FunctionSource, LiveSource, Source, as_source
 _MANIFEST, _FINISHED, _PART = "pack.json", "finished", "shard-*.h5"  # in the folder of the parts
 _targets: set[Path] = set()  # that this process is packing to
 _targets_lock = threading.Lock()
+_PLAIN = (bool, int, float, str, bytes, os.PathLike, type(None))  # other runs write them alike
 _SHARDS = 32  # by default: two or more for each worker of most machines, so that none idles long
 
 
@@ -137,12 +138,9 @@ def pack(
         _compression(compression),
         bool(checksum),
     )
-    opens = _as_source(source)
-    count = _count(opens, shards)
+    opens, count = as_shards(source, shards)
     seed = None if random_seed is None else arguments.seed(random_seed)
-    if not target.parent.is_dir():
-        raise DataFileError(f"{target}: there is no folder {target.parent}", str(target))
-    _must_be_new(target)
+    check_target(target)
     if progress:
         framework("tqdm", "hdf5", "4.64", user="a progress bar")
     with _begun(target, _name_of(source), seed, count, format, merge) as (folder, drawn):
@@ -161,6 +159,13 @@ def pack(
             "enqueuer.shards": count,
         }
         return _assemble(target, job, {**provenance, **(attributes or {})}, merge)
+
+
+def check_target(target: Path) -> None:
+    """Raise FileExistsError or DataFileError if a file cannot be made there."""
+    if not target.parent.is_dir():
+        raise DataFileError(f"{target}: there is no folder {target.parent}", str(target))
+    _must_be_new(target)
 
 
 def _must_be_new(target: Path) -> None:
@@ -184,31 +189,34 @@ def _compression(value: str | int | None) -> str | int | None:
     raise ValueError(f"compression must be None, 'gzip', 'lzf' or 0 to 9, got {value!r}")
 
 
-def _as_source(source: Any) -> Source:
-    if callable(source) or not isinstance(source, Iterable):
-        return as_source(source)
-    if isinstance(source, Mapping):
+def as_shards(source: Any, shards: int | None) -> tuple[Source, int]:
+    """Return what can be run of what was handed over, and how many shards it has."""
+    if callable(source):
+        runs = as_source(source)
+        if isinstance(runs, FunctionSource) and runs.takes_shard:
+            return runs, _SHARDS if shards is None else arguments.positive("shards", shards)
+    elif isinstance(source, Mapping) or not isinstance(source, Iterable):
         raise TypeError(
-            "pack needs a generator function or an iterable of batches, got a dict; "
-            "[batch] is a source of one batch"
+            "pack needs a generator function or an iterable of batches, got a "
+            f"{type(source).__name__}; [batch] is a source of one batch"
         )
-    return LiveSource(source)
-
-
-def _count(source: Source, shards: int | None) -> int:
-    if isinstance(source, FunctionSource) and source.takes_shard:
-        return _SHARDS if shards is None else arguments.positive("shards", shards)
+    else:
+        runs = LiveSource(source)
     if shards not in (None, 1):
         raise ValueError(
             f"only a generator function of a shard can be split into shards={shards}; "
             "write `def batches(shard): ...`, with shard.split for its share of the work"
         )
-    return 1
+    return runs, 1
 
 
 def _name_of(source: Any) -> str:
-    while isinstance(source, functools.partial):
-        source = source.func
+    """Return what a source is called, with the plain ones of its bound arguments."""
+    if isinstance(source, functools.partial):
+        bound = [("", value) for value in source.args]
+        bound += [(f"{name}=", value) for name, value in sorted(source.keywords.items())]
+        plain = [f"{name}{value!r}" for name, value in bound if isinstance(value, _PLAIN)]
+        return f"{_name_of(source.func)}({', '.join(plain)})"
     named = source if hasattr(source, "__qualname__") else type(source)
     return f"{named.__module__}.{named.__qualname__}"
 
@@ -224,8 +232,11 @@ def _begun(
     folder = parts_of(target)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_only_thread(target))
-        folder.mkdir(exist_ok=True)
-        file = stack.enter_context(open(folder / _MANIFEST, "a+b"))
+        try:
+            folder.mkdir(exist_ok=True)
+            file = stack.enter_context(open(folder / _MANIFEST, "a+b"))
+        except OSError as error:
+            raise DataFileError(f"{folder} cannot be written: {error}", str(folder)) from error
         _lock(file, target)
         _must_be_new(target)  # another process may just have finished it
         file.seek(0)

@@ -1,6 +1,7 @@
 """Packing: the same file for any workers, whole or not there, and what cannot be packed."""
 
 import collections
+import functools
 import json
 import multiprocessing
 import os
@@ -254,6 +255,7 @@ def test_whatever_can_be_iterated_is_a_source(tmp_path, kind):
         ({"x": {"y": [1]}}, {}, TypeError, "'x' is a dict"),
         ({"x": 3}, {}, ValueError, "'x' is a single int .*batched=False"),
         ({"x": np.zeros((2, 0))}, {}, ValueError, r"rows of 'x' are empty, their shape is \(0,\)"),
+        ({"x": [1]}, {"shards": 2}, ValueError, "only a generator function of a shard"),
         ({"x": ["a", 1]}, {}, TypeError, r"'x' holds Python objects \(int\)"),
         ({"x": [None]}, {}, TypeError, r"'x' holds Python objects \(NoneType\)"),
         ({"x": [b"ab"]}, {}, TypeError, r"'x' holds bytes; .*frombuffer.*ragged=\['x'\]"),
@@ -430,6 +432,24 @@ def test_another_process_may_not_pack_to_the_same_path(tmp_path):
     for end in (*reached, *gate):
         end.close()
     child.close()
+
+
+def test_bound_arguments_are_part_of_the_source(tmp_path):
+    def batches(shard, number):
+        yield [number]
+        if shard.index == 1 and number == 1:
+            raise ValueError("interrupted")
+
+    with pytest.raises(ValueError, match="interrupted"):
+        packed(functools.partial(batches, number=1), tmp_path / "a.h5")
+    with pytest.raises(StateMismatch, match=r"source was '.*batches\(number=1\)', is .*number=2"):
+        packed(functools.partial(batches, number=2), tmp_path / "a.h5")
+
+
+def test_a_place_that_cannot_be_written_is_told(tmp_path):
+    (tmp_path / "a.h5.parts").write_text("precious")
+    with pytest.raises(DataFileError, match=r"a\.h5\.parts cannot be written: "):
+        pack([[1]], tmp_path / "a.h5")
 
 
 def test_another_thread_may_not_pack_to_the_same_path(tmp_path):

@@ -121,6 +121,7 @@ def test_a_dry_run_tells_and_writes_nothing(run, tmp_path):
         ("pack mydata:batches mydata.py", "mydata.py is there already"),
         ("pack mydata:batches mydata.py --dry-run", "mydata.py is there already"),
         ("pack mydata:batches no/out.h5", "there is no folder"),
+        ("pack mydata:batches no/out.h5 --dry-run", "there is no folder"),
         ("inspect out.h5", "out.h5: no such file"),
         ("inspect mydata.py", "mydata.py: not an HDF5 file"),
     ],
