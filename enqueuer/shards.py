@@ -179,6 +179,10 @@ class Shard(Seeded):
             text = "".join(traceback.format_exception(error)).rstrip()  # frames hold much
             _log.error("skipped in shard %d: %r\n%s", self.index, error, text)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # nobody listens to one that was carried elsewhere
+        return {name: value for name, value in self.__dict__.items() if name != "_reports"}
+
     def listen(self) -> list[Report]:
         """Return a list to which reports go from now on; called by who runs this shard."""
         reports: list[Report] = []

@@ -123,3 +123,12 @@ def test_listening_changes_nothing_else_of_a_shard():
     assert hash(shard) == hash(Shard(1, 3, 0, 7))
     assert repr(shard) == repr(Shard(1, 3, 0, 7))
     assert dataclasses.asdict(shard) == dict(index=1, count=3, epoch=0, random_seed=7)
+
+
+def test_a_shard_in_another_process_logs_its_reports_itself(caplog):
+    shard = Shard(0, 1, 0, 7)
+    reports = shard.listen()
+    carried = pickle.loads(pickle.dumps(shard))
+    carried.report(ValueError("spoilt"))
+    assert (carried, reports) == (shard, [])
+    assert "spoilt" in caplog.text
