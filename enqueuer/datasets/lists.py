@@ -47,13 +47,20 @@ def find_files(*patterns: Path, root: Path | None = None) -> list[str]:
     found: set[str] = set()
     for pattern in patterns:
         names = glob.glob(os.fspath(pattern), root_dir=root, recursive=True)
-        paths = [os.path.join(root or "", name) for name in names]
+        paths = [os.path.join(root or "", _tidied(name)) for name in names]
         files = [path for path in paths if os.path.isfile(path)]
         if not files:
             where = os.getcwd() if root is None else os.fspath(root)
             raise FileNotFoundError(f"no file matches {os.fspath(pattern)!r} in {where!r}")
         found.update(files)
     return sorted(found)
+
+
+def _tidied(name: str) -> str:
+    """Return a path without what says nothing, so that two patterns give a file one name."""
+    if os.pardir in name.split(os.sep):
+        return name  # beyond a link to a folder it does say something
+    return os.path.normpath(name)
 
 
 def read_list(path: Path, label: Callable[[str], Any] | None = None) -> list[FileEntry]:

@@ -110,7 +110,7 @@ def tree(tmp_path):
 
 
 def test_files_are_found_sorted_and_once(tree):
-    found = find_files("b/*.png", "**/*.png", "*.txt", root=tree)
+    found = find_files("b/*.png", "./b//*.png", "**/*.png", "*.txt", root=tree)
     names = ["0.png", "0.txt", "a/c/1.png", "b/10.png", "b/2.png"]
     assert found == [str(tree / name) for name in names]
 
