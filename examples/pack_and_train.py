@@ -1,4 +1,4 @@
-"""Loose files are packed into one HDF5 file, in parallel; then a model learns from that."""
+"""Loose files are packed into one HDF5 file, in parallel; then a torch model learns from that."""
 
 import csv
 import tempfile
@@ -6,9 +6,11 @@ import time
 from pathlib import Path
 
 import numpy as np
+import torch
 from sklearn.datasets import load_digits
 
 from enqueuer import GeneratorEnqueuer
+from enqueuer.adapters.torch import TorchLoader
 from enqueuer.datasets.hdf5 import HDF5Source, pack
 
 
@@ -35,25 +37,13 @@ class Digits:
             yield {"image": np.load(self.folder / name), "label": int(label), "name": str(name)}
 
 
+def accuracy(model, source):
+    right = [model(inputs_of(x)).argmax(1) == y for x, y in TorchLoader(GeneratorEnqueuer(source))]
+    return float(torch.cat(right).float().mean())
+
+
 def inputs_of(images):
-    pixels = images.reshape(len(images), -1) / 16
-    return np.concatenate([pixels, np.ones((len(pixels), 1))], axis=1)
-
-
-def train(weights, images, labels):
-    """One step of softmax regression; return its loss."""
-    logits = inputs_of(images) @ weights
-    odds = np.exp(logits - logits.max(axis=1, keepdims=True))
-    odds /= odds.sum(axis=1, keepdims=True)
-    right = odds[np.arange(len(labels)), labels]
-    odds[np.arange(len(labels)), labels] -= 1
-    weights -= 0.5 * inputs_of(images).T @ odds / len(labels)
-    return -np.log(right).mean()
-
-
-def accuracy(weights, source):
-    batches = GeneratorEnqueuer(source)
-    return np.mean(np.concatenate([(inputs_of(x) @ weights).argmax(1) == y for x, y in batches]))
+    return images.flatten(1) / 16
 
 
 if __name__ == "__main__":
@@ -70,13 +60,22 @@ if __name__ == "__main__":
         training = HDF5Source(path, keys, 32, shuffle=True, rows=slice(None, 1437))
         held_out = HDF5Source(path, keys, 360, rows=slice(1437, None))
 
-        weights = np.zeros((65, 10))
-        with GeneratorEnqueuer(training, workers=2, backend="process", random_seed=7) as enqueuer:
+        torch.manual_seed(7)
+        model = torch.nn.Linear(64, 10)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        enqueuer = GeneratorEnqueuer(training, workers=2, backend="process", random_seed=7)
+        with TorchLoader(enqueuer) as loader:
             for epoch in range(10):
-                loss = np.mean([train(weights, images, labels) for images, labels in enqueuer])
+                losses = []
+                for images, labels in loader:
+                    loss = torch.nn.functional.cross_entropy(model(inputs_of(images)), labels)
+                    optimizer.zero_grad()
+                    loss.backward()
+                    optimizer.step()
+                    losses.append(loss.item())
                 if epoch % 3 == 0:
-                    print(f"epoch {epoch}: loss {loss:.3f}")
-        found = accuracy(weights, held_out)
+                    print(f"epoch {epoch}: loss {np.mean(losses):.3f}")
+        found = accuracy(model, held_out)
         print(f"accuracy on {len(held_out)} held-out images: {found:.3f}")
 
         assert found > 0.85

@@ -16,7 +16,7 @@ NEEDS = {
     "jax_training.py": ("jax",),
     "keras_fit.py": ("keras", "torch"),
     "keras_loop.py": ("keras", "torch"),
-    "pack_and_train.py": ("h5py", "sklearn"),
+    "pack_and_train.py": ("h5py", "sklearn", "torch"),
     "torch_training.py": ("torch",),
 }
 
