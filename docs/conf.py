@@ -23,7 +23,7 @@ html_theme_options = {"description": "Any generator, fed ahead", "page_width": "
 html_sidebars = {"**": ["about.html", "searchfield.html", "navigation.html"]}
 
 python_maximum_signature_line_length = 90
-autodoc_mock_imports = ["jax", "keras", "tensorflow", "torch"]
+autodoc_mock_imports = ["h5py", "jax", "keras", "tensorflow", "torch"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
@@ -32,8 +32,8 @@ napoleon_numpy_docstring = False
 
 # The builds must not need a network, so names of other projects are not looked up.
 nitpick_ignore_regex = [
-    (r"py:.*", r"(collections|multiprocessing|np|numpy|queue|types)\..*"),
-    (r"py:.*", r"(enqueuer\..+\.)?(BaseEnqueuer|Batch|Indexable|Self|T)"),
+    (r"py:.*", r"(collections|multiprocessing|np|numpy|os|queue|types|wave)\..*"),
+    (r"py:.*", r"(enqueuer\..+\.)?(BaseEnqueuer|Batch|Indexable|Path|Self|T)"),
 ]
 
 # The docstrings' examples see what their module sees; a name as in a plain script.
@@ -48,6 +48,7 @@ def setup(app):
 
 
 def leave_out(app, what, name, obj, options, lines):
-    """Leave the adapters' examples to pytest: their frameworks are not installed here."""
-    if app.builder.name == "doctest" and name.startswith("enqueuer.adapters."):
+    """Leave examples that need what is not installed here to pytest."""
+    elsewhere = ("enqueuer.adapters.", "enqueuer.datasets.hdf5.")
+    if app.builder.name == "doctest" and name.startswith(elsewhere):
         lines.clear()

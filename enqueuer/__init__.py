@@ -11,6 +11,7 @@ from enqueuer.enqueuers import GeneratorEnqueuer, OrderedEnqueuer, imap, prefetc
 from enqueuer.errors import (
     BlockMemoryError,
     Closed,
+    DataFileError,
     DuplicateDataWarning,
     EnqueuerError,
     EnqueuerWarning,
@@ -35,6 +36,7 @@ __all__ = [
     "BlockMemoryError",
     "Buffer",
     "Closed",
+    "DataFileError",
     "DuplicateDataWarning",
     "EnqueuerError",
     "EnqueuerWarning",

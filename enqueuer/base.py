@@ -17,6 +17,7 @@ import copy
 import dataclasses
 import enum
 import functools
+import math
 import threading
 import time
 import weakref
@@ -116,7 +117,9 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         self._resumed = False  # whether that was loaded
         self._at_rest_in: dict[str, Any] | None = None  # the identity then; None: as now
         self._error_count = 0
-        self._skipped: dict[int, int] = {}  # the last item of each shard of this epoch that was
+        # the last item of each shard of this epoch that was, and which of its reports
+        self._skipped: dict[int, tuple[int, float]] = {}
+        self._told: set[str] = set()  # reports that were logged
         self._restarts = 0  # of backends that are gone
         self._lock = threading.RLock()  # one consumer at a time
         self._state_lock = threading.RLock()  # one start() or stop() at a time
@@ -134,7 +137,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
 
     @property
     def error_count(self) -> int:
-        """How many errors `on_error` has skipped since the start."""
+        """How many errors were skipped since the start, by `on_error` or by the generator."""
         return self._error_count
 
     @property
@@ -759,15 +762,22 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         if not failure.skipped:
             self._failure = failure
             return
-        if failure.number <= self._skipped.get(failure.shard, -1):
+        place = failure.number, failure.reported or math.inf  # reports come before the item
+        if place <= self._skipped.get(failure.shard, (-1, 0)):
             return  # said once more, by a worker that came to it in another one's place
-        self._skipped[failure.shard] = failure.number
+        self._skipped[failure.shard] = place
         self._error_count += 1
         if self._max_errors is not None and self._error_count > self._max_errors:
             self._failure = failure
             return
-        if self._on_error == "skip":
-            logs.tell_of(failure.error, f"skipped {self._where(failure)}: {failure.error!r}")
+        text = "; ".join([repr(failure.error), *getattr(failure.error, "__notes__", ())])
+        if failure.reported:
+            if failure.quiet or text in self._told:
+                return
+            self._told.add(text)
+        elif self._on_error != "skip":
+            return
+        logs.tell_of(failure.error, f"skipped {self._where(failure)}: {text}")
 
     def _where(self, failure: Failure) -> str:
         return f"in {failure.worker}, shard {failure.shard}, item {failure.number}"

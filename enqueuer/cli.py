@@ -1,4 +1,4 @@
-"""The command line: `enqueuer demo`, or `python -m enqueuer demo`.
+"""The command line: `enqueuer demo`, `pack` and `inspect`, or `python -m enqueuer demo`.
 
 Parses and prints; the work is done elsewhere. Results go to standard output, progress and errors
 to standard error. Exit codes: 0 done, 1 failed, 2 wrong arguments, 130 interrupted by Ctrl-C,
@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from types import FrameType
 
-from enqueuer import __version__, demo
+from enqueuer import __version__, commands, demo
 
 _FAILED = 1
 _INTERRUPTED = 128 + signal.SIGINT  # as shells tell it
@@ -36,7 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         with _sigterm_unwinds():
-            return _demo(options)
+            code: int = options.run(options)
+            return code
     except _Terminated:
         print("\nenqueuer: terminated", file=sys.stderr)
         return _TERMINATED
@@ -51,14 +52,16 @@ def _parser() -> argparse.ArgumentParser:
         description="Run any Python generator ahead of the loop that consumes it.",
     )
     parser.add_argument("--version", action="version", version=f"enqueuer {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    _add_demo(commands)
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    _add_demo(subparsers)
+    commands.add_pack(subparsers, _positive, _not_negative)
+    commands.add_inspect(subparsers)
     return parser
 
 
-def _add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_demo(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     default = demo.Settings()
-    command = commands.add_parser(
+    command = subparsers.add_parser(
         "demo",
         help="train on images that workers read and augment, and compare with doing it serially",
         description=(
@@ -103,6 +106,7 @@ def _add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         metavar="N",
         help="of everything random: the same seed and number of workers give the same result",
     )
+    command.set_defaults(run=_demo)
 
 
 def _positive(text: str) -> int:

@@ -88,6 +88,18 @@ class FrameworkUnavailable(EnqueuerError, ImportError):
     """What an adapter is for is not installed, or too old; the message says what to install."""
 
 
+class DataFileError(EnqueuerError, OSError):
+    """A data file is missing, broken, still being written, or not what was expected of it.
+
+    Attributes:
+        path: Of the file.
+    """
+
+    def __init__(self, message: str, path: str = "") -> None:
+        super().__init__(message)
+        self.path = path
+
+
 class BlockMemoryError(EnqueuerError, MemoryError):
     """No shared memory of the size of this item could be had."""
 

@@ -41,6 +41,9 @@ class Failure:
     If `skipped`, the worker goes on, as it was told to; otherwise nothing more comes of its
     shards. `worker` says who it was, once that is known. Of a task, `shard` is the place of the
     element in its ticket, and on the shelf its index.
+
+    What the generator reported itself is `reported`: which one of this item, from 1. It is always
+    `skipped`, and `quiet` if it is not to be logged.
     """
 
     shard: int
@@ -48,6 +51,8 @@ class Failure:
     error: BaseException
     skipped: bool = False
     worker: str = ""
+    reported: int = 0
+    quiet: bool = False
 
 
 @dataclass(frozen=True)

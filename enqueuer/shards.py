@@ -8,17 +8,28 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import random
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar, overload
+from typing import Any, ClassVar, NamedTuple, TypeVar, overload
 
 import numpy as np
 import numpy.random  # here, since it is loaded lazily: the fork server then has it for all workers
 
 T = TypeVar("T")
+
+_log = logging.getLogger("enqueuer")
+
+
+class Report(NamedTuple):
+    """An error that a generator has outlived, and whether it is to be logged."""
+
+    error: Exception
+    log: bool
 
 
 class Seeded:
@@ -105,6 +116,7 @@ class Shard(Seeded):
     count: int
     epoch: int
     random_seed: int
+    _reports: ClassVar[list[Report] | None] = None  # of an object, if someone listens to it
 
     @overload
     def split(self, items: Sequence[T]) -> Sequence[T]: ...
@@ -136,6 +148,46 @@ class Shard(Seeded):
             # a map-style dataset: not all of them take a slice, or mean the same by it
             return (items[at] for at in range(self.index, len(items), self.count))
         return itertools.islice(items, self.index, None, self.count)
+
+    def report(self, error: Exception, log: bool = True) -> None:
+        """Tell the enqueuer of an error that the generator has caught, and goes on after.
+
+        It is counted in the enqueuer's `error_count`, and one more than `max_errors` is raised in
+        the loop. It is logged with its traceback as an error of the logger `enqueuer`; of errors
+        that have the same text, which come again in each epoch, only the first is. It travels
+        with the item that is yielded next; yield None if for long there might be none.
+
+        Args:
+            error: What was caught. Its text should tell what is left out.
+            log: False, if it is not to be logged.
+
+        Example:
+            >>> from enqueuer import GeneratorEnqueuer
+            >>> def inverses(shard):
+            ...     for number in shard.split([1, 0, 2]):
+            ...         try:
+            ...             yield 1 / number
+            ...         except ZeroDivisionError as error:
+            ...             shard.report(error, log=False)
+            >>> with GeneratorEnqueuer(inverses) as enqueuer:
+            ...     print(list(enqueuer), enqueuer.error_count)
+            [1.0, 0.5] 1
+        """
+        if self._reports is not None:
+            self._reports.append(Report(error, log))
+        elif log:  # no enqueuer runs this shard
+            text = "".join(traceback.format_exception(error)).rstrip()  # frames hold much
+            _log.error("skipped in shard %d: %r\n%s", self.index, error, text)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # nobody listens to one that was carried elsewhere
+        return {name: value for name, value in self.__dict__.items() if name != "_reports"}
+
+    def listen(self) -> list[Report]:
+        """Return a list to which reports go from now on; called by who runs this shard."""
+        reports: list[Report] = []
+        object.__setattr__(self, "_reports", reports)
+        return reports
 
 
 def fresh_seed() -> int:

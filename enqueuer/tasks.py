@@ -188,9 +188,14 @@ def order_of(source: TaskSource, reading: Reading, epoch: int) -> range | np.nda
     places = places_of(source, reading)
     if not reading.shuffle:
         return places
-    seeds = np.random.SeedSequence(source.random_seed, spawn_key=(epoch,))
-    shuffled = np.random.default_rng(seeds).permutation(len(source.items))
-    return shuffled[places.start : places.stop : places.step]
+    order = permutation(len(source.items), source.random_seed, epoch)
+    return order[places.start : places.stop : places.step]
+
+
+def permutation(count: int, random_seed: int, epoch: int) -> np.ndarray:
+    """Return the order of so many elements in an epoch, the same for whoever asks."""
+    seeds = np.random.SeedSequence(random_seed, spawn_key=(epoch,))
+    return np.random.default_rng(seeds).permutation(count)
 
 
 def steps_in(count: int, size: int, drop_last: bool) -> int:
@@ -229,8 +234,14 @@ def _batches(
 # --- what is handed over -----------------------------------------------------------------------
 
 
-def takes_two(function: Callable[..., Any]) -> bool:
-    """Tell whether `function` wants the `Task` beside the element; raise TypeError if not one."""
+def takes_two(function: Callable[..., Any], name: str = "map", of: str = "element") -> bool:
+    """Tell whether `function` wants the `Task` beside the element; raise TypeError if not one.
+
+    Args:
+        function: To be asked.
+        name: Of the argument that it was given as.
+        of: What it is called with.
+    """
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:  # some built-ins tell nothing of themselves
@@ -241,13 +252,13 @@ def takes_two(function: Callable[..., Any]) -> bool:
     takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     if len(required) > 2 or demanded or not (positional or takes_any):
         raise TypeError(
-            f"map must take the element, or the element and its Task, but {name_of(function)} "
+            f"{name} must take the {of}, or the {of} and its Task, but {name_of(function)} "
             f"takes {inspect.signature(function)}; bind the others with functools.partial"
         )
     return len(required) == 2 or (len(positional) > 1 and positional[1].name == "task")
 
 
-def stack(results: list[Any]) -> Any:
+def stack(results: list[Any], join: Callable[[list[Any]], Any] = np.stack) -> Any:
     """Make one batch of results: arrays and numbers are stacked along a new first axis.
 
     Dicts, tuples and lists are gone into; what is neither an array, a tensor nor a number stays
@@ -255,6 +266,7 @@ def stack(results: list[Any]) -> Any:
 
     Args:
         results: Of one batch, all of the same build.
+        join: Stacks arrays of one shape.
 
     Raises:
         ValueError: Arrays differ in shape.
@@ -271,16 +283,16 @@ def stack(results: list[Any]) -> Any:
                 f"the results of a batch differ in shape ({', '.join(map(str, sorted(shapes)))}); "
                 "give them one in map, or give collate= a function that can join them"
             )
-        return np.stack(results)
+        return join(results)
     if isinstance(first, (bool, int, float, complex)):
         return np.array(results)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(first, torch.Tensor):
         return torch.stack(results)
     if isinstance(first, Mapping):
-        return {key: stack([result[key] for result in results]) for key in first}
+        return {key: stack([result[key] for result in results], join) for key in first}
     if isinstance(first, (tuple, list)):
-        columns = [stack(list(column)) for column in zip(*results, strict=True)]
+        columns = [stack(list(column), join) for column in zip(*results, strict=True)]
         if hasattr(first, "_fields"):
             return type(first)(*columns)
         return type(first)(columns)

@@ -103,6 +103,7 @@ def run(
                 # our Closed says that the consumer left; the user's code may raise one, too
                 if isinstance(error, Closed) and not stream.in_user_code:
                     raise
+                stream.tell(sender)
                 failure = Failure(stream.shard.index, stream.number, error)
                 goes_on, value = _instead(failure, sender, on_error)
                 if not goes_on:
@@ -246,6 +247,7 @@ class _Stream:
         self._start = start
         self._items: Iterator[Any] | None = None
         self._stateful: Stateful | None = None
+        self._reports = shard.listen()
 
     @property
     def is_behind(self) -> bool:
@@ -264,13 +266,18 @@ class _Stream:
             self._items = self._open()
             self._replay(self._items, sender)
         index, items, number, stateful = self.shard.index, self._items, self.number, self._stateful
+        reports = self._reports
         while True:
             try:
                 value = next(items)
             except StopIteration:
+                self.in_user_code = False
+                self.tell(sender)
                 return False
             state = None if stateful is None else stateful.state_dict()
             self.in_user_code = False
+            if reports:
+                self.tell(sender)
             if value is not None:
                 sender.send_item(index, number, value, state)
                 self.number = number = number + 1
@@ -281,6 +288,13 @@ class _Stream:
                 self.number = number = number + 1
                 sender.check()  # or a source of nothing but None could not be stopped
             self.in_user_code = True
+
+    def tell(self, sender: Sender) -> None:
+        """Send what the generator has reported since the last item, before what it made."""
+        shard, number = self.shard.index, self.number
+        for nth in range(1, len(self._reports) + 1):
+            error, log = self._reports.pop(0)
+            sender.send(Failure(shard, number, error, True, reported=nth, quiet=not log))
 
     def _open(self) -> Iterator[Any]:
         wanted, state, behind = self._start
@@ -306,6 +320,7 @@ class _Stream:
                     "itself. Draw from shard.rng only, and read the same data"
                 ) from None
             self.number += 1
+            self._reports.clear()  # they were told when the item was made first
             self.in_user_code = False
             sender.check()
             self.in_user_code = True

@@ -434,3 +434,52 @@ def run_program(folder, text, **options):
 METHODS = multiprocessing.get_all_start_methods()
 if not HAS_FORKSERVER:
     METHODS.remove("forkserver")
+
+
+def packable(shard):
+    """Yield 100 rows in all: their numbers, random numbers, strings, arrays of any length."""
+    for number in shard.split(range(0, 100, 5)):
+        rows = np.arange(number, number + 5)
+        yield {
+            "row": rows,
+            "x": shard.rng.random((5, 3), np.float32),
+            "name": [f"ä{row}" for row in rows],
+            "tail": [np.arange(row % 4, dtype="int16") for row in rows],
+            "global": np.random.random(5),  # workers that are processes are seeded, too
+        }
+
+
+def announced(shard):
+    """Yield the same, and write a dot to standard output before each of the 20 batches."""
+    for batch in packable(shard):
+        os.write(1, b".")
+        yield batch
+
+
+class Once:
+    """A source of a shard that makes a file for each shard that it runs, and fails in one."""
+
+    def __init__(self, folder, fails_in):
+        self.folder, self.fails_in = str(folder), fails_in
+
+    def __call__(self, shard):
+        path = Path(self.folder, f"{shard.index}.{time.monotonic_ns()}")
+        path.touch()
+        yield np.arange(3) + 10 * shard.index
+        if shard.index == self.fails_in and not Path(self.folder, "mended").exists():
+            raise KeyError("no such file")
+        yield np.arange(3, 5) + 10 * shard.index
+
+
+class DiesOnce:
+    """A source of a shard whose worker is killed in the middle of one, the first time."""
+
+    def __init__(self, folder):
+        self.flag = str(Path(folder, "died"))
+
+    def __call__(self, shard):
+        yield np.full(3, shard.index)
+        if shard.index == 2 and not Path(self.flag).exists():
+            Path(self.flag).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield np.full(2, shard.index)

@@ -20,9 +20,10 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from enqueuer.adapters.loading import Ahead, framework, mapped
+from enqueuer.adapters.loading import Ahead, mapped
 from enqueuer.adapters.pinning import PINS, Cuda, Driver, Pins, StagingPool
 from enqueuer.adapters.torch import as_tensors
+from enqueuer.frameworks import framework
 
 torch = framework("torch", "torch", "2.1")
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from enqueuer.adapters.loading import Ahead, framework, mapped
+from enqueuer.adapters.loading import Ahead, mapped
+from enqueuer.frameworks import framework
 
 __all__ = ["JaxLoader"]
 

@@ -16,9 +16,10 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from enqueuer.adapters.loading import Loader, framework
+from enqueuer.adapters.loading import Loader
 from enqueuer.base import BaseEnqueuer
 from enqueuer.errors import InvalidState
+from enqueuer.frameworks import framework
 
 keras = framework("keras", "keras", "3.8")
 

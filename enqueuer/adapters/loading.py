@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import itertools
-import re
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,7 +21,7 @@ from typing import Any, Generic, TypeVar
 from enqueuer import arguments, backends
 from enqueuer.base import STOP_S, BaseEnqueuer
 from enqueuer.enqueuers import GeneratorEnqueuer
-from enqueuer.errors import FrameworkUnavailable, InvalidState
+from enqueuer.errors import InvalidState
 
 Batch = TypeVar("Batch")
 Self = TypeVar("Self", bound="Loader[Any]")
@@ -393,37 +391,3 @@ def _like(nest: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
     twin = nest.copy()  # a defaultdict keeps its factory, for example
     twin.update(items)
     return twin
-
-
-def framework(name: str, extra: str, oldest: str) -> Any:
-    """Import a framework for an adapter.
-
-    Args:
-        name: Of its module, and of what pip installs.
-        extra: Of this package, that installs it.
-        oldest: The oldest version that will do, such as "2.1".
-
-    Raises:
-        FrameworkUnavailable: It is not installed, or older; the message says what to install.
-    """
-    cure = f"pip install 'enqueuer[{extra}]'"
-    try:
-        module = importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != name:
-            raise  # it is there, and lacks something itself
-        raise FrameworkUnavailable(
-            f"this adapter needs {name} >= {oldest}, which is not installed: {cure}", name=name
-        ) from error
-    version = getattr(module, "__version__", oldest)
-    if isinstance(version, str) and _numbers(version) < _numbers(oldest):
-        raise FrameworkUnavailable(
-            f"this adapter needs {name} >= {oldest}, but {version} is installed: "
-            f"pip install -U {name}",
-            name=name,
-        )
-    return module
-
-
-def _numbers(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version)[:3]]

@@ -17,7 +17,7 @@ import threading
 import weakref
 from typing import Any, Protocol
 
-from enqueuer.adapters.loading import framework
+from enqueuer.frameworks import framework
 from enqueuer.transport.blocks import Mapping, mapping_at
 
 torch = framework("torch", "torch", "2.1")

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from enqueuer.adapters.loading import Epochs, Loader, framework
+from enqueuer.adapters.loading import Epochs, Loader
+from enqueuer.frameworks import framework
 
 tf = framework("tensorflow", "tensorflow", "2.14")
 

@@ -18,9 +18,10 @@ import numpy as np
 
 from enqueuer import arguments
 from enqueuer.adapters import pinning
-from enqueuer.adapters.loading import Epochs, Loader, framework, mapped
+from enqueuer.adapters.loading import Epochs, Loader, mapped
 from enqueuer.base import BaseEnqueuer
 from enqueuer.errors import EnqueuerWarning, InvalidState
+from enqueuer.frameworks import framework
 from enqueuer.transport.blocks import mapping_at
 
 torch = framework("torch", "torch", "2.1")

@@ -30,6 +30,7 @@ class Kind(enum.IntEnum):
     STATED = 4  # an item, in a pair with the state of its iterator after it
     SKIPPED = 5  # a failure after which the worker goes on
     EMPTY = 6  # a task without a result
+    REPORTED = 7  # a failure that the generator has caught itself; REPORT comes before the error
     HELLO = 10
     BLOCK = 11
     DROP = 12
@@ -45,6 +46,7 @@ FRAME = struct.Struct("=IHBxIQ")  # bytes, those of the table, kind, shard, item
 SEGMENT = struct.Struct("=IQQ")  # block, offset in it, bytes
 PACKET = struct.Struct("=BQ")  # kind, its number in the sequence
 NUMBER = struct.Struct("=Q")
+REPORT = struct.Struct("=Q?")  # which one of its item, whether it is quiet
 
 INLINE_BYTES = 16 * 1024  # a larger pickle goes into a block
 MOST_IN_PACKET = 4096  # numbers of blocks

@@ -25,6 +25,7 @@ from enqueuer.transport.channel import (
     INLINE_BYTES,
     NUMBER,
     PACKET,
+    REPORT,
     SEGMENT,
     Credit,
     Kind,
@@ -254,6 +255,8 @@ class ConsumerEnd:
             case Kind.FAILURE | Kind.SKIPPED:
                 error = self._error(body, table)
                 message = Failure(shard, number, error, skipped=kind == Kind.SKIPPED)
+            case Kind.REPORTED:
+                message = self._reported(body, table, shard, number)
             case _:
                 raise TransportError(f"{self._describe} sent a malformed frame")
         end = at + size
@@ -286,6 +289,15 @@ class ConsumerEnd:
         except BlockMemoryError as error:
             return error
         return codec.decode_error(bytes(data))
+
+    def _reported(self, body: memoryview, table: int, shard: int, number: int) -> Failure:
+        try:
+            data, _ = self._open(body, table)
+        except BlockMemoryError as error:
+            return Failure(shard, number, error, skipped=True)
+        nth, quiet = REPORT.unpack_from(data)
+        caught = codec.decode_error(bytes(data[REPORT.size :]))
+        return Failure(shard, number, caught, True, reported=nth, quiet=quiet)
 
     def _load(self, body: memoryview, table: int) -> Any:
         # Kept until it is loaded: if an exception strikes before that, the item is tried again,

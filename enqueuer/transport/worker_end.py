@@ -41,6 +41,7 @@ from enqueuer.transport.channel import (
     MOST_IN_PACKET,
     NUMBER,
     PACKET,
+    REPORT,
     SEGMENT,
     Credit,
     Kind,
@@ -144,9 +145,13 @@ class WorkerEnd:
         elif isinstance(message, Empty):
             self._put(Kind.EMPTY, 0, message.number, 0, b"")
         else:
-            data, segments = self._lay_out(codec.encode_error(message.error), ())
-            table = self._announce(segments)
+            encoded = codec.encode_error(message.error)
             kind = Kind.SKIPPED if message.skipped else Kind.FAILURE
+            if message.reported:
+                kind = Kind.REPORTED
+                encoded = REPORT.pack(message.reported, message.quiet) + encoded
+            data, segments = self._lay_out(encoded, ())
+            table = self._announce(segments)
             self._put(kind, message.shard, message.number, len(table), table + data)
 
     def check(self) -> None:

@@ -16,7 +16,8 @@ import pytest
 from helpers import LIMIT, counting, twelve, wait_until
 
 from enqueuer import FrameworkUnavailable, GeneratorEnqueuer, InvalidState, OrderedEnqueuer
-from enqueuer.adapters.loading import Ahead, Loader, framework, mapped
+from enqueuer.adapters.loading import Ahead, Loader, mapped
+from enqueuer.frameworks import framework
 
 
 class Plain(Loader):

@@ -379,7 +379,7 @@ def test_what_is_no_loader_is_refused():
 
 
 def test_an_old_tensorflow_is_refused(monkeypatch):
-    from enqueuer.adapters.loading import framework
+    from enqueuer.frameworks import framework
 
     monkeypatch.setattr(tf, "__version__", "2.13.1")
     with pytest.raises(FrameworkUnavailable, match=r"2\.13\.1 is installed"):

@@ -231,3 +231,96 @@ def test_a_replacement_that_came_does_not_come_again(backend):
     later.load_state_dict(state)
     with later:
         assert list(later) == []
+
+
+# --- what the generator catches and reports ------------------------------------------------------
+
+
+class Reporting:
+    """Yields 0 to 5 over all shards; reports `each` errors where a number is bad."""
+
+    def __init__(self, bad=(1, 4), each=1, log=True, path=None):
+        self.bad, self.each, self.log, self.path = bad, each, log, path
+
+    def __call__(self, shard):
+        for number in shard.split(range(6)):
+            if number not in self.bad:
+                yield number
+                continue
+            for nth in range(self.each):
+                try:
+                    raise OSError(f"cannot read {number}.{nth}")
+                except OSError as error:
+                    shard.report(error, self.log)
+            if self.path is not None and not self.path.exists():
+                self.path.touch()
+                helpers.kill_self()
+
+
+def test_what_is_reported_is_counted(backend):
+    with GeneratorEnqueuer(Reporting(each=3), workers=2, shards=2, **backend) as enqueuer:
+        assert sorted(enqueuer) == [0, 2, 3, 5]
+        assert enqueuer.error_count == 6
+        list(enqueuer)
+        assert enqueuer.error_count == 12
+
+
+def test_what_is_reported_is_logged_once(backend, caplog):
+    with GeneratorEnqueuer(Reporting(), workers=2, shards=3, **backend) as enqueuer:
+        for _ in range(3):
+            list(enqueuer)
+    logged = [record for record in caplog.records if record.name == "enqueuer"]
+    assert len(logged) == 2
+    assert all("in __call__" in record.exc_text for record in logged)  # the traceback
+    assert "shard 1, item 0: OSError('cannot read 1.0')" in caplog.text
+
+
+def test_what_is_reported_quietly_is_counted_and_not_logged(backend, caplog):
+    with GeneratorEnqueuer(Reporting(log=False), **backend) as enqueuer:
+        assert len(list(enqueuer)) == 4
+        assert enqueuer.error_count == 2
+    assert not caplog.records
+
+
+def test_a_report_too_many_is_raised(backend):
+    with GeneratorEnqueuer(Reporting(bad=(2, 3, 4)), max_errors=2, **backend) as enqueuer:
+        got = []
+        with pytest.raises(OSError, match=r"cannot read 4\.0") as caught:
+            got.extend(enqueuer)
+    assert "max_errors=2" in caught.value.__notes__[-1]
+
+
+def test_a_report_before_an_error_is_told_before_it(backend):
+    def source(shard):
+        yield 0
+        shard.report(KeyError("first"), log=False)
+        raise ValueError("then")
+
+    with GeneratorEnqueuer(source, **backend) as enqueuer:
+        with pytest.raises(ValueError, match="then"):
+            list(enqueuer)
+        assert enqueuer.error_count == 1
+    with GeneratorEnqueuer(source, on_error="skip", **backend) as enqueuer:
+        assert list(enqueuer) == [0]
+        assert enqueuer.error_count == 2
+
+
+def test_a_report_counts_once_though_the_worker_is_replaced(process, tmp_path, caplog):
+    source = Reporting(bad=(2,), each=2, path=tmp_path / "died")
+    with GeneratorEnqueuer(source, max_restarts=1, **process) as enqueuer:
+        assert list(enqueuer) == [0, 1, 3, 4, 5]
+        assert (enqueuer.error_count, enqueuer.restart_count) == (2, 1)
+    assert caplog.text.count("skipped in worker 0") == 2
+
+
+def test_a_report_that_was_told_is_not_told_after_resuming(backend):
+    options = dict(random_seed=1, **backend)
+    with GeneratorEnqueuer(Reporting(bad=(1, 4), log=False), **options) as enqueuer:
+        batches = iter(enqueuer)
+        assert [next(batches), next(batches)] == [0, 2]
+        state = enqueuer.state_dict()
+    later = GeneratorEnqueuer(Reporting(bad=(1, 4), log=False), **options)
+    later.load_state_dict(state)
+    with later:
+        assert list(later) == [3, 5]
+        assert later.error_count == 1

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import needs
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 LIMIT = 60.0  # seconds; it takes about three
@@ -51,6 +52,15 @@ def test_a_run_prints_a_table_and_saves_it(tmp_path):
     for one in results.values():
         assert (one["status"], len(one["repeats"])) == ("ok", 2)
         assert one["median"] > 0
+
+
+def test_hdf5_is_measured(tmp_path):
+    needs("h5py")
+    done = run("--quick", "--cold", "--json", tmp_path / "hdf5.json", program="hdf5.py")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "hdf5.json").read_text())
+    assert len(found) == 13
+    assert all(rate > 0 for rates in found.values() for rate in rates)
 
 
 def test_tasks_are_measured(tmp_path):

@@ -9,9 +9,11 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 LIMIT = 110.0  # seconds; each takes about one, and its framework ten to be imported
 NEEDS = {
     "file_list_tensorflow.py": ("tensorflow",),
+    "image_folder.py": ("PIL",),
     "jax_training.py": ("jax",),
     "keras_fit.py": ("keras", "torch"),
     "keras_loop.py": ("keras", "torch"),
+    "pack_and_train.py": ("h5py", "sklearn", "torch"),
     "torch_training.py": ("torch",),
 }
 
@@ -21,12 +23,14 @@ def test_there_are_examples():
         "asyncio_loop.py",
         "east_get_batch.py",
         "file_list_tensorflow.py",
+        "image_folder.py",
         "in_place.py",
         "jax_training.py",
         "keras_fit.py",
         "keras_loop.py",
         "keras_style.py",
         "map_files.py",
+        "pack_and_train.py",
         "processes.py",
         "resume.py",
         "skip_bad_files.py",

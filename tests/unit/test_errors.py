@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 import enqueuer
-from enqueuer import EnqueuerError, WorkerDied, WorkerError
+from enqueuer import DataFileError, EnqueuerError, WorkerDied, WorkerError
 
 ERRORS = [
     thing
@@ -27,3 +27,5 @@ def test_attributes_travel():
     failed = pickle.loads(pickle.dumps(WorkerError("failed", "Traceback ...")))
     assert failed.traceback_text == "Traceback ..."
     assert str(failed) == "failed\n\nTraceback ..."
+    missing = pickle.loads(pickle.dumps(DataFileError("a.h5: no such file", "a.h5")))
+    assert (str(missing), missing.path) == ("a.h5: no such file", "a.h5")

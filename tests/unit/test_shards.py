@@ -1,5 +1,6 @@
 """A shard, its share and its random numbers."""
 
+import dataclasses
 import itertools
 import pickle
 import random
@@ -100,3 +101,34 @@ def test_global_streams_of_shards_do_not_mix():
             shard = shards(3, epoch)[index]
             together[shard].append(draw(streams, shard))
     assert together == alone
+
+
+def test_a_report_without_an_enqueuer_is_logged_with_its_traceback(caplog):
+    try:
+        raise OSError("cannot read it")
+    except OSError as error:
+        Shard(1, 3, 0, 7).report(error)
+        Shard(1, 3, 0, 7).report(error, log=False)
+    (record,) = caplog.records
+    assert record.name == "enqueuer"
+    assert record.getMessage().startswith("skipped in shard 1: OSError('cannot read it')\nTrace")
+
+
+def test_listening_changes_nothing_else_of_a_shard():
+    shard = Shard(1, 3, 0, 7)
+    reports = shard.listen()
+    shard.report(error := OSError("bad"))
+    assert reports == [(error, True)]
+    assert shard == Shard(1, 3, 0, 7)
+    assert hash(shard) == hash(Shard(1, 3, 0, 7))
+    assert repr(shard) == repr(Shard(1, 3, 0, 7))
+    assert dataclasses.asdict(shard) == dict(index=1, count=3, epoch=0, random_seed=7)
+
+
+def test_a_shard_in_another_process_logs_its_reports_itself(caplog):
+    shard = Shard(0, 1, 0, 7)
+    reports = shard.listen()
+    carried = pickle.loads(pickle.dumps(shard))
+    carried.report(ValueError("spoilt"))
+    assert (carried, reports) == (shard, [])
+    assert "spoilt" in caplog.text

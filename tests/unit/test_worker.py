@@ -147,3 +147,32 @@ def test_serve_goes_home_when_the_consumer_left():
     road = Road(limit=1, epochs=[Epoch(0), Epoch(1)])
     serve(Plan(as_source(lambda: iter("abc")), (0,), 1, 7), road, road)
     assert road == [Item(0, 0, "a")]
+
+
+def test_reports_go_before_the_item_they_came_before():
+    errors = [KeyError(n) for n in range(3)]
+
+    def source(shard):
+        shard.report(errors[0])
+        shard.report(errors[1], log=False)
+        yield "a"
+        shard.report(errors[2])
+
+    assert ran(source, Road(), shards=1) == [
+        Failure(0, 0, errors[0], skipped=True, reported=1),
+        Failure(0, 0, errors[1], skipped=True, reported=2, quiet=True),
+        Item(0, 0, "a"),
+        Failure(0, 1, errors[2], skipped=True, reported=1),
+        End(0),
+    ]
+
+
+def test_a_consumer_that_leaves_at_a_report_is_no_failure():
+    def source(shard):
+        shard.report(KeyError("bad"))
+        yield "a"
+
+    road = Road(limit=0)
+    with pytest.raises(Closed, match="enough"):
+        ran(source, road, shards=1)
+    assert road == []

@@ -1,0 +1,398 @@
+"""Reading: an HDF5 file as a source of batches, and as a sequence of rows.
+
+    in a worker:  chunks in an order of the epoch -> this shard's stretch -> windows -> batches
+    anywhere:     source[3], source[10:20], which a sampler of somebody else's asks for
+
+HDF5 reads, and unpacks, whole chunks. So whole chunks are taken in random order, some of them
+are read into a window, and rows are drawn from that: each chunk is read once an epoch, where
+random rows would read one chunk for each row.
+
+A handle belongs to the process that opened it. What travels to workers is the path, and what was
+found in the file when the source was made.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import itertools
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, SupportsIndex
+
+import numpy as np
+
+from enqueuer import arguments
+from enqueuer.arrays import empty
+from enqueuer.datasets.h5files import (
+    Layout,
+    check_spare,
+    check_unchanged,
+    guarded,
+    layout_of,
+    open_file,
+    readable,
+)
+from enqueuer.shards import Shard
+
+_WINDOW_CHUNKS = 16  # are shuffled together by default,
+_WINDOW_BATCHES = 8  # or as many as make so many batches
+
+_PIECES = 4  # for each shard, at least; a chunk may be cut for that, and is read several times
+
+_inherited: list[Any] = []  # handles of the process that this one was forked from: never touched
+
+
+class HDF5Source:
+    """The rows of an HDF5 file: a generator function of a shard, and a sequence.
+
+    For `GeneratorEnqueuer` it yields batches. Without `shuffle` these are the slices of the file,
+    in its order for any number of shards. With it, whole chunks come in an order that is new
+    each epoch, and rows are shuffled within a window of several chunks; each row comes exactly
+    once an epoch. Both depend on the enqueuer's `random_seed` and `shards` alone. Its `rank` and
+    `world_size` deal the shards out to several training processes.
+
+    For `OrderedEnqueuer`, for torch as a map-style dataset, and for yourself it is a sequence of
+    rows: `len(source)`, `source[3]`, `source[10:20]`.
+
+    The file is opened in each process that reads it, and looked at once when this is made: that
+    it is whole, and all files that it refers to.
+
+    Args:
+        path: Of the file, written by `pack` or by anybody else.
+        keys: What to read together. None, the default: a dict of all datasets in the file; a
+            list of names: a dict of these; a tuple of names: a tuple in that order, such as
+            `("x", "y")`; one name: its array alone.
+        batch_size: How many rows a batch has; 32 by default.
+        shuffle: Whether batches are drawn at random; False by default.
+        window: How many rows, at least, are shuffled among each other: that many are in memory
+            at once. By default 16 chunks, or 8 batches if these are more.
+        rows: A slice of the rows, with step 1, as if the file had only these: one file for
+            training and validation. None, the default: all.
+        drop_last: Whether to leave out incomplete batches, and, of a shuffled epoch, those that
+            not every shard has; False by default.
+
+    Raises:
+        DataFileError: The file, or one that it refers to, is missing, broken or being written; a
+            key is missing; lengths differ.
+        TypeError: An argument has the wrong type, an open file for example.
+        ValueError: An argument is out of its range.
+
+    Example:
+        >>> import os, tempfile, h5py
+        >>> import numpy as np
+        >>> from enqueuer import GeneratorEnqueuer
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> path = os.path.join(folder.name, "a.h5")
+        >>> with h5py.File(path, "w") as file:
+        ...     file["x"], file["y"] = np.eye(4), np.arange(4)
+        >>> source = HDF5Source(path, keys=("x", "y"), batch_size=2)
+        >>> for x, y in GeneratorEnqueuer(source, workers=2):
+        ...     print(x.shape, y)
+        (2, 4) [0 1]
+        (2, 4) [2 3]
+        >>> len(source), int(source[-1][1])
+        (4, 3)
+        >>> source.close()
+        >>> folder.cleanup()
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        keys: str | Sequence[str] | None = None,
+        batch_size: int = 32,
+        *,
+        shuffle: bool = False,
+        window: int | None = None,
+        rows: slice | None = None,
+        drop_last: bool = False,
+    ) -> None:
+        if not isinstance(path, (str, os.PathLike)):
+            raise TypeError(
+                f"HDF5Source needs the path of a file, got {path!r}; an open file must not be "
+                "carried to another process"
+            )
+        self._path = os.path.abspath(path)
+        self._batch_size = arguments.positive("batch_size", batch_size)
+        self._shuffle = bool(shuffle)
+        self._drop_last = bool(drop_last)
+        self._is_one, self._is_tuple = isinstance(keys, str), isinstance(keys, tuple)
+        self._names = _names(keys)
+        self._layout = layout_of(self._path, self._names)
+        if self._names is None:
+            self._names = tuple(column.name for column in self._layout.columns)
+        self._first, self._stop = _bounds(rows, self._layout.rows)
+        self._pieces = _cut(self._layout, self._first, self._stop)
+        self._window = self._default_window()
+        if window is not None:
+            self._window = arguments.positive("window", window)
+        self._handle: _Handle | None = None
+
+    def __call__(self, shard: Shard) -> Iterator[Any]:
+        """Yield the batches of a shard in its epoch."""
+        with _Handle(self._path, self._names, self._layout) as handle:
+            batches = self._shuffled(handle, shard) if self._shuffle else self._plain(handle, shard)
+            for batch in batches:
+                yield self._formed(batch)
+                del batch
+
+    def __len__(self) -> int:
+        """Return how many rows there are."""
+        return self._stop - self._first
+
+    def __getitem__(self, index: SupportsIndex | slice) -> Any:
+        """Return a row, or the rows of a slice.
+
+        Raises:
+            IndexError: There is no such row.
+            DataFileError: It cannot be read.
+        """
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            if step < 1:
+                raise ValueError(f"the step of a slice must be >= 1, got {step}")
+            part = self._here().read(self._first + start, self._first + max(start, stop), step)
+            return self._formed(part)
+        at = index.__index__()
+        if not -len(self) <= at < len(self):
+            raise IndexError(f"row {at} of {self._path} is out of range: it has {len(self)}")
+        return self._formed(self._here().row(self._first + at % len(self)))
+
+    def close(self) -> None:
+        """Close the file in this process, if it was opened for single rows or slices.
+
+        It is opened again when it is needed. Batches have files of their own, which are closed at
+        the end of each shard.
+        """
+        if self._handle is not None and self._handle.pid == os.getpid():
+            self._handle.close()
+            self._handle = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_handle": None}
+
+    def __repr__(self) -> str:
+        keys = ", ".join(self._names or ())
+        return f"<HDF5Source {self._path} ({keys}), {len(self)} rows>"
+
+    # --- inside ---
+
+    def _default_window(self) -> int:
+        longest = max((stop - start for start, stop in self._pieces), default=1)
+        return max(_WINDOW_CHUNKS * longest, _WINDOW_BATCHES * self._batch_size)
+
+    def _here(self) -> _Handle:
+        """Return the handle of this process, opened if need be."""
+        handle = self._handle
+        if handle is not None and handle.pid != os.getpid():
+            _inherited.append(handle)  # closing it here would be felt there
+            handle = None
+        if handle is None:
+            # two threads may both come here: one handle is then closed with its last use
+            assert self._names is not None
+            handle = self._handle = _Handle(self._path, self._names, self._layout)
+        return handle
+
+    def _formed(self, found: dict[str, Any]) -> Any:
+        if self._is_one:
+            return next(iter(found.values()))
+        return tuple(found.values()) if self._is_tuple else found
+
+    def _plain(self, handle: _Handle, shard: Shard) -> Iterator[dict[str, Any]]:
+        size = self._batch_size
+        rows = len(self) - len(self) % size if self._drop_last else len(self)
+        for start in shard.split(range(self._first, self._first + rows, size)):
+            yield handle.read(start, min(start + size, self._first + rows))
+
+    def _shuffled(self, handle: _Handle, shard: Shard) -> Iterator[dict[str, Any]]:
+        size = self._batch_size
+        # all shards must agree on the order of the chunks, so it is not drawn from shard.rng
+        rng = np.random.default_rng(
+            np.random.SeedSequence(shard.random_seed, spawn_key=(shard.epoch,))
+        )
+        pieces = _at_least(_PIECES * shard.count, self._pieces)
+        order = [pieces[at] for at in rng.permutation(len(pieces))]
+        left, rest = len(self) // shard.count // size, None
+        for window in _windows(_stretch(order, shard), self._window):
+            pool = handle.pool(window, rest)
+            del rest
+            count = len(next(iter(pool.values())))
+            drawn = shard.rng.permutation(count)
+            full = count - count % size
+            for start in range(0, full, size):
+                if self._drop_last and not left:
+                    return  # of the shards that have one row more than others
+                left -= 1
+                yield _taken(pool, drawn[start : start + size])
+            rest = _taken(pool, drawn[full:])
+        if not self._drop_last and rest is not None and len(next(iter(rest.values()))):
+            yield rest
+
+
+def _names(keys: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    if keys is None:
+        return None
+    names = (keys,) if isinstance(keys, str) else tuple(keys)
+    if not names or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"keys must be a name, names in a list or tuple, or None, got {keys!r}")
+    if len(set(names)) < len(names):
+        raise ValueError(f"keys must differ, got {keys!r}")
+    return names
+
+
+def _bounds(rows: slice | None, count: int) -> tuple[int, int]:
+    if rows is None:
+        return 0, count
+    if not isinstance(rows, slice):
+        raise TypeError(f"rows must be a slice or None, got {rows!r}")
+    start, stop, step = rows.indices(count)
+    if step != 1:
+        raise ValueError(f"the step of rows must be 1, got {step}")
+    return start, max(start, stop)
+
+
+def _cut(layout: Layout, first: int, stop: int) -> tuple[tuple[int, int], ...]:
+    """Return the chunks between two rows, as (start, stop)."""
+    inside = [start for start in layout.starts if first < start < stop]
+    edges = [first, *inside, stop]
+    return tuple(itertools.pairwise(edges)) if stop > first else ()
+
+
+def _at_least(count: int, pieces: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return pieces cut into smaller ones, as far as there are rows, if they are too few.
+
+    Of a file with few chunks each shard would have the same rows in every epoch.
+    """
+    cuts = -(-count // max(1, len(pieces)))
+    finer: list[tuple[int, int]] = []
+    for start, stop in pieces:
+        edges = sorted({start + (stop - start) * cut // cuts for cut in range(cuts + 1)})
+        finer += itertools.pairwise(edges)
+    return finer
+
+
+def _stretch(pieces: Iterable[tuple[int, int]], shard: Shard) -> Iterator[tuple[int, int]]:
+    """Yield a shard's stretch of pieces in a row; shards differ by at most one row.
+
+    The pieces at its ends may be cut, and are then read by two shards.
+    """
+    pieces = list(pieces)
+    total = sum(stop - start for start, stop in pieces)
+    begin = total * shard.index // shard.count
+    end = total * (shard.index + 1) // shard.count
+    passed = 0
+    for start, stop in pieces:
+        low, high = max(begin - passed, 0), min(end - passed, stop - start)
+        if low < high:
+            yield start + low, start + high
+        passed += stop - start
+
+
+def _windows(pieces: Iterable[tuple[int, int]], rows: int) -> Iterator[list[tuple[int, int]]]:
+    """Yield pieces in groups that have at least so many rows."""
+    window: list[tuple[int, int]] = []
+    had = 0
+    for start, stop in pieces:
+        window.append((start, stop))
+        had += stop - start
+        if had >= rows:
+            yield window
+            window, had = [], 0
+    if window:
+        yield window
+
+
+def _taken(pool: Mapping[str, np.ndarray], at: np.ndarray) -> dict[str, np.ndarray]:
+    """Return some rows of each array, in memory that a worker process need not copy again."""
+    return {name: _rows_of(array, at) for name, array in pool.items()}
+
+
+def _rows_of(array: np.ndarray, at: np.ndarray) -> np.ndarray:
+    if array.dtype.hasobject:
+        taken: np.ndarray = array[at]
+        return taken
+    out = empty((len(at), *array.shape[1:]), array.dtype)
+    # the indices are right; with "raise" numpy would write to a copy first
+    return np.take(array, at, axis=0, out=out, mode="clip")
+
+
+class _Handle:
+    """A file that is open in this process, and its datasets."""
+
+    def __init__(self, path: str, names: Sequence[str] | None, layout: Layout) -> None:
+        assert names is not None
+        check_unchanged(layout)
+        self.pid = os.getpid()
+        self._path = path
+        self._layout = layout
+        self._chunks: set[int] = set()  # of which single rows were read
+        with contextlib.ExitStack() as stack:
+            self._file = stack.enter_context(open_file(path))
+            for part, *_ in layout.files[1:]:
+                stack.enter_context(open_file(part))
+            self._files = stack.pop_all()
+        self._datasets = {name: self._file[name] for name in names}
+        self._columns = {name: readable(dataset) for name, dataset in self._datasets.items()}
+
+    def __enter__(self) -> _Handle:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        with guarded(self._path):
+            self._files.close()
+
+    def row(self, at: int) -> dict[str, Any]:
+        chunk = bisect.bisect(self._layout.starts, at)
+        found = {name: self._read(name, at, chunk in self._chunks) for name in self._columns}
+        self._chunks.add(chunk)
+        return found
+
+    def read(self, start: int, stop: int, step: int = 1) -> dict[str, np.ndarray]:
+        return {name: self._read(name, slice(start, stop, step)) for name in self._columns}
+
+    def pool(
+        self, pieces: Sequence[tuple[int, int]], rest: Mapping[str, np.ndarray] | None
+    ) -> dict[str, np.ndarray]:
+        """Return the rows of several pieces, after those that are left of the pool before."""
+        return {
+            name: self._pooled(name, pieces, None if rest is None else rest[name])
+            for name in self._columns
+        }
+
+    def _read(self, name: str, at: int | slice, is_open: bool = False) -> Any:
+        where = f"row {at}" if isinstance(at, int) else f"rows {at.start} to {at.stop}"
+        with self._reading(name, where, is_open):
+            return self._columns[name][at]
+
+    @contextlib.contextmanager
+    def _reading(self, name: str, where: str, is_open: bool = False) -> Iterator[None]:
+        """Guard the reading of rows; HDF5 keeps a part open once it has read from it."""
+        may_lack = len(self._layout.files) > 1 and not is_open
+        with guarded(self._path, f"{where} of {name!r} cannot be read: "):
+            if may_lack:
+                check_spare()
+            yield
+            if may_lack:  # HDF5 gives zeros for one that is gone
+                check_unchanged(self._layout)
+
+    def _pooled(
+        self, name: str, pieces: Sequence[tuple[int, int]], rest: np.ndarray | None
+    ) -> np.ndarray:
+        dataset = self._datasets[name]
+        if dataset.dtype.hasobject:
+            read = [self._read(name, slice(start, stop)) for start, stop in pieces]
+            return np.concatenate(read if rest is None else [rest, *read])
+        at = 0 if rest is None else len(rest)
+        count = at + sum(stop - start for start, stop in pieces)
+        pool = np.empty((count, *dataset.shape[1:]), dataset.dtype)
+        if rest is not None:
+            pool[:at] = rest
+        for start, stop in pieces:
+            with self._reading(name, f"rows {start} to {stop}"):
+                dataset.read_direct(pool, np.s_[start:stop], np.s_[at : at + stop - start])
+            at += stop - start
+        return pool

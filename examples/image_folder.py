@@ -1,0 +1,75 @@
+"""Learn from a folder of images: one folder a class, each epoch shuffled, a broken file left out.
+
+Worker processes load, turn and stack the images; the loop gets arrays. Each epoch has each file
+exactly once, whatever the number of workers.
+"""
+
+import logging
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+try:
+    from PIL import Image
+except ImportError as error:
+    print(error)
+    sys.exit()
+
+from enqueuer import GeneratorEnqueuer
+from enqueuer.datasets.files import FileBatches, find_files, load_image
+
+logging.getLogger("enqueuer").setLevel(logging.CRITICAL)  # the broken file is logged otherwise
+
+CLASSES = ["bright at the left", "bright at the right"]
+EPOCHS, FILES, BROKEN = 4, 40, "007.png"
+
+
+def write_images(folder):
+    rng = np.random.default_rng(7)
+    for number in range(FILES):
+        label = number % 2
+        pixels = 60 * rng.random((20, 16, 3)) + np.linspace(180, 0, 16)[:, None]
+        path = Path(folder, CLASSES[label], f"{number:03}.png")
+        path.parent.mkdir(exist_ok=True)
+        pixels = pixels[:, ::-1] if label else pixels
+        Image.fromarray(pixels.astype(np.uint8)).save(path)
+    next(Path(folder).rglob(BROKEN)).write_bytes(b"no image")
+
+
+def load(path, task):
+    pixels = load_image(path, size=(8, 8)).astype(np.float32) / 255 - 0.5
+    if task.rng.random() < 0.5:  # this file's own numbers, new ones in each epoch
+        pixels = pixels[::-1]  # upside down it is the same class
+    return pixels
+
+
+def main(folder):
+    write_images(folder)
+    paths = find_files("**/*.png", root=folder)
+    files = [(path, CLASSES.index(Path(path).parent.name)) for path in paths]
+    batches = FileBatches(
+        files, load, batch_size=8, with_labels=True, with_names=True, on_error="skip"
+    )
+    weights, losses, seen = np.zeros(8 * 8 * 3), [], []
+    with GeneratorEnqueuer(
+        batches, workers=2, backend="process", random_seed=7, max_errors=100
+    ) as enqueuer:
+        for _ in range(EPOCHS):
+            for images, labels, names in enqueuer:
+                x = images.reshape(len(images), -1)
+                guess = 1 / (1 + np.exp(-x @ weights))
+                weights -= 0.02 * x.T @ (guess - labels)
+                right = np.where(labels == 1, guess, 1 - guess)
+                losses.append(-np.log(right).mean())
+                seen += names
+        print(f"{len(losses)} steps, loss {losses[0]:.2f} -> {losses[-1]:.2f}")
+        print(f"{enqueuer.error_count} times a file was left out, in {EPOCHS} epochs")
+        assert enqueuer.error_count == EPOCHS
+    assert losses[-1] < losses[0] / 2
+    assert sorted(seen) == sorted([path for path in paths if BROKEN not in path] * EPOCHS)
+
+
+with tempfile.TemporaryDirectory() as directory:
+    main(directory)

@@ -1,0 +1,526 @@
+"""Reading HDF5: every row once, in random order or that of the file, and what is refused."""
+
+import multiprocessing
+import os
+import pickle
+import shutil
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import LIMIT, needs, packable
+
+h5py = needs("h5py")
+
+from enqueuer import DataFileError, GeneratorEnqueuer, OrderedEnqueuer, Shard  # noqa: E402
+from enqueuer.datasets.hdf5 import HDF5Source, describe, pack  # noqa: E402
+
+ROWS = 103  # a prime: nothing divides it
+
+
+@pytest.fixture(params=["virtual", "merged", "foreign", "contiguous"])
+def path(request, tmp_path):
+    """A file with the columns row (0 to 102), x (2 of it) and name, stored in several ways."""
+    path = tmp_path / "rows.h5"
+    if request.param in ("virtual", "merged"):
+        batch = columns(np.arange(ROWS))
+        parts = [
+            {key: column[a : a + 10] for key, column in batch.items()} for a in range(0, 103, 10)
+        ]
+        options = dict(chunk_rows=4, merge=request.param == "merged")
+
+        def source(shard):  # stretches, so that rows are in order
+            yield from np.array_split(np.array(parts, object), shard.count)[shard.index]
+
+        pack(source, path, shards=3, backend="thread", random_seed=7, **options)
+        return path
+    chunks = {"chunks": True, "compression": "gzip"} if request.param == "foreign" else {}
+    with h5py.File(path, "w") as file:
+        for key, column in columns(np.arange(ROWS)).items():
+            text = {"dtype": h5py.string_dtype()} if key == "name" else {}
+            file.create_dataset(key, data=column, **text, **chunks)
+    return path
+
+
+def columns(rows):
+    return {
+        "row": rows,
+        "x": np.stack([rows, rows], axis=1).astype("float32"),
+        "name": np.array([f"n{row}" for row in rows], object),
+    }
+
+
+@pytest.fixture
+def simple(tmp_path):
+    """A small file of one dataset, packed from three shards."""
+    path = tmp_path / "simple.h5"
+    pack(lambda shard: iter([np.arange(20) + 20 * shard.index]), path, shards=3, backend="thread")
+    return path
+
+
+def rows_of(batches):
+    return [int(row) for batch in batches for row in batch["row"]]
+
+
+# --- batches ---
+
+
+@pytest.mark.parametrize("shards", [1, 5, 200])
+def test_unshuffled_batches_are_those_of_the_file(path, shards):
+    batches = list(GeneratorEnqueuer(HDF5Source(path, batch_size=10), shards=shards, workers=2))
+    assert rows_of(batches) == list(range(ROWS))
+    assert {len(batch["row"]) for batch in batches} == {10, 3}
+
+
+@pytest.mark.parametrize("shards", [1, 5, 200])
+@pytest.mark.parametrize("window", [1, None])
+def test_a_shuffled_epoch_has_every_row_once(path, shards, window):
+    source = HDF5Source(path, batch_size=10, shuffle=True, window=window)
+    with GeneratorEnqueuer(source, shards=shards, workers=2, random_seed=7) as enqueuer:
+        first, second = rows_of(enqueuer), rows_of(enqueuer)
+    assert sorted(first) == sorted(second) == list(range(ROWS))
+    assert first != second
+    assert first != list(range(ROWS))
+
+
+def test_columns_stay_together(path):
+    for batch in GeneratorEnqueuer(HDF5Source(path, shuffle=True, window=20), shards=3):
+        assert np.array_equal(batch["x"][:, 1], batch["row"])
+        assert [f"n{row}" for row in batch["row"]] == list(batch["name"])
+        assert batch["x"].dtype == "float32"
+
+
+def test_the_same_seed_gives_the_same_batches_for_any_workers(path, backend):
+    source = HDF5Source(path, batch_size=10, shuffle=True, window=20)
+    options = dict(shards=4, random_seed=7)
+    expected = rows_of(GeneratorEnqueuer(source, **options))
+    assert rows_of(GeneratorEnqueuer(source, workers=2, **backend, **options)) == expected
+    other = {**options, "random_seed": 8}
+    assert rows_of(GeneratorEnqueuer(source, **other)) != expected
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_ranks_share_an_epoch(path, shuffle):
+    source = HDF5Source(path, batch_size=10, shuffle=shuffle)
+    seen = [
+        rows_of(GeneratorEnqueuer(source, shards=4, random_seed=7, rank=rank, world_size=2))
+        for rank in (0, 1)
+    ]
+    assert sorted(seen[0] + seen[1]) == list(range(ROWS))
+
+
+def test_with_drop_last_all_ranks_have_equally_many_full_batches(path):
+    source = HDF5Source(path, batch_size=3, shuffle=True, drop_last=True)
+    for shards, each in ((2, 17), (4, 16), (6, 15)):  # of 6 shards some have 18 rows, others 17
+        for rank in (0, 1):
+            enqueuer = GeneratorEnqueuer(source, shards=shards, rank=rank, world_size=2)
+            lengths = [len(batch["row"]) for batch in enqueuer]
+            assert lengths == [3] * each
+    plain = HDF5Source(path, batch_size=5, drop_last=True)
+    assert rows_of(GeneratorEnqueuer(plain)) == list(range(100))
+
+
+def test_an_epoch_reads_each_chunk_once(tmp_path, monkeypatch):
+    pack([np.arange(1000)], tmp_path / "a.h5", chunk_rows=50, merge=True)
+    read = []
+    monkeypatch.setattr(
+        h5py.Dataset,
+        "read_direct",
+        lambda self, pool, at, to, real=h5py.Dataset.read_direct: (
+            read.append(at.start),
+            real(self, pool, at, to),
+        ),
+    )
+    source = HDF5Source(tmp_path / "a.h5", "data", 8, shuffle=True, window=100)
+    batches = list(source(Shard(0, 1, 0, 7)))
+    assert sorted(read) == list(range(0, 1000, 50))
+    assert read != sorted(read)
+    # a window is two chunks, and what was left of the one before
+    assert max(len(set(batch // 50)) for batch in batches) <= 3
+    assert any(len(set(batch // 50)) >= 2 for batch in batches)
+
+
+def test_shards_of_a_file_with_one_chunk_have_other_rows_in_each_epoch(tmp_path):
+    pack([np.arange(1000)], tmp_path / "a.h5")
+    source = HDF5Source(tmp_path / "a.h5", "data", 10, shuffle=True)
+    first, second = (
+        set(np.concatenate(list(source(Shard(0, 4, epoch, 7)))).tolist()) for epoch in (0, 1)
+    )
+    assert len(first) == len(second) == 250
+    assert 0 < len(first & second) < 250
+
+
+def test_a_slice_of_the_rows_is_as_if_the_file_had_only_these(path):
+    training = HDF5Source(path, batch_size=7, rows=slice(None, -20), shuffle=True)
+    validation = HDF5Source(path, batch_size=7, rows=slice(-20, None))
+    assert (len(training), len(validation)) == (83, 20)
+    assert sorted(rows_of(GeneratorEnqueuer(training, shards=3))) == list(range(83))
+    assert rows_of(GeneratorEnqueuer(validation, shards=3)) == list(range(83, 103))
+    assert validation[0]["row"] == 83
+    assert list(validation[-2:]["row"]) == [101, 102]
+    validation.close()
+
+
+def test_batches_come_from_where_the_loop_stopped(path):
+    source = HDF5Source(path, batch_size=10, shuffle=True)
+    with GeneratorEnqueuer(source, shards=2, random_seed=7) as enqueuer:
+        batches = iter(enqueuer)
+        head = rows_of([next(batches), next(batches)])
+        state = enqueuer.state_dict()
+        tail = rows_of(batches)
+    later = GeneratorEnqueuer(source, workers=2)
+    later.load_state_dict(state)
+    with later:
+        assert rows_of(later) == tail
+    assert sorted(head + tail) == list(range(ROWS))
+
+
+# --- keys, rows and slices ---
+
+
+def test_keys_say_what_a_batch_is(path):
+    shard = Shard(0, 1, 0, 7)
+    first = {
+        kind: next(HDF5Source(path, keys, 4)(shard))
+        for kind, keys in dict(all=None, list=["x"], tuple=("x", "row"), one="row").items()
+    }
+    assert sorted(first["all"]) == ["name", "row", "x"]
+    assert list(first["list"]) == ["x"]
+    assert [part.shape for part in first["tuple"]] == [(4, 2), (4,)]
+    assert list(first["one"]) == [0, 1, 2, 3]
+
+
+def test_rows_and_slices_are_read(path):
+    source = HDF5Source(path)
+    assert len(source) == ROWS
+    row = source[-1]
+    assert (row["row"], row["x"].tolist(), row["name"]) == (102, [102, 102], "n102")
+    assert list(source[5:20:5]["row"]) == [5, 10, 15]
+    assert list(source[50:40]["row"]) == []
+    assert list(source[np.int64(3) : 5]["name"]) == ["n3", "n4"]
+    with pytest.raises(IndexError, match=r"row 103 .* is out of range: it has 103"):
+        source[103]
+    with pytest.raises(ValueError, match="step"):
+        source[::-1]
+    source.close()
+
+
+def test_it_is_a_sequence_for_tasks(path, backend):
+    source = HDF5Source(path, keys=("row", "x"))
+    enqueuer = OrderedEnqueuer(source, shuffle=True, batch_size=10, workers=2, **backend)
+    rows = [int(row) for row, _ in enqueuer for row in row]
+    assert sorted(rows) == list(range(ROWS))
+    source.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_it_is_a_map_style_dataset_for_torch(path, workers):
+    torch = needs("torch")
+    source = HDF5Source(path)
+    assert source[0]["row"] == 0  # it is open here before there are workers
+    loader = torch.utils.data.DataLoader(source, 10, shuffle=True, num_workers=workers)
+    batches = list(loader)
+    assert sorted(rows_of(batches)) == list(range(ROWS))
+    assert batches[0]["x"].dtype is torch.float32
+    assert batches[0]["name"][0] == f"n{batches[0]['row'][0]}"
+    source.close()
+    del loader
+
+
+def test_a_handle_is_never_carried_to_another_process(simple):
+    source = HDF5Source(simple, keys="data")
+    assert source[1] == 1
+    copy = pickle.loads(pickle.dumps(source))
+    assert copy._handle is None
+    here, there = multiprocessing.Pipe()
+
+    def child():
+        mine = source._handle
+        found = int(source[2])
+        there.send((found, source._handle is mine, bool(mine._file)))
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    assert here.poll(LIMIT)
+    assert here.recv() == (2, False, True)
+    process.join(LIMIT)
+    process.close()
+    assert source[3] == 3  # and it was not closed here
+    source.close()
+    for end in (here, there):
+        end.close()
+
+
+def test_files_are_closed_at_the_end_of_an_epoch_and_after_a_break(path):
+    source = HDF5Source(path, shuffle=True, batch_size=4)
+    batches = source(Shard(0, 1, 0, 7))
+    next(batches)
+    assert _open_descriptors(path)
+    batches.close()
+    assert not _open_descriptors(path)
+
+
+def _open_descriptors(path):
+    links = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            links.append(os.readlink(f"/proc/self/fd/{fd}"))
+        except OSError:
+            pass
+    return [link for link in links if link.startswith(str(path))]
+
+
+# --- what is refused ---
+
+
+def test_links_lead_to_files_and_to_datasets(simple, tmp_path):
+    link = tmp_path / "elsewhere" / "link.h5"
+    link.parent.mkdir()
+    link.symlink_to(simple)
+    assert HDF5Source(link, "data")[:].tolist() == list(range(60))
+    with h5py.File(tmp_path / "links.h5", "w") as file:
+        file["x"] = range(60)
+        file["hard"] = file["x"]
+        file["soft"] = h5py.SoftLink("/x")
+        file["elsewhere"] = h5py.ExternalLink(str(simple), "/data")
+    for key in ("hard", "soft", "elsewhere"):
+        assert HDF5Source(tmp_path / "links.h5", key)[:].tolist() == list(range(60))
+
+
+def test_parts_of_parts_are_looked_at(tmp_path):
+    pack([{"x": [1, 2]}], tmp_path / "inner.h5")
+    layout = h5py.VirtualLayout((2,), int)
+    layout[:] = h5py.VirtualSource("inner.h5", "x", (2,), int)
+    with h5py.File(tmp_path / "outer.h5", "w") as file:
+        file.create_virtual_dataset("x", layout)
+    assert HDF5Source(tmp_path / "outer.h5", "x")[:].tolist() == [1, 2]
+    assert describe(tmp_path / "outer.h5").files == 3
+    shutil.rmtree(tmp_path / "inner.h5.parts")
+    with pytest.raises(DataFileError, match=r"inner.h5: its part .* is missing"):
+        HDF5Source(tmp_path / "outer.h5", "x")
+
+
+def test_a_part_that_goes_while_the_file_is_open_is_told(simple):
+    source = HDF5Source(simple, "data")
+    assert source[0] == 0
+    os.rename(simple.with_name("simple.h5.parts"), simple.with_name("elsewhere"))
+    with pytest.raises(DataFileError, match=r"shard-0000\d\.h5: it was there before and is gone"):
+        source[20:40]
+    source.close()
+
+
+@pytest.mark.parametrize("spare", range(5))
+def test_parts_that_cannot_all_be_open_are_told(simple, spare):
+    resource = pytest.importorskip("resource")
+    source = HDF5Source(simple, "data")
+    was = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with open(os.devnull) as file:
+        free = file.fileno()  # the lowest, all below are open
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + spare, was[1]))
+    try:
+        with pytest.raises(DataFileError, match=r"too many open files; .*ulimit -n"):
+            source[:]
+        with pytest.raises(DataFileError, match="too many open files"):
+            describe(simple)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, was)
+    assert source[:].tolist() == list(range(60))
+    source.close()
+
+
+def test_an_open_file_is_refused(simple):
+    with h5py.File(simple) as file, pytest.raises(TypeError, match="needs the path of a file"):
+        HDF5Source(file)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"keys": []}, TypeError, "keys must be"),
+        ({"keys": ["data", "data"]}, ValueError, "keys must differ"),
+        ({"batch_size": 0}, ValueError, "batch_size must be >= 1"),
+        ({"window": 0}, ValueError, "window must be >= 1"),
+        ({"rows": 5}, TypeError, "rows must be a slice"),
+        ({"rows": slice(0, 5, 2)}, ValueError, "step of rows must be 1"),
+        ({"keys": ["no"]}, DataFileError, r"simple.h5: there is no dataset 'no'; it has 'data'"),
+    ],
+)
+def test_arguments_are_checked_at_the_door(simple, options, error, says):
+    with pytest.raises(error, match=says):
+        HDF5Source(simple, **options)
+
+
+def damage(kind, path):
+    part = path.with_name(path.name + ".parts") / "shard-00001.h5"
+    if kind == "missing":
+        path.unlink()
+        shutil.rmtree(part.parent)
+    elif kind == "not whole yet":
+        path.unlink()
+    elif kind == "text":
+        path.write_text("hello")
+    elif kind == "empty":
+        path.write_bytes(b"")
+    elif kind == "truncated":
+        path.write_bytes(path.read_bytes()[:2500])
+    elif kind == "part missing":
+        part.unlink()
+    elif kind == "part truncated":
+        part.write_bytes(part.read_bytes()[:2500])
+    elif kind == "part of another":
+        with h5py.File(part, "w") as file:
+            file["other"] = np.arange(20)
+    elif kind == "part too short":
+        with h5py.File(part, "w") as file:
+            file["data"] = np.arange(19)
+    elif kind == "unequal":
+        with h5py.File(path, "a") as file:
+            file["more"] = np.arange(19)
+    elif kind == "no rows":
+        with h5py.File(path, "w") as file:
+            file["one"] = 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("missing", r"simple\.h5: no such file"),
+        ("not whole yet", r"simple\.h5: not there yet, but simple\.h5\.parts is"),
+        ("text", r"simple\.h5: not an HDF5 file"),
+        ("empty", r"simple\.h5: not an HDF5 file"),
+        ("truncated", r"simple\.h5: truncated"),
+        ("part missing", r"simple\.h5: its part simple\.h5\.parts/shard-00001\.h5 is missing"),
+        ("part truncated", r"shard-00001\.h5: truncated"),
+        ("part of another", r"shard-00001\.h5: there is no dataset 'data'"),
+        ("part too short", r"shard-00001\.h5: 'data' has 19 rows, but .* reads 20"),
+        ("unequal", r"simple\.h5: .*equally many rows, got data: 60, more: 19"),
+        ("no rows", r"simple\.h5: there is no dataset with rows"),
+    ],
+)
+def test_a_broken_file_is_told_with_its_path(simple, kind, says):
+    damage(kind, simple)
+    with pytest.raises(DataFileError, match=says) as caught:
+        HDF5Source(simple)
+    assert caught.value.path.startswith(str(simple))
+
+
+@pytest.mark.parametrize("kind", ["missing", "part missing", "part truncated"])
+def test_what_breaks_later_is_told_in_the_loop(simple, kind, backend):
+    source = HDF5Source(simple)
+    damage(kind, simple)
+    with pytest.raises(DataFileError, match=r"is gone|was changed"):
+        list(GeneratorEnqueuer(source, **backend))
+
+
+def test_a_file_that_is_being_written_is_told(tmp_path):
+    path = tmp_path / "a.h5"
+    here, there = multiprocessing.Pipe()
+
+    def writes():
+        with h5py.File(path, "w") as file:
+            file["x"] = np.arange(3)
+            file.flush()
+            there.send(1)
+            there.recv()
+
+    process = multiprocessing.get_context("fork").Process(target=writes)
+    process.start()
+    assert here.poll(LIMIT)
+    with pytest.raises(DataFileError, match=r"a\.h5: another process is writing it"):
+        HDF5Source(path)
+    here.send(1)
+    process.join(LIMIT)
+    process.close()
+    for end in (here, there):
+        end.close()
+
+
+@pytest.mark.parametrize("options", [{"checksum": True}, {"compression": "gzip"}])
+def test_a_flipped_bit_is_told_with_key_and_rows(tmp_path, options, backend):
+    path = tmp_path / "a.h5"
+    pack(
+        [np.random.default_rng(0).integers(0, 9, 4000)],
+        path,
+        chunk_rows=1000,
+        merge=True,
+        **options,
+    )
+    with h5py.File(path) as file:
+        where = file["data"].id.get_chunk_info(2)
+    with open(path, "r+b") as file:
+        file.seek(where.byte_offset + where.size // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 0x55]))
+    source = HDF5Source(path, batch_size=1000)
+    with pytest.raises(DataFileError, match=r"a\.h5: rows 2000 to 3000 of 'data' cannot be read"):
+        list(GeneratorEnqueuer(source, **backend))
+    with pytest.raises(DataFileError, match=r"of 'data' cannot be read"):
+        describe(path, full=True)
+
+
+# --- describe ---
+
+
+def test_describe_tells_what_is_there(tmp_path):
+    pack(
+        packable, tmp_path / "a.h5", shards=4, backend="thread", ragged=["tail"], compression="lzf"
+    )
+    found = describe(tmp_path / "a.h5", full=True)
+    told = {c.name: (c.shape, c.dtype, c.compression, c.is_virtual) for c in found.columns}
+    assert told == {
+        "global": ((100,), "float64", "lzf", True),
+        "name": ((100,), "text", "lzf", True),
+        "row": ((100,), "int64", "lzf", True),
+        "tail": ((100,), "ragged int16", "lzf", True),
+        "x": ((100, 3), "float32", "lzf", True),
+    }
+    of_rows = dict(zip((c.name for c in found.columns), found.summaries, strict=True))["row"]
+    assert (of_rows.rows, of_rows.minimum, of_rows.mean, of_rows.maximum) == (100, 0, 49.5, 99)
+    assert (found.files, found.attributes["enqueuer.shards"]) == (5, 4)
+
+
+def test_describe_leaves_out_what_is_not_finite(tmp_path):
+    pack([np.array([1, np.nan, 3, np.inf])], tmp_path / "a.h5")
+    (summary,) = describe(tmp_path / "a.h5").summaries
+    assert (summary.minimum, summary.mean, summary.maximum, summary.not_finite) == (1, 2, 3, 2)
+
+
+# --- training ---
+
+
+def labelled(shard):
+    for _ in shard.split(range(20)):
+        x = shard.rng.normal(size=(50, 4)).astype("float32")
+        yield {"x": x, "y": (x @ [1.0, -2.0, 0.5, 0.0] > 0).astype("float32")}
+
+
+@pytest.mark.parametrize("method", ["thread", "process"])
+def test_a_model_learns_from_it(tmp_path, method):
+    pack(labelled, tmp_path / "a.h5", shards=4, backend=method, random_seed=7, chunk_rows=16)
+    source = HDF5Source(tmp_path / "a.h5", ("x", "y"), 32, shuffle=True)
+    weights, losses = np.zeros(4), []
+    with GeneratorEnqueuer(source, workers=2, backend=method, random_seed=7) as enqueuer:
+        for _ in range(5):
+            epoch = []
+            for x, y in enqueuer:
+                p = 1 / (1 + np.exp(-x @ weights))
+                epoch.append(-np.mean(np.log(np.where(y > 0, p, 1 - p))))
+                weights -= 0.5 * x.T @ (p - y) / len(y)
+            losses.append(np.mean(epoch))
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_the_page_begins_with_what_works(tmp_path, monkeypatch):
+    page = Path(__file__).parents[2] / "docs" / "howto" / "pack_into_hdf5.rst"
+    block = page.read_text().split(".. code-block:: python\n\n", 1)[1].split("\nWhat is slow", 1)[0]
+    monkeypatch.chdir(tmp_path)
+    seen = []
+
+    def step(x, y):
+        assert np.allclose(x.sum(axis=1), y, atol=1e-5)
+        seen.append(len(y))
+
+    exec(textwrap.dedent(block), {"step": step, "__name__": "__main__"})
+    assert sum(seen) == 3 * 100 * 64

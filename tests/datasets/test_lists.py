@@ -1,0 +1,139 @@
+"""Finding files, and reading lists of them."""
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from enqueuer.datasets.files import FileEntry, find_files, read_list
+
+TEXT = st.text(
+    st.characters(exclude_categories=["Cs"], exclude_characters="\r\n\0"), min_size=1, max_size=8
+)
+
+
+def listed(folder, text, **options):
+    """Write a list into a folder, and read it; return (path, label) with relative paths."""
+    path = Path(folder, "train.txt")
+    path.write_text(text, encoding="utf-8", newline="")
+    return [(os.path.relpath(p, folder), label) for p, label in read_list(path, **options)]
+
+
+def quoted(text):
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+@given(st.lists(st.tuples(TEXT, TEXT)), st.sampled_from(["\n", "\r\n"]))
+def test_whatever_is_in_quotes_comes_back(tmp_path_factory, entries, end):
+    path = tmp_path_factory.getbasetemp() / "train.txt"
+    lines = [f" {quoted(name)}\t{quoted(label)} # {label}" for name, label in entries]
+    path.write_text("".join(line + end for line in lines), encoding="utf-8", newline="")
+    assert read_list(path, label=str) == [
+        FileEntry(os.path.join(path.parent, name), label) for name, label in entries
+    ]
+
+
+def test_comments_and_empty_lines_are_left_out(tmp_path):
+    text = "# all of them\n\n  \na.png 1 # good\n #b.png 2\nc#1.png 3\n'#d.png' 4"
+    assert listed(tmp_path, text) == [("a.png", 1), ("c#1.png", 3), ("#d.png", 4)]
+
+
+def test_blanks_and_quotes_within_a_field_are_its_own(tmp_path):
+    text = "'a b.png' \"hot dog\"\nit's.png cat\n\"say \\\"c\\\".png\" 'it''s'\n"
+    with pytest.raises(ValueError, match=r"train\.txt, line 3: a quote is not closed, or more"):
+        listed(tmp_path, text)
+    text = text.replace("'it''s'", "d\\e")
+    assert listed(tmp_path, text) == [
+        ("a b.png", "hot dog"), ("it's.png", "cat"), ('say "c".png', "d\\e")
+    ]  # fmt: skip
+
+
+def test_paths_are_relative_to_the_list(tmp_path, monkeypatch):
+    (tmp_path / "lists").mkdir()
+    (tmp_path / "lists" / "train.txt").write_text("a.png\n/b.png\n../c.png\n")
+    monkeypatch.chdir(tmp_path)
+    assert [path for path, _ in read_list("lists/train.txt")] == [
+        "lists/a.png", "/b.png", "lists/../c.png"
+    ]  # fmt: skip
+    monkeypatch.chdir(tmp_path / "lists")
+    assert read_list("train.txt")[0] == ("a.png", None)
+
+
+def test_labels_are_ints_if_all_are_written_as_ints(tmp_path):
+    assert listed(tmp_path, "a 0\nb -3\nc\n") == [("a", 0), ("b", -3), ("c", None)]
+    assert listed(tmp_path, "a 0\nb x\n") == [("a", "0"), ("b", "x")]
+    assert listed(tmp_path, "a 7\nb 007\n") == [("a", "7"), ("b", "007")]
+    assert listed(tmp_path, "a 0\n", label=str) == [("a", "0")]
+    assert listed(tmp_path, "a 0.5\n", label=float) == [("a", 0.5)]
+
+
+def test_a_wrong_line_is_told_by_its_number(tmp_path):
+    with pytest.raises(ValueError, match=r"train\.txt, line 2: 3 fields.* quotes: 'b c\.png 1'"):
+        listed(tmp_path, "a.png 1\nb c.png 1\n")
+    with pytest.raises(ValueError, match=r"line 1: a quote is not closed"):
+        listed(tmp_path, "'a.png 1\n")
+    with pytest.raises(ValueError, match=r"line 1: the path is empty"):
+        listed(tmp_path, "'' 1\n")
+    with pytest.raises(ValueError, match=r"line 3: the label 'x' is wrong: .*'x'"):
+        listed(tmp_path, "a 1\n\nb x\n", label=float)
+
+
+def test_a_mark_of_utf8_and_names_that_are_not_utf8_are_read(tmp_path):
+    path = tmp_path / "train.txt"
+    path.write_bytes(b"\xef\xbb\xbfa.png\n\xff.png\n")
+    (tmp_path / os.fsdecode(b"\xff.png")).write_bytes(b"it")
+    first, second = read_list(path)
+    assert os.path.basename(first.path) == "a.png"
+    assert Path(second.path).read_bytes() == b"it"
+
+
+def test_a_list_that_is_missing_says_so(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        read_list(tmp_path / "train.txt")
+
+
+# --- found ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tree(tmp_path):
+    for name in ("b/2.png", "b/10.png", "a/c/1.png", "0.png", "0.txt", ".d/3.png", ".4.png"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    (tmp_path / "folder.png").mkdir()
+    (tmp_path / "lost.png").symlink_to(tmp_path / "nowhere")
+    return tmp_path
+
+
+def test_files_are_found_sorted_and_once(tree):
+    found = find_files("b/*.png", "./b//*.png", "**/*.png", "*.txt", root=tree)
+    names = ["0.png", "0.txt", "a/c/1.png", "b/10.png", "b/2.png"]
+    assert found == [str(tree / name) for name in names]
+
+
+def test_without_a_root_they_are_relative_to_where_one_is(tree, monkeypatch):
+    monkeypatch.chdir(tree)
+    assert find_files(Path("b", "*")) == ["b/10.png", "b/2.png"]
+    assert find_files("*", root="b") == ["b/10.png", "b/2.png"]
+    assert find_files(str(tree / "b" / "*")) == [str(tree / "b/10.png"), str(tree / "b/2.png")]
+
+
+def test_the_roots_own_name_is_no_pattern(tmp_path):
+    (tmp_path / "[a]*").mkdir()
+    (tmp_path / "[a]*" / "1.png").touch()
+    assert find_files("*.png", root=tmp_path / "[a]*") == [str(tmp_path / "[a]*" / "1.png")]
+
+
+@pytest.mark.parametrize("pattern", ["*.gif", "folder.*", "lost.png"])
+def test_a_pattern_that_matches_no_file_is_an_error(tree, pattern):
+    with pytest.raises(FileNotFoundError, match=r"no file matches .* in .*"):
+        find_files("*.png", pattern, root=tree)
+
+
+def test_no_pattern_is_an_error():
+    with pytest.raises(TypeError, match="needs a pattern"):
+        find_files()

@@ -1,0 +1,217 @@
+"""Loading an image, a sound, an array."""
+
+import io
+import os
+import struct
+import subprocess
+import sys
+import wave
+from functools import partial
+
+import numpy as np
+import pytest
+from helpers import LIMIT, needs
+from PIL import Image
+
+from enqueuer import FrameworkUnavailable
+from enqueuer.datasets.files import load_array, load_audio, load_image
+
+# --- images --------------------------------------------------------------------------------------
+
+PIXELS = np.random.default_rng(7).integers(0, 256, (6, 4, 3), np.uint8)
+
+
+@pytest.fixture
+def image(tmp_path):
+    """Save an image, by default PIXELS; return its path."""
+
+    def save(picture=PIXELS, name="a.png", **options):
+        if isinstance(picture, np.ndarray):
+            picture = Image.fromarray(picture)
+        picture.save(tmp_path / name, **options)
+        return tmp_path / name
+
+    return save
+
+
+def test_an_image_is_an_array_of_bytes(image):
+    loaded = load_image(image())
+    assert loaded.dtype == np.uint8
+    assert np.array_equal(loaded, PIXELS)
+    assert loaded.flags.writeable and loaded.flags.c_contiguous
+
+
+def test_bgr_is_rgb_the_other_way_round(image):
+    loaded = load_image(image(), mode="BGR")
+    assert np.array_equal(loaded, PIXELS[..., ::-1])
+    assert loaded.flags.c_contiguous
+
+
+def test_grey_has_no_channels(image):
+    assert load_image(image(), mode="L").shape == (6, 4)
+    assert np.array_equal(load_image(image(PIXELS[..., 0]), mode="L"), PIXELS[..., 0])
+    assert np.array_equal(load_image(image(PIXELS[..., 0]))[..., 2], PIXELS[..., 0])
+
+
+def test_a_size_is_height_and_width(image):
+    assert partial(load_image, size=(8, 2))(image()).shape == (8, 2, 3)
+    assert load_image(image(), size=5, mode="L").shape == (5, 5)
+
+
+def test_an_image_is_turned_as_its_exif_data_say(image):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees
+    loaded = load_image(image(exif=exif))
+    assert np.array_equal(loaded, np.rot90(PIXELS, -1))
+
+
+@pytest.mark.parametrize("mode", ["RGB", "BGR", "L"])
+def test_sixteen_bits_of_grey_are_scaled(image, mode):
+    grey = (np.arange(16, dtype=np.uint16) * 4096 + 255).reshape(4, 4)
+    loaded = load_image(image(grey), mode=mode)
+    assert np.array_equal(loaded.reshape(16, -1)[:, 0], np.arange(16) * 16)
+
+
+def test_transparency_is_dropped(image):
+    alpha = np.full((6, 4, 1), 9, np.uint8)
+    assert np.array_equal(load_image(image(np.concatenate([PIXELS, alpha], axis=2))), PIXELS)
+    palette = Image.fromarray(PIXELS).quantize(8)
+    path = image(palette, transparency=bytes(range(8)))
+    assert np.array_equal(load_image(path), np.asarray(palette.convert("RGB")))
+
+
+def test_thirtytwo_bits_are_refused(image):
+    with pytest.raises(ValueError, match=r"a\.tif.* has 32-bit pixels"):
+        load_image(image(np.zeros((2, 2), np.float32), "a.tif"))
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.jpg"])
+def test_a_truncated_image_is_an_error(image, name):
+    path = image(np.tile(PIXELS, (40, 40, 1)), name)
+    path.write_bytes(path.read_bytes()[:-2000])
+    with pytest.raises(OSError, match="truncated"):
+        load_image(path)
+
+
+def test_what_is_no_image_or_not_there_is_an_error(tmp_path):
+    (tmp_path / "a.png").write_text("no image")
+    with pytest.raises(OSError, match=r"cannot identify image file .*a\.png"):
+        load_image(tmp_path / "a.png")
+    with pytest.raises(FileNotFoundError):
+        load_image(tmp_path / "b.png")
+
+
+def test_an_unknown_mode_is_refused(image):
+    with pytest.raises(ValueError, match="mode must be 'RGB', 'BGR' or 'L', got 'rgb'"):
+        load_image(image(), mode="rgb")
+
+
+def test_without_pillow_it_says_what_to_install():
+    program = (
+        "import sys; sys.modules['PIL'] = None\n"
+        "from enqueuer.datasets.files import load_image; load_image('a.png')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    assert "enqueuer.FrameworkUnavailable: load_image needs Pillow >= 9.2" in done.stderr
+    assert "pip install 'enqueuer[images]'" in done.stderr
+
+
+# --- sounds --------------------------------------------------------------------------------------
+
+
+def sound(path, data, width=2, channels=1, rate=8000):
+    with wave.open(str(path), "wb") as file:
+        file.setsampwidth(width)
+        file.setnchannels(channels)
+        file.setframerate(rate)
+        file.writeframes(data)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("width", "data"),
+    [
+        (1, bytes([128, 0, 192, 64])),
+        (2, struct.pack("<4h", 0, -(2**15), 2**14, -(2**14))),
+        (3, bytes.fromhex("000000 000080 000040 0000c0")),
+        (4, struct.pack("<4i", 0, -(2**31), 2**30, -(2**30))),
+    ],
+)
+def test_samples_go_from_minus_one_to_one(tmp_path, width, data):
+    samples, rate = load_audio(sound(tmp_path / "a.wav", data, width))
+    assert samples.dtype == np.float32
+    assert samples.tolist() == [0, -1, 0.5, -0.5]
+    assert rate == 8000
+
+
+def test_several_channels_are_columns(tmp_path):
+    data = struct.pack("<6h", 0, 2**14, 0, 2**14, 0, 2**14)
+    samples, _ = load_audio(sound(tmp_path / "a.wav", data, channels=2))
+    assert samples.tolist() == [[0, 0.5]] * 3
+
+
+def test_a_truncated_sound_is_an_error(tmp_path):
+    path = sound(tmp_path / "a.wav", bytes(200))
+    whole = path.read_bytes()
+    for size in (20, 100):
+        path.write_bytes(whole[:size])
+        with pytest.raises(EOFError):
+            load_audio(path)
+
+
+def floats(path):
+    """Write a WAV file of floats, which the standard library does not read."""
+    data = np.array([0, 0.5, -1], "<f4").tobytes()
+    form = struct.pack("<4sIHHIIHH", b"fmt ", 16, 3, 1, 8000, 32000, 4, 32)
+    body = b"WAVE" + form + struct.pack("<4sI", b"data", len(data)) + data
+    path.write_bytes(struct.pack("<4sI", b"RIFF", len(body)) + body)
+    return path
+
+
+def test_what_the_standard_library_cannot_read_takes_soundfile(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "soundfile", None)
+    with pytest.raises(FrameworkUnavailable, match=r"a\.wav'\) needs soundfile.*\[audio\]"):
+        load_audio(floats(tmp_path / "a.wav"))
+    (tmp_path / "a.flac").write_bytes(b"fLaC")
+    with pytest.raises(FrameworkUnavailable, match=r"a\.flac"):
+        load_audio(tmp_path / "a.flac")
+
+
+def test_soundfile_reads_it(tmp_path):
+    needs("soundfile")
+    samples, rate = load_audio(floats(tmp_path / "a.wav"))
+    assert (samples.dtype, samples.tolist(), rate) == (np.float32, [0, 0.5, -1], 8000)
+
+
+# --- arrays --------------------------------------------------------------------------------------
+
+
+def test_an_array_and_a_dict_of_arrays_are_loaded(tmp_path):
+    np.save(tmp_path / "a.npy", PIXELS)
+    np.savez(tmp_path / "a.npz", x=PIXELS, y=np.array(3))
+    assert np.array_equal(load_array(tmp_path / "a.npy"), PIXELS)
+    loaded = load_array(tmp_path / "a.npz")
+    assert list(loaded) == ["x", "y"]
+    assert np.array_equal(loaded["x"], PIXELS)
+    assert loaded["y"] == 3
+
+
+def test_pickled_objects_are_not_loaded(tmp_path):
+    np.save(tmp_path / "a.npy", np.array([print], object), allow_pickle=True)
+    with pytest.raises(ValueError, match="allow_pickle"):
+        load_array(tmp_path / "a.npy")
+
+
+def test_a_broken_array_is_an_error(tmp_path):
+    file = io.BytesIO()
+    np.savez(file, x=PIXELS)
+    for name, data in (("a.npy", b""), ("b.npz", file.getvalue()[:100])):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(Exception, match=r"No data left|not a zip file"):
+            load_array(tmp_path / name)
