@@ -29,14 +29,16 @@ from queue import Empty
 from types import TracebackType
 from typing import Any, Generic, NoReturn, TypeVar
 
-from enqueuer import arguments, backends, logs, state
+from enqueuer import arguments, backends, logs, state, usage
 from enqueuer.backends import ESCALATION_S, Backend, BackendName, Job
 from enqueuer.errors import Closed, InvalidState, WorkerError
 from enqueuer.merging import Order, RoundRobin
 from enqueuer.messages import Epoch, Failure, Item
+from enqueuer.meters import Waits, clock, top_of
 from enqueuer.replaying import ATTRIBUTE, Origin, origin_of
 from enqueuer.shards import fresh_seed
 from enqueuer.sources import Source
+from enqueuer.stats import Stats
 from enqueuer.tasks import TaskSource
 from enqueuer.worker import OnError
 
@@ -121,6 +123,8 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         self._skipped: dict[int, tuple[int, float]] = {}
         self._told: set[str] = set()  # reports that were logged
         self._restarts = 0  # of backends that are gone
+        self._waits = Waits()
+        self._final: Stats | None = None  # of a run that was ended
         self._lock = threading.RLock()  # one consumer at a time
         self._state_lock = threading.RLock()  # one start() or stop() at a time
         self._changing = False  # the backend is being replaced
@@ -170,8 +174,10 @@ class BaseEnqueuer(ABC, Generic[Batch]):
                 self._max_queue_size = arguments.positive("max_queue_size", max_queue_size)
             if not self._resumed:
                 self._rewind()
+            self._waits = Waits()
             backend = self._start_backend(self._job())
             with self._lock:
+                self._final = None
                 self._use(backend)
                 self._move(State.RUNNING)
                 self._failure = self._raised = None
@@ -193,6 +199,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         seconds = arguments.seconds("timeout", STOP_S if timeout is None else timeout)
         if self._backend is None:
             return
+        final = self.stats()  # before they go home
         self._backend.close()  # wakes the consumer, which then lets go of its lock
         with self._state_lock:
             backend = self._backend  # another one, perhaps, if it has just been replaced
@@ -208,6 +215,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
                     left.append(self._ready.popleft())
             if was_running:
                 self._at_rest, self._at_rest_in = self._position(left), self._identity()
+                self._final = final
             backend.stop(seconds)
             if self._finalizer is not None:
                 self._finalizer.detach()
@@ -249,6 +257,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
                         self._finalizer.detach()
                     self._workers = workers
                     self._restarts += old.restarts
+                    self._waits.by_worker = {}
                     self._use(new)
                     self._hand_over(old, new)
                 finally:
@@ -268,6 +277,49 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         plural = "" if self._workers == 1 else "s"
         name = type(self).__name__
         return f"<{name} {self._state.value} {self._workers} worker{plural}{waiting}>"
+
+    # --- statistics ---
+
+    def stats(self) -> Stats:
+        """Return what was measured since the start: how long the loop waited, and for what.
+
+        May be called at any time, by any thread; it waits for nothing, and measuring cannot be
+        turned off, as it costs next to nothing. After `stop()` it is what was measured until then.
+
+        Example:
+            >>> from enqueuer import GeneratorEnqueuer
+            >>> with GeneratorEnqueuer(lambda: iter("abc")) as enqueuer:
+            ...     _ = list(enqueuer)
+            ...     enqueuer.stats().items
+            3
+        """
+        if self._final is not None:
+            return self._final
+        backend, waits = self._backend, self._waits
+        now, first, since = clock(), waits.first, waits.since
+        waiting = now - since if since else 0  # just now
+        waited = waits.waited + (waiting if first else 0)
+        return Stats(
+            seconds=0.0 if backend is None else (now - waits.began) / 1e9,
+            backend=self._backend_name,
+            ordered=self._ordered,
+            epoch=self._epoch,
+            items=waits.taken - len(self._ready),
+            first_batch_s=(first - waits.began) / 1e9 if first else None,
+            first_wait_s=(waits.first_wait + (0 if first else waiting)) / 1e9,
+            waiting_s=waited / 1e9,
+            working_s=(now - first - waited) / 1e9 if first else 0.0,
+            waits={top_of(bucket) / 1e9: count for bucket, count in list(waits.buckets.items())},
+            waited_for={worker: waited / 1e9 for worker, waited in list(waits.by_worker.items())},
+            queue_size=0 if backend is None else backend.waiting() + len(self._ready),
+            max_queue_size=self._max_queue_size,
+            fill=tuple([((at - waits.began) / 1e9, size) for at, size in list(waits.samples)]),
+            error_count=self._error_count,
+            restart_count=self.restart_count,
+            cpus=usage.cpus(),
+            loop_cpu_s=0.0 if backend is None else time.process_time() - waits.cpu_s,
+            workers=() if backend is None else tuple(backend.measures()),
+        )
 
     # --- position ---
 
@@ -574,7 +626,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         )
 
     def _start_backend(self, job: Job) -> Backend:
-        backend = backends.load(self._backend_name, job)
+        backend = backends.load(self._backend_name, job, self._waits)
         backend.start()
         return backend
 
@@ -723,6 +775,9 @@ class BaseEnqueuer(ABC, Generic[Batch]):
                     return False
                 self._changed.wait_for(lambda: not self._changing)
                 continue
+            finally:
+                if self._waits.since:
+                    self._waits.resume()
             self._found(failure)
         was_over, self._over = self._over, not self._ready and self._failure is None
         if self._over and not was_over:
@@ -740,6 +795,10 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             self._note(failure)
         elif not self._order.done:
             self._ready.extend(self._backend.take(self._order))
+            waits = self._waits
+            waits.left -= len(self._ready)
+            if waits.left <= 0:
+                waits.sample(self._waiting())
         if len(self._ready) == 1:  # else those behind the first one still wait
             self._backend.settle()
 
@@ -932,7 +991,7 @@ def _watch(reference: weakref.ref[BaseEnqueuer[Any]]) -> bool:
     if enqueuer is None:
         return False
     with enqueuer._lock:
-        backend, order = enqueuer._backend, enqueuer._order
+        backend, order, waits = enqueuer._backend, enqueuer._order, enqueuer._waits
         if enqueuer._knows_next() or enqueuer._is_idle() or backend is None:
             return True
         backend.settle()
@@ -946,6 +1005,9 @@ def _watch(reference: weakref.ref[BaseEnqueuer[Any]]) -> bool:
                 return False
             enqueuer._changed.wait_for(lambda: enqueuer is None or not enqueuer._changing)
             return True
+        finally:
+            if waits.since:
+                waits.resume()
         enqueuer = reference()
         if enqueuer is not None:
             enqueuer._found(failure)

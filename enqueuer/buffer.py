@@ -18,6 +18,7 @@ from typing import Generic, TypeVar
 from enqueuer.errors import Closed
 
 T = TypeVar("T")
+D = TypeVar("D")
 
 
 class Buffer(Generic[T]):
@@ -70,19 +71,32 @@ class Buffer(Generic[T]):
             Closed: The buffer is closed, or was while waiting.
             queue.Full: There was no room within `timeout`.
         """
+        if self.offer(item, size_bytes):
+            return
+        with self._not_full:
+            self._wait_for_room_locked(size_bytes, timeout)
+            self.offer(item, size_bytes)
+
+    def put_nowait(self, item: T, size_bytes: int = 0) -> None:
+        """Append `item`, or raise `queue.Full` at once."""
+        self.put(item, 0, size_bytes)
+
+    def offer(self, item: T, size_bytes: int = 0) -> bool:
+        """Append `item` if there is room now, and tell whether that was so.
+
+        Raises:
+            Closed: The buffer is closed.
+        """
         with self._not_full:
             if not self._may_put_locked(size_bytes):
-                self._wait_for_room_locked(size_bytes, timeout)
+                return False
             if self._closed:
                 raise Closed("the buffer is closed")
             self._items.append((item, size_bytes))
             self._bytes += size_bytes
             if self._getters:
                 self._not_empty.notify()
-
-    def put_nowait(self, item: T, size_bytes: int = 0) -> None:
-        """Append `item`, or raise `queue.Full` at once."""
-        self.put(item, 0, size_bytes)
+            return True
 
     def get(self, timeout: float | None = None) -> T:
         """Take the oldest item; wait while there is none.
@@ -99,10 +113,12 @@ class Buffer(Generic[T]):
                 self._wait_for_item_locked(timeout)
             if not self._items:
                 raise Closed("the buffer is closed and empty") if self._closed else Empty
-            item, size_bytes = self._items.popleft()
-            self._bytes -= size_bytes
-            self._wake_putters_locked()
-            return item
+            return self._get_locked()
+
+    def get_or(self, default: D) -> T | D:
+        """Take the oldest item that is there now, or return `default`, also if it is closed."""
+        with self._not_empty:
+            return self._get_locked() if self._items else default
 
     def get_nowait(self) -> T:
         """Take the oldest item, or raise `queue.Empty` at once."""
@@ -150,6 +166,12 @@ class Buffer(Generic[T]):
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open"
         return f"<Buffer {len(self._items)}/{self.max_size} {state}>"
+
+    def _get_locked(self) -> T:
+        item, size_bytes = self._items.popleft()
+        self._bytes -= size_bytes
+        self._wake_putters_locked()
+        return item
 
     def _may_put_locked(self, size_bytes: int) -> bool:
         if self._closed:

@@ -18,7 +18,9 @@ from typing import Literal, Protocol
 from enqueuer.errors import StartError
 from enqueuer.merging import Order, TaskOrder
 from enqueuer.messages import Epoch, Failure, Item, Ticket
+from enqueuer.meters import Waits
 from enqueuer.sources import Source
+from enqueuer.stats import WorkerStats
 from enqueuer.tasks import TaskSource
 from enqueuer.worker import OnError, Plan
 
@@ -136,6 +138,9 @@ class Backend(Protocol):
     def waiting(self) -> int:
         """Return how many finished items wait and were not taken."""
 
+    def measures(self) -> list[WorkerStats]:
+        """Return what each worker has done so far. Called by any thread, at any time."""
+
     def close(self) -> None:
         """Ask the workers to go home and wake whoever is in `wait()`; returns at once."""
 
@@ -177,8 +182,8 @@ def default_method() -> str:
     return "forkserver" if HAS_FORKSERVER else "spawn"
 
 
-def load(name: str, job: Job) -> Backend:
-    """Return the backend called `name`, ready to start `job`.
+def load(name: str, job: Job, waits: Waits | None = None) -> Backend:
+    """Return the backend called `name`, ready to start `job`; it tells `waits` of its waits.
 
     Raises:
         StartError: This system cannot run it.
@@ -186,7 +191,7 @@ def load(name: str, job: Job) -> Backend:
     if name == "process" and not hasattr(os, "fork"):
         raise StartError("backend='process' needs a POSIX system; use backend='thread' here")
     module, kind = _CLASSES[name, isinstance(job.source, TaskSource)]
-    backend: Backend = getattr(importlib.import_module(module), kind)(job)
+    backend: Backend = getattr(importlib.import_module(module), kind)(job, waits or Waits())
     return backend
 
 

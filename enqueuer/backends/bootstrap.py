@@ -202,6 +202,7 @@ def _work(
     except BaseException as error:
         _fail(channel, part, counter, error)
     else:
+        channel.meter.begin()
         plan = worker.Plan(source, part.shards, setup.count, setup.random_seed, on_error)
         if counter is None:
             worker.serve(plan, channel, channel, GlobalStreams().enter)

@@ -26,6 +26,7 @@ from enqueuer.backends.watched import Watched
 from enqueuer.errors import Closed
 from enqueuer.merging import Order, TaskOrder
 from enqueuer.messages import End, Epoch, Failure, Item, Ticket
+from enqueuer.meters import Waits
 from enqueuer.transport import tickets
 from enqueuer.transport.channel import Credit
 from enqueuer.transport.tickets import TicketOffice
@@ -36,8 +37,8 @@ _ALL = 1 << 62
 class TaskProcesses(ProcessBackend):
     """See `enqueuer.backends.TaskBackend`."""
 
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
+    def __init__(self, job: Job, waits: Waits) -> None:
+        super().__init__(job, waits)
         self._shelf = Shelf(job.max_queue_bytes is not None)
         self._arrived: deque[Any] = deque()
         self._office: TicketOffice | None = None
@@ -135,6 +136,7 @@ class TaskProcesses(ProcessBackend):
                 return None
             if expired:
                 raise TimeoutError("no batch in time")
+            self._waits.pause(None)
             self._sleep(self._workers, False, deadline)
             expired = deadline is not None and time.monotonic() >= deadline
         return None

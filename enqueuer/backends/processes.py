@@ -43,6 +43,8 @@ from enqueuer.backends.watched import (
 from enqueuer.errors import Closed, InvalidState, StartError, StopWarning, WorkerDied
 from enqueuer.merging import ANY, Order
 from enqueuer.messages import End, Epoch, Failure, Item
+from enqueuer.meters import Waits
+from enqueuer.stats import WorkerStats
 from enqueuer.transport.blocks import remove_names_of
 from enqueuer.transport.channel import Credit
 from enqueuer.transport.consumer_end import ConsumerEnd
@@ -59,8 +61,9 @@ _EXITCODE_S = 1.0  # between the end of a process and somebody's word on how it 
 class ProcessBackend:
     """See `enqueuer.backends.Backend`."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, waits: Waits) -> None:
         self._job = job
+        self._waits = waits
         self._plans = job.plans()
         self._owners = owners_of(self._plans)
         self._owner = os.getpid()
@@ -214,6 +217,7 @@ class ProcessBackend:
                 continue
             if expired:
                 raise TimeoutError("no batch in time")
+            self._waits.pause(None if wanted is None else wanted.index)
             watched = self._workers if wanted is None else [wanted]
             is_coming = self._ask_for(wanted)
             self._sleep(watched, is_coming, deadline)
@@ -238,6 +242,9 @@ class ProcessBackend:
             if not worker.channel.is_settled:
                 worker.channel.settle()
                 worker.channel.grant(self._room())
+
+    def measures(self) -> list[WorkerStats]:
+        return [worker.measure() for worker in list(self._workers)]
 
     def waiting(self) -> int:
         self._check_owner()
@@ -324,6 +331,7 @@ class ProcessBackend:
             self._end(worker)
             return None
         self._started = time.monotonic()
+        worker.before = dead.measure()
         self._workers[dead.index] = worker
         self._end(dead)
         _log.warning(

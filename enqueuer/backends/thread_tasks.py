@@ -17,6 +17,7 @@ from enqueuer.buffer import Buffer
 from enqueuer.errors import Closed
 from enqueuer.merging import Order, TaskOrder
 from enqueuer.messages import End, Epoch, Failure, Item, Message, Ticket
+from enqueuer.meters import WAITING, Waits
 from enqueuer.worker import Plan, serve_tasks
 
 _UNBOUNDED = 1 << 62  # whoever hands out the tickets keeps the bound
@@ -25,8 +26,8 @@ _UNBOUNDED = 1 << 62  # whoever hands out the tickets keeps the bound
 class TaskThreads(ThreadBackend):
     """See `enqueuer.backends.TaskBackend`."""
 
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
+    def __init__(self, job: Job, waits: Waits) -> None:
+        super().__init__(job, waits)
         self._bunch = bunch_of(job)
         self._tickets: Buffer[Ticket] = Buffer(_UNBOUNDED)
         self._results: Buffer[Message] = Buffer(_UNBOUNDED)
@@ -34,6 +35,7 @@ class TaskThreads(ThreadBackend):
 
     def _start_one(self, index: int, plan: Plan) -> threading.Thread:
         road = _TaskRoad(index, self._results, self._tickets)
+        self._roads.append(road)
         thread = WorkerThread(
             target=serve_tasks,
             args=(plan, road, road),
@@ -81,6 +83,7 @@ class TaskThreads(ThreadBackend):
                 return None
             if order.done:
                 break
+            self._waits.pause(None)
             timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
             if not self._fetch(timeout):
                 raise TimeoutError("no batch in time")
@@ -121,7 +124,4 @@ class _TaskRoad(Road):
         self._tickets = tickets
 
     def next_ticket(self) -> Ticket | None:
-        try:
-            return self._tickets.get()
-        except Closed:
-            return None
+        return self._get(self._tickets, WAITING)

@@ -20,28 +20,38 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from queue import Empty as NothingYet
-from typing import Any
+from typing import Any, TypeVar
 
+from enqueuer import usage
 from enqueuer.backends import Job, WorkerThread, owners_of, size_of, split_bound
 from enqueuer.buffer import Buffer
 from enqueuer.errors import Closed, StartError, StopWarning
 from enqueuer.merging import Order
 from enqueuer.messages import Empty, End, Epoch, Failure, Item, Message
+from enqueuer.meters import BEGAN, BYTES, IDLE, WAITING, Meter, Waits, clock
 from enqueuer.sources import LiveSource
+from enqueuer.stats import WorkerStats, worker_stats
 from enqueuer.worker import Plan, serve
+
+_WEIGHED_EVERY = 64  # of so many items; to look at each would take longer than to send it
+
+T = TypeVar("T")
 
 
 class ThreadBackend:
     """See `enqueuer.backends.Backend`."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, waits: Waits) -> None:
         if isinstance(job.source, LiveSource) and job.shards > 1:
             raise AssertionError("a live iterator is one shard: threads cannot share it in order")
         self._plans = job.plans()
         self._owners = owners_of(self._plans)
+        self._waits = waits
+        self._began = clock()
         self._measured = job.max_queue_bytes is not None
         self._buffers = _buffers(job, len(self._plans))
         self._orders: list[Buffer[Epoch]] = [Buffer(max_size=1) for _ in self._plans]
+        self._roads: list[Road] = []
         self._threads: list[threading.Thread] = []
         self._held: Item | None = None  # what is next, between wait() and take()
 
@@ -63,6 +73,7 @@ class ThreadBackend:
     def _start_one(self, index: int, plan: Plan) -> threading.Thread:
         buffer = self._buffers[index % len(self._buffers)]
         road = Road(index, buffer, self._orders[index], self._measured)
+        self._roads.append(road)
         thread = WorkerThread(
             target=serve, args=(plan, road, road), name=f"enqueuer-worker-{index}", daemon=True
         )
@@ -76,12 +87,16 @@ class ThreadBackend:
     def wait(self, order: Order, deadline: float | None) -> Failure | None:
         while self._held is None and not order.done:
             shard = order.turn()
-            buffer = self._buffers[0 if shard is None else self._owners[shard] % len(self._buffers)]
-            timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
-            try:
-                message = buffer.get(timeout)
-            except NothingYet:
-                raise TimeoutError("no batch in time") from None
+            worker = None if shard is None else self._owners[shard]
+            buffer = self._buffers[0 if worker is None else worker % len(self._buffers)]
+            message = buffer.get_or(None)
+            if message is None:
+                self._waits.pause(worker)
+                timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+                try:
+                    message = buffer.get(timeout)
+                except NothingYet:
+                    raise TimeoutError("no batch in time") from None
             match message:
                 case Item():
                     self._held = message
@@ -100,6 +115,22 @@ class ThreadBackend:
 
     def settle(self) -> None:
         pass  # what is taken from a buffer makes room in it at once
+
+    def measures(self) -> list[WorkerStats]:
+        return [
+            worker_stats(
+                index,
+                thread.name,
+                plan.shards,
+                road.meter.words,
+                road.sent,
+                usage.of_thread(thread),
+                self._began,
+            )
+            for index, (plan, road, thread) in enumerate(
+                zip(self._plans, self._roads, self._threads, strict=False)  # it may be stopping
+            )
+        ]
 
     def waiting(self) -> int:
         messages = (message for buffer in self._buffers for message in buffer.snapshot())
@@ -137,12 +168,35 @@ class Road:
         self._buffer = buffer
         self._orders = orders
         self._measured = measured
+        self.meter = Meter()
+        self._left = 1  # items until the next one is weighed
+        self._step = 1  # between the last one and that
+        self._weighed = 1  # all until then
+
+    @property
+    def sent(self) -> tuple[int, int]:
+        """How many items it has sent, or is about to send, and about how many bytes."""
+        sent, weighed = self._weighed - self._left, self._weighed - self._step
+        return sent, self.meter.words[BYTES] * sent // max(1, weighed)
 
     def send_item(self, shard: int, number: int, value: object, state: Any = None) -> None:
         size_bytes = size_of(value) if self._measured else 0
         if state is not None:
             state = copy.deepcopy(state)  # it may be the iterator's own, which goes on
-        self._buffer.put(Item(shard, number, value, state), size_bytes=size_bytes)
+        self._left -= 1
+        if not self._left:
+            self._weigh(value)
+        item = Item(shard, number, value, state)
+        if not self._buffer.offer(item, size_bytes):
+            self.meter.pause(WAITING)
+            self._buffer.put(item, size_bytes=size_bytes)
+            self.meter.resume()
+
+    def _weigh(self, value: object) -> None:
+        """Note the size of an item, which stands for those since the last one that was weighed."""
+        self.meter.words[BYTES] += size_of(value) * self._step
+        self._step = self._left = min(self._weighed, _WEIGHED_EVERY)
+        self._weighed += self._left
 
     def send(self, message: End | Failure | Empty) -> None:
         if isinstance(message, Failure):
@@ -154,10 +208,22 @@ class Road:
             raise Closed("the enqueuer was stopped")
 
     def next_epoch(self) -> Epoch | None:
-        try:
-            return self._orders.get()
-        except Closed:
-            return None
+        return self._get(self._orders, IDLE)
+
+    def _get(self, buffer: Buffer[T], phase: int) -> T | None:
+        """Wait for what comes next from the consumer; None means to go home."""
+        meter = self.meter
+        if not meter.words[BEGAN]:
+            meter.begin()
+        found = buffer.get_or(None)
+        if found is None:
+            meter.pause(phase)
+            try:
+                found = buffer.get()
+            except Closed:
+                return None
+            meter.resume()
+        return found
 
 
 def _buffers(job: Job, workers: int) -> list[Buffer[Message]]:

@@ -10,10 +10,13 @@ import contextlib
 import os
 import select
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from enqueuer import usage
 from enqueuer.backends import WorkerState
 from enqueuer.backends.launching import Launched
+from enqueuer.meters import clock
+from enqueuer.stats import WorkerStats, worker_stats
 from enqueuer.transport import is_portable
 from enqueuer.transport.consumer_end import ConsumerEnd
 from enqueuer.transport.packets import Descriptor, close_in_children
@@ -41,11 +44,28 @@ class Watched:
     state: WorkerState = WorkerState.STARTING
     exitcode: int | None = None
     gone: bool = False  # whether the process has ended
+    began: int = field(default_factory=clock)
+    before: WorkerStats | None = None  # of those that it has replaced
 
     def move(self, new: WorkerState) -> None:
         """Change state; the only method that assigns `state` after the start."""
         assert new in _NEXT_STATE[self.state], f"{self.state} -> {new}"
         self.state = new
+
+    def measure(self) -> WorkerStats:
+        """Return what it has done so far, and those whose place it has taken."""
+        channel, pid = self.channel, self.process.pid
+        now = worker_stats(
+            self.index,
+            str(self),
+            self.shards,
+            channel.meter,
+            channel.sent,
+            usage.of_process(pid),
+            self.began,
+            channel.memory,
+        )
+        return now if self.before is None else now.after(self.before)
 
     def send_signal(self, number: int) -> None:
         """Signal the process, and never another one that has got its pid."""

@@ -417,6 +417,16 @@ class BlockMap:
     def __contains__(self, number: int) -> bool:
         return number in self._memory or number in self._missing
 
+    @property
+    def count(self) -> int:
+        """How many blocks there are."""
+        return len(self._memory)
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes they have, all together."""
+        return sum(map(len, tuple(self._memory.values())))
+
     def add(self, number: int, fds: list[int]) -> None:
         """Map a block that came with its descriptor; the descriptor is closed.
 

@@ -18,6 +18,7 @@ import cloudpickle
 
 from enqueuer.errors import BlockMemoryError, ItemNotLoadable, TransportError
 from enqueuer.messages import Empty, End, Epoch, Failure, Item
+from enqueuer.meters import BYTES
 from enqueuer.transport import codec, road, tickets
 from enqueuer.transport.blocks import BlockMap, nameless_file, read_whole
 from enqueuer.transport.channel import (
@@ -42,6 +43,7 @@ class ConsumerEnd:
     """The consumer's end of one worker's channel. Called by one thread at a time.
 
     Attributes:
+        meter: The words of the worker's meter.
         records: What the worker logged and nobody has handled yet.
         greeted: Whether the worker has said HELLO.
     """
@@ -50,6 +52,7 @@ class ConsumerEnd:
         self._packets = packets
         self._road = way
         self._words, self._frames = way.words, way.frames
+        self.meter = way.meter
         self._quota = credit.items
         self._by_bytes = credit.waiting_bytes is not None
         # A worker that waits for credit is woken for so many at once, and so many items are
@@ -75,6 +78,17 @@ class ConsumerEnd:
     def ended(self) -> bool:
         """Whether the worker hung up and all that it sent has been read."""
         return self._packets.ended
+
+    @property
+    def sent(self) -> tuple[int, int]:
+        """How many items the worker has sent, and about how many bytes: in blocks, on the road."""
+        words = self._words
+        return words[road.SENT], self.meter[BYTES] + words[road.WRITTEN]
+
+    @property
+    def memory(self) -> tuple[int, int]:
+        """How many blocks are shared with the worker, and their bytes."""
+        return self._blocks.count, self._blocks.nbytes
 
     @property
     def waiting(self) -> int:

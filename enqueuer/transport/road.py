@@ -22,6 +22,7 @@ import platform
 import threading
 from collections.abc import Callable
 
+from enqueuer import meters
 from enqueuer.transport.blocks import map_shared, open_nameless
 
 # Words of 8 bytes. The worker's, in a cache line of their own:
@@ -40,8 +41,10 @@ WANTED = 11  # 1 + the number of the item that the consumer waits for
 ORDERS = 12  # on the socket, ever: look there
 CONSUMER_ASLEEP = 13
 HOME_WRITTEN = 14  # numbers of blocks, ever
+# The worker's again, in a third: its meter.
 
-_WORDS_BYTES = 128
+_METER_AT = 128
+_WORDS_BYTES = _METER_AT + 8 * meters.WORDS
 _HOME_PLACES = 4096  # numbers of 4 bytes
 _FRAMES_AT = _WORDS_BYTES + 4 * _HOME_PLACES
 
@@ -60,12 +63,14 @@ class Road:
         words: The numbers above, by index.
         frames: The ring. A frame begins at its position modulo `RING_BYTES` and may run on
             beyond that, so that each lies in one piece; behind one that does a new lap begins.
+        meter: The words of the worker's meter.
         fence: Has everything stored before it seen by others before anything is loaded after.
     """
 
     def __init__(self, memory: mmap.mmap) -> None:
         view = memoryview(memory)
-        self.words = view[:_WORDS_BYTES].cast("Q")
+        self.words = view[:_METER_AT].cast("Q")
+        self.meter = view[_METER_AT:_WORDS_BYTES].cast("Q")
         self.frames = view[_FRAMES_AT:]
         self._home = view[_WORDS_BYTES:_FRAMES_AT].cast("I")
         self.fence = _make_fence()

@@ -26,6 +26,7 @@ import numpy as np
 
 from enqueuer.errors import Closed
 from enqueuer.messages import Empty, End, Epoch, Failure, Ticket
+from enqueuer.meters import BYTES, IDLE, SENDING, WAITING, Meter, clock
 from enqueuer.transport import codec, road, tickets
 from enqueuer.transport.blocks import (
     ALIGNMENT,
@@ -88,6 +89,9 @@ class WorkerEnd:
         self._packets = packets
         self._road = way
         self._words, self._frames, self._fence = way.words, way.frames, way.fence
+        self.meter = Meter(way.meter)
+        self._meter = way.meter
+        self._timed = 0  # items that the times so far stand for
         self._credit = credit
         self._written = self._sent = self._read = 0
         self._limit = 0  # may be sent without another thought; stays so with a bound on bytes
@@ -123,6 +127,8 @@ class WorkerEnd:
             BlockMemoryError: There is no memory to send it through.
         """
         kind, table = _ITEM, 0
+        # who may have to wait, or has much to copy, is timed, and stands for all since then
+        began = clock() if self._sent >= self._limit else 0
         buffers: Sequence[codec.Buffer] = ()
         if state is not None:
             kind, value = _STATED, (value, state)
@@ -130,12 +136,17 @@ class WorkerEnd:
             data = _dumps(value, 5)
         else:
             data, buffers = self._encode(value)
-        if buffers or len(data) > INLINE_BYTES or self._sent >= self._limit:
+        if began or buffers or len(data) > INLINE_BYTES:
+            began = began or clock()
+            waited = self._meter[WAITING]
             data, table = self._prepare(data, buffers)
+            began += self._meter[WAITING] - waited
         elif self._words[ORDERS] != self._orders:
             self.check()
         self._sent += 1
         self._put(kind, shard, number, table, data)
+        if began:
+            self._account(clock() - began, table > 0)
 
     def send(self, message: End | Failure | Empty) -> None:
         """Send what is no item; needs no credit. Raises as `send_item`."""
@@ -165,7 +176,7 @@ class WorkerEnd:
         """Wait for the next epoch; None when there will be none."""
         self._read_orders()  # the first may have come with the job
         while not self._epochs and not self._closed:
-            self._sleep()
+            self._sleep(phase=IDLE)
         return None if self._closed else self._epochs.popleft()
 
     def next_ticket(self, counter: socket.socket) -> Ticket | None:
@@ -178,6 +189,7 @@ class WorkerEnd:
             found = self._tasks.popleft() if self._tasks else tickets.take(counter)
             if found is None:
                 self._sleep(also=counter.fileno())
+                self._limit = 0  # the next result is timed
                 continue
             token, number = tickets.HEAD.unpack_from(found[0])
             self._words[road.CLAIMED] = token + 1
@@ -226,12 +238,25 @@ class WorkerEnd:
         size = len(data) + sum(buffer.nbytes for buffer in buffers)
         data, segments = self._lay_out(data, buffers)
         del buffers
+        if segments:
+            self._meter[BYTES] += size
         if self._credit.waiting_bytes is not None:
             self._sizes.append(size)
             self._bytes += size
         self._wait_for_credit()
         table = self._announce(segments)
         return table + data, len(table)
+
+    def _account(self, took: int, is_large: bool) -> None:
+        """Note how long it took to send an item, without waiting.
+
+        Args:
+            took: Nanoseconds.
+            is_large: Whether parts of it went into blocks; others are like those before it.
+        """
+        alike = 1 if is_large else self._sent - self._timed
+        self._timed = self._sent
+        self._meter[SENDING] += took * alike
 
     def _wait_for_credit(self) -> None:
         """Return when the item in hand may go."""
@@ -366,13 +391,20 @@ class WorkerEnd:
 
     # --- the socket ---
 
-    def _sleep(self, enough: Callable[[], bool] = lambda: False, also: int | None = None) -> None:
+    def _sleep(
+        self,
+        enough: Callable[[], bool] = lambda: False,
+        also: int | None = None,
+        phase: int = WAITING,
+    ) -> None:
         """Sleep until there are orders, the consumer's end or a wake; send logs meanwhile.
 
         Args:
             enough: Asked once more after the consumer has been told that we sleep.
             also: A descriptor that wakes us, too, when there is something to read.
+            phase: As what the time counts.
         """
+        self.meter.pause(phase)
         with self._lock:
             try:
                 self._send_records_locked(wait=False)
@@ -390,6 +422,7 @@ class WorkerEnd:
         self._words[road.WORKER_ASLEEP] = 0
         if also is not None:
             self._readable.unregister(also)
+        self.meter.resume()
         self._read_orders()
 
     def _read_orders(self) -> None:

@@ -51,8 +51,9 @@ ORDER = [
     ["transport.tensors", "transport.blocks", "transport.packets"],
     ["transport.__init__"],
     ["buffer", "logs"],
-    ["shards"],
-    ["frameworks", "messages"],
+    ["stats"],
+    ["meters", "shards", "usage", "verdict"],
+    ["formats", "frameworks", "messages"],
     ["errors"],
 ]
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}

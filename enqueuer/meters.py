@@ -1,0 +1,154 @@
+"""What is measured while it runs: where a worker's time goes, and how long the loop waits.
+
+    worker:    Meter, words of 8 bytes that only it writes and that the loop's process can read
+    consumer:  Waits, the waits of the loop and the fill of the queue
+
+An item that neither waits nor is waited for is not timed: a clock takes as long as a hundredth
+of sending a tiny item. Whoever has to wait looks at the clock, since that costs more anyway; what
+is left of a worker's time is that of the generator.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+
+clock = time.monotonic_ns  # the same in all processes of a machine
+
+# The words of a worker; of times, nanoseconds.
+BEGAN = 0  # when it was ready to work; 0 before that
+BYTES = 1  # of what it has sent
+SENDING = 2  # took so long, all in all
+WAITING = 3  # for the right to send, or for a task
+IDLE = 4  # between two epochs
+PHASE = 5  # WAITING or IDLE if it is just that, else 0
+SINCE = 6  # when that began
+
+WORDS = 8  # a cache line
+
+_MOST_SAMPLES = 256  # of the fill; then every second one is forgotten
+_SAMPLE_NS = 5_000_000  # between two of them, at first
+
+
+class Meter:
+    """A worker's own account. One thread writes it, any thread of any process may read it.
+
+    Args:
+        words: Where it is kept, so many as `WORDS`, all 0; by default in memory of its own.
+    """
+
+    def __init__(self, words: memoryview[int] | None = None) -> None:
+        self.words = memoryview(array("Q", [0] * WORDS)) if words is None else words
+
+    def begin(self) -> None:
+        """Note that the worker is ready for its first order."""
+        self.words[BEGAN] = clock()
+
+    def pause(self, phase: int) -> None:
+        """Note that it waits from now on: WAITING or IDLE."""
+        self.words[SINCE] = clock()
+        self.words[PHASE] = phase
+
+    def resume(self) -> None:
+        """Note that the wait is over."""
+        words = self.words
+        words[words[PHASE]] += clock() - words[SINCE]
+        words[PHASE] = 0
+
+
+class Waits:
+    """The waits of the loop for its batches, and how many batches waited for the loop.
+
+    One thread at a time writes it, any may read.
+
+    Attributes:
+        began: When the workers were started.
+        cpu_s: What this process had used of the CPU then.
+        first: When the first batch was there; 0 before that.
+        first_wait: Nanoseconds that the loop waited until then.
+        waited: Nanoseconds after that, all in all.
+        by_worker: The same by the worker that was waited for, where it was a certain one.
+        buckets: How many waits there were of each length, see `bucket_of`.
+        since: When a wait began that lasts; 0 if none does.
+        worker: Who is waited for just then, if it is a certain one.
+        samples: Pairs of a time and of how many items waited then.
+        left: How many more items are to be taken until the next sample.
+    """
+
+    def __init__(self) -> None:
+        self.began = clock()
+        self.cpu_s = time.process_time()
+        self.first = 0
+        self.first_wait = 0
+        self.waited = 0
+        self.by_worker: dict[int, int] = {}
+        self.buckets: dict[int, int] = {}
+        self.since = 0
+        self.worker: int | None = None
+        self.samples: list[tuple[int, int]] = []
+        self.left = 1
+        self._counted = 1  # with those that are left
+        self._interval = _SAMPLE_NS
+        self._step = 1
+
+    @property
+    def taken(self) -> int:
+        """How many items came from the workers."""
+        return self._counted - self.left
+
+    def pause(self, worker: int | None) -> None:
+        """Note that the loop waits from now on, and for which worker; again does nothing."""
+        if not self.since:
+            self.since, self.worker = clock(), worker
+
+    def resume(self) -> None:
+        """Note that the wait is over."""
+        waited, worker = clock() - self.since, self.worker
+        self.since = 0
+        if not self.first:
+            self.first_wait += waited
+            return
+        self.waited += waited
+        bucket = bucket_of(waited)
+        self.buckets[bucket] = self.buckets.get(bucket, 0) + 1
+        if worker is not None:
+            self.by_worker[worker] = self.by_worker.get(worker, 0) + waited
+
+    def sample(self, waiting: int) -> None:
+        """Note how many items wait; called when none is `left`."""
+        now = clock()
+        if not self.first:
+            self.first = now
+        samples = self.samples
+        if not samples or now - samples[-1][0] >= self._interval:
+            samples.append((now, waiting))
+            self._step = max(1, self._step // 2)
+            if len(samples) > _MOST_SAMPLES:
+                self.samples = samples[::2]
+                self._interval *= 2
+        else:
+            self._step *= 2
+        self._counted += self._step - self.left
+        self.left = self._step
+
+
+def bucket_of(nanoseconds: int) -> int:
+    """Return which of the buckets a time falls into; there are four for each doubling.
+
+    Example:
+        >>> [bucket_of(n) for n in (8, 9, 10, 16, 1000)]
+        [16, 16, 17, 20, 43]
+    """
+    exponent = max(nanoseconds, 8).bit_length()
+    return 4 * exponent + (max(nanoseconds, 8) >> (exponent - 3) & 3)
+
+
+def top_of(bucket: int) -> int:
+    """Return the time in nanoseconds where a bucket ends and the next begins.
+
+    Example:
+        >>> top_of(bucket_of(1000)), bucket_of(1024) - bucket_of(1023)
+        (1024, 1)
+    """
+    exponent, quarter = divmod(bucket, 4)
+    return (5 + quarter) << (exponent - 3)

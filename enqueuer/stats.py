@@ -1,0 +1,355 @@
+"""Snapshots of what was measured: what the workers did, and how long the loop waited.
+
+    meters, usage --> WorkerStats (one a worker) --> Stats --> Stats.since(earlier) --> a verdict
+
+A snapshot is plain data: it can be kept, compared, printed and pickled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from enqueuer import meters
+from enqueuer.formats import duration, percent, size
+from enqueuer.usage import Usage
+from enqueuer.verdict import Evidence, Verdict, Work, judge
+
+
+@dataclass(frozen=True)
+class WorkerStats:
+    """What one worker has done since it was started, and those whose place it took.
+
+    Its time is divided into five: starting, making, sending, waiting, idle.
+
+    Attributes:
+        index: Which worker, from 0.
+        name: Such as `"worker 0 (process 4711, forkserver)"`.
+        shards: Which it runs; empty for tasks, which are anybody's.
+        items: How many it has sent.
+        bytes: About how many these had: in processes as they were sent, in threads the arrays
+            in every 64th item stand for the others.
+        started: When, in nanoseconds of `time.monotonic_ns()`.
+        starting_s: Seconds from its start until it was ready for the first order.
+        making_s: Seconds in the generator, or in `map` and `__getitem__`.
+        sending_s: Seconds of pickling and copying; of small items a sample stands for all.
+            0 in threads.
+        waiting_s: Seconds in which it had an item and no room for it, or no task.
+        idle_s: Seconds between epochs, or after its last item.
+        cpu_s: Seconds of CPU time; None if the system does not tell, here and below.
+        starved_s: Seconds in which it could have run, but had no CPU.
+        rss_bytes: Memory of its process, with what it shares with others; None for a thread.
+        blocks: How many blocks of shared memory its items lie in, waiting, in use or free.
+        block_bytes: Of these.
+    """
+
+    index: int
+    name: str
+    shards: tuple[int, ...]
+    items: int
+    bytes: int
+    started: int
+    starting_s: float
+    making_s: float
+    sending_s: float
+    waiting_s: float
+    idle_s: float
+    cpu_s: float | None = None
+    starved_s: float | None = None
+    rss_bytes: int | None = None
+    blocks: int = 0
+    block_bytes: int = 0
+
+    @property
+    def busy_share(self) -> float:
+        """How much of its time, without starting and idling, it did not wait; 0 to 1."""
+        busy = self.making_s + self.sending_s
+        return _share(busy, busy + self.waiting_s)
+
+    def since(self, earlier: WorkerStats) -> WorkerStats:
+        """Return what it has done since an earlier snapshot."""
+        return self._with(earlier, -1)
+
+    def after(self, before: WorkerStats) -> WorkerStats:
+        """Return the same with what the worker did that was in this place before."""
+        return self._with(before, 1)
+
+    def _with(self, other: WorkerStats, sign: int) -> WorkerStats:
+        changed: dict[str, Any] = {
+            name: getattr(self, name) + sign * (getattr(other, name) or 0)
+            for name in _COUNTED
+            if getattr(self, name) is not None
+        }
+        if sign > 0:
+            changed["started"] = other.started
+        return dataclasses.replace(self, **changed)
+
+
+_COUNTED = (
+    *("items", "bytes", "starting_s", "making_s", "sending_s", "waiting_s", "idle_s"),
+    *("cpu_s", "starved_s"),
+)
+
+
+def worker_stats(
+    index: int,
+    name: str,
+    shards: tuple[int, ...],
+    words: memoryview[int],
+    sent: tuple[int, int],
+    used: Usage,
+    began: int,
+    memory: tuple[int, int] = (0, 0),
+) -> WorkerStats:
+    """Make a snapshot of a worker.
+
+    Args:
+        index: Which one.
+        name: What it is called.
+        shards: Which it runs.
+        words: Of its meter.
+        sent: How many items, and their bytes.
+        used: CPU and memory.
+        began: When it was started, of `meters.clock()`.
+        memory: How many blocks, and their bytes.
+    """
+    now = meters.clock()
+    ready, phase, since = words[meters.BEGAN], words[meters.PHASE], words[meters.SINCE]
+    spent = {meters.WAITING: words[meters.WAITING], meters.IDLE: words[meters.IDLE]}
+    if phase in spent:
+        spent[phase] += max(0, now - since)
+    waiting, idle = spent.values()
+    sending = words[meters.SENDING]
+    working = now - ready - waiting - idle if ready else 0
+    return WorkerStats(
+        index=index,
+        name=name,
+        shards=shards,
+        items=sent[0],
+        bytes=sent[1],
+        started=began,
+        starting_s=((ready or now) - began) / 1e9,
+        making_s=max(0, working - sending) / 1e9,
+        sending_s=min(sending, max(0, working)) / 1e9,
+        waiting_s=waiting / 1e9,
+        idle_s=idle / 1e9,
+        cpu_s=used.cpu_s,
+        starved_s=used.starved_s,
+        rss_bytes=used.rss_bytes,
+        blocks=memory[0],
+        block_bytes=memory[1],
+    )
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What an enqueuer has done since its start: how long the loop waited, and for what.
+
+    The loop's time begins with its first batch; what came before is `first_batch_s`.
+
+    Attributes:
+        seconds: Since the start.
+        backend: `"thread"` or `"process"`.
+        ordered: Whether batches come in order.
+        epoch: Which is read, from 0.
+        items: How many batches were given to the loop.
+        first_batch_s: Seconds from the start to the first batch; None if there was none yet.
+        first_wait_s: How many of these the loop waited.
+        waiting_s: Seconds that the loop waited for batches, after the first.
+        working_s: Seconds that it did something else.
+        waits: How many waits there were of each length: a length in seconds, under which they
+            are and above 4/5 of it; and their number. A batch that was ready was not waited for.
+        waited_for: Of `waiting_s`, how long for which worker, by its index; without order
+            nobody knows.
+        queue_size: How many finished batches wait.
+        max_queue_size: How many may.
+        fill: How many waited at what time, in seconds since the start: up to 256 samples, taken
+            when the loop had taken some.
+        error_count: Errors that were skipped.
+        restart_count: Workers that died and were replaced.
+        cpus: How many CPUs there are for this process and the workers; of a container, its share.
+        loop_cpu_s: Seconds of CPU time of the loop's process, with all its threads.
+        workers: What each has done.
+    """
+
+    seconds: float
+    backend: str
+    ordered: bool
+    epoch: int
+    items: int
+    first_batch_s: float | None
+    first_wait_s: float
+    waiting_s: float
+    working_s: float
+    waits: Mapping[float, int]
+    waited_for: Mapping[int, float]
+    queue_size: int
+    max_queue_size: int
+    fill: tuple[tuple[float, int], ...]
+    error_count: int
+    restart_count: int
+    cpus: float
+    loop_cpu_s: float
+    workers: tuple[WorkerStats, ...]
+
+    @property
+    def bytes(self) -> int:
+        """About how many bytes all workers have sent."""
+        return sum(worker.bytes for worker in self.workers)
+
+    @property
+    def block_bytes(self) -> int:
+        """How many bytes of shared memory there are, for items that wait, are in use or to come."""
+        return sum(worker.block_bytes for worker in self.workers)
+
+    @property
+    def items_per_s(self) -> float:
+        """How many batches a second the loop has taken, after the first."""
+        return _share(max(0, self.items - 1), self.waiting_s + self.working_s)
+
+    @property
+    def waiting_share(self) -> float:
+        """How much of its time the loop waited for batches, from 0 to 1."""
+        return _share(self.waiting_s, self.waiting_s + self.working_s)
+
+    @property
+    def wait_p50_s(self) -> float:
+        """Half of the batches were waited for at most so many seconds."""
+        return self.wait_quantile(0.5)
+
+    @property
+    def wait_p90_s(self) -> float:
+        """Nine of ten batches were waited for at most so many seconds."""
+        return self.wait_quantile(0.9)
+
+    @property
+    def wait_p99_s(self) -> float:
+        """99 of 100 batches were waited for at most so many seconds."""
+        return self.wait_quantile(0.99)
+
+    def wait_quantile(self, share: float) -> float:
+        """Return how many seconds a share of the batches was waited for at most; to 25 %."""
+        left = max(self.items - 1, sum(self.waits.values())) * (1 - share)
+        for length in sorted(self.waits, reverse=True):
+            left -= self.waits[length]
+            if left < 0:
+                return length
+        return 0.0
+
+    def since(self, earlier: Stats) -> Stats:
+        """Return what was done between an earlier snapshot of the same run and this one.
+
+        Example:
+            >>> from enqueuer import GeneratorEnqueuer
+            >>> with GeneratorEnqueuer(lambda: iter(range(9))) as enqueuer:
+            ...     batches = iter(enqueuer)
+            ...     _ = next(batches), next(batches)
+            ...     earlier = enqueuer.stats()
+            ...     _ = next(batches)
+            ...     enqueuer.stats().since(earlier).items
+            1
+        """
+        before = {(worker.index, worker.started): worker for worker in earlier.workers}
+        waits = {
+            length: count - earlier.waits.get(length, 0)
+            for length, count in self.waits.items()
+            if count > earlier.waits.get(length, 0)
+        }
+        return dataclasses.replace(
+            self,
+            seconds=self.seconds - earlier.seconds,
+            items=self.items - earlier.items,
+            first_wait_s=self.first_wait_s - earlier.first_wait_s,
+            waiting_s=self.waiting_s - earlier.waiting_s,
+            working_s=self.working_s - earlier.working_s,
+            waits=waits,
+            waited_for={
+                index: max(0.0, seconds - earlier.waited_for.get(index, 0.0))
+                for index, seconds in self.waited_for.items()
+            },
+            fill=tuple(sample for sample in self.fill if sample[0] > earlier.seconds),
+            error_count=self.error_count - earlier.error_count,
+            restart_count=self.restart_count - earlier.restart_count,
+            loop_cpu_s=self.loop_cpu_s - earlier.loop_cpu_s,
+            workers=tuple(
+                worker.since(before[key])
+                if (key := (worker.index, worker.started)) in before
+                else worker
+                for worker in self.workers
+            ),
+        )
+
+    def verdict(self) -> Verdict:
+        """Say what binds: what the loop waits for, and what would help.
+
+        Example:
+            >>> from enqueuer import GeneratorEnqueuer
+            >>> with GeneratorEnqueuer(lambda: iter(range(3))) as enqueuer:
+            ...     _ = list(enqueuer)
+            ...     print(enqueuer.stats().verdict())
+            Too little was seen to tell what binds: 3 batches. Ask again after 8 or more.
+        """
+        return judge(
+            Evidence(
+                seconds=self.seconds,
+                items=self.items,
+                first_wait_s=self.first_wait_s,
+                waiting_s=self.waiting_s,
+                working_s=self.working_s,
+                wait_p99_s=self.wait_p99_s,
+                in_threads=self.backend == "thread",
+                ordered=self.ordered,
+                max_queue_size=self.max_queue_size,
+                cpus=self.cpus,
+                loop_cpu_s=self.loop_cpu_s,
+                workers=[
+                    Work(
+                        name=worker.name,
+                        items=worker.items,
+                        bytes=worker.bytes,
+                        making_s=worker.making_s,
+                        sending_s=worker.sending_s,
+                        waiting_s=worker.waiting_s,
+                        cpu_s=worker.cpu_s,
+                        starved_s=worker.starved_s,
+                        waited_for_s=self.waited_for.get(worker.index, 0.0),
+                        runs_shards=bool(worker.shards),
+                    )
+                    for worker in self.workers
+                ],
+            )
+        )
+
+    def __str__(self) -> str:
+        """Return a table, with the verdict."""
+        lines = [
+            f"{self.items} batches in {self.seconds:.1f} s, {self.items_per_s:.1f} a second",
+            f"the loop waited {percent(self.waiting_share)} of its time; "
+            f"p50 {duration(self.wait_p50_s)}, p90 {duration(self.wait_p90_s)}, "
+            f"p99 {duration(self.wait_p99_s)}"
+            + (
+                ""
+                if self.first_batch_s is None
+                else f"; first batch {duration(self.first_batch_s)}"
+            ),
+            f"{self.queue_size} of {self.max_queue_size} batches wait, "
+            f"{size(self.block_bytes)} in shared memory",
+            f"{'worker':32}{'items':>8}{'bytes':>10}{'making':>8}{'sending':>9}{'waiting':>9}"
+            f"{'CPU':>6}{'memory':>10}",
+        ]
+        for worker in self.workers:
+            total = worker.making_s + worker.sending_s + worker.waiting_s + worker.idle_s
+            shares = (worker.making_s, worker.sending_s, worker.waiting_s, worker.cpu_s or 0.0)
+            making, sending, waiting, cpu = (f"{_share(part, total):.0%}" for part in shares)
+            memory = "-" if worker.rss_bytes is None else size(worker.rss_bytes)
+            lines.append(
+                f"{worker.name:32}{worker.items:8}{size(worker.bytes):>10}{making:>8}"
+                f"{sending:>9}{waiting:>9}{'-' if worker.cpu_s is None else cpu:>6}{memory:>10}"
+            )
+        return "\n".join([*lines, str(self.verdict())])
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else 0.0

@@ -1,0 +1,321 @@
+"""What binds: from a few numbers to one sentence, and what to do about it.
+
+    the loop hardly waits ------------------------------> the loop
+    it waited for the first batch most of all ----------> start-up
+    one worker works while the others wait for it ------> a slow shard
+    workers and loop both wait, for each other ---------> the queue
+    the workers pickle and copy more than they make ----> the transport
+    no CPU is left --------------------------------------> the CPUs
+    else -----------------------------------------------> the source
+
+The first that holds is told. Every threshold stands at the head of this file.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from enqueuer.formats import duration, percent, size
+
+Binds = Literal["unknown", "loop", "start-up", "slow shard", "queue", "transport", "cpus", "source"]
+
+FEWEST_BATCHES = 8  # fewer tell nothing
+HAND_OVER_S = 30e-6  # a loop that takes no longer for a batch does little but take it
+MANY_WORKERS = 64  # nobody needs so many; the loop does nothing
+HARDLY_WAITS = 0.05  # of the loop's time; less is no reason to change anything
+LONG_S = 0.2  # to the first batch; less is nothing to speak of
+MOSTLY = 0.5
+ALWAYS_BUSY = 0.75  # of a worker's time; one that everybody waits for is hardly ever idle
+OFTEN_WAITS = 0.3  # of a worker's time, for room: it could have made so much more
+TIMES_SLOWER = 1.5  # than the others, for each item
+WAITED_FOR = 0.6  # of the loop's waits, for one worker
+CPUS_ARE_BUSY = 0.85  # of what there are
+STARVED = 0.3  # of a worker's work it had no CPU
+IS_COMPUTING = 0.6  # of the time to make something, or of one CPU
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the loop waits for, and what would help.
+
+    Attributes:
+        binds: `"loop"`: the training itself, all is well. `"source"`: making batches.
+            `"transport"`: sending them between processes. `"cpus"`: there are too few.
+            `"slow shard"`: one worker, for which all wait. `"queue"`: it is too short for batches
+            that take unequal times. `"start-up"`: the time to the first batch. `"unknown"`:
+            too little was seen.
+        reason: The numbers that say so, in a sentence.
+        advice: What to change, in a sentence.
+    """
+
+    binds: Binds
+    reason: str
+    advice: str
+
+    def __str__(self) -> str:
+        return f"{self.reason} {self.advice}"
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a worker did: seconds, and `items` of so many `bytes`; None is not known."""
+
+    name: str
+    items: int
+    bytes: int
+    making_s: float
+    sending_s: float
+    waiting_s: float
+    cpu_s: float | None
+    starved_s: float | None
+    waited_for_s: float  # by the loop
+    runs_shards: bool
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that it worked."""
+        return self.making_s + self.sending_s
+
+    @property
+    def waiting_share(self) -> float:
+        """How much of its time it waited, from 0 to 1."""
+        return _share(self.waiting_s, self.busy_s + self.waiting_s)
+
+    @property
+    def per_item_s(self) -> float:
+        """Seconds of work for each item."""
+        return _share(self.busy_s, self.items)
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that a verdict is made of; `seconds` of a run of which the rest is a part."""
+
+    seconds: float
+    items: int
+    first_wait_s: float
+    waiting_s: float
+    working_s: float
+    wait_p99_s: float
+    in_threads: bool
+    ordered: bool
+    max_queue_size: int
+    cpus: float
+    loop_cpu_s: float
+    workers: Sequence[Work]
+
+    @property
+    def waiting_share(self) -> float:
+        """How much of its time the loop waited, after the first batch."""
+        return _share(self.waiting_s, self.waiting_s + self.working_s)
+
+    @property
+    def use_s(self) -> float:
+        """Seconds that the loop takes for each batch, without its waits."""
+        return _share(self.working_s, self.items)
+
+    @property
+    def turn_s(self) -> float:
+        """Seconds from one batch to the next."""
+        return _share(self.waiting_s + self.working_s, self.items)
+
+    def total(self, name: str) -> float:
+        """Return the sum of something over the workers."""
+        return sum(getattr(worker, name) or 0.0 for worker in self.workers)
+
+    @property
+    def cpus_used(self) -> float:
+        """How many CPUs were busy with the loop and the workers, on average."""
+        workers_s = 0.0 if self.in_threads else self.total("cpu_s")
+        return _share(self.loop_cpu_s + workers_s, self.seconds)
+
+    @property
+    def worker_cpus(self) -> float:
+        """How many CPUs the workers used while they worked, all together."""
+        busiest = max((worker.busy_s for worker in self.workers), default=0.0)
+        return _share(self.total("cpu_s"), busiest)
+
+
+def judge(found: Evidence) -> Verdict:
+    """Say what binds."""
+    all_s = found.first_wait_s + found.waiting_s + found.working_s
+    if found.first_wait_s > max(LONG_S, MOSTLY * all_s):
+        return _start_up(found, all_s)
+    if found.items < FEWEST_BATCHES or not found.workers:
+        return Verdict(
+            "unknown",
+            f"Too little was seen to tell what binds: {found.items} batches.",
+            f"Ask again after {FEWEST_BATCHES} or more.",
+        )
+    if found.waiting_share < HARDLY_WAITS:
+        return _hand_over(found) if found.use_s < HAND_OVER_S else _loop(found)
+    slow = _slow_worker(found)
+    if slow is not None:
+        return _slow_shard(found, slow)
+    if _share(found.total("waiting_s"), found.total("waiting_s") + found.total("busy_s")) > (
+        OFTEN_WAITS
+    ):
+        return _queue(found)
+    if found.total("sending_s") > MOSTLY * found.total("busy_s"):
+        return _transport(found)
+    if found.cpus_used > CPUS_ARE_BUSY * found.cpus or (
+        found.total("starved_s") > STARVED * found.total("busy_s") and not _holds_gil(found)
+    ):
+        return _cpus(found)
+    return _source(found)
+
+
+def _start_up(found: Evidence, all_s: float) -> Verdict:
+    return Verdict(
+        "start-up",
+        f"Start-up binds: the loop waited {duration(found.first_wait_s)} for the first batch, of "
+        f"{duration(all_s)} in all.",
+        "Start the enqueuer before the model is built, keep it over epochs, and import less in "
+        "the module of the generator.",
+    )
+
+
+def _loop(found: Evidence) -> Verdict:
+    workers = len(found.workers)
+    # with those that are busy a whole turn, and one in five to spare
+    enough = math.ceil(1.2 * _share(found.total("busy_s"), found.seconds))
+    spare = (
+        f"{_many(max(1, enough))} would do as well as {workers}."
+        if max(1, enough) < workers
+        else "Faster data would not make it faster."
+    )
+    return Verdict(
+        "loop",
+        f"The loop binds: it waited {percent(found.waiting_share)} of its time for batches "
+        f"(p99 {duration(found.wait_p99_s)}), and takes {duration(found.use_s)} for each itself.",
+        spare,
+    )
+
+
+def _hand_over(found: Evidence) -> Verdict:
+    return Verdict(
+        "transport",
+        f"Handing over binds: the loop takes {duration(found.use_s)} for each batch, with what it "
+        "takes to receive it, and hardly waits.",
+        "Yield larger batches; if these are only tests, there is nothing to be changed.",
+    )
+
+
+def _slow_worker(found: Evidence) -> Work | None:
+    """Return the worker for which the loop waits while others wait for room."""
+    if not found.ordered or len(found.workers) < 2:
+        return None
+    slow = max(found.workers, key=lambda worker: worker.waited_for_s)
+    others = [worker for worker in found.workers if worker is not slow]
+    is_slow = (
+        slow.runs_shards
+        and slow.waited_for_s > WAITED_FOR * found.total("waited_for_s")
+        and slow.waiting_share < 1 - ALWAYS_BUSY
+        and statistics.mean(worker.waiting_share for worker in others) > OFTEN_WAITS
+        and slow.per_item_s > TIMES_SLOWER * statistics.median(w.per_item_s for w in others)
+    )
+    return slow if is_slow else None
+
+
+def _slow_shard(found: Evidence, slow: Work) -> Verdict:
+    others = statistics.median(w.per_item_s for w in found.workers if w is not slow)
+    return Verdict(
+        "slow shard",
+        f"One slow shard binds: {slow.name} takes {duration(slow.per_item_s)} for an item, the "
+        f"others {duration(others)}, and {percent(found.waiting_share)} of the loop's time goes "
+        "into waiting, for it.",
+        "Split the work more evenly (shard.split deals it out item by item), or take ordered=False "
+        "if the order does not matter.",
+    )
+
+
+def _queue(found: Evidence) -> Verdict:
+    waited = _share(found.total("waiting_s"), found.total("waiting_s") + found.total("busy_s"))
+    return Verdict(
+        "queue",
+        f"The queue binds: the loop waited {percent(found.waiting_share)} of its time for batches, "
+        f"and the workers {percent(waited)} of theirs for room, so that they wait for each other.",
+        f"Give a larger max_queue_size than {found.max_queue_size}, or fewer and larger batches.",
+    )
+
+
+def _transport(found: Evidence) -> Verdict:
+    items, sent = found.total("items"), found.total("bytes")
+    each = _share(sent, items)
+    advice = (
+        "Make the large arrays with enqueuer.empty(), which are not copied"
+        if each > 100_000
+        else "Yield larger batches"
+    )
+    return Verdict(
+        "transport",
+        f"The transport binds: {percent(found.waiting_share)} of the loop's time goes into "
+        f"waiting; an item of {size(each)} takes {duration(_share(found.total('making_s'), items))}"
+        f" to make and {duration(_share(found.total('sending_s'), items))} to send.",
+        f"{advice}; or take backend='thread', which sends nothing, if the work leaves Python.",
+    )
+
+
+def _cpus(found: Evidence) -> Verdict:
+    starved = _share(found.total("starved_s"), found.total("busy_s"))
+    return Verdict(
+        "cpus",
+        f"The CPUs bind: the loop waited {percent(found.waiting_share)} of its time; it and the "
+        f"workers used {found.cpus_used:.1f} of {found.cpus:g} CPUs, and {percent(starved)} of "
+        "their work the workers had none.",
+        "More workers would not help here: make the work cheaper, do it beforehand (`enqueuer "
+        "pack`), or spread it over more CPUs.",
+    )
+
+
+def _source(found: Evidence) -> Verdict:
+    workers, made = len(found.workers), found.total("items")
+    wanted = math.ceil(workers * _share(found.turn_s, max(found.use_s, 1e-9)) - 0.05)
+    reason = (
+        f"The source binds: the loop waited {percent(found.waiting_share)} of its time; a batch "
+        f"takes {duration(_share(found.total('making_s'), made))} to make, and "
+        f"{duration(found.use_s)} to use."
+    )
+    if _holds_gil(found):
+        return Verdict(
+            "source",
+            reason,
+            f"{_many(workers).capitalize()} of threads used {found.worker_cpus:.1f} CPUs, so the "
+            "work is probably in Python, which runs in one thread at a time: take "
+            "backend='process'.",
+        )
+    is_computing = found.total("cpu_s") > IS_COMPUTING * found.total("making_s")
+    most = max(1, int(found.cpus)) if is_computing else wanted
+    if wanted > MANY_WORKERS and not is_computing:
+        return Verdict(
+            "source",
+            reason,
+            f"The loop does next to nothing, so each worker more than the {workers} now would "
+            "help, as long as there is memory.",
+        )
+    if wanted > most:
+        return Verdict(
+            "source",
+            reason,
+            f"It computes, so no more than {_many(most)} would help on {found.cpus:g} CPUs, and "
+            f"about {wanted} would be needed (now {workers}): make the work cheaper, too.",
+        )
+    return Verdict(
+        "source", reason, f"About {_many(wanted)} would keep up with the loop (now {workers})."
+    )
+
+
+def _holds_gil(found: Evidence) -> bool:
+    return found.in_threads and IS_COMPUTING < found.worker_cpus < 1.2
+
+
+def _many(workers: int) -> str:
+    return "1 worker" if workers == 1 else f"{workers} workers"
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else 0.0
