@@ -29,6 +29,8 @@ from enqueuer.errors import (
 )
 from enqueuer.replaying import replay
 from enqueuer.shards import Shard, Task
+from enqueuer.stats import Stats, WorkerStats
+from enqueuer.verdict import Verdict
 
 __version__ = "0.1.0"
 
@@ -50,11 +52,14 @@ __all__ = [
     "SourceNotPicklable",
     "StartError",
     "StateMismatch",
+    "Stats",
     "StopWarning",
     "Task",
     "TransportError",
+    "Verdict",
     "WorkerDied",
     "WorkerError",
+    "WorkerStats",
     "empty",
     "empty_like",
     "imap",

@@ -1,0 +1,372 @@
+"""Statistics: what is counted is what was, and the verdict is right on loads of each kind."""
+
+import itertools
+import os
+import pickle
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+from helpers import LIMIT, twelve, wait_until
+
+from enqueuer import GeneratorEnqueuer, OrderedEnqueuer
+from enqueuer.verdict import HARDLY_WAITS
+
+BACKENDS = [
+    pytest.param({"backend": "thread"}, id="thread"),
+    pytest.param({"backend": "process", "mp_context": "fork"}, id="process-fork"),
+    pytest.param({"backend": "process", "mp_context": "forkserver"}, id="process-forkserver"),
+]
+MEGABYTE = 1_000_000
+
+
+def stats_of(source, *, batches=None, use_s=0.0, **options):
+    """Run a loop that takes so long for each batch, and return the statistics at its end."""
+    with GeneratorEnqueuer(source, **options) as enqueuer:
+        for _ in itertools.islice(enqueuer, batches):
+            if use_s:
+                time.sleep(use_s)
+        return enqueuer.stats()
+
+
+# --- counters ---
+
+
+@pytest.mark.parametrize("options", BACKENDS)
+def test_items_are_counted_for_each_worker_and_in_all(options):
+    stats = stats_of(twelve, workers=3, **options)
+    assert stats.items == 12
+    assert [worker.items for worker in stats.workers] == [4, 4, 4]
+    assert [worker.shards for worker in stats.workers] == [(0,), (1,), (2,)]
+    assert (stats.epoch, stats.queue_size, stats.max_queue_size) == (0, 0, 10)
+    assert stats.backend == options["backend"]
+
+
+@pytest.mark.parametrize("options", BACKENDS)
+def test_tasks_are_counted_likewise(options):
+    with OrderedEnqueuer(range(20), abs, workers=2, **options) as enqueuer:
+        assert len(list(enqueuer)) == 20
+        stats = enqueuer.stats()
+    assert stats.items == 20
+    assert sum(worker.items for worker in stats.workers) == 20
+    assert [worker.shards for worker in stats.workers] == [(), ()]
+
+
+@pytest.mark.parametrize("options", BACKENDS)
+def test_bytes_are_those_of_the_batches(options):
+    def source():
+        for _ in range(40):
+            yield {"x": np.zeros(MEGABYTE, np.uint8)}
+
+    stats = stats_of(source, **options)
+    assert 40 * MEGABYTE <= stats.bytes <= 41 * MEGABYTE
+    assert (stats.block_bytes >= MEGABYTE) == (options["backend"] == "process")
+
+
+@pytest.mark.parametrize("options", BACKENDS)
+def test_a_batch_that_waits_is_not_an_item_of_the_loop_yet(options):
+    with GeneratorEnqueuer(twelve, max_queue_size=5, **options) as enqueuer:
+        wait_until(lambda: enqueuer.stats().queue_size == 5)
+        assert enqueuer.stats().items == 0
+        next(iter(enqueuer))
+        assert enqueuer.stats().items == 1
+
+
+@pytest.mark.parametrize("options", BACKENDS)
+def test_the_time_of_a_worker_is_divided_without_a_rest(options):
+    def source():
+        for _ in range(10):
+            time.sleep(0.02)
+            yield np.zeros(MEGABYTE)
+
+    with GeneratorEnqueuer(source, **options) as enqueuer:
+        began = time.monotonic()
+        list(enqueuer)
+        wait_until(lambda: enqueuer.stats().workers[0].idle_s > 0)
+        (worker,) = enqueuer.stats().workers
+        took = time.monotonic() - began
+    parts = (
+        worker.starting_s,
+        worker.making_s,
+        worker.sending_s,
+        worker.waiting_s,
+        worker.idle_s,
+    )
+    assert all(part >= 0 for part in parts)
+    assert worker.making_s >= 0.2
+    assert took - 0.1 < sum(parts) < took + 0.5  # it began a little before the clock
+
+
+@pytest.mark.parametrize("options", BACKENDS)
+def test_the_time_of_the_loop_is_waiting_and_working(options):
+    def source():
+        for _ in range(20):
+            time.sleep(0.01)
+            yield 0
+
+    stats = stats_of(source, use_s=0.03, **options)
+    assert stats.working_s >= 20 * 0.03
+    assert stats.first_batch_s >= 0.01
+    assert stats.seconds >= stats.first_batch_s + stats.waiting_s + stats.working_s - 0.05
+
+
+@pytest.mark.parametrize("options", BACKENDS)
+def test_waits_are_sorted_by_their_length(options):
+    def source():
+        for number in range(20):
+            time.sleep(0.1 if number % 5 == 4 else 0.0)
+            yield number
+
+    stats = stats_of(source, **options)
+    assert sum(stats.waits.values()) <= 20
+    assert stats.wait_p50_s < 0.05
+    assert stats.wait_p99_s >= 0.08
+    assert stats.wait_p50_s <= stats.wait_p90_s <= stats.wait_p99_s
+
+
+@pytest.mark.parametrize("options", BACKENDS)
+def test_a_wait_that_lasts_is_counted_while_it_lasts(options):
+    def source():
+        yield 0
+        time.sleep(2.0)
+        yield 1
+
+    with GeneratorEnqueuer(source, **options) as enqueuer:
+        batches = iter(enqueuer)
+        next(batches)
+        thread = threading.Thread(target=lambda: list(batches))
+        thread.start()
+        wait_until(lambda: enqueuer.stats().waiting_s > 0.2)
+        assert enqueuer.stats().workers[0].making_s > 0.1
+        assert enqueuer.stats().waits == {}  # it is not over
+        thread.join(LIMIT)
+
+
+@pytest.mark.parametrize("options", BACKENDS)
+def test_the_fill_is_known_at_several_times(options):
+    def source():
+        yield from range(300)
+
+    stats = stats_of(source, use_s=0.001, **options)
+    times = [at for at, _ in stats.fill]
+    assert 2 <= len(times) <= 257
+    assert times == sorted(times)
+    assert all(0 <= size <= 10 for _, size in stats.fill)
+
+
+@pytest.mark.parametrize("options", BACKENDS[1:])
+def test_of_processes_cpu_and_memory_are_known(options):
+    def source():
+        for _ in range(30):
+            sum(range(200_000))
+            yield 0
+
+    stats = stats_of(source, **options)
+    (worker,) = stats.workers
+    assert worker.cpu_s > 0.02
+    assert worker.rss_bytes > MEGABYTE
+    assert stats.loop_cpu_s >= 0
+
+
+def test_of_threads_cpu_is_known():
+    def source():
+        for _ in range(30):
+            sum(range(200_000))
+            yield 0
+
+    (worker,) = stats_of(source).workers
+    assert worker.cpu_s > 0.02
+    assert worker.rss_bytes is None
+
+
+@pytest.mark.parametrize("options", BACKENDS)
+def test_skipped_errors_are_counted(options):
+    def bad(number):
+        return 1 // (number % 3)
+
+    with OrderedEnqueuer(range(9), bad, on_error=lambda error: None, **options) as enqueuer:
+        assert len(list(enqueuer)) == 6
+        assert enqueuer.stats().error_count == 3
+
+
+def test_a_worker_that_takes_the_place_of_a_dead_one_goes_on_with_its_numbers():
+    def source():
+        for number in range(20):
+            yield os.getpid() if number < 10 else number
+
+    with GeneratorEnqueuer(source, backend="process", max_restarts=1, max_queue_size=1) as enqueuer:
+        batches = iter(enqueuer)
+        os.kill(next(batches), signal.SIGKILL)
+        assert len(list(batches)) == 19
+        stats = enqueuer.stats()
+    assert stats.restart_count == 1
+    assert stats.workers[0].items >= 20
+    assert stats.items == 20
+
+
+# --- snapshots ---
+
+
+def test_before_the_start_there_is_nothing():
+    stats = GeneratorEnqueuer(twelve).stats()
+    assert (stats.items, stats.workers, stats.seconds) == (0, (), 0.0)
+    assert stats.verdict().binds == "unknown"
+
+
+@pytest.mark.parametrize("options", BACKENDS)
+def test_after_the_stop_they_are_those_of_the_run(options):
+    with GeneratorEnqueuer(twelve, workers=2, **options) as enqueuer:
+        list(enqueuer)
+    stats = enqueuer.stats()
+    assert stats.items == 12
+    assert [worker.items for worker in stats.workers] == [6, 6]
+    assert stats == enqueuer.stats()
+
+
+@pytest.mark.parametrize("options", BACKENDS)
+def test_a_new_start_begins_anew(options):
+    enqueuer = GeneratorEnqueuer(twelve, **options)
+    with enqueuer:
+        list(enqueuer)
+    with enqueuer:
+        assert enqueuer.stats().items == 0
+        list(enqueuer)
+        list(enqueuer)
+        assert enqueuer.stats().items == 24
+
+
+@pytest.mark.parametrize("options", BACKENDS)
+def test_the_difference_of_two_is_what_was_between_them(options):
+    with GeneratorEnqueuer(twelve, workers=2, **options) as enqueuer:
+        list(enqueuer)
+        earlier = enqueuer.stats()
+        list(enqueuer)
+        stats = enqueuer.stats().since(earlier)
+    assert stats.items == 12
+    assert [worker.items for worker in stats.workers] == [6, 6]
+    assert stats.epoch == 1
+    assert all(at > earlier.seconds for at, _ in stats.fill)
+
+
+@pytest.mark.parametrize("options", BACKENDS)
+def test_new_workers_are_not_compared_with_those_before_them(options):
+    with GeneratorEnqueuer(twelve, workers=2, shards=2, **options) as enqueuer:
+        list(enqueuer)
+        earlier = enqueuer.stats()
+        enqueuer.reconfigure(1)
+        list(enqueuer)
+        stats = enqueuer.stats().since(earlier)
+    assert stats.items == 12
+    assert [worker.items for worker in stats.workers] == [12]
+
+
+def test_they_can_be_pickled_and_printed():
+    stats = stats_of(twelve, workers=2)
+    assert pickle.loads(pickle.dumps(stats)) == stats
+    text = str(stats)
+    assert "12 batches" in text
+    assert "enqueuer-worker-1" in text
+    assert str(stats.verdict()) in text
+
+
+# --- the verdict on real loads ---
+
+
+def sleeping(make_s, count=30):
+    """Return a source that takes so long for each item, without a CPU."""
+
+    def source(shard):
+        for number in range(count):
+            time.sleep(make_s)
+            yield number
+
+    return source
+
+
+@pytest.mark.parametrize("options", BACKENDS)
+def test_a_slow_source_is_told(options):
+    stats = stats_of(sleeping(0.02), use_s=0.005, **options)
+    assert stats.verdict().binds == "source", stats
+    assert stats.waiting_share > 0.4
+
+
+@pytest.mark.parametrize("options", BACKENDS)
+def test_a_slow_loop_is_told(options):
+    stats = stats_of(sleeping(0.001), use_s=0.02, **options)
+    assert stats.verdict().binds == "loop", stats
+    assert stats.waiting_share < HARDLY_WAITS
+
+
+@pytest.mark.parametrize("options", BACKENDS[1:])
+def test_copying_is_told(options):
+    def source():
+        array = np.zeros(20 * MEGABYTE, np.uint8)
+        for _ in range(50):
+            yield array
+
+    stats = stats_of(source, **options)
+    assert stats.verdict().binds == "transport", stats
+
+
+@pytest.mark.parametrize("options", BACKENDS)
+def test_one_slow_shard_is_told(options):
+    def source(shard):
+        for number in range(20):
+            time.sleep(0.04 if shard.index == 1 else 0.004)
+            yield number
+
+    stats = stats_of(source, workers=3, **options)
+    assert stats.verdict().binds == "slow shard", stats
+    assert max(stats.waited_for, key=stats.waited_for.get) == 1
+
+
+@pytest.mark.parametrize("options", BACKENDS)
+def test_a_short_queue_before_an_uneven_source_is_told(options):
+    def source():
+        for number in range(60):
+            if number % 10 == 0:
+                time.sleep(0.1)
+            yield number
+
+    stats = stats_of(source, use_s=0.01, max_queue_size=1, **options)
+    assert stats.verdict().binds == "queue", stats
+
+
+@pytest.mark.parametrize("options", BACKENDS)
+def test_a_long_start_is_told(options):
+    def source():
+        time.sleep(1.0)
+        yield from range(20)
+
+    stats = stats_of(source, **options)
+    assert stats.verdict().binds == "start-up", stats
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="of Linux")
+def test_too_few_cpus_are_told():
+    def source(shard):
+        for number in range(40):
+            sum(range(300_000))
+            yield number
+
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})  # forked workers inherit it
+    try:
+        stats = stats_of(source, workers=2, backend="process", mp_context="fork")
+    finally:
+        os.sched_setaffinity(0, allowed)
+    assert stats.cpus == 1
+    assert stats.verdict().binds == "cpus", stats
+
+
+def test_threads_that_compute_in_python_are_told_to_be_processes():
+    def source(shard):
+        for number in range(30):
+            sum(number * i for i in range(30_000))
+            yield number
+
+    verdict = stats_of(source, workers=2).verdict()
+    assert verdict.binds in ("source", "cpus"), verdict  # a machine that is full of others' work
+    assert "backend='process'" in verdict.advice or verdict.binds == "cpus"

@@ -1,0 +1,140 @@
+"""The verdict on numbers alone: each kind of load, and the sentences."""
+
+import dataclasses
+
+import pytest
+
+from enqueuer.verdict import Evidence, Work, judge
+
+
+def worker(making=1.0, sending=0.0, waiting=9.0, items=100, cpu=0.0, starved=0.0, **more):
+    """Return what a worker did in ten seconds."""
+    facts = dict(name="worker 0", bytes=100 * items, waited_for_s=0.0, runs_shards=True)
+    return Work(
+        **{**facts, **more},
+        making_s=making,
+        sending_s=sending,
+        waiting_s=waiting,
+        items=items,
+        cpu_s=cpu,
+        starved_s=starved,
+    )
+
+
+def evidence(*workers, waiting=8.0, working=2.0, items=100, **more):
+    """Return what was seen in ten seconds, of which the loop waited eight."""
+    facts = dict(
+        seconds=10.0,
+        first_wait_s=0.01,
+        wait_p99_s=0.1,
+        in_threads=False,
+        ordered=True,
+        max_queue_size=10,
+        cpus=8,
+        loop_cpu_s=0.5,
+    )
+    return Evidence(
+        **{**facts, **more},
+        items=items,
+        waiting_s=waiting,
+        working_s=working,
+        workers=workers,
+    )
+
+
+def test_a_loop_that_hardly_waits_binds():
+    verdict = judge(evidence(worker(), worker(), waiting=0.1, working=9.9))
+    assert verdict.binds == "loop"
+    assert "waited 1 % of its time" in verdict.reason
+    assert "takes 99 ms for each" in verdict.reason
+    assert "1 worker would do as well as 2" in verdict.advice
+
+
+def test_where_no_worker_can_be_spared_faster_data_would_not_help():
+    verdict = judge(evidence(worker(making=9.0, waiting=1.0), waiting=0.1, working=9.9))
+    assert verdict.advice == "Faster data would not make it faster."
+
+
+def test_a_source_that_waits_needs_as_many_workers_as_it_is_slower():
+    verdict = judge(evidence(worker(making=10.0, waiting=0.0)))
+    assert verdict.binds == "source"
+    assert "takes 100 ms to make, and 20 ms to use" in verdict.reason
+    assert verdict.advice == "About 5 workers would keep up with the loop (now 1)."
+
+
+def test_a_source_that_computes_gets_no_more_workers_than_there_are_cpus():
+    verdict = judge(evidence(worker(making=10.0, waiting=0.0, cpu=9.8), cpus=4))
+    assert verdict.binds == "source"
+    assert "no more than 4 workers would help on 4 CPUs" in verdict.advice
+
+
+def test_threads_that_share_one_cpu_should_be_processes():
+    threads = [worker(making=10.0, waiting=0.0, cpu=0.45) for _ in range(2)]
+    found = evidence(*threads, in_threads=True)
+    assert judge(found).binds == "source"
+    busy = [dataclasses.replace(thread, cpu_s=4.7) for thread in threads]
+    verdict = judge(dataclasses.replace(found, workers=busy))
+    assert verdict.binds == "source"
+    assert "backend='process'" in verdict.advice
+
+
+def test_a_loop_that_does_nothing_is_not_told_a_number_of_workers():
+    verdict = judge(evidence(worker(making=10.0, waiting=0.0), waiting=9.99, working=0.01))
+    assert verdict.binds == "source"
+    assert "does next to nothing" in verdict.advice
+
+
+@pytest.mark.parametrize(
+    ("size", "advice"), [(10_000_000, "enqueuer.empty()"), (100, "larger batches")]
+)
+def test_workers_that_mostly_copy_are_bound_by_the_transport(size, advice):
+    verdict = judge(evidence(worker(making=1.0, sending=9.0, waiting=0.0, bytes=100 * size)))
+    assert verdict.binds == "transport"
+    assert "10 ms to make and 90 ms to send" in verdict.reason
+    assert advice in verdict.advice
+
+
+def test_a_loop_that_only_takes_tiny_batches_is_bound_by_the_transport():
+    verdict = judge(evidence(worker(), items=5_000_000, waiting=0.1, working=9.9))
+    assert verdict.binds == "transport"
+
+
+def test_all_cpus_busy_bind():
+    busy = [worker(making=10.0, waiting=0.0, cpu=9.5) for _ in range(4)]
+    verdict = judge(evidence(*busy, cpus=4))
+    assert verdict.binds == "cpus"
+    assert "used 3.9 of 4 CPUs" in verdict.reason
+
+
+def test_workers_that_do_not_get_a_cpu_are_bound_by_them():
+    starved = [worker(making=10.0, waiting=0.0, cpu=5.0, starved=4.9) for _ in range(2)]
+    assert judge(evidence(*starved)).binds == "cpus"
+
+
+def test_a_worker_that_all_wait_for_is_a_slow_shard():
+    slow = worker(name="worker 2", making=10.0, waiting=0.0, waited_for_s=7.5)
+    verdict = judge(evidence(worker(), worker(), slow))
+    assert verdict.binds == "slow shard"
+    assert "worker 2 takes 100 ms for an item, the others 10 ms" in verdict.reason
+
+
+def test_without_order_no_shard_is_waited_for():
+    slow = worker(making=10.0, waiting=0.0, waited_for_s=7.5)
+    assert judge(evidence(worker(), worker(), slow, ordered=False)).binds == "queue"
+
+
+def test_a_loop_and_workers_that_wait_for_each_other_are_bound_by_the_queue():
+    verdict = judge(evidence(worker(making=5.0, waiting=5.0), waiting=4.0, working=6.0))
+    assert verdict.binds == "queue"
+    assert "larger max_queue_size than 10" in verdict.advice
+
+
+def test_a_long_wait_for_the_first_batch_binds():
+    verdict = judge(evidence(worker(), first_wait_s=30.0))
+    assert verdict.binds == "start-up"
+    assert "waited 30 s for the first batch, of 40 s in all" in verdict.reason
+
+
+@pytest.mark.parametrize("found", [evidence(worker(), items=3), evidence(items=100)])
+def test_of_little_nothing_is_said(found):
+    assert judge(found).binds == "unknown"
