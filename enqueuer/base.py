@@ -17,6 +17,7 @@ import copy
 import dataclasses
 import enum
 import functools
+import logging
 import math
 import threading
 import time
@@ -29,7 +30,7 @@ from queue import Empty
 from types import TracebackType
 from typing import Any, Generic, NoReturn, TypeVar
 
-from enqueuer import arguments, backends, logs, state, usage
+from enqueuer import arguments, backends, exports, logs, state, usage
 from enqueuer.backends import ESCALATION_S, Backend, BackendName, Job
 from enqueuer.errors import Closed, InvalidState, WorkerError
 from enqueuer.merging import Order, RoundRobin
@@ -41,6 +42,8 @@ from enqueuer.sources import Source
 from enqueuer.stats import Stats
 from enqueuer.tasks import TaskSource
 from enqueuer.worker import OnError
+
+_log = logging.getLogger("enqueuer")
 
 Batch = TypeVar("Batch")
 Self = TypeVar("Self", bound="BaseEnqueuer[Any]")
@@ -125,6 +128,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         self._restarts = 0  # of backends that are gone
         self._waits = Waits()
         self._final: Stats | None = None  # of a run that was ended
+        self._watchers: list[_Watcher] = []
         self._lock = threading.RLock()  # one consumer at a time
         self._state_lock = threading.RLock()  # one start() or stop() at a time
         self._changing = False  # the backend is being replaced
@@ -320,6 +324,44 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             loop_cpu_s=0.0 if backend is None else time.process_time() - waits.cpu_s,
             workers=() if backend is None else tuple(backend.measures()),
         )
+
+    def on_stats(
+        self, callback: Callable[[Stats], object] | None = None, every: float = 10.0
+    ) -> None:
+        """Have somebody told, every few seconds, what happened since the last time.
+
+        It is done in the loop's thread, when it takes a batch: a loop that waits tells nothing
+        until it goes on. What the callback raises is logged, and it is not called again.
+
+        Args:
+            callback: Called with the statistics since the last call. None, the default: they are
+                logged in a line, by the logger `enqueuer`, with level INFO.
+            every: Seconds between two calls.
+
+        Example:
+            >>> from enqueuer import GeneratorEnqueuer
+            >>> seen = []
+            >>> with GeneratorEnqueuer(lambda: iter("abc")) as enqueuer:
+            ...     enqueuer.on_stats(seen.append, every=60)
+            ...     _ = list(enqueuer)
+            >>> seen  # it did not take a minute
+            []
+        """
+        seconds = arguments.seconds("every", every)
+        self._watchers.append(_Watcher(callback or _log_line, int(seconds * 1e9), clock()))
+
+    def _tell_watchers(self) -> None:
+        """Call whoever is to be told now. Lock held."""
+        now = clock()
+        for watcher in [watcher for watcher in self._watchers if now >= watcher.due]:
+            stats, earlier = self.stats(), watcher.earlier
+            is_same_run = earlier is not None and earlier.seconds <= stats.seconds
+            watcher.due, watcher.earlier = now + watcher.every, stats
+            try:
+                watcher.callback(stats.since(earlier) if earlier and is_same_run else stats)
+            except Exception:
+                _log.exception("a callback of on_stats() failed; it is not called again")
+                self._watchers.remove(watcher)
 
     # --- position ---
 
@@ -797,8 +839,10 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             self._ready.extend(self._backend.take(self._order))
             waits = self._waits
             waits.left -= len(self._ready)
-            if waits.left <= 0:
+            if waits.left <= 0:  # that is every few milliseconds, or at each batch
                 waits.sample(self._waiting())
+                if self._watchers:
+                    self._tell_watchers()
         if len(self._ready) == 1:  # else those behind the first one still wait
             self._backend.settle()
 
@@ -1012,6 +1056,23 @@ def _watch(reference: weakref.ref[BaseEnqueuer[Any]]) -> bool:
         if enqueuer is not None:
             enqueuer._found(failure)
     return True
+
+
+@dataclasses.dataclass(eq=False)
+class _Watcher:
+    """Whoever wants to know the statistics, and when next."""
+
+    callback: Callable[[Stats], object]
+    every: int  # nanoseconds
+    due: int
+    earlier: Stats | None = None
+
+    def __post_init__(self) -> None:
+        self.due += self.every
+
+
+def _log_line(stats: Stats) -> None:
+    _log.info("%s", exports.line(stats))
 
 
 class _Raised:

@@ -90,6 +90,7 @@ class Waits:
         self._counted = 1  # with those that are left
         self._interval = _SAMPLE_NS
         self._step = 1
+        self._looked = 0
 
     @property
     def taken(self) -> int:
@@ -108,6 +109,9 @@ class Waits:
         if not self.first:
             self.first_wait += waited
             return
+        if waited >= _SAMPLE_NS and self.left > 1:  # what was fast is slow now
+            self._counted += 1 - self.left
+            self.left = self._step = 1
         self.waited += waited
         bucket = bucket_of(waited)
         self.buckets[bucket] = self.buckets.get(bucket, 0) + 1
@@ -119,15 +123,15 @@ class Waits:
         now = clock()
         if not self.first:
             self.first = now
+        is_late = now - self._looked >= _SAMPLE_NS
+        self._looked = now
         samples = self.samples
         if not samples or now - samples[-1][0] >= self._interval:
             samples.append((now, waiting))
-            self._step = max(1, self._step // 2)
             if len(samples) > _MOST_SAMPLES:
                 self.samples = samples[::2]
                 self._interval *= 2
-        else:
-            self._step *= 2
+        self._step = max(1, self._step // 2) if is_late else self._step * 2
         self._counted += self._step - self.left
         self.left = self._step
 

@@ -50,7 +50,7 @@ ORDER = [
     ["transport.codec"],
     ["transport.tensors", "transport.blocks", "transport.packets"],
     ["transport.__init__"],
-    ["buffer", "logs"],
+    ["buffer", "exports", "logs"],
     ["stats"],
     ["meters", "shards", "usage", "verdict"],
     ["formats", "frameworks", "messages"],

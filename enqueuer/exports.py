@@ -1,0 +1,167 @@
+"""Statistics for others to read: a log line, Prometheus, TensorBoard.
+
+Stats --line()--------> "40.1 batches/s, the loop waits 3 %, ..."
+Stats --prometheus()--> the text that a Prometheus server scrapes
+tensorboard(writer) --> a callback for `on_stats()`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+from enqueuer.formats import percent, size
+from enqueuer.stats import Stats
+
+__all__ = ["line", "prometheus", "tensorboard"]
+
+
+def line(stats: Stats) -> str:
+    """Return the most important numbers, in a line for a log.
+
+    Example:
+        >>> from enqueuer import GeneratorEnqueuer
+        >>> from enqueuer.exports import line
+        >>> line(GeneratorEnqueuer(lambda: iter("abc")).stats())
+        '0.0 batches/s, 0 B/s, the loop waits 0 %, 0/10 in the queue, workers busy -'
+    """
+    rate = stats.bytes / stats.seconds if stats.seconds else 0.0
+    busy = " ".join(percent(worker.busy_share) for worker in stats.workers) or "-"
+    parts = [
+        f"{stats.items_per_s:.1f} batches/s",
+        f"{size(rate)}/s",
+        f"the loop waits {percent(stats.waiting_share)}",
+        f"{stats.queue_size}/{stats.max_queue_size} in the queue",
+        f"workers busy {busy}",
+    ]
+    if stats.error_count:
+        parts.append(f"{stats.error_count} errors")
+    if stats.restart_count:
+        parts.append(f"{stats.restart_count} restarts")
+    return ", ".join(parts)
+
+
+def prometheus(stats: Stats, labels: Mapping[str, str] | None = None) -> str:
+    """Return the numbers in Prometheus' text format, version 0.0.4.
+
+    Args:
+        stats: Those since the start, as counters must only grow: not a difference.
+        labels: Added to each line, such as `{"rank": "0"}`.
+
+    Returns:
+        Text for a page that a server scrapes, or for the text-file collector of its node exporter.
+
+    Example:
+        >>> from enqueuer import GeneratorEnqueuer
+        >>> from enqueuer.exports import prometheus
+        >>> text = prometheus(GeneratorEnqueuer(lambda: iter("abc")).stats(), {"rank": "0"})
+        >>> print("".join(text.splitlines(keepends=True)[:3]), end="")
+        # HELP enqueuer_batches_total Batches given to the loop
+        # TYPE enqueuer_batches_total counter
+        enqueuer_batches_total{rank="0"} 0
+    """
+    lines = []
+    for name, kind, text, values in _metrics(stats):
+        lines += [f"# HELP enqueuer_{name} {text}", f"# TYPE enqueuer_{name} {kind}"]
+        for own, value in values:
+            lines.append(f"enqueuer_{name}{_labels({**(labels or {}), **own})} {value:.9g}")
+    return "\n".join(lines) + "\n"
+
+
+_Metric = tuple[str, str, str, list[tuple[dict[str, str], float]]]
+
+
+def _metrics(stats: Stats) -> Iterator[_Metric]:
+    for name, text, value in (
+        ("batches_total", "Batches given to the loop", stats.items),
+        ("waiting_seconds_total", "Time that the loop waited for batches", stats.waiting_s),
+        ("working_seconds_total", "Time that the loop did something else", stats.working_s),
+        ("errors_total", "Errors that were skipped", stats.error_count),
+        ("restarts_total", "Workers that died and were replaced", stats.restart_count),
+    ):
+        yield name, "counter", text, [({}, value)]
+    for name, text, value in (
+        ("queue_size", "Finished batches that wait", stats.queue_size),
+        ("queue_max_size", "Finished batches that may wait", stats.max_queue_size),
+        ("block_bytes", "Shared memory of all workers", stats.block_bytes),
+    ):
+        yield name, "gauge", text, [({}, value)]
+    per_worker = [(worker, {"worker": str(worker.index)}) for worker in stats.workers]
+    yield (
+        "worker_items_total",
+        "counter",
+        "Items that a worker has sent",
+        [(own, worker.items) for worker, own in per_worker],
+    )
+    yield (
+        "worker_bytes_total",
+        "counter",
+        "About how many bytes these had",
+        [(own, worker.bytes) for worker, own in per_worker],
+    )
+    yield (
+        "worker_seconds_total",
+        "counter",
+        "What a worker's time was spent on",
+        [
+            ({**own, "on": on}, getattr(worker, f"{on}_s"))
+            for worker, own in per_worker
+            for on in ("starting", "making", "sending", "waiting", "idle")
+        ],
+    )
+    yield (
+        "worker_rss_bytes",
+        "gauge",
+        "Memory of a worker's process",
+        [(own, worker.rss_bytes) for worker, own in per_worker if worker.rss_bytes is not None],
+    )
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    def escaped(text: str) -> str:
+        return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+    pairs = ",".join(f'{name}="{escaped(value)}"' for name, value in labels.items())
+    return f"{{{pairs}}}" if pairs else ""
+
+
+class Writer(Protocol):
+    """What TensorBoard's `SummaryWriter` has, and others: `add_scalar`."""
+
+    def add_scalar(self, tag: str, value: float, step: int, /) -> Any:
+        """Note a value at a step."""
+
+
+def tensorboard(writer: Writer, prefix: str = "data/") -> Callable[[Stats], None]:
+    """Return a callback for `on_stats()` that writes scalars; steps are batches since the start.
+
+    Args:
+        writer: `torch.utils.tensorboard.SummaryWriter`, or anything with its `add_scalar`.
+        prefix: Before each tag.
+
+    Example:
+        >>> from enqueuer import GeneratorEnqueuer
+        >>> from enqueuer.exports import tensorboard
+        >>> class Writer:
+        ...     def add_scalar(self, tag, value, step):
+        ...         print(tag, value, step)
+        >>> tensorboard(Writer())(GeneratorEnqueuer(lambda: iter("abc")).stats())
+        data/batches_per_s 0.0 0
+        data/waiting_share 0.0 0
+        data/queue_size 0 0
+        data/wait_p99_s 0.0 0
+    """
+    step = 0
+
+    def write(stats: Stats) -> None:
+        nonlocal step
+        step += stats.items  # they are those since the last call
+        for tag, value in (
+            ("batches_per_s", stats.items_per_s),
+            ("waiting_share", stats.waiting_share),
+            ("queue_size", stats.queue_size),
+            ("wait_p99_s", stats.wait_p99_s),
+        ):
+            writer.add_scalar(prefix + tag, value, step)
+
+    return write

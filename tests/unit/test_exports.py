@@ -1,0 +1,117 @@
+"""Statistics in the forms of others."""
+
+import dataclasses
+
+import pytest
+
+from enqueuer import GeneratorEnqueuer, OrderedEnqueuer
+from enqueuer.exports import line, prometheus, tensorboard
+
+
+@pytest.fixture(scope="module")
+def stats():
+    with GeneratorEnqueuer(lambda shard: shard.split(range(20)), workers=2) as enqueuer:
+        list(enqueuer)
+        return enqueuer.stats()
+
+
+def test_a_line_has_rates_waits_fill_and_workers(stats):
+    text = line(stats)
+    assert "batches/s" in text
+    assert "the loop waits" in text
+    assert "0/10 in the queue" in text
+    assert text.count("%") == 3  # the loop and two workers
+    assert "error" not in text
+
+
+def test_a_line_tells_of_errors_and_restarts_if_there_were_some(stats):
+    text = line(dataclasses.replace(stats, error_count=2, restart_count=1))
+    assert text.endswith(", 2 errors, 1 restarts")
+
+
+def test_prometheus_gets_each_metric_once_with_help_and_type(stats):
+    lines = prometheus(stats).splitlines()
+    names = [text.split()[2] for text in lines if text.startswith("# TYPE")]
+    assert len(names) == len(set(names))
+    assert "enqueuer_batches_total 20" in lines
+    assert 'enqueuer_worker_items_total{worker="1"} 10' in lines
+    for text in lines:
+        if not text.startswith("#"):
+            name, value = text.rsplit(" ", 1)
+            float(value)
+            assert name.split("{")[0] in names
+
+
+def test_labels_are_added_and_escaped(stats):
+    text = prometheus(stats, {"job": 'a "quoted"\\ name'})
+    assert 'enqueuer_queue_size{job="a \\"quoted\\"\\\\ name"} 0' in text
+    assert '{job="a \\"quoted\\"\\\\ name",worker="0"}' in text
+
+
+def test_tensorboard_counts_its_steps_in_batches(stats):
+    written = []
+
+    class Writer:
+        def add_scalar(self, tag, value, step):
+            written.append((tag, step))
+
+    write = tensorboard(Writer(), prefix="train/")
+    write(stats)
+    write(stats)
+    assert ("train/batches_per_s", 20) in written
+    assert ("train/batches_per_s", 40) in written
+
+
+# --- on_stats ---
+
+
+@pytest.mark.parametrize("backend", ["thread", "process"])
+def test_callbacks_are_told_what_was_new(backend):
+    seen = []
+    with OrderedEnqueuer(range(400), abs, backend=backend) as enqueuer:
+        enqueuer.on_stats(seen.append, every=0)
+        list(enqueuer)
+        total = enqueuer.stats()
+    assert len(seen) > 1
+    assert 0 < sum(stats.items for stats in seen) <= total.items == 400
+
+
+def test_by_default_a_line_is_logged(caplog):
+    caplog.set_level("INFO", "enqueuer")
+    with GeneratorEnqueuer(lambda: iter(range(50))) as enqueuer:
+        enqueuer.on_stats(every=0)
+        list(enqueuer)
+    assert "the loop waits" in caplog.text
+
+
+def test_a_callback_that_fails_is_logged_and_called_no_more(caplog):
+    calls = []
+
+    def fail(stats):
+        calls.append(stats)
+        raise ValueError("no")
+
+    with GeneratorEnqueuer(lambda: iter(range(50))) as enqueuer:
+        enqueuer.on_stats(fail, every=0)
+        assert list(enqueuer) == list(range(50))
+    assert len(calls) == 1
+    assert "ValueError: no" in caplog.text
+
+
+def test_no_callback_is_told_before_its_time():
+    seen = []
+    with GeneratorEnqueuer(lambda: iter(range(50))) as enqueuer:
+        enqueuer.on_stats(seen.append, every=3600)
+        list(enqueuer)
+    assert seen == []
+
+
+def test_after_a_new_start_they_are_told_of_the_new_run():
+    seen = []
+    enqueuer = GeneratorEnqueuer(lambda: iter(range(50)))
+    enqueuer.on_stats(seen.append, every=0)
+    for _ in range(2):
+        with enqueuer:
+            list(enqueuer)
+    assert all(stats.items >= 0 for stats in seen)
+    assert sum(stats.items for stats in seen) <= 100

@@ -1,0 +1,98 @@
+"""Meters: where time goes, how waits are sorted, when the fill is looked at."""
+
+import itertools
+
+import pytest
+
+from enqueuer import meters
+from enqueuer.meters import BEGAN, IDLE, WAITING, Meter, Waits, bucket_of, top_of
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Stand for the clock: a list with the time in it."""
+    now = [1_000_000_000]
+    monkeypatch.setattr(meters, "clock", lambda: now[0])
+    return now
+
+
+def test_a_meter_adds_up_what_it_waited_and_idled(clock):
+    meter = Meter()
+    meter.begin()
+    for phase, nanoseconds in ((WAITING, 5), (IDLE, 7), (WAITING, 20)):
+        meter.pause(phase)
+        clock[0] += nanoseconds
+        meter.resume()
+    assert (meter.words[WAITING], meter.words[IDLE]) == (25, 7)
+    assert meter.words[BEGAN] == 1_000_000_000
+
+
+@pytest.mark.parametrize("nanoseconds", [8, 9, 100, 1000, 123_456, 10**9, 10**12])
+def test_a_bucket_is_a_fifth_to_a_quarter_wide(nanoseconds):
+    top = top_of(bucket_of(nanoseconds))
+    assert nanoseconds < top <= 1.25 * nanoseconds + 2
+    assert bucket_of(top) == bucket_of(nanoseconds) + 1
+
+
+def test_the_wait_for_the_first_batch_is_apart(clock):
+    waits = Waits()
+    waits.pause(0)
+    clock[0] += 500
+    waits.resume()
+    waits.left -= 1
+    waits.sample(0)
+    assert (waits.first_wait, waits.waited, waits.buckets) == (500, 0, {})
+    waits.pause(0)
+    clock[0] += 300
+    waits.resume()
+    assert (waits.first_wait, waits.waited, waits.by_worker) == (500, 300, {0: 300})
+
+
+def test_a_pause_within_a_pause_is_one(clock):
+    waits = Waits()
+    waits.sample(0)
+    waits.pause(1)
+    clock[0] += 10
+    waits.pause(2)
+    clock[0] += 10
+    waits.resume()
+    assert waits.by_worker == {1: 20}
+
+
+def test_what_was_taken_is_counted_whenever_samples_are_taken(clock):
+    waits = Waits()
+    taken = 0
+    for bunch in [1, 3, 1, 7, 2] * 200:
+        taken += bunch
+        clock[0] += 1000
+        waits.left -= bunch
+        if waits.left <= 0:
+            waits.sample(bunch)
+        assert waits.taken == taken
+
+
+def test_a_long_run_keeps_few_samples_spread_over_all_of_it(clock):
+    waits = Waits()
+    for number in range(20_000):
+        clock[0] += 10_000_000
+        waits.left -= 1
+        if waits.left <= 0:
+            waits.sample(number % 10)
+    times = [at for at, _ in waits.samples]
+    assert 100 < len(times) <= 256
+    assert times[-1] > clock[0] - 3 * 10**9
+    gaps = [after - before for before, after in itertools.pairwise(times)]
+    assert max(gaps) <= 3 * min(gaps)
+
+
+def test_after_a_long_wait_the_next_batch_is_looked_at(clock):
+    waits = Waits()
+    for _ in range(5000):  # very fast
+        clock[0] += 100
+        waits.left -= 1
+        if waits.left <= 0:
+            waits.sample(0)
+    waits.pause(None)
+    clock[0] += 10**9
+    waits.resume()
+    assert (waits.left, waits.taken) == (1, 5000)
