@@ -9,6 +9,7 @@ from multiprocessing.context import BaseContext
 
 from enqueuer.backends import METHODS, BackendName, default_method
 from enqueuer.logs import MULTIPROCESSING_LOGGING
+from enqueuer.progress import Progress
 from enqueuer.sources import LiveSource, Source, is_indexable, name_of
 from enqueuer.tasks import TaskSource
 from enqueuer.worker import OnError
@@ -125,6 +126,13 @@ def start_method(mp_context: object, source: Source | TaskSource, backend: Backe
             f"multiprocessing, got {mp_context!r}"
         )
     return str(method)
+
+
+def progress(value: Progress) -> Progress:
+    """Return what is to be shown; raise TypeError if it is neither a bool nor a class."""
+    if isinstance(value, bool) or callable(value):
+        return value
+    raise TypeError(f"progress must be True, False or a class such as tqdm, got {value!r}")
 
 
 def forward_logs(value: object, start_method: str) -> bool | str:

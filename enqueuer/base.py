@@ -36,6 +36,7 @@ from enqueuer.errors import Closed, InvalidState, WorkerError
 from enqueuer.merging import Order, RoundRobin
 from enqueuer.messages import Epoch, Failure, Item
 from enqueuer.meters import Waits, clock, top_of
+from enqueuer.progress import Progress, Shown, bar_class
 from enqueuer.replaying import ATTRIBUTE, Origin, origin_of
 from enqueuer.shards import fresh_seed
 from enqueuer.sources import Source
@@ -90,6 +91,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         rank: int,
         world_size: int,
         drop_last: bool,
+        progress: Progress,
     ) -> None:
         self._backend_name = arguments.backend_name(backend, use_multiprocessing)
         self._workers = arguments.positive("workers", workers)
@@ -107,6 +109,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         self._max_restarts = arguments.count("max_restarts", max_restarts)
         self._rank, self._world_size = arguments.rank(rank, world_size)
         self._drop_last = bool(drop_last)
+        self._progress = arguments.progress(progress)
         self._seed_is_given = random_seed is not None
         self._random_seed = fresh_seed() if random_seed is None else arguments.seed(random_seed)
         self._state = State.NEW
@@ -488,7 +491,13 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         Raises:
             InvalidState: It was stopped.
         """
-        return _Batches(self, self._join())
+        batches = _Batches(self, self._join())
+        kind = bar_class(self._progress)
+        return batches if kind is None else Shown(batches, self, kind, *self._steps())
+
+    def _steps(self) -> tuple[int, int | None]:
+        """Return how many batches of the epoch were given away, and how many it has, if known."""
+        return 0, None
 
     def __aiter__(self) -> AsyncIterator[Batch]:
         """Iterate as `iter()` does, with `async for`, and without blocking the event loop.

@@ -22,6 +22,7 @@ from enqueuer.errors import (
 )
 from enqueuer.merging import AsTheyCome, Order, RoundRobin, TaskOrder
 from enqueuer.messages import Epoch, Failure, Item, Start, Ticket
+from enqueuer.progress import Progress
 from enqueuer.replaying import Origin, item_of, redo, refuse
 from enqueuer.shards import Shard
 from enqueuer.sources import LiveSource, as_source
@@ -91,6 +92,10 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
             counts those of all ranks, is then `workers * world_size` by default.
         drop_last: Whether to have fewer shards if they cannot be dealt out evenly, so that each
             rank has equally many; False by default.
+        progress: Whether a `for` loop over it shows a bar: batches, rate, how long the loop waits,
+            the queue, how busy the workers are. True shows it if standard error is a terminal,
+            and needs tqdm; a class, such as `tqdm.notebook.tqdm`, is used as it is. False by
+            default.
 
     Attributes:
         queue: What waits, with the names of `queue.Queue`, as in Keras.
@@ -131,6 +136,7 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
         rank: int = 0,
         world_size: int = 1,
         drop_last: bool = False,
+        progress: Progress = False,
     ) -> None:
         self._source = as_source(generator)
         super().__init__(
@@ -150,6 +156,7 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
             rank=rank,
             world_size=world_size,
             drop_last=drop_last,
+            progress=progress,
         )
         self._shards = None if shards is None else arguments.positive("shards", shards)
         self._shards_are_given = shards is not None
@@ -331,6 +338,10 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
             `world_size`-th element of the epoch's order; give all of them the same
             `random_seed`.
         world_size: How many training processes share the data; 1 by default.
+        progress: Whether a `for` loop over it shows a bar: batches, rate, how long the loop waits,
+            the queue, how busy the workers are. True shows it if standard error is a terminal,
+            and needs tqdm; a class, such as `tqdm.notebook.tqdm`, is used as it is. False by
+            default.
 
     Attributes:
         queue: What waits, with the names of `queue.Queue`, as in Keras.
@@ -373,6 +384,7 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
         max_restarts: int = 0,
         rank: int = 0,
         world_size: int = 1,
+        progress: Progress = False,
     ) -> None:
         if isinstance(map, bool):
             use_multiprocessing, map = use_multiprocessing or map, None
@@ -403,6 +415,7 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
             rank=rank,
             world_size=world_size,
             drop_last=drop_last,
+            progress=progress,
         )
         self._source.random_seed = self._random_seed
         self._reading = Reading(bool(shuffle), self._drop_last, self._rank, self._world_size)
@@ -425,6 +438,12 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
         count = len(places_of(source, reading))
         steps = steps_in(count, source.batch_size or 1, self._drop_last)
         return len(range(reading.part, steps, reading.parts))
+
+    def _steps(self) -> tuple[int, int | None]:
+        with self._lock:
+            assert isinstance(self._order, TaskOrder)
+            done = self._order.next - self._order.first - len(self._ready)
+        return done, len(self) if self._source.is_sequence else None
 
     def get(self) -> Iterator[Any]:
         """Return an iterator over this epoch and all that follow, without an end, as in Keras.

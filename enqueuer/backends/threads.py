@@ -89,7 +89,7 @@ class ThreadBackend:
             shard = order.turn()
             worker = None if shard is None else self._owners[shard]
             buffer = self._buffers[0 if worker is None else worker % len(self._buffers)]
-            message = buffer.get_or(None)
+            message = buffer.poll()
             if message is None:
                 self._waits.pause(worker)
                 timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -215,7 +215,7 @@ class Road:
         meter = self.meter
         if not meter.words[BEGAN]:
             meter.begin()
-        found = buffer.get_or(None)
+        found = buffer.poll()
         if found is None:
             meter.pause(phase)
             try:

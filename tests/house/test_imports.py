@@ -50,7 +50,7 @@ ORDER = [
     ["transport.codec"],
     ["transport.tensors", "transport.blocks", "transport.packets"],
     ["transport.__init__"],
-    ["buffer", "exports", "logs"],
+    ["buffer", "exports", "logs", "progress"],
     ["stats"],
     ["meters", "shards", "usage", "verdict"],
     ["formats", "frameworks", "messages"],
