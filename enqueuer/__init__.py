@@ -9,6 +9,7 @@ from enqueuer.arrays import empty, empty_like
 from enqueuer.buffer import Buffer
 from enqueuer.enqueuers import GeneratorEnqueuer, OrderedEnqueuer, imap, prefetch
 from enqueuer.errors import (
+    BatchTimeout,
     BlockMemoryError,
     Closed,
     DataFileError,
@@ -20,6 +21,7 @@ from enqueuer.errors import (
     ItemNotLoadable,
     ItemNotPicklable,
     SourceNotPicklable,
+    StallWarning,
     StartError,
     StateMismatch,
     StopWarning,
@@ -33,6 +35,7 @@ from enqueuer.shards import Shard, Task
 __version__ = "0.1.0"
 
 __all__ = [
+    "BatchTimeout",
     "BlockMemoryError",
     "Buffer",
     "Closed",
@@ -48,6 +51,7 @@ __all__ = [
     "OrderedEnqueuer",
     "Shard",
     "SourceNotPicklable",
+    "StallWarning",
     "StartError",
     "StateMismatch",
     "StopWarning",

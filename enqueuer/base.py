@@ -37,6 +37,7 @@ from enqueuer.messages import Epoch, Failure, Item
 from enqueuer.replaying import ATTRIBUTE, Origin, origin_of
 from enqueuer.shards import fresh_seed
 from enqueuer.sources import Source
+from enqueuer.stalls import Late, Patience, Wait
 from enqueuer.tasks import TaskSource
 from enqueuer.worker import OnError
 
@@ -85,6 +86,8 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         rank: int,
         world_size: int,
         drop_last: bool,
+        stall_timeout: float | None,
+        timeout: float | None,
     ) -> None:
         self._backend_name = arguments.backend_name(backend, use_multiprocessing)
         self._workers = arguments.positive("workers", workers)
@@ -102,6 +105,9 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         self._max_restarts = arguments.count("max_restarts", max_restarts)
         self._rank, self._world_size = arguments.rank(rank, world_size)
         self._drop_last = bool(drop_last)
+        self._stall_timeout = arguments.patience("stall_timeout", stall_timeout)
+        self._timeout = arguments.patience("timeout", timeout)
+        self._patience = Patience(self._stall_timeout, self._timeout)
         self._seed_is_given = random_seed is not None
         self._random_seed = fresh_seed() if random_seed is None else arguments.seed(random_seed)
         self._state = State.NEW
@@ -554,6 +560,8 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             rank=self._rank,
             world_size=self._world_size,
             drop_last=self._drop_last,
+            stall_timeout=self._stall_timeout,
+            timeout=self._timeout,
         )
 
     def _job_of(self, source: Source | TaskSource, shards: int, own: tuple[int, ...]) -> Job:
@@ -571,6 +579,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             forward_logs=self._forward_logs,
             on_error=self._on_error,
             max_restarts=self._max_restarts,
+            patience_s=self._patience.first_s,
         )
 
     def _start_backend(self, job: Job) -> Backend:
@@ -672,7 +681,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
                 return ()
             try:
                 message = self._take(time.monotonic())
-            except TimeoutError:
+            except Late:
                 return ()
             if message is None:
                 raise StopAsyncIteration
@@ -697,7 +706,8 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             None at the end of the epoch, and if the enqueuer was stopped.
 
         Raises:
-            TimeoutError: Nothing came until `deadline`.
+            Late: Nothing came until `deadline`.
+            BatchTimeout: There is none, and nothing came for `timeout` seconds.
         """
         while self._peek(deadline):
             with contextlib.suppress(IndexError):  # iterators take without the lock
@@ -710,19 +720,31 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         """Wait until an item or the failure is ready; return whether one is. Lock held.
 
         Raises:
-            TimeoutError: Nothing came until `deadline`.
+            Late: Nothing came until `deadline`.
+            BatchTimeout: There is none, and nothing came for `timeout` seconds.
         """
         assert self._backend is not None
+        until, long_wait = deadline, None
         while not self._knows_next():
             self._backend.settle()
             self._feed()
             try:
-                failure = self._backend.wait(self._order, deadline)
+                failure = self._backend.wait(self._order, until)
             except Closed:
                 if not self._changing:
                     return False
                 self._changed.wait_for(lambda: not self._changing)
                 continue
+            except Late:
+                if deadline is not None:
+                    raise
+                long_wait = long_wait or Wait(self._patience, self._patience.first_s or 0.0)
+                long_wait.cut(self._backend, self._order, self._epoch)
+                until = long_wait.until
+                continue
+            if failure is not None and until is None:  # if it is skipped, the wait goes on
+                long_wait = Wait(self._patience, 0.0)
+                until = long_wait.until
             self._found(failure)
         was_over, self._over = self._over, not self._ready and self._failure is None
         if self._over and not was_over:
@@ -831,7 +853,7 @@ class Queue(Generic[Batch]):
             return True  # if another consumer waits for the next batch, there is none
         try:
             return not enqueuer._peek(time.monotonic())
-        except TimeoutError:
+        except Late:
             return True
         finally:
             enqueuer._lock.release()
@@ -849,10 +871,11 @@ class Queue(Generic[Batch]):
 
         Args:
             block: Whether to wait for it.
-            timeout: Seconds to wait at most; None, the default, waits for ever.
+            timeout: Seconds to wait at most; None, the default, waits as the loop does.
 
         Raises:
             queue.Empty: There was none in time; nothing is lost.
+            BatchTimeout: The same, by the enqueuer's `timeout`.
             Closed: There will be none: the generator has ended, or the enqueuer was stopped.
             InvalidState: It was not started.
         """
@@ -868,7 +891,7 @@ class Queue(Generic[Batch]):
         try:
             try:
                 message = enqueuer._take(deadline)
-            except TimeoutError:
+            except Late:
                 raise Empty from None
             if message is None:
                 enqueuer._check_started("get() from its queue")
@@ -937,9 +960,10 @@ def _watch(reference: weakref.ref[BaseEnqueuer[Any]]) -> bool:
             return True
         backend.settle()
         enqueuer._feed()
+        patience, epoch = enqueuer._patience, enqueuer._epoch
         del enqueuer
         try:
-            failure = backend.wait(order, None)
+            failure = _wait_patiently(backend, order, patience, epoch)
         except Closed:
             enqueuer = reference()
             if enqueuer is None or not enqueuer._changing:
@@ -950,6 +974,20 @@ def _watch(reference: weakref.ref[BaseEnqueuer[Any]]) -> bool:
         if enqueuer is not None:
             enqueuer._found(failure)
     return True
+
+
+def _wait_patiently(
+    backend: Backend, order: Order, patience: Patience, epoch: int
+) -> Failure | None:
+    """Wait as `_peek` does for whoever has no deadline."""
+    try:
+        return backend.wait(order, None)
+    except Late:
+        wait = Wait(patience, patience.first_s or 0.0)
+    while True:
+        wait.cut(backend, order, epoch)
+        with contextlib.suppress(Late):
+            return backend.wait(order, wait.until)
 
 
 class _Raised:

@@ -19,6 +19,7 @@ from enqueuer.errors import StartError
 from enqueuer.merging import Order, TaskOrder
 from enqueuer.messages import Epoch, Failure, Item, Ticket
 from enqueuer.sources import Source
+from enqueuer.stalls import View
 from enqueuer.tasks import TaskSource
 from enqueuer.worker import OnError, Plan
 
@@ -65,6 +66,7 @@ class Job:
         on_error: What to do about an exception of the source's.
         max_restarts: How many workers that died are replaced; processes only.
         restarts: How many were replaced by an earlier backend, of these.
+        patience_s: How long a wait without a deadline lasts at most; None: for ever.
     """
 
     source: Source | TaskSource
@@ -80,6 +82,7 @@ class Job:
     on_error: OnError
     max_restarts: int
     restarts: int = 0
+    patience_s: float | None = None
 
     def plans(self) -> list[Plan]:
         """Deal the shards out: of n workers, worker w gets every n-th from the w-th on."""
@@ -119,7 +122,8 @@ class Backend(Protocol):
             The failure, if that is what is next; one that is skipped is returned once.
 
         Raises:
-            TimeoutError: Nothing came until `deadline`, of `time.monotonic()`.
+            Late: Nothing came until `deadline`, of `time.monotonic()`; without one, for so long
+                as the job's patience lasts.
             Closed: `close()` was called.
         """
 
@@ -135,6 +139,12 @@ class Backend(Protocol):
 
     def waiting(self) -> int:
         """Return how many finished items wait and were not taken."""
+
+    def look(self, order: Order) -> View:
+        """Return what can be seen of the workers, within about a second.
+
+        Called by the consumer, after a `wait()` that brought nothing.
+        """
 
     def close(self) -> None:
         """Ask the workers to go home and wake whoever is in `wait()`; returns at once."""

@@ -26,6 +26,7 @@ from enqueuer.backends.watched import Watched
 from enqueuer.errors import Closed
 from enqueuer.merging import Order, TaskOrder
 from enqueuer.messages import End, Epoch, Failure, Item, Ticket
+from enqueuer.stalls import Late, awaited_task
 from enqueuer.transport import tickets
 from enqueuer.transport.channel import Credit
 from enqueuer.transport.tickets import TicketOffice
@@ -134,7 +135,8 @@ class TaskProcesses(ProcessBackend):
             if found is Look.ITEM or order.done:
                 return None
             if expired:
-                raise TimeoutError("no batch in time")
+                raise Late("no batch in time")
+            deadline = self._until(deadline)
             self._sleep(self._workers, False, deadline)
             expired = deadline is not None and time.monotonic() >= deadline
         return None
@@ -148,6 +150,10 @@ class TaskProcesses(ProcessBackend):
 
     def waiting(self) -> int:
         return super().waiting() + self._shelf.waiting
+
+    def _awaited(self, order: Order) -> str:
+        assert isinstance(order, TaskOrder)
+        return awaited_task(order, self._shelf.tickets.get(order.next))
 
     def _collect(self) -> None:
         """Put on the shelf all that has come."""

@@ -17,6 +17,7 @@ from enqueuer.buffer import Buffer
 from enqueuer.errors import Closed
 from enqueuer.merging import Order, TaskOrder
 from enqueuer.messages import End, Epoch, Failure, Item, Message, Ticket
+from enqueuer.stalls import Late, awaited_task
 from enqueuer.worker import Plan, serve_tasks
 
 _UNBOUNDED = 1 << 62  # whoever hands out the tickets keeps the bound
@@ -28,6 +29,7 @@ class TaskThreads(ThreadBackend):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self._bunch = bunch_of(job)
+        self._patience_s = job.patience_s
         self._tickets: Buffer[Ticket] = Buffer(_UNBOUNDED)
         self._results: Buffer[Message] = Buffer(_UNBOUNDED)
         self._shelf = Shelf(job.max_queue_bytes is not None)
@@ -81,9 +83,11 @@ class TaskThreads(ThreadBackend):
                 return None
             if order.done:
                 break
+            if deadline is None and self._patience_s is not None:
+                deadline = time.monotonic() + self._patience_s
             timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
             if not self._fetch(timeout):
-                raise TimeoutError("no batch in time")
+                raise Late("no batch in time")
         return None
 
     def _fetch(self, timeout: float | None) -> bool:
@@ -105,6 +109,10 @@ class TaskThreads(ThreadBackend):
     def waiting(self) -> int:
         on_their_way = sum(isinstance(message, Item) for message in self._results.snapshot())
         return on_their_way + self._shelf.waiting
+
+    def _awaited(self, order: Order) -> str:
+        assert isinstance(order, TaskOrder)
+        return awaited_task(order, self._shelf.tickets.get(order.next))
 
     def close(self) -> None:
         super().close()

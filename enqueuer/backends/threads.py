@@ -28,6 +28,7 @@ from enqueuer.errors import Closed, StartError, StopWarning
 from enqueuer.merging import Order
 from enqueuer.messages import Empty, End, Epoch, Failure, Item, Message
 from enqueuer.sources import LiveSource
+from enqueuer.stalls import Late, Sight, View, awaited, first_for, stacks_of_threads
 from enqueuer.worker import Plan, serve
 
 
@@ -81,7 +82,7 @@ class ThreadBackend:
             try:
                 message = buffer.get(timeout)
             except NothingYet:
-                raise TimeoutError("no batch in time") from None
+                raise Late("no batch in time") from None
             match message:
                 case Item():
                     self._held = message
@@ -105,6 +106,17 @@ class ThreadBackend:
         messages = (message for buffer in self._buffers for message in buffer.snapshot())
         held = self._held is not None
         return held + sum(isinstance(message, Item) for message in messages)
+
+    def look(self, order: Order) -> View:
+        stacks = stacks_of_threads(self._threads)
+        sights = [
+            Sight(f"worker {index} (thread)", plan.shards, stack, "has ended")
+            for index, (plan, stack) in enumerate(zip(self._plans, stacks, strict=False))
+        ]
+        return View(self._awaited(order), self.waiting(), first_for(order, sights))
+
+    def _awaited(self, order: Order) -> str:
+        return awaited(order)
 
     def close(self) -> None:
         for orders in self._orders:
@@ -162,12 +174,28 @@ class Road:
 
 def _buffers(job: Job, workers: int) -> list[Buffer[Message]]:
     if not job.ordered:
-        return [Buffer(job.max_queue_size, job.max_queue_bytes)]
+        return [_Impatient(job.patience_s, job.max_queue_size, job.max_queue_bytes)]
     sizes = split_bound(job.max_queue_size, workers)
     if job.max_queue_bytes is None:
-        return [Buffer(size) for size in sizes]
+        return [_Impatient(job.patience_s, size) for size in sizes]
     share = max(1, job.max_queue_bytes // workers)
-    return [Buffer(size, share) for size in sizes]
+    return [_Impatient(job.patience_s, size, share) for size in sizes]
+
+
+class _Impatient(Buffer[Message]):
+    """A buffer whose `get()` waits so long at most, also if it is not given a timeout.
+
+    Known where it sleeps, and nowhere else: to hand the limit over with each item takes time.
+    """
+
+    def __init__(
+        self, patience_s: float | None, max_size: int, max_bytes: int | None = None
+    ) -> None:
+        super().__init__(max_size, max_bytes)
+        self._patience_s = patience_s
+
+    def _wait_for_item_locked(self, timeout: float | None) -> None:
+        super()._wait_for_item_locked(self._patience_s if timeout is None else timeout)
 
 
 def _warn_of(thread: threading.Thread, timeout: float) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from enqueuer.backends import WorkerState
 from enqueuer.backends.launching import Launched
+from enqueuer.backends.stacks import Stacks
 from enqueuer.transport import is_portable
 from enqueuer.transport.consumer_end import ConsumerEnd
 from enqueuer.transport.packets import Descriptor, close_in_children
@@ -38,6 +39,7 @@ class Watched:
     lifeline: Descriptor
     pidfd: Descriptor | None
     shards: tuple[int, ...]
+    stacks: Stacks | None = None  # None: nobody will ask
     state: WorkerState = WorkerState.STARTING
     exitcode: int | None = None
     gone: bool = False  # whether the process has ended
