@@ -805,17 +805,21 @@ def _compare(
 
 
 def _warn_of_twins(one: int, other: int, takes_shard: bool) -> None:
-    cause = (
-        "the generator function takes no shard, so that each shard runs all of it: let it take "
-        "the shard (`def batches(shard): ...`), and shard.split for its share of the work"
-        if not takes_shard
-        else "the generator function reads the same for each shard: use shard.split for its share "
-        "of the work"
-    )
+    if takes_shard:
+        cause = (
+            "Are random numbers drawn from a generator that was made outside (a captured "
+            "numpy.random.default_rng, say)? Draw them from shard.rng. Does each shard read the "
+            "same? Use shard.split for its share of the work"
+        )
+    else:
+        cause = (
+            "The generator function takes no shard, so that each shard runs all of it: let it "
+            "take the shard (`def batches(shard): ...`), use shard.split for its share of the "
+            "work, and draw random numbers from shard.rng"
+        )
     warnings.warn(
-        f"shards {one} and {other} began with the same two batches, so the data come several "
-        "times. Either random numbers are drawn from a generator that was made outside (a "
-        f"captured numpy.random.default_rng, say): draw them from shard.rng. Or {cause}",
+        f"shards {one} and {other} began with the same two batches, so the data seem to come "
+        f"several times. {cause}",
         DuplicateDataWarning,
         stacklevel=level_of_user(),
     )

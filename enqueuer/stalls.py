@@ -141,18 +141,19 @@ class Wait:
             BatchTimeout: That was all.
         """
         warn, most = self._patience
-        waited = time.monotonic() - self._began
-        if most is not None and (warn is None or waited >= most or most <= warn):
+        if warn is not None and not self._has_warned and (most is None or warn < most):
+            self._has_warned = True
+            # before it is said, since that may raise; and without a deadline it would be cut again
+            self.until = self._began + (_FOR_EVER_S if most is None else most)
+            text = report(warn, backend.look(order), epoch)
+            warnings.warn(text, StallWarning, stacklevel=level_of_user())
+        elif most is None:
+            self.until = time.monotonic() + _FOR_EVER_S
+        else:
             raise BatchTimeout(
                 f"{report(most, backend.look(order), epoch)}\n"
                 "Nothing is lost: iterating again goes on with the very next batch"
             )
-        # also if nothing more is to be said: without a deadline it would be cut once more
-        self.until = self._began + _FOR_EVER_S if most is None else self._began + most
-        if warn is not None and not self._has_warned:
-            self._has_warned = True
-            text = report(warn, backend.look(order), epoch)
-            warnings.warn(text, StallWarning, stacklevel=level_of_user())
 
 
 def report(seconds: float, view: View, epoch: int) -> str:

@@ -31,7 +31,7 @@ def test_a_captured_generator_is_told_of_with_its_cure(process):
             batches = list(enqueuer)
     (warning,) = caught
     assert "shards 0 and 1 began with the same two batches" in str(warning.message)
-    assert "draw them from shard.rng" in str(warning.message)
+    assert "Draw them from shard.rng" in str(warning.message)
     assert warning.filename == __file__
     assert len(batches) == 8
     assert np.array_equal(batches[0]["x"], batches[1]["x"])
