@@ -89,6 +89,16 @@ def seconds(name: str, value: float) -> float:
     return min(float(value), threading.TIMEOUT_MAX / 2)
 
 
+def patience(name: str, value: float | None) -> float | None:
+    """Return how long to wait at most; raise TypeError or ValueError unless None or a time > 0."""
+    if value is None:
+        return None
+    limit = seconds(name, value)
+    if limit == 0:
+        raise ValueError(f"{name} must be > 0 seconds or None, got {value!r}")
+    return limit
+
+
 def backend_name(backend: object, use_multiprocessing: object) -> BackendName:
     """Return the backend that the modern option, or the Keras one, asks for."""
     if not isinstance(use_multiprocessing, bool):

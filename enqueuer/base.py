@@ -40,6 +40,7 @@ from enqueuer.progress import Progress, Shown, bar_class
 from enqueuer.replaying import ATTRIBUTE, Origin, origin_of
 from enqueuer.shards import fresh_seed
 from enqueuer.sources import Source
+from enqueuer.stalls import Late, Patience, Wait
 from enqueuer.stats import Stats
 from enqueuer.tasks import TaskSource
 from enqueuer.worker import OnError
@@ -92,6 +93,8 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         world_size: int,
         drop_last: bool,
         progress: Progress,
+        stall_timeout: float | None,
+        timeout: float | None,
     ) -> None:
         self._backend_name = arguments.backend_name(backend, use_multiprocessing)
         self._workers = arguments.positive("workers", workers)
@@ -110,6 +113,9 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         self._rank, self._world_size = arguments.rank(rank, world_size)
         self._drop_last = bool(drop_last)
         self._progress = arguments.progress(progress)
+        self._stall_timeout = arguments.patience("stall_timeout", stall_timeout)
+        self._timeout = arguments.patience("timeout", timeout)
+        self._patience = Patience(self._stall_timeout, self._timeout)
         self._seed_is_given = random_seed is not None
         self._random_seed = fresh_seed() if random_seed is None else arguments.seed(random_seed)
         self._state = State.NEW
@@ -657,6 +663,8 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             rank=self._rank,
             world_size=self._world_size,
             drop_last=self._drop_last,
+            stall_timeout=self._stall_timeout,
+            timeout=self._timeout,
         )
 
     def _job_of(self, source: Source | TaskSource, shards: int, own: tuple[int, ...]) -> Job:
@@ -674,6 +682,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             forward_logs=self._forward_logs,
             on_error=self._on_error,
             max_restarts=self._max_restarts,
+            patience_s=self._patience.first_s,
         )
 
     def _start_backend(self, job: Job) -> Backend:
@@ -775,7 +784,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
                 return ()
             try:
                 message = self._take(time.monotonic())
-            except TimeoutError:
+            except Late:
                 return ()
             if message is None:
                 raise StopAsyncIteration
@@ -800,7 +809,8 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             None at the end of the epoch, and if the enqueuer was stopped.
 
         Raises:
-            TimeoutError: Nothing came until `deadline`.
+            Late: Nothing came until `deadline`.
+            BatchTimeout: There is none, and nothing came for `timeout` seconds.
         """
         while self._peek(deadline):
             with contextlib.suppress(IndexError):  # iterators take without the lock
@@ -813,22 +823,34 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         """Wait until an item or the failure is ready; return whether one is. Lock held.
 
         Raises:
-            TimeoutError: Nothing came until `deadline`.
+            Late: Nothing came until `deadline`.
+            BatchTimeout: There is none, and nothing came for `timeout` seconds.
         """
         assert self._backend is not None
+        until, long_wait = deadline, None
         while not self._knows_next():
             self._backend.settle()
             self._feed()
             try:
-                failure = self._backend.wait(self._order, deadline)
+                failure = self._backend.wait(self._order, until)
             except Closed:
                 if not self._changing:
                     return False
                 self._changed.wait_for(lambda: not self._changing)
                 continue
+            except Late:
+                if deadline is not None:
+                    raise
+                long_wait = long_wait or Wait(self._patience, self._patience.first_s or 0.0)
+                long_wait.cut(self._backend, self._order, self._epoch)
+                until = long_wait.until
+                continue
             finally:
                 if self._waits.since:
                     self._waits.resume()
+            if failure is not None and until is None:  # if it is skipped, the wait goes on
+                long_wait = Wait(self._patience, 0.0)
+                until = long_wait.until
             self._found(failure)
         was_over, self._over = self._over, not self._ready and self._failure is None
         if self._over and not was_over:
@@ -943,7 +965,7 @@ class Queue(Generic[Batch]):
             return True  # if another consumer waits for the next batch, there is none
         try:
             return not enqueuer._peek(time.monotonic())
-        except TimeoutError:
+        except Late:
             return True
         finally:
             enqueuer._lock.release()
@@ -961,10 +983,11 @@ class Queue(Generic[Batch]):
 
         Args:
             block: Whether to wait for it.
-            timeout: Seconds to wait at most; None, the default, waits for ever.
+            timeout: Seconds to wait at most; None, the default, waits as the loop does.
 
         Raises:
             queue.Empty: There was none in time; nothing is lost.
+            BatchTimeout: The same, by the enqueuer's `timeout`.
             Closed: There will be none: the generator has ended, or the enqueuer was stopped.
             InvalidState: It was not started.
         """
@@ -980,7 +1003,7 @@ class Queue(Generic[Batch]):
         try:
             try:
                 message = enqueuer._take(deadline)
-            except TimeoutError:
+            except Late:
                 raise Empty from None
             if message is None:
                 enqueuer._check_started("get() from its queue")
@@ -1049,9 +1072,10 @@ def _watch(reference: weakref.ref[BaseEnqueuer[Any]]) -> bool:
             return True
         backend.settle()
         enqueuer._feed()
+        patience, epoch = enqueuer._patience, enqueuer._epoch
         del enqueuer
         try:
-            failure = backend.wait(order, None)
+            failure = _wait_patiently(backend, order, patience, epoch)
         except Closed:
             enqueuer = reference()
             if enqueuer is None or not enqueuer._changing:
@@ -1082,6 +1106,20 @@ class _Watcher:
 
 def _log_line(stats: Stats) -> None:
     _log.info("%s", exports.line(stats))
+
+
+def _wait_patiently(
+    backend: Backend, order: Order, patience: Patience, epoch: int
+) -> Failure | None:
+    """Wait as `_peek` does for whoever has no deadline."""
+    try:
+        return backend.wait(order, None)
+    except Late:
+        wait = Wait(patience, patience.first_s or 0.0)
+    while True:
+        wait.cut(backend, order, epoch)
+        with contextlib.suppress(Late):
+            return backend.wait(order, wait.until)
 
 
 class _Raised:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing.context import BaseContext
@@ -13,6 +14,7 @@ from typing import Any, NoReturn, cast
 from enqueuer import arguments
 from enqueuer.backends import Backend, BackendName, Job, TaskBackend
 from enqueuer.base import BaseEnqueuer, Batch, Endless, State
+from enqueuer.duplicates import FirstItems
 from enqueuer.errors import (
     DuplicateDataWarning,
     InvalidState,
@@ -25,7 +27,8 @@ from enqueuer.messages import Epoch, Failure, Item, Start, Ticket
 from enqueuer.progress import Progress
 from enqueuer.replaying import Origin, item_of, redo, refuse
 from enqueuer.shards import Shard
-from enqueuer.sources import LiveSource, as_source
+from enqueuer.sources import FunctionSource, LiveSource, as_source
+from enqueuer.stalls import level_of_user
 from enqueuer.tasks import (
     Indexable,
     Reader,
@@ -96,6 +99,13 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
             the queue, how busy the workers are. True shows it if standard error is a terminal,
             and needs tqdm; a class, such as `tqdm.notebook.tqdm`, is used as it is. False by
             default.
+        stall_timeout: Seconds that the loop waits for one batch before a `StallWarning` shows
+            what each worker does, with the Python stack of those that are busy, also if they are
+            processes; then it waits on. 60 by default, which is longer than most batches take;
+            None: never.
+        timeout: Seconds that the loop waits for one batch at most; then `BatchTimeout` is raised,
+            with the same text. Nothing is lost: iterating again goes on with the next batch.
+            None, the default: for ever.
 
     Attributes:
         queue: What waits, with the names of `queue.Queue`, as in Keras.
@@ -137,6 +147,8 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
         world_size: int = 1,
         drop_last: bool = False,
         progress: Progress = False,
+        stall_timeout: float | None = 60.0,
+        timeout: float | None = None,
     ) -> None:
         self._source = as_source(generator)
         super().__init__(
@@ -157,9 +169,12 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
             world_size=world_size,
             drop_last=drop_last,
             progress=progress,
+            stall_timeout=stall_timeout,
+            timeout=timeout,
         )
         self._shards = None if shards is None else arguments.positive("shards", shards)
         self._shards_are_given = shards is not None
+        self._is_compared = False  # one shard with the others
         if isinstance(self._source, LiveSource) and self._shards not in (None, 1):
             raise ValueError(
                 f"a live iterator cannot be split into {self._shards} shards; "
@@ -231,6 +246,18 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
             starts = dict.fromkeys(self._own_shards(), Start())
         recent = self._max_queue_size + 2  # more are never taken and not given away
         return RoundRobin(starts, recent) if self._ordered else AsTheyCome(starts, recent)
+
+    def _begin(self, epoch: Epoch) -> None:
+        super()._begin(epoch)
+        shards = len(self._own_shards())
+        vars(self).pop("_found", None)
+        if self._is_compared or epoch.starts is not None or shards == 1:
+            return
+        self._is_compared = True
+        if isinstance(self._source, FunctionSource):
+            # in the method's place until it has seen enough, so that later items pay nothing
+            compare = functools.partial(_compare, weakref.ref(self), FirstItems(shards))
+            vars(self)["_found"] = compare
 
     def _origin_of(self, failure: Failure) -> Origin:
         return Origin(
@@ -342,6 +369,11 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
             the queue, how busy the workers are. True shows it if standard error is a terminal,
             and needs tqdm; a class, such as `tqdm.notebook.tqdm`, is used as it is. False by
             default.
+        stall_timeout: Seconds that the loop waits for one batch before a `StallWarning` shows
+            what each worker does; 60 by default; None: never. See `GeneratorEnqueuer`.
+        timeout: Seconds that the loop waits for one batch at most; then `BatchTimeout` is raised.
+            An iterable is read in the loop's own thread, which nothing can cut short. None, the
+            default: for ever.
 
     Attributes:
         queue: What waits, with the names of `queue.Queue`, as in Keras.
@@ -385,6 +417,8 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
         rank: int = 0,
         world_size: int = 1,
         progress: Progress = False,
+        stall_timeout: float | None = 60.0,
+        timeout: float | None = None,
     ) -> None:
         if isinstance(map, bool):
             use_multiprocessing, map = use_multiprocessing or map, None
@@ -416,6 +450,8 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
             world_size=world_size,
             drop_last=drop_last,
             progress=progress,
+            stall_timeout=stall_timeout,
+            timeout=timeout,
         )
         self._source.random_seed = self._random_seed
         self._reading = Reading(bool(shuffle), self._drop_last, self._rank, self._world_size)
@@ -769,6 +805,43 @@ def imap(
 def _prefetched(enqueuer: BaseEnqueuer[Batch]) -> Iterator[Batch]:
     with enqueuer:
         yield from enqueuer
+
+
+def _compare(
+    reference: weakref.ref[GeneratorEnqueuer[Any]], first: FirstItems, failure: Failure | None
+) -> None:
+    """Do what `_found` does, and warn of shards whose first items are the same. Lock held."""
+    enqueuer = reference()
+    assert enqueuer is not None  # it is who calls this
+    BaseEnqueuer._found(enqueuer, failure)
+    for item in enqueuer._ready.copy():  # all of it is new, as nothing was ready
+        twins = first.saw(item.shard, item.value)
+        if first.done:
+            vars(enqueuer).pop("_found", None)
+        if twins is not None:
+            assert isinstance(enqueuer._source, FunctionSource)
+            _warn_of_twins(*twins, enqueuer._source.takes_shard)
+
+
+def _warn_of_twins(one: int, other: int, takes_shard: bool) -> None:
+    if takes_shard:
+        cause = (
+            "Are random numbers drawn from a generator that was made outside (a captured "
+            "numpy.random.default_rng, say)? Draw them from shard.rng. Does each shard read the "
+            "same? Use shard.split for its share of the work"
+        )
+    else:
+        cause = (
+            "The generator function takes no shard, so that each shard runs all of it: let it "
+            "take the shard (`def batches(shard): ...`), use shard.split for its share of the "
+            "work, and draw random numbers from shard.rng"
+        )
+    warnings.warn(
+        f"shards {one} and {other} began with the same two batches, so the data seem to come "
+        f"several times. {cause}",
+        DuplicateDataWarning,
+        stacklevel=level_of_user(),
+    )
 
 
 def _warn_of_duplicates(workers: int) -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from queue import Empty as NothingYet
 
-from enqueuer.backends import Job, WorkerThread, bunch_of
+from enqueuer.backends import Job, WorkerThread, bunch_of, until
 from enqueuer.backends.shelf import Look, Shelf
 from enqueuer.backends.threads import Road, ThreadBackend
 from enqueuer.buffer import Buffer
@@ -18,6 +18,7 @@ from enqueuer.errors import Closed
 from enqueuer.merging import Order, TaskOrder
 from enqueuer.messages import End, Epoch, Failure, Item, Message, Ticket
 from enqueuer.meters import WAITING, Waits
+from enqueuer.stalls import Late, awaited_task
 from enqueuer.worker import Plan, serve_tasks
 
 _UNBOUNDED = 1 << 62  # whoever hands out the tickets keeps the bound
@@ -84,9 +85,10 @@ class TaskThreads(ThreadBackend):
             if order.done:
                 break
             self._waits.pause(None)
+            deadline = until(deadline, self._patience_s)
             timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
             if not self._fetch(timeout):
-                raise TimeoutError("no batch in time")
+                raise Late("no batch in time")
         return None
 
     def _fetch(self, timeout: float | None) -> bool:
@@ -108,6 +110,10 @@ class TaskThreads(ThreadBackend):
     def waiting(self) -> int:
         on_their_way = sum(isinstance(message, Item) for message in self._results.snapshot())
         return on_their_way + self._shelf.waiting
+
+    def _awaited(self, order: Order) -> str:
+        assert isinstance(order, TaskOrder)
+        return awaited_task(order, self._shelf.tickets.get(order.next))
 
     def close(self) -> None:
         super().close()

@@ -23,13 +23,14 @@ from queue import Empty as NothingYet
 from typing import Any, TypeVar
 
 from enqueuer import usage
-from enqueuer.backends import Job, WorkerThread, owners_of, size_of, split_bound
+from enqueuer.backends import Job, WorkerThread, owners_of, size_of, split_bound, until
 from enqueuer.buffer import Buffer
 from enqueuer.errors import Closed, StartError, StopWarning
 from enqueuer.merging import Order
 from enqueuer.messages import Empty, End, Epoch, Failure, Item, Message
 from enqueuer.meters import BEGAN, BYTES, IDLE, WAITING, Meter, Waits, clock
 from enqueuer.sources import LiveSource
+from enqueuer.stalls import Late, Sight, View, awaited, first_for, stacks_of_threads
 from enqueuer.stats import WorkerStats, worker_stats
 from enqueuer.worker import Plan, serve
 
@@ -47,6 +48,7 @@ class ThreadBackend:
         self._plans = job.plans()
         self._owners = owners_of(self._plans)
         self._waits = waits
+        self._patience_s = job.patience_s
         self._began = clock()
         self._measured = job.max_queue_bytes is not None
         self._buffers = _buffers(job, len(self._plans))
@@ -92,11 +94,12 @@ class ThreadBackend:
             message = buffer.poll()
             if message is None:
                 self._waits.pause(worker)
+                deadline = until(deadline, self._patience_s)
                 timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
                 try:
                     message = buffer.get(timeout)
                 except NothingYet:
-                    raise TimeoutError("no batch in time") from None
+                    raise Late("no batch in time") from None
             match message:
                 case Item():
                     self._held = message
@@ -136,6 +139,17 @@ class ThreadBackend:
         messages = (message for buffer in self._buffers for message in buffer.snapshot())
         held = self._held is not None
         return held + sum(isinstance(message, Item) for message in messages)
+
+    def look(self, order: Order) -> View:
+        stacks = stacks_of_threads(self._threads)
+        sights = [
+            Sight(f"worker {index} (thread)", plan.shards, stack, "has ended")
+            for index, (plan, stack) in enumerate(zip(self._plans, stacks, strict=False))
+        ]
+        return View(self._awaited(order), self.waiting(), first_for(order, sights))
+
+    def _awaited(self, order: Order) -> str:
+        return awaited(order)
 
     def close(self) -> None:
         for orders in self._orders:
