@@ -18,6 +18,7 @@ import dataclasses
 import enum
 import functools
 import math
+import os
 import threading
 import time
 import weakref
@@ -38,6 +39,8 @@ from enqueuer.replaying import ATTRIBUTE, Origin, origin_of
 from enqueuer.shards import fresh_seed
 from enqueuer.sources import Source
 from enqueuer.tasks import TaskSource
+from enqueuer.trace import part_of
+from enqueuer.tracing import Trace
 from enqueuer.worker import OnError
 
 Batch = TypeVar("Batch")
@@ -85,6 +88,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         rank: int,
         world_size: int,
         drop_last: bool,
+        trace: str | os.PathLike[str] | None,
     ) -> None:
         self._backend_name = arguments.backend_name(backend, use_multiprocessing)
         self._workers = arguments.positive("workers", workers)
@@ -102,6 +106,9 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         self._max_restarts = arguments.count("max_restarts", max_restarts)
         self._rank, self._world_size = arguments.rank(rank, world_size)
         self._drop_last = bool(drop_last)
+        self._trace_path = arguments.path("trace", trace)
+        self._trace: Trace | None = None
+        self._record_as(self._rank, self._world_size)
         self._seed_is_given = random_seed is not None
         self._random_seed = fresh_seed() if random_seed is None else arguments.seed(random_seed)
         self._state = State.NEW
@@ -509,6 +516,15 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         """Have the next start begin with an epoch, as if those before it had been read."""
         self._at_rest, self._at_rest_in, self._resumed = Epoch(epoch), None, True
 
+    def _record_as(self, number: int, count: int) -> None:
+        """Record, if that is wanted, as one of several that share the work, each to its own file.
+
+        They may be in processes, and on machines, that do not know of each other.
+        """
+        if self._trace_path is not None:
+            path = part_of(self._trace_path, number, count) if count > 1 else self._trace_path
+            self._trace = Trace(path)
+
     @abstractmethod
     def _identity(self) -> dict[str, Any]:
         """Return what the data depend on."""
@@ -554,6 +570,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             rank=self._rank,
             world_size=self._world_size,
             drop_last=self._drop_last,
+            trace=self._trace_path,
         )
 
     def _job_of(self, source: Source | TaskSource, shards: int, own: tuple[int, ...]) -> Job:
@@ -574,7 +591,8 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         )
 
     def _start_backend(self, job: Job) -> Backend:
-        backend = backends.load(self._backend_name, job)
+        load = backends.load if self._trace is None else self._trace.load
+        backend = load(self._backend_name, job)
         backend.start()
         return backend
 
@@ -590,7 +608,8 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         self._order = self._order_of(epoch)
         self._epoch = epoch.number
         self._over = False
-        self._ready = deque()  # iterators that have another one are over
+        self._ready = deque() if self._trace is None else self._trace.ready()
+        # iterators that have another one are over
         self._skipped = {}
         self._backend.begin(epoch)
 

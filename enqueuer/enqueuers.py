@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -91,6 +92,12 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
             counts those of all ranks, is then `workers * world_size` by default.
         drop_last: Whether to have fewer shards if they cannot be dealt out evenly, so that each
             rank has equally many; False by default.
+        trace: A file to which is written what each worker and the loop did, and when: a timeline
+            for Perfetto, chrome://tracing and `enqueuer report`. None, the default: nothing is
+            recorded, and that costs nothing. A trace that is there is replaced, at `start()`; any
+            other file is a `FileExistsError`. After 256 MB nothing more is recorded. With
+            `world_size`, or in workers of a DataLoader, each has a file of its own:
+            `run.1-of-4.json`.
 
     Attributes:
         queue: What waits, with the names of `queue.Queue`, as in Keras.
@@ -131,6 +138,7 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
         rank: int = 0,
         world_size: int = 1,
         drop_last: bool = False,
+        trace: str | os.PathLike[str] | None = None,
     ) -> None:
         self._source = as_source(generator)
         super().__init__(
@@ -150,6 +158,7 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
             rank=rank,
             world_size=world_size,
             drop_last=drop_last,
+            trace=trace,
         )
         self._shards = None if shards is None else arguments.positive("shards", shards)
         self._shards_are_given = shards is not None
@@ -331,6 +340,8 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
             `world_size`-th element of the epoch's order; give all of them the same
             `random_seed`.
         world_size: How many training processes share the data; 1 by default.
+        trace: A file for a timeline of what each worker and the loop did, as for
+            `GeneratorEnqueuer`.
 
     Attributes:
         queue: What waits, with the names of `queue.Queue`, as in Keras.
@@ -373,6 +384,7 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
         max_restarts: int = 0,
         rank: int = 0,
         world_size: int = 1,
+        trace: str | os.PathLike[str] | None = None,
     ) -> None:
         if isinstance(map, bool):
             use_multiprocessing, map = use_multiprocessing or map, None
@@ -403,6 +415,7 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
             rank=rank,
             world_size=world_size,
             drop_last=drop_last,
+            trace=trace,
         )
         self._source.random_seed = self._random_seed
         self._reading = Reading(bool(shuffle), self._drop_last, self._rank, self._world_size)
@@ -456,6 +469,7 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
         make, given = self._made_of()
         twin = self._handed_on(make(*given, rank=rank, world_size=world_size))
         twin._reading = dataclasses.replace(twin._reading, part=part, parts=parts)
+        twin._record_as(rank + world_size * part, world_size * parts)
         return twin
 
     def _job(self) -> Job:

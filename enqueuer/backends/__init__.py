@@ -20,6 +20,7 @@ from enqueuer.merging import Order, TaskOrder
 from enqueuer.messages import Epoch, Failure, Item, Ticket
 from enqueuer.sources import Source
 from enqueuer.tasks import TaskSource
+from enqueuer.trace import Place
 from enqueuer.worker import OnError, Plan
 
 BackendName = Literal["thread", "process"]
@@ -65,6 +66,7 @@ class Job:
         on_error: What to do about an exception of the source's.
         max_restarts: How many workers that died are replaced; processes only.
         restarts: How many were replaced by an earlier backend, of these.
+        trace: Where workers record what they do; None: nowhere.
     """
 
     source: Source | TaskSource
@@ -80,6 +82,7 @@ class Job:
     on_error: OnError
     max_restarts: int
     restarts: int = 0
+    trace: Place | None = None
 
     def plans(self) -> list[Plan]:
         """Deal the shards out: of n workers, worker w gets every n-th from the w-th on."""

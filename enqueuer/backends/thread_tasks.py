@@ -17,6 +17,7 @@ from enqueuer.buffer import Buffer
 from enqueuer.errors import Closed
 from enqueuer.merging import Order, TaskOrder
 from enqueuer.messages import End, Epoch, Failure, Item, Message, Ticket
+from enqueuer.tracing import traced
 from enqueuer.worker import Plan, serve_tasks
 
 _UNBOUNDED = 1 << 62  # whoever hands out the tickets keeps the bound
@@ -35,7 +36,7 @@ class TaskThreads(ThreadBackend):
     def _start_one(self, index: int, plan: Plan) -> threading.Thread:
         road = _TaskRoad(index, self._results, self._tickets)
         thread = WorkerThread(
-            target=serve_tasks,
+            target=traced(serve_tasks, self._trace, index),
             args=(plan, road, road),
             name=f"enqueuer-worker-{index}",
             daemon=True,

@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import sys
 import threading
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from queue import Empty as NothingYet
+from queue import Full
 from typing import Any
 
 from enqueuer.backends import Job, WorkerThread, owners_of, size_of, split_bound
@@ -28,6 +30,7 @@ from enqueuer.errors import Closed, StartError, StopWarning
 from enqueuer.merging import Order
 from enqueuer.messages import Empty, End, Epoch, Failure, Item, Message
 from enqueuer.sources import LiveSource
+from enqueuer.tracing import traced
 from enqueuer.worker import Plan, serve
 
 
@@ -40,6 +43,7 @@ class ThreadBackend:
         self._plans = job.plans()
         self._owners = owners_of(self._plans)
         self._measured = job.max_queue_bytes is not None
+        self._trace = job.trace
         self._buffers = _buffers(job, len(self._plans))
         self._orders: list[Buffer[Epoch]] = [Buffer(max_size=1) for _ in self._plans]
         self._threads: list[threading.Thread] = []
@@ -64,7 +68,10 @@ class ThreadBackend:
         buffer = self._buffers[index % len(self._buffers)]
         road = Road(index, buffer, self._orders[index], self._measured)
         thread = WorkerThread(
-            target=serve, args=(plan, road, road), name=f"enqueuer-worker-{index}", daemon=True
+            target=traced(serve, self._trace, index),
+            args=(plan, road, road),
+            name=f"enqueuer-worker-{index}",
+            daemon=True,
         )
         thread.start()
         return thread
@@ -135,6 +142,7 @@ class Road:
     ) -> None:
         self._index = index
         self._buffer = buffer
+        self._put = buffer.put
         self._orders = orders
         self._measured = measured
 
@@ -142,22 +150,39 @@ class Road:
         size_bytes = size_of(value) if self._measured else 0
         if state is not None:
             state = copy.deepcopy(state)  # it may be the iterator's own, which goes on
-        self._buffer.put(Item(shard, number, value, state), size_bytes=size_bytes)
+        self._put(Item(shard, number, value, state), size_bytes=size_bytes)
 
     def send(self, message: End | Failure | Empty) -> None:
         if isinstance(message, Failure):
             message = dataclasses.replace(message, worker=f"worker {self._index} (thread)")
-        self._buffer.put(message)
+        self._put(message)
 
     def check(self) -> None:
         if self._buffer.closed:
             raise Closed("the enqueuer was stopped")
+
+    def watch(self, waited: Callable[[int], None]) -> None:
+        self._put = functools.partial(_put, self._buffer, waited)
 
     def next_epoch(self) -> Epoch | None:
         try:
             return self._orders.get()
         except Closed:
             return None
+
+
+def _put(
+    buffer: Buffer[Message], waited: Callable[[int], None], message: Message, size_bytes: int = 0
+) -> None:
+    """Put into a buffer, and tell if that meant waiting."""
+    try:
+        buffer.put_nowait(message, size_bytes)
+    except Full:
+        since = time.monotonic_ns()
+        try:
+            buffer.put(message, size_bytes=size_bytes)
+        finally:
+            waited(since)
 
 
 def _buffers(job: Job, workers: int) -> list[Buffer[Message]]:

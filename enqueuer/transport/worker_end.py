@@ -17,6 +17,7 @@ import pickle
 import select
 import socket
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -99,6 +100,7 @@ class WorkerEnd:
         self._lost_records = 0
         self._readable = select.poll()
         self._readable.register(packets.fileno(), select.POLLIN)
+        self._poll: Callable[[], object] = self._readable.poll
         self._epochs: deque[Epoch] = deque()
         self._tasks: deque[tuple[bytes, list[int]]] = deque()  # for this worker alone
         self._closed = False
@@ -160,6 +162,17 @@ class WorkerEnd:
             self._read_orders()
         if self._closed:
             raise Closed("the consumer left")
+
+    def watch(self, waited: Callable[[int], None]) -> None:
+        """Have `waited` called after each sleep, with its begin."""
+        poll = self._readable.poll
+
+        def watched() -> None:
+            since = time.monotonic_ns()
+            poll()
+            waited(since)
+
+        self._poll = watched
 
     def next_epoch(self) -> Epoch | None:
         """Wait for the next epoch; None when there will be none."""
@@ -386,7 +399,7 @@ class WorkerEnd:
         self._words[road.WORKER_ASLEEP] = self._sleeps
         self._fence()
         if not enough():
-            self._readable.poll()
+            self._poll()
         self._words[road.WORKER_ASLEEP] = 0
         if also is not None:
             self._readable.unregister(also)
