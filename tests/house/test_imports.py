@@ -13,7 +13,10 @@ PACKAGE = Path(enqueuer.__file__).parent
 ORDER = [
     ["__main__"],
     ["cli"],
-    ["commands", "demo"],
+    ["commands", "demo", "report.command"],
+    ["report.page"],
+    ["report.reading"],
+    ["report.__init__"],
     ["__init__"],
     ["adapters.cuda"],
     ["adapters.torch"],
