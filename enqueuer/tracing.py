@@ -78,6 +78,7 @@ class _Worker:
             self._track.name(None, f"worker {index} (thread)", index)
         else:
             self._track.name(f"worker {index} (process {pid})", f"worker {index}", index)
+        self._lines.flush()  # a worker that is killed soon has a name at least
         self._epoch = 0
         self._ticket: Ticket | None = None
         self._since = _now()  # when the user's code began to run

@@ -146,7 +146,7 @@ def read(path: str) -> Recording:
     events = list(_events(recording))
     times = [event["ts"] for event in events if "ts" in event]
     if not times:
-        raise DataFileError(f"{path}: nothing was recorded")
+        raise DataFileError(f"{path}: nothing was recorded", path)
     zero = min(times)
     recording.end = max(event.get("ts", zero) + event.get("dur", 0) for event in events) - zero
     rows = _rows(events)
@@ -167,7 +167,7 @@ def read(path: str) -> Recording:
             elif name == "wait" and not args.get("end"):
                 waited += event["dur"]
         elif phase == "C":
-            recording.fill.append((at, args["items"]))
+            recording.fill.append((at, args.get("items", 0)))
         elif phase == "i":
             _note(recording, name, at, args)
     recording.rows = sorted({row.number: row for row in rows.values()}.values(), key=_number)
@@ -179,31 +179,38 @@ def _events(recording: Recording) -> Iterator[dict[str, Any]]:
     path = recording.path
     try:
         with open(path, "rb") as file:
-            if file.read(len(HEAD)) != HEAD:
-                raise DataFileError(
-                    f"{path}: not a trace; trace='run.json' of an enqueuer writes one"
-                )
-            file.seek(2)
-            for line in file:
-                line = line.strip().rstrip(b",")
-                if line in (b"", b"]"):
-                    recording.is_whole = line == b"]"
-                    continue
-                try:
-                    event = json.loads(line)
-                    is_event = isinstance(event["ph"], str) and isinstance(event["pid"], int)
-                    if event["ph"] == "X":
-                        is_event = is_event and isinstance(event["ts"] + event["dur"], int)
-                except (ValueError, KeyError, TypeError):
-                    is_event = False
-                if is_event:
-                    yield event
-                else:
-                    recording.torn += 1
+            head = file.read(len(HEAD))
     except FileNotFoundError:
-        raise DataFileError(f"{path}: no such file") from None
+        raise DataFileError(f"{path}: no such file", path) from None
     except OSError as error:
-        raise DataFileError(f"{path}: cannot be read: {error.strerror}") from error
+        raise DataFileError(f"{path}: cannot be read: {error.strerror}", path) from error
+    if head != HEAD:
+        raise DataFileError(
+            f"{path}: not a trace; trace='run.json' of an enqueuer writes one", path
+        )
+    with open(path, "rb") as file:
+        for line in file:
+            line = line.strip().rstrip(b",")
+            if line in (b"[", b"]", b""):
+                recording.is_whole = line == b"]"
+                continue
+            event = _event(line)
+            if event is None:
+                recording.torn += 1
+            else:
+                recording.is_whole = False  # what ended is going on
+                yield event
+
+
+def _event(line: bytes) -> dict[str, Any] | None:
+    """Return what a line tells; None if it is torn, or somebody else's."""
+    try:
+        event: dict[str, Any] = json.loads(line)
+        span = event["ts"] + event["dur"] if event["ph"] == "X" else event.get("ts", 0)
+        is_event = isinstance(event["pid"] + span, int) and isinstance(event.get("args", {}), dict)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return event if is_event else None
 
 
 def _rows(events: Sequence[dict[str, Any]]) -> dict[tuple[Any, Any], Row]:
@@ -211,14 +218,15 @@ def _rows(events: Sequence[dict[str, Any]]) -> dict[tuple[Any, Any], Row]:
     by_number: dict[int, Row] = {}
     rows = {}
     for event in events:
-        if event["ph"] != "M" or event["name"] not in ("thread_name", "process_name"):
+        if event["ph"] != "M" or event.get("name") not in ("thread_name", "process_name"):
             continue
-        found = _WORKER.match(event["args"]["name"])
+        name = str(event.get("args", {}).get("name"))
+        found = _WORKER.match(name)
         if found is None:
             continue
         row = by_number.setdefault(int(found[1]), Row(int(found[1]), ""))
-        if event["name"] == "process_name" or "(" in event["args"]["name"]:
-            row.name = event["args"]["name"]
+        if event["name"] == "process_name" or "(" in name:
+            row.name = name
         if event["name"] == "thread_name":
             rows[event["pid"], event.get("tid")] = row
     return rows
