@@ -354,6 +354,25 @@ def numbers():
     yield from range(2000)
 
 
+def test_spans_of_threads_that_were_slow_to_tell_do_not_overlap(tmp_path):
+    path = tmp_path / "run.json"
+    with GeneratorEnqueuer(twelve, trace=path) as enqueuer:
+        batches = iter(enqueuer)
+        for _ in range(3):
+            next(batches)
+            enqueuer._trace.waited(1, 2, {})  # since long ago
+    check_rules(read(path))
+
+
+def test_what_is_dropped_at_the_stop_was_not_taken(process, tmp_path):
+    path = tmp_path / "run.json"
+    with GeneratorEnqueuer(counting, trace=path, max_queue_size=64, **process) as enqueuer:
+        wait_until(lambda: enqueuer.queue.qsize() == 64)
+        assert next(iter(enqueuer)) == (0, 0)
+        assert len(enqueuer._ready) > 2
+    assert [e["args"]["item"] for e in named(read(path), "work")] == [0]
+
+
 def test_the_queue_of_keras_is_recorded(backend, tmp_path):
     path = tmp_path / "run.json"
     with GeneratorEnqueuer(twelve, trace=path, **backend) as enqueuer:

@@ -158,6 +158,7 @@ def test_the_page_stands_alone_and_says_it_all(tmp_path, capsys):
     assert {"worker 0 (thread)", "2.0 kB", "skipped", "restart"} <= words
     assert "KeyError('<b>') in worker 0 (thread), shard 0, item 3" in words
     assert "<b>'" not in text
+    assert "worker 0: making items 75 %, sending 6.3 %, waiting 19 %" in words
     assert "verdict" not in re.sub("<style>.*?</style>", "", text, flags=re.DOTALL)
 
 

@@ -65,8 +65,9 @@ def test_a_forked_copy_writes_nothing(place):
         try:
             writer.flush()
             writer.close()
-        finally:
             os._exit(0)
+        finally:
+            os._exit(1)
     assert os.waitpid(pid, 0)[1] == 0
     writer.end(line("last"))
     writer.close()
