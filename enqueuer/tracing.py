@@ -431,11 +431,12 @@ class _Watched:
         if order.done:
             args = {"end": True}
         self._trace.waited(asked, since, args)
-        self._trace.filled(self._backend.waiting())
         if failure is not None:
             self._tell_of(failure)
         elif order.done:
             self._trace.rest()
+        else:
+            self._trace.filled(self._backend.waiting() - 1)  # one of them is about to be taken
         return failure
 
     def close(self) -> None:

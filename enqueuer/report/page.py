@@ -274,7 +274,7 @@ def _fill(recording: Recording) -> Iterator[str]:
     )
     path = f"M{_LEFT} {top + _HEIGHT}{''.join(points)}V{top + _HEIGHT}z"
     yield f'<path class="make" d="{path}"/>'
-    yield "</svg><figcaption>Items that were ready when the loop asked for one."
+    yield "</svg><figcaption>Items that were ready when the loop asked for one or had taken one."
     yield "</figcaption></figure>"
 
 

@@ -373,6 +373,16 @@ def test_what_is_dropped_at_the_stop_was_not_taken(process, tmp_path):
     assert [e["args"]["item"] for e in named(read(path), "work")] == [0]
 
 
+def test_the_counter_falls_with_each_item_that_is_taken(backend, tmp_path):
+    path = tmp_path / "run.json"
+    with GeneratorEnqueuer(twelve, trace=path, max_queue_size=20, **backend) as enqueuer:
+        wait_until(lambda: enqueuer.queue.qsize() == 12)
+        list(enqueuer)
+    told = [e["args"]["items"] for e in named(read(path), "queue")]
+    assert (told[0], told[-1]) == (12, 0)
+    assert told == sorted(told, reverse=True)
+
+
 def test_the_queue_of_keras_is_recorded(backend, tmp_path):
     path = tmp_path / "run.json"
     with GeneratorEnqueuer(twelve, trace=path, **backend) as enqueuer:
