@@ -73,6 +73,8 @@ class _Worker:
         self._run = place.run
         pid = os.getpid()
         self._lines = Lines(place)
+        if self._lines.trouble is not None:  # what cannot be written later is the loop's to tell
+            _log.warning("worker %d records nothing in a trace: %s", index, self._lines.trouble)
         self._track = Track(self._lines, pid, threading.get_native_id())
         if pid == place.pid:
             self._track.name(None, f"worker {index} (thread)", index)

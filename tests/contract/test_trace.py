@@ -408,6 +408,18 @@ def test_a_large_trace_says_so_and_ends(monkeypatch, tmp_path):
     assert events[-1]["name"] == "end"
 
 
+def test_a_worker_that_cannot_record_says_so_and_works(backend, tmp_path, caplog):
+    path = tmp_path / "run.json"
+    with GeneratorEnqueuer(twelve, shards=4, trace=path, **backend) as enqueuer:
+        batches = iter(enqueuer)
+        first = next(batches)
+        path.unlink()
+        enqueuer.reconfigure(workers=2)
+        assert [first, *batches] == list(range(12))
+    assert "worker 1 records nothing in a trace: [Errno 2]" in caplog.text
+    assert not path.exists()
+
+
 def test_a_disk_that_is_full_is_one_warning_and_the_run_goes_on(tmp_path):
     code, out, err = run_program(
         tmp_path,
