@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections.abc import Iterable, Mapping, Set
 from multiprocessing.context import BaseContext
@@ -159,6 +160,15 @@ def forward_logs(value: object, start_method: str) -> bool | str:
             "(backend='process', mp_context='fork'); leave it True for all others"
         )
     return MULTIPROCESSING_LOGGING
+
+
+def path(name: str, value: object) -> str | None:
+    """Return the name of a file; raise TypeError unless it is one, or None."""
+    if value is None:
+        return None
+    if not isinstance(value, (str, os.PathLike)) or not isinstance(os.fspath(value), str):
+        raise TypeError(f"{name} must be the path of a file or None, got {value!r}")
+    return str(os.fspath(value))
 
 
 def _int(name: str, value: object, least: int, kind: str = "an int") -> int:

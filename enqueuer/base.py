@@ -19,6 +19,7 @@ import enum
 import functools
 import logging
 import math
+import os
 import threading
 import time
 import weakref
@@ -43,6 +44,8 @@ from enqueuer.sources import Source
 from enqueuer.stalls import Late, Patience, Wait
 from enqueuer.stats import Stats
 from enqueuer.tasks import TaskSource
+from enqueuer.trace import part_of
+from enqueuer.tracing import Trace
 from enqueuer.worker import OnError
 
 _log = logging.getLogger("enqueuer")
@@ -95,6 +98,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         progress: Progress,
         stall_timeout: float | None,
         timeout: float | None,
+        trace: str | os.PathLike[str] | None,
     ) -> None:
         self._backend_name = arguments.backend_name(backend, use_multiprocessing)
         self._workers = arguments.positive("workers", workers)
@@ -116,6 +120,9 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         self._stall_timeout = arguments.patience("stall_timeout", stall_timeout)
         self._timeout = arguments.patience("timeout", timeout)
         self._patience = Patience(self._stall_timeout, self._timeout)
+        self._trace_path = arguments.path("trace", trace)
+        self._trace: Trace | None = None
+        self._record_as(self._rank, self._world_size)
         self._seed_is_given = random_seed is not None
         self._random_seed = fresh_seed() if random_seed is None else arguments.seed(random_seed)
         self._state = State.NEW
@@ -194,6 +201,8 @@ class BaseEnqueuer(ABC, Generic[Batch]):
                 self._use(backend)
                 self._move(State.RUNNING)
                 self._failure = self._raised = None
+                for watcher in self._watchers:
+                    watcher.earlier = None
                 self._error_count = self._restarts = 0
                 self._begin(self._at_rest if self._resumed else Epoch(0))
                 self._resumed = False
@@ -213,6 +222,9 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         if self._backend is None:
             return
         final = self.stats()  # before they go home
+        if self._trace is not None and not self._is_idle():
+            verdict = final.verdict()
+            self._trace.instant("verdict", {"binds": verdict.binds, "text": str(verdict)})
         self._backend.close()  # wakes the consumer, which then lets go of its lock
         with self._state_lock:
             backend = self._backend  # another one, perhaps, if it has just been replaced
@@ -364,10 +376,9 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         now = clock()
         for watcher in [watcher for watcher in self._watchers if now >= watcher.due]:
             stats, earlier = self.stats(), watcher.earlier
-            is_same_run = earlier is not None and earlier.seconds <= stats.seconds
             watcher.due, watcher.earlier = now + watcher.every, stats
             try:
-                watcher.callback(stats.since(earlier) if earlier and is_same_run else stats)
+                watcher.callback(stats if earlier is None else stats.since(earlier))
             except Exception:
                 _log.exception("a callback of on_stats() failed; it is not called again")
                 self._watchers.remove(watcher)
@@ -618,6 +629,15 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         """Have the next start begin with an epoch, as if those before it had been read."""
         self._at_rest, self._at_rest_in, self._resumed = Epoch(epoch), None, True
 
+    def _record_as(self, number: int, count: int) -> None:
+        """Record, if that is wanted, as one of several that share the work, each to its own file.
+
+        They may be in processes, and on machines, that do not know of each other.
+        """
+        if self._trace_path is not None:
+            path = part_of(self._trace_path, number, count) if count > 1 else self._trace_path
+            self._trace = Trace(path)
+
     @abstractmethod
     def _identity(self) -> dict[str, Any]:
         """Return what the data depend on."""
@@ -665,6 +685,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             drop_last=self._drop_last,
             stall_timeout=self._stall_timeout,
             timeout=self._timeout,
+            trace=self._trace_path,
         )
 
     def _job_of(self, source: Source | TaskSource, shards: int, own: tuple[int, ...]) -> Job:
@@ -686,7 +707,8 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         )
 
     def _start_backend(self, job: Job) -> Backend:
-        backend = backends.load(self._backend_name, job, self._waits)
+        load = backends.load if self._trace is None else self._trace.load
+        backend = load(self._backend_name, job, self._waits)
         backend.start()
         return backend
 
@@ -702,7 +724,8 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         self._order = self._order_of(epoch)
         self._epoch = epoch.number
         self._over = False
-        self._ready = deque()  # iterators that have another one are over
+        self._ready = deque() if self._trace is None else self._trace.ready()
+        # iterators that have another one are over
         self._skipped = {}
         self._backend.begin(epoch)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import warnings
 import weakref
 from collections import deque
@@ -106,6 +107,12 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
         timeout: Seconds that the loop waits for one batch at most; then `BatchTimeout` is raised,
             with the same text. Nothing is lost: iterating again goes on with the next batch.
             None, the default: for ever.
+        trace: A file to which is written what each worker and the loop did, and when: a timeline
+            for Perfetto, chrome://tracing and `enqueuer report`. None, the default: nothing is
+            recorded, and that costs nothing. A trace that is there is replaced, at `start()`; any
+            other file is a `FileExistsError`. After 256 MB nothing more is recorded. With
+            `world_size`, or in workers of a DataLoader, each has a file of its own:
+            `run.1-of-4.json`.
 
     Attributes:
         queue: What waits, with the names of `queue.Queue`, as in Keras.
@@ -149,6 +156,7 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
         progress: Progress = False,
         stall_timeout: float | None = 60.0,
         timeout: float | None = None,
+        trace: str | os.PathLike[str] | None = None,
     ) -> None:
         self._source = as_source(generator)
         super().__init__(
@@ -171,6 +179,7 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
             progress=progress,
             stall_timeout=stall_timeout,
             timeout=timeout,
+            trace=trace,
         )
         self._shards = None if shards is None else arguments.positive("shards", shards)
         self._shards_are_given = shards is not None
@@ -374,6 +383,8 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
         timeout: Seconds that the loop waits for one batch at most; then `BatchTimeout` is raised.
             An iterable is read in the loop's own thread, which nothing can cut short. None, the
             default: for ever.
+        trace: A file for a timeline of what each worker and the loop did, as for
+            `GeneratorEnqueuer`.
 
     Attributes:
         queue: What waits, with the names of `queue.Queue`, as in Keras.
@@ -419,6 +430,7 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
         progress: Progress = False,
         stall_timeout: float | None = 60.0,
         timeout: float | None = None,
+        trace: str | os.PathLike[str] | None = None,
     ) -> None:
         if isinstance(map, bool):
             use_multiprocessing, map = use_multiprocessing or map, None
@@ -452,6 +464,7 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
             progress=progress,
             stall_timeout=stall_timeout,
             timeout=timeout,
+            trace=trace,
         )
         self._source.random_seed = self._random_seed
         self._reading = Reading(bool(shuffle), self._drop_last, self._rank, self._world_size)
@@ -511,6 +524,7 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
         make, given = self._made_of()
         twin = self._handed_on(make(*given, rank=rank, world_size=world_size))
         twin._reading = dataclasses.replace(twin._reading, part=part, parts=parts)
+        twin._record_as(rank + world_size * part, world_size * parts)
         return twin
 
     def _job(self) -> Job:

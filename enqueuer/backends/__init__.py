@@ -24,6 +24,7 @@ from enqueuer.sources import Source
 from enqueuer.stalls import View
 from enqueuer.stats import WorkerStats
 from enqueuer.tasks import TaskSource
+from enqueuer.trace import Place
 from enqueuer.worker import OnError, Plan
 
 BackendName = Literal["thread", "process"]
@@ -70,6 +71,7 @@ class Job:
         max_restarts: How many workers that died are replaced; processes only.
         restarts: How many were replaced by an earlier backend, of these.
         patience_s: How long a wait without a deadline lasts at most; None: for ever.
+        trace: Where workers record what they do; None: nowhere.
     """
 
     source: Source | TaskSource
@@ -86,6 +88,7 @@ class Job:
     max_restarts: int
     restarts: int = 0
     patience_s: float | None = None
+    trace: Place | None = None
 
     def plans(self) -> list[Plan]:
         """Deal the shards out: of n workers, worker w gets every n-th from the w-th on."""

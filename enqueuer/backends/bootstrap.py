@@ -29,6 +29,8 @@ from enqueuer.messages import Failure, Ticket
 from enqueuer.shards import GlobalStreams, seed_globals
 from enqueuer.sources import Source
 from enqueuer.tasks import TaskSource
+from enqueuer.trace import Place
+from enqueuer.tracing import traced
 from enqueuer.transport.blocks import read_whole
 from enqueuer.transport.channel import Credit
 from enqueuer.transport.packets import Descriptor, Packets, close_in_children
@@ -71,12 +73,14 @@ class Setup:
     random_seed: int
     levels: logs.Levels | None
     surroundings: Surroundings | None
+    trace: Place | None
 
 
 @dataclass(frozen=True)
 class Part:
     """What one worker alone is told."""
 
+    index: int
     shards: tuple[int, ...]
     credit: Credit
     is_asked: bool  # where it is, if the loop waits long
@@ -216,10 +220,12 @@ def _work(
         channel.meter.begin()
         plan = worker.Plan(source, part.shards, setup.count, setup.random_seed, on_error)
         if counter is None:
-            worker.serve(plan, channel, channel, GlobalStreams().enter)
+            serve = traced(worker.serve, setup.trace, part.index)
+            serve(plan, channel, channel, GlobalStreams().enter)
         else:
             enter = functools.partial(seed_globals, gpus=False)
-            worker.serve_tasks(plan, _Counter(channel, counter), channel, enter)
+            serve = traced(worker.serve_tasks, setup.trace, part.index)
+            serve(plan, _Counter(channel, counter), channel, enter)
     if os.getpid() != pid:
         # the generator forked, and the copy came out of its loop as if it were the worker
         os._exit(_GRANDCHILD)

@@ -135,7 +135,7 @@ class ProcessBackend:
         levels = logs.Levels.of_this_process() if self._job.forward_logs is True else None
         fork = self._job.start_method == "fork"
         around = None if fork else Surroundings.of_this_process()
-        return Setup(self._job.shards, self._job.random_seed, levels, around)
+        return Setup(self._job.shards, self._job.random_seed, levels, around, self._job.trace)
 
     def _open_wake_up(self) -> None:
         wake, woken = socket.socketpair()
@@ -148,7 +148,7 @@ class ProcessBackend:
 
     def _start_one(self, index: int) -> Watched:
         job, plan = self._job, self._plans[index]
-        part = Part(plan.shards, self._credit(index), job.patience_s is not None)
+        part = Part(index, plan.shards, self._credit(index), job.patience_s is not None)
         with contextlib.ExitStack() as passing, contextlib.ExitStack() as undo:
             ours, its = pair()
             passing.callback(its.close)

@@ -19,6 +19,7 @@ from enqueuer.merging import Order, TaskOrder
 from enqueuer.messages import End, Epoch, Failure, Item, Message, Ticket
 from enqueuer.meters import WAITING, Waits
 from enqueuer.stalls import Late, awaited_task
+from enqueuer.tracing import traced
 from enqueuer.worker import Plan, serve_tasks
 
 _UNBOUNDED = 1 << 62  # whoever hands out the tickets keeps the bound
@@ -38,7 +39,7 @@ class TaskThreads(ThreadBackend):
         road = _TaskRoad(index, self._results, self._tickets)
         self._roads.append(road)
         thread = WorkerThread(
-            target=serve_tasks,
+            target=traced(serve_tasks, self._trace, index),
             args=(plan, road, road),
             name=f"enqueuer-worker-{index}",
             daemon=True,

@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from queue import Empty as NothingYet
 from typing import Any, TypeVar
 
@@ -32,6 +32,7 @@ from enqueuer.meters import BEGAN, BYTES, IDLE, WAITING, Meter, Waits, clock
 from enqueuer.sources import LiveSource
 from enqueuer.stalls import Late, Sight, View, awaited, first_for, stacks_of_threads
 from enqueuer.stats import WorkerStats, worker_stats
+from enqueuer.tracing import traced
 from enqueuer.worker import Plan, serve
 
 _WEIGHED_EVERY = 64  # of so many items; to look at each would take longer than to send it
@@ -51,6 +52,7 @@ class ThreadBackend:
         self._patience_s = job.patience_s
         self._began = clock()
         self._measured = job.max_queue_bytes is not None
+        self._trace = job.trace
         self._buffers = _buffers(job, len(self._plans))
         self._orders: list[Buffer[Epoch]] = [Buffer(max_size=1) for _ in self._plans]
         self._roads: list[Road] = []
@@ -77,7 +79,10 @@ class ThreadBackend:
         road = Road(index, buffer, self._orders[index], self._measured)
         self._roads.append(road)
         thread = WorkerThread(
-            target=serve, args=(plan, road, road), name=f"enqueuer-worker-{index}", daemon=True
+            target=traced(serve, self._trace, index),
+            args=(plan, road, road),
+            name=f"enqueuer-worker-{index}",
+            daemon=True,
         )
         thread.start()
         return thread
@@ -220,6 +225,9 @@ class Road:
     def check(self) -> None:
         if self._buffer.closed:
             raise Closed("the enqueuer was stopped")
+
+    def watch(self, waited: Callable[[int], None]) -> None:
+        self.meter.waited = waited
 
     def next_epoch(self) -> Epoch | None:
         return self._get(self._orders, IDLE)
