@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from enqueuer.errors import DataFileError, FrameworkUnavailable, InvalidState, StateMismatch
+from enqueuer.progress import bar
 from enqueuer.shards import Shard, fresh_seed
 
 if TYPE_CHECKING:
-    from enqueuer.datasets.h5files import Column, Description, Summary
+    from enqueuer.datasets.hdf5 import Column, Description, Summary
 
 _FAILED = 1
 _SHOWN_ATTRIBUTE = 60  # characters of its value
@@ -268,7 +269,6 @@ def add_inspect(commands: Commands) -> None:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    from enqueuer.datasets.h5files import bar
     from enqueuer.datasets.hdf5 import describe
 
     with bar("reading", None, "row", shown=options.full and not options.quiet) as tell:

@@ -24,20 +24,13 @@ from typing import Any
 
 from enqueuer import arguments
 from enqueuer.backends import BackendName
-from enqueuer.datasets.h5files import (
-    bar,
-    escaped,
-    guarded,
-    h5py,
-    kind_of,
-    opened,
-    parts_of,
-    readable,
-)
+from enqueuer.datasets.h5files import guarded, h5py, kind_of, opened, parts_of, readable
+from enqueuer.datasets.h5layout import escaped
 from enqueuer.datasets.h5rows import Format, Kind, Writer, sync, whole
 from enqueuer.enqueuers import OrderedEnqueuer
 from enqueuer.errors import Closed, DataFileError, InvalidState, StateMismatch
 from enqueuer.frameworks import framework
+from enqueuer.progress import bar
 from enqueuer.shards import Shard, fresh_seed
 from enqueuer.sources import FunctionSource, LiveSource, Source, as_source
 
