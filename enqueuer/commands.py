@@ -124,8 +124,21 @@ def add_pack(commands: Commands, positive: Number, not_negative: Number) -> None
     command.add_argument(
         "--dry-run", action="store_true", help="make the first batch only, and write nothing"
     )
-    command.add_argument("--quiet", action="store_true", help="show no progress bar")
+    _add_progress(command)
     command.set_defaults(run=_reporting(_pack))
+
+
+def _add_progress(command: argparse.ArgumentParser) -> None:
+    either = command.add_mutually_exclusive_group()
+    either.add_argument(
+        "--progress",
+        action="store_const",
+        const=True,
+        help="show a progress bar (default: if standard error is a terminal)",
+    )
+    either.add_argument(
+        "--quiet", dest="progress", action="store_const", const=False, help="show none"
+    )
 
 
 def _module_and_name(text: str) -> tuple[str, str]:
@@ -185,7 +198,7 @@ def _pack(options: argparse.Namespace) -> int:
             shards=options.shards,
             random_seed=options.seed,
             merge=options.merge,
-            progress=not options.quiet,
+            progress=options.progress,
             **form,
         )
     except KeyboardInterrupt:
@@ -264,14 +277,14 @@ def add_inspect(commands: Commands) -> None:
         action="store_true",
         help="make statistics of all rows (default: of 16 chunks, evenly spread)",
     )
-    command.add_argument("--quiet", action="store_true", help="show no progress bar")
+    _add_progress(command)
     command.set_defaults(run=_reporting(_inspect))
 
 
 def _inspect(options: argparse.Namespace) -> int:
     from enqueuer.datasets.hdf5 import describe
 
-    with bar("reading", None, "row", shown=options.full and not options.quiet) as tell:
+    with bar("reading", None, "row", options.progress if options.full else False) as tell:
         found = describe(options.path, options.full, tell)
     files = "1 file" if found.files == 1 else f"{found.files} files"
     print(f"{found.path}: {_size(found.bytes)} in {files}")

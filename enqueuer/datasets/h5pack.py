@@ -29,7 +29,6 @@ from enqueuer.datasets.h5layout import escaped
 from enqueuer.datasets.h5rows import Format, Kind, Writer, sync, whole
 from enqueuer.enqueuers import OrderedEnqueuer
 from enqueuer.errors import Closed, DataFileError, InvalidState, StateMismatch
-from enqueuer.frameworks import framework
 from enqueuer.progress import bar
 from enqueuer.shards import Shard, fresh_seed
 from enqueuer.sources import FunctionSource, LiveSource, Source, as_source
@@ -57,7 +56,7 @@ def pack(
     checksum: bool = False,
     attributes: Mapping[str, Any] | None = None,
     merge: bool = False,
-    progress: bool = False,
+    progress: bool | None = False,
     mp_context: str | BaseContext | None = None,
     max_restarts: int = 0,
 ) -> int:
@@ -96,7 +95,8 @@ def pack(
         attributes: Of the file; what has a dict for its value is a key, and these are its own.
         merge: Whether to copy all into one self-contained file and to remove the parts. False,
             the default, makes virtual datasets, in no time; file and folder belong together.
-        progress: Whether to show a bar on standard error; needs tqdm. False by default.
+        progress: Whether to show a bar on standard error, which takes tqdm; None: if that is a
+            terminal. False by default.
         mp_context: As for `GeneratorEnqueuer`.
         max_restarts: How many workers that died are replaced; each writes its shard anew.
 
@@ -134,8 +134,6 @@ def pack(
     opens, count = as_shards(source, shards)
     seed = None if random_seed is None else arguments.seed(random_seed)
     check_target(target)
-    if progress:
-        framework("tqdm", "hdf5", "4.64", user="a progress bar")
     with _begun(target, _name_of(source), seed, count, format, merge) as (folder, drawn):
         job = _Job(opens, str(folder), count, drawn, format)
         options: dict[str, Any] = dict(
@@ -385,7 +383,7 @@ def _part(path: Path) -> Iterator[Any]:
         raise DataFileError(f"{error}; remove this part and pack again", str(path)) from error
 
 
-def _write_parts(job: _Job, options: dict[str, Any], progress: bool) -> None:
+def _write_parts(job: _Job, options: dict[str, Any], progress: bool | None) -> None:
     if isinstance(job.source, LiveSource):  # nobody else can read it
         had = 0
         with bar("packing", None, "row", progress) as tell:

@@ -127,9 +127,9 @@ def test_an_epoch_reads_each_chunk_once(tmp_path, monkeypatch):
     monkeypatch.setattr(
         h5py.Dataset,
         "read_direct",
-        lambda self, pool, at, to, real=h5py.Dataset.read_direct: (
+        lambda self, pool, at, real=h5py.Dataset.read_direct: (
             read.append(at.start),
-            real(self, pool, at, to),
+            real(self, pool, at),
         ),
     )
     source = HDF5Source(tmp_path / "a.h5", "data", 8, shuffle=True, window=100)

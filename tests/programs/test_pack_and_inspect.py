@@ -72,7 +72,6 @@ def surroundings():
 def test_what_was_packed_is_inspected(run, tmp_path):
     done = run("pack", "mydata:batches", "out.h5", "--workers", 2, "--seed", 7, "--shards", 4)
     assert (done.returncode, done.stdout) == (0, "out.h5: 100 rows\n"), done.stderr
-    assert "4/4" in done.stderr
     done = run("inspect", "out.h5")
     assert (done.returncode, done.stderr) == (0, "")
     lines = [line.split() for line in done.stdout.splitlines()]
@@ -100,9 +99,17 @@ def test_samples_of_any_length_and_lists_are_packed(run):
     options += ["--chunk-rows", "2"]
     assert run("pack", "mydata:samples", "a.h5", *options).stdout == "a.h5: 9 rows\n"
     assert run("pack", "mydata:listed", "b.h5", "--quiet").stdout == "b.h5: 4 rows\n"
-    done = run("inspect", "a.h5", "--full")
-    assert "ragged int16" in done.stdout
-    assert "reading" in done.stderr
+    assert "ragged int16" in run("inspect", "a.h5", "--full").stdout
+
+
+def test_a_bar_is_shown_on_a_terminal_or_if_asked_for(run):
+    done = run("pack", "mydata:batches", "a.h5", "--shards", 4)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert run("inspect", "a.h5", "--full").stderr == ""
+    done = run("pack", "mydata:batches", "b.h5", "--shards", 4, "--progress")
+    assert "4/4" in done.stderr
+    assert "reading" in run("inspect", "b.h5", "--full", "--progress").stderr
+    assert run("inspect", "b.h5", "--progress", "--quiet").returncode == 2
 
 
 def test_a_dry_run_tells_and_writes_nothing(run, tmp_path):
