@@ -33,7 +33,7 @@ from enqueuer import arguments, backends, logs, state
 from enqueuer.backends import ESCALATION_S, Backend, BackendName, Job
 from enqueuer.errors import Closed, InvalidState, WorkerError
 from enqueuer.merging import Order, RoundRobin
-from enqueuer.messages import Epoch, Failure, Item
+from enqueuer.messages import Epoch, Failure, Item, Reported
 from enqueuer.replaying import ATTRIBUTE, Origin, origin_of
 from enqueuer.shards import fresh_seed
 from enqueuer.sources import Source
@@ -762,7 +762,9 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         if not failure.skipped:
             self._failure = failure
             return
-        place = failure.number, failure.reported or math.inf  # reports come before the item
+        # reports come before the item
+        nth = failure.nth if isinstance(failure, Reported) else math.inf
+        place = failure.number, nth
         if place <= self._skipped.get(failure.shard, (-1, 0)):
             return  # said once more, by a worker that came to it in another one's place
         self._skipped[failure.shard] = place
@@ -771,8 +773,8 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             self._failure = failure
             return
         text = "; ".join([repr(failure.error), *getattr(failure.error, "__notes__", ())])
-        if failure.reported:
-            if failure.quiet or text in self._told:
+        if isinstance(failure, Reported):
+            if not failure.log or text in self._told:
                 return
             self._told.add(text)
         elif self._on_error != "skip":
