@@ -191,11 +191,11 @@ class _Survey:
             chunk = dataset.chunks[0] if dataset.chunks else 0
             rows = len(dataset) if dataset.shape else 0
             return [Stretch(0, rows, path, name, 0, chunk)] if rows else []
-        found = [
-            stretch
-            for source in dataset.virtual_sources()
-            for stretch in self._shown(path, dataset, source)
-        ]
+        try:
+            sources = dataset.virtual_sources()
+        except UnicodeDecodeError:
+            raise _Scattered("the name of a file that it shows is not UTF-8") from None
+        found = [stretch for source in sources for stretch in self._shown(path, dataset, source)]
         found.sort(key=lambda stretch: stretch.start)
         edges = [0, *(edge for s in found for edge in (s.start, s.stop)), len(dataset)]
         if edges[::2] != edges[1::2]:

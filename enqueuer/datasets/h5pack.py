@@ -131,6 +131,11 @@ def pack(
     )
     opens, count = as_shards(source, shards)
     check_target(target)
+    if not merge and not _is_utf8(target.name):
+        raise ValueError(
+            f"{target} refers to its parts by its name, which must be UTF-8, got {target.name!r}; "
+            "choose another, or give merge=True"
+        )
     attributes = dict(attributes or {})
     of_keys = {name for name, value in attributes.items() if isinstance(value, Mapping)}
     _try_out(attributes)
@@ -163,6 +168,14 @@ def check_target(target: Path) -> None:
     if not target.parent.is_dir():
         raise DataFileError(f"{target}: there is no folder {target.parent}", str(target))
     must_be_new(target)
+
+
+def _is_utf8(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _try_out(attributes: Mapping[str, Any]) -> None:

@@ -211,6 +211,17 @@ def test_names_may_be_odd(tmp_path, name, key):
     assert HDF5Source(tmp_path / name, key)[:].tolist() == [1, 2]
 
 
+def test_a_path_need_not_be_utf8_but_the_name_that_is_written_down_must_be(tmp_path):
+    folder = tmp_path / os.fsdecode(b"\xff")
+    folder.mkdir()
+    assert packed([{"x": [1, 2]}], folder / "a.h5", shards=1)["x"][3] == [1, 2]
+    assert HDF5Source(folder / "a.h5", "x")[:].tolist() == [1, 2]
+    odd = tmp_path / os.fsdecode(b"\xff.h5")
+    with pytest.raises(ValueError, match=r"which must be UTF-8, got .* merge=True"):
+        pack([{"x": [1]}], odd)
+    assert packed([{"x": [1, 2]}], odd, shards=1, merge=True)["x"][3] == [1, 2]
+
+
 def test_attributes_belong_to_the_file_or_to_a_key(tmp_path):
     for merge in (False, True):
         path = tmp_path / f"{merge}.h5"

@@ -128,6 +128,14 @@ def test_with_drop_last_all_ranks_have_equally_many_full_batches(path):
     assert rows_of(GeneratorEnqueuer(plain)) == list(range(100))
 
 
+def test_a_file_of_tiny_chunks_stays_small_in_memory(tmp_path):
+    with h5py.File(tmp_path / "a.h5", "w", libver="latest") as file:
+        file.create_dataset("x", (200_000,), "i4", chunks=(1,))  # none of them is written
+    source = HDF5Source(tmp_path / "a.h5", "x", 64, shuffle=True)
+    assert len(pickle.dumps(source)) < 1_000_000
+    assert len(next(source(Shard(0, 1, 0, 7)))) == 64
+
+
 def test_an_epoch_reads_each_chunk_once(tmp_path, monkeypatch):
     pack([np.arange(1000)], tmp_path / "a.h5", chunk_rows=50, merge=True)
     read = []
