@@ -176,9 +176,14 @@ class _NoSource(Exception):
 
 
 def _pack(options: argparse.Namespace) -> int:
+    from enqueuer.datasets.h5pack import as_shards
     from enqueuer.datasets.hdf5 import pack
 
     source = _found(*options.source)
+    try:
+        as_shards(source, options.shards)
+    except (TypeError, ValueError) as error:
+        raise _NoSource(f"{':'.join(options.source)}: {error}") from error
     form = dict(
         keys=options.keys,
         batched=not options.samples,

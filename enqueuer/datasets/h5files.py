@@ -97,6 +97,8 @@ class OpenFiles:
 
 def _reason(path: str | os.PathLike[str], error: Exception) -> str:
     text = str(error)
+    if os.path.isdir(path):
+        return "a folder, and no HDF5 file"
     if isinstance(error, FileNotFoundError):
         if parts_of(path).is_dir():
             return (
@@ -117,6 +119,8 @@ def _reason(path: str | os.PathLike[str], error: Exception) -> str:
         return f"truncated: it was not written to its end, or not copied whole; {text}"
     if "file signature not found" in text:
         return "not an HDF5 file, or one whose writing was interrupted"
+    if "No space left on device" in text:
+        return f"the disk is full; make room, and do the same again to go on: {text}"
     if "filter" in text:
         return f"corrupt, or packed with a filter that is not installed; {text}"
     return text

@@ -365,6 +365,8 @@ def whole(path: Path, folder: Path) -> Iterator[Any]:
             yield file
         except BaseException:
             with contextlib.suppress(Exception):  # the first error is the one to be told
+                # HDF5 crashes later if there is no room for what it has not written yet
+                os.truncate(temporary, 0)
                 file.close()
             raise
         with guarded(temporary):

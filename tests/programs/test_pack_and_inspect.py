@@ -1,6 +1,7 @@
 """`enqueuer pack` and `enqueuer inspect`: what they print, write and return."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,6 +33,10 @@ def samples(shard):
 def broken(shard):
     raise KeyError("no such file")
     yield
+
+def large(shard):
+    for _ in range(20):
+        yield {"x": shard.rng.integers(0, 255, (1000, 1000), np.uint8)}
 
 def slow(shard):
     yield np.zeros(2)
@@ -129,7 +134,10 @@ def test_a_dry_run_tells_and_writes_nothing(run, tmp_path):
         ("pack mydata:batches mydata.py --dry-run", "mydata.py is there already"),
         ("pack mydata:batches no/out.h5", "there is no folder"),
         ("pack mydata:batches no/out.h5 --dry-run", "there is no folder"),
+        ("pack mydata:np out.h5", "mydata:np: pack needs a generator function or an iterable"),
+        ("pack mydata:listed out.h5 --shards 2", "only a generator function of a shard can be"),
         ("inspect out.h5", "out.h5: no such file"),
+        ("inspect .", "a folder, and no HDF5 file"),
         ("inspect mydata.py", "mydata.py: not an HDF5 file"),
     ],
 )
@@ -167,6 +175,34 @@ def test_help_has_examples_and_exit_codes(name, capsys):
     told = capsys.readouterr().out
     assert f"examples:\n  enqueuer {name} " in told
     assert "exit codes: 0" in told
+
+
+FULL = """
+mount -t tmpfs -o size=6m none small || exit 77
+"$@" pack mydata:large small/out.h5 --shards 2 --workers 2 --quiet
+code=$?
+ls -A small
+exit $code
+"""
+
+
+def test_a_full_disk_is_told_in_a_line_and_nothing_is_left(tmp_path):
+    """HDF5 would crash, now or later, for what it could not write any more."""
+    (tmp_path / "mydata.py").write_text(SOURCE)
+    (tmp_path / "small").mkdir()
+    (tmp_path / "full.sh").write_text(FULL)
+    enter = ["unshare", "--user", "--map-root-user", "--mount", "sh", "full.sh"]
+    if shutil.which("unshare") is None or not os.path.exists("/proc/self/ns/user"):
+        pytest.skip("there are no namespaces here")
+    done = subprocess.run(
+        enter + command([]), cwd=tmp_path, capture_output=True, text=True, **surroundings()
+    )
+    if done.returncode == 77 or done.stderr.startswith("unshare: "):
+        pytest.skip("nothing may be mounted here")
+    assert (done.returncode, done.stdout) == (1, ""), done.stderr
+    assert done.stderr.startswith("enqueuer: ")
+    assert "the disk is full" in done.stderr
+    assert "Segmentation" not in done.stderr
 
 
 def test_after_ctrl_c_the_same_command_goes_on(run, tmp_path):
