@@ -365,9 +365,7 @@ def whole(path: Path, folder: Path) -> Iterator[Any]:
             yield file
         except BaseException:
             with contextlib.suppress(Exception):  # the first error is the one to be told
-                # HDF5 crashes later if there is no room for what it has not written yet
-                os.truncate(temporary, 0)
-                file.close()
+                _discard(file)
             raise
         with guarded(temporary):
             file.close()
@@ -376,6 +374,16 @@ def whole(path: Path, folder: Path) -> Iterator[Any]:
         sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _discard(file: Any) -> None:
+    """Close a file whose content is of no use any more."""
+    # HDF5 writes on closing what it has not written yet; if it cannot, as the disk is full, it
+    # crashes when the file's memory is freed. So that goes nowhere.
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, file.id.get_vfd_handle(), inheritable=False)
+    os.close(nowhere)
+    file.close()
 
 
 def sync(path: Path) -> None:
