@@ -9,8 +9,9 @@ Rows are images, 64 x 64 x 3 `uint8`, that compress to about half, and a label. 
 - pack: a source that takes about 2 ms of CPU for each row, with 1 and 2 processes;
 - an epoch of batches of 64, plain and with gzip, in this process without any workers:
   `chunks` is HDF5Source(shuffle=True), `rows` reads each row of a batch by itself, `sorted`
-  gives h5py the sorted numbers of a batch at once, `npy` reads a .npy file for each row;
-- `chunks` again, in one and two worker processes.
+  gives h5py the sorted numbers of a batch at once; `parts` is a file that was not merged;
+- the same of loose .npy files, one for each row, by FileBatches;
+- `chunks` and the loose files again, in one and two worker processes.
 
 `--cold` has the system forget the files before each epoch, as far as it does that.
 """
@@ -32,6 +33,7 @@ import h5py
 import numpy as np
 
 from enqueuer import GeneratorEnqueuer, Shard
+from enqueuer.datasets.files import FileBatches, find_files, load_array
 from enqueuer.datasets.hdf5 import HDF5Source, pack
 
 BATCH = 64
@@ -63,10 +65,9 @@ class Images:
 # --- ways to read an epoch of random batches ----------------------------------------------------
 
 
-def chunks(path: Path) -> Iterator[Any]:
+def chunks(path: Path) -> Any:
     """Read whole chunks in random order, and shuffle within a window of them."""
-    source = HDF5Source(path, ("image", "label"), BATCH, shuffle=True)
-    return source(Shard(0, 1, 0, 7))
+    return HDF5Source(path, ("image", "label"), BATCH, shuffle=True)
 
 
 def single_rows(path: Path) -> Iterator[Any]:
@@ -86,11 +87,10 @@ def sorted_rows(path: Path) -> Iterator[Any]:
             yield image[at], label[at]
 
 
-def npy_files(folder: Path) -> Iterator[Any]:
+def loose_files(folder: Path) -> Any:
     """Read a file for each image."""
-    paths = sorted(folder.iterdir())
-    for at in _random(len(paths)):
-        yield np.stack([np.load(paths[i]) for i in at]), at
+    files = [(path, int(Path(path).stem)) for path in find_files("*.npy", root=folder)]
+    return FileBatches(files, load_array, BATCH, with_labels=True)
 
 
 def _random(rows: int) -> list[np.ndarray]:
@@ -98,9 +98,13 @@ def _random(rows: int) -> list[np.ndarray]:
     return [order[start : start + BATCH] for start in range(0, rows, BATCH)]
 
 
-def in_workers(path: Path, workers: int) -> Iterator[Any]:
-    """Read chunks in worker processes."""
-    source = HDF5Source(path, ("image", "label"), BATCH, shuffle=True)
+def here(source: Any) -> Iterator[Any]:
+    """Read in this process, without any worker."""
+    return iter(source(Shard(0, 1, 0, 7)))
+
+
+def in_workers(source: Any, workers: int) -> Iterator[Any]:
+    """Read in worker processes."""
     return iter(GeneratorEnqueuer(source, workers=workers, backend="process", shards=4))
 
 
@@ -166,23 +170,31 @@ def run(folder: Path, options: argparse.Namespace) -> dict[str, list[float]]:
             rate = options.packed_rows / (time.perf_counter() - started)
             found.setdefault(f"pack, {workers} worker(s)", []).append(rate)
     source = Images(options.rows, 0)
-    for name, compression in (("plain", None), ("gzip", "gzip")):
-        pack(source, folder / f"{name}.h5", workers=2, random_seed=7, compression=compression)
+    paths = {name: folder / f"{name}.h5" for name in ("plain", "gzip", "parts")}
+    for name, path in paths.items():
+        # merged, or HDF5 would have a cache for each part, and all of it in memory
+        compression, merge = "gzip" if name == "gzip" else None, name != "parts"
+        pack(source, path, workers=2, random_seed=7, compression=compression, merge=merge)
     loose = folder / "loose"
     loose.mkdir()
     for batch in source(Shard(0, 1, 0, 7)):
         for image, label in zip(batch["image"], batch["label"], strict=True):
             np.save(loose / f"{label:07}.npy", image)
-    plain, gzip = folder / "plain.h5", folder / "gzip.h5"
-    cases: dict[str, Callable[[], Iterator[Any]]] = {"npy files": lambda: npy_files(loose)}
-    for name, path in (("plain", plain), ("gzip", gzip)):
-        cases |= {
-            f"{name}, chunks": lambda path=path: chunks(path),
-            f"{name}, sorted": lambda path=path: sorted_rows(path),
-            f"{name}, rows": lambda path=path: single_rows(path),
-            f"{name}, chunks, 1 process": lambda path=path: in_workers(path, 1),
-            f"{name}, chunks, 2 processes": lambda path=path: in_workers(path, 2),
-        }
+    cases: dict[str, Callable[[], Iterator[Any]]] = {}
+    for name in ("plain", "gzip"):
+        cases[f"{name}, sorted"] = lambda path=paths[name]: sorted_rows(path)
+        cases[f"{name}, rows"] = lambda path=paths[name]: single_rows(path)
+    for name in (*paths, "npy files"):
+        title = f"{name}, FileBatches" if name == "npy files" else f"{name}, chunks"
+
+        def make(name: str = name) -> Any:
+            return loose_files(loose) if name == "npy files" else chunks(paths[name])
+
+        cases[title] = lambda make=make: here(make())
+        for workers in (1, 2):
+            cases[f"{title}, {workers} process(es)"] = lambda make=make, workers=workers: (
+                in_workers(make(), workers)
+            )
     for _ in range(options.repeats):
         for title, read in cases.items():
             if options.cold:

@@ -35,7 +35,7 @@ from enqueuer import arguments, backends, exports, logs, state, usage
 from enqueuer.backends import ESCALATION_S, Backend, BackendName, Job
 from enqueuer.errors import Closed, InvalidState, WorkerError
 from enqueuer.merging import Order, RoundRobin
-from enqueuer.messages import Epoch, Failure, Item
+from enqueuer.messages import Epoch, Failure, Item, Reported
 from enqueuer.meters import Waits, clock, top_of
 from enqueuer.progress import Progress, Shown, bar_class
 from enqueuer.replaying import ATTRIBUTE, Origin, origin_of
@@ -919,7 +919,9 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         if not failure.skipped:
             self._failure = failure
             return
-        place = failure.number, failure.reported or math.inf  # reports come before the item
+        # reports come before the item
+        nth = failure.nth if isinstance(failure, Reported) else math.inf
+        place = failure.number, nth
         if place <= self._skipped.get(failure.shard, (-1, 0)):
             return  # said once more, by a worker that came to it in another one's place
         self._skipped[failure.shard] = place
@@ -928,8 +930,8 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             self._failure = failure
             return
         text = "; ".join([repr(failure.error), *getattr(failure.error, "__notes__", ())])
-        if failure.reported:
-            if failure.quiet or text in self._told:
+        if isinstance(failure, Reported):
+            if not failure.log or text in self._told:
                 return
             self._told.add(text)
         elif self._on_error != "skip":

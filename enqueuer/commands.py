@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from enqueuer.errors import DataFileError, FrameworkUnavailable, InvalidState, StateMismatch
+from enqueuer.progress import bar
 from enqueuer.shards import Shard, fresh_seed
 
 if TYPE_CHECKING:
-    from enqueuer.datasets.h5files import Column, Description, Summary
+    from enqueuer.datasets.hdf5 import Column, Description, Summary
 
 _FAILED = 1
 _SHOWN_ATTRIBUTE = 60  # characters of its value
@@ -123,8 +124,17 @@ def add_pack(commands: Commands, positive: Number, not_negative: Number) -> None
     command.add_argument(
         "--dry-run", action="store_true", help="make the first batch only, and write nothing"
     )
-    command.add_argument("--quiet", action="store_true", help="show no progress bar")
+    _add_progress(command)
     command.set_defaults(run=_reporting(_pack))
+
+
+def _add_progress(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--quiet",
+        dest="progress",
+        action="store_false",
+        help="show no progress bar (default: one, if standard error is a terminal)",
+    )
 
 
 def _module_and_name(text: str) -> tuple[str, str]:
@@ -162,9 +172,14 @@ class _NoSource(Exception):
 
 
 def _pack(options: argparse.Namespace) -> int:
+    from enqueuer.datasets.h5pack import as_shards
     from enqueuer.datasets.hdf5 import pack
 
     source = _found(*options.source)
+    try:
+        as_shards(source, options.shards)
+    except (TypeError, ValueError) as error:
+        raise _NoSource(f"{':'.join(options.source)}: {error}") from error
     form = dict(
         keys=options.keys,
         batched=not options.samples,
@@ -184,7 +199,7 @@ def _pack(options: argparse.Namespace) -> int:
             shards=options.shards,
             random_seed=options.seed,
             merge=options.merge,
-            progress=not options.quiet,
+            progress=options.progress,
             **form,
         )
     except KeyboardInterrupt:
@@ -263,15 +278,14 @@ def add_inspect(commands: Commands) -> None:
         action="store_true",
         help="make statistics of all rows (default: of 16 chunks, evenly spread)",
     )
-    command.add_argument("--quiet", action="store_true", help="show no progress bar")
+    _add_progress(command)
     command.set_defaults(run=_reporting(_inspect))
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    from enqueuer.datasets.h5files import bar
     from enqueuer.datasets.hdf5 import describe
 
-    with bar("reading", None, "row", shown=options.full and not options.quiet) as tell:
+    with bar("reading", None, "row", options.progress if options.full else False) as tell:
         found = describe(options.path, options.full, tell)
     files = "1 file" if found.files == 1 else f"{found.files} files"
     print(f"{found.path}: {_size(found.bytes)} in {files}")

@@ -41,9 +41,6 @@ class Failure:
     If `skipped`, the worker goes on, as it was told to; otherwise nothing more comes of its
     shards. `worker` says who it was, once that is known. Of a task, `shard` is the place of the
     element in its ticket, and on the shelf its index.
-
-    What the generator reported itself is `reported`: which one of this item, from 1. It is always
-    `skipped`, and `quiet` if it is not to be logged.
     """
 
     shard: int
@@ -51,8 +48,18 @@ class Failure:
     error: BaseException
     skipped: bool = False
     worker: str = ""
-    reported: int = 0
-    quiet: bool = False
+
+
+@dataclass(frozen=True)
+class Reported(Failure):
+    """The generator has caught an error itself, before it made item `number`, and goes on.
+
+    It is the `nth` of this item, from 1; `log` says whether it is to be logged.
+    """
+
+    skipped: bool = True
+    nth: int = 1
+    log: bool = True
 
 
 @dataclass(frozen=True)

@@ -183,11 +183,12 @@ class Shard(Seeded):
         # nobody listens to one that was carried elsewhere
         return {name: value for name, value in self.__dict__.items() if name != "_reports"}
 
-    def listen(self) -> list[Report]:
-        """Return a list to which reports go from now on; called by who runs this shard."""
-        reports: list[Report] = []
-        object.__setattr__(self, "_reports", reports)
-        return reports
+
+def listen_to(shard: Shard) -> list[Report]:
+    """Return a list to which a shard's reports go from now on; called by who runs it."""
+    reports: list[Report] = []
+    object.__setattr__(shard, "_reports", reports)
+    return reports
 
 
 def fresh_seed() -> int:

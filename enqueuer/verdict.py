@@ -215,6 +215,7 @@ def _slow_worker(found: Evidence) -> Work | None:
         slow.runs_shards
         and slow.waited_for_s > WAITED_FOR * found.total("waited_for_s")
         and slow.waiting_share < 1 - ALWAYS_BUSY
+        and (slow.starved_s or 0.0) < STARVED * slow.busy_s  # that would be chance
         and statistics.mean(worker.waiting_share for worker in others) > OFTEN_WAITS
         and slow.per_item_s > TIMES_SLOWER * statistics.median(w.per_item_s for w in others)
     )

@@ -19,8 +19,19 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from enqueuer.errors import Closed, StateMismatch
-from enqueuer.messages import Empty, End, Epoch, Failure, Orders, Sender, Start, Ticket, Tickets
-from enqueuer.shards import Seeded, Shard, Task
+from enqueuer.messages import (
+    Empty,
+    End,
+    Epoch,
+    Failure,
+    Orders,
+    Reported,
+    Sender,
+    Start,
+    Ticket,
+    Tickets,
+)
+from enqueuer.shards import Seeded, Shard, Task, listen_to
 from enqueuer.sources import Source, Stateful, iterate
 from enqueuer.tasks import TaskSource
 
@@ -247,7 +258,7 @@ class _Stream:
         self._start = start
         self._items: Iterator[Any] | None = None
         self._stateful: Stateful | None = None
-        self._reports = shard.listen()
+        self._reports = listen_to(shard)
 
     @property
     def is_behind(self) -> bool:
@@ -294,7 +305,7 @@ class _Stream:
         shard, number = self.shard.index, self.number
         for nth in range(1, len(self._reports) + 1):
             error, log = self._reports.pop(0)
-            sender.send(Failure(shard, number, error, True, reported=nth, quiet=not log))
+            sender.send(Reported(shard, number, error, nth=nth, log=log))
 
     def _open(self) -> Iterator[Any]:
         wanted, state, behind = self._start

@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import json
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.context import BaseContext
@@ -24,27 +21,16 @@ from typing import Any
 
 from enqueuer import arguments
 from enqueuer.backends import BackendName
-from enqueuer.datasets.h5files import (
-    bar,
-    escaped,
-    guarded,
-    h5py,
-    kind_of,
-    opened,
-    parts_of,
-    readable,
-)
-from enqueuer.datasets.h5rows import Format, Kind, Writer, sync, whole
+from enqueuer.datasets.h5files import guarded, h5py, kind_of, opened, readable
+from enqueuer.datasets.h5layout import escaped
+from enqueuer.datasets.h5resume import begun, identity, must_be_new, name_of
+from enqueuer.datasets.h5rows import Format, Kind, Writer, whole
 from enqueuer.enqueuers import OrderedEnqueuer
-from enqueuer.errors import Closed, DataFileError, InvalidState, StateMismatch
-from enqueuer.frameworks import framework
-from enqueuer.shards import Shard, fresh_seed
+from enqueuer.errors import Closed, DataFileError
+from enqueuer.progress import Progress, bar
+from enqueuer.shards import Shard
 from enqueuer.sources import FunctionSource, LiveSource, Source, as_source
 
-_MANIFEST, _FINISHED, _PART = "pack.json", "finished", "shard-*.h5"  # in the folder of the parts
-_targets: set[Path] = set()  # that this process is packing to
-_targets_lock = threading.Lock()
-_PLAIN = (bool, int, float, str, bytes, os.PathLike, type(None))  # other runs write them alike
 _SHARDS = 32  # by default: two or more for each worker of most machines, so that none idles long
 
 
@@ -64,9 +50,10 @@ def pack(
     checksum: bool = False,
     attributes: Mapping[str, Any] | None = None,
     merge: bool = False,
-    progress: bool = False,
+    progress: Progress = False,
     mp_context: str | BaseContext | None = None,
     max_restarts: int = 0,
+    version: str | int | None = None,
 ) -> int:
     """Write all that a source yields in one epoch to an HDF5 file, and return how many rows.
 
@@ -103,9 +90,13 @@ def pack(
         attributes: Of the file; what has a dict for its value is a key, and these are its own.
         merge: Whether to copy all into one self-contained file and to remove the parts. False,
             the default, makes virtual datasets, in no time; file and folder belong together.
-        progress: Whether to show a bar on standard error; needs tqdm. False by default.
+        progress: Whether to show a bar. True shows it if standard error is a terminal, and needs
+            tqdm; a class, such as `tqdm.notebook.tqdm`, is used as it is. False by default.
         mp_context: As for `GeneratorEnqueuer`.
         max_restarts: How many workers that died are replaced; each writes its shard anew.
+        version: Of what the source yields; an interrupted run goes on only with the same. Change
+            it when that changes. None, the default, compares instead what the source has bound,
+            as far as that can be told: numbers, texts, paths, arrays, and lists and dicts of them.
 
     Raises:
         FileExistsError: The file is there already.
@@ -139,12 +130,23 @@ def pack(
         bool(checksum),
     )
     opens, count = as_shards(source, shards)
-    seed = None if random_seed is None else arguments.seed(random_seed)
     check_target(target)
-    if progress:
-        framework("tqdm", "hdf5", "4.64", user="a progress bar")
-    with _begun(target, _name_of(source), seed, count, format, merge) as (folder, drawn):
-        job = _Job(opens, str(folder), count, drawn, format)
+    if not merge and not _is_utf8(target.name):
+        raise ValueError(
+            f"{target} refers to its parts by its name, which must be UTF-8, got {target.name!r}; "
+            "choose another, or give merge=True"
+        )
+    attributes = dict(attributes or {})
+    of_keys = {name for name, value in attributes.items() if isinstance(value, Mapping)}
+    _try_out(attributes)
+    run = {
+        **identity(source, version),
+        "random_seed": None if random_seed is None else arguments.seed(random_seed),
+        "shards": count,
+        **dataclasses.asdict(format),
+    }
+    with begun(target, run, keep=not merge) as (folder, drawn):
+        job = _Job(opens, str(folder), count, drawn, format, frozenset(of_keys))
         options: dict[str, Any] = dict(
             random_seed=drawn,
             workers=min(arguments.positive("workers", workers), count),
@@ -154,26 +156,41 @@ def pack(
         )
         _write_parts(job, options, progress)
         provenance = {
-            "enqueuer.source": _name_of(source),
+            "enqueuer.source": name_of(source),
             "enqueuer.random_seed": str(drawn),  # it may have more bits than HDF5's numbers
             "enqueuer.shards": count,
         }
-        return _assemble(target, job, {**provenance, **(attributes or {})}, merge)
+        return _assemble(target, job, {**provenance, **attributes}, merge)
 
 
 def check_target(target: Path) -> None:
     """Raise FileExistsError or DataFileError if a file cannot be made there."""
     if not target.parent.is_dir():
         raise DataFileError(f"{target}: there is no folder {target.parent}", str(target))
-    _must_be_new(target)
+    must_be_new(target)
 
 
-def _must_be_new(target: Path) -> None:
-    if os.path.lexists(target):
-        raise FileExistsError(
-            f"{target} is there already; remove it, and {parts_of(target).name} if it is there, "
-            "or choose another name"
-        )
+def _is_utf8(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _try_out(attributes: Mapping[str, Any]) -> None:
+    """Raise ValueError if some cannot be stored: now, and not when all else has been done."""
+    with h5py.File("attributes", "w", driver="core", backing_store=False) as file:
+        for name, value in attributes.items():
+            try:
+                if isinstance(value, Mapping):
+                    file.create_group(name).attrs.update(value)
+                else:
+                    file.attrs[name] = value
+            except (TypeError, ValueError, OSError, RuntimeError) as error:
+                raise ValueError(
+                    f"the attribute {name!r} cannot be stored in HDF5: {error}"
+                ) from error
 
 
 def _names(argument: str, names: Sequence[str]) -> tuple[str, ...]:
@@ -210,127 +227,6 @@ def as_shards(source: Any, shards: int | None) -> tuple[Source, int]:
     return runs, 1
 
 
-def _name_of(source: Any) -> str:
-    """Return what a source is called, with the plain ones of its bound arguments."""
-    if isinstance(source, functools.partial):
-        bound = [("", value) for value in source.args]
-        bound += [(f"{name}=", value) for name, value in sorted(source.keywords.items())]
-        plain = [f"{name}{value!r}" for name, value in bound if isinstance(value, _PLAIN)]
-        return f"{_name_of(source.func)}({', '.join(plain)})"
-    named = source if hasattr(source, "__qualname__") else type(source)
-    return f"{named.__module__}.{named.__qualname__}"
-
-
-# --- what an interrupted run left ---
-
-
-@contextlib.contextmanager
-def _begun(
-    target: Path, source: str, seed: int | None, shards: int, format: Format, merge: bool
-) -> Iterator[tuple[Path, int]]:
-    """Give the folder for the parts, which is this call's meanwhile, and the seed."""
-    folder = parts_of(target)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_only_thread(target))
-        try:
-            folder.mkdir(exist_ok=True)
-            file = stack.enter_context(open(folder / _MANIFEST, "a+b"))
-        except OSError as error:
-            raise DataFileError(f"{folder} cannot be written: {error}", str(folder)) from error
-        _lock(file, target)
-        _must_be_new(target)  # another process may just have finished it
-        file.seek(0)
-        before = _loads(file.read(), folder) if any(folder.glob(_PART)) else None
-        if seed is None:
-            seed = before["random_seed"] if before is not None else fresh_seed()
-        now = {
-            "version": 1,
-            "source": source,
-            "random_seed": seed,
-            "shards": shards,
-            **json.loads(json.dumps(dataclasses.asdict(format))),
-        }
-        if before is None:
-            file.truncate(0)
-            file.write(json.dumps(now, indent=1).encode())
-            file.flush()
-            os.fsync(file.fileno())
-            sync(folder)
-        elif differing := [name for name in now if now[name] != before.get(name)]:
-            told = "; ".join(
-                f"{name} was {before.get(name)!r}, is {now[name]!r}" for name in differing
-            )
-            raise StateMismatch(
-                f"{folder} was left by another run ({told}); give the same again to go on, or "
-                "remove the folder to begin anew"
-            )
-        _remove(folder, "*.tmp")
-        try:
-            yield folder, seed
-        except BaseException:
-            if not any(folder.glob(_PART)):
-                _remove(folder)
-            raise
-        if merge:
-            _remove(folder)
-        else:
-            _remove(folder, "*.tmp")  # of workers that were killed and replaced
-            (folder / _FINISHED).touch()
-
-
-def _remove(folder: Path, *patterns: str) -> None:
-    """Remove files of those names, or else all that is ours, and the folder if it is empty."""
-    for pattern in patterns or (_PART, "*.tmp", _MANIFEST, _FINISHED):
-        for path in folder.glob(pattern):
-            path.unlink(missing_ok=True)
-    if not patterns:
-        with contextlib.suppress(OSError):  # there may be other things in it
-            folder.rmdir()
-
-
-@contextlib.contextmanager
-def _only_thread(target: Path) -> Iterator[None]:
-    """Keep other threads off, which the lock of a file does not."""
-    with _targets_lock:
-        if target in _targets:
-            raise InvalidState(f"another thread is packing to {target}")
-        _targets.add(target)
-    try:
-        yield
-    finally:
-        with _targets_lock:
-            _targets.remove(target)
-
-
-def _lock(file: Any, target: Path) -> None:
-    """Keep other processes off; the lock goes with this process, and no fork inherits it."""
-    try:
-        import fcntl
-    except ImportError:  # there is none on Windows
-        return
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        raise InvalidState(f"another process is packing to {target}") from None
-
-
-def _loads(text: bytes, folder: Path) -> dict[str, Any]:
-    """Read what the run wrote that left the shards."""
-    if (folder / _FINISHED).exists():
-        raise StateMismatch(
-            f"{folder} is of a run that was finished, and its file is gone; put that back, or "
-            "remove the folder to begin anew"
-        )
-    try:
-        found: dict[str, Any] = json.loads(text)
-        return {"random_seed": found["random_seed"], **found}
-    except (ValueError, KeyError, TypeError):
-        raise StateMismatch(
-            f"{folder / _MANIFEST} does not say what the shards are of; remove the folder to "
-            "begin anew"
-        ) from None
-
-
 # --- the parts ---
 
 
@@ -343,6 +239,7 @@ class _Job:
     shards: int
     random_seed: int
     format: Format
+    keys: frozenset[str]  #: that there must be
     ended: list[bool] = field(default_factory=list)  #: shared by threads; set when they should end
 
     def part(self, index: int) -> Path:
@@ -362,15 +259,24 @@ class _Job:
         path = self.part(index)
         if path.exists():
             with _part(path) as file:
-                yield int(file.attrs["rows"])
+                rows = int(file.attrs["rows"])
+                if rows:
+                    self._check(_kinds_of(file))
+                yield rows
             return
         # the task has the same index, and so the same seeds: also the global generators' fit
         shard = Shard(index, self.shards, 0, self.random_seed)
         with whole(path, Path(self.folder)) as file, _closing(self.source.open(shard)) as items:
             writer = Writer(file, self.format, str(path))
-            yield from writer.write(item for item in items if item is not None)
+            for rows in writer.write(item for item in items if item is not None):
+                self._check(writer.kinds)
+                yield rows
             file.attrs["rows"] = writer.rows
         yield writer.rows
+
+    def _check(self, kinds: Mapping[str, Kind]) -> None:
+        if kinds and (unknown := sorted(self.keys - kinds.keys())):
+            raise ValueError(f"attributes are for {unknown}, but the keys are {sorted(kinds)}")
 
 
 @contextlib.contextmanager
@@ -392,7 +298,7 @@ def _part(path: Path) -> Iterator[Any]:
         raise DataFileError(f"{error}; remove this part and pack again", str(path)) from error
 
 
-def _write_parts(job: _Job, options: dict[str, Any], progress: bool) -> None:
+def _write_parts(job: _Job, options: dict[str, Any], progress: Progress) -> None:
     if isinstance(job.source, LiveSource):  # nobody else can read it
         had = 0
         with bar("packing", None, "row", progress) as tell:
@@ -419,9 +325,6 @@ def _write_parts(job: _Job, options: dict[str, Any], progress: bool) -> None:
 def _assemble(target: Path, job: _Job, attributes: Mapping[str, Any], merge: bool) -> int:
     parts = [job.part(index) for index in range(job.shards)]
     kinds, rows = _alike(parts)
-    of_keys = {key: value for key, value in attributes.items() if isinstance(value, Mapping)}
-    if unknown := sorted(of_keys.keys() - kinds.keys()):
-        raise ValueError(f"attributes are for {unknown}, but the keys are {sorted(kinds)}")
     total = sum(rows.values())
     with whole(target, Path(job.folder)) as file:
         if merge:
@@ -444,11 +347,11 @@ def _assemble(target: Path, job: _Job, attributes: Mapping[str, Any], merge: boo
                     start += count
                 file.create_virtual_dataset(key, layout)
         for name, value in attributes.items():
-            if name in of_keys:
+            if isinstance(value, Mapping):
                 file[name].attrs.update(value)
             else:
                 file.attrs[name] = value
-        _must_be_new(target)
+        must_be_new(target)
     return total
 
 

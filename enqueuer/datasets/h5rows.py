@@ -212,10 +212,10 @@ class Writer:
 
     def __init__(self, file: Any, format: Format, where: str) -> None:
         self.rows = 0  # that were handed over
+        self.kinds: dict[str, Kind] = {}  # of the keys, once there are rows
         self._file = file
         self._format = format
         self._where = where
-        self._kinds: dict[str, Kind] = {}
         self._datasets: dict[str, Any] = {}
         self._pending: dict[str, list[np.ndarray]] = {}
         self._written = 0
@@ -260,23 +260,23 @@ class Writer:
             pending[-1] = pending[-1].copy()  # a source may fill the same array again
 
     def _check(self, kinds: dict[str, Kind]) -> None:
-        if not self._kinds:
+        if not self.kinds:
             if unknown := set(self._format.ragged) - set(kinds):
                 raise ValueError(
                     f"ragged names {sorted(unknown)}, but the source yields {sorted(kinds)}"
                 )
             self._chunk = chunk_rows(kinds.values(), self._format.chunk_rows)
-            self._kinds, self._pending = kinds, {key: [] for key in kinds}
-        elif kinds.keys() != self._kinds.keys():
+            self.kinds, self._pending = kinds, {key: [] for key in kinds}
+        elif kinds.keys() != self.kinds.keys():
             raise ValueError(
                 f"after {self.rows} rows the source yields {sorted(kinds)}, "
-                f"and before it was {sorted(self._kinds)}"
+                f"and before it was {sorted(self.kinds)}"
             )
         for key, is_now in kinds.items():
-            if is_now != self._kinds[key]:
+            if is_now != self.kinds[key]:
                 raise ValueError(
                     f"after {self.rows} rows {key!r} is {is_now}, and before it was "
-                    f"{self._kinds[key]}; all rows of a key must be alike"
+                    f"{self.kinds[key]}; all rows of a key must be alike"
                 )
 
     def _create(self, key: str, kind: Kind, chunk: int) -> Any:
@@ -301,7 +301,7 @@ class Writer:
             # a chunk takes its whole place on the disk, so few rows get a small one
             chunk = min(self._chunk, count)
             self._datasets = {
-                key: self._create(key, kind, chunk) for key, kind in self._kinds.items()
+                key: self._create(key, kind, chunk) for key, kind in self.kinds.items()
             }
         for key, dataset in self._datasets.items():
             pending = self._pending[key]
@@ -365,7 +365,7 @@ def whole(path: Path, folder: Path) -> Iterator[Any]:
             yield file
         except BaseException:
             with contextlib.suppress(Exception):  # the first error is the one to be told
-                file.close()
+                _discard(file)
             raise
         with guarded(temporary):
             file.close()
@@ -374,6 +374,16 @@ def whole(path: Path, folder: Path) -> Iterator[Any]:
         sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _discard(file: Any) -> None:
+    """Close a file whose content is of no use any more."""
+    # HDF5 writes on closing what it has not written yet; if it cannot, as the disk is full, it
+    # crashes when the file's memory is freed. So that goes nowhere.
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, file.id.get_vfd_handle(), inheritable=False)
+    os.close(nowhere)
+    file.close()
 
 
 def sync(path: Path) -> None:

@@ -7,32 +7,25 @@ HDF5 reads, and unpacks, whole chunks. So whole chunks are taken in random order
 are read into a window, and rows are drawn from that: each chunk is read once an epoch, where
 random rows would read one chunk for each row.
 
-A handle belongs to the process that opened it. What travels to workers is the path, and what was
+A reader belongs to the process that made it. What travels to workers is the path, and what was
 found in the file when the source was made.
 """
 
 from __future__ import annotations
 
-import bisect
-import contextlib
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, SupportsIndex
 
 import numpy as np
 
 from enqueuer import arguments
 from enqueuer.arrays import empty
-from enqueuer.datasets.h5files import (
-    Layout,
-    check_spare,
-    check_unchanged,
-    guarded,
-    layout_of,
-    open_file,
-    readable,
-)
+from enqueuer.datasets.h5layout import Layout, layout_of
+from enqueuer.datasets.h5reader import Reader
+from enqueuer.errors import DataFileError, StateMismatch
 from enqueuer.shards import Shard
 
 _WINDOW_CHUNKS = 16  # are shuffled together by default,
@@ -40,7 +33,7 @@ _WINDOW_BATCHES = 8  # or as many as make so many batches
 
 _PIECES = 4  # for each shard, at least; a chunk may be cut for that, and is read several times
 
-_inherited: list[Any] = []  # handles of the process that this one was forked from: never touched
+_inherited: list[Reader] = []  # of the process that this one was forked from: never touched
 
 
 class HDF5Source:
@@ -50,7 +43,8 @@ class HDF5Source:
     in its order for any number of shards. With it, whole chunks come in an order that is new
     each epoch, and rows are shuffled within a window of several chunks; each row comes exactly
     once an epoch. Both depend on the enqueuer's `random_seed` and `shards` alone. Its `rank` and
-    `world_size` deal the shards out to several training processes.
+    `world_size` deal the shards out to several training processes. It is resumed at once, without
+    reading again what came before.
 
     For `OrderedEnqueuer`, for torch as a map-style dataset, and for yourself it is a sequence of
     rows: `len(source)`, `source[3]`, `source[10:20]`.
@@ -118,24 +112,20 @@ class HDF5Source:
         self._shuffle = bool(shuffle)
         self._drop_last = bool(drop_last)
         self._is_one, self._is_tuple = isinstance(keys, str), isinstance(keys, tuple)
-        self._names = _names(keys)
-        self._layout = layout_of(self._path, self._names)
-        if self._names is None:
-            self._names = tuple(column.name for column in self._layout.columns)
-        self._first, self._stop = _bounds(rows, self._layout.rows)
-        self._pieces = _cut(self._layout, self._first, self._stop)
+        self._layout = layout_of(self._path, _names(keys))
+        self._names, count = _together(self._layout, is_asked=keys is not None)
+        self._first, self._stop = _bounds(rows, count)
+        # what has the largest rows costs most if its chunks are read twice
+        starts = self._layout.starts(max(self._names, key=self._layout.row_bytes))
+        self._pieces = _cut(starts, self._first, self._stop)
         self._window = self._default_window()
         if window is not None:
             self._window = arguments.positive("window", window)
-        self._handle: _Handle | None = None
+        self._reader: Reader | None = None
 
     def __call__(self, shard: Shard) -> Iterator[Any]:
-        """Yield the batches of a shard in its epoch."""
-        with _Handle(self._path, self._names, self._layout) as handle:
-            batches = self._shuffled(handle, shard) if self._shuffle else self._plain(handle, shard)
-            for batch in batches:
-                yield self._formed(batch)
-                del batch
+        """Return an iterator over the batches of a shard in its epoch; it has a `state_dict`."""
+        return _Share(self, shard)
 
     def __len__(self) -> int:
         """Return how many rows there are."""
@@ -152,8 +142,7 @@ class HDF5Source:
             start, stop, step = index.indices(len(self))
             if step < 1:
                 raise ValueError(f"the step of a slice must be >= 1, got {step}")
-            part = self._here().read(self._first + start, self._first + max(start, stop), step)
-            return self._formed(part)
+            return self._formed(self._here().rows(self._first + start, self._first + stop, step))
         at = index.__index__()
         if not -len(self) <= at < len(self):
             raise IndexError(f"row {at} of {self._path} is out of range: it has {len(self)}")
@@ -165,15 +154,15 @@ class HDF5Source:
         It is opened again when it is needed. Batches have files of their own, which are closed at
         the end of each shard.
         """
-        if self._handle is not None and self._handle.pid == os.getpid():
-            self._handle.close()
-            self._handle = None
+        if self._reader is not None and self._reader.pid == os.getpid():
+            self._reader.close()
+            self._reader = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_handle": None}
+        return {**self.__dict__, "_reader": None}
 
     def __repr__(self) -> str:
-        keys = ", ".join(self._names or ())
+        keys = ", ".join(self._names)
         return f"<HDF5Source {self._path} ({keys}), {len(self)} rows>"
 
     # --- inside ---
@@ -182,30 +171,42 @@ class HDF5Source:
         longest = max((stop - start for start, stop in self._pieces), default=1)
         return max(_WINDOW_CHUNKS * longest, _WINDOW_BATCHES * self._batch_size)
 
-    def _here(self) -> _Handle:
-        """Return the handle of this process, opened if need be."""
-        handle = self._handle
-        if handle is not None and handle.pid != os.getpid():
-            _inherited.append(handle)  # closing it here would be felt there
-            handle = None
-        if handle is None:
-            # two threads may both come here: one handle is then closed with its last use
-            assert self._names is not None
-            handle = self._handle = _Handle(self._path, self._names, self._layout)
-        return handle
+    def _here(self) -> Reader:
+        """Return the reader of this process."""
+        reader = self._reader
+        if reader is not None and reader.pid != os.getpid():
+            _inherited.append(reader)  # closing its files here would be felt there
+            reader = None
+        if reader is None:
+            # two threads may both come here: one reader then ends with its last use
+            reader = self._reader = Reader(self._layout, self._names)
+        return reader
+
+    def _identity(self) -> dict[str, int]:
+        """Return what a position in a shard depends on."""
+        own = {"first": self._first, "rows": len(self), "batch_size": self._batch_size}
+        return {**own, "window": self._window if self._shuffle else 0}
 
     def _formed(self, found: dict[str, Any]) -> Any:
         if self._is_one:
             return next(iter(found.values()))
         return tuple(found.values()) if self._is_tuple else found
 
-    def _plain(self, handle: _Handle, shard: Shard) -> Iterator[dict[str, Any]]:
+    def _batches(self, shard: Shard, first: int) -> Generator[Any]:
+        """Yield the batches of a shard from number `first` on."""
+        with Reader(self._layout, self._names) as reader:
+            make = self._shuffled if self._shuffle else self._plain
+            for batch in make(reader, shard, first):
+                yield self._formed(batch)
+                del batch
+
+    def _plain(self, reader: Reader, shard: Shard, first: int) -> Iterator[dict[str, Any]]:
         size = self._batch_size
         rows = len(self) - len(self) % size if self._drop_last else len(self)
-        for start in shard.split(range(self._first, self._first + rows, size)):
-            yield handle.read(start, min(start + size, self._first + rows))
+        for start in shard.split(range(self._first, self._first + rows, size))[first:]:
+            yield reader.rows(start, min(start + size, self._first + rows))
 
-    def _shuffled(self, handle: _Handle, shard: Shard) -> Iterator[dict[str, Any]]:
+    def _shuffled(self, reader: Reader, shard: Shard, first: int) -> Iterator[dict[str, Any]]:
         size = self._batch_size
         # all shards must agree on the order of the chunks, so it is not drawn from shard.rng
         rng = np.random.default_rng(
@@ -213,21 +214,66 @@ class HDF5Source:
         )
         pieces = _at_least(_PIECES * shard.count, self._pieces)
         order = [pieces[at] for at in rng.permutation(len(pieces))]
-        left, rest = len(self) // shard.count // size, None
+        left = len(self) // shard.count // size if self._drop_last else sys.maxsize
+        # Which rows come is drawn without reading any, so that what came before can be left out.
+        numbers, rest, number = np.empty(0, int), None, 0
         for window in _windows(_stretch(order, shard), self._window):
-            pool = handle.pool(window, rest)
-            del rest
-            count = len(next(iter(pool.values())))
-            drawn = shard.rng.permutation(count)
-            full = count - count % size
-            for start in range(0, full, size):
-                if self._drop_last and not left:
-                    return  # of the shards that have one row more than others
-                left -= 1
-                yield _taken(pool, drawn[start : start + size])
-            rest = _taken(pool, drawn[full:])
-        if not self._drop_last and rest is not None and len(next(iter(rest.values()))):
+            before = numbers
+            numbers = np.concatenate([before, *(np.arange(*piece) for piece in window)])
+            drawn = shard.rng.permutation(len(numbers))
+            full = len(numbers) - len(numbers) % size
+            if number + full // size <= first:
+                rest = None
+            else:
+                if rest is None and len(before):
+                    rest = reader.pool([(row, row + 1) for row in before.tolist()], None)
+                pool = reader.pool(window, rest)
+                del rest
+                for start in range(max(0, first - number) * size, full, size):
+                    if number + start // size >= left:
+                        return  # of the shards that have one row more than others
+                    yield _taken(pool, drawn[start : start + size])
+                rest = _taken(pool, drawn[full:])
+            number += full // size
+            numbers = numbers[drawn[full:]]
+        if not self._drop_last and len(numbers) and number >= first:
+            if rest is None:
+                rest = reader.pool([(row, row + 1) for row in numbers.tolist()], None)
             yield rest
+
+
+class _Share:
+    """The batches of one shard in one epoch."""
+
+    def __init__(self, source: HDF5Source, shard: Shard) -> None:
+        self._source = source
+        self._shard = shard
+        self._batches: Generator[Any] | None = None
+        self._at = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._batches is None:
+            self._batches = self._source._batches(self._shard, self._at)
+        batch = next(self._batches)
+        self._at += 1
+        return batch
+
+    def close(self) -> None:
+        """Close the files that are open for it."""
+        if self._batches is not None:
+            self._batches.close()
+
+    def state_dict(self) -> dict[str, int]:
+        return {"batch": self._at, **self._source._identity()}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        for key, own in self._source._identity().items():
+            if state.get(key) != own:
+                raise StateMismatch(f"the state is of {key}={state.get(key)}, but here it is {own}")
+        self._at = state["batch"]
 
 
 def _names(keys: str | Sequence[str] | None) -> tuple[str, ...] | None:
@@ -252,10 +298,35 @@ def _bounds(rows: slice | None, count: int) -> tuple[int, int]:
     return start, max(start, stop)
 
 
-def _cut(layout: Layout, first: int, stop: int) -> tuple[tuple[int, int], ...]:
-    """Return the chunks between two rows, as (start, stop)."""
-    inside = [start for start in layout.starts if first < start < stop]
-    edges = [first, *inside, stop]
+def _together(layout: Layout, is_asked: bool) -> tuple[tuple[str, ...], int]:
+    """Return the datasets that are read together, and how many rows these have."""
+    path, shapes = layout.path, {name: column.shape for name, column in layout.columns.items()}
+    if not is_asked:
+        shapes = {name: shape for name, shape in shapes.items() if shape}
+    if not shapes:
+        raise DataFileError(f"{path}: there is no dataset with rows in it", path)
+    for name, shape in shapes.items():
+        if not shape:
+            raise DataFileError(f"{path}: {name!r} is a single value and has no rows", path)
+        if name in layout.unreadable:
+            raise DataFileError(
+                f"{path}: {name!r} is a virtual dataset of a kind that is not read, since "
+                f"{layout.unreadable[name]}; copy it into a dataset of its own",
+                path,
+            )
+    if len({shape[0] for shape in shapes.values()}) > 1:
+        told = ", ".join(f"{name}: {shape[0]}" for name, shape in shapes.items())
+        raise DataFileError(
+            f"{path}: datasets that are read together must have equally many rows, got {told}; "
+            "name those that belong together with keys=",
+            path,
+        )
+    return tuple(shapes), next(iter(shapes.values()))[0]
+
+
+def _cut(starts: Iterable[int], first: int, stop: int) -> tuple[tuple[int, int], ...]:
+    """Return the blocks between two rows, as (start, stop)."""
+    edges = [first, *(start for start in starts if first < start < stop), stop]
     return tuple(itertools.pairwise(edges)) if stop > first else ()
 
 
@@ -315,84 +386,3 @@ def _rows_of(array: np.ndarray, at: np.ndarray) -> np.ndarray:
     out = empty((len(at), *array.shape[1:]), array.dtype)
     # the indices are right; with "raise" numpy would write to a copy first
     return np.take(array, at, axis=0, out=out, mode="clip")
-
-
-class _Handle:
-    """A file that is open in this process, and its datasets."""
-
-    def __init__(self, path: str, names: Sequence[str] | None, layout: Layout) -> None:
-        assert names is not None
-        check_unchanged(layout)
-        self.pid = os.getpid()
-        self._path = path
-        self._layout = layout
-        self._chunks: set[int] = set()  # of which single rows were read
-        with contextlib.ExitStack() as stack:
-            self._file = stack.enter_context(open_file(path))
-            for part, *_ in layout.files[1:]:
-                stack.enter_context(open_file(part))
-            self._files = stack.pop_all()
-        self._datasets = {name: self._file[name] for name in names}
-        self._columns = {name: readable(dataset) for name, dataset in self._datasets.items()}
-
-    def __enter__(self) -> _Handle:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        with guarded(self._path):
-            self._files.close()
-
-    def row(self, at: int) -> dict[str, Any]:
-        chunk = bisect.bisect(self._layout.starts, at)
-        found = {name: self._read(name, at, chunk in self._chunks) for name in self._columns}
-        self._chunks.add(chunk)
-        return found
-
-    def read(self, start: int, stop: int, step: int = 1) -> dict[str, np.ndarray]:
-        return {name: self._read(name, slice(start, stop, step)) for name in self._columns}
-
-    def pool(
-        self, pieces: Sequence[tuple[int, int]], rest: Mapping[str, np.ndarray] | None
-    ) -> dict[str, np.ndarray]:
-        """Return the rows of several pieces, after those that are left of the pool before."""
-        return {
-            name: self._pooled(name, pieces, None if rest is None else rest[name])
-            for name in self._columns
-        }
-
-    def _read(self, name: str, at: int | slice, is_open: bool = False) -> Any:
-        where = f"row {at}" if isinstance(at, int) else f"rows {at.start} to {at.stop}"
-        with self._reading(name, where, is_open):
-            return self._columns[name][at]
-
-    @contextlib.contextmanager
-    def _reading(self, name: str, where: str, is_open: bool = False) -> Iterator[None]:
-        """Guard the reading of rows; HDF5 keeps a part open once it has read from it."""
-        may_lack = len(self._layout.files) > 1 and not is_open
-        with guarded(self._path, f"{where} of {name!r} cannot be read: "):
-            if may_lack:
-                check_spare()
-            yield
-            if may_lack:  # HDF5 gives zeros for one that is gone
-                check_unchanged(self._layout)
-
-    def _pooled(
-        self, name: str, pieces: Sequence[tuple[int, int]], rest: np.ndarray | None
-    ) -> np.ndarray:
-        dataset = self._datasets[name]
-        if dataset.dtype.hasobject:
-            read = [self._read(name, slice(start, stop)) for start, stop in pieces]
-            return np.concatenate(read if rest is None else [rest, *read])
-        at = 0 if rest is None else len(rest)
-        count = at + sum(stop - start for start, stop in pieces)
-        pool = np.empty((count, *dataset.shape[1:]), dataset.dtype)
-        if rest is not None:
-            pool[:at] = rest
-        for start, stop in pieces:
-            with self._reading(name, f"rows {start} to {stop}"):
-                dataset.read_direct(pool, np.s_[start:stop], np.s_[at : at + stop - start])
-            at += stop - start
-        return pool

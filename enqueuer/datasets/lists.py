@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 Path = str | os.PathLike[str]
@@ -27,6 +27,8 @@ def find_files(*patterns: Path, root: Path | None = None) -> list[str]:
     Args:
         patterns: As for `glob.glob`: `*`, `?` and `[...]` within a name, `**` for any number of
             folders. Names that begin with a dot are matched only by patterns that do, too.
+            `**` enters links to folders, unless they lead back to one that it is in: of a loop,
+            each file is found once.
         root: The folder that they are relative to; by default the working directory. It comes
             before each path that is returned.
 
@@ -46,7 +48,7 @@ def find_files(*patterns: Path, root: Path | None = None) -> list[str]:
         raise TypeError("find_files needs a pattern, such as 'images/**/*.png'")
     found: set[str] = set()
     for pattern in patterns:
-        names = glob.glob(os.fspath(pattern), root_dir=root, recursive=True)
+        names = _matches(os.fspath(root or ""), os.fspath(pattern))
         paths = [os.path.join(root or "", _tidied(name)) for name in names]
         files = [path for path in paths if os.path.isfile(path)]
         if not files:
@@ -54,6 +56,32 @@ def find_files(*patterns: Path, root: Path | None = None) -> list[str]:
             raise FileNotFoundError(f"no file matches {os.fspath(pattern)!r} in {where!r}")
         found.update(files)
     return sorted(found)
+
+
+def _matches(root: str, pattern: str) -> Iterator[str]:
+    """Yield what matches, as `glob.iglob` does, which goes in circles where links do."""
+    parts = pattern.replace("/", os.sep).split(os.sep)
+    if "**" not in parts:
+        yield from glob.iglob(pattern, root_dir=root or None)
+        return
+    at = parts.index("**")
+    rest = os.sep.join(parts[at + 1 :]) or "*"
+    before = os.sep.join([*parts[:at], ""])
+    for top in glob.iglob(before, root_dir=root or None) if at else [""]:
+        for folder in _folders(root, top, frozenset()):
+            for name in _matches(os.path.join(root, folder), rest):
+                yield os.path.join(folder, name)
+
+
+def _folders(root: str, folder: str, above: frozenset[str]) -> Iterator[str]:
+    """Yield a folder and all folders in it, at any depth, but none that is in itself."""
+    here = os.path.join(root, folder)
+    real = os.path.realpath(here)
+    if real in above:
+        return
+    yield folder
+    for name in glob.iglob(os.path.join("*", ""), root_dir=here or None):
+        yield from _folders(root, os.path.join(folder, name), above | {real})
 
 
 def _tidied(name: str) -> str:

@@ -46,7 +46,7 @@ FRAME = struct.Struct("=IHBxIQ")  # bytes, those of the table, kind, shard, item
 SEGMENT = struct.Struct("=IQQ")  # block, offset in it, bytes
 PACKET = struct.Struct("=BQ")  # kind, its number in the sequence
 NUMBER = struct.Struct("=Q")
-REPORT = struct.Struct("=Q?")  # which one of its item, whether it is quiet
+REPORT = struct.Struct("=Q?")  # which one of its item, whether to log it
 
 INLINE_BYTES = 16 * 1024  # a larger pickle goes into a block
 MOST_IN_PACKET = 4096  # numbers of blocks

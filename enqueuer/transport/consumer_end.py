@@ -17,7 +17,7 @@ from typing import Any
 import cloudpickle
 
 from enqueuer.errors import BlockMemoryError, ItemNotLoadable, TransportError
-from enqueuer.messages import Empty, End, Epoch, Failure, Item
+from enqueuer.messages import Empty, End, Epoch, Failure, Item, Reported
 from enqueuer.meters import BYTES
 from enqueuer.transport import codec, road, tickets
 from enqueuer.transport.blocks import BlockMap, nameless_file, read_whole
@@ -309,9 +309,9 @@ class ConsumerEnd:
             data, _ = self._open(body, table)
         except BlockMemoryError as error:
             return Failure(shard, number, error, skipped=True)
-        nth, quiet = REPORT.unpack_from(data)
+        nth, log = REPORT.unpack_from(data)
         caught = codec.decode_error(bytes(data[REPORT.size :]))
-        return Failure(shard, number, caught, True, reported=nth, quiet=quiet)
+        return Reported(shard, number, caught, nth=nth, log=log)
 
     def _load(self, body: memoryview, table: int) -> Any:
         # Kept until it is loaded: if an exception strikes before that, the item is tried again,

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from enqueuer.errors import Closed
-from enqueuer.messages import Empty, End, Epoch, Failure, Ticket
+from enqueuer.messages import Empty, End, Epoch, Failure, Reported, Ticket
 from enqueuer.meters import BYTES, IDLE, SENDING, WAITING, Meter, clock
 from enqueuer.transport import codec, road, tickets
 from enqueuer.transport.blocks import (
@@ -158,9 +158,9 @@ class WorkerEnd:
         else:
             encoded = codec.encode_error(message.error)
             kind = Kind.SKIPPED if message.skipped else Kind.FAILURE
-            if message.reported:
+            if isinstance(message, Reported):
                 kind = Kind.REPORTED
-                encoded = REPORT.pack(message.reported, message.quiet) + encoded
+                encoded = REPORT.pack(message.nth, message.log) + encoded
             data, segments = self._lay_out(encoded, ())
             table = self._announce(segments)
             self._put(kind, message.shard, message.number, len(table), table + data)

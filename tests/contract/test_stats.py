@@ -363,7 +363,7 @@ def test_too_few_cpus_are_told():
 
 def test_threads_that_compute_in_python_are_told_to_be_processes():
     def source(shard):
-        for number in range(30):
+        for number in range(150):
             sum(number * i for i in range(30_000))
             yield number
 

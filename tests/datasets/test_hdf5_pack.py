@@ -211,6 +211,17 @@ def test_names_may_be_odd(tmp_path, name, key):
     assert HDF5Source(tmp_path / name, key)[:].tolist() == [1, 2]
 
 
+def test_a_path_need_not_be_utf8_but_the_name_that_is_written_down_must_be(tmp_path):
+    folder = tmp_path / os.fsdecode(b"\xff")
+    folder.mkdir()
+    assert packed([{"x": [1, 2]}], folder / "a.h5", shards=1)["x"][3] == [1, 2]
+    assert HDF5Source(folder / "a.h5", "x")[:].tolist() == [1, 2]
+    odd = tmp_path / os.fsdecode(b"\xff.h5")
+    with pytest.raises(ValueError, match=r"which must be UTF-8, got .* merge=True"):
+        pack([{"x": [1]}], odd)
+    assert packed([{"x": [1, 2]}], odd, shards=1, merge=True)["x"][3] == [1, 2]
+
+
 def test_attributes_belong_to_the_file_or_to_a_key(tmp_path):
     for merge in (False, True):
         path = tmp_path / f"{merge}.h5"
@@ -219,6 +230,48 @@ def test_attributes_belong_to_the_file_or_to_a_key(tmp_path):
         assert of_file["by"] == "me"
         assert of_file["enqueuer.shards"] == 1
         assert found["x"][2] == {"unit": "mm"}
+
+
+@pytest.mark.parametrize(
+    ("attributes", "says"),
+    [
+        ({"a": object()}, "the attribute 'a' cannot be stored in HDF5: "),
+        ({"x": {"a": {1: 2}}}, "the attribute 'x' cannot be stored in HDF5: "),
+        ({"a": np.zeros(100_000)}, "the attribute 'a' cannot be stored in HDF5: "),
+        ({3: 1}, "the attribute 3 cannot be stored in HDF5: "),
+    ],
+)
+def test_attributes_that_cannot_be_stored_are_told_before_anything_runs(tmp_path, attributes, says):
+    def never(shard):
+        raise AssertionError("it ran")
+
+    with pytest.raises(ValueError, match=says):
+        pack(never, tmp_path / "a.h5", attributes=attributes)
+    assert os.listdir(tmp_path) == []
+
+
+def test_attributes_of_keys_that_are_not_there_are_told_at_the_first_batch(tmp_path):
+    def batches(shard):
+        yield {"x": [shard.index]}
+        if "go on" not in os.listdir(tmp_path):
+            raise AssertionError("it went on")
+
+    says = r"attributes are for \['y'\], but the keys are \['x'\]"
+    with pytest.raises(ValueError, match=says):
+        packed(batches, tmp_path / "a.h5", attributes={"y": {"unit": "mm"}})
+    (tmp_path / "go on").touch()
+    shards = iter([True, False])
+
+    def interrupted(shard):
+        yield {"x": [shard.index]}
+        if shard.index == 1 and next(shards):
+            raise KeyError("interrupted")
+
+    with pytest.raises(KeyError):
+        packed(interrupted, tmp_path / "a.h5")
+    with pytest.raises(ValueError, match=says):  # of the parts that are there already
+        packed(interrupted, tmp_path / "a.h5", attributes={"y": {"unit": "mm"}})
+    packed(interrupted, tmp_path / "a.h5", attributes={"x": {"unit": "mm"}})
 
 
 def test_chunks_are_along_the_first_axis(tmp_path):
@@ -434,16 +487,76 @@ def test_another_process_may_not_pack_to_the_same_path(tmp_path):
     child.close()
 
 
-def test_bound_arguments_are_part_of_the_source(tmp_path):
-    def batches(shard, number):
-        yield [number]
-        if shard.index == 1 and number == 1:
+class Numbers:
+    """A source with a number of its own, which is interrupted once."""
+
+    def __init__(self, number, fails, extra=None):
+        self.number, self.extra = number, extra
+        self._fails = np.array(fails, object)  # which is not compared
+
+    def __call__(self, shard):
+        yield [self.number]
+        if shard.index == 1 and self._fails:
             raise ValueError("interrupted")
 
+    def method(self, shard):
+        yield from self(shard)
+
+
+def _partial(number, fails, extra=None):
+    return functools.partial(_numbers, number=number, extra=extra, fails=np.array(fails, object))
+
+
+def _numbers(shard, number, extra, fails):
+    yield from Numbers(number, fails)(shard)
+
+
+def _closure(number, fails, extra=None):
+    source = Numbers(0, fails)
+
+    def batches(shard):
+        _ = source.number, extra
+        for _ in source(shard):
+            yield [number]
+
+    return batches
+
+
+@pytest.mark.parametrize(
+    "make",
+    [Numbers, lambda *a: Numbers(*a).method, _partial, _closure],
+    ids=["object", "method", "partial", "closure"],
+)
+def test_what_is_bound_tells_sources_apart(tmp_path, make):
+    paths = [Path("a"), {"b": np.arange(3)}, 2.5]
     with pytest.raises(ValueError, match="interrupted"):
-        packed(functools.partial(batches, number=1), tmp_path / "a.h5")
-    with pytest.raises(StateMismatch, match=r"source was '.*batches\(number=1\)', is .*number=2"):
-        packed(functools.partial(batches, number=2), tmp_path / "a.h5")
+        packed(make(1, True, paths), tmp_path / "a.h5")
+    with pytest.raises(StateMismatch, match=r"the source has bound another number\)"):
+        packed(make(2, False, paths), tmp_path / "a.h5")
+    with pytest.raises(StateMismatch, match=r"the source has bound another extra\)"):
+        packed(make(1, False, [*paths[:1], {"b": np.arange(4)}, 2.5]), tmp_path / "a.h5")
+    found = packed(make(1, False, [Path("a"), {"b": np.arange(3)}, 2.5]), tmp_path / "a.h5")
+    assert found["data"][3] == [1] * 4
+
+
+def test_values_that_are_bound_are_not_written_down(tmp_path):
+    packed(
+        functools.partial(_numbers, number=123454321, extra="secret", fails=False), tmp_path / "a"
+    )
+    written = (tmp_path / "a.parts" / "pack.json").read_text() + str(contents(tmp_path / "a"))
+    assert "secret" not in written.replace(str(tmp_path), "")
+    assert "number" in json.loads((tmp_path / "a.parts" / "pack.json").read_text())["bound"]
+
+
+def test_a_version_is_compared_instead_of_what_is_bound(tmp_path):
+    with pytest.raises(ValueError, match="interrupted"):
+        packed(Numbers(1, True), tmp_path / "a.h5", version="1")
+    with pytest.raises(StateMismatch, match=r"version was '1', is '2'"):
+        packed(Numbers(1, False), tmp_path / "a.h5", version="2")
+    found = packed(Numbers(2, False), tmp_path / "a.h5", version="1")["data"][3]
+    assert found[:2] == [1, 2]  # the first shard was there, the second was not
+    with pytest.raises(TypeError, match="version must be"):
+        pack([[1]], tmp_path / "b.h5", version=[1])
 
 
 def test_a_place_that_cannot_be_written_is_told(tmp_path):

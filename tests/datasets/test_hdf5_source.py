@@ -1,5 +1,6 @@
 """Reading HDF5: every row once, in random order or that of the file, and what is refused."""
 
+import json
 import multiprocessing
 import os
 import pickle
@@ -13,7 +14,13 @@ from helpers import LIMIT, needs, packable
 
 h5py = needs("h5py")
 
-from enqueuer import DataFileError, GeneratorEnqueuer, OrderedEnqueuer, Shard  # noqa: E402
+from enqueuer import (  # noqa: E402
+    DataFileError,
+    GeneratorEnqueuer,
+    OrderedEnqueuer,
+    Shard,
+    StateMismatch,
+)
 from enqueuer.datasets.hdf5 import HDF5Source, describe, pack  # noqa: E402
 
 ROWS = 103  # a prime: nothing divides it
@@ -121,15 +128,23 @@ def test_with_drop_last_all_ranks_have_equally_many_full_batches(path):
     assert rows_of(GeneratorEnqueuer(plain)) == list(range(100))
 
 
+def test_a_file_of_tiny_chunks_stays_small_in_memory(tmp_path):
+    with h5py.File(tmp_path / "a.h5", "w", libver="latest") as file:
+        file.create_dataset("x", (200_000,), "i4", chunks=(1,))  # none of them is written
+    source = HDF5Source(tmp_path / "a.h5", "x", 64, shuffle=True)
+    assert len(pickle.dumps(source)) < 1_000_000
+    assert len(next(source(Shard(0, 1, 0, 7)))) == 64
+
+
 def test_an_epoch_reads_each_chunk_once(tmp_path, monkeypatch):
     pack([np.arange(1000)], tmp_path / "a.h5", chunk_rows=50, merge=True)
     read = []
     monkeypatch.setattr(
         h5py.Dataset,
         "read_direct",
-        lambda self, pool, at, to, real=h5py.Dataset.read_direct: (
+        lambda self, pool, at, real=h5py.Dataset.read_direct: (
             read.append(at.start),
-            real(self, pool, at, to),
+            real(self, pool, at),
         ),
     )
     source = HDF5Source(tmp_path / "a.h5", "data", 8, shuffle=True, window=100)
@@ -174,6 +189,76 @@ def test_batches_come_from_where_the_loop_stopped(path):
     with later:
         assert rows_of(later) == tail
     assert sorted(head + tail) == list(range(ROWS))
+
+
+@pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"shuffle": True, "drop_last": True}])
+@pytest.mark.parametrize("window", [1, 30, None])
+def test_a_shard_goes_on_anywhere_with_the_same_batches(path, options, window):
+    source = HDF5Source(path, batch_size=4, window=window, **options)
+    for index in range(3):
+        shard = (index, 3, 1, 7)
+        whole = [batch["row"].tolist() for batch in source(Shard(*shard))]
+        for had in range(len(whole) + 1):
+            before = source(Shard(*shard))
+            assert [next(before)["row"].tolist() for _ in range(had)] == whole[:had]
+            state = json.loads(json.dumps(before.state_dict()))
+            before.close()
+            after = source(Shard(*shard))
+            after.load_state_dict(state)
+            assert [batch["row"].tolist() for batch in after] == whole[had:]
+
+
+def test_what_came_before_is_not_read_again(tmp_path, monkeypatch):
+    pack([np.arange(1000)], tmp_path / "a.h5", chunk_rows=10, merge=True)
+    source = HDF5Source(tmp_path / "a.h5", "data", 16, shuffle=True, window=50)
+    batches = source(Shard(0, 1, 0, 7))
+    head = [next(batches) for _ in range(50)]
+    state = batches.state_dict()
+    tail = list(batches)
+    read = []
+    monkeypatch.setattr(
+        h5py.Dataset,
+        "read_direct",
+        lambda self, pool, at, real=h5py.Dataset.read_direct: (
+            read.append(at.stop - at.start),
+            real(self, pool, at),
+        ),
+    )
+    later = source(Shard(0, 1, 0, 7))
+    later.load_state_dict(state)
+    assert [batch.tolist() for batch in later] == [batch.tolist() for batch in tail]
+    assert sum(read) < 1000 - 16 * len(head) + 50 + 16  # a window, and what was left of one
+
+
+def test_an_enqueuer_resumes_by_the_position_in_each_shard(path, backend):
+    source = HDF5Source(path, batch_size=5, shuffle=True, window=20)
+    options = dict(shards=3, random_seed=7, **backend)
+    with GeneratorEnqueuer(source, workers=2, **options) as enqueuer:
+        batches = iter(enqueuer)
+        head = rows_of([next(batches) for _ in range(10)])
+        state = json.loads(json.dumps(enqueuer.state_dict()))
+    assert sorted(own["batch"] for _, own, *_ in state["states"]) == [3, 3, 4]
+    later = GeneratorEnqueuer(source, **options)
+    later.load_state_dict(state)
+    with later:
+        assert sorted(head + rows_of(later)) == list(range(ROWS))
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        ({"batch_size": 5}, "batch_size=5"),
+        ({"rows": slice(1, None)}, "first=1"),
+        ({"shuffle": False}, "window=0"),
+        ({"window": 7}, "window=7"),
+    ],
+)
+def test_a_state_of_another_source_is_refused(simple, other, says):
+    options = dict(batch_size=4, shuffle=True)
+    share = HDF5Source(simple, "data", **options)(Shard(0, 1, 0, 7))
+    state = HDF5Source(simple, "data", **{**options, **other})(Shard(0, 1, 0, 7)).state_dict()
+    with pytest.raises(StateMismatch, match=says):
+        share.load_state_dict(state)
 
 
 # --- keys, rows and slices ---
@@ -232,13 +317,13 @@ def test_a_handle_is_never_carried_to_another_process(simple):
     source = HDF5Source(simple, keys="data")
     assert source[1] == 1
     copy = pickle.loads(pickle.dumps(source))
-    assert copy._handle is None
+    assert copy._reader is None
     here, there = multiprocessing.Pipe()
 
     def child():
-        mine = source._handle
+        mine = source._reader
         found = int(source[2])
-        there.send((found, source._handle is mine, bool(mine._file)))
+        there.send((found, source._reader is mine, all(mine._datasets.values())))
 
     process = multiprocessing.get_context("fork").Process(target=child)
     process.start()
@@ -310,8 +395,8 @@ def test_a_part_that_goes_while_the_file_is_open_is_told(simple):
     source.close()
 
 
-@pytest.mark.parametrize("spare", range(5))
-def test_parts_that_cannot_all_be_open_are_told(simple, spare):
+@pytest.mark.parametrize("spare", range(3))
+def test_parts_that_cannot_be_opened_are_told(simple, spare):
     resource = pytest.importorskip("resource")
     source = HDF5Source(simple, "data")
     was = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -319,7 +404,7 @@ def test_parts_that_cannot_all_be_open_are_told(simple, spare):
         free = file.fileno()  # the lowest, all below are open
     resource.setrlimit(resource.RLIMIT_NOFILE, (free + spare, was[1]))
     try:
-        with pytest.raises(DataFileError, match=r"too many open files; .*ulimit -n"):
+        with pytest.raises(DataFileError, match=r"shard-0000\d.h5: too many open files"):
             source[:]
         with pytest.raises(DataFileError, match="too many open files"):
             describe(simple)
@@ -327,6 +412,139 @@ def test_parts_that_cannot_all_be_open_are_told(simple, spare):
         resource.setrlimit(resource.RLIMIT_NOFILE, was)
     assert source[:].tolist() == list(range(60))
     source.close()
+
+
+def test_only_a_few_parts_are_open_at_once(tmp_path):
+    path = tmp_path / "many.h5"
+    pack(lambda shard: iter([[shard.index] * 2]), path, shards=200, backend="thread")
+    source = HDF5Source(path, "data", batch_size=7)
+    assert source[:].tolist() == [n // 2 for n in range(400)]
+    assert len(_open_descriptors(path)) <= 32
+    assert [source[n] for n in (399, 0, 200, 0)] == [199, 0, 100, 0]
+    source.close()
+    assert sorted(np.concatenate(list(GeneratorEnqueuer(source))).tolist()) == [
+        n // 2 for n in range(400)
+    ]
+
+
+def replaced(part):
+    """Put a shorter part in the place of one."""
+    other = part.with_name("other.h5")
+    with h5py.File(other, "w") as file:
+        file["data"] = np.arange(9)
+    os.replace(other, part)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda part: part.unlink(), "was there before and is gone"),
+        (lambda part: part.write_bytes(b""), "was changed"),
+        (lambda part: os.truncate(part, part.stat().st_size - 60), "was changed"),
+        (replaced, "was changed"),
+    ],
+    ids=["missing", "emptied", "truncated", "replaced by a shorter one"],
+)
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_part_that_changes_gives_an_error_and_never_zeros(simple, change, says, is_open):
+    source = HDF5Source(simple, "data")
+    if is_open:
+        assert source[25] == 5 + 20
+    change(simple.with_name("simple.h5.parts") / "shard-00001.h5")
+    for read in (
+        lambda: source[25],
+        lambda: source[15:35],
+        lambda: list(GeneratorEnqueuer(source)),
+    ):
+        with pytest.raises(DataFileError, match=rf"shard-00001\.h5: it {says}"):
+            read()
+    assert source[5:15].tolist() == list(range(5, 15))
+    source.close()
+
+
+def test_what_is_cut_off_an_open_file_is_not_read_as_zeros(tmp_path):
+    path = tmp_path / "a.h5"
+    with h5py.File(path, "w") as file:
+        file["x"] = np.ones(100_000)
+    source = HDF5Source(path, "x")
+    assert source[0] == 1
+    os.truncate(path, 100_000)
+    with pytest.raises(DataFileError, match=r"a\.h5: it was changed"):
+        source[-10:]
+    source.close()
+
+
+# --- virtual datasets of others ---
+
+
+def virtual(path, layout, *mappings):
+    """Write a file of the dataset x; each mapping is rows there, a file, and rows in it."""
+    with h5py.File(path, "w") as file:
+        shown = h5py.VirtualLayout(layout, int)
+        for rows, name, there in mappings:
+            with h5py.File(path.with_name(name)) as part:
+                shown[rows] = h5py.VirtualSource(part["x"])[there]
+        file.create_virtual_dataset("x", shown)
+
+
+@pytest.fixture
+def two(tmp_path):
+    """Two files of ten rows, 0 to 9 and 10 to 19."""
+    for name, start in (("a.h5", 0), ("b.h5", 10)):
+        with h5py.File(tmp_path / name, "w") as file:
+            file.create_dataset("x", data=np.arange(start, start + 10), chunks=(4,))
+    return tmp_path
+
+
+def test_rows_of_several_files_may_come_in_any_order(two):
+    path = two / "v.h5"
+    virtual(
+        path, (13,),
+        (np.s_[0:5], "b.h5", np.s_[3:8]), (np.s_[9:13], "b.h5", np.s_[0:4]),
+        (np.s_[5:9], "a.h5", np.s_[6:10]),
+    )  # fmt: skip
+    expected = [13, 14, 15, 16, 17, 6, 7, 8, 9, 10, 11, 12, 13]
+    with h5py.File(path) as file:
+        assert file["x"][:].tolist() == expected
+    source = HDF5Source(path, "x", batch_size=4, shuffle=True)
+    for part in (np.s_[:], np.s_[2:12:3], np.s_[4:6], np.s_[6:6], np.s_[1:12:7]):
+        assert source[part].tolist() == expected[part]
+    assert [source[at] for at in range(13)] == expected
+    batches = list(GeneratorEnqueuer(source, shards=3))
+    assert sorted(np.concatenate(batches).tolist()) == sorted(expected)
+    source.close()
+
+
+@pytest.mark.parametrize(
+    ("layout", "mappings", "says"),
+    [
+        ((20,), [(np.s_[0::2], "a.h5", np.s_[:]), (np.s_[1::2], "b.h5", np.s_[:])], "whole rows"),
+        ((5,), [(np.s_[:], "a.h5", np.s_[::2])], "whole rows"),
+        ((2, 10), [(np.s_[0], "a.h5", np.s_[:]), (np.s_[1], "b.h5", np.s_[:])], "another form"),
+        ((10, 2), [(np.s_[:, 0], "a.h5", np.s_[:]), (np.s_[:, 1], "b.h5", np.s_[:])], "whole rows"),
+        ((12,), [(np.s_[:10], "a.h5", np.s_[:])], "in no file"),
+        ((10,), [(np.s_[:], "a.h5", np.s_[:]), (np.s_[5:], "b.h5", np.s_[:5])], "or in several"),
+    ],
+    ids=["interleaved", "strided", "stacked", "beside", "gap", "twice"],
+)
+def test_what_is_not_made_of_whole_rows_is_refused_and_described(two, layout, mappings, says):
+    virtual(two / "v.h5", layout, *mappings)
+    with pytest.raises(DataFileError, match=rf"v\.h5: 'x' is a virtual dataset .*{says}"):
+        HDF5Source(two / "v.h5")
+    found = describe(two / "v.h5")
+    assert (found.columns[0].shape, found.summaries[0].rows) == (layout, 0)
+
+
+def test_files_that_are_counted_by_a_pattern_are_refused(two):
+    with h5py.File(two / "v.h5", "w") as file:
+        plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        space = h5py.h5s.create_simple((20,), (h5py.h5s.UNLIMITED,))
+        space.select_hyperslab((0,), (h5py.h5s.UNLIMITED,), (10,), (10,))
+        there = h5py.h5s.create_simple((10,))
+        plist.set_virtual(space, b"%b.h5", b"x", there)
+        h5py.h5d.create(file.id, b"x", h5py.h5t.NATIVE_INT64, space, plist)
+    with pytest.raises(DataFileError, match=r"v\.h5: 'x' is a virtual dataset"):
+        HDF5Source(two / "v.h5", "x")
 
 
 def test_an_open_file_is_refused(simple):

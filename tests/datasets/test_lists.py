@@ -128,6 +128,45 @@ def test_the_roots_own_name_is_no_pattern(tmp_path):
     assert find_files("*.png", root=tmp_path / "[a]*") == [str(tmp_path / "[a]*" / "1.png")]
 
 
+def test_links_that_go_in_circles_give_each_file_once(tree):
+    (tree / "a" / "up").symlink_to("..")
+    (tree / "a" / "c" / "self").symlink_to(".")
+    (tree / "b" / "to_a").symlink_to(tree / "a")
+    (tree / "a" / "to_b").symlink_to(tree / "b")
+    found = find_files("**/*.png", root=tree)
+    names = [
+        "0.png", "a/c/1.png", "a/to_b/10.png", "a/to_b/2.png", "b/10.png", "b/2.png",
+        "b/to_a/c/1.png",
+    ]  # fmt: skip
+    assert found == [str(tree / name) for name in names]
+
+
+def test_a_link_to_a_folder_elsewhere_is_entered(tree, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("disk")
+    (elsewhere / "x" / "y").mkdir(parents=True)
+    (elsewhere / "x" / "y" / "7.png").touch()
+    (tree / "linked").symlink_to(elsewhere)
+    assert find_files("linked/**/*.png", root=tree) == [str(tree / "linked/x/y/7.png")]
+    assert str(tree / "linked/x/y/7.png") in find_files("**/*.png", root=tree)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("**", ["0.png", "0.txt", "a/c/1.png", "b/10.png", "b/2.png"]),
+        ("**/c/**/*.png", ["a/c/1.png"]),
+        ("*/**/*.png", ["a/c/1.png", "b/10.png", "b/2.png"]),
+        ("**/b/2.png", ["b/2.png"]),
+        ("**/.*.png", [".4.png"]),
+    ],
+)
+def test_two_stars_are_any_number_of_folders(tree, monkeypatch, pattern, names):
+    assert find_files(pattern, root=tree) == [str(tree / name) for name in names]
+    assert find_files(str(tree / pattern)) == [str(tree / name) for name in names]
+    monkeypatch.chdir(tree)
+    assert find_files(pattern) == names
+
+
 @pytest.mark.parametrize("pattern", ["*.gif", "folder.*", "lost.png"])
 def test_a_pattern_that_matches_no_file_is_an_error(tree, pattern):
     with pytest.raises(FileNotFoundError, match=r"no file matches .* in .*"):

@@ -66,7 +66,7 @@ def test_hdf5_is_measured(tmp_path):
     done = run("--quick", "--cold", "--json", tmp_path / "hdf5.json", program="hdf5.py")
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "hdf5.json").read_text())
-    assert len(found) == 13
+    assert len(found) == 18
     assert all(rate > 0 for rates in found.values() for rate in rates)
 
 

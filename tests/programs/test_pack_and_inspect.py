@@ -1,9 +1,16 @@
 """`enqueuer pack` and `enqueuer inspect`: what they print, write and return."""
 
+import contextlib
+import fcntl
 import os
+import pty
+import shutil
 import signal
+import struct
 import subprocess
 import sys
+import termios
+import threading
 
 import numpy as np
 import pytest
@@ -33,6 +40,10 @@ def broken(shard):
     raise KeyError("no such file")
     yield
 
+def large(shard):
+    for _ in range(20):
+        yield {"x": shard.rng.integers(0, 255, (1000, 1000), np.uint8)}
+
 def slow(shard):
     yield np.zeros(2)
     if shard.index == 1:
@@ -48,9 +59,14 @@ def run(tmp_path):
     """Run a command where mydata.py lies; return what came of it."""
     (tmp_path / "mydata.py").write_text(SOURCE)
 
-    def run(*arguments):
+    def run(*arguments, stderr=subprocess.PIPE):
         return subprocess.run(
-            command(arguments), cwd=tmp_path, capture_output=True, text=True, **surroundings()
+            command(arguments),
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            **surroundings(),
         )
 
     return run
@@ -72,7 +88,6 @@ def surroundings():
 def test_what_was_packed_is_inspected(run, tmp_path):
     done = run("pack", "mydata:batches", "out.h5", "--workers", 2, "--seed", 7, "--shards", 4)
     assert (done.returncode, done.stdout) == (0, "out.h5: 100 rows\n"), done.stderr
-    assert "4/4" in done.stderr
     done = run("inspect", "out.h5")
     assert (done.returncode, done.stderr) == (0, "")
     lines = [line.split() for line in done.stdout.splitlines()]
@@ -100,9 +115,55 @@ def test_samples_of_any_length_and_lists_are_packed(run):
     options += ["--chunk-rows", "2"]
     assert run("pack", "mydata:samples", "a.h5", *options).stdout == "a.h5: 9 rows\n"
     assert run("pack", "mydata:listed", "b.h5", "--quiet").stdout == "b.h5: 4 rows\n"
-    done = run("inspect", "a.h5", "--full")
-    assert "ragged int16" in done.stdout
-    assert "reading" in done.stderr
+    assert "ragged int16" in run("inspect", "a.h5", "--full").stdout
+
+
+def test_a_bar_is_shown_on_a_terminal_only(run):
+    done = run("pack", "mydata:batches", "a.h5", "--shards", 4)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert run("inspect", "a.h5", "--full").stderr == ""
+    with terminal() as screen:
+        assert run("pack", "mydata:batches", "b.h5", "--shards", 4, stderr=screen).returncode == 0
+        assert run("inspect", "b.h5", "--full", stderr=screen).returncode == 0
+        assert run("inspect", "b.h5", "--full", "--quiet", stderr=screen).returncode == 0
+    text = screen.text()
+    assert "packing: 100%" in text
+    assert text.count("reading: 0row") == 1
+
+
+class Screen:
+    """What was written to a terminal; stands for its descriptor."""
+
+    def __init__(self, master, slave):
+        self.master, self.slave = master, slave
+        self.written = b""
+        self.reader = threading.Thread(target=self.read)
+        self.reader.start()
+
+    def read(self):
+        with contextlib.suppress(OSError):  # of its end
+            while data := os.read(self.master, 4096):
+                self.written += data
+
+    def fileno(self):
+        return self.slave
+
+    def text(self):
+        return self.written.decode()
+
+
+@contextlib.contextmanager
+def terminal():
+    """Give a terminal for a process to write to."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 24, 120, 0, 0))  # or it is 0 wide
+    screen = Screen(master, slave)
+    try:
+        yield screen
+    finally:
+        os.close(slave)
+        screen.reader.join(LIMIT)
+        os.close(master)
 
 
 def test_a_dry_run_tells_and_writes_nothing(run, tmp_path):
@@ -122,7 +183,10 @@ def test_a_dry_run_tells_and_writes_nothing(run, tmp_path):
         ("pack mydata:batches mydata.py --dry-run", "mydata.py is there already"),
         ("pack mydata:batches no/out.h5", "there is no folder"),
         ("pack mydata:batches no/out.h5 --dry-run", "there is no folder"),
+        ("pack mydata:np out.h5", "mydata:np: pack needs a generator function or an iterable"),
+        ("pack mydata:listed out.h5 --shards 2", "only a generator function of a shard can be"),
         ("inspect out.h5", "out.h5: no such file"),
+        ("inspect .", "a folder, and no HDF5 file"),
         ("inspect mydata.py", "mydata.py: not an HDF5 file"),
     ],
 )
@@ -160,6 +224,34 @@ def test_help_has_examples_and_exit_codes(name, capsys):
     told = capsys.readouterr().out
     assert f"examples:\n  enqueuer {name} " in told
     assert "exit codes: 0" in told
+
+
+FULL = """
+mount -t tmpfs -o size=6m none small || exit 77
+"$@" pack mydata:large small/out.h5 --shards 2 --workers 2 --quiet
+code=$?
+ls -A small
+exit $code
+"""
+
+
+def test_a_full_disk_is_told_in_a_line_and_nothing_is_left(tmp_path):
+    """HDF5 would crash, now or later, for what it could not write any more."""
+    (tmp_path / "mydata.py").write_text(SOURCE)
+    (tmp_path / "small").mkdir()
+    (tmp_path / "full.sh").write_text(FULL)
+    enter = ["unshare", "--user", "--map-root-user", "--mount", "sh", "full.sh"]
+    if shutil.which("unshare") is None or not os.path.exists("/proc/self/ns/user"):
+        pytest.skip("there are no namespaces here")
+    done = subprocess.run(
+        enter + command([]), cwd=tmp_path, capture_output=True, text=True, **surroundings()
+    )
+    if done.returncode == 77 or done.stderr.startswith("unshare: "):
+        pytest.skip("nothing may be mounted here")
+    assert (done.returncode, done.stdout) == (1, ""), done.stderr
+    assert done.stderr.startswith("enqueuer: ")
+    assert "the disk is full" in done.stderr
+    assert "Segmentation" not in done.stderr
 
 
 def test_after_ctrl_c_the_same_command_goes_on(run, tmp_path):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from enqueuer import Shard
-from enqueuer.shards import GlobalStreams, fresh_seed
+from enqueuer.shards import GlobalStreams, fresh_seed, listen_to
 
 
 def shards(count, epoch=0):
@@ -116,7 +116,7 @@ def test_a_report_without_an_enqueuer_is_logged_with_its_traceback(caplog):
 
 def test_listening_changes_nothing_else_of_a_shard():
     shard = Shard(1, 3, 0, 7)
-    reports = shard.listen()
+    reports = listen_to(shard)
     shard.report(error := OSError("bad"))
     assert reports == [(error, True)]
     assert shard == Shard(1, 3, 0, 7)
@@ -127,7 +127,7 @@ def test_listening_changes_nothing_else_of_a_shard():
 
 def test_a_shard_in_another_process_logs_its_reports_itself(caplog):
     shard = Shard(0, 1, 0, 7)
-    reports = shard.listen()
+    reports = listen_to(shard)
     carried = pickle.loads(pickle.dumps(shard))
     carried.report(ValueError("spoilt"))
     assert (carried, reports) == (shard, [])

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from enqueuer import Closed, Shard
-from enqueuer.messages import End, Epoch, Failure, Item, Start
+from enqueuer.messages import End, Epoch, Failure, Item, Reported, Start
 from enqueuer.sources import as_source
 from enqueuer.worker import Plan, run, serve
 
@@ -159,10 +159,10 @@ def test_reports_go_before_the_item_they_came_before():
         shard.report(errors[2])
 
     assert ran(source, Road(), shards=1) == [
-        Failure(0, 0, errors[0], skipped=True, reported=1),
-        Failure(0, 0, errors[1], skipped=True, reported=2, quiet=True),
+        Reported(0, 0, errors[0], nth=1),
+        Reported(0, 0, errors[1], nth=2, log=False),
         Item(0, 0, "a"),
-        Failure(0, 1, errors[2], skipped=True, reported=1),
+        Reported(0, 1, errors[2], nth=1),
         End(0),
     ]
 

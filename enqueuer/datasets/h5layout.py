@@ -1,0 +1,287 @@
+"""Where the rows of an HDF5 file lie: in the file itself, or in those that it shows.
+
+    layout_of:  path -> its datasets, and of each: rows so far lie in that file, from that row on
+
+HDF5 itself gives zeros for rows of a virtual dataset whose file is missing or cannot be opened,
+and tells nobody. So virtual datasets are not read through it: it is looked up once here which
+rows of which files they show, and the reader opens these itself.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from enqueuer.datasets.h5files import CHUNK_BYTES, OpenFiles, h5py, kind_of, opened
+from enqueuer.errors import DataFileError
+
+_MOST_BLOCKS = 1 << 16  # of a file; each is some hundred bytes here and in every worker
+
+
+@dataclass(frozen=True)
+class Column:
+    """One dataset of a file.
+
+    Attributes:
+        name: Its path in the file, such as `"x"` or `"train/x"`.
+        shape: Its first number is that of the rows.
+        dtype: As numpy tells it; `"text"` or `"ragged int32"` for rows of variable length.
+        chunk: How many rows a chunk has; 0 if it is stored in one piece.
+        compression: Such as `"gzip"`, or None.
+        stored: Bytes in the file, of a virtual dataset in all its files.
+        is_virtual: Whether its rows lie in other files.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    chunk: int
+    compression: str | None
+    stored: int
+    is_virtual: bool
+
+    @property
+    def is_object(self) -> bool:
+        """Whether numpy holds its rows as Python objects."""
+        return self.dtype == "text" or self.dtype.startswith("ragged")
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Rows `start` to `stop` of a column, which lie in a dataset of a file, from `first` on."""
+
+    start: int
+    stop: int
+    path: str
+    dataset: str
+    first: int
+    chunk: int  #: rows of a chunk there; 0 if it is stored in one piece
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a reader must know of a file before it opens it.
+
+    Attributes:
+        path: Of the file.
+        columns: Its datasets, by name.
+        dtypes: Of each column.
+        stretches: Of each column, which together are its rows in their order.
+        unreadable: Why there are none of a column.
+        stamps: Size and time of change of each file that rows lie in.
+    """
+
+    path: str
+    columns: Mapping[str, Column]
+    dtypes: Mapping[str, np.dtype[Any]]
+    stretches: Mapping[str, Sequence[Stretch]]
+    unreadable: Mapping[str, str]
+    stamps: Mapping[str, tuple[int, int]]
+
+    def row_bytes(self, name: str) -> int:
+        """Return the size of a column's row."""
+        return math.prod(self.columns[name].shape[1:]) * self.dtypes[name].itemsize
+
+    def starts(self, name: str) -> list[int]:
+        """Return where the blocks of a column begin: its chunks, or several that are small."""
+        stretches = self.stretches[name]
+        usual = max(1, CHUNK_BYTES // max(1, self.row_bytes(name)))
+        rows = [at.chunk or usual for at in stretches]
+        count = sum((at.stop - at.start) // size for at, size in zip(stretches, rows, strict=True))
+        together = count // _MOST_BLOCKS + 1
+        found: list[int] = []
+        for at, size in zip(stretches, rows, strict=True):
+            block = size * together
+            found += [at.start, *range(at.start + block - at.first % block, at.stop, block)]
+        return found
+
+    def check_unchanged(self, path: str) -> None:
+        """Raise DataFileError if a file is not what it was when this was made."""
+        try:
+            is_same = _stamp(path) == self.stamps[path]
+        except FileNotFoundError:
+            raise DataFileError(f"{path}: it was there before and is gone", path) from None
+        if not is_same:
+            raise DataFileError(
+                f"{path}: it was changed since the source was made; make a new one", path
+            )
+
+
+def layout_of(path: str, names: Sequence[str] | None = None) -> Layout:
+    """Return what is in a file, after a look at all files that its rows lie in.
+
+    Args:
+        path: Of the file.
+        names: Of the datasets; None: all.
+
+    Raises:
+        DataFileError: The file or one of its parts is missing or broken, or a name is missing.
+    """
+    columns: dict[str, Column] = {}
+    stretches: dict[str, list[Stretch]] = {}
+    dtypes, unreadable = {}, {}
+    with OpenFiles() as files, opened(path) as file:
+        survey = _Survey(path, files)
+        for name, dataset in _datasets(path, file, names).items():
+            try:
+                stretches[name] = survey.stretches(dataset)
+            except _Scattered as scattered:
+                stretches[name], unreadable[name] = [], str(scattered)
+            columns[name] = survey.column(name, dataset, stretches[name])
+            dtypes[name] = dataset.dtype
+    return Layout(path, columns, dtypes, stretches, unreadable, survey.stamps)
+
+
+def _datasets(path: str, file: Any, names: Sequence[str] | None) -> dict[str, Any]:
+    there: dict[str, Any] = {}
+    file.visititems(
+        lambda name, item: there.update({name: item}) if isinstance(item, h5py.Dataset) else None
+    )
+    if names is None:
+        return {name: item for name, item in there.items() if item.shape is not None}
+    # by name, since links to datasets are not visited
+    found = {name: file.get(name.strip("/") or "/") for name in names}
+    missing = [name for name, item in found.items() if not isinstance(item, h5py.Dataset)]
+    if missing:
+        raise DataFileError(
+            f"{path}: there is no dataset {', '.join(map(repr, missing))}; "
+            f"it has {', '.join(map(repr, sorted(there))) or 'none'}",
+            path,
+        )
+    return found
+
+
+class _Scattered(Exception):
+    """A virtual dataset is not made of whole rows, one after the other."""
+
+
+class _Survey:
+    """The files that the datasets of a file lie in, each looked at once."""
+
+    def __init__(self, path: str, files: OpenFiles) -> None:
+        self.stamps = {path: _stamp(path)}
+        self._files = files
+        self._stored: dict[tuple[str, str], tuple[str | None, int]] = {}  # compression and bytes
+
+    def column(self, name: str, dataset: Any, stretches: Sequence[Stretch]) -> Column:
+        places = dict.fromkeys((stretch.path, stretch.dataset) for stretch in stretches)
+        stored = [self._stored[place] for place in places]
+        return Column(
+            name=name,
+            shape=tuple(map(int, dataset.shape or ())),
+            dtype=kind_of(dataset.dtype),
+            chunk=stretches[0].chunk if stretches else 0,
+            compression=stored[0][0] if stored else None,
+            stored=sum(size for _, size in stored),
+            is_virtual=bool(dataset.is_virtual),
+        )
+
+    def stretches(self, dataset: Any) -> list[Stretch]:
+        """Return where the rows of a dataset lie."""
+        path = dataset.file.filename  # a link may lead to another file
+        self.stamps.setdefault(path, _stamp(path))
+        if not dataset.is_virtual:
+            name = dataset.name
+            self._stored[path, name] = dataset.compression, int(dataset.id.get_storage_size())
+            chunk = dataset.chunks[0] if dataset.chunks else 0
+            rows = len(dataset) if dataset.shape else 0
+            return [Stretch(0, rows, path, name, 0, chunk)] if rows else []
+        try:
+            sources = dataset.virtual_sources()
+        except UnicodeDecodeError:
+            raise _Scattered("the name of a file that it shows is not UTF-8") from None
+        found = [stretch for source in sources for stretch in self._shown(path, dataset, source)]
+        found.sort(key=lambda stretch: stretch.start)
+        edges = [0, *(edge for s in found for edge in (s.start, s.stop)), len(dataset)]
+        if edges[::2] != edges[1::2]:
+            raise _Scattered("some of its rows lie in no file, or in several")
+        return found
+
+    def _shown(self, whole: str, dataset: Any, source: Any) -> Iterator[Stretch]:
+        """Yield what one mapping of a virtual dataset in the file `whole` shows."""
+        start, stop = _rows(source.vspace, dataset.shape)
+        part = self._part(whole, source)
+        if part.ndim != dataset.ndim or kind_of(part.dtype) != kind_of(dataset.dtype):
+            raise _Scattered(f"it shows {part.name!r} of {part.file.filename} in another form")
+        first, last = 0, stop - start
+        if source.src_space.get_select_type() != h5py.h5s.SEL_ALL:
+            first, last = _rows(source.src_space, part.shape)
+        if len(part) < last:
+            raise DataFileError(
+                f"{part.file.filename}: {part.name[1:]!r} has {len(part)} rows, but {whole} reads "
+                f"{last} of it",
+                part.file.filename,
+            )
+        if last - first != stop - start or part.shape[1:] != dataset.shape[1:]:
+            raise _Scattered(f"it shows {part.name!r} of {part.file.filename} in another form")
+        for inner in self.stretches(part):
+            low, high = max(inner.start, first), min(inner.stop, last)
+            if low < high:
+                yield Stretch(
+                    low - first + start,
+                    high - first + start,
+                    inner.path,
+                    inner.dataset,
+                    low - inner.start + inner.first,
+                    inner.chunk,
+                )
+
+    def _part(self, whole: str, source: Any) -> Any:
+        """Return the dataset that one mapping of a virtual dataset in the file `whole` shows."""
+        path, name = whole, _unescaped(source.dset_name)
+        if source.file_name != ".":
+            path = _beside(whole, _unescaped(source.file_name))
+        if not os.path.exists(path):
+            raise DataFileError(
+                f"{whole}: its part {_unescaped(source.file_name)} is missing; the file and its "
+                "parts belong together and must be moved together (merge=True packs into one file)",
+                whole,
+            )
+        self.stamps.setdefault(path, _stamp(path))
+        part = self._files.open(path).get(name)
+        if not isinstance(part, h5py.Dataset):
+            raise DataFileError(f"{path}: there is no dataset {name!r}", path)
+        return part
+
+
+def _rows(space: Any, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return from where to where a selection in a dataset goes, if it is of whole rows."""
+    try:
+        lows, highs = space.get_select_bounds()
+        count = space.get_select_npoints()
+    except (RuntimeError, ValueError, OverflowError):
+        raise _Scattered("how many rows it has depends on the files that are there") from None
+    start, stop = int(lows[0]), int(highs[0]) + 1
+    if any(lows[1:]) or count != (stop - start) * math.prod(shape[1:]):
+        raise _Scattered("it does not show whole rows, one after the other")
+    return start, stop
+
+
+def _beside(whole: str, name: str) -> str:
+    """Return where HDF5 looks for a file that another refers to; a link may lead to both."""
+    path = os.path.join(os.path.dirname(whole), name)
+    if os.path.exists(path):
+        return path
+    behind = os.path.join(os.path.dirname(os.path.realpath(whole)), name)
+    return behind if os.path.exists(behind) else path
+
+
+def escaped(name: str) -> str:
+    """Return what a name of a file or dataset is called in the mappings of virtual datasets."""
+    return name.replace("%", "%%")
+
+
+def _unescaped(name: str) -> str:
+    if "%" in name.replace("%%", ""):
+        raise _Scattered("its files or datasets are counted by a pattern")
+    return name.replace("%%", "%")
+
+
+def _stamp(path: str) -> tuple[int, int]:
+    stat = os.stat(path)
+    return stat.st_size, stat.st_mtime_ns

@@ -1,0 +1,146 @@
+"""Reading rows: each from the file that it lies in, whichever file shows it.
+
+    rows 10 to 30 --stretches of the layout--> 10 to 20 here, 0 to 10 there --> one array
+
+A part is opened when rows of it are wanted, so one that is missing is an error and not zeros. HDF5
+also gives zeros for what was cut off a file that is open; so each is looked at after reading.
+"""
+
+from __future__ import annotations
+
+import bisect
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from enqueuer.datasets.h5files import OpenFiles, as_told, readable
+from enqueuer.datasets.h5layout import Layout, Stretch
+from enqueuer.errors import DataFileError
+
+
+class Reader:
+    """Reads the same rows of several columns. It belongs to the process that made it.
+
+    Any thread may call anything; they take turns, as in h5py itself.
+
+    Args:
+        layout: Of the file.
+        names: Of the columns.
+    """
+
+    def __init__(self, layout: Layout, names: Sequence[str]) -> None:
+        layout.check_unchanged(layout.path)
+        self.pid = os.getpid()
+        self._layout = layout
+        self._names = names
+        self._stops = {name: [at.stop for at in layout.stretches[name]] for name in names}
+        self._files = OpenFiles()
+        self._datasets: dict[tuple[str, str], Any] = {}  # with their caches of chunks
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all files; they are opened again when they are needed."""
+        with self._lock:
+            self._files.close()
+
+    def row(self, at: int) -> dict[str, Any]:
+        """Return one row of each column."""
+        return {name: self._read(name, at, at + 1)[0][0] for name in self._names}
+
+    def rows(self, start: int, stop: int, step: int = 1) -> dict[str, np.ndarray]:
+        """Return a slice of each column."""
+        return {name: _joined(self._read(name, start, stop, step)) for name in self._names}
+
+    def pool(
+        self, pieces: Sequence[tuple[int, int]], rest: Mapping[str, np.ndarray] | None
+    ) -> dict[str, np.ndarray]:
+        """Return the rows of several pieces, after those that are left of the pool before."""
+        return {
+            name: self._pooled(name, pieces, None if rest is None else rest[name])
+            for name in self._names
+        }
+
+    # --- inside ---
+
+    def _read(self, name: str, start: int, stop: int, step: int = 1) -> list[np.ndarray]:
+        found = [
+            self._take(at, low, high, step)
+            for at, low, high in self._between(name, start, stop, step)
+        ]
+        return found or [self._empty(name, 0)]
+
+    def _pooled(
+        self, name: str, pieces: Sequence[tuple[int, int]], rest: np.ndarray | None
+    ) -> np.ndarray:
+        if self._layout.dtypes[name].hasobject:
+            read = [part for piece in pieces for part in self._read(name, *piece)]
+            return np.concatenate(read if rest is None else [rest, *read])
+        filled = 0 if rest is None else len(rest)
+        pool = self._empty(name, filled + sum(stop - start for start, stop in pieces))
+        if rest is not None:
+            pool[:filled] = rest
+        for piece in pieces:
+            for at, low, high in self._between(name, *piece):
+                there = filled + high - low
+                self._take(at, low, high, into=pool[filled:there])
+                filled = there
+        return pool
+
+    def _empty(self, name: str, rows: int) -> np.ndarray:
+        shape = self._layout.columns[name].shape
+        return np.empty((rows, *shape[1:]), self._layout.dtypes[name])
+
+    def _between(
+        self, name: str, start: int, stop: int, step: int = 1
+    ) -> Iterator[tuple[Stretch, int, int]]:
+        """Yield the stretches that some rows lie in, and which rows these are in their files."""
+        stretches = self._layout.stretches[name]
+        for nth in range(bisect.bisect_right(self._stops[name], start), len(stretches)):
+            at = stretches[nth]
+            if at.start >= stop:
+                return
+            low = max(start, at.start)
+            low += (start - low) % step
+            high = min(stop, at.stop)
+            if low < high:
+                yield at, low - at.start + at.first, high - at.start + at.first
+
+    def _take(
+        self, at: Stretch, low: int, high: int, step: int = 1, into: np.ndarray | None = None
+    ) -> Any:
+        """Read some rows of the dataset of a stretch; return them, if they go into no array."""
+        with self._lock:
+            try:
+                dataset = self._datasets.get((at.path, at.dataset))
+                if not dataset:  # or its file has been closed meanwhile
+                    dataset = self._opened(at)
+                if into is None:
+                    found = readable(dataset)[low:high:step]
+                else:
+                    found = dataset.read_direct(into, np.s_[low:high])
+            except DataFileError:
+                raise
+            except (OSError, RuntimeError) as error:
+                rows = f"row {low}" if high == low + 1 else f"rows {low} to {high}"
+                what = f"{rows} of {at.dataset[1:]!r} cannot be read: "
+                raise as_told(at.path, error, what) from error
+            self._layout.check_unchanged(at.path)
+            return found
+
+    def _opened(self, at: Stretch) -> Any:
+        self._layout.check_unchanged(at.path)
+        dataset = self._datasets[at.path, at.dataset] = self._files.open(at.path)[at.dataset]
+        return dataset
+
+
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
