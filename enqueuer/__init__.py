@@ -27,6 +27,7 @@ from enqueuer.errors import (
     WorkerDied,
     WorkerError,
 )
+from enqueuer.reach import Headroom, headroom
 from enqueuer.replaying import replay
 from enqueuer.shards import Shard, Task
 
@@ -42,6 +43,7 @@ __all__ = [
     "EnqueuerWarning",
     "FrameworkUnavailable",
     "GeneratorEnqueuer",
+    "Headroom",
     "InvalidState",
     "ItemNotLoadable",
     "ItemNotPicklable",
@@ -57,6 +59,7 @@ __all__ = [
     "WorkerError",
     "empty",
     "empty_like",
+    "headroom",
     "imap",
     "prefetch",
     "replay",

@@ -23,7 +23,7 @@ from enqueuer.shards import Shard, fresh_seed
 if TYPE_CHECKING:
     from enqueuer.datasets.h5files import Column, Description, Summary
 
-_FAILED = 1
+FAILED = 1
 _SHOWN_ATTRIBUTE = 60  # characters of its value
 
 Commands = Any  # argparse has no public name for what add_subparsers returns
@@ -70,7 +70,7 @@ def add_pack(commands: Commands, positive: Number, not_negative: Number) -> None
     )
     command.add_argument(
         "source",
-        type=_module_and_name,
+        type=module_and_name,
         metavar="MODULE:FUNCTION",
         help="a generator function of a shard, or any iterable; found from the current directory",
     )
@@ -124,10 +124,11 @@ def add_pack(commands: Commands, positive: Number, not_negative: Number) -> None
         "--dry-run", action="store_true", help="make the first batch only, and write nothing"
     )
     command.add_argument("--quiet", action="store_true", help="show no progress bar")
-    command.set_defaults(run=_reporting(_pack))
+    command.set_defaults(run=reporting(_pack))
 
 
-def _module_and_name(text: str) -> tuple[str, str]:
+def module_and_name(text: str) -> tuple[str, str]:
+    """Read MODULE:FUNCTION for argparse."""
     module, colon, name = text.partition(":")
     if not (module and colon and name):
         raise argparse.ArgumentTypeError(f"must be MODULE:FUNCTION, got {text!r}")
@@ -141,10 +142,10 @@ def _names(text: str) -> tuple[str, ...]:
     return names
 
 
-def _reporting(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+def reporting(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
     """Have what a user can mend be told in one line; the rest is a traceback."""
 
-    def reporting(options: argparse.Namespace) -> int:
+    def told(options: argparse.Namespace) -> int:
         try:
             return run(options)
         except (
@@ -152,9 +153,9 @@ def _reporting(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.N
             _NoSource,
         ) as error:
             print(f"enqueuer: {error}", file=sys.stderr)
-            return _FAILED
+            return FAILED
 
-    return reporting
+    return told
 
 
 class _NoSource(Exception):
@@ -164,7 +165,7 @@ class _NoSource(Exception):
 def _pack(options: argparse.Namespace) -> int:
     from enqueuer.datasets.hdf5 import pack
 
-    source = _found(*options.source)
+    source = named(*options.source)
     form = dict(
         keys=options.keys,
         batched=not options.samples,
@@ -197,7 +198,7 @@ def _pack(options: argparse.Namespace) -> int:
     return 0
 
 
-def _found(module: str, name: str) -> Any:
+def named(module: str, name: str) -> Any:
     """Import what was named, from the current directory first, as `python -m` does."""
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -264,7 +265,7 @@ def add_inspect(commands: Commands) -> None:
         help="make statistics of all rows (default: of 16 chunks, evenly spread)",
     )
     command.add_argument("--quiet", action="store_true", help="show no progress bar")
-    command.set_defaults(run=_reporting(_inspect))
+    command.set_defaults(run=reporting(_inspect))
 
 
 def _inspect(options: argparse.Namespace) -> int:

@@ -13,7 +13,10 @@ PACKAGE = Path(enqueuer.__file__).parent
 ORDER = [
     ["__main__"],
     ["cli"],
+    ["bench_cli"],
     ["commands", "demo"],
+    ["chart"],
+    ["bench"],
     ["__init__"],
     ["adapters.cuda"],
     ["adapters.torch"],
@@ -33,6 +36,7 @@ ORDER = [
     ["datasets.__init__"],
     ["enqueuers"],
     ["base"],
+    ["reach"],
     ["arguments", "asynchronous", "replaying", "state"],
     ["backends.process_tasks", "backends.thread_tasks"],
     ["backends.processes", "backends.threads"],
@@ -53,7 +57,7 @@ ORDER = [
     ["buffer", "logs"],
     ["stats"],
     ["meters", "shards", "usage", "verdict"],
-    ["formats", "frameworks", "messages"],
+    ["formats", "frameworks", "gil", "messages"],
     ["errors"],
 ]
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
