@@ -35,6 +35,8 @@ from enqueuer.verdict import HARDLY_WAITS
 HELPS = 1.15  # times as fast; twice the workers for less are not worth it
 AS_GOOD = 0.95  # of the best; it takes the fewest workers for that
 FEWEST_MOST = 16  # workers are tried at least on any machine: those that wait need no CPU
+STARVED = 0.3  # of what the workers could have run, without a CPU
+FREE = 0.6  # of the CPUs; who lacks some while using less than this does so because of others
 LEAVING_S = 2.0  # for a plain loop that was asked to end, until it is left behind
 SAID_OF_AN_ERROR = 200  # characters
 _WEIGHED_EVERY = 64  # batches, after as many at first; to look at each takes long if they are tiny
@@ -62,6 +64,8 @@ class Measured:
         waiting_share: How much of its time the loop waited for batches, from 0 to 1; of the plain
             loop, made them.
         cpus_used: How many CPUs were busy with it, on average; None if the system does not tell.
+        starved_share: How much of the time in which the workers could have run they had no CPU;
+            None if the system does not tell.
         rss_bytes: Memory of all worker processes, at the end, with what they share with others;
             None for threads.
         block_bytes: Of the shared memory that batches lie in.
@@ -77,6 +81,7 @@ class Measured:
     first_batch_s: float = 0.0
     waiting_share: float = 0.0
     cpus_used: float | None = None
+    starved_share: float | None = None
     rss_bytes: int | None = None
     block_bytes: int = 0
     failed: str | None = None
@@ -156,6 +161,14 @@ class Report:
             options.append(f"max_queue_size={best.max_queue_size}")
         return f"GeneratorEnqueuer({self.name}, {', '.join(options)})"
 
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether workers lacked CPUs that they did not use themselves: others did."""
+        return any(
+            (one.starved_share or 0.0) > STARVED and (one.cpus_used or 0.0) < FREE * self.cpus
+            for one in self.measured
+        )
+
     def as_dict(self) -> dict[str, Any]:
         """Return all of it as plain data, for JSON."""
         best = self.best
@@ -169,6 +182,7 @@ class Report:
             "best": None if best is None else self.measured.index(best),
             "gain": self.gain,
             "line": self.line,
+            "is_disturbed": self.is_disturbed,
         }
 
     def __str__(self) -> str:
@@ -215,6 +229,8 @@ class Report:
                 + ("" if self.step_s else " It makes batches while your step runs: try --consume.")
             )
         yield f"    {self.line}"
+        if self.is_disturbed:
+            yield "Other programs kept the CPUs busy: measure again when they do not."
 
 
 def bench(
@@ -439,7 +455,7 @@ def _plain(
 
     def run() -> None:
         try:
-            with contextlib.closing(_epochs(source)) as batches:
+            with contextlib.closing(_epochs(source, loop)) as batches:
                 loop.run(batches, note)
         except BaseException as error:
             errors.append(error)
@@ -464,7 +480,7 @@ def _plain(
         thread.join(LEAVING_S)
 
 
-def _epochs(source: FunctionSource) -> Generator[Any, None, None]:
+def _epochs(source: FunctionSource, loop: _Loop) -> Generator[Any, None, None]:
     """Yield the batches of one epoch after the other, without None, as an enqueuer does."""
     seed, is_empty = fresh_seed(), False
     for epoch in itertools.count():
@@ -478,6 +494,8 @@ def _epochs(source: FunctionSource) -> Generator[Any, None, None]:
                     is_empty = False
                     yield batch
                     del batch
+                elif loop.left:  # else nothing but None would have no end
+                    return
         finally:
             if hasattr(items, "close"):
                 items.close()  # here, in the thread that ran it
@@ -524,8 +542,11 @@ def _measure(source: Any, one: Measured, loop: _Loop, patience_s: float) -> Meas
             timer.join()
     before, after = noted
     did = after.since(before)
-    worker_cpu_s = [0.0 if one.backend == "thread" else worker.cpu_s for worker in did.workers]
-    known = [cpu_s for cpu_s in worker_cpu_s if cpu_s is not None]
+    # what threads use is the loop's process's, too
+    cpu_s = [worker.cpu_s for worker in did.workers if worker.cpu_s is not None]
+    others_s = 0.0 if one.backend == "thread" else sum(cpu_s)
+    starved_s = [worker.starved_s for worker in did.workers if worker.starved_s is not None]
+    could_run_s = sum(cpu_s) + sum(starved_s)
     memory = [worker.rss_bytes for worker in after.workers if worker.rss_bytes is not None]
     return dataclasses.replace(
         one,
@@ -534,7 +555,8 @@ def _measure(source: Any, one: Measured, loop: _Loop, patience_s: float) -> Meas
         batch_bytes=loop.batch_bytes,
         first_batch_s=after.first_batch_s or 0.0,
         waiting_share=loop.waiting_share,
-        cpus_used=(did.loop_cpu_s + sum(known)) / did.seconds if known else None,
+        cpus_used=(did.loop_cpu_s + others_s) / did.seconds if cpu_s else None,
+        starved_share=sum(starved_s) / could_run_s if starved_s and could_run_s else None,
         rss_bytes=sum(memory) if memory else None,
         block_bytes=after.block_bytes,
     )
