@@ -39,7 +39,7 @@ STARVED = 0.3  # of what the workers could have run, without a CPU
 FREE = 0.6  # of the CPUs; who lacks some while using less than this does so because of others
 LEAVING_S = 2.0  # for a plain loop that was asked to end, until it is left behind
 SAID_OF_AN_ERROR = 200  # characters
-_WEIGHED_EVERY = 64  # batches, after as many at first; to look at each takes long if they are tiny
+_WEIGHED_EVERY = 64  # batches, of the first ones the 1st, 2nd, 4th ..; to look at each takes long
 _DEFAULT_QUEUE = 10  # of GeneratorEnqueuer
 
 _clock = time.perf_counter
@@ -402,7 +402,7 @@ class _Loop:
         workers, step, asked = self.workers, self.step, _clock()
         for seen, batch in enumerate(batches, 1):
             now = _clock()
-            if seen <= _WEIGHED_EVERY or not seen % _WEIGHED_EVERY:
+            if not seen & (seen - 1) or not seen % _WEIGHED_EVERY:
                 self._bytes += size_of(batch)
                 self._weighed += 1
             del batch  # or it lives on while the next one is made

@@ -239,6 +239,31 @@ def test_the_command_says_what_is_wrong(run, arguments, code, says):
     assert says in done.stderr
 
 
+def test_on_a_terminal_it_says_what_it_is_at(tmp_path):
+    (tmp_path / "benched.py").write_text(SOURCE)
+    ours, theirs = os.openpty()
+    options = ["benched:unsplit", "--seconds=0.1", "--max-workers=1", "--backend=thread"]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "enqueuer", "bench", *options],
+            cwd=tmp_path,
+            timeout=2 * LIMIT,
+            stdout=subprocess.PIPE,
+            stderr=theirs,
+            text=True,
+            **surroundings(),
+        )
+        said = os.read(ours, 10_000).decode()
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert done.returncode == 0, said
+    assert "this takes up to 300 ms" in said
+    for what in ("the plain loop", "the GIL", "1 thread"):
+        assert f"measuring {what} ..." in said
+    assert "measuring" not in done.stdout
+
+
 def test_after_ctrl_c_what_is_known_is_printed(tmp_path):
     program = """
         import os, sys, time
