@@ -114,6 +114,7 @@ class Report:
         takes_shard: Whether it takes a `Shard`; if not, all workers make the same batches.
         cpus: How many CPUs there are for it.
         seconds: For which each was measured, at least.
+        max_workers: The most workers that were to be tried.
         step_s: Seconds that the loop took for each batch, in place of a training step.
         gil_share: How much of its time the generator holds the GIL, from 0 to 1; it is met to some
             tenths only if it takes and releases it several times a millisecond. None if that is
@@ -125,6 +126,7 @@ class Report:
     takes_shard: bool
     cpus: float
     seconds: float
+    max_workers: int
     step_s: float
     gil_share: float | None = None
     measured: tuple[Measured, ...] = ()
@@ -167,6 +169,19 @@ class Report:
         return any(
             (one.starved_share or 0.0) > STARVED and (one.cpus_used or 0.0) < FREE * self.cpus
             for one in self.measured
+        )
+
+    def _may_grow(self, best: Measured) -> bool:
+        """Return whether the last doubling still helped, and the loop still waits."""
+        fewer = [
+            one.batches_per_s
+            for one in self.measured
+            if one.backend == best.backend and one.workers < best.workers
+        ]
+        return (
+            best.workers == self.max_workers
+            and best.waiting_share > HARDLY_WAITS
+            and best.batches_per_s >= HELPS * max(fewer, default=math.inf)
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -229,6 +244,8 @@ class Report:
                 + ("" if self.step_s else " It makes batches while your step runs: try --consume.")
             )
         yield f"    {self.line}"
+        if self._may_grow(best):
+            yield f"More might help: try --max-workers {2 * self.max_workers}."
         if self.is_disturbed:
             yield "Other programs kept the CPUs busy: measure again when they do not."
 
@@ -286,6 +303,7 @@ def bench(
         takes_shard=as_it_is.takes_shard,
         cpus=usage.cpus(),
         seconds=seconds,
+        max_workers=most,
         step_s=consume_s + consume_cpu_s,
     )
     tell("the plain loop")

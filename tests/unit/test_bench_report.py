@@ -17,7 +17,8 @@ PLAIN = one("none", 0, 100)
 
 
 def report(*measured, **more):
-    options = dict(name="batches", takes_shard=True, cpus=2, seconds=1, step_s=0, gil_share=0.25)
+    options = dict(name="batches", takes_shard=True, cpus=2, seconds=1, max_workers=8, step_s=0)
+    options["gil_share"] = 0.25
     return Report(**(options | more), measured=(PLAIN, *measured))
 
 
@@ -82,6 +83,17 @@ def test_cpus_that_others_take_are_told(cpus_used, starved_share, is_told):
     assert ("Other programs kept the CPUs busy" in str(found)) is is_told
 
 
+@pytest.mark.parametrize(
+    ("workers", "rate", "waiting_share", "is_told"),
+    [(8, 200, 0.9, True), (8, 105, 0.9, False), (8, 200, 0.01, False), (4, 200, 0.9, False)],
+)
+def test_more_workers_are_proposed_if_they_might_help(workers, rate, waiting_share, is_told):
+    found = report(
+        one("thread", workers // 2, 100), one("thread", workers, rate, waiting_share=waiting_share)
+    )
+    assert ("try --max-workers 16" in str(found)) is is_told
+
+
 def test_all_of_it_is_plain_data():
     found = json.loads(json.dumps(report(one("thread", 1, 120)).as_dict()))
     assert found["best"] == 1
@@ -90,7 +102,7 @@ def test_all_of_it_is_plain_data():
 
 
 def test_an_interrupted_report_can_be_shown():
-    empty = Report("batches", True, 2, 1, 0)
+    empty = Report("batches", True, 2, 1, 8, 0)
     assert (empty.best, empty.gain, empty.line) == (None, 0, None)
     assert "batches/s" in str(empty)
     assert json.dumps(empty.as_dict())
