@@ -60,6 +60,7 @@ def hang_here():
     yield
 
 running = iter("abc")
+listed = [1, 2]
 """
 
 
@@ -227,6 +228,7 @@ def test_the_command_prints_json_and_nothing_else(run):
     [
         (["benched:nothing"], 1, "module 'benched' has no 'nothing'"),
         (["benched:running"], 1, "benched:running: running can be run through only once"),
+        (["benched:listed"], 1, "benched:listed: GeneratorEnqueuer needs a generator function"),
         (["benched:hanging", "--patience", "0.2"], 1, "in hang_here"),
         (["benched:breaks"], 1, "KeyError: 'no such file'"),
         (["benched:sleeping", "--consume", "20 miles"], 2, "must be a time such as 20ms"),
