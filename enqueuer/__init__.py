@@ -29,6 +29,7 @@ from enqueuer.errors import (
     WorkerDied,
     WorkerError,
 )
+from enqueuer.reach import Headroom, headroom
 from enqueuer.replaying import replay
 from enqueuer.shards import Shard, Task
 from enqueuer.stats import Stats, WorkerStats
@@ -47,6 +48,7 @@ __all__ = [
     "EnqueuerWarning",
     "FrameworkUnavailable",
     "GeneratorEnqueuer",
+    "Headroom",
     "InvalidState",
     "ItemNotLoadable",
     "ItemNotPicklable",
@@ -66,6 +68,7 @@ __all__ = [
     "WorkerStats",
     "empty",
     "empty_like",
+    "headroom",
     "imap",
     "prefetch",
     "replay",

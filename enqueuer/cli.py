@@ -1,4 +1,4 @@
-"""The command line: `enqueuer demo`, `pack`, `inspect` and `report`, or `python -m enqueuer demo`.
+"""The command line: `enqueuer demo`, `pack`, `inspect`, `bench` and `report`.
 
 Parses and prints; the work is done elsewhere. Results go to standard output, progress and errors
 to standard error. Exit codes: 0 done, 1 failed, 2 wrong arguments, 130 interrupted by Ctrl-C,
@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from types import FrameType
 
-from enqueuer import __version__, commands, demo
+from enqueuer import __version__, bench_cli, commands, demo
 from enqueuer.report.command import add_report
 
 _FAILED = 1
@@ -58,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_pack(subparsers, _positive, _not_negative)
     commands.add_inspect(subparsers)
     add_report(subparsers)
+    bench_cli.add_bench(subparsers, _positive)
     return parser
 
 

@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from enqueuer.errors import DataFileError, FrameworkUnavailable, InvalidState, StateMismatch
+from enqueuer.formats import size
 from enqueuer.progress import bar
 from enqueuer.shards import Shard, fresh_seed
 
 if TYPE_CHECKING:
     from enqueuer.datasets.hdf5 import Column, Description, Summary
 
-_FAILED = 1
+FAILED = 1
 _SHOWN_ATTRIBUTE = 60  # characters of its value
 
 Commands = Any  # argparse has no public name for what add_subparsers returns
@@ -71,7 +72,7 @@ def add_pack(commands: Commands, positive: Number, not_negative: Number) -> None
     )
     command.add_argument(
         "source",
-        type=_module_and_name,
+        type=module_and_name,
         metavar="MODULE:FUNCTION",
         help="a generator function of a shard, or any iterable; found from the current directory",
     )
@@ -125,7 +126,7 @@ def add_pack(commands: Commands, positive: Number, not_negative: Number) -> None
         "--dry-run", action="store_true", help="make the first batch only, and write nothing"
     )
     _add_progress(command)
-    command.set_defaults(run=_reporting(_pack))
+    command.set_defaults(run=reporting(_pack))
 
 
 def _add_progress(command: argparse.ArgumentParser) -> None:
@@ -137,7 +138,8 @@ def _add_progress(command: argparse.ArgumentParser) -> None:
     )
 
 
-def _module_and_name(text: str) -> tuple[str, str]:
+def module_and_name(text: str) -> tuple[str, str]:
+    """Read MODULE:FUNCTION for argparse."""
     module, colon, name = text.partition(":")
     if not (module and colon and name):
         raise argparse.ArgumentTypeError(f"must be MODULE:FUNCTION, got {text!r}")
@@ -151,10 +153,10 @@ def _names(text: str) -> tuple[str, ...]:
     return names
 
 
-def _reporting(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+def reporting(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
     """Have what a user can mend be told in one line; the rest is a traceback."""
 
-    def reporting(options: argparse.Namespace) -> int:
+    def told(options: argparse.Namespace) -> int:
         try:
             return run(options)
         except (
@@ -162,9 +164,9 @@ def _reporting(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.N
             _NoSource,
         ) as error:
             print(f"enqueuer: {error}", file=sys.stderr)
-            return _FAILED
+            return FAILED
 
-    return reporting
+    return told
 
 
 class _NoSource(Exception):
@@ -175,7 +177,7 @@ def _pack(options: argparse.Namespace) -> int:
     from enqueuer.datasets.h5pack import as_shards
     from enqueuer.datasets.hdf5 import pack
 
-    source = _found(*options.source)
+    source = named(*options.source)
     try:
         as_shards(source, options.shards)
     except (TypeError, ValueError) as error:
@@ -212,7 +214,7 @@ def _pack(options: argparse.Namespace) -> int:
     return 0
 
 
-def _found(module: str, name: str) -> Any:
+def named(module: str, name: str) -> Any:
     """Import what was named, from the current directory first, as `python -m` does."""
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -279,7 +281,7 @@ def add_inspect(commands: Commands) -> None:
         help="make statistics of all rows (default: of 16 chunks, evenly spread)",
     )
     _add_progress(command)
-    command.set_defaults(run=_reporting(_inspect))
+    command.set_defaults(run=reporting(_inspect))
 
 
 def _inspect(options: argparse.Namespace) -> int:
@@ -288,7 +290,7 @@ def _inspect(options: argparse.Namespace) -> int:
     with bar("reading", None, "row", options.progress if options.full else False) as tell:
         found = describe(options.path, options.full, tell)
     files = "1 file" if found.files == 1 else f"{found.files} files"
-    print(f"{found.path}: {_size(found.bytes)} in {files}")
+    print(f"{found.path}: {size(found.bytes)} in {files}")
     print("\n".join(_table(found)))
     for line in _attributes(found):
         print(line)
@@ -330,7 +332,7 @@ def _cells(column: Column, summary: Summary) -> Sequence[str]:
         column.dtype,
         str(column.chunk or "-"),
         column.compression or "-",
-        _size(column.stored),
+        size(column.stored),
         *("-" if number is None else f"{number:.4g}" for number in numbers),
     )
 
@@ -343,11 +345,3 @@ def _attributes(found: Description) -> Iterator[str]:
             if len(text) > _SHOWN_ATTRIBUTE:
                 text = text[:_SHOWN_ATTRIBUTE] + "..."
             yield f"{owner}{'@' if owner else ''}{name} = {text}"
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"

@@ -13,9 +13,10 @@ PACKAGE = Path(enqueuer.__file__).parent
 ORDER = [
     ["__main__"],
     ["cli"],
+    ["bench_cli"],
     ["commands", "demo", "report.command"],
-    ["report.page"],
-    ["report.reading"],
+    ["chart", "report.page"],
+    ["bench", "report.reading"],
     ["report.__init__"],
     ["__init__"],
     ["adapters.cuda"],
@@ -38,6 +39,7 @@ ORDER = [
     ["datasets.__init__"],
     ["enqueuers"],
     ["base"],
+    ["reach"],
     ["arguments", "asynchronous", "duplicates", "replaying", "state"],
     ["backends.process_tasks", "backends.thread_tasks"],
     ["backends.processes", "backends.threads"],
@@ -60,7 +62,7 @@ ORDER = [
     ["buffer", "exports", "logs", "progress"],
     ["stats"],
     ["meters", "shards", "usage", "verdict"],
-    ["formats", "frameworks", "messages"],
+    ["formats", "frameworks", "gil", "messages"],
     ["errors"],
 ]
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}

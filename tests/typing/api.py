@@ -3,7 +3,17 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from enqueuer import Buffer, GeneratorEnqueuer, OrderedEnqueuer, Shard, Task, imap, prefetch
+from enqueuer import (
+    Buffer,
+    GeneratorEnqueuer,
+    Headroom,
+    OrderedEnqueuer,
+    Shard,
+    Task,
+    headroom,
+    imap,
+    prefetch,
+)
 
 
 def numbers(shard: Shard) -> Iterator[int]:
@@ -56,3 +66,7 @@ buffer: Buffer[int] = Buffer(max_size=3)
 buffer.put(1, timeout=0.5)
 taken: int = buffer.get()
 share: list[str] = list(Shard(0, 2, 0, 7).split(["a", "b"]))
+results: list[Headroom] = []
+for word in headroom(GeneratorEnqueuer(words), keep=4, tell=results.append):
+    print(word.upper())
+could_reach: float = results[0].could_reach
