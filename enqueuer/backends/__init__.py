@@ -67,6 +67,7 @@ class Job:
         on_error: What to do about an exception of the source's.
         max_restarts: How many workers that died are replaced; processes only.
         restarts: How many were replaced by an earlier backend, of these.
+        may_grow: Whether there may be more workers later; tasks only.
     """
 
     source: Source | TaskSource
@@ -82,6 +83,7 @@ class Job:
     on_error: OnError
     max_restarts: int
     restarts: int = 0
+    may_grow: bool = False
 
     def plans(self) -> list[Plan]:
         """Deal the shards out: of n workers, worker w gets every n-th from the w-th on."""
@@ -153,6 +155,13 @@ class TaskBackend(Backend, Protocol):
 
     def submit(self, ticket: Ticket) -> None:
         """Let whichever worker is free do a task."""
+
+    def resize(self, workers: int) -> None:
+        """Add workers, or let some go home; of a job that may grow.
+
+        Raises:
+            StartError: One could not be started; there are as many as before, or a few more.
+        """
 
     def fail(self, failure: Failure) -> None:
         """Let a task have failed that could not be read."""

@@ -5,6 +5,7 @@ consumer -> [tickets] -> workers -> [results] -> the shelf -> in order
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -14,13 +15,15 @@ from enqueuer.backends import Job, WorkerThread, bunch_of
 from enqueuer.backends.shelf import Look, Shelf
 from enqueuer.backends.threads import Road, ThreadBackend
 from enqueuer.buffer import Buffer
-from enqueuer.errors import Closed
+from enqueuer.errors import Closed, StartError
 from enqueuer.merging import Order, TaskOrder
 from enqueuer.messages import End, Epoch, Failure, Item, Message, Ticket
 from enqueuer.meters import WAITING, Waits
+from enqueuer.stats import WorkerStats
 from enqueuer.worker import Plan, serve_tasks
 
 _UNBOUNDED = 1 << 62  # whoever hands out the tickets keeps the bound
+_GO_HOME = Ticket(-1, 0, ())  # whoever takes it is one too many
 
 
 class TaskThreads(ThreadBackend):
@@ -32,10 +35,11 @@ class TaskThreads(ThreadBackend):
         self._tickets: Buffer[Ticket] = Buffer(_UNBOUNDED)
         self._results: Buffer[Message] = Buffer(_UNBOUNDED)
         self._shelf = Shelf(job.max_queue_bytes is not None)
+        self._hands: list[_TaskRoad] = []  # of those who work, and those who are about to leave
+        self._staying = job.workers
 
     def _start_one(self, index: int, plan: Plan) -> threading.Thread:
         road = _TaskRoad(index, self._results, self._tickets)
-        self._roads.append(road)
         thread = WorkerThread(
             target=serve_tasks,
             args=(plan, road, road),
@@ -43,6 +47,8 @@ class TaskThreads(ThreadBackend):
             daemon=True,
         )
         thread.start()
+        self._roads.append(road)
+        self._hands.append(road)
         return thread
 
     def begin(self, epoch: Epoch) -> None:
@@ -51,6 +57,40 @@ class TaskThreads(ThreadBackend):
     def submit(self, ticket: Ticket) -> None:
         self._shelf.tickets[ticket.number] = ticket
         self._tickets.put(ticket)
+
+    def resize(self, workers: int) -> None:
+        self._part_with_leavers()
+        before = self._staying
+        while self._staying > workers:
+            self._staying -= 1
+            self._tickets.put(_GO_HOME)
+        try:
+            while self._staying < workers:
+                self._add_one()
+                self._staying += 1
+        except RuntimeError as error:
+            self.resize(before)
+            raise StartError(f"another thread could not be started: {error}") from error
+
+    def _add_one(self) -> None:
+        taken = {hand.index for hand in self._hands}
+        index = next(index for index in itertools.count() if index not in taken)
+        plan = self._plans[0]  # they are all alike
+        self._threads.append(self._start_one(index, plan))
+        self._plans.append(plan)
+
+    def _part_with_leavers(self) -> None:
+        for hand, thread in list(zip(self._hands, self._threads, strict=True)):
+            if hand.has_left:
+                thread.join()  # all that it has left to do is to return
+                self._hands.remove(hand)
+                self._roads.remove(hand)
+                self._threads.remove(thread)
+                self._plans.pop()
+
+    def measures(self) -> list[WorkerStats]:
+        gone = {hand.index for hand in list(self._hands) if hand.has_left}
+        return [worker for worker in super().measures() if worker.index not in gone]
 
     def fail(self, failure: Failure) -> None:
         self._shelf.fail(failure.number, failure)
@@ -121,7 +161,13 @@ class _TaskRoad(Road):
 
     def __init__(self, index: int, results: Buffer[Message], tickets: Buffer[Ticket]) -> None:
         super().__init__(index, results, Buffer(), measured=False)
+        self.index = index
+        self.has_left = False
         self._tickets = tickets
 
     def next_ticket(self) -> Ticket | None:
-        return self._get(self._tickets, WAITING)
+        ticket = self._get(self._tickets, WAITING)
+        if ticket is _GO_HOME:
+            self.has_left = True
+            return None
+        return ticket

@@ -51,6 +51,7 @@ ORDER = [
     ["transport.tensors", "transport.blocks", "transport.packets"],
     ["transport.__init__"],
     ["buffer", "exports", "logs"],
+    ["tuning"],
     ["stats"],
     ["meters", "shards", "usage", "verdict"],
     ["formats", "frameworks", "messages"],
