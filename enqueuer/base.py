@@ -399,7 +399,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         if not self._state_lock.acquire(blocking=False):
             return
         try:
-            if self._state is not State.RUNNING:
+            if self._state is not State.RUNNING or not self._may_change():
                 return
             stats, before = self.stats(), self._workers
             workers = tuner.next(stats, None if between_epochs else self._again_s(stats))
@@ -411,13 +411,18 @@ class BaseEnqueuer(ABC, Generic[Batch]):
                 self._change_workers(workers)
             except StartError as error:
                 tuner.refused(before)
-                _log.warning("workers='auto' stays at %s: %s", before, error)
+                # as text: a record may be kept, and should not keep descriptors
+                _log.warning("workers='auto' stays at %d: %s", before, str(error))
             else:
                 _log.info("%d -> %d workers: %s", before, self._workers, tuner.reason)
             finally:
                 waits.resume()
         finally:
             self._state_lock.release()
+
+    def _may_change(self) -> bool:
+        """Return whether the last change is done."""
+        return True
 
     def _change_workers(self, workers: int) -> None:
         """Go on with another number of workers. Both locks held."""

@@ -517,6 +517,10 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
     def _job(self) -> Job:
         return self._job_of(self._source, shards=0, own=())
 
+    def _may_change(self) -> bool:
+        # else those who are slow to leave could become ever more
+        return not tasks_of(self._backend).is_resizing
+
     def _change_workers(self, workers: int) -> None:
         # in place: who has a task does it, and nothing is done again
         tasks_of(self._backend).resize(workers)

@@ -28,6 +28,7 @@ LEAST_GAIN = 0.2  # of what so many more workers could give, for them to stay
 WORSE = 0.8  # of the rate before; what is worse than that is taken back at once
 SPARE = 1.2  # times as many workers as are busy all the time
 CALM = 3  # windows in a row, in which fewer would do, before some are retired
+DOUBTS = 2  # windows in which a step up hardly helped, before it is taken back
 OTHER = 2.0  # times the time for a batch, twice in a row: it is another load
 
 
@@ -94,7 +95,7 @@ class Tuner:
         self._fewest, self._most = 1, self._most_ever
         self._before: tuple[int, float] | None = None  # the last step up: from what, how fast
         self._known: _Look | None = None  # the first look at so many workers
-        self._calm = self._strange = 0
+        self._calm = self._strange = self._doubts = 0
 
     def _warm_up(self, stats: Stats) -> None:
         """Begin the window when all workers have delivered something, or could have."""
@@ -126,6 +127,9 @@ class Tuner:
             workers, rate = self._before
             hoped = LEAST_GAIN * (self._workers / workers - 1)
             if look.rate < rate * (1 + hoped):
+                self._doubts += 1
+                if self._doubts < DOUBTS:
+                    return None
                 reason = f"{workers} were as fast" if look.rate < rate else "that hardly helped"
                 return _Wish(workers, look, look.rate < WORSE * rate, reason, is_back=True)
             self._before = None
@@ -176,7 +180,7 @@ class Tuner:
 
     def _arrive(self) -> None:
         self.due_s, self._window_s = 0.0, WINDOW_S
-        self._calm = self._strange = 0
+        self._calm = self._strange = self._doubts = 0
         self._arrived = self._base = self._known = self._wish = None
 
 

@@ -163,6 +163,10 @@ class TaskBackend(Backend, Protocol):
             StartError: One could not be started; there are as many as before, or a few more.
         """
 
+    @property
+    def is_resizing(self) -> bool:
+        """Whether somebody who was sent home has not left yet."""
+
     def fail(self, failure: Failure) -> None:
         """Let a task have failed that could not be read."""
 

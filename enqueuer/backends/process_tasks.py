@@ -90,6 +90,10 @@ class TaskProcesses(ProcessBackend):
         finally:
             self._started = time.monotonic()
 
+    @property
+    def is_resizing(self) -> bool:
+        return bool(self._leaving)
+
     def measures(self) -> list[WorkerStats]:
         return [worker.measure() for worker in list(self._workers) if worker not in self._leaving]
 

@@ -88,6 +88,10 @@ class TaskThreads(ThreadBackend):
                 self._threads.remove(thread)
                 self._plans.pop()
 
+    @property
+    def is_resizing(self) -> bool:
+        return sum(not hand.has_left for hand in self._hands) > self._staying
+
     def measures(self) -> list[WorkerStats]:
         gone = {hand.index for hand in list(self._hands) if hand.has_left}
         return [worker for worker in super().measures() if worker.index not in gone]
