@@ -39,6 +39,7 @@ from enqueuer.tasks import (
     steps_in,
 )
 from enqueuer.tuning import Tuner
+from enqueuer.verdict import HARDLY_WAITS
 from enqueuer.worker import OnError
 
 _log = logging.getLogger("enqueuer")
@@ -254,7 +255,8 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
         return sum(worker.making_s for worker in since.workers)
 
     def _tell_of_limit(self, tuner: Tuner) -> None:
-        if self._is_limit_told or tuner.wanted == 1 or len(self._own_shards()) > 1:
+        waits = tuner.waiting_share >= HARDLY_WAITS and tuner.wanted > 1
+        if self._is_limit_told or not waits or len(self._own_shards()) > 1:
             return
         self._is_limit_told = True
         what = (
