@@ -165,7 +165,6 @@ class _TaskRoad(Road):
 
     def __init__(self, index: int, results: Buffer[Message], tickets: Buffer[Ticket]) -> None:
         super().__init__(index, results, Buffer(), measured=False)
-        self.index = index
         self.has_left = False
         self._tickets = tickets
 

@@ -9,6 +9,7 @@ import pickle
 import threading
 import time
 
+import psutil
 import pytest
 from helpers import LIMIT, bytes_of, random_batches, twelve
 
@@ -86,7 +87,7 @@ class Loop:
         end = time.monotonic() + LIMIT
         while not condition() and time.monotonic() < end:
             self.run(0.2)
-        assert condition(), self.workers
+        assert condition(), [n for n, _ in itertools.groupby(self.workers)]
 
 
 # --- the right number ---
@@ -154,6 +155,41 @@ def test_it_comes_to_rest(options):
         changes = len(loop.workers)
         loop.run(3)
         assert set(loop.workers[changes:]) == {4}
+
+
+class Given:
+    """Stands for the tuner: the number that it is given."""
+
+    reason, wanted, waiting_share, due_s = "as it was told", 1, 0.0, 0.0
+    workers = 1
+
+    def __init__(self, *_):
+        pass
+
+    def next(self, stats, again_s=None):
+        return Given.workers
+
+
+def test_those_who_are_retired_go_home(options, monkeypatch):
+    monkeypatch.setattr("enqueuer.base.Tuner", Given)
+    monkeypatch.setattr("enqueuer.enqueuers.Tuner", Given)
+    tasks = OrderedEnqueuer(range(100_000), sleepy_task, workers="auto", **options)
+    shards = GeneratorEnqueuer(sleepy, workers="auto", **options)
+    for made in (tasks, shards):
+        with made as enqueuer:
+            loop = Loop(enqueuer, 0)
+            alone = everybody()
+            for Given.workers in (4, 1, 3, 1):
+                loop.run_until(lambda: len(enqueuer.stats().workers) == Given.workers)
+            loop.run_until(functools.partial(nobody_else, alone))
+
+
+def everybody():
+    return threading.active_count() + len(psutil.Process().children(recursive=True))
+
+
+def nobody_else(alone):
+    return everybody() <= alone
 
 
 # --- the data ---

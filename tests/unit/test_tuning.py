@@ -127,6 +127,21 @@ def test_what_helps_only_so_far_is_found():
     assert one.run(600) == [1, 2, 4, 8, 4]
 
 
+def test_one_bad_window_does_not_tell_that_a_step_did_not_help():
+    one = load(0.04, 0.01)
+    one.make_s = lambda workers: 0.075 if workers == 2 and one.time_s < 2.6 else 0.04
+    assert one.run(60) == [1, 2, 4]
+
+
+def test_what_was_too_few_is_not_tried_again():
+    """Although three seem to be enough while there are four."""
+    one = load(lambda workers: 0.02 if workers > 3 else 0.08, 0.01)
+    assert one.run(600)[-1] == 4
+    changes = len(one.history)
+    one.run(3600)
+    assert len(one.history) == changes
+
+
 def test_a_queue_that_is_too_short_is_no_reason_for_more():
     """The workers have no room half of their time, and yet the loop waits."""
     one = load(0.04, 0.01)
