@@ -9,6 +9,7 @@ from enqueuer.arrays import empty, empty_like
 from enqueuer.buffer import Buffer
 from enqueuer.enqueuers import GeneratorEnqueuer, OrderedEnqueuer, imap, prefetch
 from enqueuer.errors import (
+    BatchTimeout,
     BlockMemoryError,
     Closed,
     DataFileError,
@@ -20,6 +21,7 @@ from enqueuer.errors import (
     ItemNotLoadable,
     ItemNotPicklable,
     SourceNotPicklable,
+    StallWarning,
     StartError,
     StateMismatch,
     StopWarning,
@@ -35,6 +37,7 @@ from enqueuer.verdict import Verdict
 __version__ = "0.1.0"
 
 __all__ = [
+    "BatchTimeout",
     "BlockMemoryError",
     "Buffer",
     "Closed",
@@ -50,6 +53,7 @@ __all__ = [
     "OrderedEnqueuer",
     "Shard",
     "SourceNotPicklable",
+    "StallWarning",
     "StartError",
     "StateMismatch",
     "Stats",

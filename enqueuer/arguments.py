@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections.abc import Iterable, Mapping, Set
 from multiprocessing.context import BaseContext
 
 from enqueuer.backends import METHODS, BackendName, default_method
 from enqueuer.logs import MULTIPROCESSING_LOGGING
+from enqueuer.progress import Progress
 from enqueuer.sources import LiveSource, Source, is_indexable, name_of
 from enqueuer.tasks import TaskSource
 from enqueuer.worker import OnError
@@ -106,6 +108,16 @@ def seconds(name: str, value: float) -> float:
     return min(float(value), threading.TIMEOUT_MAX / 2)
 
 
+def patience(name: str, value: float | None) -> float | None:
+    """Return how long to wait at most; raise TypeError or ValueError unless None or a time > 0."""
+    if value is None:
+        return None
+    limit = seconds(name, value)
+    if limit == 0:
+        raise ValueError(f"{name} must be > 0 seconds or None, got {value!r}")
+    return limit
+
+
 def backend_name(backend: object, use_multiprocessing: object) -> BackendName:
     """Return the backend that the modern option, or the Keras one, asks for."""
     if not isinstance(use_multiprocessing, bool):
@@ -145,6 +157,13 @@ def start_method(mp_context: object, source: Source | TaskSource, backend: Backe
     return str(method)
 
 
+def progress(value: Progress) -> Progress:
+    """Return what is to be shown; raise TypeError if it is neither a bool nor a class."""
+    if isinstance(value, bool) or callable(value):
+        return value
+    raise TypeError(f"progress must be True, False or a class such as tqdm, got {value!r}")
+
+
 def forward_logs(value: object, start_method: str) -> bool | str:
     """Return how logs travel; raise ValueError if that cannot be."""
     if isinstance(value, bool):
@@ -159,6 +178,15 @@ def forward_logs(value: object, start_method: str) -> bool | str:
             "(backend='process', mp_context='fork'); leave it True for all others"
         )
     return MULTIPROCESSING_LOGGING
+
+
+def path(name: str, value: object) -> str | None:
+    """Return the name of a file; raise TypeError unless it is one, or None."""
+    if value is None:
+        return None
+    if not isinstance(value, (str, os.PathLike)) or not isinstance(os.fspath(value), str):
+        raise TypeError(f"{name} must be the path of a file or None, got {value!r}")
+    return str(os.fspath(value))
 
 
 def _int(name: str, value: object, least: int, kind: str = "an int") -> int:

@@ -19,6 +19,7 @@ import enum
 import functools
 import logging
 import math
+import os
 import threading
 import time
 import weakref
@@ -36,11 +37,15 @@ from enqueuer.errors import Closed, InvalidState, StartError, WorkerError
 from enqueuer.merging import Order, RoundRobin
 from enqueuer.messages import Epoch, Failure, Item
 from enqueuer.meters import Waits, clock, top_of
+from enqueuer.progress import Progress, Shown, bar_class
 from enqueuer.replaying import ATTRIBUTE, Origin, origin_of
 from enqueuer.shards import fresh_seed
 from enqueuer.sources import Source
+from enqueuer.stalls import Late, Patience, Wait
 from enqueuer.stats import Stats
 from enqueuer.tasks import TaskSource
+from enqueuer.trace import part_of
+from enqueuer.tracing import Trace
 from enqueuer.tuning import Tuner
 from enqueuer.worker import OnError
 
@@ -92,6 +97,10 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         rank: int,
         world_size: int,
         drop_last: bool,
+        progress: Progress,
+        stall_timeout: float | None,
+        timeout: float | None,
+        trace: str | os.PathLike[str] | None,
     ) -> None:
         self._backend_name = arguments.backend_name(backend, use_multiprocessing)
         self._is_auto = workers == "auto"
@@ -111,6 +120,13 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         self._max_restarts = arguments.count("max_restarts", max_restarts)
         self._rank, self._world_size = arguments.rank(rank, world_size)
         self._drop_last = bool(drop_last)
+        self._progress = arguments.progress(progress)
+        self._stall_timeout = arguments.patience("stall_timeout", stall_timeout)
+        self._timeout = arguments.patience("timeout", timeout)
+        self._patience = Patience(self._stall_timeout, self._timeout)
+        self._trace_path = arguments.path("trace", trace)
+        self._trace: Trace | None = None
+        self._record_as(self._rank, self._world_size)
         self._seed_is_given = random_seed is not None
         self._random_seed = fresh_seed() if random_seed is None else arguments.seed(random_seed)
         self._state = State.NEW
@@ -193,6 +209,8 @@ class BaseEnqueuer(ABC, Generic[Batch]):
                 self._use(backend)
                 self._move(State.RUNNING)
                 self._failure = self._raised = None
+                for watcher in self._watchers:
+                    watcher.earlier = None
                 self._error_count = self._restarts = 0
                 self._tuner = self._new_tuner() if self._is_auto else None
                 self._begin(self._at_rest if self._resumed else Epoch(0))
@@ -213,6 +231,9 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         if self._backend is None:
             return
         final = self.stats()  # before they go home
+        if self._trace is not None and not self._is_idle():
+            verdict = final.verdict()
+            self._trace.instant("verdict", {"binds": verdict.binds, "text": str(verdict)})
         self._backend.close()  # wakes the consumer, which then lets go of its lock
         with self._state_lock:
             backend = self._backend  # another one, perhaps, if it has just been replaced
@@ -369,10 +390,9 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         now = clock()
         for watcher in [watcher for watcher in self._watchers if now >= watcher.due]:
             stats, earlier = self.stats(), watcher.earlier
-            is_same_run = earlier is not None and earlier.seconds <= stats.seconds
             watcher.due, watcher.earlier = now + watcher.every, stats
             try:
-                watcher.callback(stats.since(earlier) if earlier and is_same_run else stats)
+                watcher.callback(stats if earlier is None else stats.since(earlier))
             except Exception:
                 _log.exception("a callback of on_stats() failed; it is not called again")
                 self._watchers.remove(watcher)
@@ -560,7 +580,13 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         Raises:
             InvalidState: It was stopped.
         """
-        return _Batches(self, self._join())
+        batches = _Batches(self, self._join())
+        kind = bar_class(self._progress)
+        return batches if kind is None else Shown(batches, self, kind, *self._steps())
+
+    def _steps(self) -> tuple[int, int | None]:
+        """Return how many batches of the epoch were given away, and how many it has, if known."""
+        return 0, None
 
     def __aiter__(self) -> AsyncIterator[Batch]:
         """Iterate as `iter()` does, with `async for`, and without blocking the event loop.
@@ -675,6 +701,15 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         """Have the next start begin with an epoch, as if those before it had been read."""
         self._at_rest, self._at_rest_in, self._resumed = Epoch(epoch), None, True
 
+    def _record_as(self, number: int, count: int) -> None:
+        """Record, if that is wanted, as one of several that share the work, each to its own file.
+
+        They may be in processes, and on machines, that do not know of each other.
+        """
+        if self._trace_path is not None:
+            path = part_of(self._trace_path, number, count) if count > 1 else self._trace_path
+            self._trace = Trace(path)
+
     @abstractmethod
     def _identity(self) -> dict[str, Any]:
         """Return what the data depend on."""
@@ -721,6 +756,9 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             rank=self._rank,
             world_size=self._world_size,
             drop_last=self._drop_last,
+            stall_timeout=self._stall_timeout,
+            timeout=self._timeout,
+            trace=self._trace_path,
         )
 
     def _job_of(self, source: Source | TaskSource, shards: int, own: tuple[int, ...]) -> Job:
@@ -739,10 +777,12 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             on_error=self._on_error,
             max_restarts=self._max_restarts,
             may_grow=self._is_auto,
+            patience_s=self._patience.first_s,
         )
 
     def _start_backend(self, job: Job) -> Backend:
-        backend = backends.load(self._backend_name, job, self._waits)
+        load = backends.load if self._trace is None else self._trace.load
+        backend = load(self._backend_name, job, self._waits)
         backend.start()
         return backend
 
@@ -758,7 +798,8 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         self._order = self._order_of(epoch)
         self._epoch = epoch.number
         self._over = False
-        self._ready = deque()  # iterators that have another one are over
+        self._ready = deque() if self._trace is None else self._trace.ready()
+        # iterators that have another one are over
         self._skipped = {}
         if self._tuner is not None:
             self._epoch_began = self.stats()
@@ -843,7 +884,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
                 return ()
             try:
                 message = self._take(time.monotonic())
-            except TimeoutError:
+            except Late:
                 return ()
             if message is None:
                 raise StopAsyncIteration
@@ -868,7 +909,8 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             None at the end of the epoch, and if the enqueuer was stopped.
 
         Raises:
-            TimeoutError: Nothing came until `deadline`.
+            Late: Nothing came until `deadline`.
+            BatchTimeout: There is none, and nothing came for `timeout` seconds.
         """
         while self._peek(deadline):
             with contextlib.suppress(IndexError):  # iterators take without the lock
@@ -881,22 +923,34 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         """Wait until an item or the failure is ready; return whether one is. Lock held.
 
         Raises:
-            TimeoutError: Nothing came until `deadline`.
+            Late: Nothing came until `deadline`.
+            BatchTimeout: There is none, and nothing came for `timeout` seconds.
         """
         assert self._backend is not None
+        until, long_wait = deadline, None
         while not self._knows_next():
             self._backend.settle()
             self._feed()
             try:
-                failure = self._backend.wait(self._order, deadline)
+                failure = self._backend.wait(self._order, until)
             except Closed:
                 if not self._changing:
                     return False
                 self._changed.wait_for(lambda: not self._changing)
                 continue
+            except Late:
+                if deadline is not None:
+                    raise
+                long_wait = long_wait or Wait(self._patience, self._patience.first_s or 0.0)
+                long_wait.cut(self._backend, self._order, self._epoch)
+                until = long_wait.until
+                continue
             finally:
                 if self._waits.since:
                     self._waits.resume()
+            if failure is not None and until is None:  # if it is skipped, the wait goes on
+                long_wait = Wait(self._patience, 0.0)
+                until = long_wait.until
             if self._found(failure) and deadline is None:
                 self._retune()
         was_over, self._over = self._over, not self._ready and self._failure is None
@@ -1019,7 +1073,7 @@ class Queue(Generic[Batch]):
             return True  # if another consumer waits for the next batch, there is none
         try:
             return not enqueuer._peek(time.monotonic())
-        except TimeoutError:
+        except Late:
             return True
         finally:
             enqueuer._lock.release()
@@ -1037,10 +1091,11 @@ class Queue(Generic[Batch]):
 
         Args:
             block: Whether to wait for it.
-            timeout: Seconds to wait at most; None, the default, waits for ever.
+            timeout: Seconds to wait at most; None, the default, waits as the loop does.
 
         Raises:
             queue.Empty: There was none in time; nothing is lost.
+            BatchTimeout: The same, by the enqueuer's `timeout`.
             Closed: There will be none: the generator has ended, or the enqueuer was stopped.
             InvalidState: It was not started.
         """
@@ -1056,7 +1111,7 @@ class Queue(Generic[Batch]):
         try:
             try:
                 message = enqueuer._take(deadline)
-            except TimeoutError:
+            except Late:
                 raise Empty from None
             if message is None:
                 enqueuer._check_started("get() from its queue")
@@ -1125,9 +1180,10 @@ def _watch(reference: weakref.ref[BaseEnqueuer[Any]]) -> bool:
             return True
         backend.settle()
         enqueuer._feed()
+        patience, epoch = enqueuer._patience, enqueuer._epoch
         del enqueuer
         try:
-            failure = backend.wait(order, None)
+            failure = _wait_patiently(backend, order, patience, epoch)
         except Closed:
             enqueuer = reference()
             if enqueuer is None or not enqueuer._changing:
@@ -1158,6 +1214,20 @@ class _Watcher:
 
 def _log_line(stats: Stats) -> None:
     _log.info("%s", exports.line(stats))
+
+
+def _wait_patiently(
+    backend: Backend, order: Order, patience: Patience, epoch: int
+) -> Failure | None:
+    """Wait as `_peek` does for whoever has no deadline."""
+    try:
+        return backend.wait(order, None)
+    except Late:
+        wait = Wait(patience, patience.first_s or 0.0)
+    while True:
+        wait.cut(backend, order, epoch)
+        with contextlib.suppress(Late):
+            return backend.wait(order, wait.until)
 
 
 class _Raised:

@@ -18,7 +18,6 @@ from typing import Generic, TypeVar
 from enqueuer.errors import Closed
 
 T = TypeVar("T")
-D = TypeVar("D")
 
 
 class Buffer(Generic[T]):
@@ -115,10 +114,10 @@ class Buffer(Generic[T]):
                 raise Closed("the buffer is closed and empty") if self._closed else Empty
             return self._get_locked()
 
-    def get_or(self, default: D) -> T | D:
-        """Take the oldest item that is there now, or return `default`, also if it is closed."""
+    def poll(self) -> T | None:
+        """Take the oldest item that is there now; None if none is, also if it is closed."""
         with self._not_empty:
-            return self._get_locked() if self._items else default
+            return self._get_locked() if self._items else None
 
     def get_nowait(self) -> T:
         """Take the oldest item, or raise `queue.Empty` at once."""

@@ -1,4 +1,4 @@
-"""The command line: `enqueuer demo`, `pack` and `inspect`, or `python -m enqueuer demo`.
+"""The command line: `enqueuer demo`, `pack`, `inspect` and `report`, or `python -m enqueuer demo`.
 
 Parses and prints; the work is done elsewhere. Results go to standard output, progress and errors
 to standard error. Exit codes: 0 done, 1 failed, 2 wrong arguments, 130 interrupted by Ctrl-C,
@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 
 from enqueuer import __version__, commands, demo
+from enqueuer.report.command import add_report
 
 _FAILED = 1
 _INTERRUPTED = 128 + signal.SIGINT  # as shells tell it
@@ -56,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(subparsers)
     commands.add_pack(subparsers, _positive, _not_negative)
     commands.add_inspect(subparsers)
+    add_report(subparsers)
     return parser
 
 

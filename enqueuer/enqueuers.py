@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import os
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing.context import BaseContext
@@ -14,6 +16,7 @@ from typing import Any, Literal, NoReturn, cast
 from enqueuer import arguments
 from enqueuer.backends import Backend, BackendName, Job, TaskBackend
 from enqueuer.base import BaseEnqueuer, Batch, Endless, State
+from enqueuer.duplicates import FirstItems
 from enqueuer.errors import (
     DuplicateDataWarning,
     InvalidState,
@@ -24,9 +27,11 @@ from enqueuer.errors import (
 from enqueuer.formats import percent
 from enqueuer.merging import AsTheyCome, Order, RoundRobin, TaskOrder
 from enqueuer.messages import Epoch, Failure, Item, Start, Ticket
+from enqueuer.progress import Progress
 from enqueuer.replaying import Origin, item_of, redo, refuse
 from enqueuer.shards import Shard
 from enqueuer.sources import FunctionSource, LiveSource, as_source, name_of
+from enqueuer.stalls import level_of_user
 from enqueuer.stats import Stats
 from enqueuer.tasks import (
     Indexable,
@@ -107,6 +112,23 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
             counts those of all ranks, is then `workers * world_size` by default.
         drop_last: Whether to have fewer shards if they cannot be dealt out evenly, so that each
             rank has equally many; False by default.
+        progress: Whether a `for` loop over it shows a bar: batches, rate, how long the loop waits,
+            the queue, how busy the workers are. True shows it if standard error is a terminal,
+            and needs tqdm; a class, such as `tqdm.notebook.tqdm`, is used as it is. False by
+            default.
+        stall_timeout: Seconds that the loop waits for one batch before a `StallWarning` shows
+            what each worker does, with the Python stack of those that are busy, also if they are
+            processes; then it waits on. 60 by default, which is longer than most batches take;
+            None: never.
+        timeout: Seconds that the loop waits for one batch at most; then `BatchTimeout` is raised,
+            with the same text. Nothing is lost: iterating again goes on with the next batch.
+            None, the default: for ever.
+        trace: A file to which is written what each worker and the loop did, and when: a timeline
+            for Perfetto, chrome://tracing and `enqueuer report`. None, the default: nothing is
+            recorded, and that costs nothing. A trace that is there is replaced, at `start()`; any
+            other file is a `FileExistsError`. After 256 MB nothing more is recorded. With
+            `world_size`, or in workers of a DataLoader, each has a file of its own:
+            `run.1-of-4.json`.
 
     Attributes:
         queue: What waits, with the names of `queue.Queue`, as in Keras.
@@ -148,6 +170,10 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
         rank: int = 0,
         world_size: int = 1,
         drop_last: bool = False,
+        progress: Progress = False,
+        stall_timeout: float | None = 60.0,
+        timeout: float | None = None,
+        trace: str | os.PathLike[str] | None = None,
     ) -> None:
         self._source = as_source(generator)
         super().__init__(
@@ -168,10 +194,15 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
             rank=rank,
             world_size=world_size,
             drop_last=drop_last,
+            progress=progress,
+            stall_timeout=stall_timeout,
+            timeout=timeout,
+            trace=trace,
         )
         self._shards = None if shards is None else arguments.positive("shards", shards)
         self._shards_are_given = shards is not None
         self._is_limit_told = False
+        self._is_compared = False  # one shard with the others
         if isinstance(self._source, LiveSource) and self._shards not in (None, 1):
             raise ValueError(
                 f"a live iterator cannot be split into {self._shards} shards; "
@@ -277,6 +308,18 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
             starts = dict.fromkeys(self._own_shards(), Start())
         recent = self._max_queue_size + 2  # more are never taken and not given away
         return RoundRobin(starts, recent) if self._ordered else AsTheyCome(starts, recent)
+
+    def _begin(self, epoch: Epoch) -> None:
+        super()._begin(epoch)
+        shards = len(self._own_shards())
+        vars(self).pop("_found", None)
+        if self._is_compared or epoch.starts is not None or shards == 1:
+            return
+        self._is_compared = True
+        if isinstance(self._source, FunctionSource):
+            # in the method's place until it has seen enough, so that later items pay nothing
+            compare = functools.partial(_compare, weakref.ref(self), FirstItems(shards))
+            vars(self)["_found"] = compare
 
     def _origin_of(self, failure: Failure) -> Origin:
         return Origin(
@@ -387,6 +430,17 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
             `world_size`-th element of the epoch's order; give all of them the same
             `random_seed`.
         world_size: How many training processes share the data; 1 by default.
+        progress: Whether a `for` loop over it shows a bar: batches, rate, how long the loop waits,
+            the queue, how busy the workers are. True shows it if standard error is a terminal,
+            and needs tqdm; a class, such as `tqdm.notebook.tqdm`, is used as it is. False by
+            default.
+        stall_timeout: Seconds that the loop waits for one batch before a `StallWarning` shows
+            what each worker does; 60 by default; None: never. See `GeneratorEnqueuer`.
+        timeout: Seconds that the loop waits for one batch at most; then `BatchTimeout` is raised.
+            An iterable is read in the loop's own thread, which nothing can cut short. None, the
+            default: for ever.
+        trace: A file for a timeline of what each worker and the loop did, as for
+            `GeneratorEnqueuer`.
 
     Attributes:
         queue: What waits, with the names of `queue.Queue`, as in Keras.
@@ -430,6 +484,10 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
         max_restarts: int = 0,
         rank: int = 0,
         world_size: int = 1,
+        progress: Progress = False,
+        stall_timeout: float | None = 60.0,
+        timeout: float | None = None,
+        trace: str | os.PathLike[str] | None = None,
     ) -> None:
         if isinstance(map, bool):
             use_multiprocessing, map = use_multiprocessing or map, None
@@ -461,6 +519,10 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
             rank=rank,
             world_size=world_size,
             drop_last=drop_last,
+            progress=progress,
+            stall_timeout=stall_timeout,
+            timeout=timeout,
+            trace=trace,
         )
         self._source.random_seed = self._random_seed
         self._reading = Reading(bool(shuffle), self._drop_last, self._rank, self._world_size)
@@ -483,6 +545,12 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
         count = len(places_of(source, reading))
         steps = steps_in(count, source.batch_size or 1, self._drop_last)
         return len(range(reading.part, steps, reading.parts))
+
+    def _steps(self) -> tuple[int, int | None]:
+        with self._lock:
+            assert isinstance(self._order, TaskOrder)
+            done = self._order.next - self._order.first - len(self._ready)
+        return done, len(self) if self._source.is_sequence else None
 
     def get(self) -> Iterator[Any]:
         """Return an iterator over this epoch and all that follow, without an end, as in Keras.
@@ -514,6 +582,7 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
         make, given = self._made_of()
         twin = self._handed_on(make(*given, rank=rank, world_size=world_size))
         twin._reading = dataclasses.replace(twin._reading, part=part, parts=parts)
+        twin._record_as(rank + world_size * part, world_size * parts)
         return twin
 
     def _job(self) -> Job:
@@ -817,6 +886,43 @@ def imap(
 def _prefetched(enqueuer: BaseEnqueuer[Batch]) -> Iterator[Batch]:
     with enqueuer:
         yield from enqueuer
+
+
+def _compare(
+    reference: weakref.ref[GeneratorEnqueuer[Any]], first: FirstItems, failure: Failure | None
+) -> None:
+    """Do what `_found` does, and warn of shards whose first items are the same. Lock held."""
+    enqueuer = reference()
+    assert enqueuer is not None  # it is who calls this
+    BaseEnqueuer._found(enqueuer, failure)
+    for item in enqueuer._ready.copy():  # all of it is new, as nothing was ready
+        twins = first.saw(item.shard, item.value)
+        if first.done:
+            vars(enqueuer).pop("_found", None)
+        if twins is not None:
+            assert isinstance(enqueuer._source, FunctionSource)
+            _warn_of_twins(*twins, enqueuer._source.takes_shard)
+
+
+def _warn_of_twins(one: int, other: int, takes_shard: bool) -> None:
+    if takes_shard:
+        cause = (
+            "Are random numbers drawn from a generator that was made outside (a captured "
+            "numpy.random.default_rng, say)? Draw them from shard.rng. Does each shard read the "
+            "same? Use shard.split for its share of the work"
+        )
+    else:
+        cause = (
+            "The generator function takes no shard, so that each shard runs all of it: let it "
+            "take the shard (`def batches(shard): ...`), use shard.split for its share of the "
+            "work, and draw random numbers from shard.rng"
+        )
+    warnings.warn(
+        f"shards {one} and {other} began with the same two batches, so the data seem to come "
+        f"several times. {cause}",
+        DuplicateDataWarning,
+        stacklevel=level_of_user(),
+    )
 
 
 def _warn_of_duplicates(workers: int) -> None:

@@ -26,6 +26,13 @@ class StateMismatch(EnqueuerError, ValueError):
     """A state cannot be loaded: it belongs to another source, seed or number of shards."""
 
 
+class BatchTimeout(EnqueuerError, TimeoutError):
+    """No batch came within `timeout`; the message tells what each worker does.
+
+    Nothing is lost: the workers go on, and so does iterating again, with the very next batch.
+    """
+
+
 class WorkerError(EnqueuerError, RuntimeError):
     """The generator failed with an exception that cannot, or must not, be raised here as itself.
 
@@ -109,7 +116,11 @@ class EnqueuerWarning(UserWarning):
 
 
 class DuplicateDataWarning(EnqueuerWarning):
-    """Several workers run copies of one iterator, so every batch comes several times."""
+    """Several workers, or shards, make the same batches: every batch comes several times."""
+
+
+class StallWarning(EnqueuerWarning):
+    """The loop has waited long for one batch; the message tells what each worker does."""
 
 
 class StopWarning(EnqueuerWarning):

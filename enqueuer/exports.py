@@ -8,7 +8,7 @@ tensorboard(writer) --> a callback for `on_stats()`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from enqueuer.formats import percent, size
 from enqueuer.stats import Stats
@@ -125,14 +125,7 @@ def _labels(labels: Mapping[str, str]) -> str:
     return f"{{{pairs}}}" if pairs else ""
 
 
-class Writer(Protocol):
-    """What TensorBoard's `SummaryWriter` has, and others: `add_scalar`."""
-
-    def add_scalar(self, tag: str, value: float, step: int, /) -> Any:
-        """Note a value at a step."""
-
-
-def tensorboard(writer: Writer, prefix: str = "data/") -> Callable[[Stats], None]:
+def tensorboard(writer: Any, prefix: str = "data/") -> Callable[[Stats], None]:
     """Return a callback for `on_stats()` that writes scalars; steps are batches since the start.
 
     Args:

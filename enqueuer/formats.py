@@ -18,24 +18,31 @@ def size(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return seconds with a unit, and two or three digits.
+    """Return a time with a unit that suits it.
 
     Example:
-        >>> duration(0), duration(0.000_012), duration(0.0123), duration(61.0), duration(7200)
-        ('0 s', '12 us', '12 ms', '61 s', '120 min')
+        >>> duration(0), duration(0.0000123), duration(0.0456), duration(3.2), duration(3725)
+        ('0 s', '12.3 us', '45.6 ms', '3.2 s', '1:02:05 h')
     """
-    for limit, factor, unit in ((1e-3, 1e6, "us"), (1, 1e3, "ms"), (300, 1, "s")):
-        if 0 < seconds < limit:
-            number = seconds * factor
-            return f"{number:.1f} {unit}" if number < 9.95 else f"{number:.0f} {unit}"
-    return f"{seconds / 60:.0f} min" if seconds else "0 s"
+    if seconds == 0:
+        return "0 s"
+    if seconds < 0.9995e-3:
+        return f"{seconds * 1e6:.3g} us"
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}:{rest:02} min"
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02} h"
 
 
 def percent(share: float) -> str:
-    """Return a share of 1 as percent; little is not nothing.
+    """Return a share of 1 in percent.
 
     Example:
-        >>> percent(0.5), percent(0.004), percent(0.0)
-        ('50 %', '0.4 %', '0 %')
+        >>> percent(0), percent(0.004), percent(0.256)
+        ('0 %', '0.4 %', '26 %')
     """
-    return f"{share:.1%}".replace("%", " %") if 0 < share < 0.0095 else f"{share * 100:.0f} %"
+    return f"{100 * share:.1f} %" if 0 < share < 0.095 else f"{100 * share:.0f} %"

@@ -9,7 +9,7 @@ generator yields can ever be taken for one.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -132,6 +132,9 @@ class Sender(Protocol):
 
     def check(self) -> None:
         """Raise Closed if the consumer left."""
+
+    def watch(self, waited: Callable[[int], None]) -> None:
+        """Have `waited` called after each wait, with its begin by `time.monotonic_ns`."""
 
 
 class Orders(Protocol):

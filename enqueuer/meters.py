@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections.abc import Callable
 
 clock = time.monotonic_ns  # the same in all processes of a machine
 
@@ -35,9 +36,13 @@ class Meter:
 
     Args:
         words: Where it is kept, so many as `WORDS`, all 0; by default in memory of its own.
+
+    Attributes:
+        waited: Called after each wait, with its begin; None: nobody is to be told.
     """
 
     def __init__(self, words: memoryview[int] | None = None) -> None:
+        self.waited: Callable[[int], None] | None = None
         self.words = memoryview(array("Q", [0] * WORDS)) if words is None else words
 
     def begin(self) -> None:
@@ -52,8 +57,11 @@ class Meter:
     def resume(self) -> None:
         """Note that the wait is over."""
         words = self.words
-        words[words[PHASE]] += clock() - words[SINCE]
+        since = words[SINCE]
+        words[words[PHASE]] += clock() - since
         words[PHASE] = 0
+        if self.waited is not None:
+            self.waited(since)
 
 
 class Waits:

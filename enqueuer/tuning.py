@@ -222,7 +222,8 @@ class _Look:
         busy_s = making_s + sum(worker.sending_s for worker in seen.workers)
         waiting_s = sum(worker.waiting_s for worker in seen.workers)
         made = sum(worker.items for worker in seen.workers)
-        cpu_s = sum(worker.cpu_s or 0.0 for worker in seen.workers)
+        # with what they had no CPU for: on a busy machine they compute no less
+        cpu_s = sum((worker.cpu_s or 0.0) + (worker.starved_s or 0.0) for worker in seen.workers)
         return _Look(
             rate=seen.items / max(seen.waiting_s + seen.working_s, 1e-9),
             waiting_share=seen.waiting_share,

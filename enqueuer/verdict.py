@@ -2,10 +2,10 @@
 
     the loop hardly waits ------------------------------> the loop
     it waited for the first batch most of all ----------> start-up
+    the workers pickle and copy more than they make ----> the transport
+    no CPU is left -------------------------------------> the CPUs
     one worker works while the others wait for it ------> a slow shard
     workers and loop both wait, for each other ---------> the queue
-    the workers pickle and copy more than they make ----> the transport
-    no CPU is left --------------------------------------> the CPUs
     else -----------------------------------------------> the source
 
 The first that holds is told. Every threshold stands at the head of this file.
@@ -153,19 +153,19 @@ def judge(found: Evidence) -> Verdict:
         )
     if found.waiting_share < HARDLY_WAITS:
         return _hand_over(found) if found.use_s < HAND_OVER_S else _loop(found)
+    waited, worked = found.total("waiting_s"), found.total("busy_s")
+    often_wait = waited > OFTEN_WAITS * (waited + worked)
+    if found.total("sending_s") > MOSTLY * worked and not often_wait:
+        return _transport(found)
+    if found.cpus_used > CPUS_ARE_BUSY * found.cpus or (
+        found.total("starved_s") > STARVED * worked and not _holds_gil(found)
+    ):
+        return _cpus(found)
     slow = _slow_worker(found)
     if slow is not None:
         return _slow_shard(found, slow)
-    if _share(found.total("waiting_s"), found.total("waiting_s") + found.total("busy_s")) > (
-        OFTEN_WAITS
-    ):
+    if often_wait:
         return _queue(found)
-    if found.total("sending_s") > MOSTLY * found.total("busy_s"):
-        return _transport(found)
-    if found.cpus_used > CPUS_ARE_BUSY * found.cpus or (
-        found.total("starved_s") > STARVED * found.total("busy_s") and not _holds_gil(found)
-    ):
-        return _cpus(found)
     return _source(found)
 
 

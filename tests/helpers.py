@@ -8,6 +8,7 @@ import faulthandler
 import importlib.util
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -164,6 +165,46 @@ class Failing:
         yield shard.index, self.count
 
 
+class Gated:
+    """A source of (shard, number) that waits before some of its items until it is let on.
+
+    Args:
+        folder: For the gates, pipes with names, which work in any process; one for each stop, as
+            one that has not been closed yet would let the next one through.
+        stops: Before which items.
+        act: What to do instead of waiting at the gate.
+        count: How many items a shard has.
+    """
+
+    def __init__(self, folder, stops=((1, 1),), act=None, count=3):
+        self.count = count
+        self.act = act
+        self.opened = 0
+        self.gates = {stop: str(Path(folder, "gate {} {}".format(*stop))) for stop in stops}
+        for gate in self.gates.values():
+            os.mkfifo(gate)
+
+    def __call__(self, shard):
+        for number in range(self.count):
+            yield self.item(shard.index, number)
+
+    def item(self, shard, number):
+        if (shard, number) in self.gates:
+            self.wait_at_the_gate((shard, number)) if self.act is None else self.act()
+        return shard, number
+
+    def wait_at_the_gate(self, stop):
+        with open(self.gates[stop]):
+            pass
+
+    def let_on(self):
+        """Let one on who waits, or wait for somebody to come: each time at the next gate."""
+        gate = list(self.gates.values())[self.opened]
+        self.opened += 1
+        with open(gate, "w"):
+            pass
+
+
 class TwoArguments(Exception):
     """An exception that plain pickle cannot rebuild."""
 
@@ -242,6 +283,30 @@ def abort():
 
 def hang():
     time.sleep(1000)
+
+
+def hang_in_a_regex():
+    """Hang in C with the GIL held, and in no system call."""
+    re.match("(a+)+$", 60 * "a" + "b")
+
+
+def hang_in_a_lock():
+    """Hang in C without the GIL."""
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+def hang_deep(depth=150):
+    """Hang below more frames than are told of."""
+    if depth:
+        hang_deep(depth - 1)
+    else:
+        hang()
+
+
+def stop_self():
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def alive(pid):

@@ -153,7 +153,11 @@ class Ahead(Loader[Batch]):
         if ahead is None:
             self._position, self._given = epochs.position(), 0
             run = functools.partial(_run, epochs, self._change, self._finish)
-            ahead = self._ahead = GeneratorEnqueuer(run, max_queue_size=self._queue_size)
+            ahead = self._ahead = GeneratorEnqueuer(
+                run,
+                max_queue_size=self._queue_size,
+                stall_timeout=None,  # an enqueuer within says so itself, and knows why
+            )
             ahead.start()
         return self._received(ahead)
 

@@ -11,6 +11,7 @@ import enum
 import importlib
 import os
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -20,8 +21,10 @@ from enqueuer.merging import Order, TaskOrder
 from enqueuer.messages import Epoch, Failure, Item, Ticket
 from enqueuer.meters import Waits
 from enqueuer.sources import Source
+from enqueuer.stalls import View
 from enqueuer.stats import WorkerStats
 from enqueuer.tasks import TaskSource
+from enqueuer.trace import Place
 from enqueuer.worker import OnError, Plan
 
 BackendName = Literal["thread", "process"]
@@ -68,6 +71,8 @@ class Job:
         max_restarts: How many workers that died are replaced; processes only.
         restarts: How many were replaced by an earlier backend, of these.
         may_grow: Whether there may be more workers later; tasks only.
+        patience_s: How long a wait without a deadline lasts at most; None: for ever.
+        trace: Where workers record what they do; None: nowhere.
     """
 
     source: Source | TaskSource
@@ -84,6 +89,8 @@ class Job:
     max_restarts: int
     restarts: int = 0
     may_grow: bool = False
+    patience_s: float | None = None
+    trace: Place | None = None
 
     def plans(self) -> list[Plan]:
         """Deal the shards out: of n workers, worker w gets every n-th from the w-th on."""
@@ -123,7 +130,8 @@ class Backend(Protocol):
             The failure, if that is what is next; one that is skipped is returned once.
 
         Raises:
-            TimeoutError: Nothing came until `deadline`, of `time.monotonic()`.
+            Late: Nothing came until `deadline`, of `time.monotonic()`; without one, for so long
+                as the job's patience lasts.
             Closed: `close()` was called.
         """
 
@@ -142,6 +150,12 @@ class Backend(Protocol):
 
     def measures(self) -> list[WorkerStats]:
         """Return what each worker has done so far. Called by any thread, at any time."""
+
+    def look(self, order: Order) -> View:
+        """Return what can be seen of the workers, within about a second.
+
+        Called by the consumer, after a `wait()` that brought nothing.
+        """
 
     def close(self) -> None:
         """Ask the workers to go home and wake whoever is in `wait()`; returns at once."""
@@ -228,6 +242,13 @@ def forget(workers: Stoppable, timeout: float) -> None:
     helper = threading.Thread(target=workers.stop, args=(timeout,), daemon=True)
     with contextlib.suppress(RuntimeError):  # the interpreter ends, and daemonic threads with it
         helper.start()
+
+
+def until(deadline: float | None, patience_s: float | None) -> float | None:
+    """Return when a wait that is about to sleep is cut: at its deadline, or by the patience."""
+    if deadline is None and patience_s is not None:
+        return time.monotonic() + patience_s
+    return deadline
 
 
 def owners_of(plans: Sequence[Plan]) -> dict[int, int]:

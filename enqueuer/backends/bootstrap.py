@@ -23,11 +23,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from enqueuer import arrays, logs, worker
+from enqueuer.backends import stacks
 from enqueuer.backends.launching import serve_forks
 from enqueuer.messages import Failure, Ticket
 from enqueuer.shards import GlobalStreams, seed_globals
 from enqueuer.sources import Source
 from enqueuer.tasks import TaskSource
+from enqueuer.trace import Place
+from enqueuer.tracing import traced
 from enqueuer.transport.blocks import read_whole
 from enqueuer.transport.channel import Credit
 from enqueuer.transport.packets import Descriptor, Packets, close_in_children
@@ -70,24 +73,28 @@ class Setup:
     random_seed: int
     levels: logs.Levels | None
     surroundings: Surroundings | None
+    trace: Place | None
 
 
 @dataclass(frozen=True)
 class Part:
     """What one worker alone is told."""
 
+    index: int
     shards: tuple[int, ...]
     credit: Credit
+    is_asked: bool  # where it is, if the loop waits long
 
 
 def main(sock_fd: int, lifeline_fd: int) -> None:
     """Be a worker that was spawned: the job comes over the channel."""
     packets = _begin(socket.socket(fileno=sock_fd), Descriptor(lifeline_fd))
-    part, payload, way, counter = _receive_job(packets)
+    part, payload, way, counter, stack = _receive_job(packets)
     setup, pickled = pickle.loads(payload)
     if setup.surroundings is not None:
         setup.surroundings.apply()
-    _work(WorkerEnd(packets, way, part.credit), setup, part, lambda: pickle.loads(pickled), counter)
+    channel = WorkerEnd(packets, way, part.credit)
+    _work(channel, setup, part, lambda: pickle.loads(pickled), counter, stack)
     _leave()
 
 
@@ -100,10 +107,12 @@ def main_forked(
     source: Source | TaskSource,
     on_error: OnError,
     counter: socket.socket | None,
+    stack: Descriptor | None,
 ) -> None:
     """Be a worker that was forked: everything is here."""
     packets = _begin(sock, lifeline)
-    _work(WorkerEnd(packets, way, part.credit), setup, part, lambda: (source, on_error), counter)
+    channel = WorkerEnd(packets, way, part.credit)
+    _work(channel, setup, part, lambda: (source, on_error), counter, stack)
 
 
 def serve(fd: int) -> None:
@@ -167,7 +176,9 @@ def _arm(lifeline: Descriptor) -> None:
         os._exit(1)  # the parent died before the lifeline was armed
 
 
-def _receive_job(packets: Packets) -> tuple[Part, bytes, Road, socket.socket | None]:
+def _receive_job(
+    packets: Packets,
+) -> tuple[Part, bytes, Road, socket.socket | None, Descriptor | None]:
     poller = select.poll()
     poller.register(packets.fileno(), select.POLLIN)
     while not packets.received:
@@ -175,13 +186,14 @@ def _receive_job(packets: Packets) -> tuple[Part, bytes, Road, socket.socket | N
             os._exit(1)  # the parent changed its mind
         poller.poll()
         packets.drain()
-    data, (payload_fd, road_fd, *counter_fd) = packets.received.popleft()
+    data, (payload_fd, road_fd, *others) = packets.received.popleft()
     part: Part = pickle.loads(data)
+    stack = Descriptor(others.pop(0)) if part.is_asked else None
     payload = read_whole(b"", [payload_fd])
     way = Road.of(road_fd)
     os.close(road_fd)
-    counter = socket.socket(fileno=counter_fd[0]) if counter_fd else None
-    return part, payload, way, counter
+    counter = socket.socket(fileno=others[0]) if others else None
+    return part, payload, way, counter, stack
 
 
 def _work(
@@ -190,8 +202,11 @@ def _work(
     part: Part,
     load: Callable[[], tuple[Source | TaskSource, OnError]],
     counter: socket.socket | None,
+    stack: Descriptor | None,
 ) -> None:
     pid = os.getpid()
+    if stack is not None:
+        stacks.answer(stack.fileno())
     arrays.make_in(channel.pool.make)
     if counter is not None:
         close_in_children(counter)
@@ -205,10 +220,12 @@ def _work(
         channel.meter.begin()
         plan = worker.Plan(source, part.shards, setup.count, setup.random_seed, on_error)
         if counter is None:
-            worker.serve(plan, channel, channel, GlobalStreams().enter)
+            serve = traced(worker.serve, setup.trace, part.index)
+            serve(plan, channel, channel, GlobalStreams().enter)
         else:
             enter = functools.partial(seed_globals, gpus=False)
-            worker.serve_tasks(plan, _Counter(channel, counter), channel, enter)
+            serve = traced(worker.serve_tasks, setup.trace, part.index)
+            serve(plan, _Counter(channel, counter), channel, enter)
     if os.getpid() != pid:
         # the generator forked, and the copy came out of its loop as if it were the worker
         os._exit(_GRANDCHILD)

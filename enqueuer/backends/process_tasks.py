@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from enqueuer.backends import Job, WorkerState
+from enqueuer.backends import Job, WorkerState, until
 from enqueuer.backends.launching import interrupts_held
 from enqueuer.backends.processes import ProcessBackend
 from enqueuer.backends.shelf import Look, Shelf
@@ -28,6 +28,7 @@ from enqueuer.errors import Closed, StartError
 from enqueuer.merging import Order, TaskOrder
 from enqueuer.messages import End, Epoch, Failure, Item, Ticket
 from enqueuer.meters import Waits
+from enqueuer.stalls import Late, awaited_task
 from enqueuer.stats import WorkerStats
 from enqueuer.transport import tickets
 from enqueuer.transport.channel import Credit
@@ -182,8 +183,9 @@ class TaskProcesses(ProcessBackend):
             if found is Look.ITEM or order.done:
                 return None
             if expired:
-                raise TimeoutError("no batch in time")
+                raise Late("no batch in time")
             self._waits.pause(None)
+            deadline = until(deadline, self._job.patience_s)
             self._sleep(self._workers, False, deadline)
             expired = deadline is not None and time.monotonic() >= deadline
         return None
@@ -197,6 +199,10 @@ class TaskProcesses(ProcessBackend):
 
     def waiting(self) -> int:
         return super().waiting() + self._shelf.waiting
+
+    def _awaited(self, order: Order) -> str:
+        assert isinstance(order, TaskOrder)
+        return awaited_task(order, self._shelf.tickets.get(order.next))
 
     def _collect(self) -> None:
         """Put on the shelf all that has come."""

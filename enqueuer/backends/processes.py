@@ -28,7 +28,16 @@ import weakref
 from collections.abc import Iterator
 
 from enqueuer import logs
-from enqueuer.backends import ESCALATION_S, Job, WorkerState, bunch_of, owners_of, split_bound
+from enqueuer.backends import (
+    ESCALATION_S,
+    Job,
+    WorkerState,
+    bunch_of,
+    owners_of,
+    split_bound,
+    stacks,
+    until,
+)
 from enqueuer.backends.bootstrap import Part, Setup, Surroundings, main_forked
 from enqueuer.backends.launching import interrupts_held, launch
 from enqueuer.backends.payload import write_payload
@@ -44,6 +53,7 @@ from enqueuer.errors import Closed, InvalidState, StartError, StopWarning, Worke
 from enqueuer.merging import ANY, Order
 from enqueuer.messages import End, Epoch, Failure, Item
 from enqueuer.meters import Waits
+from enqueuer.stalls import Late, Sight, View, awaited, first_for
 from enqueuer.stats import WorkerStats
 from enqueuer.transport.blocks import remove_names_of
 from enqueuer.transport.channel import Credit
@@ -126,7 +136,7 @@ class ProcessBackend:
         levels = logs.Levels.of_this_process() if self._job.forward_logs is True else None
         fork = self._job.start_method == "fork"
         around = None if fork else Surroundings.of_this_process()
-        return Setup(self._job.shards, self._job.random_seed, levels, around)
+        return Setup(self._job.shards, self._job.random_seed, levels, around, self._job.trace)
 
     def _open_wake_up(self) -> None:
         wake, woken = socket.socketpair()
@@ -139,7 +149,7 @@ class ProcessBackend:
 
     def _start_one(self, index: int) -> Watched:
         job, plan = self._job, self._plans[index]
-        part = Part(plan.shards, self._credit(index))
+        part = Part(index, plan.shards, self._credit(index), job.patience_s is not None)
         with contextlib.ExitStack() as passing, contextlib.ExitStack() as undo:
             ours, its = pair()
             passing.callback(its.close)
@@ -149,6 +159,10 @@ class ProcessBackend:
             undo.callback(write.close)
             memory = Descriptor(open_road())
             passing.callback(memory.close)
+            heard, its_stack = stacks.pipe() if part.is_asked else (None, None)
+            if heard is not None and its_stack is not None:
+                passing.callback(its_stack.close)
+                undo.callback(heard.close)
             counter = self._counter()
             if counter is not None:
                 passing.callback(counter.close)
@@ -157,17 +171,29 @@ class ProcessBackend:
             packets, way = Packets(ours), Road.of(memory.fileno())
             way.words[LIMIT] = part.credit.items  # now: it may have something to send at once
             forked = functools.partial(
-                main_forked, its, read, way, self._setup, part, job.source, job.on_error, counter
+                main_forked,
+                its,
+                read,
+                way,
+                self._setup,
+                part,
+                job.source,
+                job.on_error,
+                counter,
+                its_stack,
             )
             process = launch(job.start_method, its, read, forked)
             if self._payload is not None:
-                passed = [self._payload, memory] + ([] if counter is None else [counter])
-                packets.send(pickle.dumps(part), [thing.fileno() for thing in passed])
+                passed = [self._payload, memory, its_stack, counter]
+                fds = [thing.fileno() for thing in passed if thing is not None]
+                packets.send(pickle.dumps(part), fds)
             undo.pop_all()
         name = f"worker {index} (process {process.pid}, {job.start_method})"
         channel = ConsumerEnd(packets, way, part.credit, name)
         pidfd = open_pidfd(process.pid)
-        worker = Watched(index, job.start_method, process, channel, write, pidfd, plan.shards)
+        worker = Watched(
+            index, job.start_method, process, channel, write, pidfd, plan.shards, heard
+        )
         for fd in [channel.fileno()] + ([] if pidfd is None else [pidfd.fileno()]):
             self._by_fd[fd] = worker
             self._poller.register(fd, select.POLLIN)
@@ -217,8 +243,9 @@ class ProcessBackend:
                     return obituary
                 continue
             if expired:
-                raise TimeoutError("no batch in time")
+                raise Late("no batch in time")
             self._waits.pause(None if wanted is None else wanted.index)
+            deadline = until(deadline, self._job.patience_s)
             watched = self._workers if wanted is None else [wanted]
             is_coming = self._ask_for(wanted)
             self._sleep(watched, is_coming, deadline)
@@ -250,6 +277,19 @@ class ProcessBackend:
     def waiting(self) -> int:
         self._check_owner()
         return sum(worker.channel.waiting for worker in self._workers)
+
+    def look(self, order: Order) -> View:
+        asked = [
+            (worker.stacks, worker.send_signal)
+            for worker in self._workers
+            if worker.stacks is not None and worker.state is WorkerState.RUNNING
+        ]
+        able = stacks.ask(asked)
+        sights = [_sight_of(worker, worker.stacks in able) for worker in self._workers]
+        return View(self._awaited(order), self.waiting(), first_for(order, sights))
+
+    def _awaited(self, order: Order) -> str:
+        return awaited(order)
 
     def _worker_of(self, shard: int | None) -> Watched | None:
         return None if shard is None else self._workers[self._owners[shard]]
@@ -452,10 +492,10 @@ class ProcessBackend:
         end = time.monotonic() + timeout
         escalation = min(ESCALATION_S, timeout / 2)
         self._see_off(end - escalation)
-        for number, until in ((signal.SIGTERM, end - escalation / 2), (signal.SIGKILL, end)):
+        for number, limit in ((signal.SIGTERM, end - escalation / 2), (signal.SIGKILL, end)):
             for worker in self._left():
                 worker.send_signal(number)
-            self._see_off(until)
+            self._see_off(limit)
         self._see_off(end + ESCALATION_S)  # a kill is obeyed at once, but for a hanging disk
         for worker in self._left():
             warnings.warn(
@@ -506,6 +546,8 @@ class ProcessBackend:
             worker.exitcode = wait_for_exitcode(worker, _EXITCODE_S)
         worker.channel.close()
         worker.lifeline.close()
+        if worker.stacks is not None:
+            worker.stacks.close()
         if worker.pidfd is not None:
             worker.pidfd.close()
         with contextlib.suppress(OSError):
@@ -534,6 +576,20 @@ def _has_news(worker: Watched, is_coming: bool) -> bool:
     if worker.state is WorkerState.DEAD:
         return False
     return channel.has_packets or (channel.is_asking and not is_coming)
+
+
+def _sight_of(worker: Watched, was_asked: bool) -> Sight:
+    if worker.state in (WorkerState.DEAD, WorkerState.ENDED):
+        why = "has ended"
+    elif was_asked:
+        why = (
+            f"did not tell its stack within {stacks.ASK_S:g} s: it is stopped, has the signal "
+            "blocked, or hangs in the system"
+        )
+    else:
+        why = "cannot tell its stack, or not yet: it is starting"
+    stack = worker.stacks.stack if worker.stacks is not None and was_asked else None
+    return Sight(str(worker), worker.shards, stack, why)
 
 
 # --- the end of the interpreter ----------------------------------------------------------------

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from queue import Empty as NothingYet
 
-from enqueuer.backends import Job, WorkerThread, bunch_of
+from enqueuer.backends import Job, WorkerThread, bunch_of, until
 from enqueuer.backends.shelf import Look, Shelf
 from enqueuer.backends.threads import Road, ThreadBackend
 from enqueuer.buffer import Buffer
@@ -19,7 +19,9 @@ from enqueuer.errors import Closed, StartError
 from enqueuer.merging import Order, TaskOrder
 from enqueuer.messages import End, Epoch, Failure, Item, Message, Ticket
 from enqueuer.meters import WAITING, Waits
+from enqueuer.stalls import Late, awaited_task
 from enqueuer.stats import WorkerStats
+from enqueuer.tracing import traced
 from enqueuer.worker import Plan, serve_tasks
 
 _UNBOUNDED = 1 << 62  # whoever hands out the tickets keeps the bound
@@ -41,7 +43,7 @@ class TaskThreads(ThreadBackend):
     def _start_one(self, index: int, plan: Plan) -> threading.Thread:
         road = _TaskRoad(index, self._results, self._tickets)
         thread = WorkerThread(
-            target=serve_tasks,
+            target=traced(serve_tasks, self._trace, index),
             args=(plan, road, road),
             name=f"enqueuer-worker-{index}",
             daemon=True,
@@ -128,9 +130,10 @@ class TaskThreads(ThreadBackend):
             if order.done:
                 break
             self._waits.pause(None)
+            deadline = until(deadline, self._patience_s)
             timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
             if not self._fetch(timeout):
-                raise TimeoutError("no batch in time")
+                raise Late("no batch in time")
         return None
 
     def _fetch(self, timeout: float | None) -> bool:
@@ -152,6 +155,10 @@ class TaskThreads(ThreadBackend):
     def waiting(self) -> int:
         on_their_way = sum(isinstance(message, Item) for message in self._results.snapshot())
         return on_their_way + self._shelf.waiting
+
+    def _awaited(self, order: Order) -> str:
+        assert isinstance(order, TaskOrder)
+        return awaited_task(order, self._shelf.tickets.get(order.next))
 
     def close(self) -> None:
         super().close()

@@ -18,19 +18,21 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from queue import Empty as NothingYet
 from typing import Any, TypeVar
 
 from enqueuer import usage
-from enqueuer.backends import Job, WorkerThread, owners_of, size_of, split_bound
+from enqueuer.backends import Job, WorkerThread, owners_of, size_of, split_bound, until
 from enqueuer.buffer import Buffer
 from enqueuer.errors import Closed, StartError, StopWarning
 from enqueuer.merging import Order
 from enqueuer.messages import Empty, End, Epoch, Failure, Item, Message
 from enqueuer.meters import BEGAN, BYTES, IDLE, WAITING, Meter, Waits, clock
 from enqueuer.sources import LiveSource
+from enqueuer.stalls import Late, Sight, View, awaited, first_for, stacks_of_threads
 from enqueuer.stats import WorkerStats, worker_stats
+from enqueuer.tracing import traced
 from enqueuer.worker import Plan, serve
 
 _WEIGHED_EVERY = 64  # of so many items; to look at each would take longer than to send it
@@ -47,8 +49,10 @@ class ThreadBackend:
         self._plans = job.plans()
         self._owners = owners_of(self._plans)
         self._waits = waits
+        self._patience_s = job.patience_s
         self._began = clock()
         self._measured = job.max_queue_bytes is not None
+        self._trace = job.trace
         self._buffers = _buffers(job, len(self._plans))
         self._orders: list[Buffer[Epoch]] = [Buffer(max_size=1) for _ in self._plans]
         self._roads: list[Road] = []
@@ -75,7 +79,10 @@ class ThreadBackend:
         road = Road(index, buffer, self._orders[index], self._measured)
         self._roads.append(road)
         thread = WorkerThread(
-            target=serve, args=(plan, road, road), name=f"enqueuer-worker-{index}", daemon=True
+            target=traced(serve, self._trace, index),
+            args=(plan, road, road),
+            name=f"enqueuer-worker-{index}",
+            daemon=True,
         )
         thread.start()
         return thread
@@ -89,14 +96,15 @@ class ThreadBackend:
             shard = order.turn()
             worker = None if shard is None else self._owners[shard]
             buffer = self._buffers[0 if worker is None else worker % len(self._buffers)]
-            message = buffer.get_or(None)
+            message = buffer.poll()
             if message is None:
                 self._waits.pause(worker)
+                deadline = until(deadline, self._patience_s)
                 timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
                 try:
                     message = buffer.get(timeout)
                 except NothingYet:
-                    raise TimeoutError("no batch in time") from None
+                    raise Late("no batch in time") from None
             match message:
                 case Item():
                     self._held = message
@@ -139,6 +147,17 @@ class ThreadBackend:
         messages = (message for buffer in self._buffers for message in buffer.snapshot())
         held = self._held is not None
         return held + sum(isinstance(message, Item) for message in messages)
+
+    def look(self, order: Order) -> View:
+        stacks = stacks_of_threads(self._threads)
+        sights = [
+            Sight(f"worker {index} (thread)", plan.shards, stack, "has ended")
+            for index, (plan, stack) in enumerate(zip(self._plans, stacks, strict=False))
+        ]
+        return View(self._awaited(order), self.waiting(), first_for(order, sights))
+
+    def _awaited(self, order: Order) -> str:
+        return awaited(order)
 
     def close(self) -> None:
         for orders in self._orders:
@@ -210,6 +229,9 @@ class Road:
         if self._buffer.closed:
             raise Closed("the enqueuer was stopped")
 
+    def watch(self, waited: Callable[[int], None]) -> None:
+        self.meter.waited = waited
+
     def next_epoch(self) -> Epoch | None:
         return self._get(self._orders, IDLE)
 
@@ -218,7 +240,7 @@ class Road:
         meter = self.meter
         if not meter.words[BEGAN]:
             meter.begin()
-        found = buffer.get_or(None)
+        found = buffer.poll()
         if found is None:
             meter.pause(phase)
             try:

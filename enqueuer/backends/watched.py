@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from enqueuer import usage
 from enqueuer.backends import WorkerState
 from enqueuer.backends.launching import Launched
+from enqueuer.backends.stacks import Stacks
 from enqueuer.meters import clock
 from enqueuer.stats import WorkerStats, worker_stats
 from enqueuer.transport import is_portable
@@ -41,6 +42,7 @@ class Watched:
     lifeline: Descriptor
     pidfd: Descriptor | None
     shards: tuple[int, ...]
+    stacks: Stacks | None = None  # None: nobody will ask
     state: WorkerState = WorkerState.STARTING
     exitcode: int | None = None
     gone: bool = False  # whether the process has ended

@@ -172,6 +172,10 @@ class WorkerEnd:
         if self._closed:
             raise Closed("the consumer left")
 
+    def watch(self, waited: Callable[[int], None]) -> None:
+        """Have `waited` called after each wait, with its begin."""
+        self.meter.waited = waited
+
     def next_epoch(self) -> Epoch | None:
         """Wait for the next epoch; None when there will be none."""
         self._read_orders()  # the first may have come with the job

@@ -367,6 +367,8 @@ def test_threads_that_compute_in_python_are_told_to_be_processes():
             sum(number * i for i in range(30_000))
             yield number
 
-    verdict = stats_of(source, workers=2).verdict()
-    assert verdict.binds in ("source", "cpus"), verdict  # a machine that is full of others' work
-    assert "backend='process'" in verdict.advice or verdict.binds == "cpus"
+    stats = stats_of(source, workers=2)
+    verdict = stats.verdict()
+    if verdict.binds != "cpus":  # on a machine that is full of others' work
+        assert verdict.binds == "source", stats
+        assert "backend='process'" in verdict.advice

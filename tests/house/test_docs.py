@@ -97,7 +97,7 @@ def test_contributing_names_the_commands_that_tox_runs():
         assert words in tox, words
 
 
-@pytest.mark.parametrize("command", ["demo", "pack", "inspect"])
+@pytest.mark.parametrize("command", ["demo", "pack", "inspect", "report"])
 def test_every_option_of_the_command_line_is_described(command, capsys):
     with pytest.raises(SystemExit):
         cli.main([command, "--help"])

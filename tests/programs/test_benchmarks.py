@@ -54,6 +54,13 @@ def test_a_run_prints_a_table_and_saves_it(tmp_path):
         assert one["median"] > 0
 
 
+def test_a_tree_is_compared_with_another(tmp_path):
+    other = BENCHMARKS.parent
+    done = run(other, "--repeats", 1, "--items", 200, program="against.py")
+    assert done.returncode == 0, done.stderr
+    assert "tiny process 256" in done.stdout
+
+
 def test_hdf5_is_measured(tmp_path):
     needs("h5py")
     done = run("--quick", "--cold", "--json", tmp_path / "hdf5.json", program="hdf5.py")

@@ -1,6 +1,7 @@
 """Never run: checked by mypy --strict, as a user's own code would be."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from enqueuer import Buffer, GeneratorEnqueuer, OrderedEnqueuer, Shard, Task, imap, prefetch
 
@@ -34,9 +35,11 @@ steps: int = len(ordered)
 ordered.start(workers=2, max_queue_size=5)
 batch: object = next(ordered.get())
 rows = OrderedEnqueuer((row for row in "abc"), str.upper, collate=list, batch_size=2)
-pairs = OrderedEnqueuer([(1, 2)], backend="process", on_error=lambda error: None)
+pairs = OrderedEnqueuer(
+    [(1, 2)], trace=Path("run.json"), backend="process", on_error=lambda error: None
+)
 state: dict[str, object] = pairs.state_dict()
-for word in prefetch(words, ordered=False):
+for word in prefetch(words, ordered=False, trace="run.json"):
     print(word.upper())
 for length in imap(len, ["one", "three"], workers=2, backend="process"):
     print(length + 1)

@@ -182,3 +182,22 @@ def test_bad_bounds_are_refused():
         Buffer(-1)
     with pytest.raises(ValueError, match="max_bytes must be >= 1 or None, got 0"):
         Buffer(max_bytes=0)
+
+
+def test_an_offer_is_taken_only_if_there_is_room():
+    buffer = Buffer(max_size=1)
+    assert buffer.offer("a")
+    assert not buffer.offer("b")
+    assert buffer.get() == "a"
+    buffer.close()
+    with pytest.raises(Closed):
+        buffer.offer("c")
+
+
+def test_a_poll_waits_for_nothing():
+    buffer = Buffer(max_size=1)
+    assert buffer.poll() is None
+    buffer.put("a")
+    assert buffer.poll() == "a"
+    buffer.close()
+    assert buffer.poll() is None

@@ -115,6 +115,18 @@ def test_what_computes_gets_no_more_workers_than_there_are_cpus():
     assert load(1.0, 0.001, cpu_share=0.9, cpus=3.5).run(200)[-1] == 3
 
 
+def test_waiting_for_a_cpu_is_computing_too():
+    """As on a machine where others compute, too."""
+    one = load(1.0, 0.001, cpu_share=0.4, cpus=2)
+    one.stats = lambda stats=one.stats: _starved(stats())
+    assert one.run(200)[-1] == 2
+
+
+def _starved(stats):
+    workers = [dataclasses.replace(w, starved_s=w.making_s / 2) for w in stats.workers]
+    return dataclasses.replace(stats, workers=tuple(workers))
+
+
 def test_workers_that_hinder_each_other_are_taken_back():
     """As threads that hold the GIL do: two make as much as one."""
     one = load(lambda workers: 0.01 * workers, 0.001)

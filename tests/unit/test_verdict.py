@@ -45,7 +45,7 @@ def evidence(*workers, waiting=8.0, working=2.0, items=100, **more):
 def test_a_loop_that_hardly_waits_binds():
     verdict = judge(evidence(worker(), worker(), waiting=0.1, working=9.9))
     assert verdict.binds == "loop"
-    assert "waited 1 % of its time" in verdict.reason
+    assert "waited 1.0 % of its time" in verdict.reason
     assert "takes 99 ms for each" in verdict.reason
     assert "1 worker would do as well as 2" in verdict.advice
 

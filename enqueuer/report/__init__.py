@@ -1,0 +1,1 @@
+"""`enqueuer report`: a trace is read, counted, and drawn as a page."""

@@ -1,0 +1,92 @@
+"""The command `enqueuer report`: a trace -> a page, and the same in a few lines."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from enqueuer.errors import DataFileError
+from enqueuer.formats import duration, percent
+from enqueuer.report.page import page
+from enqueuer.report.reading import Recording, count, read
+
+_FAILED = 1
+
+_EXAMPLES = """\
+examples:
+  enqueuer report run.json
+      write run.html, and say in a few lines what it shows
+  enqueuer report run.json -o pictures/first.html
+      write it elsewhere
+
+The trace comes from trace="run.json" of an enqueuer; of one that still runs, or was killed, what
+is there is shown. To look at single items open the trace itself at https://ui.perfetto.dev.
+exit codes: 0 written, 1 failed, 2 wrong arguments
+"""
+
+Commands = Any  # argparse has no public name for what add_subparsers returns
+
+
+def add_report(commands: Commands) -> None:
+    """Add `report` and its options."""
+    command = commands.add_parser(
+        "report",
+        help="make a page with pictures of a trace",
+        description=(
+            "Make a page of a trace: who did what when, what waited in the queue, how long the "
+            "loop waited. It stands alone: nothing is loaded from a network."
+        ),
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument(
+        "path", metavar="TRACE.json", help="what trace= of an enqueuer has written"
+    )
+    command.add_argument(
+        "-o", "--output", metavar="PAGE.html", help="the page (default: beside the trace)"
+    )
+    command.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    target = Path(options.output or Path(options.path).with_suffix(".html"))
+    try:
+        if target.exists() and target.samefile(options.path):
+            raise DataFileError(f"{target}: the page would take the place of the trace; give -o")
+        recording = read(options.path)
+        target.write_text(page(recording), encoding="utf-8")
+    except DataFileError as error:
+        return _failed(str(error))
+    except OSError as error:
+        return _failed(f"{target}: cannot be written: {error.strerror}")
+    print("\n".join(_lines(recording)))
+    print(target)
+    return 0
+
+
+def _failed(why: str) -> int:
+    print(f"enqueuer: {why}", file=sys.stderr)
+    return _FAILED
+
+
+def _lines(recording: Recording) -> Iterator[str]:
+    """Put the numbers into words, a line each."""
+    numbers = count(recording)
+    yield (
+        f"{numbers.items:,} items in {duration(numbers.seconds)}: "
+        f"{numbers.items_per_second:,.4g} a second"
+    )
+    if numbers.first_batch is not None:
+        waits = ", ".join(f"p{rank} {duration(at)}" for rank, at in numbers.percentiles.items())
+        yield f"first batch after {duration(numbers.first_batch)}"
+        yield f"after that the loop waited {percent(numbers.waited_share)} of its time ({waits})"
+    yield (
+        f"workers: {percent(numbers.making)} making, {percent(numbers.sending)} sending, "
+        f"{percent(numbers.waiting)} waiting"
+    )
+    yield f"{numbers.errors} errors, {numbers.skipped} skipped, {numbers.restarts} restarts"
+    if recording.verdict:
+        yield recording.verdict

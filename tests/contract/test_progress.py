@@ -1,0 +1,148 @@
+"""Progress: a bar on a terminal, nothing on a pipe, and the same batches."""
+
+import contextlib
+import io
+
+import pytest
+from helpers import needs, twelve
+
+from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, prefetch, progress
+
+tqdm = needs("tqdm").tqdm
+
+
+class Bar:
+    """Stands for tqdm, and writes down what it is told."""
+
+    made: list["Bar"]
+
+    def __init__(self, **options):
+        self.options = options
+        self.done = options.get("initial", 0)
+        self.closed = 0
+        self.texts = []
+        Bar.made.append(self)
+
+    def update(self, more):
+        self.done += more
+
+    def set_postfix_str(self, text, refresh=True):
+        self.texts.append(text)
+
+    def close(self):
+        self.closed += 1
+
+
+@pytest.fixture(autouse=True)
+def _forget(monkeypatch):
+    Bar.made = []
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)  # its monitor is a thread that stays
+
+
+@pytest.fixture
+def often(monkeypatch):
+    """Have the statistics looked at for each batch."""
+    monkeypatch.setattr(progress, "_LOOK_NS", 0)
+
+
+class Terminal(io.StringIO):
+    """Stands for one."""
+
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("backend", ["thread", "process"])
+def test_each_batch_is_shown(backend):
+    with GeneratorEnqueuer(twelve, backend=backend, progress=Bar) as enqueuer:
+        assert list(enqueuer) == list(range(12))
+    (bar,) = Bar.made
+    assert (bar.done, bar.options["total"], bar.options["desc"]) == (12, None, "epoch 0")
+    assert bar.closed
+
+
+def test_a_sequence_has_a_total_and_goes_on_where_it_was():
+    with OrderedEnqueuer(range(10), abs, progress=Bar) as enqueuer:
+        for batch in enqueuer:
+            if batch == 3:
+                break
+        assert list(enqueuer) == [4, 5, 6, 7, 8, 9]
+    assert [bar.options["total"] for bar in Bar.made] == [10, 10]
+    assert [bar.options["initial"] for bar in Bar.made] == [0, 4]
+    assert [bar.done for bar in Bar.made] == [4, 10]
+
+
+def test_a_new_epoch_has_a_new_bar():
+    with GeneratorEnqueuer(twelve, progress=Bar) as enqueuer:
+        list(enqueuer)
+        list(enqueuer)
+    assert [bar.options["desc"] for bar in Bar.made] == ["epoch 0", "epoch 1"]
+
+
+def test_a_bar_ends_with_an_error_and_with_a_break():
+    def fail():
+        yield 1
+        raise ValueError("no")
+
+    with GeneratorEnqueuer(fail, progress=Bar) as enqueuer, pytest.raises(ValueError, match="no"):
+        list(enqueuer)
+    with GeneratorEnqueuer(twelve, progress=Bar) as enqueuer:
+        for _ in enqueuer:
+            break
+    assert all(bar.closed for bar in Bar.made)
+
+
+@pytest.mark.usefixtures("often")
+def test_beside_it_stand_waits_queue_and_workers():
+    with GeneratorEnqueuer(twelve, workers=2, progress=Bar) as enqueuer:
+        list(enqueuer)
+    text = Bar.made[0].texts[-1]
+    assert text.startswith("waiting ")
+    assert "queue 0/10, 2 workers busy " in text
+
+
+def test_on_a_pipe_nothing_is_shown(capfd):
+    assert list(prefetch(twelve, progress=True)) == list(range(12))
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.usefixtures("often")
+def test_on_a_terminal_tqdm_draws_it():
+    with contextlib.redirect_stderr(Terminal()) as terminal:
+        assert list(prefetch(twelve, progress=True)) == list(range(12))
+    text = terminal.getvalue()
+    assert "epoch 0: 12batch" in text
+    assert "1 worker busy" in text
+    assert text.endswith("\n")
+
+
+def test_tqdm_itself_will_do():
+    with contextlib.redirect_stderr(Terminal()) as terminal:
+        assert list(prefetch(twelve, progress=tqdm)) == list(range(12))
+    assert "12batch" in terminal.getvalue()
+
+
+def test_what_is_no_class_is_refused():
+    with pytest.raises(TypeError, match="progress must be"):
+        GeneratorEnqueuer(twelve, progress="yes")
+
+
+def test_a_bar_of_a_command_shows_text():
+    with (
+        contextlib.redirect_stderr(Terminal()) as terminal,
+        progress.bar("packing", 4, "shard") as tell,
+    ):
+        tell(3, "300 rows")
+        tell(1)
+    text = terminal.getvalue()
+    assert "packing: 100%" in text
+    assert "300 rows" in text
+
+
+def test_a_bar_that_is_not_to_be_shown_shows_nothing():
+    with (
+        contextlib.redirect_stderr(Terminal()) as terminal,
+        progress.bar("packing", 4, "shard", shown=False) as tell,
+    ):
+        tell(4)
+    assert terminal.getvalue() == ""

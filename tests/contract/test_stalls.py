@@ -1,0 +1,344 @@
+"""A loop that waits long is told for what, and where each worker is; `timeout` loses nothing."""
+
+import asyncio
+import copy
+import functools
+import logging
+import os
+import signal
+import tempfile
+import time
+import warnings
+from queue import Empty
+
+import helpers
+import pytest
+from helpers import Gated, wait_until
+
+from enqueuer import BatchTimeout, GeneratorEnqueuer, OrderedEnqueuer, StallWarning, imap, prefetch
+
+ALL = [(shard, number) for number in range(3) for shard in range(2)]
+SHORT_S = 0.1  # how long the loop waits, where it is known to wait for ever
+
+
+def take(enqueuer, count):
+    """Return so many batches, however long it takes."""
+    batches = []
+    while len(batches) < count:
+        try:
+            for batch in enqueuer:
+                batches.append(batch)
+                if len(batches) == count:
+                    break
+        except BatchTimeout:
+            pass
+    return batches
+
+
+def timeout_of(enqueuer):
+    """Return the text of the BatchTimeout of a loop that waits for ever."""
+    with pytest.raises(BatchTimeout) as caught:
+        next(iter(enqueuer))
+    return str(caught.value)
+
+
+def text_when(enqueuer, words):
+    """Return the text of a BatchTimeout that has some words: a worker needs time to get there."""
+    texts = []
+
+    def has_come():
+        texts.append(timeout_of(enqueuer))
+        return words in texts[-1]
+
+    wait_until(has_come)
+    return texts[-1]
+
+
+def new_folder(folder):
+    return tempfile.mkdtemp(dir=folder)
+
+
+class Heard:
+    """The warnings about items of shard 1; at each of them `act` is called."""
+
+    def __init__(self, monkeypatch, act=lambda: None):
+        self.act = act
+        self.texts = []
+        self.places = []
+        warnings.simplefilter("default", StallWarning)  # as users have it
+        monkeypatch.setattr(warnings, "showwarning", self.show)
+
+    def show(self, message, category, filename, lineno, file=None, line=None):
+        if "waits for shard 1" in str(message):  # before that they are only starting
+            self.texts.append(str(message))
+            self.places.append(filename)
+            self.act()
+
+
+def test_each_stall_is_told_once_with_the_stack_of_the_worker(backend, tmp_path, monkeypatch):
+    source = Gated(tmp_path, stops=[(1, 1), (1, 2)])
+    heard = Heard(monkeypatch, source.let_on)
+    with GeneratorEnqueuer(source, workers=2, stall_timeout=1.0, **backend) as enqueuer:
+        assert list(enqueuer) == ALL
+    first, second = heard.texts
+    assert first.startswith("no batch came for 1 s: the loop waits for shard 1, item 1, of epoch 0")
+    assert second.startswith("no batch came for 1 s: the loop waits for shard 1, item 2")
+    lines = first.splitlines()
+    assert lines[2].startswith("worker 1 (")
+    assert lines[2].endswith("), shard 1, is here:")
+    assert "in __call__" in lines[3]  # what lies outside of the user's code is left out
+    assert "in wait_at_the_gate" in first
+    assert "with open(self.gates[stop]):" in first
+    assert set(heard.places) == {__file__}
+
+
+def test_a_long_stall_is_told_once(backend, tmp_path, monkeypatch):
+    source = Gated(tmp_path)
+    with GeneratorEnqueuer(
+        source, workers=2, stall_timeout=SHORT_S, timeout=5 * SHORT_S, **backend
+    ) as enqueuer:
+        heard = Heard(monkeypatch)
+        assert take(enqueuer, 3) == ALL[:3]
+        heard.texts.clear()
+        timeout_of(enqueuer)
+        assert len(heard.texts) == 1
+        source.let_on()
+        assert take(enqueuer, 3) == ALL[3:]
+
+
+def test_a_timeout_loses_nothing(backend, tmp_path):
+    source = Gated(tmp_path)
+    with GeneratorEnqueuer(source, workers=2, timeout=SHORT_S, **backend) as enqueuer:
+        assert take(enqueuer, 3) == ALL[:3]
+        text = text_when(enqueuer, "in wait_at_the_gate")
+        assert text.startswith("no batch came for 0.1 s: the loop waits for shard 1, item 1")
+        assert text.endswith("iterating again goes on with the very next batch")
+        assert enqueuer.is_running()
+        source.let_on()
+        assert take(enqueuer, 3) == ALL[3:]
+
+
+def test_a_timeout_of_tasks_names_the_element_and_loses_nothing(backend, tmp_path):
+    source = Gated(tmp_path, stops=[(1, 1)])
+    work = functools.partial(source.item, 1)
+    with OrderedEnqueuer(range(3), work, workers=2, timeout=SHORT_S, **backend) as enqueuer:
+        assert take(enqueuer, 1) == [(1, 0)]
+        text = text_when(enqueuer, "in wait_at_the_gate")
+        assert "the loop waits for task 1 (element 1), of epoch 0" in text
+        source.let_on()
+        assert take(enqueuer, 2) == [(1, 1), (1, 2)]
+
+
+def test_workers_that_are_not_busy_are_told_in_words(backend, tmp_path):
+    source = Gated(tmp_path, stops=[(1, 1)])
+    options = {"workers": 2, "timeout": SHORT_S, **backend}
+    with GeneratorEnqueuer(source, **options) as enqueuer:
+        assert take(enqueuer, 3) == ALL[:3]
+        text_when(enqueuer, "has done all of this epoch")
+        source.let_on()
+        assert take(enqueuer, 3) == ALL[3:]
+    source = Gated(new_folder(tmp_path), count=20)
+    with GeneratorEnqueuer(source, max_queue_size=2, **options) as enqueuer:
+        assert take(enqueuer, 3) == ALL[:3]
+        text_when(enqueuer, "has a batch in hand and waits for room")
+        source.let_on()
+        assert len(take(enqueuer, 37)) == 37
+    source = Gated(new_folder(tmp_path), stops=[(1, 1)])
+    with OrderedEnqueuer(range(2), functools.partial(source.item, 1), **options) as enqueuer:
+        assert take(enqueuer, 1) == [(1, 0)]
+        text_when(enqueuer, "waits for a task")
+        source.let_on()
+        assert take(enqueuer, 1) == [(1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("act", "where"),
+    [
+        (helpers.hang, "in hang"),
+        (helpers.hang_in_a_regex, "in hang_in_a_regex"),
+        (helpers.hang_in_a_lock, "in hang_in_a_lock"),
+        (helpers.hang_deep, "in hang_deep"),
+    ],
+)
+def test_a_process_tells_its_stack_whatever_it_does(process, tmp_path, act, where):
+    source = Gated(tmp_path, act=act)
+    with GeneratorEnqueuer(source, workers=2, timeout=SHORT_S, **process) as enqueuer:
+        assert take(enqueuer, 3) == ALL[:3]
+        text_when(enqueuer, where)
+        enqueuer.stop(0.5)
+
+
+def test_a_stopped_process_is_waited_for_only_so_long(process):
+    with GeneratorEnqueuer(stopping, workers=2, timeout=SHORT_S, **process) as enqueuer:
+        pids = take(enqueuer, 2)
+        begin = time.monotonic()
+        text = timeout_of(enqueuer)
+        assert time.monotonic() - begin < helpers.LIMIT / 3
+        assert f"worker 0 (process {pids[0]}, " in text
+        assert "did not tell its stack within 1 s: it is stopped" in text
+        for _ in range(2):  # what is asked twice is answered twice, and late
+            timeout_of(enqueuer)
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+        assert take(enqueuer, 2) == ["went on", "went on"]
+
+
+def stopping():
+    yield os.getpid()
+    helpers.stop_self()
+    yield "went on"
+
+
+def test_a_worker_that_logs_all_the_time_does_not_put_off_the_timeout(backend):
+    with GeneratorEnqueuer(logging_for_long, timeout=3 * SHORT_S, **backend) as enqueuer:
+        assert take(enqueuer, 1) == [0]
+        timeout_of(enqueuer)
+
+
+def logging_for_long(shard):
+    yield 0
+    for _ in range(100):
+        logging.getLogger("tests").warning("still here")
+        time.sleep(0.02)
+
+
+def test_skipped_errors_do_not_put_off_the_timeout(backend):
+    with OrderedEnqueuer(
+        range(1000), fail_slowly, timeout=2 * SHORT_S, on_error=ignore, **backend
+    ) as enqueuer:
+        timeout_of(enqueuer)
+        assert enqueuer.error_count < 1000
+
+
+def fail_slowly(number):
+    time.sleep(0.02)
+    raise KeyError(number)
+
+
+def ignore(error):
+    return None
+
+
+def test_any_shard_is_waited_for_if_there_is_no_order(backend, tmp_path):
+    source = Gated(tmp_path, stops=[(0, 0)])
+    with GeneratorEnqueuer(source, ordered=False, timeout=SHORT_S, **backend) as enqueuer:
+        text = text_when(enqueuer, "in wait_at_the_gate")
+        assert "the loop waits for the next item of any shard" in text
+        source.let_on()
+        assert take(enqueuer, 3) == [(0, 0), (0, 1), (0, 2)]
+
+
+def test_async_for_times_out_and_loses_nothing(backend, tmp_path):
+    source = Gated(tmp_path)
+
+    async def main():
+        batches, texts = [], []
+        async with GeneratorEnqueuer(source, workers=2, timeout=SHORT_S, **backend) as enqueuer:
+            while len(batches) < 6:
+                try:
+                    async for batch in enqueuer:
+                        batches.append(batch)
+                except BatchTimeout as error:
+                    texts.append(str(error))
+                    if len(batches) == 3 and "in wait_at_the_gate" in texts[-1]:
+                        source.let_on()
+        return batches, texts
+
+    batches, texts = asyncio.run(main())
+    assert batches == ALL
+    assert "the loop waits for shard 1, item 1" in texts[-1]
+
+
+def test_async_for_warns_and_goes_on(backend, tmp_path, monkeypatch):
+    source = Gated(tmp_path)
+    heard = Heard(monkeypatch, source.let_on)
+
+    async def main():
+        async with GeneratorEnqueuer(source, workers=2, stall_timeout=1.0, **backend) as enqueuer:
+            return [batch async for batch in enqueuer]
+
+    assert asyncio.run(main()) == ALL
+    assert len(heard.texts) == 1
+
+
+def test_queue_get_times_out_as_the_loop_does_and_as_it_is_told(backend, tmp_path):
+    source = Gated(tmp_path, stops=[(0, 0)])
+    with GeneratorEnqueuer(source, timeout=SHORT_S, **backend) as enqueuer:
+        with pytest.raises(BatchTimeout):
+            enqueuer.queue.get()
+        with pytest.raises(Empty):
+            enqueuer.queue.get(timeout=SHORT_S / 2)
+        source.let_on()
+        assert take(enqueuer, 3) == [(0, 0), (0, 1), (0, 2)]
+
+
+@pytest.mark.parametrize("limit", [None, 20.0])
+def test_a_timeout_error_of_the_users_own_passes(backend, tmp_path, limit):
+    def alarm(number, frame):
+        raise TimeoutError("my own")
+
+    source = Gated(tmp_path, stops=[(0, 0)])
+    before = signal.signal(signal.SIGALRM, alarm)
+    try:
+        with GeneratorEnqueuer(source, **backend) as enqueuer:
+            signal.setitimer(signal.ITIMER_REAL, SHORT_S)
+            with pytest.raises(TimeoutError, match="my own"):
+                enqueuer.queue.get(timeout=limit)
+            source.let_on()
+            assert list(enqueuer) == [(0, 0), (0, 1), (0, 2)]
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_warning_that_is_made_an_error_loses_nothing(tmp_path, no_warnings):
+    source = Gated(tmp_path)
+    with GeneratorEnqueuer(source, workers=2, stall_timeout=SHORT_S) as enqueuer:
+        batches = []
+        with pytest.raises(StallWarning):
+            for batch in enqueuer:
+                batches.append(batch)  # it raises
+        source.let_on()
+        while len(batches) < 6:
+            try:
+                for batch in enqueuer:
+                    batches.append(batch)
+            except StallWarning:
+                pass
+    assert batches == ALL
+
+
+def test_a_copy_has_the_same_limits(tmp_path):
+    enqueuer = copy.copy(GeneratorEnqueuer(Gated(tmp_path, stops=[(0, 0)]), timeout=SHORT_S))
+    with enqueuer:
+        timeout_of(enqueuer)
+        enqueuer._source.function.let_on()
+        assert take(enqueuer, 3) == [(0, 0), (0, 1), (0, 2)]
+
+
+def test_prefetch_and_imap_take_the_limits(tmp_path):
+    source = Gated(tmp_path, stops=[(0, 0)])
+    options = {"timeout": SHORT_S, "stall_timeout": None, "backend": "process"}
+    for batches in (
+        prefetch(source, **options),
+        imap(functools.partial(source.item, 0), range(2), **options),
+    ):
+        with pytest.raises(BatchTimeout):
+            next(batches)
+
+
+@pytest.mark.parametrize("name", ["stall_timeout", "timeout"])
+@pytest.mark.parametrize(
+    ("value", "error"), [(0, ValueError), (-1, ValueError), ("1", TypeError), (True, TypeError)]
+)
+def test_a_limit_that_cannot_be_is_refused(name, value, error):
+    for kind in (GeneratorEnqueuer, OrderedEnqueuer):
+        source = helpers.twelve if kind is GeneratorEnqueuer else [1]
+        with pytest.raises(error, match=f"{name} must be"):
+            kind(source, **{name: value})
+
+
+def test_whoever_sets_no_limit_waits_without_one(process):
+    """And no worker has a pipe to answer on."""
+    with GeneratorEnqueuer(helpers.twelve, stall_timeout=None, **process) as enqueuer:
+        assert enqueuer._backend._workers[0].stacks is None
+        assert list(enqueuer) == list(range(12))

@@ -1,0 +1,482 @@
+"""The timeline: what is in it, that viewers can read it, and that it changes nothing."""
+
+import copy
+import json
+import pickle
+import threading
+from collections import defaultdict
+
+import numpy as np
+import pytest
+from helpers import (
+    LIMIT,
+    Failing,
+    counting,
+    kill_self,
+    random_batches,
+    run_program,
+    twelve,
+    wait_until,
+)
+
+import enqueuer
+from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, WorkerDied, trace
+
+SPANS = {"next", "send", "wait", "work", "read"}
+
+
+def read(path):
+    """Return the events of a trace that was ended, which is JSON in the strict sense."""
+    return json.loads(path.read_text())
+
+
+def named(events, name, **args):
+    wanted = args.items()
+    return [e for e in events if e["name"] == name and wanted <= e.get("args", {}).items()]
+
+
+def rows(events):
+    """Return the name of each row."""
+    return {(e["pid"], e["tid"]): e["args"]["name"] for e in named(events, "thread_name")}
+
+
+def row_of(events, event):
+    return rows(events)[event["pid"], event["tid"]]
+
+
+def check_rules(events, is_whole=True):
+    """Fail unless viewers can make sense of it: spans of a row lie in or beside each other.
+
+    If not all was written, or some was made twice, arrows may lack an end.
+    """
+    by_row = defaultdict(list)
+    for event in events:
+        assert isinstance(event["pid"], int)
+        if event["ph"] == "X":
+            assert event["name"] in SPANS
+            assert type(event["ts"]) is type(event["dur"]) is int
+            assert event["dur"] >= 0
+            by_row[event["pid"], event["tid"]].append(event)
+        elif event["ph"] != "M":
+            assert type(event["ts"]) is int
+    assert set(by_row) <= set(rows(events))
+    for spans in by_row.values():
+        assert spans == sorted(spans, key=lambda span: span["ts"])
+        ends = []  # of the spans that a next one may lie in
+        for span in spans:
+            while ends and ends[-1] <= span["ts"]:
+                ends.pop()
+            assert not ends or span["ts"] + span["dur"] <= ends[-1], span
+            ends.append(span["ts"] + span["dur"])
+    begins = [e["id"] for e in events if e["ph"] == "s"]
+    ends = [e["id"] for e in events if e["ph"] == "f"]
+    assert not is_whole or len(set(begins)) == len(begins)
+    assert not is_whole or set(ends) <= set(begins)
+
+
+def double(number):
+    return 2 * number
+
+
+def fail_at_three(number):
+    if number == 3:
+        raise KeyError("three")
+    return number
+
+
+def test_items_are_the_same_with_a_trace(backend, tmp_path):
+    path = tmp_path / "run.json"
+    with GeneratorEnqueuer(random_batches, workers=2, random_seed=7, **backend) as plain:
+        expected = [batch["small"].tobytes() for batch in plain]
+    with GeneratorEnqueuer(
+        random_batches, workers=2, random_seed=7, trace=path, **backend
+    ) as enqueuer:
+        assert [batch["small"].tobytes() for batch in enqueuer] == expected
+
+
+def test_each_item_is_made_sent_and_taken(backend, tmp_path):
+    path = tmp_path / "run.json"
+    with GeneratorEnqueuer(twelve, workers=2, trace=path, max_queue_size=3, **backend) as enqueuer:
+        assert list(enqueuer) == list(range(12))
+    events = read(path)
+    check_rules(events)
+    items = {(shard, item) for shard in range(2) for item in range(6)}
+    for name in ("next", "send", "work"):
+        found = [e["args"] for e in named(events, name, epoch=0)]
+        assert {(a["shard"], a["item"]) for a in found if "item" in a} == items, name
+    assert len([e for e in events if e["ph"] == "f"]) == 12
+    assert {name[:8] for name in rows(events).values()} == {"loop", "worker 0", "worker 1"}
+    for event in named(events, "next", shard=1):
+        assert row_of(events, event).startswith("worker 1")
+    assert named(events, "queue")
+    assert [e["name"] for e in events if e["name"] in ("verdict", "stop", "end")] == [
+        *("verdict", "stop", "end")
+    ]
+
+
+def test_processes_are_named_by_their_pids(process, tmp_path):
+    path = tmp_path / "run.json"
+    with GeneratorEnqueuer(twelve, trace=path, **process) as enqueuer:
+        list(enqueuer)
+    names = [e["args"]["name"] for e in named(read(path), "process_name")]
+    pid = next(e["pid"] for e in named(read(path), "next"))
+    assert f"worker 0 (process {pid})" in names
+
+
+def test_tasks_are_told_by_their_elements(backend, tmp_path):
+    path = tmp_path / "run.json"
+    with OrderedEnqueuer(range(9), double, batch_size=2, workers=2, trace=path, **backend) as tasks:
+        assert len(list(tasks)) == 5
+        assert len(list(tasks)) == 5
+    events = read(path)
+    check_rules(events)
+    for epoch in range(2):
+        made = [e["args"] for e in named(events, "next", epoch=epoch) if "task" in e["args"]]
+        assert sorted(a["element"] for a in made) == [0, 2, 4, 6, 8]
+    assert len(named(events, "work")) == 10
+    assert [e["args"] for e in named(events, "epoch")] == [{"epoch": 0}, {"epoch": 1}]
+
+
+def test_a_worker_that_waits_for_room_says_so(backend, tmp_path):
+    path = tmp_path / "run.json"
+    with GeneratorEnqueuer(counting, max_queue_size=1, trace=path, **backend) as enqueuer:
+        batches = iter(enqueuer)
+        next(batches)
+        wait_until(lambda: enqueuer.queue.qsize() == 1)
+        # the worker has the third in hand, or will have; what is taken makes room for it
+        wait_until(lambda: is_blocked(enqueuer), LIMIT)
+        next(batches)
+        next(batches)
+    events = read(path)
+    check_rules(events)
+    wait = named(events, "wait", **{"for": "room"})[0]
+    around = [
+        e
+        for e in named(events, "send")
+        if e["ts"] <= wait["ts"] and wait["ts"] + wait["dur"] <= e["ts"] + e["dur"]
+    ]
+    assert len(around) == 1
+
+
+def is_blocked(enqueuer):
+    """Return whether the one worker waits for room."""
+    backend = enqueuer._backend._backend
+    if hasattr(backend, "_buffers"):
+        return backend._buffers[0]._putters == 1
+    return backend._workers[0].channel._words[3] != 0  # it sleeps
+
+
+def test_bytes_of_arrays_are_told(backend, tmp_path):
+    path = tmp_path / "run.json"
+    with GeneratorEnqueuer(arrays, trace=path, **backend) as enqueuer:
+        list(enqueuer)
+    assert [e["args"].get("bytes") for e in named(read(path), "send")] == [800, 1603, None]
+
+
+def arrays():
+    yield np.zeros(100)
+    yield {"x": [np.zeros(100), np.zeros(100)], "name": b"abc"}
+    yield "text"
+
+
+def test_an_array_made_in_place_is_still_not_copied(process, tmp_path, caplog):
+    path = tmp_path / "run.json"
+    with GeneratorEnqueuer(in_place, trace=path, **process) as enqueuer:
+        assert [batch[0] for batch in enqueuer] == [0, 1, 2]
+    assert "copied on its way" not in caplog.text
+
+
+def in_place():
+    for number in range(3):
+        array = enqueuer.empty(100_000, np.uint8)
+        array[:] = number
+        yield array
+        del array
+
+
+def test_errors_are_told_whether_raised_or_skipped(backend, tmp_path):
+    path = tmp_path / "run.json"
+    options = dict(trace=path, workers=2, **backend)
+    with OrderedEnqueuer(range(6), fail_at_three, on_error="skip", **options) as tasks:
+        assert list(tasks) == [0, 1, 2, 4, 5]
+    told = named(read(path), "skipped")
+    assert [e["args"]["error"] for e in told] == ["KeyError('three')"]
+    with OrderedEnqueuer(range(6), fail_at_three, **options) as tasks:
+        with pytest.raises(KeyError):
+            list(tasks)
+    events = read(path)
+    check_rules(events)
+    assert [e["args"]["error"] for e in named(events, "error")] == ["KeyError('three')"]
+    assert named(events, "next", error="KeyError('three')")
+
+
+def test_a_killed_worker_leaves_a_trace_and_its_successor_goes_on(process, tmp_path):
+    path = tmp_path / "run.json"
+    source = Once(str(tmp_path / "mark"))
+    with GeneratorEnqueuer(source, max_restarts=1, trace=path, **process) as enqueuer:
+        assert list(enqueuer) == list(range(5))
+    events = read(path)
+    check_rules(events, is_whole=False)
+    assert len(named(events, "restart")) == 1
+    assert sorted(rows(events).values()) == ["loop", "worker 0", "worker 0"]
+
+
+def test_a_death_that_is_raised_is_told(process, tmp_path):
+    path = tmp_path / "run.json"
+    with GeneratorEnqueuer(Failing(2, kill_self), trace=path, **process) as enqueuer:
+        with pytest.raises(WorkerDied):
+            list(enqueuer)
+    events = read(path)
+    check_rules(events, is_whole=False)
+    assert "WorkerDied" in named(events, "error")[0]["args"]["error"]
+
+
+class Once:
+    """A source of 0 to 4 whose worker is killed at 3, the first time."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __call__(self):
+        for number in range(5):
+            if number == 3:
+                try:
+                    open(self.mark, "x").close()
+                except FileExistsError:
+                    pass
+                else:
+                    kill_self()
+            yield number
+
+
+def test_another_start_goes_on_in_the_same_file(backend, tmp_path):
+    path = tmp_path / "run.json"
+    enqueuer = GeneratorEnqueuer(twelve, trace=path, **backend)
+    for _ in range(3):
+        with enqueuer:
+            list(enqueuer)
+    events = read(path)
+    check_rules(events)
+    assert [e["args"]["run"] for e in named(events, "start")] == [0, 1, 2]
+    assert len(named(events, "end")) == 3
+    assert len(named(events, "work")) == 36
+
+
+def test_other_workers_go_on_in_the_same_file(backend, tmp_path):
+    path = tmp_path / "run.json"
+    with GeneratorEnqueuer(twelve, shards=4, trace=path, **backend) as enqueuer:
+        batches = iter(enqueuer)
+        first = [next(batches) for _ in range(3)]
+        enqueuer.reconfigure(workers=3)
+        assert first + list(batches) == list(range(12))
+    events = read(path)
+    check_rules(events, is_whole=False)  # what was made ahead is made once more
+    assert len(named(events, "reconfigured")) == 1
+    assert len(named(events, "end")) == 1
+    assert {name[:8] for name in rows(events).values()} >= {"worker 0", "worker 1", "worker 2"}
+
+
+def test_a_trace_is_replaced_and_any_other_file_is_not(tmp_path):
+    path = tmp_path / "run.json"
+    for _ in range(2):
+        with GeneratorEnqueuer(twelve, trace=path) as enqueuer:
+            list(enqueuer)
+    assert len(named(read(path), "start")) == 1
+    for text in ('[{"id": 1}]', "data"):
+        path.write_text(text)
+        with pytest.raises(FileExistsError, match="no trace of an enqueuer"):
+            GeneratorEnqueuer(twelve, trace=path).start()
+        assert path.read_text() == text
+
+
+def test_a_folder_that_is_not_there_is_told_at_the_start(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        GeneratorEnqueuer(twelve, trace=tmp_path / "no" / "run.json").start()
+
+
+@pytest.mark.parametrize("value", [7, True, b"run.json"])
+def test_what_is_no_path_is_refused(value):
+    with pytest.raises(TypeError, match="trace must be the path"):
+        GeneratorEnqueuer(twelve, trace=value)
+
+
+def test_copies_have_the_same_file_and_portions_one_each(tmp_path):
+    path = tmp_path / "run.json"
+    made = GeneratorEnqueuer(twelve, shards=4, trace=path)
+    for twin in (copy.copy(made), pickle.loads(pickle.dumps(made))):
+        with twin:
+            list(twin)
+        assert len(named(read(path), "work")) == 12
+        path.unlink()
+    for maker in (made, OrderedEnqueuer(range(12), trace=path)):
+        for part in range(2):
+            with maker._portion(0, 1, part, 2) as portion:
+                list(portion)
+        assert sorted(p.name for p in tmp_path.iterdir()) == [
+            "run.0-of-2.json",
+            "run.1-of-2.json",
+        ]
+        for file in tmp_path.iterdir():
+            assert len(named(read(file), "work")) == 6
+            file.unlink()
+    with GeneratorEnqueuer(twelve, shards=4, rank=1, world_size=4, trace=path) as enqueuer:
+        list(enqueuer)
+    assert [p.name for p in tmp_path.iterdir()] == ["run.1-of-4.json"]
+
+
+def test_a_loop_in_asyncio_is_recorded(tmp_path):
+    import asyncio
+
+    path = tmp_path / "run.json"
+
+    async def main():
+        async with GeneratorEnqueuer(twelve, trace=path) as enqueuer:
+            return [batch async for batch in enqueuer]
+
+    assert asyncio.run(main()) == list(range(12))
+    events = read(path)
+    check_rules(events)
+    assert len(named(events, "work")) == 12
+
+
+def test_several_threads_that_take_make_one_row(tmp_path):
+    path = tmp_path / "run.json"
+    with GeneratorEnqueuer(numbers, trace=path, max_queue_size=64) as enqueuer:
+        taken = []
+        threads = [threading.Thread(target=taken.extend, args=(iter(enqueuer),)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LIMIT)
+    assert sorted(taken) == list(range(2000))
+    check_rules(read(path))
+
+
+def numbers():
+    yield from range(2000)
+
+
+def test_spans_of_threads_that_were_slow_to_tell_do_not_overlap(tmp_path):
+    path = tmp_path / "run.json"
+    with GeneratorEnqueuer(twelve, trace=path) as enqueuer:
+        batches = iter(enqueuer)
+        for _ in range(3):
+            next(batches)
+            enqueuer._trace.waited(1, 2, {})  # since long ago
+    check_rules(read(path))
+
+
+def test_what_is_dropped_at_the_stop_was_not_taken(process, tmp_path):
+    path = tmp_path / "run.json"
+    with GeneratorEnqueuer(counting, trace=path, max_queue_size=64, **process) as enqueuer:
+        wait_until(lambda: enqueuer.queue.qsize() == 64)
+        assert next(iter(enqueuer)) == (0, 0)
+        assert len(enqueuer._ready) > 2
+    assert [e["args"]["item"] for e in named(read(path), "work")] == [0]
+
+
+def test_the_counter_falls_with_each_item_that_is_taken(backend, tmp_path):
+    path = tmp_path / "run.json"
+    with GeneratorEnqueuer(twelve, trace=path, max_queue_size=20, **backend) as enqueuer:
+        wait_until(lambda: enqueuer.queue.qsize() == 12)
+        list(enqueuer)
+    told = [e["args"]["items"] for e in named(read(path), "queue")]
+    assert (told[0], told[-1]) == (12, 0)
+    assert told == sorted(told, reverse=True)
+
+
+def test_the_queue_of_keras_is_recorded(backend, tmp_path):
+    path = tmp_path / "run.json"
+    with GeneratorEnqueuer(twelve, trace=path, **backend) as enqueuer:
+        taken = []
+        while enqueuer.is_running():
+            if not enqueuer.queue.empty():
+                taken.append(enqueuer.queue.get())
+    assert taken == list(range(12))
+    events = read(path)
+    check_rules(events)
+    assert len(named(events, "work")) == 12
+
+
+def test_a_large_trace_says_so_and_ends(monkeypatch, tmp_path):
+    monkeypatch.setattr(trace, "MOST_BYTES", 100_000)
+    path = tmp_path / "run.json"
+    with GeneratorEnqueuer(numbers, trace=path) as enqueuer:
+        assert sum(1 for _ in enqueuer) == 2000
+    events = read(path)
+    check_rules(events, is_whole=False)
+    assert len(named(events, "full")) == 1
+    assert path.stat().st_size < 100_000 + 3 * trace.FLUSH_BYTES
+    assert events[-1]["name"] == "end"
+
+
+def test_a_worker_that_cannot_record_says_so_and_works(backend, tmp_path, caplog):
+    path = tmp_path / "run.json"
+    with GeneratorEnqueuer(twelve, shards=4, trace=path, **backend) as enqueuer:
+        batches = iter(enqueuer)
+        first = next(batches)
+        path.unlink()
+        enqueuer.reconfigure(workers=2)
+        assert [first, *batches] == list(range(12))
+    assert "worker 1 records nothing in a trace: [Errno 2]" in caplog.text
+    assert not path.exists()
+
+
+def test_a_disk_that_is_full_is_one_warning_and_the_run_goes_on(tmp_path):
+    code, out, err = run_program(
+        tmp_path,
+        f"""
+        import logging, resource
+        from enqueuer import GeneratorEnqueuer
+        logging.basicConfig(format="%(levelname)s %(message)s")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (700_000, 700_000))  # more than a road has
+        def numbers(): yield from range(2000)
+        for backend in ("thread", "process"):
+            path = {str(tmp_path)!r} + "/" + backend + ".json"
+            options = dict(backend=backend) | (
+                dict(mp_context="fork", forward_logs=False) if backend == "process" else {{}}
+            )
+            with GeneratorEnqueuer(numbers, trace=path, **options) as enqueuer:
+                print(sum(enqueuer))
+        """,
+    )
+    assert (code, out.split()) == (0, ["1999000", "1999000"])
+    assert err.count("is no longer written") == 2, err
+    assert len(err.splitlines()) == 2
+
+
+def test_what_a_killed_program_leaves_is_whole_lines(tmp_path):
+    path = tmp_path / "run.json"
+    code, _, err = run_program(
+        tmp_path,
+        f"""
+        import os, signal
+        from enqueuer import GeneratorEnqueuer
+        def numbers(): yield from range(5000)
+        enqueuer = GeneratorEnqueuer(numbers, trace={str(path)!r}, backend="process")
+        for number in enqueuer:
+            if number == 4000:
+                os.kill(os.getpid(), signal.SIGKILL)
+        """,
+    )
+    assert code == -9, err
+    lines = path.read_text().splitlines()
+    assert lines[0] == "["
+    events = [json.loads(line.rstrip(",")) for line in lines[1:]]
+    check_rules(events, is_whole=False)
+    assert len(named(events, "work")) > 100
+
+
+def test_a_forgotten_enqueuer_ends_its_file(tmp_path):
+    path = tmp_path / "run.json"
+    for batch in GeneratorEnqueuer(counting, trace=path):
+        assert batch == (0, 0)
+        break
+    assert read(path)[-1]["name"] == "end"
+
+
+def test_nothing_is_wrapped_without_a_trace(backend):
+    with GeneratorEnqueuer(twelve, **backend) as enqueuer:
+        list(enqueuer)
+        assert type(enqueuer._ready).__name__ == "deque"
+        assert type(enqueuer._backend).__module__.startswith("enqueuer.backends.")

@@ -1,0 +1,257 @@
+"""`enqueuer report`: what it prints, writes and returns, for traces whole and broken."""
+
+import html.parser
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from enqueuer import GeneratorEnqueuer, cli, trace
+from enqueuer.report import page as pages
+from enqueuer.report import reading
+
+LOOP = {"pid": 1, "tid": 1}
+S = 1_000_000  # microseconds
+
+
+def worker(index, pid=None):
+    return {"pid": 10 + index if pid is None else pid, "tid": 7}
+
+
+def span(name, begin, end, where, **args):
+    return {
+        "name": name, "ph": "X", "ts": 5 * S + begin, "dur": end - begin, **where, "args": args,
+    }  # fmt: skip
+
+
+def instant(name, at, **args):
+    return {"name": name, "ph": "i", "s": "p", "ts": 5 * S + at, **LOOP, "args": args}
+
+
+def fill(at, items):
+    return {"name": "queue", "ph": "C", "ts": 5 * S + at, **LOOP, "args": {"items": items}}
+
+
+def name_of(where, name):
+    return {"name": "thread_name", "ph": "M", **where, "args": {"name": name}}
+
+
+ABOUT = dict(workers=2, backend="thread", max_queue_size=4, cpus=2, run=0)
+STORY = [
+    name_of(LOOP, "loop"),
+    name_of(worker(0), "worker 0 (thread)"),
+    name_of(worker(1), "worker 1 (thread)"),
+    instant("start", 0, **ABOUT),
+    instant("epoch", 1000, epoch=0),
+    span("wait", 2000, S, LOOP),
+    *(
+        event
+        for item in range(4)
+        for event in (
+            span("work", S + item * S, S + item * S + S // 2, LOOP, shard=0, item=item),
+            span("wait", S + item * S + S // 2, 2 * S + item * S, LOOP),
+        )
+    ),
+    span("next", 0, 3 * S, worker(0), shard=0, item=0),
+    span("send", 3 * S, 4 * S, worker(0), shard=0, item=0, bytes=2000),
+    span("wait", 3 * S + S // 4, 4 * S, worker(0), **{"for": "room"}),
+    span("wait", 0, 4 * S, worker(1), **{"for": "epoch"}),
+    fill(0, 0),
+    fill(3 * S, 4),
+    instant("skipped", S, error="KeyError('<b>')", worker="worker 0 (thread)", shard=0, item=3),
+    instant("restart", 2 * S, restarts=1),
+    instant("stop", 5 * S),
+]
+
+
+def write(path, events=STORY, end="\n]\n"):
+    head = trace.HEAD.decode() + ', "pid": 1, "args": {"format": 1}},\n'
+    path.write_text(head + ",\n".join(map(json.dumps, events)) + end)
+    return str(path)
+
+
+class Page(html.parser.HTMLParser):
+    """A page as a browser sees it: what it would load, and whether what opens closes."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.loads, self.words = [], [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.loads += [v for k, v in attrs if k in ("src", "href", "xlink:href")]
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data.strip())
+
+
+def check(text):
+    """Fail unless a page stands alone and its pictures are pictures; return it."""
+    seen = Page(text)
+    assert seen.open == []
+    assert seen.loads == []
+    assert "script" not in seen.tags
+    assert "http" not in text
+    assert "url(" not in text
+    for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
+        root = ElementTree.fromstring(svg)
+        x, y, width, height = map(float, root.get("viewBox").split())
+        for rect in root.iter("rect"):
+            left, top = float(rect.get("x")), float(rect.get("y"))
+            assert x <= left <= left + float(rect.get("width")) <= width
+            assert y <= top <= top + float(rect.get("height")) <= height
+        assert "nan" not in svg
+    return seen
+
+
+def test_the_numbers_of_a_run_are_counted(tmp_path):
+    numbers = reading.count(reading.read(write(tmp_path / "run.json")))
+    assert numbers.items == 4
+    assert numbers.seconds == 5
+    assert numbers.items_per_second == 0.8
+    assert numbers.first_batch == 1
+    assert numbers.waited == pytest.approx(2.998)
+    assert numbers.waited_share == 0.5
+    assert numbers.percentiles == {50: 0.5, 90: 0.998, 99: 0.998}
+    assert numbers.making == 3 / 8
+    assert numbers.sending == 0.25 / 8
+    assert numbers.waiting == 4.75 / 8
+    assert (numbers.errors, numbers.skipped, numbers.restarts) == (0, 1, 1)
+
+
+def test_a_worker_and_its_successor_are_one_row(tmp_path):
+    events = [
+        name_of(worker(0), "worker 0 (process 10)"),
+        name_of(worker(0, pid=11), "worker 0 (process 11)"),
+        span("send", 0, 10, worker(0)),
+        span("send", 20, 30, worker(0, pid=11)),
+    ]
+    rows = reading.read(write(tmp_path / "run.json", events)).rows
+    assert [(row.number, row.items, row.name) for row in rows] == [(0, 2, "worker 0 (process 11)")]
+
+
+def test_the_page_stands_alone_and_says_it_all(tmp_path, capsys):
+    path = write(tmp_path / "run.json")
+    assert cli.main(["report", path]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "4 items in 5 s: 0.8 a second",
+        "first batch after 1 s",
+        "after that the loop waited 50 % of its time (p50 500 ms, p90 998 ms, p99 998 ms)",
+        "workers: 38 % making, 3.1 % sending, 59 % waiting",
+        "0 errors, 1 skipped, 1 restarts",
+        str(tmp_path / "run.html"),
+    ]
+    text = (tmp_path / "run.html").read_text()
+    seen = check(text)
+    words = set(seen.words)
+    assert {"Timeline", "What waited in the queue", "How long the loop waited for a batch"} <= words
+    assert {"worker 0 (thread)", "2.0 kB", "skipped", "restart"} <= words
+    assert "KeyError('<b>') in worker 0 (thread), shard 0, item 3" in words
+    assert "<b>'" not in text
+    assert "worker 0: making items 75 %, sending 6.3 %, waiting 19 %" in words
+    assert "verdict" not in re.sub("<style>.*?</style>", "", text, flags=re.DOTALL)
+
+
+def test_the_last_verdict_has_its_place(tmp_path, capsys):
+    verdicts = [instant("verdict", 4 * S, text="Old."), instant("verdict", 5 * S, text="4 < 5.")]
+    path = write(tmp_path / "run.json", [*STORY, *verdicts])
+    assert cli.main(["report", path]) == 0
+    assert "4 < 5." in capsys.readouterr().out
+    text = (tmp_path / "run.html").read_text()
+    assert "4 &lt; 5." in text
+    assert "Old." not in text
+
+
+@pytest.mark.parametrize("backend", ["thread", "process"])
+def test_a_run_is_reported(tmp_path, backend, capsys):
+    path, target = tmp_path / "run.json", tmp_path / "page.html"
+    with GeneratorEnqueuer(
+        lambda: iter(range(3000)), trace=path, backend=backend, mp_context=None
+    ) as enqueuer:
+        list(enqueuer)
+    assert cli.main(["report", str(path), "-o", str(target)]) == 0
+    assert capsys.readouterr().out.startswith("3,000 items in ")
+    check(target.read_text())
+    assert target.stat().st_size < 200_000
+
+
+def test_many_events_make_no_large_page(tmp_path):
+    events = [name_of(worker(0), "worker 0 (thread)"), instant("start", 0, **ABOUT)]
+    for item in range(20_000):
+        at = 100 * item
+        events.append(span("next", at, at + 60, worker(0)))
+        events.append(span("send", at + 60, at + 100, worker(0)))
+        events.append(span("work", at + (item % 7) * 5, at + 90, LOOP))
+        events.append(fill(at, item % 9))
+    text = pages.page(reading.read(write(tmp_path / "run.json", events)))
+    check(text)
+    assert len(text) < 150_000
+
+
+@pytest.mark.parametrize("events", [STORY[:4], STORY[:6], STORY[3:4], STORY[-1:]])
+def test_a_run_in_which_little_happened_has_a_page(tmp_path, events):
+    check(pages.page(reading.read(write(tmp_path / "run.json", events))))
+
+
+def test_what_a_crash_left_is_shown(tmp_path, capsys):
+    path = tmp_path / "run.json"
+    write(path, end=',\n{"name": "wait", "ph": "X", "ts": 50')
+    assert cli.main(["report", str(path)]) == 0
+    text = (tmp_path / "run.html").read_text()
+    check(text)
+    assert "The trace has no end" in text
+    assert "left out: 1." in text
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "no such file"),
+        (b"", "not a trace"),
+        (b"\x89PNG\r\n", "not a trace"),
+        (b'[{"name": "x", "ph": "X"}]', "not a trace"),
+        (trace.HEAD + b', "pid": 1},\n', "nothing was recorded"),
+        (trace.HEAD + b', "pid": 1},\n[1, 2],\n{"ph": "X", "pid": 3},\n7\n', "nothing was"),
+    ],
+)
+def test_what_is_no_trace_is_told_in_a_line(tmp_path, content, says, capsys):
+    path = tmp_path / "run.json"
+    if content is not None:
+        path.write_bytes(content)
+    assert cli.main(["report", str(path)]) == 1
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert re.fullmatch(rf"enqueuer: {re.escape(str(path))}: {says}.*\n", told.err)
+    assert not (tmp_path / "run.html").exists()
+
+
+def test_the_page_does_not_take_the_place_of_the_trace(tmp_path, capsys):
+    path = write(tmp_path / "run.html")
+    assert cli.main(["report", path]) == 1
+    assert "give -o" in capsys.readouterr().err
+    assert reading.read(path).waits
+
+
+def test_a_page_that_cannot_be_written_is_told(tmp_path, capsys):
+    path = write(tmp_path / "run.json")
+    assert cli.main(["report", path, "-o", str(tmp_path / "no" / "run.html")]) == 1
+    assert "cannot be written: No such file" in capsys.readouterr().err
+
+
+def test_help_has_examples_and_exit_codes(capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["report", "--help"])
+    assert caught.value.code == 0
+    told = capsys.readouterr().out
+    assert "examples:\n  enqueuer report run.json" in told
+    assert "exit codes: 0" in told

@@ -1,0 +1,106 @@
+"""The file of a timeline: who writes to it, and who does not any more."""
+
+import json
+import os
+
+import pytest
+
+from enqueuer import trace
+
+
+@pytest.fixture
+def place(tmp_path):
+    return trace.begin(str(tmp_path / "run.json"), run=0, last=None)
+
+
+def events(place):
+    with open(place.path) as file:
+        return json.load(file)[1:]
+
+
+def line(number):
+    return json.dumps({"name": str(number), "ph": "i", "pid": 1})
+
+
+def test_what_several_write_is_one_list(place):
+    writers = [trace.Lines(place) for _ in range(3)]
+    for number in range(300):
+        writers[number % 3].add(line(number), now=number)
+        if number % 7 == 0:
+            writers[number % 3].flush()
+    for writer in writers[1:]:
+        writer.close()
+    writers[0].end(line("last"))
+    writers[0].close()
+    names = [event["name"] for event in events(place)]
+    assert sorted(names[:-1], key=int) == [str(number) for number in range(300)]
+    assert names[-1] == "last"
+
+
+def test_what_comes_half_a_second_later_is_written_at_once(place):
+    writer = trace.Lines(place)
+    writer.add(line(0), now=0)
+    begun = os.path.getsize(place.path)
+    writer.add(line(1), now=trace.FLUSH_NS)
+    assert os.path.getsize(place.path) == begun
+    writer.add(line(2), now=trace.FLUSH_NS + 1)
+    assert os.path.getsize(place.path) > begun
+    writer.close()
+
+
+def test_nothing_comes_after_the_end(place):
+    late, writer = trace.Lines(place), trace.Lines(place)
+    late.add(line("late"), now=0)  # of a thread that hangs, say, and goes on after the stop
+    writer.end(line("last"))
+    writer.close()
+    late.close()
+    assert [event["name"] for event in events(place)] == ["last"]
+
+
+def test_a_forked_copy_writes_nothing(place):
+    writer = trace.Lines(place)
+    writer.add(line("once"), now=0)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            writer.flush()
+            writer.close()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 0
+    writer.end(line("last"))
+    writer.close()
+    assert [event["name"] for event in events(place)] == ["once", "last"]
+
+
+def test_another_file_of_the_same_name_is_left_alone(place):
+    writer = trace.Lines(place)
+    writer.close()
+    other = trace.begin(place.path, run=0, last=None)
+    assert other.file != place.file or other == place
+    stranger = trace.Lines(trace.Place(place.path, (0, 0), 0, os.getpid()))
+    assert stranger.trouble is not None
+    stranger.add(line(0), now=0)
+    stranger.close()
+    with open(place.path) as file:
+        assert len(file.readlines()) == 2
+
+
+def test_a_file_that_was_ended_by_somebody_else_is_begun_anew(place):
+    with open(place.path, "a") as file:
+        file.write(line("torn")[:5])
+    again = trace.begin(place.path, run=1, last=place.file)
+    writer = trace.Lines(again)
+    writer.end(line("last"))
+    writer.close()
+    assert [event["name"] for event in events(again)] == ["last"]
+
+
+def test_an_error_whose_text_fails_has_a_name():
+    class Silent(Exception):
+        def __repr__(self):
+            raise RuntimeError
+
+    assert trace.text_of(Silent()) == "Silent"
+    assert trace.text_of(ValueError("x" * 1000)).endswith("x...")
