@@ -21,6 +21,24 @@ def positive(name: str, value: object) -> int:
     return _int(name, value, least=1)
 
 
+def workers(value: object) -> int:
+    """Return how many workers to begin with: of "auto" 1; raise TypeError or ValueError."""
+    if value == "auto":
+        return 1
+    if isinstance(value, str):
+        raise ValueError(f"workers must be an int or 'auto', got {value!r}")
+    return positive("workers", value)
+
+
+def max_workers(value: object, is_auto: bool) -> int | None:
+    """Return how many workers "auto" may have; raise TypeError or ValueError."""
+    if value is None:
+        return None
+    if not is_auto:
+        raise ValueError("max_workers is about workers='auto'; give that with it")
+    return positive("max_workers", value)
+
+
 def count(name: str, value: object) -> int:
     """Return a number of things; raise TypeError or ValueError unless it is an int >= 0."""
     return _int(name, value, least=0)

@@ -29,11 +29,11 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from multiprocessing.context import BaseContext
 from queue import Empty
 from types import TracebackType
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, Literal, NoReturn, TypeVar
 
 from enqueuer import arguments, backends, exports, logs, state, usage
 from enqueuer.backends import ESCALATION_S, Backend, BackendName, Job
-from enqueuer.errors import Closed, InvalidState, WorkerError
+from enqueuer.errors import Closed, InvalidState, StartError, WorkerError
 from enqueuer.merging import Order, RoundRobin
 from enqueuer.messages import Epoch, Failure, Item, Reported
 from enqueuer.meters import Waits, clock, top_of
@@ -46,6 +46,7 @@ from enqueuer.stats import Stats
 from enqueuer.tasks import TaskSource
 from enqueuer.trace import part_of
 from enqueuer.tracing import Trace
+from enqueuer.tuning import Tuner
 from enqueuer.worker import OnError
 
 _log = logging.getLogger("enqueuer")
@@ -83,7 +84,8 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         use_multiprocessing: bool,
         backend: BackendName | None,
         random_seed: int | None,
-        workers: int,
+        workers: int | Literal["auto"],
+        max_workers: int | None,
         max_queue_size: int,
         max_queue_bytes: int | None,
         ordered: bool,
@@ -101,7 +103,9 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         trace: str | os.PathLike[str] | None,
     ) -> None:
         self._backend_name = arguments.backend_name(backend, use_multiprocessing)
-        self._workers = arguments.positive("workers", workers)
+        self._is_auto = workers == "auto"
+        self._max_workers = arguments.max_workers(max_workers, self._is_auto)
+        self._workers = arguments.workers(workers)
         self._max_queue_size = arguments.positive("max_queue_size", max_queue_size)
         self._max_queue_bytes = (
             None
@@ -145,6 +149,8 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         self._waits = Waits()
         self._final: Stats | None = None  # of a run that was ended
         self._watchers: list[_Watcher] = []
+        self._tuner: Tuner | None = None  # with workers="auto"
+        self._epoch_began: Stats | None = None  # likewise
         self._lock = threading.RLock()  # one consumer at a time
         self._state_lock = threading.RLock()  # one start() or stop() at a time
         self._changing = False  # the backend is being replaced
@@ -169,7 +175,9 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         """How many workers died and were replaced since the start."""
         return self._restarts + (0 if self._backend is None else self._backend.restarts)
 
-    def start(self, workers: int | None = None, max_queue_size: int | None = None) -> None:
+    def start(
+        self, workers: int | Literal["auto"] | None = None, max_queue_size: int | None = None
+    ) -> None:
         """Start the workers, which begin at once to make batches of the first epoch.
 
         If a state was loaded, they go on from there.
@@ -189,7 +197,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
                     "start() was called, but the enqueuer is running already; call stop() first"
                 )
             if workers is not None:
-                self._workers = arguments.positive("workers", workers)
+                self._workers, self._is_auto = arguments.workers(workers), workers == "auto"
             if max_queue_size is not None:
                 self._max_queue_size = arguments.positive("max_queue_size", max_queue_size)
             if not self._resumed:
@@ -204,6 +212,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
                 for watcher in self._watchers:
                     watcher.earlier = None
                 self._error_count = self._restarts = 0
+                self._tuner = self._new_tuner() if self._is_auto else None
                 self._begin(self._at_rest if self._resumed else Epoch(0))
                 self._resumed = False
 
@@ -252,7 +261,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         `load_state_dict` are: shards are run again up to there, unless their iterators have a
         state of their own), and take over; then the old ones are stopped. The number of shards
         stays what it is. Called on a running enqueuer, by any thread; on another one it sets
-        the number for the next start.
+        the number for the next start. It takes the place of `workers="auto"`.
 
         Args:
             workers: As for the class.
@@ -265,30 +274,35 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         with self._state_lock:
             if self._state is State.FAILED:
                 raise InvalidState("cannot reconfigure after an error; call stop() first")
-            if self._state is not State.RUNNING or workers == self._workers:
+            if self._state is State.RUNNING and workers != self._workers:
+                self._replace_workers(workers)
+            else:
                 self._workers = workers
-                return
-            job = self._job_with(workers)
-            if job is None:
-                return
-            job = dataclasses.replace(job, restarts=self.restart_count)
-            new, old = self._start_backend(job), self._backend
-            assert old is not None
-            self._changing = True
-            old.close()  # wakes the consumer, which then waits for the change
-            with self._lock:
-                try:
-                    if self._finalizer is not None:
-                        self._finalizer.detach()
-                    self._workers = workers
-                    self._restarts += old.restarts
-                    self._waits.by_worker = {}
-                    self._use(new)
-                    self._hand_over(old, new)
-                finally:
-                    self._changing = False
-                    self._changed.notify_all()
-            old.stop(STOP_S)
+            self._tuner, self._is_auto = None, False
+
+    def _replace_workers(self, workers: int) -> None:
+        """Have others go on where these are. State lock held."""
+        job = self._job_with(workers)
+        if job is None:
+            return
+        job = dataclasses.replace(job, restarts=self.restart_count)
+        new, old = self._start_backend(job), self._backend
+        assert old is not None
+        self._changing = True
+        old.close()  # wakes the consumer, which then waits for the change
+        with self._lock:
+            try:
+                if self._finalizer is not None:
+                    self._finalizer.detach()
+                self._workers = workers
+                self._restarts += old.restarts
+                self._waits.by_worker = {}
+                self._use(new)
+                self._hand_over(old, new)
+            finally:
+                self._changing = False
+                self._changed.notify_all()
+        old.stop(STOP_S)
 
     def __repr__(self) -> str:
         size = self._max_queue_size
@@ -382,6 +396,64 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             except Exception:
                 _log.exception("a callback of on_stats() failed; it is not called again")
                 self._watchers.remove(watcher)
+
+    # --- workers="auto" ---
+
+    def _new_tuner(self) -> Tuner:
+        """Return what decides on the number of workers."""
+        return Tuner(self._workers, self._most_workers(), None)
+
+    def _most_workers(self) -> int:
+        if self._max_workers is not None:
+            return self._max_workers
+        cpus = max(1, int(usage.cpus()))
+        # threads mostly wait, for files or the network: as many as concurrent.futures takes
+        return cpus if self._backend_name == "process" else min(32, cpus + 4)
+
+    def _retune(self, between_epochs: bool = False) -> None:
+        """Add or retire workers if that is better, and due. Lock held, by who may wait."""
+        tuner, waits = self._tuner, self._waits
+        if tuner is None or (clock() < waits.began + 1e9 * tuner.due_s and not between_epochs):
+            return
+        # start(), stop() and reconfigure() take this lock before ours, and come before us
+        if not self._state_lock.acquire(blocking=False):
+            return
+        try:
+            if self._state is not State.RUNNING or not self._may_change():
+                return
+            stats, before = self.stats(), self._workers
+            workers = tuner.next(stats, None if between_epochs else self._again_s(stats))
+            self._tell_of_limit(tuner)
+            if workers == before:
+                return
+            waits.pause(None)  # what it takes is a wait
+            try:
+                self._change_workers(workers)
+            except StartError as error:
+                tuner.refused(before)
+                # as text: a record may be kept, and should not keep descriptors
+                _log.warning("workers='auto' stays at %d: %s", before, str(error))
+            else:
+                _log.info("%d -> %d workers: %s", before, self._workers, tuner.reason)
+            finally:
+                waits.resume()
+        finally:
+            self._state_lock.release()
+
+    def _may_change(self) -> bool:
+        """Return whether the last change is done."""
+        return True
+
+    def _change_workers(self, workers: int) -> None:
+        """Go on with another number of workers. Both locks held."""
+        self._replace_workers(workers)
+
+    def _again_s(self, stats: Stats) -> float | None:
+        """Return how much work a change would do again; None if that is nothing to speak of."""
+        return None
+
+    def _tell_of_limit(self, tuner: Tuner) -> None:
+        """Say so if the source does not allow what would help."""
 
     # --- position ---
 
@@ -670,7 +742,8 @@ class BaseEnqueuer(ABC, Generic[Batch]):
     def _options(self) -> dict[str, Any]:
         """Return what was given, but for the source, the seed and what only one class takes."""
         return dict(
-            workers=self._workers,
+            workers="auto" if self._is_auto else self._workers,
+            max_workers=self._max_workers if self._is_auto else None,
             backend=self._backend_name,
             max_queue_size=self._max_queue_size,
             max_queue_bytes=self._max_queue_bytes,
@@ -703,6 +776,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             forward_logs=self._forward_logs,
             on_error=self._on_error,
             max_restarts=self._max_restarts,
+            may_grow=self._is_auto,
             patience_s=self._patience.first_s,
         )
 
@@ -727,6 +801,8 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         self._ready = deque() if self._trace is None else self._trace.ready()
         # iterators that have another one are over
         self._skipped = {}
+        if self._tuner is not None:
+            self._epoch_began = self.stats()
         self._backend.begin(epoch)
 
     def _position(self, ready: deque[Item]) -> Epoch:
@@ -791,6 +867,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             self._check_started("iterate over it")
             is_next = seen is None or seen is self._ready
             if self._over and self._state is State.RUNNING and is_next:
+                self._retune(between_epochs=True)
                 self._begin(Epoch(self._epoch + 1))
             return self._ready
 
@@ -874,7 +951,8 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             if failure is not None and until is None:  # if it is skipped, the wait goes on
                 long_wait = Wait(self._patience, 0.0)
                 until = long_wait.until
-            self._found(failure)
+            if self._found(failure) and deadline is None:
+                self._retune()
         was_over, self._over = self._over, not self._ready and self._failure is None
         if self._over and not was_over:
             self._ended()
@@ -884,9 +962,14 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         """Return whether an item, the failure or the end is what comes next. Lock held."""
         return bool(self._ready) or self._failure is not None or self._order.done
 
-    def _found(self, failure: Failure | None) -> None:
-        """Take in what the backend has waited for. Lock held."""
+    def _found(self, failure: Failure | None) -> bool:
+        """Take in what the backend has waited for. Lock held.
+
+        Returns:
+            True every few milliseconds, when it is time for what is not done for each batch.
+        """
         assert self._backend is not None
+        is_time = False
         if failure is not None:
             self._note(failure)
         elif not self._order.done:
@@ -895,10 +978,12 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             waits.left -= len(self._ready)
             if waits.left <= 0:  # that is every few milliseconds, or at each batch
                 waits.sample(self._waiting())
+                is_time = True
                 if self._watchers:
                     self._tell_watchers()
         if len(self._ready) == 1:  # else those behind the first one still wait
             self._backend.settle()
+        return is_time
 
     def _raise(self, failure: Failure) -> NoReturn:
         """Raise a failure, each time an exception of its own. Lock held."""
@@ -1111,8 +1196,8 @@ def _watch(reference: weakref.ref[BaseEnqueuer[Any]]) -> bool:
             if waits.since:
                 waits.resume()
         enqueuer = reference()
-        if enqueuer is not None:
-            enqueuer._found(failure)
+        if enqueuer is not None and enqueuer._found(failure):
+            enqueuer._retune()
     return True
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import os
 import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing.context import BaseContext
-from typing import Any, NoReturn, cast
+from typing import Any, Literal, NoReturn, cast
 
 from enqueuer import arguments
 from enqueuer.backends import Backend, BackendName, Job, TaskBackend
@@ -23,13 +24,15 @@ from enqueuer.errors import (
     StateMismatch,
     WorkerDied,
 )
+from enqueuer.formats import percent
 from enqueuer.merging import AsTheyCome, Order, RoundRobin, TaskOrder
 from enqueuer.messages import Epoch, Failure, Item, Start, Ticket
 from enqueuer.progress import Progress
 from enqueuer.replaying import Origin, item_of, redo, refuse
 from enqueuer.shards import Shard
-from enqueuer.sources import FunctionSource, LiveSource, as_source
+from enqueuer.sources import FunctionSource, LiveSource, as_source, name_of
 from enqueuer.stalls import level_of_user
+from enqueuer.stats import Stats
 from enqueuer.tasks import (
     Indexable,
     Reader,
@@ -40,7 +43,13 @@ from enqueuer.tasks import (
     stack,
     steps_in,
 )
+from enqueuer.tuning import Tuner
+from enqueuer.verdict import HARDLY_WAITS
 from enqueuer.worker import OnError
+
+_log = logging.getLogger("enqueuer")
+
+_AUTO_SHARDS = 16  # as many for 1, 2, 4, 8 and 16 workers each, and not too many open at once
 
 
 class GeneratorEnqueuer(BaseEnqueuer[Batch]):
@@ -59,11 +68,18 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
         wait_time: Accepted for Keras' sake and needless: nothing polls.
         random_seed: A non-negative int, from which every shard's seed derives. None, the
             default, draws one, which the attribute `random_seed` then tells.
-        workers: How many threads or processes; 1 by default.
+        workers: How many threads or processes; 1 by default. `"auto"` begins with 1, and adds or
+            retires some while it runs, until the loop no longer waits or more do not help.
+            Shards that a change moves in the middle of an epoch are run again up to where they
+            were, so their generators must repeat themselves, as for `max_restarts`.
+        max_workers: How many `"auto"` may have. By default as many processes as there are CPUs,
+            or 4 threads more than that, at most 32; and never more than shards.
         backend: `"thread"`, the default: cheap, and enough where the work waits (files,
             network) or leaves Python (numpy, PIL); or `"process"`, for work in Python.
         shards: How many logical runs the work is split into. By default as many as workers;
-            give it a number of its own, and the batches do not depend on `workers`.
+            give it a number of its own, and the batches do not depend on `workers`. With
+            `workers="auto"` it is 16, on any machine; or 1 of a function that takes no shard,
+            since all of them would give the same data, and then there is 1 worker.
         max_queue_size: The most finished batches that may wait, over all workers; 10 by
             default, as in Keras. Each worker may hold one more in hand.
         max_queue_bytes: The most bytes that may wait, over all workers; None, the default, sets
@@ -139,7 +155,8 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
         wait_time: float | None = None,
         random_seed: int | None = None,
         *,
-        workers: int = 1,
+        workers: int | Literal["auto"] = 1,
+        max_workers: int | None = None,
         backend: BackendName | None = None,
         shards: int | None = None,
         max_queue_size: int = 10,
@@ -165,6 +182,7 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
             backend=backend,
             random_seed=random_seed,
             workers=workers,
+            max_workers=max_workers,
             max_queue_size=max_queue_size,
             max_queue_bytes=max_queue_bytes,
             ordered=ordered,
@@ -183,6 +201,7 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
         )
         self._shards = None if shards is None else arguments.positive("shards", shards)
         self._shards_are_given = shards is not None
+        self._is_limit_told = False
         self._is_compared = False  # one shard with the others
         if isinstance(self._source, LiveSource) and self._shards not in (None, 1):
             raise ValueError(
@@ -208,8 +227,15 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
         """Return how many shards there are, over all ranks."""
         if isinstance(self._source, LiveSource):
             return 1 if self._backend_name == "thread" else self._workers
-        shards = self._shards or self._workers * self._world_size
+        shards = self._shards or self._shards_of_a_rank() * self._world_size
         return shards - shards % self._world_size if self._drop_last else shards
+
+    def _shards_of_a_rank(self) -> int:
+        """Return into how many shards the work of a rank is split if nobody has said so."""
+        if not self._is_auto:
+            return self._workers
+        can_split = isinstance(self._source, FunctionSource) and self._source.takes_shard
+        return _AUTO_SHARDS if can_split else 1
 
     def _own_shards(self) -> range:
         shards = self._all_shards()
@@ -246,8 +272,35 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
                 "of it have gone on; pass the generator function itself"
             )
         if self._shards is None:
-            self._shards = self._workers * self._world_size  # what they have been so far
+            self._shards = self._all_shards()  # what they have been so far
         return dataclasses.replace(self._job(), workers=workers)
+
+    def _new_tuner(self) -> Tuner:
+        shards = len(self._own_shards())
+        return Tuner(self._workers, min(self._most_workers(), shards), shards)
+
+    def _again_s(self, stats: Stats) -> float | None:
+        if any(start.state is not None for start in self._order.rest().values()):
+            return 0.0  # they are resumed, and not run again
+        since = stats if self._epoch_began is None else stats.since(self._epoch_began)
+        return sum(worker.making_s for worker in since.workers)
+
+    def _tell_of_limit(self, tuner: Tuner) -> None:
+        waits = tuner.waiting_share >= HARDLY_WAITS and tuner.wanted > 1
+        if self._is_limit_told or not waits or len(self._own_shards()) > 1:
+            return
+        self._is_limit_told = True
+        what = (
+            "an iterator cannot be split: pass the generator function itself"
+            if isinstance(self._source, LiveSource)
+            else f"{name_of(self._source.function)} is one shard: let it take a shard and do its "
+            "share of the work (shard.split), or give shards= if each run of it gives other data"
+        )
+        _log.warning(
+            "workers='auto' stays at 1, though the loop waits %s of its time: %s",
+            percent(tuner.waiting_share),
+            what,
+        )
 
     def _order_of(self, epoch: Epoch) -> Order:
         starts = epoch.starts
@@ -350,7 +403,10 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
             dealt out evenly over ranks, so that each has equally many; False by default.
         random_seed: A non-negative int, from which all seeds derive. None, the default, draws
             one, which the attribute `random_seed` then tells.
-        workers: How many threads or processes; 1 by default.
+        workers: How many threads or processes; 1 by default. `"auto"` begins with 1, and adds or
+            retires some while it runs, until the loop no longer waits or more do not help.
+        max_workers: How many `"auto"` may have. By default as many processes as there are CPUs,
+            or 4 threads more than that, at most 32.
         backend: `"thread"`, the default, or `"process"`.
         max_queue_size: The most results that may wait; 10 by default. Each worker may have one
             more in hand.
@@ -415,7 +471,8 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
         collate: Callable[[list[Any]], Any] | None = None,
         drop_last: bool = False,
         random_seed: int | None = None,
-        workers: int = 1,
+        workers: int | Literal["auto"] = 1,
+        max_workers: int | None = None,
         backend: BackendName | None = None,
         max_queue_size: int = 10,
         max_queue_bytes: int | None = None,
@@ -450,6 +507,7 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
             backend=backend,
             random_seed=random_seed,
             workers=workers,
+            max_workers=max_workers,
             max_queue_size=max_queue_size,
             max_queue_bytes=max_queue_bytes,
             ordered=ordered,
@@ -529,6 +587,15 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
 
     def _job(self) -> Job:
         return self._job_of(self._source, shards=0, own=())
+
+    def _may_change(self) -> bool:
+        # else those who are slow to leave could become ever more
+        return not tasks_of(self._backend).is_resizing
+
+    def _change_workers(self, workers: int) -> None:
+        # in place: who has a task does it, and nothing is done again
+        tasks_of(self._backend).resize(workers)
+        self._workers = workers
 
     def _job_with(self, workers: int) -> Job:
         return dataclasses.replace(self._job(), workers=workers)

@@ -70,6 +70,7 @@ class Job:
         on_error: What to do about an exception of the source's.
         max_restarts: How many workers that died are replaced; processes only.
         restarts: How many were replaced by an earlier backend, of these.
+        may_grow: Whether there may be more workers later; tasks only.
         patience_s: How long a wait without a deadline lasts at most; None: for ever.
         trace: Where workers record what they do; None: nowhere.
     """
@@ -87,6 +88,7 @@ class Job:
     on_error: OnError
     max_restarts: int
     restarts: int = 0
+    may_grow: bool = False
     patience_s: float | None = None
     trace: Place | None = None
 
@@ -167,6 +169,17 @@ class TaskBackend(Backend, Protocol):
 
     def submit(self, ticket: Ticket) -> None:
         """Let whichever worker is free do a task."""
+
+    def resize(self, workers: int) -> None:
+        """Add workers, or let some go home; of a job that may grow.
+
+        Raises:
+            StartError: One could not be started; there are as many as before, or a few more.
+        """
+
+    @property
+    def is_resizing(self) -> bool:
+        """Whether somebody who was sent home has not left yet."""
 
     def fail(self, failure: Failure) -> None:
         """Let a task have failed that could not be read."""

@@ -12,6 +12,7 @@ the shelf drops the second result.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import socket
 import time
 from collections import deque
@@ -23,11 +24,12 @@ from enqueuer.backends.launching import interrupts_held
 from enqueuer.backends.processes import ProcessBackend
 from enqueuer.backends.shelf import Look, Shelf
 from enqueuer.backends.watched import Watched
-from enqueuer.errors import Closed
+from enqueuer.errors import Closed, StartError
 from enqueuer.merging import Order, TaskOrder
 from enqueuer.messages import End, Epoch, Failure, Item, Ticket
 from enqueuer.meters import Waits
 from enqueuer.stalls import Late, awaited_task
+from enqueuer.stats import WorkerStats
 from enqueuer.transport import tickets
 from enqueuer.transport.channel import Credit
 from enqueuer.transport.tickets import TicketOffice
@@ -49,6 +51,7 @@ class TaskProcesses(ProcessBackend):
         self._offered: dict[int, int] = {}  # token -> number, of what went to the office
         self._handed: dict[Watched, dict[int, int]] = {}  # the same, of what one worker alone got
         self._mourned: set[Watched] = set()  # dead workers whose death was told
+        self._leaving: set[Watched] = set()  # those who were one too many, until they are gone
 
     # --- start ---
 
@@ -69,6 +72,50 @@ class TaskProcesses(ProcessBackend):
         worker = super()._start_one(index)
         worker.channel.grant_all()
         return worker
+
+    # --- workers="auto" ---
+
+    def resize(self, workers: int) -> None:
+        staying = [worker for worker in self._workers if worker not in self._leaving]
+        for worker in staying[workers:]:
+            self._leaving.add(worker)
+            worker.channel.ask_to_stop()  # what it cannot finish, another one does
+        added: list[Watched] = []
+        try:
+            with interrupts_held():  # or there might be a worker that nobody knows
+                while len(staying) + len(added) < workers:
+                    added.append(self._add_one())
+        except (OSError, StartError) as error:
+            self.resize(len(staying))
+            raise StartError(f"another worker could not be started: {error}") from error
+        finally:
+            self._started = time.monotonic()
+
+    @property
+    def is_resizing(self) -> bool:
+        return bool(self._leaving)
+
+    def measures(self) -> list[WorkerStats]:
+        return [worker.measure() for worker in list(self._workers) if worker not in self._leaving]
+
+    def _add_one(self) -> Watched:
+        taken = {worker.index for worker in self._workers}
+        index = next(index for index in itertools.count() if index not in taken)
+        while len(self._plans) <= index:
+            self._plans.append(self._plans[0])  # they are all alike
+        worker = self._start_one(index)
+        self._workers.append(worker)
+        return worker
+
+    def _part_with(self, leaver: Watched) -> None:
+        """Let others do what a worker that was sent home had left to do."""
+        self._leaving.discard(leaver)
+        for number in sorted(self._lost(leaver), reverse=True):
+            self._shelf.begin_again(number)
+            self._unsent.appendleft((number, self._pack(self._shelf.tickets[number])))
+        self._handed.pop(leaver, None)
+        self._workers.remove(leaver)
+        self._end(leaver)
 
     # --- tickets ---
 
@@ -191,6 +238,9 @@ class TaskProcesses(ProcessBackend):
 
     def _replace_one(self, dead: Watched, order: TaskOrder) -> None:
         self._collect()  # what others have done meanwhile; nothing of the dead is left on its road
+        if dead in self._leaving:
+            self._part_with(dead)
+            return
         lost, in_hand = self._lost(dead), self._number_in_hand(dead)
         number = in_hand if in_hand in lost else min(lost, default=order.next)
         ticket = self._shelf.tickets.get(number)

@@ -116,7 +116,8 @@ class ProcessBackend:
                 ) from error
             raise
         finally:
-            if self._payload is not None and not self._job.max_restarts:
+            may_need_it = self._job.max_restarts or self._job.may_grow
+            if self._payload is not None and not may_need_it:
                 self._payload.close()
         self._started = time.monotonic()
         _running.add(self)
@@ -372,7 +373,7 @@ class ProcessBackend:
             return None
         self._started = time.monotonic()
         worker.before = dead.measure()
-        self._workers[dead.index] = worker
+        self._workers[self._workers.index(dead)] = worker
         self._end(dead)
         _log.warning(
             "%s %s; %s goes on with %s (restart %d, of max_restarts=%d)",

@@ -5,6 +5,7 @@ consumer -> [tickets] -> workers -> [results] -> the shelf -> in order
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -14,15 +15,17 @@ from enqueuer.backends import Job, WorkerThread, bunch_of, until
 from enqueuer.backends.shelf import Look, Shelf
 from enqueuer.backends.threads import Road, ThreadBackend
 from enqueuer.buffer import Buffer
-from enqueuer.errors import Closed
+from enqueuer.errors import Closed, StartError
 from enqueuer.merging import Order, TaskOrder
 from enqueuer.messages import End, Epoch, Failure, Item, Message, Ticket
 from enqueuer.meters import WAITING, Waits
 from enqueuer.stalls import Late, awaited_task
+from enqueuer.stats import WorkerStats
 from enqueuer.tracing import traced
 from enqueuer.worker import Plan, serve_tasks
 
 _UNBOUNDED = 1 << 62  # whoever hands out the tickets keeps the bound
+_GO_HOME = Ticket(-1, 0, ())  # whoever takes it is one too many
 
 
 class TaskThreads(ThreadBackend):
@@ -34,10 +37,11 @@ class TaskThreads(ThreadBackend):
         self._tickets: Buffer[Ticket] = Buffer(_UNBOUNDED)
         self._results: Buffer[Message] = Buffer(_UNBOUNDED)
         self._shelf = Shelf(job.max_queue_bytes is not None)
+        self._hands: list[_TaskRoad] = []  # of those who work, and those who are about to leave
+        self._staying = job.workers
 
     def _start_one(self, index: int, plan: Plan) -> threading.Thread:
         road = _TaskRoad(index, self._results, self._tickets)
-        self._roads.append(road)
         thread = WorkerThread(
             target=traced(serve_tasks, self._trace, index),
             args=(plan, road, road),
@@ -45,6 +49,8 @@ class TaskThreads(ThreadBackend):
             daemon=True,
         )
         thread.start()
+        self._roads.append(road)
+        self._hands.append(road)
         return thread
 
     def begin(self, epoch: Epoch) -> None:
@@ -53,6 +59,44 @@ class TaskThreads(ThreadBackend):
     def submit(self, ticket: Ticket) -> None:
         self._shelf.tickets[ticket.number] = ticket
         self._tickets.put(ticket)
+
+    def resize(self, workers: int) -> None:
+        self._part_with_leavers()
+        before = self._staying
+        while self._staying > workers:
+            self._staying -= 1
+            self._tickets.put(_GO_HOME)
+        try:
+            while self._staying < workers:
+                self._add_one()
+                self._staying += 1
+        except RuntimeError as error:
+            self.resize(before)
+            raise StartError(f"another thread could not be started: {error}") from error
+
+    def _add_one(self) -> None:
+        taken = {hand.index for hand in self._hands}
+        index = next(index for index in itertools.count() if index not in taken)
+        plan = self._plans[0]  # they are all alike
+        self._threads.append(self._start_one(index, plan))
+        self._plans.append(plan)
+
+    def _part_with_leavers(self) -> None:
+        for hand, thread in list(zip(self._hands, self._threads, strict=True)):
+            if hand.has_left:
+                thread.join()  # all that it has left to do is to return
+                self._hands.remove(hand)
+                self._roads.remove(hand)
+                self._threads.remove(thread)
+                self._plans.pop()
+
+    @property
+    def is_resizing(self) -> bool:
+        return sum(not hand.has_left for hand in self._hands) > self._staying
+
+    def measures(self) -> list[WorkerStats]:
+        gone = {hand.index for hand in list(self._hands) if hand.has_left}
+        return [worker for worker in super().measures() if worker.index not in gone]
 
     def fail(self, failure: Failure) -> None:
         self._shelf.fail(failure.number, failure)
@@ -128,7 +172,12 @@ class _TaskRoad(Road):
 
     def __init__(self, index: int, results: Buffer[Message], tickets: Buffer[Ticket]) -> None:
         super().__init__(index, results, Buffer(), measured=False)
+        self.has_left = False
         self._tickets = tickets
 
     def next_ticket(self) -> Ticket | None:
-        return self._get(self._tickets, WAITING)
+        ticket = self._get(self._tickets, WAITING)
+        if ticket is _GO_HOME:
+            self.has_left = True
+            return None
+        return ticket

@@ -127,7 +127,7 @@ class ThreadBackend:
     def measures(self) -> list[WorkerStats]:
         return [
             worker_stats(
-                index,
+                road.index,
                 thread.name,
                 plan.shards,
                 road.meter.words,
@@ -135,8 +135,11 @@ class ThreadBackend:
                 usage.of_thread(thread),
                 self._began,
             )
-            for index, (plan, road, thread) in enumerate(
-                zip(self._plans, self._roads, self._threads, strict=False)  # it may be stopping
+            for plan, road, thread in zip(
+                self._plans,
+                self._roads,
+                self._threads,
+                strict=False,  # it may be stopping
             )
         ]
 
@@ -183,7 +186,7 @@ class Road:
     def __init__(
         self, index: int, buffer: Buffer[Message], orders: Buffer[Epoch], measured: bool
     ) -> None:
-        self._index = index
+        self.index = index
         self._buffer = buffer
         self._orders = orders
         self._measured = measured
@@ -219,7 +222,7 @@ class Road:
 
     def send(self, message: End | Failure | Empty) -> None:
         if isinstance(message, Failure):
-            message = dataclasses.replace(message, worker=f"worker {self._index} (thread)")
+            message = dataclasses.replace(message, worker=f"worker {self.index} (thread)")
         self._buffer.put(message)
 
     def check(self) -> None:

@@ -60,6 +60,7 @@ ORDER = [
     ["transport.tensors", "transport.blocks", "transport.packets"],
     ["transport.__init__"],
     ["buffer", "exports", "logs", "progress"],
+    ["tuning"],
     ["stats"],
     ["meters", "shards", "usage", "verdict"],
     ["formats", "frameworks", "gil", "messages"],

@@ -36,6 +36,7 @@ def sum_of(enqueuer: GeneratorEnqueuer[int]) -> int:
     return total
 
 
+sum_of(GeneratorEnqueuer(numbers, workers="auto", max_workers=4))
 sum_of(GeneratorEnqueuer(numbers, workers=2, backend="process", random_seed=7))
 first: str = next(GeneratorEnqueuer(words).get())
 again: str = GeneratorEnqueuer(iter(["a"]), True, 0.05, 7).queue.get(timeout=1.0)

@@ -1,0 +1,407 @@
+"""workers="auto": the right number is found, it stays, and the batches are what they always are."""
+
+import functools
+import itertools
+import logging
+import math
+import os
+import pickle
+import threading
+import time
+
+import psutil
+import pytest
+from helpers import LIMIT, bytes_of, random_batches, twelve
+
+from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, StartError, imap, prefetch, tuning
+
+BACKENDS = [
+    pytest.param({"backend": "thread"}, id="thread"),
+    pytest.param({"backend": "process", "mp_context": "fork"}, id="process-fork"),
+    pytest.param({"backend": "process", "mp_context": "forkserver"}, id="process-forkserver"),
+]
+MAKE_S = 0.02
+
+
+@pytest.fixture(params=BACKENDS)
+def options(request):
+    """Options without spawn and the portable path, which make no difference here."""
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def short_windows(monkeypatch):
+    """Decide sooner than anybody would want to, but after windows that last."""
+    monkeypatch.setattr(tuning, "WINDOW_S", 0.3)
+    monkeypatch.setattr(tuning, "LONGEST_WINDOW_S", 0.6)
+
+
+def sleepy(shard):
+    """Yield (shard, number), each after some time, for ever."""
+    for number in itertools.count():
+        time.sleep(MAKE_S)
+        yield shard.index, number
+
+
+def quick(shard):
+    """Yield (shard, number) for ever, as fast as can be."""
+    for number in itertools.count():
+        yield shard.index, number
+
+
+def computing(shard):
+    """Yield (shard, number), each after some computing, for ever."""
+    for number in itertools.count():
+        end = time.thread_time() + MAKE_S
+        while time.thread_time() < end:
+            math.factorial(300)
+        yield shard.index, number
+
+
+def sleepy_task(element):
+    time.sleep(MAKE_S)
+    return element
+
+
+def in_turn(count, shards):
+    return [(number % shards, number // shards) for number in range(count)]
+
+
+class Loop:
+    """A loop over an enqueuer, which takes its time and notes how many workers there were."""
+
+    def __init__(self, enqueuer, use_s):
+        self.enqueuer, self.use_s = enqueuer, use_s
+        self.seen, self.workers = [], []
+        self.batches = iter(enqueuer)
+
+    def run(self, seconds):
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self.seen.append(next(self.batches))
+            self.workers.append(self.enqueuer._workers)
+            if self.use_s:
+                time.sleep(self.use_s)
+
+    def run_until(self, condition):
+        end = time.monotonic() + LIMIT
+        while not condition() and time.monotonic() < end:
+            self.run(0.2)
+        assert condition(), [n for n, _ in itertools.groupby(self.workers)]
+
+
+# --- the right number ---
+
+
+def test_a_producer_four_times_slower_than_the_loop_gets_about_four(options):
+    """And the batches come in order. Ranges are wide, as other programs may run beside."""
+    with GeneratorEnqueuer(sleepy, workers="auto", max_workers=8, shards=8, **options) as enqueuer:
+        loop = Loop(enqueuer, MAKE_S / 4)
+        loop.run_until(lambda: enqueuer._workers >= 3)
+        loop.run(2)
+        assert loop.seen == in_turn(len(loop.seen), 8)
+        assert loop.workers[0] == 1
+        assert len(enqueuer.stats().workers) == enqueuer._workers
+
+
+def test_tasks_that_take_four_times_as_long_get_about_four(options):
+    enqueuer = OrderedEnqueuer(
+        range(100_000), sleepy_task, workers="auto", max_workers=8, **options
+    )
+    with enqueuer:
+        loop = Loop(enqueuer, MAKE_S / 4)
+        loop.run_until(lambda: enqueuer._workers >= 3)
+        loop.run(2)
+        assert loop.seen == list(range(len(loop.seen)))
+        assert len(enqueuer.stats().workers) == enqueuer._workers
+
+
+@pytest.mark.parametrize("tasks", [True, False])
+def test_latency_gets_as_many_threads_as_may_be(tasks):
+    if tasks:
+        made = OrderedEnqueuer(range(100_000), sleepy_task, workers="auto", max_workers=16)
+    else:
+        made = GeneratorEnqueuer(sleepy, workers="auto", max_workers=16)
+    with made as enqueuer:
+        loop = Loop(enqueuer, 0)
+        loop.run_until(lambda: enqueuer._workers == 16)
+
+
+def test_a_loop_that_does_not_wait_stays_at_one(options):
+    with GeneratorEnqueuer(quick, workers="auto", max_workers=8, **options) as enqueuer:
+        loop = Loop(enqueuer, 0.005)
+        loop.run(3)
+        assert set(loop.workers) == {1}
+        assert loop.seen == in_turn(len(loop.seen), 16)
+
+
+def test_what_computes_has_no_more_processes_than_cpus(monkeypatch):
+    monkeypatch.setattr("enqueuer.usage.cpus", lambda: 2.0)
+    with GeneratorEnqueuer(
+        computing, workers="auto", max_workers=8, shards=8, backend="process"
+    ) as enqueuer:
+        loop = Loop(enqueuer, 0)
+        loop.run(4)
+        assert max(loop.workers) <= 2
+
+
+def test_it_comes_to_rest(options):
+    """One and the same load: at its end nothing changes any more."""
+    with OrderedEnqueuer(
+        range(100_000), sleepy_task, workers="auto", max_workers=4, **options
+    ) as enqueuer:
+        loop = Loop(enqueuer, 0)
+        loop.run_until(lambda: enqueuer._workers == 4)
+        changes = len(loop.workers)
+        loop.run(3)
+        assert set(loop.workers[changes:]) == {4}
+
+
+class Given:
+    """Stands for the tuner: the number that it is given."""
+
+    reason, wanted, waiting_share, due_s = "as it was told", 1, 0.0, 0.0
+    workers = 1
+
+    def __init__(self, *_):
+        pass
+
+    def next(self, stats, again_s=None):
+        return Given.workers
+
+
+def test_those_who_are_retired_go_home(options, monkeypatch):
+    monkeypatch.setattr("enqueuer.base.Tuner", Given)
+    monkeypatch.setattr("enqueuer.enqueuers.Tuner", Given)
+    tasks = OrderedEnqueuer(range(100_000), sleepy_task, workers="auto", **options)
+    shards = GeneratorEnqueuer(sleepy, workers="auto", **options)
+    for made in (tasks, shards):
+        with made as enqueuer:
+            loop = Loop(enqueuer, 0)
+            alone = everybody()
+            for Given.workers in (4, 1, 3, 1):
+                loop.run_until(lambda: len(enqueuer.stats().workers) == Given.workers)
+            loop.run_until(functools.partial(nobody_else, alone))
+
+
+def everybody():
+    return threading.active_count() + len(psutil.Process().children(recursive=True))
+
+
+def nobody_else(alone):
+    return everybody() <= alone
+
+
+# --- the data ---
+
+
+class Erratic:
+    """Stands for the tuner: another number every few times that it is asked."""
+
+    reason, wanted, waiting_share, due_s = "as it likes", 2, 0.5, 0.0
+
+    def __init__(self, *_):
+        self.numbers = itertools.cycle(number for number in (2, 4, 1, 3) for _ in range(6))
+
+    def next(self, stats, again_s=None):
+        return next(self.numbers)
+
+    def refused(self, workers):
+        raise AssertionError
+
+
+@pytest.fixture
+def erratic(monkeypatch):
+    monkeypatch.setattr("enqueuer.base.Tuner", Erratic)
+    monkeypatch.setattr("enqueuer.enqueuers.Tuner", Erratic)
+
+
+def test_the_batches_are_those_of_any_number_of_workers(backend, erratic):
+    with GeneratorEnqueuer(random_batches, shards=5, random_seed=7) as enqueuer:
+        whole = [[bytes_of(batch) for batch in enqueuer] for _ in range(3)]
+    with GeneratorEnqueuer(
+        random_batches, workers="auto", shards=5, random_seed=7, **backend
+    ) as enqueuer:
+        assert [[bytes_of(batch) for batch in enqueuer] for _ in range(3)] == whole
+
+
+def drawn(element, task):
+    time.sleep(0.002)
+    return element, task.epoch, task.rng.integers(1000)
+
+
+@pytest.mark.parametrize("kind", [range, iter])
+def test_each_task_is_done_once_and_in_order(backend, erratic, kind):
+    whole = list(OrderedEnqueuer(range(150), drawn, random_seed=7))
+    source = range(150) if kind is range else iter(range(150))
+    assert list(OrderedEnqueuer(source, drawn, random_seed=7, workers="auto", **backend)) == whole
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_without_order_nothing_is_lost_nor_comes_twice(backend, erratic):
+    options = dict(workers="auto", ordered=False, random_seed=7, **backend)
+    assert sorted(OrderedEnqueuer(range(200), abs, **options)) == list(range(200))
+    assert sorted(GeneratorEnqueuer(twelve, shards=4, **options)) == list(range(12))
+
+
+def dies_at_50(flag, element):
+    if element == 50 and not flag.exists():
+        flag.touch()
+        os._exit(3)
+    time.sleep(0.002)
+    return element
+
+
+def test_a_worker_that_dies_meanwhile_is_replaced(erratic, tmp_path):
+    with OrderedEnqueuer(
+        range(200),
+        functools.partial(dies_at_50, tmp_path / "died"),
+        workers="auto",
+        backend="process",
+        mp_context="fork",
+        max_restarts=1,
+    ) as enqueuer:
+        assert list(enqueuer) == list(range(200))
+        assert enqueuer.restart_count <= 1  # 0 if it was about to be sent home
+
+
+def test_an_error_comes_in_its_turn(options, erratic):
+    with OrderedEnqueuer(range(100, -1, -1), fails_at_zero, workers="auto", **options) as enqueuer:
+        seen = []
+        with pytest.raises(ZeroDivisionError):
+            for batch in enqueuer:
+                seen.append(batch)
+        assert seen == [1 / n for n in range(100, 0, -1)]
+
+
+def fails_at_zero(element):
+    time.sleep(0.001)
+    return 1 / element
+
+
+def test_it_can_be_stopped_by_another_thread(options, erratic):
+    with GeneratorEnqueuer(sleepy, workers="auto", shards=4, **options) as enqueuer:
+        batches = iter(enqueuer)
+        next(batches)
+        timer = threading.Timer(0.3, enqueuer.stop)
+        timer.start()
+        for _ in batches:
+            pass
+        timer.join(LIMIT)
+        assert not enqueuer.is_running()
+
+
+def test_a_position_is_resumed_with_another_number_of_workers(options, erratic):
+    whole = list(GeneratorEnqueuer(random_batches, shards=5, random_seed=7))
+    with GeneratorEnqueuer(
+        random_batches, workers="auto", shards=5, random_seed=7, **options
+    ) as enqueuer:
+        head = list(itertools.islice(enqueuer, 9))
+        state = enqueuer.state_dict()
+    later = GeneratorEnqueuer(random_batches, workers="auto", shards=5, **options)
+    later.load_state_dict(state)
+    with later:
+        assert [bytes_of(b) for b in [*head, *later]] == [bytes_of(b) for b in whole]
+
+
+# --- shards ---
+
+
+def test_without_shards_there_are_sixteen_on_any_machine(options):
+    with GeneratorEnqueuer(lambda shard: [shard.count], workers="auto", **options) as enqueuer:
+        assert list(enqueuer) == [16] * 16
+    enqueuer = GeneratorEnqueuer(twelve, workers="auto", rank=1, world_size=2, max_workers=3)
+    assert enqueuer.state_dict()["shards"] == 32
+
+
+def forever():
+    while True:
+        time.sleep(0.01)
+        yield 1
+
+
+@pytest.mark.parametrize(
+    ("source", "cure"),
+    [(forever, "forever is one shard"), (iter(forever()), "the generator function itself")],
+    ids=["function", "iterator"],
+)
+def test_what_cannot_be_split_stays_at_one_and_says_so_if_the_loop_waits(caplog, source, cure):
+    with GeneratorEnqueuer(source, workers="auto") as enqueuer:
+        loop = Loop(enqueuer, 0)
+        loop.run_until(lambda: caplog.records)
+        loop.run(1)
+        assert set(loop.workers) == {1}
+    [record] = caplog.records
+    assert "workers='auto' stays at 1, though the loop waits" in record.message
+    assert cure in record.message
+
+
+def test_a_number_at_the_start_or_later_takes_its_place(options):
+    enqueuer = GeneratorEnqueuer(twelve, workers="auto", **options)
+    enqueuer.start(workers=2)
+    assert (len(enqueuer.stats().workers), enqueuer._tuner) == (2, None)
+    enqueuer.stop()
+    enqueuer.start(workers="auto")
+    assert len(enqueuer.stats().workers) == 1
+    enqueuer.reconfigure(workers=3)
+    assert (len(enqueuer.stats().workers), enqueuer._tuner) == (3, None)
+    assert sorted(enqueuer) == list(range(12))
+    enqueuer.stop()
+
+
+def test_copies_are_tuned_too():
+    copy = pickle.loads(pickle.dumps(GeneratorEnqueuer(twelve, workers="auto", max_workers=3)))
+    assert copy._options()["workers"] == "auto"
+    assert copy._options()["max_workers"] == 3
+    assert sorted(copy) == list(range(12))
+
+
+def test_the_short_forms_take_it_too():
+    assert sorted(prefetch(twelve, workers="auto")) == list(range(12))
+    assert list(imap(abs, range(5), workers="auto", max_workers=2)) == list(range(5))
+
+
+# --- arguments and what is said ---
+
+
+@pytest.mark.parametrize("kind", [GeneratorEnqueuer, OrderedEnqueuer])
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"workers": "many"}, "workers must be an int or 'auto', got 'many'"),
+        ({"workers": 2, "max_workers": 4}, "max_workers is about workers='auto'"),
+        ({"workers": "auto", "max_workers": 0}, "max_workers must be >= 1, got 0"),
+    ],
+)
+def test_arguments_are_checked(kind, given, says):
+    source = twelve if kind is GeneratorEnqueuer else [1]
+    with pytest.raises(ValueError, match=says):
+        kind(source, **given)
+
+
+def test_each_change_is_logged_with_its_numbers(caplog):
+    caplog.set_level(logging.INFO, "enqueuer")
+    with GeneratorEnqueuer(sleepy, workers="auto", max_workers=2) as enqueuer:
+        loop = Loop(enqueuer, 0)
+        loop.run_until(lambda: enqueuer._workers == 2)
+    [record] = caplog.records
+    assert record.message.startswith("1 -> 2 workers: the loop waited ")
+    assert record.message.endswith("% of its time")
+
+
+def test_workers_that_cannot_be_started_are_done_without(caplog, monkeypatch, options):
+    """The loop goes on with those that there are."""
+    with OrderedEnqueuer(range(100_000), sleepy_task, workers="auto", **options) as enqueuer:
+        loop = Loop(enqueuer, 0)
+        loop.run(0.1)
+
+        def refuse(*_):
+            raise StartError("no more processes")
+
+        monkeypatch.setattr(enqueuer._backend, "_start_one", refuse)
+        loop.run_until(lambda: caplog.records)
+        loop.run(1)
+        assert loop.seen == list(range(len(loop.seen)))
+        assert enqueuer._workers == 1
+    [record] = caplog.records
+    assert "workers='auto' stays at 1: " in record.message

@@ -1,0 +1,289 @@
+"""The tuner on numbers alone: a clock that only counts, and loads whose answer is known."""
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+
+from enqueuer import tuning
+from enqueuer.stats import Stats, WorkerStats
+from enqueuer.tuning import Tuner
+
+ALL_TIMES = dict(starting_s=0.0, sending_s=0.0, idle_s=0.0, rss_bytes=None)
+
+
+class Load:
+    """A loop and its workers, as they would be measured, second by second.
+
+    Args:
+        make_s: What a worker needs for a batch; called with how many there are.
+        use_s: What the loop needs for a batch.
+        tuner: Asked every quarter of a second.
+        cpu_share: How much of the making is computing.
+        shards: Dealt out to the workers, the slowest of which the loop waits for.
+        again_s: What a change would do again; called with the time and how many workers there are.
+    """
+
+    def __init__(self, make_s, use_s, tuner, cpu_share=0.0, cpus=64, shards=None, again_s=None):
+        self.make_s, self.use_s = make_s, use_s
+        self.tuner, self.cpu_share, self.cpus, self.shards = tuner, cpu_share, cpus, shards
+        self.again_s = again_s or (lambda time_s, workers: None)
+        self.workers, self.time_s = 1, 0.0
+        self.items = self.waiting_s = self.working_s = 0.0
+        self.each = {}  # of the workers of now: items, making, waiting
+        self.generation = 0
+        self.history = [1]
+
+    def run(self, seconds):
+        """Let time pass; return how many workers there were, without repetitions."""
+        for _ in range(int(seconds * 4)):
+            self._pass(0.25)
+            if self.time_s >= self.tuner.due_s:
+                self._ask(self.again_s(self.time_s, self.workers))
+        return self.history
+
+    def begin_epoch(self):
+        """Ask between two epochs, when nothing is done again; return the same."""
+        self._ask(None)
+        return self.history
+
+    def _ask(self, again_s):
+        workers = self.tuner.next(self.stats(), again_s)
+        if workers != self.workers:
+            self.workers, self.generation = workers, self.generation + 1
+            self.each = {}
+            self.history.append(workers)
+
+    def _pass(self, seconds):
+        make_s = self.make_s(self.workers)
+        share = 1 / self.workers  # of the work, for the one that has most of it
+        if self.shards is not None:
+            share = math.ceil(self.shards / self.workers) / self.shards
+        rate = min(1 / self.use_s, 1 / (make_s * share))
+        self.time_s += seconds
+        self.items += rate * seconds
+        self.working_s += rate * seconds * self.use_s
+        self.waiting_s += seconds * (1 - rate * self.use_s)
+        for index in range(self.workers):
+            items, making, waiting = self.each.get(index, (0.0, 0.0, 0.0))
+            own = rate * seconds / self.workers
+            busy = own * make_s
+            self.each[index] = items + own, making + busy, waiting + seconds - busy
+
+    def stats(self):
+        workers = [
+            WorkerStats(
+                index, "", (), items, 0, self.generation, making_s=making,
+                waiting_s=waiting, cpu_s=making * self.cpu_share, **ALL_TIMES,
+            )
+            for index, (items, making, waiting) in self.each.items()
+        ]  # fmt: skip
+        return Stats(
+            self.time_s, "thread", True, 0, self.items, 0.0, 0.0, self.waiting_s,
+            self.working_s, {}, {}, 0, 10, (), 0, 0, self.cpus, 0.0, tuple(workers),
+        )  # fmt: skip
+
+
+def load(make_s, use_s, most=32, shards=None, **options):
+    make = make_s if callable(make_s) else lambda workers: make_s
+    return Load(make, use_s, Tuner(1, most, shards), shards=shards, **options)
+
+
+@pytest.mark.parametrize(("times", "workers"), [(0.1, 1), (1, 1), (2, 2), (3, 3), (4, 4), (7, 7)])
+def test_as_many_workers_as_making_takes_longer_than_using(times, workers):
+    assert load(0.01 * times, 0.01).run(60)[-1] == workers
+
+
+@pytest.mark.parametrize("times", [16, 25, 31])
+def test_of_many_about_as_many(times):
+    assert times <= load(0.01 * times, 0.01).run(60)[-1] <= 1.25 * times
+
+
+def test_it_doubles_and_comes_to_rest_within_seconds():
+    one = load(0.16, 0.01)
+    assert one.run(30) == [1, 2, 4, 8, 16]
+    assert one.run(3600) == [1, 2, 4, 8, 16]
+
+
+def test_never_more_than_the_most():
+    assert load(1.0, 0.001, most=6).run(100)[-1] == 6
+
+
+def test_what_computes_gets_no_more_workers_than_there_are_cpus():
+    """Although it would seem to help, as where the time is not that of a CPU."""
+    assert load(1.0, 0.001, cpu_share=0.9, cpus=3.5).run(200)[-1] == 3
+
+
+def test_waiting_for_a_cpu_is_computing_too():
+    """As on a machine where others compute, too."""
+    one = load(1.0, 0.001, cpu_share=0.4, cpus=2)
+    one.stats = lambda stats=one.stats: _starved(stats())
+    assert one.run(200)[-1] == 2
+
+
+def _starved(stats):
+    workers = [dataclasses.replace(w, starved_s=w.making_s / 2) for w in stats.workers]
+    return dataclasses.replace(stats, workers=tuple(workers))
+
+
+def test_workers_that_hinder_each_other_are_taken_back():
+    """As threads that hold the GIL do: two make as much as one."""
+    one = load(lambda workers: 0.01 * workers, 0.001)
+    assert one.run(600) == [1, 2, 1]
+
+
+def test_what_helps_only_so_far_is_found():
+    """Four disks, say."""
+    one = load(lambda workers: 0.04 * max(1, workers / 4), 0.001)
+    assert one.run(600) == [1, 2, 4, 8, 4]
+
+
+def test_one_bad_window_does_not_tell_that_a_step_did_not_help():
+    one = load(0.04, 0.01)
+    one.make_s = lambda workers: 0.075 if workers == 2 and one.time_s < 2.6 else 0.04
+    assert one.run(60) == [1, 2, 4]
+
+
+def test_what_was_too_few_is_not_tried_again():
+    """Although three seem to be enough while there are four."""
+    one = load(lambda workers: 0.02 if workers > 3 else 0.08, 0.01)
+    assert one.run(600)[-1] == 4
+    changes = len(one.history)
+    one.run(3600)
+    assert len(one.history) == changes
+
+
+def test_a_queue_that_is_too_short_is_no_reason_for_more():
+    """The workers have no room half of their time, and yet the loop waits."""
+    one = load(0.04, 0.01)
+    one._pass = lambda seconds: _half(one, seconds)
+    assert one.run(100) == [1]
+
+
+def _half(one, seconds):
+    one.time_s += seconds
+    one.items += seconds * 10
+    one.working_s += seconds / 2
+    one.waiting_s += seconds / 2
+    items, making, waiting = one.each.get(0, (0.0, 0.0, 0.0))
+    one.each[0] = items + seconds * 10, making + seconds / 2, waiting + seconds / 2
+
+
+def test_those_who_have_nothing_to_do_are_retired_but_one_in_five():
+    one = load(0.16, 0.01)
+    assert one.run(30)[-1] == 16
+    one.use_s = 0.04  # now four would do
+    assert one.run(600)[-1] == 5
+    assert one.run(3600)[-1] == 5
+    assert len(one.history) <= 8
+
+
+def test_one_pause_of_the_loop_retires_nobody():
+    one = load(0.08, 0.01)
+    one.run(30)
+    one.time_s += 300  # as while a model is validated
+    one.working_s += 300
+    assert one.run(300) == [1, 2, 4, 8]
+
+
+def test_another_load_is_tuned_anew():
+    one = load(0.04, 0.01)
+    assert one.run(30)[-1] == 4
+    one.make_s = lambda workers: 0.12
+    assert one.run(120)[-1] == 12
+    one.make_s = lambda workers: 0.01
+    assert one.run(300)[-1] == 2
+
+
+def test_of_shards_only_numbers_that_divide_them_better():
+    """16 of them are as fast on 15 workers as on 8."""
+    for times in (1, 2, 3, 4, 5, 7, 9, 16, 40):
+        assert set(load(0.01 * times, 0.01, shards=16).run(200)) <= {1, 2, 3, 4, 6, 8, 16}
+    assert load(0.05, 0.01, shards=16).run(200)[-1] == 6
+    assert load(1.0, 0.01, shards=16, most=15).run(200)[-1] == 8
+
+
+# --- what it costs ---
+
+
+def all_again(time_s, workers):
+    return time_s * workers
+
+
+def test_early_what_is_done_again_is_little_and_it_is_changed_at_once():
+    assert load(0.04, 0.01, again_s=all_again).run(20) == [1, 2, 4]
+
+
+def test_late_it_waits_for_the_next_epoch():
+    late = load(0.01, 0.02, again_s=all_again)
+    late.run(100)
+    late.use_s = 0.0025
+    assert late.run(100) == [1]
+    assert late.begin_epoch() == [1, 2]
+
+
+def test_nobody_is_retired_in_the_middle_of_an_epoch():
+    one = load(0.16, 0.01, again_s=lambda time_s, workers: 0.1)
+    assert one.run(30)[-1] == 16
+    one.use_s = 0.04
+    assert one.run(600)[-1] == 16
+    assert one.begin_epoch()[-1] == 5
+
+
+def test_what_has_become_slower_is_taken_back_in_the_middle_too():
+    one = load(lambda workers: 0.01 * workers**2, 0.001, again_s=lambda time_s, workers: 0.1)
+    assert one.run(100) == [1, 2, 1]
+
+
+def test_workers_that_take_long_to_start_are_changed_between_epochs():
+    one = load(0.04, 0.01, again_s=lambda time_s, workers: 0.0)
+    one.stats = lambda stats=one.stats: _slow_to_start(stats())
+    assert one.run(100) == [1]
+    assert one.begin_epoch()[-1] == 2
+
+
+def _slow_to_start(stats):
+    workers = [dataclasses.replace(w, starting_s=2 * tuning.MOST_COST_S) for w in stats.workers]
+    return dataclasses.replace(stats, workers=tuple(workers))
+
+
+# --- details ---
+
+
+def test_the_first_window_begins_when_all_workers_have_delivered():
+    one = load(0.04, 0.01)
+    silent = itertools.count()
+    stats = one.stats
+
+    def not_yet():
+        found = stats()
+        if next(silent) < 20:
+            workers = [dataclasses.replace(worker, items=0) for worker in found.workers]
+            return dataclasses.replace(found, workers=tuple(workers), items=0)
+        return found
+
+    one.stats = not_yet
+    assert one.run(3) == [1]
+
+
+def test_too_few_batches_say_nothing():
+    one = load(2.0, 0.5)
+    assert one.run(15) == [1]
+    assert one.run(10)[:2] == [1, 2]
+
+
+def test_what_was_refused_is_not_asked_for_again():
+    one = load(0.04, 0.01)
+    one.run(30)
+    one.tuner.refused(2)
+    one.workers, one.each, one.history = 2, {}, [2]
+    assert one.run(600) == [2]
+
+
+def test_the_reason_has_the_numbers():
+    one = load(0.04, 0.01)
+    one.run(2)
+    assert one.history == [1, 2]
+    assert one.tuner.reason == "the loop waited 75 % of its time"
+    assert (one.tuner.wanted, one.tuner.waiting_share) == (4, pytest.approx(0.75))
