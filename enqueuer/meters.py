@@ -145,14 +145,15 @@ class Waits:
 
 
 def bucket_of(nanoseconds: int) -> int:
-    """Return which of the buckets a time falls into; there are four for each doubling.
+    """Return which of the buckets a time falls into; there are 16 for each doubling.
 
     Example:
-        >>> [bucket_of(n) for n in (8, 9, 10, 16, 1000)]
-        [16, 16, 17, 20, 43]
+        >>> [bucket_of(n) for n in (32, 33, 64, 1000, 1023)]
+        [96, 96, 112, 175, 175]
     """
-    exponent = max(nanoseconds, 8).bit_length()
-    return 4 * exponent + (max(nanoseconds, 8) >> (exponent - 3) & 3)
+    nanoseconds = max(nanoseconds, 32)
+    exponent = nanoseconds.bit_length()
+    return 16 * exponent + (nanoseconds >> (exponent - 5) & 15)
 
 
 def top_of(bucket: int) -> int:
@@ -162,5 +163,5 @@ def top_of(bucket: int) -> int:
         >>> top_of(bucket_of(1000)), bucket_of(1024) - bucket_of(1023)
         (1024, 1)
     """
-    exponent, quarter = divmod(bucket, 4)
-    return (5 + quarter) << (exponent - 3)
+    exponent, sixteenth = divmod(bucket, 16)
+    return (17 + sixteenth) << (exponent - 5)

@@ -8,7 +8,7 @@ A snapshot is plain data: it can be kept, compared, printed and pickled.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,7 +160,7 @@ class Stats:
         waiting_s: Seconds that the loop waited for batches, after the first.
         working_s: Seconds that it did something else.
         waits: How many waits there were of each length: a length in seconds, under which they
-            are and above 4/5 of it; and their number. A batch that was ready was not waited for.
+            are, by at most a sixteenth; and their number. A batch that was ready was not waited for.
         waited_for: Of `waiting_s`, how long for which worker, by its index; without order
             nobody knows.
         queue_size: How many finished batches wait.
@@ -230,7 +230,7 @@ class Stats:
         return self.wait_quantile(0.99)
 
     def wait_quantile(self, share: float) -> float:
-        """Return how many seconds a share of the batches was waited for at most; to 25 %."""
+        """Return how many seconds a share of the batches was waited for at most; to 6 %."""
         left = max(self.items - 1, sum(self.waits.values())) * (1 - share)
         for length in sorted(self.waits, reverse=True):
             left -= self.waits[length]
@@ -324,31 +324,47 @@ class Stats:
 
     def __str__(self) -> str:
         """Return a table, with the verdict."""
-        lines = [
-            f"{self.items} batches in {self.seconds:.1f} s, {self.items_per_s:.1f} a second",
-            f"the loop waited {percent(self.waiting_share)} of its time; "
-            f"p50 {duration(self.wait_p50_s)}, p90 {duration(self.wait_p90_s)}, "
-            f"p99 {duration(self.wait_p99_s)}"
-            + (
-                ""
-                if self.first_batch_s is None
-                else f"; first batch {duration(self.first_batch_s)}"
-            ),
-            f"{self.queue_size} of {self.max_queue_size} batches wait, "
-            f"{size(self.block_bytes)} in shared memory",
-            f"{'worker':32}{'items':>8}{'bytes':>10}{'making':>8}{'sending':>9}{'waiting':>9}"
-            f"{'CPU':>6}{'memory':>10}",
-        ]
-        for worker in self.workers:
-            total = worker.making_s + worker.sending_s + worker.waiting_s + worker.idle_s
-            shares = (worker.making_s, worker.sending_s, worker.waiting_s, worker.cpu_s or 0.0)
-            making, sending, waiting, cpu = (f"{_share(part, total):.0%}" for part in shares)
-            memory = "-" if worker.rss_bytes is None else size(worker.rss_bytes)
-            lines.append(
-                f"{worker.name:32}{worker.items:8}{size(worker.bytes):>10}{making:>8}"
-                f"{sending:>9}{waiting:>9}{'-' if worker.cpu_s is None else cpu:>6}{memory:>10}"
-            )
-        return "\n".join([*lines, str(self.verdict())])
+        waits = [f"p{share} {duration(self.wait_quantile(share / 100))}" for share in (50, 90, 99)]
+        first = self.first_batch_s
+        if first is not None:
+            waits.append(f"first batch {duration(first)}")
+        rows = [_HEAD, *map(_row, self.workers)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join(
+            [
+                f"{self.items} batches in {duration(self.seconds)}, "
+                f"{self.items_per_s:.1f} a second",
+                f"the loop waited {percent(self.waiting_share)} of its time; {', '.join(waits)}",
+                f"{self.queue_size} of {self.max_queue_size} batches wait, "
+                f"{size(self.block_bytes)} in shared memory",
+                *(_aligned(row, widths) for row in rows),
+                str(self.verdict()),
+            ]
+        )
+
+
+_HEAD = ("worker", "items", "bytes", "making", "sending", "waiting", "CPU", "memory")
+
+
+def _row(worker: WorkerStats) -> tuple[str, ...]:
+    """Return what is told of a worker; shares are of its time since it was ready."""
+    whole = worker.making_s + worker.sending_s + worker.waiting_s + worker.idle_s
+    shares = (worker.making_s, worker.sending_s, worker.waiting_s, worker.cpu_s)
+    return (
+        worker.name,
+        f"{worker.items:,}",
+        size(worker.bytes),
+        *("-" if part is None else f"{_share(part, whole):.0%}" for part in shares),
+        "-" if worker.rss_bytes is None else size(worker.rss_bytes),
+    )
+
+
+def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
+    name, *cells = (
+        cell.rjust(width) if at else cell.ljust(width)
+        for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+    )
+    return "  ".join([name, *cells])
 
 
 def _share(part: float, whole: float) -> float:

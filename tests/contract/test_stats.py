@@ -267,7 +267,7 @@ def test_they_can_be_pickled_and_printed():
     assert pickle.loads(pickle.dumps(stats)) == stats
     text = str(stats)
     assert "12 batches" in text
-    assert "enqueuer-worker-1" in text
+    assert "worker 1 (thread)" in text
     assert str(stats.verdict()) in text
 
 

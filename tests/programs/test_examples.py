@@ -25,6 +25,7 @@ def test_there_are_examples():
         "file_list_tensorflow.py",
         "image_folder.py",
         "in_place.py",
+        "is_it_waiting.py",
         "jax_training.py",
         "keras_fit.py",
         "keras_loop.py",

@@ -27,10 +27,10 @@ def test_a_meter_adds_up_what_it_waited_and_idled(clock):
     assert meter.words[BEGAN] == 1_000_000_000
 
 
-@pytest.mark.parametrize("nanoseconds", [8, 9, 100, 1000, 123_456, 10**9, 10**12])
-def test_a_bucket_is_a_fifth_to_a_quarter_wide(nanoseconds):
+@pytest.mark.parametrize("nanoseconds", [32, 33, 100, 1000, 123_456, 10**9, 10**12])
+def test_a_bucket_is_a_sixteenth_wide(nanoseconds):
     top = top_of(bucket_of(nanoseconds))
-    assert nanoseconds < top <= 1.25 * nanoseconds + 2
+    assert nanoseconds < top <= nanoseconds * 17 / 16 + 2
     assert bucket_of(top) == bucket_of(nanoseconds) + 1
 
 
