@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from enqueuer.enqueuers import GeneratorEnqueuer
+from enqueuer.progress import bar
 from enqueuer.shards import Shard
 
 Floats: TypeAlias = npt.NDArray[np.float32]
@@ -286,16 +287,14 @@ def _in_turn(shards: list[Iterator[Batch]]) -> Iterator[Batch]:
 
 def _train(network: "Network", epochs: Iterable[Iterable[Batch]], steps: int, title: str) -> float:
     """Learn from every batch of every epoch; return the seconds spent in training steps."""
-    from tqdm import tqdm
-
     training = 0.0
-    with tqdm(total=steps, desc=title, unit="step") as bar:
+    with bar(title, steps, "step") as tell:
         for batches in epochs:
             for batch in batches:
                 began = time.perf_counter()
                 network.learn(batch)
                 training += time.perf_counter() - began
-                bar.update()
+                tell(1)
     return training
 
 

@@ -160,7 +160,8 @@ class Stats:
         waiting_s: Seconds that the loop waited for batches, after the first.
         working_s: Seconds that it did something else.
         waits: How many waits there were of each length: a length in seconds, under which they
-            are, by at most a sixteenth; and their number. A batch that was ready was not waited for.
+            are, by at most a sixteenth; and their number. A batch that was ready was not
+            waited for.
         waited_for: Of `waiting_s`, how long for which worker, by its index; without order
             nobody knows.
         queue_size: How many finished batches wait.

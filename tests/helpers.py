@@ -548,3 +548,47 @@ class DiesOnce:
             Path(self.flag).touch()
             os.kill(os.getpid(), signal.SIGKILL)
         yield np.full(2, shard.index)
+
+
+class Screen:
+    """What was written to a terminal; stands for its descriptor."""
+
+    def __init__(self, master, slave):
+        self.master, self.slave = master, slave
+        self.written = b""
+        self.reader = threading.Thread(target=self.read)
+        self.reader.start()
+
+    def read(self):
+        with contextlib.suppress(OSError):  # of its end
+            while data := os.read(self.master, 4096):
+                self.written += data
+
+    def fileno(self):
+        return self.slave
+
+    def text(self):
+        return self.written.decode()
+
+    def wait_for(self, pattern):
+        """Wait until something was written; fail if that does not come."""
+        wait_until(lambda: re.search(pattern, self.text()))
+
+
+@contextlib.contextmanager
+def terminal():
+    """Give a terminal for a process to write to."""
+    import fcntl  # not above: each worker that is not forked imports this file, for its source
+    import pty
+    import struct
+    import termios
+
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 24, 120, 0, 0))  # or it is 0 wide
+    screen = Screen(master, slave)
+    try:
+        yield screen
+    finally:
+        os.close(slave)
+        screen.reader.join(LIMIT)
+        os.close(master)

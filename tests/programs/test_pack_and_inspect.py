@@ -1,20 +1,14 @@
 """`enqueuer pack` and `enqueuer inspect`: what they print, write and return."""
 
-import contextlib
-import fcntl
 import os
-import pty
 import shutil
 import signal
-import struct
 import subprocess
 import sys
-import termios
-import threading
 
 import numpy as np
 import pytest
-from helpers import LIMIT, needs
+from helpers import LIMIT, needs, terminal
 
 from enqueuer import cli
 
@@ -129,41 +123,6 @@ def test_a_bar_is_shown_on_a_terminal_only(run):
     text = screen.text()
     assert "packing: 100%" in text
     assert text.count("reading: 0row") == 1
-
-
-class Screen:
-    """What was written to a terminal; stands for its descriptor."""
-
-    def __init__(self, master, slave):
-        self.master, self.slave = master, slave
-        self.written = b""
-        self.reader = threading.Thread(target=self.read)
-        self.reader.start()
-
-    def read(self):
-        with contextlib.suppress(OSError):  # of its end
-            while data := os.read(self.master, 4096):
-                self.written += data
-
-    def fileno(self):
-        return self.slave
-
-    def text(self):
-        return self.written.decode()
-
-
-@contextlib.contextmanager
-def terminal():
-    """Give a terminal for a process to write to."""
-    master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 24, 120, 0, 0))  # or it is 0 wide
-    screen = Screen(master, slave)
-    try:
-        yield screen
-    finally:
-        os.close(slave)
-        screen.reader.join(LIMIT)
-        os.close(master)
 
 
 def test_a_dry_run_tells_and_writes_nothing(run, tmp_path):
