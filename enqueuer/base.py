@@ -338,6 +338,10 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         now, first, since = clock(), waits.first, waits.since
         waiting = now - since if since else 0  # just now
         waited = waits.waited + (waiting if first else 0)
+        queue_size = 0
+        if backend is not None:
+            with contextlib.suppress(InvalidState):  # another process's, which has forked this one
+                queue_size = backend.waiting() + len(self._ready)
         return Stats(
             seconds=0.0 if backend is None else (now - waits.began) / 1e9,
             backend=self._backend_name,
@@ -350,7 +354,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             working_s=(now - first - waited) / 1e9 if first else 0.0,
             waits={top_of(bucket) / 1e9: count for bucket, count in list(waits.buckets.items())},
             waited_for={worker: waited / 1e9 for worker, waited in list(waits.by_worker.items())},
-            queue_size=0 if backend is None else backend.waiting() + len(self._ready),
+            queue_size=queue_size,
             max_queue_size=self._max_queue_size,
             fill=tuple([((at - waits.began) / 1e9, size) for at, size in list(waits.samples)]),
             error_count=self._error_count,

@@ -228,3 +228,5 @@ def test_more_than_2_gib_come_through():
         del batch
         batch = next(batches)
         assert len(batch) == (1 << 31) + 1000 and batch[-1:] == b"7"
+        del batch
+        enqueuer.stop(timeout=LIMIT)  # so much memory is not given back at once

@@ -12,7 +12,7 @@ import pytest
 from helpers import LIMIT, twelve, wait_until
 
 from enqueuer import GeneratorEnqueuer, OrderedEnqueuer
-from enqueuer.verdict import HARDLY_WAITS
+from enqueuer.verdict import HARDLY_WAITS, STARVED
 
 BACKENDS = [
     pytest.param({"backend": "thread"}, id="thread"),
@@ -285,18 +285,30 @@ def sleeping(make_s, count=30):
     return source
 
 
+def is_crowded(stats):
+    """Tell whether others' work kept the workers from the CPUs, so that these bind, in truth."""
+    worked = sum(worker.making_s + worker.sending_s for worker in stats.workers)
+    return sum(worker.starved_s or 0.0 for worker in stats.workers) > STARVED * worked
+
+
+def check(stats, binds):
+    """Check the verdict."""
+    found = stats.verdict().binds
+    assert found == binds or (found == "cpus" and is_crowded(stats)), str(stats)
+
+
 @pytest.mark.parametrize("options", BACKENDS)
 def test_a_slow_source_is_told(options):
     stats = stats_of(sleeping(0.02), use_s=0.005, **options)
-    assert stats.verdict().binds == "source", stats
+    check(stats, "source")
     assert stats.waiting_share > 0.4
 
 
 @pytest.mark.parametrize("options", BACKENDS)
 def test_a_slow_loop_is_told(options):
     stats = stats_of(sleeping(0.001), use_s=0.02, **options)
-    assert stats.verdict().binds == "loop", stats
-    assert stats.waiting_share < HARDLY_WAITS
+    check(stats, "loop")
+    assert stats.waiting_share < HARDLY_WAITS or is_crowded(stats)
 
 
 @pytest.mark.parametrize("options", BACKENDS[1:])
@@ -307,7 +319,7 @@ def test_copying_is_told(options):
             yield array
 
     stats = stats_of(source, **options)
-    assert stats.verdict().binds == "transport", stats
+    check(stats, "transport")
 
 
 @pytest.mark.parametrize("options", BACKENDS)
@@ -318,7 +330,7 @@ def test_one_slow_shard_is_told(options):
             yield number
 
     stats = stats_of(source, workers=3, **options)
-    assert stats.verdict().binds == "slow shard", stats
+    check(stats, "slow shard")
     assert max(stats.waited_for, key=stats.waited_for.get) == 1
 
 
@@ -331,7 +343,7 @@ def test_a_short_queue_before_an_uneven_source_is_told(options):
             yield number
 
     stats = stats_of(source, use_s=0.01, max_queue_size=1, **options)
-    assert stats.verdict().binds == "queue", stats
+    check(stats, "queue")
 
 
 @pytest.mark.parametrize("options", BACKENDS)
@@ -341,7 +353,7 @@ def test_a_long_start_is_told(options):
         yield from range(20)
 
     stats = stats_of(source, **options)
-    assert stats.verdict().binds == "start-up", stats
+    check(stats, "start-up")
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="of Linux")
@@ -368,7 +380,6 @@ def test_threads_that_compute_in_python_are_told_to_be_processes():
             yield number
 
     stats = stats_of(source, workers=2)
-    verdict = stats.verdict()
-    if verdict.binds != "cpus":  # on a machine that is full of others' work
-        assert verdict.binds == "source", stats
-        assert "backend='process'" in verdict.advice
+    check(stats, "source")
+    if not is_crowded(stats):
+        assert "backend='process'" in stats.verdict().advice
