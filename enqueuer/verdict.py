@@ -135,9 +135,9 @@ class Evidence:
 
     @property
     def worker_cpus(self) -> float:
-        """How many CPUs the workers used while they worked, all together."""
-        busiest = max((worker.busy_s for worker in self.workers), default=0.0)
-        return _share(self.total("cpu_s"), busiest)
+        """How many CPUs the workers used while there was something to do, all together."""
+        longest = max((worker.busy_s + worker.waiting_s for worker in self.workers), default=0.0)
+        return _share(self.total("cpu_s"), longest)
 
 
 def judge(found: Evidence) -> Verdict:
