@@ -312,6 +312,9 @@ def test_whatever_can_be_iterated_is_a_source(tmp_path, kind):
         ({"x": [1]}, {"shards": 2}, ValueError, "only a generator function of a shard"),
         ({"x": ["a", 1]}, {}, TypeError, r"'x' holds Python objects \(int\)"),
         ({"x": [None]}, {}, TypeError, r"'x' holds Python objects \(NoneType\)"),
+        ({"x": np.ma.array([1, 2], mask=[0, 1])}, {}, TypeError, "'x' is masked, .*filled"),
+        ({1: [1], "1": [2]}, {}, ValueError, r"keys that are alike as texts: \[1, '1'\]"),
+        ({"x": [[], [1]]}, {"ragged": ["x"]}, TypeError, "'x' differ in dtype; .* empty list"),
         ({"x": [b"ab"]}, {}, TypeError, r"'x' holds bytes; .*frombuffer.*ragged=\['x'\]"),
         ({"x": np.zeros(1, "M8[s]")}, {}, TypeError, r"'x' has dtype datetime64\[s\]"),
         (
