@@ -84,14 +84,13 @@ class Reader:
 
     def _cache_bytes(self) -> int:
         """Return how much to keep of each dataset: of many files, no more than of one."""
-        chunks = {
-            at.path: at.chunk * self._layout.row_bytes(name)
-            for name in sorted(self._names, key=self._layout.row_bytes)
-            for at in self._layout.stretches[name]
-        }
-        share = CACHE_BYTES // max(1, min(len(chunks), MOST_OPEN))
+        layout = self._layout
+        stretches = [(name, at) for name in self._names for at in layout.stretches[name]]
+        files = len({at.path for _, at in stretches})
+        chunks = (at.chunk * layout.row_bytes(name) for name, at in stretches)
+        share = CACHE_BYTES // max(1, min(files, MOST_OPEN))
         # less than a chunk would be none at all, and each row would have its chunk unpacked
-        return max(share, min(CACHE_BYTES, max(chunks.values(), default=0)))
+        return max(share, min(CACHE_BYTES, max(chunks, default=0)))
 
     def _check(self, places: set[str]) -> None:
         for path in places:
