@@ -21,6 +21,8 @@ from enqueuer.datasets.h5files import CACHE_BYTES, MOST_OPEN, OpenFiles, as_told
 from enqueuer.datasets.h5layout import Layout, Stretch
 from enqueuer.errors import DataFileError
 
+_DIRECT_BYTES = 1 << 16  # below, another copy costs less than what h5py does to save it
+
 
 class Reader:
     """Reads the same rows of several columns. It belongs to the process that made it.
@@ -158,7 +160,11 @@ class Reader:
                     there = self._opened(at)
                 if into is None:
                     return there[1][low:high:step]
-                return there[0].read_direct(into, np.s_[low:high])
+                if into.nbytes < _DIRECT_BYTES:
+                    into[...] = there[0][low:high]
+                else:
+                    there[0].read_direct(into, np.s_[low:high])
+                return None
             except DataFileError:
                 raise
             except (OSError, RuntimeError, UnicodeDecodeError) as error:
