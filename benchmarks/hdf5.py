@@ -172,7 +172,7 @@ def run(folder: Path, options: argparse.Namespace) -> dict[str, list[float]]:
     source = Images(options.rows, 0)
     paths = {name: folder / f"{name}.h5" for name in ("plain", "gzip", "parts")}
     for name, path in paths.items():
-        # merged, or HDF5 would have a cache for each part, and all of it in memory
+        # merged, as h5py alone would have a cache of its own for each part
         compression, merge = "gzip" if name == "gzip" else None, name != "parts"
         pack(source, path, workers=2, random_seed=7, compression=compression, merge=merge)
     loose = folder / "loose"

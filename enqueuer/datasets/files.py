@@ -244,7 +244,9 @@ class _Share:
         self._at = state["batch"]
 
     def _identity(self) -> dict[str, int]:
-        return {"files": len(self._files._paths), "batch_size": self._files._batch_size}
+        files = self._files
+        own = {"files": len(files._paths), "batch_size": files._batch_size}
+        return {**own, "shuffle": files._shuffle}
 
 
 def _entries(files: Iterable[Path | tuple[Path, Any]]) -> list[FileEntry]:

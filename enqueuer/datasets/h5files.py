@@ -23,8 +23,8 @@ from enqueuer.frameworks import framework
 h5py = framework("h5py", "hdf5", "3.7", user="enqueuer.datasets.hdf5")
 
 CHUNK_BYTES = 1 << 20  # of a chunk: large enough for a disk, small enough for a cache
-_MOST_OPEN = 32  # as many as a file has parts by default; to open one takes a tenth of a chunk
-_CACHE_BYTES = 16 << 20  # of each dataset; HDF5's own 1 MiB does not hold a chunk of that
+MOST_OPEN = 32  # as many as a file has parts by default; to open one takes a tenth of a chunk
+CACHE_BYTES = 16 << 20  # of each dataset; HDF5's own 1 MiB does not hold a chunk of that
 
 
 @contextlib.contextmanager
@@ -54,19 +54,23 @@ def opened(path: str | os.PathLike[str]) -> Iterator[Any]:
         yield file
 
 
-def open_file(path: str | os.PathLike[str]) -> Any:
+def open_file(path: str | os.PathLike[str], cache_bytes: int = CACHE_BYTES) -> Any:
     """Return an `h5py.File` open for reading, or raise DataFileError."""
     with guarded(path):
-        return h5py.File(path, "r", rdcc_nbytes=_CACHE_BYTES)
+        return h5py.File(path, "r", rdcc_nbytes=cache_bytes)
 
 
 class OpenFiles:
     """Files that are open for reading: those that were opened last, and no more than a few.
 
     One thread at a time may ask.
+
+    Args:
+        cache_bytes: The most that is kept of the chunks of each dataset in each of them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, cache_bytes: int = CACHE_BYTES) -> None:
+        self._cache_bytes = cache_bytes
         self._files: dict[str, Any] = {}  # in the order in which they were opened
 
     def __enter__(self) -> OpenFiles:
@@ -82,9 +86,9 @@ class OpenFiles:
             DataFileError: It is not there, broken, or being written.
         """
         if path not in self._files:
-            if len(self._files) >= _MOST_OPEN:
+            if len(self._files) >= MOST_OPEN:
                 self._files.pop(next(iter(self._files))).close()
-            self._files[path] = open_file(path)
+            self._files[path] = open_file(path, self._cache_bytes)
         return self._files[path]
 
     def close(self) -> None:
@@ -144,5 +148,5 @@ def kind_of(dtype: Any) -> str:
 
 def readable(dataset: Any) -> Any:
     """Return what slices of a dataset are taken of: strings come as `str`."""
-    is_text = dataset.dtype.hasobject and kind_of(dataset.dtype) == "text"
-    return dataset.asstr() if is_text else dataset
+    # UTF-8 also where the file says ASCII, which many writers say of whatever they write
+    return dataset.asstr("utf-8") if kind_of(dataset.dtype) == "text" else dataset

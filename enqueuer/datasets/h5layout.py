@@ -106,6 +106,10 @@ class Layout:
             is_same = _stamp(path) == self.stamps[path]
         except FileNotFoundError:
             raise DataFileError(f"{path}: it was there before and is gone", path) from None
+        except OSError as error:  # of a network, for example
+            raise DataFileError(
+                f"{path}: it cannot be looked at any more: {error}", path
+            ) from error
         if not is_same:
             raise DataFileError(
                 f"{path}: it was changed since the source was made; make a new one", path

@@ -66,7 +66,8 @@ def pack(
 
     Args:
         source: A generator function of a `Shard` (or of nothing, then with `shards=1`), which
-            workers run; or any iterable, also an enqueuer, which is read here, by one.
+            workers run; or any iterable, also an enqueuer, which is read here, by one, and anew
+            after an interruption.
             An item is a batch: an array, or a flat dict or tuple of arrays and lists with
             equally many rows. None is left out.
         path: Of the file. It must not be there yet.
@@ -147,6 +148,9 @@ def pack(
     }
     with begun(target, run, keep=not merge) as (folder, drawn):
         job = _Job(opens, str(folder), count, drawn, format, frozenset(of_keys))
+        if isinstance(opens, LiveSource) and version is None:
+            # what is there may be of another list: nobody can tell before this one was read
+            job.part(0).unlink(missing_ok=True)
         options: dict[str, Any] = dict(
             random_seed=drawn,
             workers=min(arguments.positive("workers", workers), count),

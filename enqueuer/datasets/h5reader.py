@@ -3,7 +3,8 @@
     rows 10 to 30 --stretches of the layout--> 10 to 20 here, 0 to 10 there --> one array
 
 A part is opened when rows of it are wanted, so one that is missing is an error and not zeros. HDF5
-also gives zeros for what was cut off a file that is open; so each is looked at after reading.
+also gives zeros for what was cut off a file that is open; so each file is looked at once more after
+it was read, and before what was read is handed out.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from enqueuer.datasets.h5files import OpenFiles, as_told, readable
+from enqueuer.datasets.h5files import CACHE_BYTES, MOST_OPEN, OpenFiles, as_told, readable
 from enqueuer.datasets.h5layout import Layout, Stretch
 from enqueuer.errors import DataFileError
+
+_DIRECT_BYTES = 1 << 16  # below, another copy costs less than what h5py does to save it
 
 
 class Reader:
@@ -37,8 +40,9 @@ class Reader:
         self._layout = layout
         self._names = names
         self._stops = {name: [at.stop for at in layout.stretches[name]] for name in names}
-        self._files = OpenFiles()
-        self._datasets: dict[tuple[str, str], Any] = {}  # with their caches of chunks
+        self._files = OpenFiles(self._cache_bytes())
+        # with their caches of chunks; and what slices are taken of
+        self._datasets: dict[tuple[str, str], tuple[Any, Any]] = {}
         self._lock = threading.Lock()
 
     def __enter__(self) -> Reader:
@@ -54,35 +58,65 @@ class Reader:
 
     def row(self, at: int) -> dict[str, Any]:
         """Return one row of each column."""
-        return {name: self._read(name, at, at + 1)[0][0] for name in self._names}
+        places: set[str] = set()
+        found = {name: self._read(places, name, at, at + 1)[0][0] for name in self._names}
+        self._check(places)
+        return found
 
     def rows(self, start: int, stop: int, step: int = 1) -> dict[str, np.ndarray]:
         """Return a slice of each column."""
-        return {name: _joined(self._read(name, start, stop, step)) for name in self._names}
+        places: set[str] = set()
+        found = {name: self._read(places, name, start, stop, step) for name in self._names}
+        self._check(places)
+        return {name: _joined(parts) for name, parts in found.items()}
 
     def pool(
         self, pieces: Sequence[tuple[int, int]], rest: Mapping[str, np.ndarray] | None
     ) -> dict[str, np.ndarray]:
         """Return the rows of several pieces, after those that are left of the pool before."""
-        return {
-            name: self._pooled(name, pieces, None if rest is None else rest[name])
+        places: set[str] = set()
+        found = {
+            name: self._pooled(places, name, pieces, None if rest is None else rest[name])
             for name in self._names
         }
+        self._check(places)
+        return found
 
-    # --- inside ---
+    # --- inside; `places` are the files that have been read for one answer ---
 
-    def _read(self, name: str, start: int, stop: int, step: int = 1) -> list[np.ndarray]:
-        found = [
-            self._take(at, low, high, step)
-            for at, low, high in self._between(name, start, stop, step)
-        ]
+    def _cache_bytes(self) -> int:
+        """Return how much to keep of each dataset: of many files, no more than of one."""
+        layout = self._layout
+        stretches = [(name, at) for name in self._names for at in layout.stretches[name]]
+        files = len({at.path for _, at in stretches})
+        chunks = (at.chunk * layout.row_bytes(name) for name, at in stretches)
+        share = CACHE_BYTES // max(1, min(files, MOST_OPEN))
+        # less than a chunk would be none at all, and each row would have its chunk unpacked
+        return max(share, min(CACHE_BYTES, max(chunks, default=0)))
+
+    def _check(self, places: set[str]) -> None:
+        for path in places:
+            self._layout.check_unchanged(path)
+
+    def _read(
+        self, places: set[str], name: str, start: int, stop: int, step: int = 1
+    ) -> list[np.ndarray]:
+        found = []
+        for at, low, high in self._between(name, start, stop, step):
+            found.append(self._take(at, low, high, step))
+            places.add(at.path)
         return found or [self._empty(name, 0)]
 
     def _pooled(
-        self, name: str, pieces: Sequence[tuple[int, int]], rest: np.ndarray | None
+        self,
+        places: set[str],
+        name: str,
+        pieces: Sequence[tuple[int, int]],
+        rest: np.ndarray | None,
     ) -> np.ndarray:
-        if self._layout.dtypes[name].hasobject:
-            read = [part for piece in pieces for part in self._read(name, *piece)]
+        dtype = self._layout.dtypes[name]
+        if dtype.hasobject or dtype.subdtype is not None:
+            read = [part for piece in pieces for part in self._read(places, name, *piece)]
             return np.concatenate(read if rest is None else [rest, *read])
         filled = 0 if rest is None else len(rest)
         pool = self._empty(name, filled + sum(stop - start for start, stop in pieces))
@@ -92,6 +126,7 @@ class Reader:
             for at, low, high in self._between(name, *piece):
                 there = filled + high - low
                 self._take(at, low, high, into=pool[filled:there])
+                places.add(at.path)
                 filled = there
         return pool
 
@@ -120,26 +155,29 @@ class Reader:
         """Read some rows of the dataset of a stretch; return them, if they go into no array."""
         with self._lock:
             try:
-                dataset = self._datasets.get((at.path, at.dataset))
-                if not dataset:  # or its file has been closed meanwhile
-                    dataset = self._opened(at)
+                there = self._datasets.get((at.path, at.dataset))
+                if there is None or not there[0].id.valid:  # its file has been closed meanwhile
+                    there = self._opened(at)
                 if into is None:
-                    found = readable(dataset)[low:high:step]
+                    return there[1][low:high:step]
+                if into.nbytes < _DIRECT_BYTES:
+                    into[...] = there[0][low:high]
                 else:
-                    found = dataset.read_direct(into, np.s_[low:high])
+                    there[0].read_direct(into, np.s_[low:high])
+                return None
             except DataFileError:
                 raise
-            except (OSError, RuntimeError) as error:
+            except (OSError, RuntimeError, UnicodeDecodeError) as error:
+                self._layout.check_unchanged(at.path)  # which would explain it
                 rows = f"row {low}" if high == low + 1 else f"rows {low} to {high}"
                 what = f"{rows} of {at.dataset[1:]!r} cannot be read: "
                 raise as_told(at.path, error, what) from error
-            self._layout.check_unchanged(at.path)
-            return found
 
-    def _opened(self, at: Stretch) -> Any:
+    def _opened(self, at: Stretch) -> tuple[Any, Any]:
         self._layout.check_unchanged(at.path)
-        dataset = self._datasets[at.path, at.dataset] = self._files.open(at.path)[at.dataset]
-        return dataset
+        dataset = self._files.open(at.path)[at.dataset]
+        self._datasets[at.path, at.dataset] = dataset, readable(dataset)
+        return self._datasets[at.path, at.dataset]
 
 
 def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:

@@ -57,7 +57,9 @@ def name_of(source: Any) -> str:
     """Return what a source is called."""
     while isinstance(source, functools.partial):
         source = source.func
-    named = source if hasattr(source, "__qualname__") else type(source)
+    # a generator has a name, and no module
+    is_named = callable(source) and hasattr(source, "__qualname__")
+    named = source if is_named else type(source)
     return f"{named.__module__}.{named.__qualname__}"
 
 

@@ -56,6 +56,8 @@ def named(item: Any, keys: tuple[str, ...] | None) -> dict[str, Any]:
     """
     if isinstance(item, Mapping):
         found = {str(key): value for key, value in item.items()}
+        if len(found) < len(item):
+            raise ValueError(f"the source yields keys that are alike as texts: {list(item)}")
         if keys is not None:
             if missing := [key for key in keys if key not in found]:
                 raise ValueError(f"the source yields no {missing}, only {sorted(found)}")
@@ -88,6 +90,11 @@ def column_of(key: str, rows: Any, is_ragged: bool) -> np.ndarray:
         TypeError: HDF5 has no type for them; the message says what to do.
         ValueError: They differ in shape, or there is no axis of rows.
     """
+    if np.ma.is_masked(rows):
+        raise TypeError(
+            f"{key!r} is masked, which HDF5 has not; yield .filled(...), and the mask as a key of "
+            "its own"
+        )
     if is_ragged:
         return _ragged(key, rows)
     if _holds(rows, bytes):
@@ -150,7 +157,10 @@ def _ragged(key: str, rows: Any) -> np.ndarray:
                 "of its own"
             )
     if len({array.dtype for array in arrays}) > 1:
-        raise TypeError(f"the rows of {key!r} differ in dtype; yield all with the same")
+        raise TypeError(
+            f"the rows of {key!r} differ in dtype; yield arrays that all have the same (an empty "
+            "list has float64)"
+        )
     column = np.empty(len(arrays), object)
     for at, array in enumerate(arrays):  # at once, numpy would take their items for rows
         column[at] = array

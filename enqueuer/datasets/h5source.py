@@ -14,6 +14,7 @@ found in the file when the source was made.
 from __future__ import annotations
 
 import itertools
+import operator
 import os
 import sys
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -136,6 +137,8 @@ class HDF5Source:
 
         Raises:
             IndexError: There is no such row.
+            TypeError: It is neither a number nor a slice.
+            ValueError: The step of a slice is not positive.
             DataFileError: It cannot be read.
         """
         if isinstance(index, slice):
@@ -143,7 +146,10 @@ class HDF5Source:
             if step < 1:
                 raise ValueError(f"the step of a slice must be >= 1, got {step}")
             return self._formed(self._here().rows(self._first + start, self._first + stop, step))
-        at = index.__index__()
+        try:
+            at = operator.index(index)
+        except TypeError:
+            raise TypeError(f"rows are taken by a number or a slice, got {index!r}") from None
         if not -len(self) <= at < len(self):
             raise IndexError(f"row {at} of {self._path} is out of range: it has {len(self)}")
         return self._formed(self._here().row(self._first + at % len(self)))
@@ -185,7 +191,9 @@ class HDF5Source:
     def _identity(self) -> dict[str, int]:
         """Return what a position in a shard depends on."""
         own = {"first": self._first, "rows": len(self), "batch_size": self._batch_size}
-        return {**own, "window": self._window if self._shuffle else 0}
+        if not self._shuffle:
+            return {**own, "window": 0, "chunks": 0}
+        return {**own, "window": self._window, "chunks": len(self._pieces)}
 
     def _formed(self, found: dict[str, Any]) -> Any:
         if self._is_one:

@@ -343,15 +343,18 @@ def test_it_is_resumed_anywhere_and_loads_nothing_twice(backend, tmp_path):
 
 
 def test_a_state_of_other_files_is_refused():
-    def state_of(count, size):
-        share = FileBatches(numbers(count), int, size)(Shard(0, 1, 0, SEED))
-        next(share)
-        return share.state_dict()
+    def share_of(count=10, size=2, **options):
+        return FileBatches(numbers(count), int, size, **options)(Shard(0, 1, 0, SEED))
 
-    for count, size, said in ((9, 2, "files=9"), (10, 5, "batch_size=5")):
-        share = FileBatches(numbers(10), int, 2)(Shard(0, 1, 0, SEED))
+    others = {
+        "files=9": share_of(count=9),
+        "batch_size=5": share_of(size=5),
+        "shuffle=False": share_of(shuffle=False),
+    }
+    for said, other in others.items():
+        next(other)
         with pytest.raises(StateMismatch, match=said):
-            share.load_state_dict(state_of(count, size))
+            share_of().load_state_dict(other.state_dict())
 
 
 class Deadly:

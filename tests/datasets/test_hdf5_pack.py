@@ -285,12 +285,13 @@ def test_chunks_are_along_the_first_axis(tmp_path):
     assert chunks == [(1024, 100), (10, 100), (1, 3 << 20)]
 
 
-@pytest.mark.parametrize("kind", ["list", "generator", "function", "enqueuer", "tasks"])
+@pytest.mark.parametrize("kind", ["list", "iterator", "generator", "function", "enqueuer", "tasks"])
 def test_whatever_can_be_iterated_is_a_source(tmp_path, kind):
     batches = [np.arange(n, n + 3) for n in range(0, 12, 3)]
     source = {
         "list": batches,
-        "generator": iter(batches),
+        "iterator": iter(batches),
+        "generator": (batch for batch in batches),
         "function": lambda: iter(batches),
         "enqueuer": GeneratorEnqueuer(lambda shard: iter(batches)),
         "tasks": OrderedEnqueuer(batches, workers=2),
@@ -311,6 +312,9 @@ def test_whatever_can_be_iterated_is_a_source(tmp_path, kind):
         ({"x": [1]}, {"shards": 2}, ValueError, "only a generator function of a shard"),
         ({"x": ["a", 1]}, {}, TypeError, r"'x' holds Python objects \(int\)"),
         ({"x": [None]}, {}, TypeError, r"'x' holds Python objects \(NoneType\)"),
+        ({"x": np.ma.array([1, 2], mask=[0, 1])}, {}, TypeError, "'x' is masked, .*filled"),
+        ({1: [1], "1": [2]}, {}, ValueError, r"keys that are alike as texts: \[1, '1'\]"),
+        ({"x": [[], [1]]}, {"ragged": ["x"]}, TypeError, "'x' differ in dtype; .* empty list"),
         ({"x": [b"ab"]}, {}, TypeError, r"'x' holds bytes; .*frombuffer.*ragged=\['x'\]"),
         ({"x": np.zeros(1, "M8[s]")}, {}, TypeError, r"'x' has dtype datetime64\[s\]"),
         (
@@ -546,6 +550,19 @@ def test_values_that_are_bound_are_not_written_down(tmp_path):
     written = (tmp_path / "a.parts" / "pack.json").read_text() + str(contents(tmp_path / "a"))
     assert "secret" not in written.replace(str(tmp_path), "")
     assert "number" in json.loads((tmp_path / "a.parts" / "pack.json").read_text())["bound"]
+
+
+def test_another_list_does_not_go_on_with_what_the_first_one_left(tmp_path):
+    def appears():
+        yield [1, 2]
+        (tmp_path / "a.h5").touch()  # so that the part is written, and the whole is not
+
+    with pytest.raises(FileExistsError):
+        pack(appears(), tmp_path / "a.h5")
+    (tmp_path / "a.h5").unlink()
+    assert (tmp_path / "a.h5.parts" / "shard-00000.h5").exists()
+    pack((batch for batch in [[3, 4, 5]]), tmp_path / "a.h5")
+    assert HDF5Source(tmp_path / "a.h5", "data")[:].tolist() == [3, 4, 5]
 
 
 def test_a_version_is_compared_instead_of_what_is_bound(tmp_path):

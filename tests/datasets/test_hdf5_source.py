@@ -21,6 +21,7 @@ from enqueuer import (  # noqa: E402
     Shard,
     StateMismatch,
 )
+from enqueuer.datasets.h5reader import Reader  # noqa: E402
 from enqueuer.datasets.hdf5 import HDF5Source, describe, pack  # noqa: E402
 
 ROWS = 103  # a prime: nothing divides it
@@ -136,20 +137,39 @@ def test_a_file_of_tiny_chunks_stays_small_in_memory(tmp_path):
     assert len(next(source(Shard(0, 1, 0, 7)))) == 64
 
 
+def test_many_parts_keep_no_more_of_their_chunks_than_one(tmp_path):
+    path = tmp_path / "a.h5"
+    pack(lambda shard: iter([np.zeros((64, 4096))]), path, shards=32, backend="thread")
+    source = HDF5Source(path, "data", 64)
+    list(map(np.shape, (source[n : n + 64] for n in range(0, len(source), 64))))
+    kept = [
+        file.id.get_access_plist().get_cache()[2] for file in source._reader._files._files.values()
+    ]
+    assert len(kept) == 32
+    assert min(kept) >= 1 << 20  # a chunk, or each row would unpack one
+    assert sum(kept) <= 64 << 20
+    source.close()
+
+
+def what_is_read(monkeypatch):
+    """Return a list that grows by the first row and the end of whatever is read from now on."""
+    read = []
+    take = Reader._take
+
+    def noted(self, at, low, high, *args, **kwargs):
+        read.append((low, high))
+        return take(self, at, low, high, *args, **kwargs)
+
+    monkeypatch.setattr(Reader, "_take", noted)
+    return read
+
+
 def test_an_epoch_reads_each_chunk_once(tmp_path, monkeypatch):
     pack([np.arange(1000)], tmp_path / "a.h5", chunk_rows=50, merge=True)
-    read = []
-    monkeypatch.setattr(
-        h5py.Dataset,
-        "read_direct",
-        lambda self, pool, at, real=h5py.Dataset.read_direct: (
-            read.append(at.start),
-            real(self, pool, at),
-        ),
-    )
+    read = what_is_read(monkeypatch)
     source = HDF5Source(tmp_path / "a.h5", "data", 8, shuffle=True, window=100)
     batches = list(source(Shard(0, 1, 0, 7)))
-    assert sorted(read) == list(range(0, 1000, 50))
+    assert sorted(read) == [(start, start + 50) for start in range(0, 1000, 50)]
     assert read != sorted(read)
     # a window is two chunks, and what was left of the one before
     assert max(len(set(batch // 50)) for batch in batches) <= 3
@@ -215,19 +235,12 @@ def test_what_came_before_is_not_read_again(tmp_path, monkeypatch):
     head = [next(batches) for _ in range(50)]
     state = batches.state_dict()
     tail = list(batches)
-    read = []
-    monkeypatch.setattr(
-        h5py.Dataset,
-        "read_direct",
-        lambda self, pool, at, real=h5py.Dataset.read_direct: (
-            read.append(at.stop - at.start),
-            real(self, pool, at),
-        ),
-    )
+    read = what_is_read(monkeypatch)
     later = source(Shard(0, 1, 0, 7))
     later.load_state_dict(state)
     assert [batch.tolist() for batch in later] == [batch.tolist() for batch in tail]
-    assert sum(read) < 1000 - 16 * len(head) + 50 + 16  # a window, and what was left of one
+    rows = sum(stop - start for start, stop in read)
+    assert rows < 1000 - 16 * len(head) + 50 + 16  # a window, and what was left of one
 
 
 def test_an_enqueuer_resumes_by_the_position_in_each_shard(path, backend):
@@ -261,6 +274,17 @@ def test_a_state_of_another_source_is_refused(simple, other, says):
         share.load_state_dict(state)
 
 
+def test_a_state_of_a_file_that_was_packed_in_other_chunks_is_refused(tmp_path):
+    shard = Shard(0, 1, 0, 7)
+    shares = []
+    for chunk_rows in (5, 6):
+        path = tmp_path / f"{chunk_rows}.h5"
+        pack([np.arange(60)], path, chunk_rows=chunk_rows)
+        shares.append(HDF5Source(path, "data", 4, shuffle=True, window=20)(shard))
+    with pytest.raises(StateMismatch, match="the state is of chunks=12, but here it is 10"):
+        shares[1].load_state_dict(shares[0].state_dict())
+
+
 # --- keys, rows and slices ---
 
 
@@ -288,7 +312,32 @@ def test_rows_and_slices_are_read(path):
         source[103]
     with pytest.raises(ValueError, match="step"):
         source[::-1]
+    for index in ([0, 1], "row", 1.0, None, np.array([0, 1])):
+        with pytest.raises(TypeError, match="by a number or a slice, got"):
+            source[index]
     source.close()
+
+
+def test_text_that_says_it_is_ascii_may_be_utf8(tmp_path):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("x", data=["é".encode(), b"e"], dtype=h5py.string_dtype("ascii"))
+    assert HDF5Source(tmp_path / "a.h5", "x")[:].tolist() == ["é", "e"]
+
+
+def test_text_that_is_not_utf8_is_told_with_key_and_rows(tmp_path):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("x", data=[b"e", b"\xe9"], dtype=h5py.string_dtype())
+    with pytest.raises(DataFileError, match=r"a\.h5: rows 0 to 2 of 'x' cannot be read: .*utf-8"):
+        HDF5Source(tmp_path / "a.h5", "x")[:]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_the_items_of_a_dataset_may_be_arrays(tmp_path, shuffle):
+    rows = np.arange(12, dtype="f4").reshape(4, 3)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("x", (4,), np.dtype(("f4", (3,))))[...] = rows
+    batches = list(HDF5Source(tmp_path / "a.h5", "x", 3, shuffle=shuffle)(Shard(0, 1, 0, 7)))
+    assert sorted(np.concatenate(batches).tolist()) == rows.tolist()
 
 
 def test_it_is_a_sequence_for_tasks(path, backend):

@@ -1,5 +1,6 @@
 """Every program in examples/ runs, checks itself, and has nothing to complain of."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ NEEDS = {
     "jax_training.py": ("jax",),
     "keras_fit.py": ("keras", "torch"),
     "keras_loop.py": ("keras", "torch"),
-    "pack_and_train.py": ("h5py", "sklearn", "torch"),
+    "pack_and_train.py": ("h5py", "sklearn"),
     "torch_training.py": ("torch",),
 }
 
@@ -48,3 +49,12 @@ def test_an_example_runs(path, tmp_path):
     assert err == "" or path.name in NEEDS  # frameworks are talkative
     assert out
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_packed_is_learnt_by_numpy_where_there_is_no_torch(tmp_path):
+    needs_installed(*NEEDS["pack_and_train.py"])
+    program = shutil.copy(EXAMPLES / "pack_and_train.py", tmp_path)
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(name='torch')")
+    code, out, err = run_script(program, tmp_path, LIMIT)
+    assert code == 0, err
+    assert "epoch 9: loss 0." in out
