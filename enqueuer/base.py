@@ -347,6 +347,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             first_batch_s=(first - waits.began) / 1e9 if first else None,
             first_wait_s=(waits.first_wait + (0 if first else waiting)) / 1e9,
             waiting_s=waited / 1e9,
+            reading_s=waits.reading / 1e9,
             working_s=(now - first - waited) / 1e9 if first else 0.0,
             waits={top_of(bucket) / 1e9: count for bucket, count in list(waits.buckets.items())},
             waited_for={worker: waited / 1e9 for worker, waited in list(waits.by_worker.items())},

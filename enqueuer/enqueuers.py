@@ -656,7 +656,7 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
                 if source.is_sequence:
                     start = Start(self._number - order.first)
                 self._reader = Reader(source, self._reading, self._epoch, start, order.first)
-            read = self._reader.next()
+            read = self._timed(self._reader)
         except BaseException as error:
             if isinstance(error, Exception) or not source.is_sequence:
                 self._fail(Failure(-1, self._number, error))
@@ -668,6 +668,16 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
             self._is_read = True
             order.end_at(self._number)
         return read
+
+    def _timed(self, reader: Reader) -> tuple[Ticket, Any] | None:
+        """Read on, and count it as a wait of the loop if it runs code of the user's."""
+        if self._source.is_sequence:
+            return reader.next()
+        self._waits.pause(None)
+        try:
+            return reader.next()
+        finally:
+            self._waits.read()
 
     def _fail(self, failure: Failure) -> None:
         """Let a task have failed that no worker can be given; nothing more is read."""

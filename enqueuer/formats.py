@@ -38,6 +38,16 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02} h"
 
 
+def batches(count: int) -> str:
+    """Return how many batches.
+
+    Example:
+        >>> batches(1), batches(2)
+        ('1 batch', '2 batches')
+    """
+    return f"{count} batch{'' if count == 1 else 'es'}"
+
+
 def percent(share: float) -> str:
     """Return a share of 1 in percent.
 

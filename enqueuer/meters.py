@@ -29,6 +29,7 @@ WORDS = 8  # a cache line
 
 _MOST_SAMPLES = 256  # of the fill; then every second one is forgotten
 _SAMPLE_NS = 5_000_000  # between two of them, at first
+_LONG_READ_NS = 100_000  # to sort a shorter one by its length would take too much of it
 
 
 class Meter:
@@ -75,6 +76,7 @@ class Waits:
         first: When the first batch was there; 0 before that.
         first_wait: Nanoseconds that the loop waited until then.
         waited: Nanoseconds after that, all in all.
+        reading: Nanoseconds of these in which the loop read elements itself.
         by_worker: The same by the worker that was waited for, where it was a certain one.
         buckets: How many waits there were of each length, see `bucket_of`.
         since: When a wait began that lasts; 0 if none does.
@@ -89,6 +91,7 @@ class Waits:
         self.first = 0
         self.first_wait = 0
         self.waited = 0
+        self.reading = 0
         self.by_worker: dict[int, int] = {}
         self.buckets: dict[int, int] = {}
         self.since = 0
@@ -121,10 +124,25 @@ class Waits:
             self._counted += 1 - self.left
             self.left = self._step = 1
         self.waited += waited
-        bucket = bucket_of(waited)
-        self.buckets[bucket] = self.buckets.get(bucket, 0) + 1
+        self._sort(waited)
         if worker is not None:
             self.by_worker[worker] = self.by_worker.get(worker, 0) + waited
+
+    def read(self) -> None:
+        """Note that the wait is over, in which the loop read an element itself."""
+        spent = clock() - self.since
+        self.since = 0
+        if not self.first:
+            self.first_wait += spent
+            return
+        self.waited += spent
+        self.reading += spent
+        if spent >= _LONG_READ_NS:
+            self._sort(spent)
+
+    def _sort(self, waited: int) -> None:
+        bucket = bucket_of(waited)
+        self.buckets[bucket] = self.buckets.get(bucket, 0) + 1
 
     def sample(self, waiting: int) -> None:
         """Note how many items wait; called when none is `left`."""

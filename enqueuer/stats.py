@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from enqueuer import meters
-from enqueuer.formats import duration, percent, size
+from enqueuer.formats import batches, duration, percent, size
 from enqueuer.usage import Usage
 from enqueuer.verdict import Evidence, Verdict, Work, judge
 
@@ -61,6 +61,12 @@ class WorkerStats:
     rss_bytes: int | None = None
     blocks: int = 0
     block_bytes: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since it was started: the sum of the five."""
+        working_s = self.making_s + self.sending_s
+        return self.starting_s + working_s + self.waiting_s + self.idle_s
 
     @property
     def busy_share(self) -> float:
@@ -158,6 +164,7 @@ class Stats:
         first_batch_s: Seconds from the start to the first batch; None if there was none yet.
         first_wait_s: How many of these the loop waited.
         waiting_s: Seconds that the loop waited for batches, after the first.
+        reading_s: How many of these it read elements itself, of an iterable that is no sequence.
         working_s: Seconds that it did something else.
         waits: How many waits there were of each length: a length in seconds, under which they
             are and above 4/5 of it; and their number. A batch that was ready was not waited for.
@@ -182,6 +189,7 @@ class Stats:
     first_batch_s: float | None
     first_wait_s: float
     waiting_s: float
+    reading_s: float
     working_s: float
     waits: Mapping[float, int]
     waited_for: Mapping[int, float]
@@ -263,6 +271,7 @@ class Stats:
             items=self.items - earlier.items,
             first_wait_s=self.first_wait_s - earlier.first_wait_s,
             waiting_s=self.waiting_s - earlier.waiting_s,
+            reading_s=self.reading_s - earlier.reading_s,
             working_s=self.working_s - earlier.working_s,
             waits=waits,
             waited_for={
@@ -297,6 +306,7 @@ class Stats:
                 items=self.items,
                 first_wait_s=self.first_wait_s,
                 waiting_s=self.waiting_s,
+                reading_s=self.reading_s,
                 working_s=self.working_s,
                 wait_p99_s=self.wait_p99_s,
                 in_threads=self.backend == "thread",
@@ -312,6 +322,7 @@ class Stats:
                         making_s=worker.making_s,
                         sending_s=worker.sending_s,
                         waiting_s=worker.waiting_s,
+                        seconds=worker.seconds,
                         cpu_s=worker.cpu_s,
                         starved_s=worker.starved_s,
                         waited_for_s=self.waited_for.get(worker.index, 0.0),
@@ -324,8 +335,9 @@ class Stats:
 
     def __str__(self) -> str:
         """Return a table, with the verdict."""
+        width = max((len(worker.name) for worker in self.workers), default=6)
         lines = [
-            f"{self.items} batches in {self.seconds:.1f} s, {self.items_per_s:.1f} a second",
+            f"{batches(self.items)} in {duration(self.seconds)}, {self.items_per_s:.1f} a second",
             f"the loop waited {percent(self.waiting_share)} of its time; "
             f"p50 {duration(self.wait_p50_s)}, p90 {duration(self.wait_p90_s)}, "
             f"p99 {duration(self.wait_p99_s)}"
@@ -334,18 +346,18 @@ class Stats:
                 if self.first_batch_s is None
                 else f"; first batch {duration(self.first_batch_s)}"
             ),
-            f"{self.queue_size} of {self.max_queue_size} batches wait, "
+            f"{self.queue_size} of {batches(self.max_queue_size)} wait, "
             f"{size(self.block_bytes)} in shared memory",
-            f"{'worker':32}{'items':>8}{'bytes':>10}{'making':>8}{'sending':>9}{'waiting':>9}"
+            f"{'worker':{width}}{'items':>8}{'bytes':>10}{'making':>8}{'sending':>9}{'waiting':>9}"
             f"{'CPU':>6}{'memory':>10}",
         ]
         for worker in self.workers:
-            total = worker.making_s + worker.sending_s + worker.waiting_s + worker.idle_s
+            total = worker.seconds - worker.starting_s
             shares = (worker.making_s, worker.sending_s, worker.waiting_s, worker.cpu_s or 0.0)
             making, sending, waiting, cpu = (f"{_share(part, total):.0%}" for part in shares)
             memory = "-" if worker.rss_bytes is None else size(worker.rss_bytes)
             lines.append(
-                f"{worker.name:32}{worker.items:8}{size(worker.bytes):>10}{making:>8}"
+                f"{worker.name:{width}}{worker.items:8}{size(worker.bytes):>10}{making:>8}"
                 f"{sending:>9}{waiting:>9}{'-' if worker.cpu_s is None else cpu:>6}{memory:>10}"
             )
         return "\n".join([*lines, str(self.verdict())])

@@ -2,6 +2,7 @@
 
     the loop hardly waits ------------------------------> the loop
     it waited for the first batch most of all ----------> start-up
+    it reads slow elements itself ----------------------> the source
     the workers pickle and copy more than they make ----> the transport
     no CPU is left -------------------------------------> the CPUs
     one worker works while the others wait for it ------> a slow shard
@@ -19,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from enqueuer.formats import duration, percent, size
+from enqueuer.formats import batches, duration, percent, size
 
 Binds = Literal["unknown", "loop", "start-up", "slow shard", "queue", "transport", "cpus", "source"]
 
@@ -62,7 +63,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Work:
-    """What a worker did: seconds, and `items` of so many `bytes`; None is not known."""
+    """What a worker did in so many `seconds`: `items` of so many `bytes`; None is not known."""
 
     name: str
     items: int
@@ -70,6 +71,7 @@ class Work:
     making_s: float
     sending_s: float
     waiting_s: float
+    seconds: float
     cpu_s: float | None
     starved_s: float | None
     waited_for_s: float  # by the loop
@@ -99,6 +101,7 @@ class Evidence:
     items: int
     first_wait_s: float
     waiting_s: float
+    reading_s: float
     working_s: float
     wait_p99_s: float
     in_threads: bool
@@ -112,6 +115,11 @@ class Evidence:
     def waiting_share(self) -> float:
         """How much of its time the loop waited, after the first batch."""
         return _share(self.waiting_s, self.waiting_s + self.working_s)
+
+    def on_average(self, name: str) -> float:
+        """Return how many workers, or CPUs of theirs, did something at a time."""
+        # the workers may have taken the place of others in the middle of the run
+        return _share(self.total(name), max((worker.seconds for worker in self.workers), default=0))
 
     @property
     def use_s(self) -> float:
@@ -130,8 +138,8 @@ class Evidence:
     @property
     def cpus_used(self) -> float:
         """How many CPUs were busy with the loop and the workers, on average."""
-        workers_s = 0.0 if self.in_threads else self.total("cpu_s")
-        return _share(self.loop_cpu_s + workers_s, self.seconds)
+        by_loop = _share(self.loop_cpu_s, self.seconds)
+        return by_loop if self.in_threads else by_loop + self.on_average("cpu_s")
 
     @property
     def worker_cpus(self) -> float:
@@ -148,11 +156,13 @@ def judge(found: Evidence) -> Verdict:
     if found.items < FEWEST_BATCHES or not found.workers:
         return Verdict(
             "unknown",
-            f"Too little was seen to tell what binds: {found.items} batches.",
+            f"Too little was seen to tell what binds: {batches(found.items)}.",
             f"Ask again after {FEWEST_BATCHES} or more.",
         )
     if found.waiting_share < HARDLY_WAITS:
         return _hand_over(found) if found.use_s < HAND_OVER_S else _loop(found)
+    if found.reading_s > MOSTLY * found.waiting_s:
+        return _reading(found)
     waited, worked = found.total("waiting_s"), found.total("busy_s")
     often_wait = waited > OFTEN_WAITS * (waited + worked)
     if found.total("sending_s") > MOSTLY * worked and not often_wait:
@@ -182,7 +192,7 @@ def _start_up(found: Evidence, all_s: float) -> Verdict:
 def _loop(found: Evidence) -> Verdict:
     workers = len(found.workers)
     # with those that are busy a whole turn, and one in five to spare
-    enough = math.ceil(1.2 * _share(found.total("busy_s"), found.seconds))
+    enough = math.ceil(1.2 * found.on_average("busy_s"))
     spare = (
         f"{_many(max(1, enough))} would do as well as {workers}."
         if max(1, enough) < workers
@@ -202,6 +212,16 @@ def _hand_over(found: Evidence) -> Verdict:
         f"Handing over binds: the loop takes {duration(found.use_s)} for each batch, with what it "
         "takes to receive it, and hardly waits.",
         "Yield larger batches; if these are only tests, there is nothing to be changed.",
+    )
+
+
+def _reading(found: Evidence) -> Verdict:
+    return Verdict(
+        "source",
+        f"Reading the elements binds: the loop waited {percent(found.waiting_share)} of its time, "
+        f"most of that while it read them from the iterable, {duration(found.reading_s)} in all.",
+        "That is done in the loop's own thread, so more workers would not help: let the iterable "
+        "yield what is cheap, such as paths, and do the rest in `map`; or pass a sequence.",
     )
 
 

@@ -128,7 +128,7 @@ class ThreadBackend:
         return [
             worker_stats(
                 road.index,
-                thread.name,
+                f"worker {road.index} (thread)",
                 plan.shards,
                 road.meter.words,
                 road.sent,

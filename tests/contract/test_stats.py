@@ -267,7 +267,7 @@ def test_they_can_be_pickled_and_printed():
     assert pickle.loads(pickle.dumps(stats)) == stats
     text = str(stats)
     assert "12 batches" in text
-    assert "enqueuer-worker-1" in text
+    assert "worker 1 (thread)" in text
     assert str(stats.verdict()) in text
 
 
@@ -290,6 +290,22 @@ def test_a_slow_source_is_told(options):
     stats = stats_of(sleeping(0.02), use_s=0.005, **options)
     assert stats.verdict().binds == "source", stats
     assert stats.waiting_share > 0.4
+
+
+@pytest.mark.parametrize("options", BACKENDS)
+def test_elements_that_the_loop_reads_slowly_are_told(options):
+    def elements():
+        for number in range(30):
+            time.sleep(0.01)
+            yield number
+
+    with OrderedEnqueuer(elements(), abs, workers=2, **options) as enqueuer:
+        assert len(list(enqueuer)) == 30
+        stats = enqueuer.stats()
+    assert stats.verdict().binds == "source", stats
+    assert "from the iterable" in stats.verdict().reason
+    assert stats.waiting_s >= stats.reading_s > 0.1
+    assert stats.wait_p50_s >= 0.01
 
 
 @pytest.mark.parametrize("options", BACKENDS)

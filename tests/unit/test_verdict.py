@@ -9,7 +9,9 @@ from enqueuer.verdict import Evidence, Work, judge
 
 def worker(making=1.0, sending=0.0, waiting=9.0, items=100, cpu=0.0, starved=0.0, **more):
     """Return what a worker did in ten seconds."""
-    facts = dict(name="worker 0", bytes=100 * items, waited_for_s=0.0, runs_shards=True)
+    facts = dict(
+        name="worker 0", bytes=100 * items, waited_for_s=0.0, runs_shards=True, seconds=10.0
+    )
     return Work(
         **{**facts, **more},
         making_s=making,
@@ -26,6 +28,7 @@ def evidence(*workers, waiting=8.0, working=2.0, items=100, **more):
     facts = dict(
         seconds=10.0,
         first_wait_s=0.01,
+        reading_s=0.0,
         wait_p99_s=0.1,
         in_threads=False,
         ordered=True,
@@ -99,9 +102,25 @@ def test_a_loop_that_only_takes_tiny_batches_is_bound_by_the_transport():
     assert verdict.binds == "transport"
 
 
+def test_a_loop_that_reads_slow_elements_itself_is_told_so():
+    found = evidence(worker(making=0.1, waiting=9.9), reading_s=7.5, ordered=False)
+    verdict = judge(found)
+    assert verdict.binds == "source"
+    assert "while it read them from the iterable, 7.5 s in all" in verdict.reason
+    assert "more workers would not help" in verdict.advice
+
+
+def test_workers_that_came_late_are_measured_by_their_own_time():
+    late = [worker(making=0.9, waiting=0.1, seconds=1.0) for _ in range(4)]
+    verdict = judge(evidence(*late, waiting=0.1, working=9.9))
+    assert verdict.advice == "Faster data would not make it faster."
+    busy = [dataclasses.replace(one, cpu_s=0.95) for one in late]
+    assert judge(evidence(*busy, cpus=4)).binds == "cpus"
+
+
 def test_all_cpus_busy_bind():
     busy = [worker(making=10.0, waiting=0.0, cpu=9.5) for _ in range(4)]
-    verdict = judge(evidence(*busy, cpus=4))
+    verdict = judge(evidence(*busy, cpus=4, loop_cpu_s=1.0))
     assert verdict.binds == "cpus"
     assert "used 3.9 of 4 CPUs" in verdict.reason
 
@@ -133,6 +152,10 @@ def test_a_long_wait_for_the_first_batch_binds():
     verdict = judge(evidence(worker(), first_wait_s=30.0))
     assert verdict.binds == "start-up"
     assert "waited 30 s for the first batch, of 40 s in all" in verdict.reason
+
+
+def test_one_batch_is_one():
+    assert "what binds: 1 batch." in judge(evidence(worker(), items=1)).reason
 
 
 @pytest.mark.parametrize("found", [evidence(worker(), items=3), evidence(items=100)])
