@@ -299,6 +299,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
                 self._waits.by_worker = {}
                 self._use(new)
                 self._hand_over(old, new)
+                self._tell_of_change()
             finally:
                 self._changing = False
                 self._changed.notify_all()
@@ -316,6 +317,10 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         plural = "" if self._workers == 1 else "s"
         name = type(self).__name__
         return f"<{name} {self._state.value} {self._workers} worker{plural}{waiting}>"
+
+    def _tell_of_change(self) -> None:
+        if self._trace is not None:
+            self._trace.instant("reconfigured", {"workers": self._workers})
 
     # --- statistics ---
 

@@ -596,6 +596,7 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
         # in place: who has a task does it, and nothing is done again
         tasks_of(self._backend).resize(workers)
         self._workers = workers
+        self._tell_of_change()
 
     def _job_with(self, workers: int) -> Job:
         return dataclasses.replace(self._job(), workers=workers)

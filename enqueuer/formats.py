@@ -38,14 +38,14 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02} h"
 
 
-def batches(count: int) -> str:
-    """Return how many batches.
+def many(count: int, what: str) -> str:
+    """Return how many there are of something.
 
     Example:
-        >>> batches(1), batches(2)
-        ('1 batch', '2 batches')
+        >>> many(1, "batch"), many(2, "batch"), many(0, "worker")
+        ('1 batch', '2 batches', '0 workers')
     """
-    return f"{count} batch{'' if count == 1 else 'es'}"
+    return f"{count} {what}{'' if count == 1 else 'es' if what.endswith('ch') else 's'}"
 
 
 def percent(share: float) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from enqueuer import meters
-from enqueuer.formats import batches, duration, percent, size
+from enqueuer.formats import duration, many, percent, size
 from enqueuer.usage import Usage
 from enqueuer.verdict import Evidence, Verdict, Work, judge
 
@@ -337,7 +337,8 @@ class Stats:
         """Return a table, with the verdict."""
         width = max((len(worker.name) for worker in self.workers), default=6)
         lines = [
-            f"{batches(self.items)} in {duration(self.seconds)}, {self.items_per_s:.1f} a second",
+            f"{many(self.items, 'batch')} in {duration(self.seconds)}, "
+            f"{self.items_per_s:.1f} a second",
             f"the loop waited {percent(self.waiting_share)} of its time; "
             f"p50 {duration(self.wait_p50_s)}, p90 {duration(self.wait_p90_s)}, "
             f"p99 {duration(self.wait_p99_s)}"
@@ -346,7 +347,7 @@ class Stats:
                 if self.first_batch_s is None
                 else f"; first batch {duration(self.first_batch_s)}"
             ),
-            f"{self.queue_size} of {batches(self.max_queue_size)} wait, "
+            f"{self.queue_size} of {many(self.max_queue_size, 'batch')} wait, "
             f"{size(self.block_bytes)} in shared memory",
             f"{'worker':{width}}{'items':>8}{'bytes':>10}{'making':>8}{'sending':>9}{'waiting':>9}"
             f"{'CPU':>6}{'memory':>10}",

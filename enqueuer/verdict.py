@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from enqueuer.formats import batches, duration, percent, size
+from enqueuer.formats import duration, many, percent, size
 
 Binds = Literal["unknown", "loop", "start-up", "slow shard", "queue", "transport", "cpus", "source"]
 
@@ -156,7 +156,7 @@ def judge(found: Evidence) -> Verdict:
     if found.items < FEWEST_BATCHES or not found.workers:
         return Verdict(
             "unknown",
-            f"Too little was seen to tell what binds: {batches(found.items)}.",
+            f"Too little was seen to tell what binds: {many(found.items, 'batch')}.",
             f"Ask again after {FEWEST_BATCHES} or more.",
         )
     if found.waiting_share < HARDLY_WAITS:
@@ -194,7 +194,7 @@ def _loop(found: Evidence) -> Verdict:
     # with those that are busy a whole turn, and one in five to spare
     enough = math.ceil(1.2 * found.on_average("busy_s"))
     spare = (
-        f"{_many(max(1, enough))} would do as well as {workers}."
+        f"{many(max(1, enough), 'worker')} would do as well as {workers}."
         if max(1, enough) < workers
         else "Faster data would not make it faster."
     )
@@ -305,8 +305,8 @@ def _source(found: Evidence) -> Verdict:
         return Verdict(
             "source",
             reason,
-            f"{_many(workers).capitalize()} of threads used {found.worker_cpus:.1f} CPUs, so the "
-            "work is probably in Python, which runs in one thread at a time: take "
+            f"{many(workers, 'worker')} of threads used {found.worker_cpus:.1f} CPUs, so "
+            "the work is probably in Python, which runs in one thread at a time: take "
             "backend='process'.",
         )
     is_computing = found.total("cpu_s") > IS_COMPUTING * found.total("making_s")
@@ -322,20 +322,18 @@ def _source(found: Evidence) -> Verdict:
         return Verdict(
             "source",
             reason,
-            f"It computes, so no more than {_many(most)} would help on {found.cpus:g} CPUs, and "
-            f"about {wanted} would be needed (now {workers}): make the work cheaper, too.",
+            f"It computes, so no more than {many(most, 'worker')} would help on {found.cpus:g} "
+            f"CPUs, and about {wanted} would be needed (now {workers}): make the work cheaper, too.",
         )
     return Verdict(
-        "source", reason, f"About {_many(wanted)} would keep up with the loop (now {workers})."
+        "source",
+        reason,
+        f"About {many(wanted, 'worker')} would keep up with the loop (now {workers}).",
     )
 
 
 def _holds_gil(found: Evidence) -> bool:
     return found.in_threads and IS_COMPUTING < found.worker_cpus < 1.2
-
-
-def _many(workers: int) -> str:
-    return "1 worker" if workers == 1 else f"{workers} workers"
 
 
 def _share(part: float, whole: float) -> float:

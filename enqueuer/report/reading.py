@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from enqueuer.errors import DataFileError
+from enqueuer.formats import many
 from enqueuer.trace import HEAD
 
 _WORKER = re.compile(r"worker (\d+)\b")
@@ -269,7 +270,7 @@ def _note(recording: Recording, name: Any, at: int, args: dict[str, Any]) -> Non
             "error": f"{args.get('error')} in {args.get('worker')}, {', '.join(where)}",
             "skipped": f"{args.get('error')} in {args.get('worker')}, {', '.join(where)}",
             "restart": f"a worker was replaced (restart {args.get('restarts')})",
-            "reconfigured": "other workers took over",
+            "reconfigured": f"from here on {many(args.get('workers', 0), 'worker')}",
             "full": "the file was as large as it may be; nothing more was recorded",
         }
         recording.marks.append(Mark(name, at, words[name]))

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import json
 import logging
 import math
 import os
@@ -13,7 +14,15 @@ import psutil
 import pytest
 from helpers import LIMIT, bytes_of, random_batches, twelve
 
-from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, StartError, imap, prefetch, tuning
+from enqueuer import (
+    BatchTimeout,
+    GeneratorEnqueuer,
+    OrderedEnqueuer,
+    StartError,
+    imap,
+    prefetch,
+    tuning,
+)
 
 BACKENDS = [
     pytest.param({"backend": "thread"}, id="thread"),
@@ -182,6 +191,47 @@ def test_those_who_are_retired_go_home(options, monkeypatch):
             for Given.workers in (4, 1, 3, 1):
                 loop.run_until(lambda: len(enqueuer.stats().workers) == Given.workers)
             loop.run_until(functools.partial(nobody_else, alone))
+
+
+def test_each_change_is_in_the_trace(options, monkeypatch, tmp_path):
+    monkeypatch.setattr("enqueuer.base.Tuner", Given)
+    monkeypatch.setattr("enqueuer.enqueuers.Tuner", Given)
+    tasks = OrderedEnqueuer(
+        range(100_000), sleepy_task, workers="auto", trace=tmp_path / "tasks.json", **options
+    )
+    shards = GeneratorEnqueuer(sleepy, workers="auto", trace=tmp_path / "shards.json", **options)
+    for made, name in ((tasks, "tasks"), (shards, "shards")):
+        with made as enqueuer:
+            loop = Loop(enqueuer, 0)
+            for Given.workers in (3, 1):
+                loop.run_until(lambda: len(enqueuer.stats().workers) == Given.workers)
+        events = json.loads((tmp_path / f"{name}.json").read_text())
+        changes = [e["args"]["workers"] for e in events if e["name"] == "reconfigured"]
+        assert changes == [3, 1]
+
+
+def test_a_stall_is_told_of_workers_by_their_own_names(monkeypatch):
+    monkeypatch.setattr("enqueuer.enqueuers.Tuner", Given)
+    monkeypatch.setattr("enqueuer.base.Tuner", Given)
+    gate = threading.Event()
+
+    def work(element):
+        if element == -1:
+            gate.wait(LIMIT)
+        return sleepy_task(element)
+
+    # worker 0, 1 or 2 is sent home, and one that hangs is named as in the statistics
+    elements = [*range(200), *[-1] * 30]
+    with OrderedEnqueuer(elements, work, workers="auto", timeout=1.0) as enqueuer:
+        batches = iter(enqueuer)
+        for Given.workers in (3, 2):
+            while len(enqueuer.stats().workers) != Given.workers:
+                next(batches)
+        with pytest.raises(BatchTimeout) as caught:
+            list(batches)
+        names = [worker.name for worker in enqueuer.stats().workers]
+        assert [f"{name} is here" in str(caught.value) for name in names] == [True, True]
+        gate.set()
 
 
 def everybody():
