@@ -149,6 +149,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         self._waits = Waits()
         self._final: Stats | None = None  # of a run that was ended
         self._watchers: list[_Watcher] = []
+        self._is_news = False  # for some of them
         self._tuner: Tuner | None = None  # with workers="auto"
         self._epoch_began: Stats | None = None  # likewise
         self._lock = threading.RLock()  # one consumer at a time
@@ -210,7 +211,8 @@ class BaseEnqueuer(ABC, Generic[Batch]):
                 self._move(State.RUNNING)
                 self._failure = self._raised = None
                 for watcher in self._watchers:
-                    watcher.earlier = None
+                    watcher.earlier, watcher.due = None, clock() + watcher.every
+                self._is_news = False
                 self._error_count = self._restarts = 0
                 self._tuner = self._new_tuner() if self._is_auto else None
                 self._begin(self._at_rest if self._resumed else Epoch(0))
@@ -372,7 +374,8 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         """Have somebody told, every few seconds, what happened since the last time.
 
         It is done in the loop's thread, when it takes a batch: a loop that waits tells nothing
-        until it goes on. What the callback raises is logged, and it is not called again.
+        until it goes on. What the callback raises is logged, and it is not called again. It may
+        do anything with the enqueuer, also stop it.
 
         Args:
             callback: Called with the statistics since the last call. None, the default: they are
@@ -391,17 +394,30 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         seconds = arguments.seconds("every", every)
         self._watchers.append(_Watcher(callback or _log_line, int(seconds * 1e9), clock()))
 
-    def _tell_watchers(self) -> None:
-        """Call whoever is to be told now. Lock held."""
-        now = clock()
-        for watcher in [watcher for watcher in self._watchers if now >= watcher.due]:
-            stats, earlier = self.stats(), watcher.earlier
-            watcher.due, watcher.earlier = now + watcher.every, stats
+    def _tell_watchers(self, may_wait: bool = True) -> None:
+        """Call whoever is to be told now.
+
+        Called before a batch is taken, so that none is lost if that is interrupted; and without
+        the lock, since whom they wait for may want it.
+        """
+        if not self._lock.acquire(blocking=may_wait):
+            return
+        try:
+            self._is_news, now = False, clock()
+            told = []
+            for watcher in [watcher for watcher in self._watchers if now >= watcher.due]:
+                stats, earlier = self.stats(), watcher.earlier
+                watcher.due, watcher.earlier = now + watcher.every, stats
+                told.append((watcher, stats if earlier is None else stats.since(earlier)))
+        finally:
+            self._lock.release()
+        for watcher, stats in told:
             try:
-                watcher.callback(stats if earlier is None else stats.since(earlier))
+                watcher.callback(stats)
             except Exception:
                 _log.exception("a callback of on_stats() failed; it is not called again")
-                self._watchers.remove(watcher)
+                with contextlib.suppress(ValueError):  # it failed in two threads
+                    self._watchers.remove(watcher)
 
     # --- workers="auto" ---
 
@@ -848,6 +864,8 @@ class BaseEnqueuer(ABC, Generic[Batch]):
 
     def _next(self, ready: deque[Item]) -> Batch:
         """Return the next batch; raise StopIteration at the end of the iterator's epoch."""
+        if self._is_news:
+            self._tell_watchers()
         with self._lock:
             if ready is not self._ready or self._state is State.STOPPED:
                 raise StopIteration
@@ -878,6 +896,8 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             return self._ready
 
     def _poll(self, ready: deque[Item]) -> tuple[Batch, ...]:
+        if self._is_news:
+            self._tell_watchers(may_wait=False)
         if ready:
             with contextlib.suppress(IndexError):  # another thread was faster
                 return (ready.popleft().value,)  # type: ignore[return-value]  # as in _open
@@ -985,8 +1005,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             if waits.left <= 0:  # that is every few milliseconds, or at each batch
                 waits.sample(self._waiting())
                 is_time = True
-                if self._watchers:
-                    self._tell_watchers()
+                self._is_news = bool(self._watchers)
         if len(self._ready) == 1:  # else those behind the first one still wait
             self._backend.settle()
         return is_time
@@ -1109,6 +1128,8 @@ class Queue(Generic[Batch]):
         """
         enqueuer = self._enqueuer()
         enqueuer._check_started("get() from its queue")
+        if enqueuer._is_news:
+            enqueuer._tell_watchers(may_wait=False)
         limit = None if timeout is None else arguments.seconds("timeout", timeout)
         deadline = None if limit is None else time.monotonic() + limit
         if not block:

@@ -305,8 +305,8 @@ def _source(found: Evidence) -> Verdict:
         return Verdict(
             "source",
             reason,
-            f"{many(workers, 'worker')} of threads used {found.worker_cpus:.1f} CPUs, so "
-            "the work is probably in Python, which runs in one thread at a time: take "
+            f"The {many(workers, 'thread')} used {found.worker_cpus:.1f} CPUs in all, so the work "
+            "is probably in Python, which runs in one thread at a time: take "
             "backend='process'.",
         )
     is_computing = found.total("cpu_s") > IS_COMPUTING * found.total("making_s")
@@ -323,7 +323,8 @@ def _source(found: Evidence) -> Verdict:
             "source",
             reason,
             f"It computes, so no more than {many(most, 'worker')} would help on {found.cpus:g} "
-            f"CPUs, and about {wanted} would be needed (now {workers}): make the work cheaper, too.",
+            f"CPUs, and about {wanted} would be needed (now {workers}): make the work cheaper, "
+            "too.",
         )
     return Verdict(
         "source",
