@@ -423,7 +423,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
 
     def _new_tuner(self) -> Tuner:
         """Return what decides on the number of workers."""
-        return Tuner(self._workers, self._most_workers(), None)
+        return Tuner(self._workers, self._most_workers(), None, self._patience.first_s)
 
     def _most_workers(self) -> int:
         if self._max_workers is not None:

@@ -277,7 +277,8 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
 
     def _new_tuner(self) -> Tuner:
         shards = len(self._own_shards())
-        return Tuner(self._workers, min(self._most_workers(), shards), shards)
+        most = min(self._most_workers(), shards)
+        return Tuner(self._workers, most, shards, self._patience.first_s)
 
     def _again_s(self, stats: Stats) -> float | None:
         if any(start.state is not None for start in self._order.rest().values()):

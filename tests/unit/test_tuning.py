@@ -211,6 +211,13 @@ def all_again(time_s, workers):
     return time_s * workers
 
 
+def test_a_change_is_no_reason_for_a_stall():
+    patient = Load(lambda workers: 0.04, 0.01, Tuner(1, 32, None, 60.0), again_s=all_again)
+    assert patient.run(20) == [1, 2, 4]
+    hasty = Load(lambda workers: 0.04, 0.01, Tuner(1, 32, None, 0.5), again_s=all_again)
+    assert hasty.run(20) == [1]
+
+
 def test_early_what_is_done_again_is_little_and_it_is_changed_at_once():
     assert load(0.04, 0.01, again_s=all_again).run(20) == [1, 2, 4]
 
