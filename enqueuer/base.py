@@ -147,6 +147,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         self._told: set[str] = set()  # reports that were logged
         self._restarts = 0  # of backends that are gone
         self._waits = Waits()
+        self._taken_before = 0  # this epoch, since the start
         self._final: Stats | None = None  # of a run that was ended
         self._watchers: list[_Watcher] = []
         self._is_news = False  # for some of them
@@ -608,7 +609,8 @@ class BaseEnqueuer(ABC, Generic[Batch]):
 
     def _steps(self) -> tuple[int, int | None]:
         """Return how many batches of the epoch were given away, and how many it has, if known."""
-        return 0, None
+        with self._lock:
+            return self._waits.taken - len(self._ready) - self._taken_before, None
 
     def __aiter__(self) -> AsyncIterator[Batch]:
         """Iterate as `iter()` does, with `async for`, and without blocking the event loop.
@@ -820,6 +822,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         self._order = self._order_of(epoch)
         self._epoch = epoch.number
         self._over = False
+        self._taken_before = self._waits.taken
         self._ready = deque() if self._trace is None else self._trace.ready()
         # iterators that have another one are over
         self._skipped = {}
