@@ -343,9 +343,10 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         if self._final is not None:
             return self._final
         backend, waits = self._backend, self._waits
-        now, first, since = clock(), waits.first, waits.since
+        now, first, since, ended = clock(), waits.first, waits.since, waits.ended
         waiting = now - since if since else 0  # just now
         waited = waits.waited + (waiting if first else 0)
+        idle = waits.idle + (now - ended if ended else 0)
         return Stats(
             seconds=0.0 if backend is None else (now - waits.began) / 1e9,
             backend=self._backend_name,
@@ -356,7 +357,8 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             first_wait_s=(waits.first_wait + (0 if first else waiting)) / 1e9,
             waiting_s=waited / 1e9,
             reading_s=waits.reading / 1e9,
-            working_s=(now - first - waited) / 1e9 if first else 0.0,
+            working_s=max(0, now - first - waited - idle) / 1e9 if first else 0.0,
+            idle_s=idle / 1e9,
             waits={top_of(bucket) / 1e9: count for bucket, count in list(waits.buckets.items())},
             waited_for={worker: waited / 1e9 for worker, waited in list(waits.by_worker.items())},
             queue_size=0 if backend is None else backend.waiting() + len(self._ready),
@@ -822,6 +824,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         self._order = self._order_of(epoch)
         self._epoch = epoch.number
         self._over = False
+        self._waits.go_on()
         self._taken_before = self._waits.taken
         self._ready = deque() if self._trace is None else self._trace.ready()
         # iterators that have another one are over
@@ -894,6 +897,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             self._check_started("iterate over it")
             is_next = seen is None or seen is self._ready
             if self._over and self._state is State.RUNNING and is_next:
+                self._waits.go_on()
                 self._retune(between_epochs=True)
                 self._begin(Epoch(self._epoch + 1))
             return self._ready
@@ -984,6 +988,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
                 self._retune()
         was_over, self._over = self._over, not self._ready and self._failure is None
         if self._over and not was_over:
+            self._waits.rest()
             self._ended()
         return not self._over
 
@@ -1017,6 +1022,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         """Raise a failure, each time an exception of its own. Lock held."""
         assert self._backend is not None
         self._move(State.FAILED)
+        self._waits.rest()
         if self._raised is None:
             self._raised = _Raised(self._presentable(failure))
         error = self._raised.once_more()

@@ -79,6 +79,8 @@ class Waits:
         reading: Nanoseconds of these in which the loop read elements itself.
         by_worker: The same by the worker that was waited for, where it was a certain one.
         buckets: How many waits there were of each length, see `bucket_of`.
+        idle: Nanoseconds between epochs.
+        ended: When the last epoch ended, if the next one has not begun; else 0.
         since: When a wait began that lasts; 0 if none does.
         worker: Who is waited for just then, if it is a certain one.
         samples: Pairs of a time and of how many items waited then.
@@ -94,6 +96,8 @@ class Waits:
         self.reading = 0
         self.by_worker: dict[int, int] = {}
         self.buckets: dict[int, int] = {}
+        self.idle = 0
+        self.ended = 0
         self.since = 0
         self.worker: int | None = None
         self.samples: list[tuple[int, int]] = []
@@ -139,6 +143,17 @@ class Waits:
         self.reading += spent
         if spent >= _LONG_READ_NS:
             self._sort(spent)
+
+    def rest(self) -> None:
+        """Note that an epoch is over; what the loop does now has nothing to do with batches."""
+        if self.first and not self.ended:
+            self.ended = clock()
+
+    def go_on(self) -> None:
+        """Note that the next epoch begins; again does nothing."""
+        if self.ended:
+            self.idle += clock() - self.ended
+            self.ended = 0
 
     def _sort(self, waited: int) -> None:
         bucket = bucket_of(waited)

@@ -63,12 +63,6 @@ class WorkerStats:
     block_bytes: int = 0
 
     @property
-    def seconds(self) -> float:
-        """Seconds since it was started: the sum of the five."""
-        working_s = self.making_s + self.sending_s
-        return self.starting_s + working_s + self.waiting_s + self.idle_s
-
-    @property
     def busy_share(self) -> float:
         """How much of its time, without starting and idling, it did not wait; 0 to 1."""
         busy = self.making_s + self.sending_s
@@ -166,6 +160,7 @@ class Stats:
         waiting_s: Seconds that the loop waited for batches, after the first.
         reading_s: How many of these it read elements itself, of an iterable that is no sequence.
         working_s: Seconds that it did something else.
+        idle_s: Seconds between epochs, after the last one, or after an error; they are neither.
         waits: How many waits there were of each length: a length in seconds, under which they
             are and above 4/5 of it; and their number. A batch that was ready was not waited for.
         waited_for: Of `waiting_s`, how long for which worker, by its index; without order
@@ -191,6 +186,7 @@ class Stats:
     waiting_s: float
     reading_s: float
     working_s: float
+    idle_s: float
     waits: Mapping[float, int]
     waited_for: Mapping[int, float]
     queue_size: int
@@ -273,6 +269,7 @@ class Stats:
             waiting_s=self.waiting_s - earlier.waiting_s,
             reading_s=self.reading_s - earlier.reading_s,
             working_s=self.working_s - earlier.working_s,
+            idle_s=self.idle_s - earlier.idle_s,
             waits=waits,
             waited_for={
                 index: max(0.0, seconds - earlier.waited_for.get(index, 0.0))
@@ -322,7 +319,6 @@ class Stats:
                         making_s=worker.making_s,
                         sending_s=worker.sending_s,
                         waiting_s=worker.waiting_s,
-                        seconds=worker.seconds,
                         cpu_s=worker.cpu_s,
                         starved_s=worker.starved_s,
                         waited_for_s=self.waited_for.get(worker.index, 0.0),
@@ -353,7 +349,7 @@ class Stats:
             f"{'CPU':>6}{'memory':>10}",
         ]
         for worker in self.workers:
-            total = worker.seconds - worker.starting_s
+            total = worker.making_s + worker.sending_s + worker.waiting_s + worker.idle_s
             shares = (worker.making_s, worker.sending_s, worker.waiting_s, worker.cpu_s or 0.0)
             making, sending, waiting, cpu = (f"{_share(part, total):.0%}" for part in shares)
             memory = "-" if worker.rss_bytes is None else size(worker.rss_bytes)

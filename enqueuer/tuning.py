@@ -240,7 +240,7 @@ class _Look:
             waiting_share=seen.waiting_share,
             make_s=busy_s / max(made, 1),
             use_s=seen.working_s / max(seen.items, 1),
-            busy=busy_s / max(seen.seconds, 1e-9),
+            busy=busy_s / max(seen.seconds - seen.idle_s, 1e-9),
             idle_share=waiting_s / max(waiting_s + busy_s, 1e-9),
             computes=cpu_s > IS_COMPUTING * making_s,
             cpus=seen.cpus,

@@ -63,7 +63,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Work:
-    """What a worker did in so many `seconds`: `items` of so many `bytes`; None is not known."""
+    """What a worker did: seconds, and `items` of so many `bytes`; None is not known."""
 
     name: str
     items: int
@@ -71,7 +71,6 @@ class Work:
     making_s: float
     sending_s: float
     waiting_s: float
-    seconds: float
     cpu_s: float | None
     starved_s: float | None
     waited_for_s: float  # by the loop
@@ -118,8 +117,9 @@ class Evidence:
 
     def on_average(self, name: str) -> float:
         """Return how many workers, or CPUs of theirs, did something at a time."""
-        # the workers may have taken the place of others in the middle of the run
-        return _share(self.total(name), max((worker.seconds for worker in self.workers), default=0))
+        # not in the time of the run: they may be idle between epochs, or younger than that
+        times = [worker.busy_s + worker.waiting_s for worker in self.workers]
+        return _share(self.total(name), max(times, default=0.0))
 
     @property
     def use_s(self) -> float:

@@ -315,6 +315,19 @@ def test_a_slow_loop_is_told(options):
     assert stats.waiting_share < HARDLY_WAITS
 
 
+@pytest.mark.parametrize("options", BACKENDS)
+def test_what_is_done_between_epochs_is_no_step_of_the_loop(options):
+    with GeneratorEnqueuer(sleeping(0.01, count=10), **options) as enqueuer:
+        for _ in range(2):
+            for _ in enqueuer:
+                time.sleep(0.001)
+            time.sleep(1.0)  # tests the model, and saves it
+        stats = enqueuer.stats()
+    assert stats.idle_s >= 2.0
+    assert stats.verdict().binds == "source", stats
+    assert stats.working_s < 1.0
+
+
 @pytest.mark.parametrize("options", BACKENDS[1:])
 def test_copying_is_told(options):
     def source():

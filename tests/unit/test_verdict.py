@@ -9,9 +9,7 @@ from enqueuer.verdict import Evidence, Work, judge
 
 def worker(making=1.0, sending=0.0, waiting=9.0, items=100, cpu=0.0, starved=0.0, **more):
     """Return what a worker did in ten seconds."""
-    facts = dict(
-        name="worker 0", bytes=100 * items, waited_for_s=0.0, runs_shards=True, seconds=10.0
-    )
+    facts = dict(name="worker 0", bytes=100 * items, waited_for_s=0.0, runs_shards=True)
     return Work(
         **{**facts, **more},
         making_s=making,
@@ -111,7 +109,7 @@ def test_a_loop_that_reads_slow_elements_itself_is_told_so():
 
 
 def test_workers_that_came_late_are_measured_by_their_own_time():
-    late = [worker(making=0.9, waiting=0.1, seconds=1.0) for _ in range(4)]
+    late = [worker(making=0.9, waiting=0.1) for _ in range(4)]
     verdict = judge(evidence(*late, waiting=0.1, working=9.9))
     assert verdict.advice == "Faster data would not make it faster."
     busy = [dataclasses.replace(one, cpu_s=0.95) for one in late]
