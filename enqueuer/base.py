@@ -383,7 +383,11 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         Args:
             callback: Called with the statistics since the last call. None, the default: they are
                 logged in a line, by the logger `enqueuer`, with level INFO.
-            every: Seconds between two calls.
+            every: Seconds between two calls; 10 by default.
+
+        Raises:
+            TypeError: An argument has the wrong type.
+            ValueError: `every` is negative.
 
         Example:
             >>> from enqueuer import GeneratorEnqueuer
@@ -395,6 +399,8 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             []
         """
         seconds = arguments.seconds("every", every)
+        if not (callback is None or callable(callback)):
+            raise TypeError(f"on_stats() calls a function with the statistics, got {callback!r}")
         self._watchers.append(_Watcher(callback or _log_line, int(seconds * 1e9), clock()))
 
     def _tell_watchers(self, may_wait: bool = True) -> None:

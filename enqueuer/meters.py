@@ -124,9 +124,6 @@ class Waits:
         if not self.first:
             self.first_wait += waited
             return
-        if waited >= _SAMPLE_NS and self.left > 1:  # what was fast is slow now
-            self._counted += 1 - self.left
-            self.left = self._step = 1
         self.waited += waited
         self._sort(waited)
         if worker is not None:
@@ -136,13 +133,13 @@ class Waits:
         """Note that the wait is over, in which the loop read an element itself."""
         spent = clock() - self.since
         self.since = 0
-        if not self.first:
+        if self.first:
+            self.waited += spent
+            self.reading += spent
+            if spent >= _LONG_READ_NS:
+                self._sort(spent)
+        else:
             self.first_wait += spent
-            return
-        self.waited += spent
-        self.reading += spent
-        if spent >= _LONG_READ_NS:
-            self._sort(spent)
 
     def rest(self) -> None:
         """Note that an epoch is over; what the loop does now has nothing to do with batches."""
@@ -156,6 +153,9 @@ class Waits:
             self.ended = 0
 
     def _sort(self, waited: int) -> None:
+        if waited >= _SAMPLE_NS and self.left > 1:  # what was fast is slow now
+            self._counted += 1 - self.left
+            self.left = self._step = 1
         bucket = bucket_of(waited)
         self.buckets[bucket] = self.buckets.get(bucket, 0) + 1
 

@@ -121,6 +121,15 @@ def test_after_a_new_start_they_are_told_of_the_new_run():
     assert sum(stats.items for stats in seen) <= 100
 
 
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [({"callback": "print"}, TypeError), ({"every": "10"}, TypeError), ({"every": -1}, ValueError)],
+)
+def test_what_cannot_be_called_or_waited_for_is_refused(given, error):
+    with pytest.raises(error, match="got"):
+        GeneratorEnqueuer(lambda: iter("abc")).on_stats(**given)
+
+
 def test_while_a_callback_runs_others_may_change_the_enqueuer():
     enqueuer = GeneratorEnqueuer(lambda shard: shard.split(range(200)), shards=2)
     other = threading.Thread(target=enqueuer.reconfigure, args=(2,), daemon=True)
