@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from enqueuer import meters
-from enqueuer.formats import duration, many, percent, size
+from enqueuer.formats import duration, many, percent, rate, size
 from enqueuer.usage import Usage
 from enqueuer.verdict import Evidence, Verdict, Work, judge
 
@@ -334,7 +334,7 @@ class Stats:
         width = max((len(worker.name) for worker in self.workers), default=6)
         lines = [
             f"{many(self.items, 'batch')} in {duration(self.seconds)}, "
-            f"{self.items_per_s:.1f} a second",
+            f"{rate(self.items_per_s)} a second",
             f"the loop waited {percent(self.waiting_share)} of its time; "
             f"p50 {duration(self.wait_p50_s)}, p90 {duration(self.wait_p90_s)}, "
             f"p99 {duration(self.wait_p99_s)}"

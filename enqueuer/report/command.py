@@ -9,7 +9,7 @@ from pathlib import Path
 
 from enqueuer.commands import FAILED, Commands
 from enqueuer.errors import DataFileError
-from enqueuer.formats import duration, many, percent
+from enqueuer.formats import duration, many, percent, rate
 from enqueuer.report.page import page
 from enqueuer.report.reading import Recording, count, read
 
@@ -73,7 +73,7 @@ def _lines(recording: Recording) -> Iterator[str]:
     numbers = count(recording)
     yield (
         f"{numbers.items:,} items in {duration(numbers.seconds)}: "
-        f"{numbers.items_per_second:,.4g} a second"
+        f"{rate(numbers.items_per_second)} a second"
     )
     if numbers.first_batch is not None:
         waits = ", ".join(f"p{rank} {duration(at)}" for rank, at in numbers.percentiles.items())
