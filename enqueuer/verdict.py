@@ -126,11 +126,6 @@ class Evidence:
         """Seconds that the loop takes for each batch, without its waits."""
         return _share(self.working_s, self.items)
 
-    @property
-    def turn_s(self) -> float:
-        """Seconds from one batch to the next."""
-        return _share(self.waiting_s + self.working_s, self.items)
-
     def total(self, name: str) -> float:
         """Return the sum of something over the workers."""
         return sum(getattr(worker, name) or 0.0 for worker in self.workers)
@@ -295,7 +290,9 @@ def _cpus(found: Evidence) -> Verdict:
 
 def _source(found: Evidence) -> Verdict:
     workers, made = len(found.workers), found.total("items")
-    wanted = math.ceil(workers * _share(found.turn_s, max(found.use_s, 1e-9)) - 0.05)
+    # by what a batch takes, as there may have been fewer workers before; but it does wait
+    make_s = _share(found.total("busy_s"), made)
+    wanted = max(workers + 1, math.ceil(make_s / max(found.use_s, 1e-9) - 0.05))
     reason = (
         f"The source binds: the loop waited {percent(found.waiting_share)} of its time; a batch "
         f"takes {duration(_share(found.total('making_s'), made))} to make, and "

@@ -63,6 +63,17 @@ def test_a_source_that_waits_needs_as_many_workers_as_it_is_slower():
     assert verdict.advice == "About 5 workers would keep up with the loop (now 1)."
 
 
+def test_a_source_is_judged_by_its_batches_and_not_by_how_few_workers_there_were_before():
+    late = [worker(making=1.0, waiting=0.0, items=10) for _ in range(4)]
+    verdict = judge(evidence(*late))  # of 100 batches one worker had made 60
+    assert verdict.advice == "About 5 workers would keep up with the loop (now 4)."
+
+
+def test_a_loop_that_waits_is_never_told_to_take_as_many_as_there_are():
+    verdict = judge(evidence(*[worker(making=1.0, waiting=0.0, items=100) for _ in range(2)]))
+    assert verdict.advice == "About 3 workers would keep up with the loop (now 2)."
+
+
 def test_a_source_that_computes_gets_no_more_workers_than_there_are_cpus():
     verdict = judge(evidence(worker(making=10.0, waiting=0.0, cpu=9.8), cpus=4))
     assert verdict.binds == "source"
