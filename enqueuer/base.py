@@ -233,8 +233,10 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         seconds = arguments.seconds("timeout", STOP_S if timeout is None else timeout)
         if self._backend is None:
             return
-        final = self.stats()  # before they go home
-        if self._trace is not None and not self._is_idle():
+        final = None
+        with contextlib.suppress(InvalidState):  # another process's
+            final = self.stats()  # before they go home
+        if final is not None and self._trace is not None and not self._is_idle():
             verdict = final.verdict()
             self._trace.instant("verdict", {"binds": verdict.binds, "text": str(verdict)})
         self._backend.close()  # wakes the consumer, which then lets go of its lock
@@ -332,6 +334,9 @@ class BaseEnqueuer(ABC, Generic[Batch]):
 
         May be called at any time, by any thread; it waits for nothing, and measuring cannot be
         turned off, as it costs next to nothing. After `stop()` it is what was measured until then.
+
+        Raises:
+            InvalidState: The workers are processes of the one that this one was forked from.
 
         Example:
             >>> from enqueuer import GeneratorEnqueuer

@@ -139,8 +139,12 @@ class Evidence:
     @property
     def worker_cpus(self) -> float:
         """How many CPUs the workers used while they worked, all together."""
+        return self.per_busiest("cpu_s")
+
+    def per_busiest(self, name: str) -> float:
+        """Return the sum of something over the workers, for each second that the busiest worked."""
         busiest = max((worker.busy_s for worker in self.workers), default=0.0)
-        return _share(self.total("cpu_s"), busiest)
+        return _share(self.total(name), busiest)
 
 
 def judge(found: Evidence) -> Verdict:
@@ -331,7 +335,11 @@ def _source(found: Evidence) -> Verdict:
 
 
 def _holds_gil(found: Evidence) -> bool:
-    return found.in_threads and IS_COMPUTING < found.worker_cpus < 1.2
+    if not found.in_threads:
+        return False
+    # with what they had no CPU for: on a busy machine they compute no less
+    wanted = found.worker_cpus + found.per_busiest("starved_s")
+    return IS_COMPUTING < wanted < 1.2
 
 
 def _share(part: float, whole: float) -> float:

@@ -90,6 +90,13 @@ def test_threads_that_share_one_cpu_should_be_processes():
     assert "backend='process'" in verdict.advice
 
 
+def test_threads_that_share_one_cpu_with_other_programs_should_be_processes_too():
+    threads = [worker(making=10.0, waiting=0.0, cpu=2.4, starved=2.4) for _ in range(2)]
+    verdict = judge(evidence(*threads, in_threads=True))
+    assert verdict.binds == "source"
+    assert "backend='process'" in verdict.advice
+
+
 def test_a_loop_that_does_nothing_is_not_told_a_number_of_workers():
     verdict = judge(evidence(worker(making=10.0, waiting=0.0), waiting=9.99, working=0.01))
     assert verdict.binds == "source"
