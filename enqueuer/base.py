@@ -147,8 +147,10 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         self._told: set[str] = set()  # reports that were logged
         self._restarts = 0  # of backends that are gone
         self._waits = Waits()
+        self._taken_before = 0  # this epoch, since the start
         self._final: Stats | None = None  # of a run that was ended
         self._watchers: list[_Watcher] = []
+        self._is_news = False  # for some of them
         self._tuner: Tuner | None = None  # with workers="auto"
         self._epoch_began: Stats | None = None  # likewise
         self._lock = threading.RLock()  # one consumer at a time
@@ -210,7 +212,8 @@ class BaseEnqueuer(ABC, Generic[Batch]):
                 self._move(State.RUNNING)
                 self._failure = self._raised = None
                 for watcher in self._watchers:
-                    watcher.earlier = None
+                    watcher.earlier, watcher.due = None, clock() + watcher.every
+                self._is_news = False
                 self._error_count = self._restarts = 0
                 self._tuner = self._new_tuner() if self._is_auto else None
                 self._begin(self._at_rest if self._resumed else Epoch(0))
@@ -230,8 +233,10 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         seconds = arguments.seconds("timeout", STOP_S if timeout is None else timeout)
         if self._backend is None:
             return
-        final = self.stats()  # before they go home
-        if self._trace is not None and not self._is_idle():
+        final = None
+        with contextlib.suppress(InvalidState):  # another process's
+            final = self.stats()  # before they go home
+        if final is not None and self._trace is not None and not self._is_idle():
             verdict = final.verdict()
             self._trace.instant("verdict", {"binds": verdict.binds, "text": str(verdict)})
         self._backend.close()  # wakes the consumer, which then lets go of its lock
@@ -299,6 +304,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
                 self._waits.by_worker = {}
                 self._use(new)
                 self._hand_over(old, new)
+                self._tell_of_change()
             finally:
                 self._changing = False
                 self._changed.notify_all()
@@ -317,6 +323,10 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         name = type(self).__name__
         return f"<{name} {self._state.value} {self._workers} worker{plural}{waiting}>"
 
+    def _tell_of_change(self) -> None:
+        if self._trace is not None:
+            self._trace.instant("reconfigured", {"workers": self._workers})
+
     # --- statistics ---
 
     def stats(self) -> Stats:
@@ -324,6 +334,9 @@ class BaseEnqueuer(ABC, Generic[Batch]):
 
         May be called at any time, by any thread; it waits for nothing, and measuring cannot be
         turned off, as it costs next to nothing. After `stop()` it is what was measured until then.
+
+        Raises:
+            InvalidState: The workers are processes of the one that this one was forked from.
 
         Example:
             >>> from enqueuer import GeneratorEnqueuer
@@ -335,13 +348,10 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         if self._final is not None:
             return self._final
         backend, waits = self._backend, self._waits
-        now, first, since = clock(), waits.first, waits.since
+        now, first, since, ended = clock(), waits.first, waits.since, waits.ended
         waiting = now - since if since else 0  # just now
         waited = waits.waited + (waiting if first else 0)
-        queue_size = 0
-        if backend is not None:
-            with contextlib.suppress(InvalidState):  # another process's, which has forked this one
-                queue_size = backend.waiting() + len(self._ready)
+        idle = waits.idle + (now - ended if ended else 0)
         return Stats(
             seconds=0.0 if backend is None else (now - waits.began) / 1e9,
             backend=self._backend_name,
@@ -351,10 +361,12 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             first_batch_s=(first - waits.began) / 1e9 if first else None,
             first_wait_s=(waits.first_wait + (0 if first else waiting)) / 1e9,
             waiting_s=waited / 1e9,
-            working_s=(now - first - waited) / 1e9 if first else 0.0,
+            reading_s=waits.reading / 1e9,
+            working_s=max(0, now - first - waited - idle) / 1e9 if first else 0.0,
+            idle_s=idle / 1e9,
             waits={top_of(bucket) / 1e9: count for bucket, count in list(waits.buckets.items())},
             waited_for={worker: waited / 1e9 for worker, waited in list(waits.by_worker.items())},
-            queue_size=queue_size,
+            queue_size=0 if backend is None else backend.waiting() + len(self._ready),
             max_queue_size=self._max_queue_size,
             fill=tuple([((at - waits.began) / 1e9, size) for at, size in list(waits.samples)]),
             error_count=self._error_count,
@@ -370,12 +382,17 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         """Have somebody told, every few seconds, what happened since the last time.
 
         It is done in the loop's thread, when it takes a batch: a loop that waits tells nothing
-        until it goes on. What the callback raises is logged, and it is not called again.
+        until it goes on. What the callback raises is logged, and it is not called again. It may
+        do anything with the enqueuer, also stop it.
 
         Args:
             callback: Called with the statistics since the last call. None, the default: they are
                 logged in a line, by the logger `enqueuer`, with level INFO.
-            every: Seconds between two calls.
+            every: Seconds between two calls; 10 by default.
+
+        Raises:
+            TypeError: An argument has the wrong type.
+            ValueError: `every` is negative.
 
         Example:
             >>> from enqueuer import GeneratorEnqueuer
@@ -387,25 +404,40 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             []
         """
         seconds = arguments.seconds("every", every)
+        if not (callback is None or callable(callback)):
+            raise TypeError(f"on_stats() calls a function with the statistics, got {callback!r}")
         self._watchers.append(_Watcher(callback or _log_line, int(seconds * 1e9), clock()))
 
-    def _tell_watchers(self) -> None:
-        """Call whoever is to be told now. Lock held."""
-        now = clock()
-        for watcher in [watcher for watcher in self._watchers if now >= watcher.due]:
-            stats, earlier = self.stats(), watcher.earlier
-            watcher.due, watcher.earlier = now + watcher.every, stats
+    def _tell_watchers(self, may_wait: bool = True) -> None:
+        """Call whoever is to be told now.
+
+        Called before a batch is taken, so that none is lost if that is interrupted; and without
+        the lock, since whom they wait for may want it.
+        """
+        if not self._lock.acquire(blocking=may_wait):
+            return
+        try:
+            self._is_news, now = False, clock()
+            told = []
+            for watcher in [watcher for watcher in self._watchers if now >= watcher.due]:
+                stats, earlier = self.stats(), watcher.earlier
+                watcher.due, watcher.earlier = now + watcher.every, stats
+                told.append((watcher, stats if earlier is None else stats.since(earlier)))
+        finally:
+            self._lock.release()
+        for watcher, stats in told:
             try:
-                watcher.callback(stats if earlier is None else stats.since(earlier))
+                watcher.callback(stats)
             except Exception:
                 _log.exception("a callback of on_stats() failed; it is not called again")
-                self._watchers.remove(watcher)
+                with contextlib.suppress(ValueError):  # it failed in two threads
+                    self._watchers.remove(watcher)
 
     # --- workers="auto" ---
 
     def _new_tuner(self) -> Tuner:
         """Return what decides on the number of workers."""
-        return Tuner(self._workers, self._most_workers(), None)
+        return Tuner(self._workers, self._most_workers(), None, self._patience.first_s)
 
     def _most_workers(self) -> int:
         if self._max_workers is not None:
@@ -590,7 +622,8 @@ class BaseEnqueuer(ABC, Generic[Batch]):
 
     def _steps(self) -> tuple[int, int | None]:
         """Return how many batches of the epoch were given away, and how many it has, if known."""
-        return 0, None
+        with self._lock:
+            return self._waits.taken - len(self._ready) - self._taken_before, None
 
     def __aiter__(self) -> AsyncIterator[Batch]:
         """Iterate as `iter()` does, with `async for`, and without blocking the event loop.
@@ -802,6 +835,8 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         self._order = self._order_of(epoch)
         self._epoch = epoch.number
         self._over = False
+        self._waits.go_on()
+        self._taken_before = self._waits.taken
         self._ready = deque() if self._trace is None else self._trace.ready()
         # iterators that have another one are over
         self._skipped = {}
@@ -846,6 +881,8 @@ class BaseEnqueuer(ABC, Generic[Batch]):
 
     def _next(self, ready: deque[Item]) -> Batch:
         """Return the next batch; raise StopIteration at the end of the iterator's epoch."""
+        if self._is_news:
+            self._tell_watchers()
         with self._lock:
             if ready is not self._ready or self._state is State.STOPPED:
                 raise StopIteration
@@ -871,11 +908,14 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             self._check_started("iterate over it")
             is_next = seen is None or seen is self._ready
             if self._over and self._state is State.RUNNING and is_next:
+                self._waits.go_on()
                 self._retune(between_epochs=True)
                 self._begin(Epoch(self._epoch + 1))
             return self._ready
 
     def _poll(self, ready: deque[Item]) -> tuple[Batch, ...]:
+        if self._is_news:
+            self._tell_watchers(may_wait=False)
         if ready:
             with contextlib.suppress(IndexError):  # another thread was faster
                 return (ready.popleft().value,)  # type: ignore[return-value]  # as in _open
@@ -959,6 +999,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
                 self._retune()
         was_over, self._over = self._over, not self._ready and self._failure is None
         if self._over and not was_over:
+            self._waits.rest()
             self._ended()
         return not self._over
 
@@ -983,8 +1024,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             if waits.left <= 0:  # that is every few milliseconds, or at each batch
                 waits.sample(self._waiting())
                 is_time = True
-                if self._watchers:
-                    self._tell_watchers()
+                self._is_news = bool(self._watchers)
         if len(self._ready) == 1:  # else those behind the first one still wait
             self._backend.settle()
         return is_time
@@ -993,6 +1033,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         """Raise a failure, each time an exception of its own. Lock held."""
         assert self._backend is not None
         self._move(State.FAILED)
+        self._waits.rest()
         if self._raised is None:
             self._raised = _Raised(self._presentable(failure))
         error = self._raised.once_more()
@@ -1107,6 +1148,8 @@ class Queue(Generic[Batch]):
         """
         enqueuer = self._enqueuer()
         enqueuer._check_started("get() from its queue")
+        if enqueuer._is_news:
+            enqueuer._tell_watchers(may_wait=False)
         limit = None if timeout is None else arguments.seconds("timeout", timeout)
         deadline = None if limit is None else time.monotonic() + limit
         if not block:

@@ -25,7 +25,7 @@ from typing import Any, Literal
 from enqueuer import usage
 from enqueuer.backends import BackendName, size_of
 from enqueuer.enqueuers import GeneratorEnqueuer
-from enqueuer.formats import duration, percent, size
+from enqueuer.formats import duration, percent, rate, size
 from enqueuer.gil import Probe
 from enqueuer.shards import Shard, fresh_seed
 from enqueuer.sources import FunctionSource, as_source, iterate, name_of
@@ -597,7 +597,7 @@ def _cells(one: Measured) -> tuple[str, ...]:
     """Return a row of the table."""
     return (
         one.name,
-        f"{one.batches_per_s:,.1f}" if one.batches_per_s < 1000 else f"{one.batches_per_s:,.0f}",
+        rate(one.batches_per_s),
         size(one.bytes_per_s) if one.batch_bytes else "-",
         size(one.batch_bytes) if one.batch_bytes else "-",
         duration(one.first_batch_s),

@@ -9,11 +9,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import warnings
 from pathlib import Path
 
 from enqueuer import bench, chart
 from enqueuer.backends import BackendName
 from enqueuer.commands import FAILED, Commands, Number, module_and_name, named, reporting
+from enqueuer.errors import DuplicateDataWarning
 from enqueuer.formats import duration
 
 _EXAMPLES = """\
@@ -95,7 +97,7 @@ def add_bench(commands: Commands, positive: Number) -> None:
         "--plot", type=_svg, metavar="FILE.svg", help="draw batches a second over workers"
     )
     command.add_argument("--quiet", action="store_true", help="do not show what it is at")
-    command.set_defaults(run=reporting(_bench))
+    command.set_defaults(run=reporting(_run))
 
 
 def _seconds(text: str) -> float:
@@ -116,6 +118,13 @@ def _svg(text: str) -> Path:
     if path.suffix.lower() != ".svg":
         raise argparse.ArgumentTypeError(f"must be a file that ends in .svg, got {text!r}")
     return path
+
+
+def _run(options: argparse.Namespace) -> int:
+    with warnings.catch_warnings():
+        # the report says so itself, and why that does not matter here
+        warnings.filterwarnings("ignore", ".*takes no shard", DuplicateDataWarning)
+        return _bench(options)
 
 
 def _bench(options: argparse.Namespace) -> int:

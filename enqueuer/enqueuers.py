@@ -277,7 +277,8 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
 
     def _new_tuner(self) -> Tuner:
         shards = len(self._own_shards())
-        return Tuner(self._workers, min(self._most_workers(), shards), shards)
+        most = min(self._most_workers(), shards)
+        return Tuner(self._workers, most, shards, self._patience.first_s)
 
     def _again_s(self, stats: Stats) -> float | None:
         if any(start.state is not None for start in self._order.rest().values()):
@@ -596,6 +597,7 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
         # in place: who has a task does it, and nothing is done again
         tasks_of(self._backend).resize(workers)
         self._workers = workers
+        self._tell_of_change()
 
     def _job_with(self, workers: int) -> Job:
         return dataclasses.replace(self._job(), workers=workers)
@@ -656,7 +658,7 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
                 if source.is_sequence:
                     start = Start(self._number - order.first)
                 self._reader = Reader(source, self._reading, self._epoch, start, order.first)
-            read = self._reader.next()
+            read = self._timed(self._reader)
         except BaseException as error:
             if isinstance(error, Exception) or not source.is_sequence:
                 self._fail(Failure(-1, self._number, error))
@@ -668,6 +670,16 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
             self._is_read = True
             order.end_at(self._number)
         return read
+
+    def _timed(self, reader: Reader) -> tuple[Ticket, Any] | None:
+        """Read on, and count it as a wait of the loop if it runs code of the user's."""
+        if self._source.is_sequence:
+            return reader.next()
+        self._waits.pause(None)
+        try:
+            return reader.next()
+        finally:
+            self._waits.read()
 
     def _fail(self, failure: Failure) -> None:
         """Let a task have failed that no worker can be given; nothing more is read."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from enqueuer.formats import percent, size
+from enqueuer.formats import percent, rate, size
 from enqueuer.stats import Stats
 
 __all__ = ["line", "prometheus", "tensorboard"]
@@ -23,13 +23,13 @@ def line(stats: Stats) -> str:
         >>> from enqueuer import GeneratorEnqueuer
         >>> from enqueuer.exports import line
         >>> line(GeneratorEnqueuer(lambda: iter("abc")).stats())
-        '0.0 batches/s, 0 B/s, the loop waits 0 %, 0/10 in the queue, workers busy -'
+        '0 batches/s, 0 B/s, the loop waits 0 %, 0/10 in the queue, workers busy -'
     """
-    rate = stats.bytes / stats.seconds if stats.seconds else 0.0
+    bytes_per_s = stats.bytes / stats.seconds if stats.seconds else 0.0
     busy = " ".join(percent(worker.busy_share) for worker in stats.workers) or "-"
     parts = [
-        f"{stats.items_per_s:.1f} batches/s",
-        f"{size(rate)}/s",
+        f"{rate(stats.items_per_s)} batches/s",
+        f"{size(bytes_per_s)}/s",
         f"the loop waits {percent(stats.waiting_share)}",
         f"{stats.queue_size}/{stats.max_queue_size} in the queue",
         f"workers busy {busy}",

@@ -38,6 +38,26 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02} h"
 
 
+def many(count: int, what: str) -> str:
+    """Return how many there are of something.
+
+    Example:
+        >>> many(1, "batch"), many(2, "batch"), many(0, "worker")
+        ('1 batch', '2 batches', '0 workers')
+    """
+    return f"{count} {what}{'' if count == 1 else 'es' if what.endswith('ch') else 's'}"
+
+
+def rate(per_s: float) -> str:
+    """Return how many there are a second.
+
+    Example:
+        >>> rate(0), rate(0.0167), rate(46.53), rate(1234.5)
+        ('0', '0.0167', '46.5', '1,234')
+    """
+    return f"{per_s:,.0f}" if per_s >= 99.95 else f"{per_s:.3g}"
+
+
 def percent(share: float) -> str:
     """Return a share of 1 in percent.
 

@@ -29,6 +29,7 @@ WORDS = 8  # a cache line
 
 _MOST_SAMPLES = 256  # of the fill; then every second one is forgotten
 _SAMPLE_NS = 5_000_000  # between two of them, at first
+_LONG_READ_NS = 100_000  # to sort a shorter one by its length would take too much of it
 
 
 class Meter:
@@ -75,8 +76,11 @@ class Waits:
         first: When the first batch was there; 0 before that.
         first_wait: Nanoseconds that the loop waited until then.
         waited: Nanoseconds after that, all in all.
+        reading: Nanoseconds of these in which the loop read elements itself.
         by_worker: The same by the worker that was waited for, where it was a certain one.
         buckets: How many waits there were of each length, see `bucket_of`.
+        idle: Nanoseconds between epochs.
+        ended: When the last epoch ended, if the next one has not begun; else 0.
         since: When a wait began that lasts; 0 if none does.
         worker: Who is waited for just then, if it is a certain one.
         samples: Pairs of a time and of how many items waited then.
@@ -89,8 +93,11 @@ class Waits:
         self.first = 0
         self.first_wait = 0
         self.waited = 0
+        self.reading = 0
         self.by_worker: dict[int, int] = {}
         self.buckets: dict[int, int] = {}
+        self.idle = 0
+        self.ended = 0
         self.since = 0
         self.worker: int | None = None
         self.samples: list[tuple[int, int]] = []
@@ -117,14 +124,40 @@ class Waits:
         if not self.first:
             self.first_wait += waited
             return
+        self.waited += waited
+        self._sort(waited)
+        if worker is not None:
+            self.by_worker[worker] = self.by_worker.get(worker, 0) + waited
+
+    def read(self) -> None:
+        """Note that the wait is over, in which the loop read an element itself."""
+        spent = clock() - self.since
+        self.since = 0
+        if self.first:
+            self.waited += spent
+            self.reading += spent
+            if spent >= _LONG_READ_NS:
+                self._sort(spent)
+        else:
+            self.first_wait += spent
+
+    def rest(self) -> None:
+        """Note that an epoch is over; what the loop does now has nothing to do with batches."""
+        if self.first and not self.ended:
+            self.ended = clock()
+
+    def go_on(self) -> None:
+        """Note that the next epoch begins; again does nothing."""
+        if self.ended:
+            self.idle += clock() - self.ended
+            self.ended = 0
+
+    def _sort(self, waited: int) -> None:
         if waited >= _SAMPLE_NS and self.left > 1:  # what was fast is slow now
             self._counted += 1 - self.left
             self.left = self._step = 1
-        self.waited += waited
         bucket = bucket_of(waited)
         self.buckets[bucket] = self.buckets.get(bucket, 0) + 1
-        if worker is not None:
-            self.by_worker[worker] = self.by_worker.get(worker, 0) + waited
 
     def sample(self, waiting: int) -> None:
         """Note how many items wait; called when none is `left`."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from enqueuer import arguments
-from enqueuer.formats import percent
+from enqueuer.formats import percent, rate
 
 Batch = TypeVar("Batch")
 
@@ -47,7 +47,7 @@ class Headroom:
 
     def __str__(self) -> str:
         found = (
-            f"{_rate(self.steps_per_s)} steps a second, and {_rate(self.could_reach)} if data cost "
+            f"{rate(self.steps_per_s)} steps a second, and {rate(self.could_reach)} if data cost "
             f"nothing"
         )
         if self.gain < WORTH_IT:
@@ -152,7 +152,3 @@ def _epochs(batches: Iterable[Batch]) -> Iterator[Batch]:
             is_empty = False
             yield batch
             del batch
-
-
-def _rate(per_s: float) -> str:
-    return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"

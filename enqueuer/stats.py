@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from enqueuer import meters
-from enqueuer.formats import duration, percent, size
+from enqueuer.formats import duration, many, percent, rate, size
 from enqueuer.usage import Usage
 from enqueuer.verdict import Evidence, Verdict, Work, judge
 
@@ -158,7 +158,9 @@ class Stats:
         first_batch_s: Seconds from the start to the first batch; None if there was none yet.
         first_wait_s: How many of these the loop waited.
         waiting_s: Seconds that the loop waited for batches, after the first.
+        reading_s: How many of these it read elements itself, of an iterable that is no sequence.
         working_s: Seconds that it did something else.
+        idle_s: Seconds between epochs, after the last one, or after an error; they are neither.
         waits: How many waits there were of each length: a length in seconds, under which they
             are, by at most a sixteenth; and their number. A batch that was ready was not
             waited for.
@@ -183,7 +185,9 @@ class Stats:
     first_batch_s: float | None
     first_wait_s: float
     waiting_s: float
+    reading_s: float
     working_s: float
+    idle_s: float
     waits: Mapping[float, int]
     waited_for: Mapping[int, float]
     queue_size: int
@@ -264,7 +268,9 @@ class Stats:
             items=self.items - earlier.items,
             first_wait_s=self.first_wait_s - earlier.first_wait_s,
             waiting_s=self.waiting_s - earlier.waiting_s,
+            reading_s=self.reading_s - earlier.reading_s,
             working_s=self.working_s - earlier.working_s,
+            idle_s=self.idle_s - earlier.idle_s,
             waits=waits,
             waited_for={
                 index: max(0.0, seconds - earlier.waited_for.get(index, 0.0))
@@ -298,6 +304,7 @@ class Stats:
                 items=self.items,
                 first_wait_s=self.first_wait_s,
                 waiting_s=self.waiting_s,
+                reading_s=self.reading_s,
                 working_s=self.working_s,
                 wait_p99_s=self.wait_p99_s,
                 in_threads=self.backend == "thread",
@@ -333,10 +340,10 @@ class Stats:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join(
             [
-                f"{self.items} batches in {duration(self.seconds)}, "
-                f"{self.items_per_s:.1f} a second",
+                f"{many(self.items, 'batch')} in {duration(self.seconds)}, "
+                f"{rate(self.items_per_s)} a second",
                 f"the loop waited {percent(self.waiting_share)} of its time; {', '.join(waits)}",
-                f"{self.queue_size} of {self.max_queue_size} batches wait, "
+                f"{self.queue_size} of {many(self.max_queue_size, 'batch')} wait, "
                 f"{size(self.block_bytes)} in shared memory",
                 *(_aligned(row, widths) for row in rows),
                 str(self.verdict()),

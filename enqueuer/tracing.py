@@ -313,7 +313,6 @@ class Trace:
         """Tell that a backend is about to be stopped: the only one, or one that was replaced."""
         with self._lock:
             if self._users > 1:
-                self.instant("reconfigured")
                 return
             self.rest()
             self._is_closing = True  # what is taken from now on goes nowhere

@@ -39,6 +39,8 @@ class Tuner:
         workers: How many there are at first.
         most: How many there may be.
         shards: How many shards they share; None of tasks, which any number can share.
+        patience_s: For how long the loop waits for a batch before something is said, or raised;
+            a change takes at most half of it. None: for ever.
 
     Attributes:
         due_s: When there is something to decide, in seconds since the start.
@@ -47,13 +49,20 @@ class Tuner:
         waiting_share: How much of its time the loop waited then.
     """
 
-    def __init__(self, workers: int, most: int, shards: int | None = None) -> None:
+    def __init__(
+        self,
+        workers: int,
+        most: int,
+        shards: int | None = None,
+        patience_s: float | None = None,
+    ) -> None:
         self.due_s = 0.0
         self.reason = ""
         self.wanted = workers
         self.waiting_share = 0.0
         self._workers = workers
         self._shards = shards
+        self._most_cost_s = min(MOST_COST_S, math.inf if patience_s is None else patience_s / 2)
         self._most_ever = self._as_fast_as(most)
         self._window_s = WINDOW_S
         self._arrived: Stats | None = None  # since then there are so many workers
@@ -79,7 +88,7 @@ class Tuner:
             self._base, self._window_s = stats, min(2 * self._window_s, LONGEST_WINDOW_S)
             left_s = self._window_s
         self.due_s = stats.seconds + max(left_s, WINDOW_S / 8)
-        if self._wish is not None and self._wish.may_be(stats, again_s):
+        if self._wish is not None and self._wish.cost_s(stats, again_s) <= self._most_cost_s:
             self._go_to(self._wish)
         return self._workers
 
@@ -194,12 +203,14 @@ class _Wish:
     reason: str
     is_back: bool = False  # to what was before the last step
 
-    def may_be(self, stats: Stats, again_s: float | None) -> bool:
-        """Tell whether it is worth its cost now."""
+    def cost_s(self, stats: Stats, again_s: float | None) -> float:
+        """Return for how long the loop would stand still; for ever if that is not worth it."""
         if again_s is None:
-            return True
+            return 0.0
+        if not self.is_urgent:
+            return math.inf
         starting_s = max((worker.starting_s for worker in stats.workers), default=0.0)
-        return self.is_urgent and again_s / self.workers + starting_s <= MOST_COST_S
+        return again_s / self.workers + starting_s
 
 
 @dataclass(frozen=True)
@@ -229,7 +240,7 @@ class _Look:
             waiting_share=seen.waiting_share,
             make_s=busy_s / max(made, 1),
             use_s=seen.working_s / max(seen.items, 1),
-            busy=busy_s / max(seen.seconds, 1e-9),
+            busy=busy_s / max(seen.seconds - seen.idle_s, 1e-9),
             idle_share=waiting_s / max(waiting_s + busy_s, 1e-9),
             computes=cpu_s > IS_COMPUTING * making_s,
             cpus=seen.cpus,

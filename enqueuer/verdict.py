@@ -2,6 +2,7 @@
 
     the loop hardly waits ------------------------------> the loop
     it waited for the first batch most of all ----------> start-up
+    it reads slow elements itself ----------------------> the source
     the workers pickle and copy more than they make ----> the transport
     no CPU is left -------------------------------------> the CPUs
     one worker works while the others wait for it ------> a slow shard
@@ -19,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from enqueuer.formats import duration, percent, size
+from enqueuer.formats import duration, many, percent, size
 
 Binds = Literal["unknown", "loop", "start-up", "slow shard", "queue", "transport", "cpus", "source"]
 
@@ -99,6 +100,7 @@ class Evidence:
     items: int
     first_wait_s: float
     waiting_s: float
+    reading_s: float
     working_s: float
     wait_p99_s: float
     in_threads: bool
@@ -113,15 +115,16 @@ class Evidence:
         """How much of its time the loop waited, after the first batch."""
         return _share(self.waiting_s, self.waiting_s + self.working_s)
 
+    def on_average(self, name: str) -> float:
+        """Return how many workers, or CPUs of theirs, did something at a time."""
+        # not in the time of the run: they may be idle between epochs, or younger than that
+        times = [worker.busy_s + worker.waiting_s for worker in self.workers]
+        return _share(self.total(name), max(times, default=0.0))
+
     @property
     def use_s(self) -> float:
         """Seconds that the loop takes for each batch, without its waits."""
         return _share(self.working_s, self.items)
-
-    @property
-    def turn_s(self) -> float:
-        """Seconds from one batch to the next."""
-        return _share(self.waiting_s + self.working_s, self.items)
 
     def total(self, name: str) -> float:
         """Return the sum of something over the workers."""
@@ -130,14 +133,18 @@ class Evidence:
     @property
     def cpus_used(self) -> float:
         """How many CPUs were busy with the loop and the workers, on average."""
-        workers_s = 0.0 if self.in_threads else self.total("cpu_s")
-        return _share(self.loop_cpu_s + workers_s, self.seconds)
+        by_loop = _share(self.loop_cpu_s, self.seconds)
+        return by_loop if self.in_threads else by_loop + self.on_average("cpu_s")
 
     @property
     def worker_cpus(self) -> float:
         """How many CPUs the workers used while there was something to do, all together."""
+        return self.per_s("cpu_s")
+
+    def per_s(self, name: str) -> float:
+        """Return the sum of something over the workers, for each second of the longest at work."""
         longest = max((worker.busy_s + worker.waiting_s for worker in self.workers), default=0.0)
-        return _share(self.total("cpu_s"), longest)
+        return _share(self.total(name), longest)
 
 
 def judge(found: Evidence) -> Verdict:
@@ -148,11 +155,13 @@ def judge(found: Evidence) -> Verdict:
     if found.items < FEWEST_BATCHES or not found.workers:
         return Verdict(
             "unknown",
-            f"Too little was seen to tell what binds: {found.items} batches.",
+            f"Too little was seen to tell what binds: {many(found.items, 'batch')}.",
             f"Ask again after {FEWEST_BATCHES} or more.",
         )
     if found.waiting_share < HARDLY_WAITS:
         return _hand_over(found) if found.use_s < HAND_OVER_S else _loop(found)
+    if found.reading_s > MOSTLY * found.waiting_s:
+        return _reading(found)
     waited, worked = found.total("waiting_s"), found.total("busy_s")
     often_wait = waited > OFTEN_WAITS * (waited + worked)
     if found.total("sending_s") > MOSTLY * worked and not often_wait:
@@ -182,9 +191,9 @@ def _start_up(found: Evidence, all_s: float) -> Verdict:
 def _loop(found: Evidence) -> Verdict:
     workers = len(found.workers)
     # with those that are busy a whole turn, and one in five to spare
-    enough = math.ceil(1.2 * _share(found.total("busy_s"), found.seconds))
+    enough = math.ceil(1.2 * found.on_average("busy_s"))
     spare = (
-        f"{_many(max(1, enough))} would do as well as {workers}."
+        f"{many(max(1, enough), 'worker')} would do as well as {workers}."
         if max(1, enough) < workers
         else "Faster data would not make it faster."
     )
@@ -202,6 +211,16 @@ def _hand_over(found: Evidence) -> Verdict:
         f"Handing over binds: the loop takes {duration(found.use_s)} for each batch, with what it "
         "takes to receive it, and hardly waits.",
         "Yield larger batches; if these are only tests, there is nothing to be changed.",
+    )
+
+
+def _reading(found: Evidence) -> Verdict:
+    return Verdict(
+        "source",
+        f"Reading the elements binds: the loop waited {percent(found.waiting_share)} of its time, "
+        f"most of that while it read them from the iterable, {duration(found.reading_s)} in all.",
+        "That is done in the loop's own thread, so more workers would not help: let the iterable "
+        "yield what is cheap, such as paths, and do the rest in `map`; or pass a sequence.",
     )
 
 
@@ -275,7 +294,9 @@ def _cpus(found: Evidence) -> Verdict:
 
 def _source(found: Evidence) -> Verdict:
     workers, made = len(found.workers), found.total("items")
-    wanted = math.ceil(workers * _share(found.turn_s, max(found.use_s, 1e-9)) - 0.05)
+    # by what a batch takes, as there may have been fewer workers before; but it does wait
+    make_s = _share(found.total("busy_s"), made)
+    wanted = max(workers + 1, math.ceil(make_s / max(found.use_s, 1e-9) - 0.05))
     reason = (
         f"The source binds: the loop waited {percent(found.waiting_share)} of its time; a batch "
         f"takes {duration(_share(found.total('making_s'), made))} to make, and "
@@ -285,8 +306,8 @@ def _source(found: Evidence) -> Verdict:
         return Verdict(
             "source",
             reason,
-            f"{_many(workers).capitalize()} of threads used {found.worker_cpus:.1f} CPUs, so the "
-            "work is probably in Python, which runs in one thread at a time: take "
+            f"The {many(workers, 'thread')} used {found.worker_cpus:.1f} CPUs in all, so the work "
+            "is probably in Python, which runs in one thread at a time: take "
             "backend='process'.",
         )
     is_computing = found.total("cpu_s") > IS_COMPUTING * found.total("making_s")
@@ -302,20 +323,23 @@ def _source(found: Evidence) -> Verdict:
         return Verdict(
             "source",
             reason,
-            f"It computes, so no more than {_many(most)} would help on {found.cpus:g} CPUs, and "
-            f"about {wanted} would be needed (now {workers}): make the work cheaper, too.",
+            f"It computes, so no more than {many(most, 'worker')} would help on {found.cpus:g} "
+            f"CPUs, and about {wanted} would be needed (now {workers}): make the work cheaper, "
+            "too.",
         )
     return Verdict(
-        "source", reason, f"About {_many(wanted)} would keep up with the loop (now {workers})."
+        "source",
+        reason,
+        f"About {many(wanted, 'worker')} would keep up with the loop (now {workers}).",
     )
 
 
 def _holds_gil(found: Evidence) -> bool:
-    return found.in_threads and IS_COMPUTING < found.worker_cpus < 1.2
-
-
-def _many(workers: int) -> str:
-    return "1 worker" if workers == 1 else f"{workers} workers"
+    if not found.in_threads:
+        return False
+    # with what they had no CPU for: on a busy machine they compute no less
+    wanted = found.worker_cpus + found.per_s("starved_s")
+    return IS_COMPUTING < wanted < 1.2
 
 
 def _share(part: float, whole: float) -> float:

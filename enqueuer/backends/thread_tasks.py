@@ -5,6 +5,7 @@ consumer -> [tickets] -> workers -> [results] -> the shelf -> in order
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import threading
 import time
@@ -19,7 +20,7 @@ from enqueuer.errors import Closed, StartError
 from enqueuer.merging import Order, TaskOrder
 from enqueuer.messages import End, Epoch, Failure, Item, Message, Ticket
 from enqueuer.meters import WAITING, Waits
-from enqueuer.stalls import Late, awaited_task
+from enqueuer.stalls import Late, View, awaited_task
 from enqueuer.stats import WorkerStats
 from enqueuer.tracing import traced
 from enqueuer.worker import Plan, serve_tasks
@@ -97,6 +98,12 @@ class TaskThreads(ThreadBackend):
     def measures(self) -> list[WorkerStats]:
         gone = {hand.index for hand in list(self._hands) if hand.has_left}
         return [worker for worker in super().measures() if worker.index not in gone]
+
+    def look(self, order: Order) -> View:
+        view = super().look(order)
+        here = {worker.name for worker in self.measures()}
+        sights = [sight for sight in view.sights if sight.worker in here]
+        return dataclasses.replace(view, sights=sights)
 
     def fail(self, failure: Failure) -> None:
         self._shelf.fail(failure.number, failure)

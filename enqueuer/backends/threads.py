@@ -128,7 +128,7 @@ class ThreadBackend:
         return [
             worker_stats(
                 road.index,
-                f"worker {road.index} (thread)",
+                _name(road),
                 plan.shards,
                 road.meter.words,
                 road.sent,
@@ -151,8 +151,8 @@ class ThreadBackend:
     def look(self, order: Order) -> View:
         stacks = stacks_of_threads(self._threads)
         sights = [
-            Sight(f"worker {index} (thread)", plan.shards, stack, "has ended")
-            for index, (plan, stack) in enumerate(zip(self._plans, stacks, strict=False))
+            Sight(_name(road), plan.shards, stack, "has ended")
+            for road, plan, stack in zip(self._roads, self._plans, stacks, strict=False)
         ]
         return View(self._awaited(order), self.waiting(), first_for(order, sights))
 
@@ -222,7 +222,7 @@ class Road:
 
     def send(self, message: End | Failure | Empty) -> None:
         if isinstance(message, Failure):
-            message = dataclasses.replace(message, worker=f"worker {self.index} (thread)")
+            message = dataclasses.replace(message, worker=_name(self))
         self._buffer.put(message)
 
     def check(self) -> None:
@@ -249,6 +249,10 @@ class Road:
                 return None
             meter.resume()
         return found
+
+
+def _name(road: Road) -> str:
+    return f"worker {road.index} (thread)"
 
 
 def _buffers(job: Job, workers: int) -> list[Buffer[Message]]:

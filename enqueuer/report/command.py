@@ -6,14 +6,12 @@ import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+from enqueuer.commands import FAILED, Commands
 from enqueuer.errors import DataFileError
-from enqueuer.formats import duration, percent
+from enqueuer.formats import duration, many, percent, rate
 from enqueuer.report.page import page
 from enqueuer.report.reading import Recording, count, read
-
-_FAILED = 1
 
 _EXAMPLES = """\
 examples:
@@ -26,8 +24,6 @@ The trace comes from trace="run.json" of an enqueuer; of one that still runs, or
 is there is shown. To look at single items open the trace itself at https://ui.perfetto.dev.
 exit codes: 0 written, 1 failed, 2 wrong arguments
 """
-
-Commands = Any  # argparse has no public name for what add_subparsers returns
 
 
 def add_report(commands: Commands) -> None:
@@ -69,7 +65,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _failed(why: str) -> int:
     print(f"enqueuer: {why}", file=sys.stderr)
-    return _FAILED
+    return FAILED
 
 
 def _lines(recording: Recording) -> Iterator[str]:
@@ -77,7 +73,7 @@ def _lines(recording: Recording) -> Iterator[str]:
     numbers = count(recording)
     yield (
         f"{numbers.items:,} items in {duration(numbers.seconds)}: "
-        f"{numbers.items_per_second:,.4g} a second"
+        f"{rate(numbers.items_per_second)} a second"
     )
     if numbers.first_batch is not None:
         waits = ", ".join(f"p{rank} {duration(at)}" for rank, at in numbers.percentiles.items())
@@ -87,6 +83,9 @@ def _lines(recording: Recording) -> Iterator[str]:
         f"workers: {percent(numbers.making)} making, {percent(numbers.sending)} sending, "
         f"{percent(numbers.waiting)} waiting"
     )
-    yield f"{numbers.errors} errors, {numbers.skipped} skipped, {numbers.restarts} restarts"
+    yield (
+        f"{many(numbers.errors, 'error')}, {numbers.skipped} skipped, "
+        f"{many(numbers.restarts, 'restart')}"
+    )
     if recording.verdict:
         yield recording.verdict

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 
-from enqueuer.formats import duration, percent, size
+from enqueuer.formats import duration, many, percent, rate, size
 from enqueuer.report.reading import (
     Numbers,
     Recording,
@@ -99,7 +99,7 @@ def page(recording: Recording) -> str:
 def _head(recording: Recording, name: str) -> Iterator[str]:
     about = recording.about
     told = [
-        f"{about.get('workers')} workers ({about.get('backend')})",
+        f"{many(about.get('workers', 0), 'worker')} ({about.get('backend')})",
         f"max_queue_size={about.get('max_queue_size')}",
         f"{about.get('cpus')} CPUs",
     ]
@@ -131,7 +131,7 @@ def _tiles(numbers: Numbers) -> Iterator[str]:
     first = "none" if numbers.first_batch is None else duration(numbers.first_batch)
     tiles = {
         "items": f"{numbers.items:,}",
-        "items a second": f"{numbers.items_per_second:,.4g}",
+        "items a second": rate(numbers.items_per_second),
         "in all": duration(numbers.seconds),
         "to the first batch": first,
         "of its time the loop waited, after that": percent(numbers.waited_share),

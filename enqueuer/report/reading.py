@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from enqueuer.errors import DataFileError
+from enqueuer.formats import many
 from enqueuer.trace import HEAD
 
 _WORKER = re.compile(r"worker (\d+)\b")
+_WAITS = ("wait", "read")  # of the loop: what it does not work on a batch
 _MARKS = ("epoch", "error", "skipped", "restart", "reconfigured", "full")
 
 
@@ -74,7 +76,7 @@ class Recording:
         end: The last that is known.
         rows: Of the workers.
         loop: The spans of the loop.
-        waits: For each item that the loop took, how long it had waited.
+        waits: For each item that the loop took, how long it had waited, or read elements.
         first: When it had the first item; None: it took none.
         fill: How many items waited, from when on.
         marks: What else happened.
@@ -107,7 +109,7 @@ class Numbers:
         seconds: From the start to the end.
         items_per_second: Over all of that; 0 if it took no time.
         first_batch: From the start to the first item; None: there was none.
-        waited: For how long the loop waited, the first item included.
+        waited: For how long the loop waited, or read elements, the first item included.
         waited_share: Of the loop's time after the first item.
         percentiles: Of the waits: 50, 90, 99.
         making: Of the workers' time, the share of the user's code.
@@ -161,7 +163,7 @@ def read(path: str) -> Recording:
                 recording.waits.append(waited)
                 recording.first = at if recording.first is None else recording.first
                 waited = 0
-            elif name == "wait" and not args.get("end"):
+            elif name in _WAITS and not args.get("end"):
                 waited += event["dur"]
         elif phase == "C":
             recording.fill.append((at, args.get("items", 0)))
@@ -268,7 +270,7 @@ def _note(recording: Recording, name: Any, at: int, args: dict[str, Any]) -> Non
             "error": f"{args.get('error')} in {args.get('worker')}, {', '.join(where)}",
             "skipped": f"{args.get('error')} in {args.get('worker')}, {', '.join(where)}",
             "restart": f"a worker was replaced (restart {args.get('restarts')})",
-            "reconfigured": "other workers took over",
+            "reconfigured": f"from here on {many(args.get('workers', 0), 'worker')}",
             "full": "the file was as large as it may be; nothing more was recorded",
         }
         recording.marks.append(Mark(name, at, words[name]))
@@ -295,8 +297,8 @@ def count(recording: Recording) -> Numbers:
         seconds=seconds,
         items_per_second=items / seconds if seconds else 0.0,
         first_batch=None if first is None else (first - start) / 1e6,
-        waited=sum(end - begin for kind, begin, end in recording.loop if kind == "wait") / 1e6,
-        waited_share=_share(later["wait"], sum(later.values())),
+        waited=sum(end - begin for kind, begin, end in recording.loop if kind in _WAITS) / 1e6,
+        waited_share=_share(sum(later[kind] for kind in _WAITS), sum(later.values())),
         percentiles={p: percentile(recording.waits, p) / 1e6 for p in (50, 90, 99)},
         making=_share(by_kind["make"], sum(by_kind.values())),
         sending=_share(by_kind["send"], sum(by_kind.values())),

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import json
 import logging
 import math
 import os
@@ -182,6 +183,35 @@ def test_those_who_are_retired_go_home(options, monkeypatch):
             for Given.workers in (4, 1, 3, 1):
                 loop.run_until(lambda: len(enqueuer.stats().workers) == Given.workers)
             loop.run_until(functools.partial(nobody_else, alone))
+
+
+def test_each_change_is_in_the_trace(options, monkeypatch, tmp_path):
+    monkeypatch.setattr("enqueuer.base.Tuner", Given)
+    monkeypatch.setattr("enqueuer.enqueuers.Tuner", Given)
+    tasks = OrderedEnqueuer(
+        range(100_000), sleepy_task, workers="auto", trace=tmp_path / "tasks.json", **options
+    )
+    shards = GeneratorEnqueuer(sleepy, workers="auto", trace=tmp_path / "shards.json", **options)
+    for made, name in ((tasks, "tasks"), (shards, "shards")):
+        with made as enqueuer:
+            loop = Loop(enqueuer, 0)
+            for Given.workers in (3, 1):
+                loop.run_until(lambda: len(enqueuer.stats().workers) == Given.workers)
+        events = json.loads((tmp_path / f"{name}.json").read_text())
+        changes = [e["args"]["workers"] for e in events if e["name"] == "reconfigured"]
+        assert changes == [3, 1]
+
+
+def test_a_stall_is_told_of_the_workers_in_the_statistics(monkeypatch):
+    monkeypatch.setattr("enqueuer.enqueuers.Tuner", Given)
+    monkeypatch.setattr("enqueuer.base.Tuner", Given)
+    with OrderedEnqueuer(range(100_000), sleepy_task, workers="auto") as enqueuer:
+        loop = Loop(enqueuer, 0)
+        for Given.workers in (3, 2, 4, 1):  # who goes home is any of them
+            loop.run_until(lambda: len(enqueuer.stats().workers) == Given.workers)
+            seen = enqueuer._backend.look(enqueuer._order).sights
+            names = {worker.name for worker in enqueuer.stats().workers}
+            assert {sight.worker for sight in seen} == names
 
 
 def everybody():

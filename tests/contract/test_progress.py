@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 
 import pytest
 from helpers import needs, twelve
@@ -70,6 +71,16 @@ def test_a_sequence_has_a_total_and_goes_on_where_it_was():
     assert [bar.options["total"] for bar in Bar.made] == [10, 10]
     assert [bar.options["initial"] for bar in Bar.made] == [0, 4]
     assert [bar.done for bar in Bar.made] == [4, 10]
+
+
+@pytest.mark.parametrize("backend", ["thread", "process"])
+def test_after_a_break_a_bar_goes_on_where_it_was(backend):
+    with GeneratorEnqueuer(twelve, progress=Bar, workers=2, backend=backend) as enqueuer:
+        for _ in range(2):
+            for _ in itertools.islice(enqueuer, 5):
+                pass
+            list(enqueuer)
+    assert [bar.options["initial"] for bar in Bar.made] == [0, 5, 0, 5]
 
 
 def test_a_new_epoch_has_a_new_bar():

@@ -305,10 +305,39 @@ def test_a_slow_source_is_told(options):
 
 
 @pytest.mark.parametrize("options", BACKENDS)
+def test_elements_that_the_loop_reads_slowly_are_told(options):
+    def elements():
+        for number in range(30):
+            time.sleep(0.01)
+            yield number
+
+    with OrderedEnqueuer(elements(), abs, workers=2, **options) as enqueuer:
+        assert len(list(enqueuer)) == 30
+        stats = enqueuer.stats()
+    assert stats.verdict().binds == "source", stats
+    assert "from the iterable" in stats.verdict().reason
+    assert stats.waiting_s >= stats.reading_s > 0.1
+    assert stats.wait_p50_s >= 0.01
+
+
+@pytest.mark.parametrize("options", BACKENDS)
 def test_a_slow_loop_is_told(options):
     stats = stats_of(sleeping(0.001), use_s=0.02, **options)
     check(stats, "loop")
     assert stats.waiting_share < HARDLY_WAITS or is_crowded(stats)
+
+
+@pytest.mark.parametrize("options", BACKENDS)
+def test_what_is_done_between_epochs_is_no_step_of_the_loop(options):
+    with GeneratorEnqueuer(sleeping(0.01, count=10), **options) as enqueuer:
+        for _ in range(2):
+            for _ in enqueuer:
+                time.sleep(0.001)
+            time.sleep(1.0)  # tests the model, and saves it
+        stats = enqueuer.stats()
+    assert stats.idle_s >= 2.0
+    assert stats.verdict().binds == "source", stats
+    assert stats.working_s < 1.0
 
 
 @pytest.mark.parametrize("options", BACKENDS[1:])

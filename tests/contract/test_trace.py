@@ -271,7 +271,8 @@ def test_other_workers_go_on_in_the_same_file(backend, tmp_path):
         assert first + list(batches) == list(range(12))
     events = read(path)
     check_rules(events, is_whole=False)  # what was made ahead is made once more
-    assert len(named(events, "reconfigured")) == 1
+    (change,) = named(events, "reconfigured")
+    assert change["args"] == {"workers": 3}
     assert len(named(events, "end")) == 1
     assert {name[:8] for name in rows(events).values()} >= {"worker 0", "worker 1", "worker 2"}
 

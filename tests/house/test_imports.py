@@ -13,8 +13,8 @@ PACKAGE = Path(enqueuer.__file__).parent
 ORDER = [
     ["__main__"],
     ["cli"],
-    ["bench_cli"],
-    ["commands", "demo", "report.command"],
+    ["bench_cli", "report.command"],
+    ["commands", "demo"],
     ["chart", "report.page"],
     ["bench", "report.reading"],
     ["report.__init__"],

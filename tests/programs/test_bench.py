@@ -27,6 +27,11 @@ def computing(shard):
 def unsplit():
     yield from range(100)
 
+def unsplit_arrays():
+    for number in range(100):
+        time.sleep(0.001)
+        yield bytes([number]) * 1000
+
 def locks(shard):
     while True:
         time.sleep(0.001)
@@ -212,6 +217,14 @@ def test_the_command_prints_a_table_and_the_line(run, tmp_path):
     assert "plain loop" in done.stdout
     assert '    GeneratorEnqueuer(sleeping, workers=2, backend="thread")\n' in done.stdout
     assert (tmp_path / "out.svg").read_text().startswith("<svg")
+
+
+def test_that_all_workers_make_the_same_is_said_by_the_report_alone(run):
+    options = ["--seconds=0.1", "--max-workers=2", "--backend=thread"]
+    done = run("benched:unsplit_arrays", *options)
+    assert (done.returncode, done.stderr) == (0, "")
+    if "Best: 2 threads" in done.stdout:
+        assert "unsplit_arrays takes no shard" in done.stdout
 
 
 def test_the_command_prints_json_and_nothing_else(run):

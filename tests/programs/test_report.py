@@ -148,7 +148,7 @@ def test_the_page_stands_alone_and_says_it_all(tmp_path, capsys):
         "first batch after 1 s",
         "after that the loop waited 50 % of its time (p50 500 ms, p90 998 ms, p99 998 ms)",
         "workers: 38 % making, 3.1 % sending, 59 % waiting",
-        "0 errors, 1 skipped, 1 restarts",
+        "0 errors, 1 skipped, 1 restart",
         str(tmp_path / "run.html"),
     ]
     text = (tmp_path / "run.html").read_text()

@@ -56,8 +56,8 @@ def test_the_line_of_code_has_what_is_not_the_default(workers, line):
 def test_the_table_has_a_row_for_each():
     found = report(one("thread", 1, 120), one("thread", 2, 240, batch_bytes=1000, cpus_used=1.5))
     rows = [line.split() for line in str(found).splitlines()]
-    assert rows[1][:3] == ["plain", "loop", "100.0"]
-    assert rows[3][:5] == ["2", "threads", "240.0", "240.0", "kB"]
+    assert rows[1][:3] == ["plain", "loop", "100"]
+    assert rows[3][:5] == ["2", "threads", "240", "240.0", "kB"]
     assert rows[3][5:] == ["1.0", "kB", "0", "s", "0", "%", "1.5", "-", "-"]
     assert "about 25 % of its time" in str(found)
     assert "Best: 2 threads, 2.4 times the plain loop." in str(found)

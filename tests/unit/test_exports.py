@@ -1,8 +1,12 @@
 """Statistics in the forms of others."""
 
+import asyncio
 import dataclasses
+import threading
+import time
 
 import pytest
+from helpers import LIMIT
 
 from enqueuer import GeneratorEnqueuer, OrderedEnqueuer
 from enqueuer.exports import line, prometheus, tensorboard
@@ -115,3 +119,47 @@ def test_after_a_new_start_they_are_told_of_the_new_run():
             list(enqueuer)
     assert all(stats.items >= 0 for stats in seen)
     assert sum(stats.items for stats in seen) <= 100
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [({"callback": "print"}, TypeError), ({"every": "10"}, TypeError), ({"every": -1}, ValueError)],
+)
+def test_what_cannot_be_called_or_waited_for_is_refused(given, error):
+    with pytest.raises(error, match="got"):
+        GeneratorEnqueuer(lambda: iter("abc")).on_stats(**given)
+
+
+def test_while_a_callback_runs_others_may_change_the_enqueuer():
+    enqueuer = GeneratorEnqueuer(lambda shard: shard.split(range(200)), shards=2)
+    other = threading.Thread(target=enqueuer.reconfigure, args=(2,), daemon=True)
+    ended = []
+
+    def wait_for_it(stats):
+        if other.ident is None:
+            other.start()
+            other.join(LIMIT / 3)
+            ended.append(not other.is_alive())
+
+    enqueuer.on_stats(wait_for_it, every=0)
+    with enqueuer:
+        assert list(enqueuer) == list(range(200))
+    assert ended == [True]
+
+
+def test_in_asyncio_callbacks_run_in_the_thread_of_the_loop():
+    threads = []
+
+    def source():
+        for number in range(50):
+            time.sleep(0.002)
+            yield number
+
+    async def main():
+        async with GeneratorEnqueuer(source) as enqueuer:
+            enqueuer.on_stats(lambda _: threads.append(threading.current_thread()), every=0)
+            async for _ in enqueuer:
+                pass
+
+    asyncio.run(main())
+    assert set(threads) == {threading.current_thread()}

@@ -71,6 +71,46 @@ def test_what_was_taken_is_counted_whenever_samples_are_taken(clock):
         assert waits.taken == taken
 
 
+def test_reading_is_waiting_and_known_apart(clock):
+    waits = Waits()
+    for nanoseconds in (500, 300, 2_000_000):
+        waits.pause(None)
+        clock[0] += nanoseconds
+        waits.read()
+        waits.left -= 1
+        waits.sample(0)
+    assert (waits.first_wait, waits.waited, waits.reading) == (500, 2_000_300, 2_000_300)
+    assert sum(waits.buckets.values()) == 1  # who reads fast is not slowed down by counting
+
+
+def test_between_epochs_the_loop_idles(clock):
+    waits = Waits()
+    waits.rest()
+    clock[0] += 100
+    waits.sample(0)  # that was before the first batch
+    for nanoseconds in (7, 20):
+        waits.rest()
+        waits.rest()
+        clock[0] += nanoseconds
+        waits.go_on()
+        clock[0] += 1000
+        waits.go_on()
+    assert (waits.idle, waits.ended) == (27, 0)
+
+
+def test_after_a_long_read_the_next_batch_is_looked_at(clock):
+    waits = Waits()
+    for _ in range(5000):  # very fast
+        clock[0] += 100
+        waits.left -= 1
+        if waits.left <= 0:
+            waits.sample(0)
+    waits.pause(None)
+    clock[0] += 10**9
+    waits.read()
+    assert (waits.left, waits.taken) == (1, 5000)
+
+
 def test_a_long_run_keeps_few_samples_spread_over_all_of_it(clock):
     waits = Waits()
     for number in range(20_000):

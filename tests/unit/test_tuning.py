@@ -81,7 +81,7 @@ class Load:
         ]  # fmt: skip
         return Stats(
             self.time_s, "thread", True, 0, self.items, 0.0, 0.0, self.waiting_s,
-            self.working_s, {}, {}, 0, 10, (), 0, 0, self.cpus, 0.0, tuple(workers),
+            0.0, self.working_s, 0.0, {}, {}, 0, 10, (), 0, 0, self.cpus, 0.0, tuple(workers),
         )  # fmt: skip
 
 
@@ -209,6 +209,13 @@ def test_of_shards_only_numbers_that_divide_them_better():
 
 def all_again(time_s, workers):
     return time_s * workers
+
+
+def test_a_change_is_no_reason_for_a_stall():
+    patient = Load(lambda workers: 0.04, 0.01, Tuner(1, 32, None, 60.0), again_s=all_again)
+    assert patient.run(20) == [1, 2, 4]
+    hasty = Load(lambda workers: 0.04, 0.01, Tuner(1, 32, None, 0.5), again_s=all_again)
+    assert hasty.run(20) == [1]
 
 
 def test_early_what_is_done_again_is_little_and_it_is_changed_at_once():

@@ -26,6 +26,7 @@ def evidence(*workers, waiting=8.0, working=2.0, items=100, **more):
     facts = dict(
         seconds=10.0,
         first_wait_s=0.01,
+        reading_s=0.0,
         wait_p99_s=0.1,
         in_threads=False,
         ordered=True,
@@ -62,6 +63,17 @@ def test_a_source_that_waits_needs_as_many_workers_as_it_is_slower():
     assert verdict.advice == "About 5 workers would keep up with the loop (now 1)."
 
 
+def test_a_source_is_judged_by_its_batches_and_not_by_how_few_workers_there_were_before():
+    late = [worker(making=1.0, waiting=0.0, items=10) for _ in range(4)]
+    verdict = judge(evidence(*late))  # of 100 batches one worker had made 60
+    assert verdict.advice == "About 5 workers would keep up with the loop (now 4)."
+
+
+def test_a_loop_that_waits_is_never_told_to_take_as_many_as_there_are():
+    verdict = judge(evidence(*[worker(making=1.0, waiting=0.0, items=100) for _ in range(2)]))
+    assert verdict.advice == "About 3 workers would keep up with the loop (now 2)."
+
+
 def test_a_source_that_computes_gets_no_more_workers_than_there_are_cpus():
     verdict = judge(evidence(worker(making=10.0, waiting=0.0, cpu=9.8), cpus=4))
     assert verdict.binds == "source"
@@ -74,6 +86,13 @@ def test_threads_that_share_one_cpu_should_be_processes():
     assert judge(found).binds == "source"
     busy = [dataclasses.replace(thread, cpu_s=4.7) for thread in threads]
     verdict = judge(dataclasses.replace(found, workers=busy))
+    assert verdict.binds == "source"
+    assert "backend='process'" in verdict.advice
+
+
+def test_threads_that_share_one_cpu_with_other_programs_should_be_processes_too():
+    threads = [worker(making=10.0, waiting=0.0, cpu=2.4, starved=2.4) for _ in range(2)]
+    verdict = judge(evidence(*threads, in_threads=True))
     assert verdict.binds == "source"
     assert "backend='process'" in verdict.advice
 
@@ -99,9 +118,25 @@ def test_a_loop_that_only_takes_tiny_batches_is_bound_by_the_transport():
     assert verdict.binds == "transport"
 
 
+def test_a_loop_that_reads_slow_elements_itself_is_told_so():
+    found = evidence(worker(making=0.1, waiting=9.9), reading_s=7.5, ordered=False)
+    verdict = judge(found)
+    assert verdict.binds == "source"
+    assert "while it read them from the iterable, 7.5 s in all" in verdict.reason
+    assert "more workers would not help" in verdict.advice
+
+
+def test_workers_that_came_late_are_measured_by_their_own_time():
+    late = [worker(making=0.9, waiting=0.1) for _ in range(4)]
+    verdict = judge(evidence(*late, waiting=0.1, working=9.9))
+    assert verdict.advice == "Faster data would not make it faster."
+    busy = [dataclasses.replace(one, cpu_s=0.95) for one in late]
+    assert judge(evidence(*busy, cpus=4)).binds == "cpus"
+
+
 def test_all_cpus_busy_bind():
     busy = [worker(making=10.0, waiting=0.0, cpu=9.5) for _ in range(4)]
-    verdict = judge(evidence(*busy, cpus=4))
+    verdict = judge(evidence(*busy, cpus=4, loop_cpu_s=1.0))
     assert verdict.binds == "cpus"
     assert "used 3.9 of 4 CPUs" in verdict.reason
 
@@ -133,6 +168,10 @@ def test_a_long_wait_for_the_first_batch_binds():
     verdict = judge(evidence(worker(), first_wait_s=30.0))
     assert verdict.binds == "start-up"
     assert "waited 30 s for the first batch, of 40 s in all" in verdict.reason
+
+
+def test_one_batch_is_one():
+    assert "what binds: 1 batch." in judge(evidence(worker(), items=1)).reason
 
 
 @pytest.mark.parametrize("found", [evidence(worker(), items=3), evidence(items=100)])
