@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from enqueuer import backends
-from enqueuer.backends import Backend, BackendName, Job
+from enqueuer.backends import Backend, BackendName, Job, size_at_sight
 from enqueuer.merging import Order
 from enqueuer.messages import Empty, End, Epoch, Failure, Item, Sender, Ticket
 from enqueuer.meters import Waits
@@ -34,7 +34,6 @@ _log = logging.getLogger("enqueuer")
 
 _now = time.monotonic_ns
 _NO_ARGS: Mapping[str, Any] = {}
-_MOST_MEMBERS = 16  # of a container whose bytes are added up
 
 Serve = Callable[..., None]
 """`worker.serve` or `worker.serve_tasks`."""
@@ -89,7 +88,7 @@ class _Worker:
         self._waits: list[tuple[int, int]] = []  # while it sends
 
     def send_item(self, shard: int, number: int, value: object, state: Any = None) -> None:
-        at, size = _now(), _bytes_of(value)
+        at, size = _now(), size_at_sight(value)
         args = self._what(shard, number)
         self._track.span("next", self._since, at, args)
         self._is_sending, was_sent = True, False
@@ -168,22 +167,6 @@ class _Worker:
             self._track.span("wait", *wait, {"for": "room"})
         self._waits.clear()
         self._is_sending = False
-
-
-def _bytes_of(value: object, depth: int = 2) -> int:
-    """Return the bytes of arrays and byte strings, as far as they are found at once."""
-    if isinstance(value, (bytes, bytearray)):
-        return len(value)
-    try:
-        nbytes = getattr(value, "nbytes", None)
-    except Exception:  # a property of the user's
-        return 0
-    if isinstance(nbytes, int):
-        return nbytes
-    if depth and isinstance(value, (dict, tuple, list)) and len(value) <= _MOST_MEMBERS:
-        members = value.values() if isinstance(value, dict) else value
-        return sum(_bytes_of(member, depth - 1) for member in members)
-    return 0
 
 
 # --- the loop -----------------------------------------------------------------------------------

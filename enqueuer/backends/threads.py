@@ -216,7 +216,7 @@ class Road:
 
     def _weigh(self, value: object) -> None:
         """Note the size of an item, which stands for those since the last one that was weighed."""
-        self.meter.words[BYTES] += size_of(value) * self._step
+        self.meter.words[BYTES] += size_at_sight(value) * self._step
         self._step = self._left = min(self._weighed, _WEIGHED_EVERY)
         self._weighed += self._left
 

@@ -65,6 +65,19 @@ def test_bytes_are_those_of_the_batches(options):
     assert (stats.block_bytes >= MEGABYTE) == (options["backend"] == "process")
 
 
+def test_an_item_that_has_no_size_is_none_the_worse_for_it():
+    class Sparse:
+        @property
+        def nbytes(self):
+            raise RuntimeError("nbytes is not defined for sparse tensors")
+
+    def source():
+        yield {"x": Sparse(), "y": np.zeros(MEGABYTE, np.uint8)}
+
+    for options in ({}, {"max_queue_bytes": 10}):
+        assert stats_of(source, **options).bytes == MEGABYTE
+
+
 @pytest.mark.parametrize("options", BACKENDS)
 def test_a_batch_that_waits_is_not_an_item_of_the_loop_yet(options):
     with GeneratorEnqueuer(twelve, max_queue_size=5, **options) as enqueuer:
