@@ -23,7 +23,15 @@ from queue import Empty as NothingYet
 from typing import Any, TypeVar
 
 from enqueuer import usage
-from enqueuer.backends import Job, WorkerThread, owners_of, size_of, split_bound, until
+from enqueuer.backends import (
+    Job,
+    WorkerThread,
+    owners_of,
+    size_at_sight,
+    size_of,
+    split_bound,
+    until,
+)
 from enqueuer.buffer import Buffer
 from enqueuer.errors import Closed, StartError, StopWarning
 from enqueuer.merging import Order
