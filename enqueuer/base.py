@@ -1022,7 +1022,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             waits = self._waits
             waits.left -= len(self._ready)
             if waits.left <= 0:  # that is every few milliseconds, or at each batch
-                waits.sample(self._waiting())
+                waits.sample(self._waiting() - 1)  # without the one that is about to be given
                 is_time = True
                 self._is_news = bool(self._watchers)
         if len(self._ready) == 1:  # else those behind the first one still wait
