@@ -339,7 +339,7 @@ def _holds_gil(found: Evidence) -> bool:
         return False
     # with what they had no CPU for: on a busy machine they compute no less
     wanted = found.worker_cpus + found.per_s("starved_s")
-    return IS_COMPUTING < wanted < 1.2
+    return wanted > IS_COMPUTING and found.worker_cpus < 1.2
 
 
 def _share(part: float, whole: float) -> float:
