@@ -45,7 +45,8 @@ _WAITS = frozenset({"_sleep", "_wait_for_room_locked"})
 
 _HEAD = "Stack (most recent call first):"
 _FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
-_CUT = "  ..."
+_CUT = "  ..."  # that there are more; Python 3.13 does not say so
+_MOST_FRAMES = 100  # that faulthandler writes
 
 
 class Late(TimeoutError):
@@ -228,7 +229,8 @@ def parse(text: str) -> tuple[Stack, bool]:
         traceback.FrameSummary(file, int(line) if line.isdigit() else 0, name)
         for file, line, name in (match.groups() for match in found)
     ]
-    is_whole = _CUT in lines or any(frame.filename in _CALLERS for frame in frames)
+    is_cut = _CUT in lines or len(frames) >= _MOST_FRAMES
+    is_whole = is_cut or any(frame.filename in _CALLERS for frame in frames)
     return frames[::-1], is_whole
 
 

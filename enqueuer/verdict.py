@@ -5,6 +5,7 @@
     it reads slow elements itself ----------------------> the source
     the workers pickle and copy more than they make ----> the transport
     no CPU is left -------------------------------------> the CPUs
+    threads share one CPU, as Python code does ---------> the source
     one worker works while the others wait for it ------> a slow shard
     workers and loop both wait, for each other ---------> the queue
     else -----------------------------------------------> the source
@@ -170,6 +171,8 @@ def judge(found: Evidence) -> Verdict:
         found.total("starved_s") > STARVED * worked and not _holds_gil(found)
     ):
         return _cpus(found)
+    if _holds_gil(found):  # and waiting for it looks like waiting for room
+        return _source(found)
     slow = _slow_worker(found)
     if slow is not None:
         return _slow_shard(found, slow)
