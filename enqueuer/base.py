@@ -29,7 +29,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from multiprocessing.context import BaseContext
 from queue import Empty
 from types import TracebackType
-from typing import Any, Generic, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, TypeVar
 
 from enqueuer import arguments, backends, exports, logs, state, usage
 from enqueuer.backends import ESCALATION_S, Backend, BackendName, Job
@@ -46,8 +46,10 @@ from enqueuer.stats import Stats
 from enqueuer.tasks import TaskSource
 from enqueuer.trace import part_of
 from enqueuer.tracing import Trace
-from enqueuer.tuning import Tuner
 from enqueuer.worker import OnError
+
+if TYPE_CHECKING:
+    from enqueuer.tuning import Tuner
 
 _log = logging.getLogger("enqueuer")
 
@@ -437,7 +439,12 @@ class BaseEnqueuer(ABC, Generic[Batch]):
 
     def _new_tuner(self) -> Tuner:
         """Return what decides on the number of workers."""
-        return Tuner(self._workers, self._most_workers(), None, self._patience.first_s)
+        return self._tuner_for(self._most_workers(), None)
+
+    def _tuner_for(self, most: int, shards: int | None) -> Tuner:
+        from enqueuer.tuning import Tuner  # only here: most runs need none
+
+        return Tuner(self._workers, most, shards, self._patience.first_s)
 
     def _most_workers(self) -> int:
         if self._max_workers is not None:

@@ -25,8 +25,9 @@ from typing import Any, Literal
 from enqueuer import usage
 from enqueuer.backends import BackendName, size_of
 from enqueuer.enqueuers import GeneratorEnqueuer
-from enqueuer.formats import duration, percent, rate, size
+from enqueuer.formats import duration, percent, rate, size, table
 from enqueuer.gil import Probe
+from enqueuer.reach import epochs
 from enqueuer.shards import Shard, fresh_seed
 from enqueuer.sources import FunctionSource, as_source, iterate, name_of
 from enqueuer.stats import Stats
@@ -206,15 +207,7 @@ class Report:
             *("", "batches/s", "bytes/s", "a batch", "first", "waiting", "CPUs", "memory"),
             "shared",
         )
-        rows = [head, *(_cells(one) for one in self.measured if one.failed is None)]
-        widths = [max(len(row[at]) for row in rows) for at in range(len(head))]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if at == 0 else cell.rjust(width)
-                for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in rows
-        ]
+        lines = table([head, *(_cells(one) for one in self.measured if one.failed is None)])
         lines += [f"{one.name}: {one.failed}" for one in self.measured if one.failed is not None]
         return "\n".join([*lines, *self._conclusions()])
 
@@ -550,7 +543,7 @@ def _measure(source: Any, one: Measured, loop: _Loop, patience_s: float) -> Meas
     try:
         with enqueuer:
             timer.start()
-            loop.run(_epochs_of(enqueuer), lambda: noted.append(enqueuer.stats()))
+            loop.run(_without_end(enqueuer), lambda: noted.append(enqueuer.stats()))
     except Exception as error:
         failed = f"{type(error).__name__}: {error}".splitlines()[0]
         if late.is_set():
@@ -582,15 +575,9 @@ def _measure(source: Any, one: Measured, loop: _Loop, patience_s: float) -> Meas
     )
 
 
-def _epochs_of(enqueuer: GeneratorEnqueuer[Any]) -> Iterator[Any]:
-    while True:
-        is_empty = True
-        for batch in enqueuer:
-            is_empty = False
-            yield batch
-            del batch
-        if is_empty:
-            raise Unmeasurable("its epochs have no batch")
+def _without_end(enqueuer: GeneratorEnqueuer[Any]) -> Iterator[Any]:
+    yield from epochs(enqueuer)
+    raise Unmeasurable("its epochs have no batch")
 
 
 def _cells(one: Measured) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from enqueuer.errors import DataFileError, FrameworkUnavailable, InvalidState, StateMismatch
-from enqueuer.formats import size
+from enqueuer.formats import many, size, table
 from enqueuer.progress import bar
 from enqueuer.shards import Shard, fresh_seed
 
@@ -251,9 +251,8 @@ def _dry_run(options: argparse.Namespace, source: Any, form: dict[str, Any]) -> 
     parts = target.with_name(target.name + ".parts")
     goes_on = f"; goes on with {parts}" if parts.exists() else ""
     print(
-        f"{target}: would be written by {options.workers} "
-        f"{'worker' if options.workers == 1 else 'workers'}, {shards} "
-        f"{'shard' if shards == 1 else 'shards'}{goes_on}; the first item has {rows} rows"
+        f"{target}: would be written by {many(options.workers, 'worker')}, "
+        f"{many(shards, 'shard')}{goes_on}; the first item has {rows} rows"
     )
     print("\n".join(_table(found)))
     return 0
@@ -289,8 +288,7 @@ def _inspect(options: argparse.Namespace) -> int:
 
     with bar("reading", None, "row", options.progress if options.full else False) as tell:
         found = describe(options.path, options.full, tell)
-    files = "1 file" if found.files == 1 else f"{found.files} files"
-    print(f"{found.path}: {size(found.bytes)} in {files}")
+    print(f"{found.path}: {size(found.bytes)} in {many(found.files, 'file')}")
     print("\n".join(_table(found)))
     for line in _attributes(found):
         print(line)
@@ -300,18 +298,8 @@ def _inspect(options: argparse.Namespace) -> int:
 def _table(found: Description) -> Iterator[str]:
     """Yield a line for each column of a file, in columns."""
     head = ("key", "shape", "dtype", "chunk", "compression", "stored", "min", "mean", "max")
-    lines = [
-        head,
-        *(
-            _cells(column, summary)
-            for column, summary in zip(found.columns, found.summaries, strict=True)
-        ),
-    ]
-    widths = [max(len(line[at]) for line in lines) for at in range(len(head))]
-    for line in lines:
-        yield "  ".join(
-            cell.ljust(width) for cell, width in zip(line, widths, strict=True)
-        ).rstrip()
+    cells = map(_cells, found.columns, found.summaries)
+    yield from table([head, *cells], str.ljust)
     partly = [s.rows for c, s in zip(found.columns, found.summaries, strict=True) if _is_part(c, s)]
     if partly:
         yield f"statistics of {max(partly):,} rows; --full takes all"

@@ -11,7 +11,6 @@ that is repeated, as benchmarks use it, from data. Small items are not compared.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -81,6 +80,8 @@ def digest(value: object) -> bytes | None:
     Arrays, tensors and byte strings count, in dicts, tuples, lists and dataclasses; of a large
     array elements that are spread over all of it.
     """
+    import hashlib  # only here: OpenSSL takes a while to load, and few need it
+
     hashed = hashlib.blake2b(digest_size=16)
     try:
         size = _feed(hashed, value)

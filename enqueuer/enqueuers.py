@@ -11,7 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing.context import BaseContext
-from typing import Any, Literal, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 from enqueuer import arguments
 from enqueuer.backends import Backend, BackendName, Job, TaskBackend
@@ -43,9 +43,11 @@ from enqueuer.tasks import (
     stack,
     steps_in,
 )
-from enqueuer.tuning import Tuner
 from enqueuer.verdict import HARDLY_WAITS
 from enqueuer.worker import OnError
+
+if TYPE_CHECKING:
+    from enqueuer.tuning import Tuner
 
 _log = logging.getLogger("enqueuer")
 
@@ -278,7 +280,7 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
     def _new_tuner(self) -> Tuner:
         shards = len(self._own_shards())
         most = min(self._most_workers(), shards)
-        return Tuner(self._workers, most, shards, self._patience.first_s)
+        return self._tuner_for(most, shards)
 
     def _again_s(self, stats: Stats) -> float | None:
         if any(start.state is not None for start in self._order.rest().values()):

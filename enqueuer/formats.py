@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 
 def size(count: float) -> str:
     """Return bytes with a unit.
@@ -66,3 +68,36 @@ def percent(share: float) -> str:
         ('0 %', '0.4 %', '26 %')
     """
     return f"{100 * share:.1f} %" if 0 < share < 0.095 else f"{100 * share:.0f} %"
+
+
+def share_of(part: float, whole: float) -> float:
+    """Return what share a part is of a whole; of nothing 0.
+
+    Example:
+        >>> share_of(1, 4), share_of(0, 0)
+        (0.25, 0.0)
+    """
+    return part / whole if whole > 0 else 0.0
+
+
+def table(
+    rows: Sequence[Sequence[str]], justify: Callable[[str, int], str] = str.rjust
+) -> list[str]:
+    """Return a line for each row, with columns as wide as they need be; the first one is text.
+
+    Args:
+        rows: Of equally many cells.
+        justify: What is done to the other columns.
+
+    Example:
+        >>> table([("key", "rows"), ("x", "12")])
+        ['key  rows', 'x      12']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            justify(cell, width) if at else cell.ljust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

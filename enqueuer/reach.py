@@ -113,7 +113,7 @@ def _headroom(
     batches: Iterable[Batch], seconds: float, keep: int, tell: Callable[[Headroom], object]
 ) -> Iterator[Batch]:
     clock = time.perf_counter
-    stream = _epochs(batches)
+    stream = epochs(batches)
     kept = []
     for batch in itertools.islice(stream, keep):
         kept.append(batch)
@@ -143,7 +143,7 @@ def _headroom(
     tell(Headroom(steps / took_s, could_reach, min(1.0, waited_s / took_s), steps, len(kept)))
 
 
-def _epochs(batches: Iterable[Batch]) -> Iterator[Batch]:
+def epochs(batches: Iterable[Batch]) -> Iterator[Batch]:
     """Yield what there is, again and again, until nothing more comes of it."""
     is_empty = False
     while not is_empty:

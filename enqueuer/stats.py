@@ -8,12 +8,12 @@ A snapshot is plain data: it can be kept, compared, printed and pickled.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from enqueuer import meters
-from enqueuer.formats import duration, many, percent, rate, size
+from enqueuer.formats import duration, many, percent, rate, share_of, size, table
 from enqueuer.usage import Usage
 from enqueuer.verdict import Evidence, Verdict, Work, judge
 
@@ -66,7 +66,7 @@ class WorkerStats:
     def busy_share(self) -> float:
         """How much of its time, without starting and idling, it did not wait; 0 to 1."""
         busy = self.making_s + self.sending_s
-        return _share(busy, busy + self.waiting_s)
+        return share_of(busy, busy + self.waiting_s)
 
     def since(self, earlier: WorkerStats) -> WorkerStats:
         """Return what it has done since an earlier snapshot."""
@@ -212,12 +212,12 @@ class Stats:
     @property
     def items_per_s(self) -> float:
         """How many batches a second the loop has taken, after the first."""
-        return _share(max(0, self.items - 1), self.waiting_s + self.working_s)
+        return share_of(max(0, self.items - 1), self.waiting_s + self.working_s)
 
     @property
     def waiting_share(self) -> float:
         """How much of its time the loop waited for batches, from 0 to 1."""
-        return _share(self.waiting_s, self.waiting_s + self.working_s)
+        return share_of(self.waiting_s, self.waiting_s + self.working_s)
 
     @property
     def wait_p50_s(self) -> float:
@@ -332,12 +332,10 @@ class Stats:
 
     def __str__(self) -> str:
         """Return a table, with the verdict."""
-        waits = [f"p{share} {duration(self.wait_quantile(share / 100))}" for share in (50, 90, 99)]
+        waits = [f"p{rank} {duration(self.wait_quantile(rank / 100))}" for rank in (50, 90, 99)]
         first = self.first_batch_s
         if first is not None:
             waits.append(f"first batch {duration(first)}")
-        rows = [_HEAD, *map(_row, self.workers)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join(
             [
                 f"{many(self.items, 'batch')} in {duration(self.seconds)}, "
@@ -345,7 +343,7 @@ class Stats:
                 f"the loop waited {percent(self.waiting_share)} of its time; {', '.join(waits)}",
                 f"{self.queue_size} of {many(self.max_queue_size, 'batch')} wait, "
                 f"{size(self.block_bytes)} in shared memory",
-                *(_aligned(row, widths) for row in rows),
+                *table([_HEAD, *map(_row, self.workers)]),
                 str(self.verdict()),
             ]
         )
@@ -362,18 +360,6 @@ def _row(worker: WorkerStats) -> tuple[str, ...]:
         worker.name,
         f"{worker.items:,}",
         size(worker.bytes),
-        *("-" if part is None else f"{_share(part, whole):.0%}" for part in shares),
+        *("-" if part is None else f"{share_of(part, whole):.0%}" for part in shares),
         "-" if worker.rss_bytes is None else size(worker.rss_bytes),
     )
-
-
-def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
-    name, *cells = (
-        cell.rjust(width) if at else cell.ljust(width)
-        for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-    )
-    return "  ".join([name, *cells])
-
-
-def _share(part: float, whole: float) -> float:
-    return part / whole if whole > 0 else 0.0

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from enqueuer.formats import duration, many, percent, size
+from enqueuer.formats import duration, many, percent, share_of, size
 
 Binds = Literal["unknown", "loop", "start-up", "slow shard", "queue", "transport", "cpus", "source"]
 
@@ -85,12 +85,12 @@ class Work:
     @property
     def waiting_share(self) -> float:
         """How much of its time it waited, from 0 to 1."""
-        return _share(self.waiting_s, self.busy_s + self.waiting_s)
+        return share_of(self.waiting_s, self.busy_s + self.waiting_s)
 
     @property
     def per_item_s(self) -> float:
         """Seconds of work for each item."""
-        return _share(self.busy_s, self.items)
+        return share_of(self.busy_s, self.items)
 
 
 @dataclass(frozen=True)
@@ -114,18 +114,18 @@ class Evidence:
     @property
     def waiting_share(self) -> float:
         """How much of its time the loop waited, after the first batch."""
-        return _share(self.waiting_s, self.waiting_s + self.working_s)
+        return share_of(self.waiting_s, self.waiting_s + self.working_s)
 
     def on_average(self, name: str) -> float:
         """Return how many workers, or CPUs of theirs, did something at a time."""
         # not in the time of the run: they may be idle between epochs, or younger than that
         times = [worker.busy_s + worker.waiting_s for worker in self.workers]
-        return _share(self.total(name), max(times, default=0.0))
+        return share_of(self.total(name), max(times, default=0.0))
 
     @property
     def use_s(self) -> float:
         """Seconds that the loop takes for each batch, without its waits."""
-        return _share(self.working_s, self.items)
+        return share_of(self.working_s, self.items)
 
     def total(self, name: str) -> float:
         """Return the sum of something over the workers."""
@@ -134,7 +134,7 @@ class Evidence:
     @property
     def cpus_used(self) -> float:
         """How many CPUs were busy with the loop and the workers, on average."""
-        by_loop = _share(self.loop_cpu_s, self.seconds)
+        by_loop = share_of(self.loop_cpu_s, self.seconds)
         return by_loop if self.in_threads else by_loop + self.on_average("cpu_s")
 
     @property
@@ -145,7 +145,7 @@ class Evidence:
     def per_s(self, name: str) -> float:
         """Return the sum of something over the workers, for each second of the longest at work."""
         longest = max((worker.busy_s + worker.waiting_s for worker in self.workers), default=0.0)
-        return _share(self.total(name), longest)
+        return share_of(self.total(name), longest)
 
 
 def judge(found: Evidence) -> Verdict:
@@ -257,7 +257,7 @@ def _slow_shard(found: Evidence, slow: Work) -> Verdict:
 
 
 def _queue(found: Evidence) -> Verdict:
-    waited = _share(found.total("waiting_s"), found.total("waiting_s") + found.total("busy_s"))
+    waited = share_of(found.total("waiting_s"), found.total("waiting_s") + found.total("busy_s"))
     return Verdict(
         "queue",
         f"The queue binds: the loop waited {percent(found.waiting_share)} of its time for batches, "
@@ -268,7 +268,7 @@ def _queue(found: Evidence) -> Verdict:
 
 def _transport(found: Evidence) -> Verdict:
     items, sent = found.total("items"), found.total("bytes")
-    each = _share(sent, items)
+    each = share_of(sent, items)
     advice = (
         "Make the large arrays with enqueuer.empty(), which are not copied"
         if each > 100_000
@@ -277,14 +277,15 @@ def _transport(found: Evidence) -> Verdict:
     return Verdict(
         "transport",
         f"The transport binds: {percent(found.waiting_share)} of the loop's time goes into "
-        f"waiting; an item of {size(each)} takes {duration(_share(found.total('making_s'), items))}"
-        f" to make and {duration(_share(found.total('sending_s'), items))} to send.",
+        f"waiting; an item of {size(each)} takes "
+        f"{duration(share_of(found.total('making_s'), items))} to make and "
+        f"{duration(share_of(found.total('sending_s'), items))} to send.",
         f"{advice}; or take backend='thread', which sends nothing, if the work leaves Python.",
     )
 
 
 def _cpus(found: Evidence) -> Verdict:
-    starved = _share(found.total("starved_s"), found.total("busy_s"))
+    starved = share_of(found.total("starved_s"), found.total("busy_s"))
     return Verdict(
         "cpus",
         f"The CPUs bind: the loop waited {percent(found.waiting_share)} of its time; it and the "
@@ -298,11 +299,11 @@ def _cpus(found: Evidence) -> Verdict:
 def _source(found: Evidence) -> Verdict:
     workers, made = len(found.workers), found.total("items")
     # by what a batch takes, as there may have been fewer workers before; but it does wait
-    make_s = _share(found.total("busy_s"), made)
+    make_s = share_of(found.total("busy_s"), made)
     wanted = max(workers + 1, math.ceil(make_s / max(found.use_s, 1e-9) - 0.05))
     reason = (
         f"The source binds: the loop waited {percent(found.waiting_share)} of its time; a batch "
-        f"takes {duration(_share(found.total('making_s'), made))} to make, and "
+        f"takes {duration(share_of(found.total('making_s'), made))} to make, and "
         f"{duration(found.use_s)} to use."
     )
     if _holds_gil(found):
@@ -343,7 +344,3 @@ def _holds_gil(found: Evidence) -> bool:
     # with what they had no CPU for: on a busy machine they compute no less
     wanted = found.worker_cpus + found.per_s("starved_s")
     return wanted > IS_COMPUTING and found.worker_cpus < 1.2
-
-
-def _share(part: float, whole: float) -> float:
-    return part / whole if whole > 0 else 0.0

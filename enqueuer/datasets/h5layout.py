@@ -45,11 +45,6 @@ class Column:
     stored: int
     is_virtual: bool
 
-    @property
-    def is_object(self) -> bool:
-        """Whether numpy holds its rows as Python objects."""
-        return self.dtype == "text" or self.dtype.startswith("ragged")
-
 
 @dataclass(frozen=True)
 class Stretch:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from enqueuer.commands import FAILED, Commands
+from enqueuer.commands import Commands, reporting
 from enqueuer.errors import DataFileError
 from enqueuer.formats import duration, many, percent, rate
 from enqueuer.report.page import page
@@ -44,7 +43,7 @@ def add_report(commands: Commands) -> None:
     command.add_argument(
         "-o", "--output", metavar="PAGE.html", help="the page (default: beside the trace)"
     )
-    command.set_defaults(run=_run)
+    command.set_defaults(run=reporting(_run))
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -54,18 +53,14 @@ def _run(options: argparse.Namespace) -> int:
             raise DataFileError(f"{target}: the page would take the place of the trace; give -o")
         recording = read(options.path)
         target.write_text(page(recording), encoding="utf-8")
-    except DataFileError as error:
-        return _failed(str(error))
+    except DataFileError:
+        raise
     except OSError as error:
-        return _failed(f"{target}: cannot be written: {error.strerror}")
+        text = f"{target}: cannot be written: {error.strerror}"
+        raise DataFileError(text, str(target)) from error
     print("\n".join(_lines(recording)))
     print(target)
     return 0
-
-
-def _failed(why: str) -> int:
-    print(f"enqueuer: {why}", file=sys.stderr)
-    return FAILED
 
 
 def _lines(recording: Recording) -> Iterator[str]:

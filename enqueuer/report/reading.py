@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from enqueuer.errors import DataFileError
-from enqueuer.formats import many
+from enqueuer.formats import many, share_of
 from enqueuer.trace import HEAD
 
 _WORKER = re.compile(r"worker (\d+)\b")
@@ -298,19 +298,15 @@ def count(recording: Recording) -> Numbers:
         items_per_second=items / seconds if seconds else 0.0,
         first_batch=None if first is None else (first - start) / 1e6,
         waited=sum(end - begin for kind, begin, end in recording.loop if kind in _WAITS) / 1e6,
-        waited_share=_share(sum(later[kind] for kind in _WAITS), sum(later.values())),
+        waited_share=share_of(sum(later[kind] for kind in _WAITS), sum(later.values())),
         percentiles={p: percentile(recording.waits, p) / 1e6 for p in (50, 90, 99)},
-        making=_share(by_kind["make"], sum(by_kind.values())),
-        sending=_share(by_kind["send"], sum(by_kind.values())),
-        waiting=_share(by_kind["wait"], sum(by_kind.values())),
+        making=share_of(by_kind["make"], sum(by_kind.values())),
+        sending=share_of(by_kind["send"], sum(by_kind.values())),
+        waiting=share_of(by_kind["wait"], sum(by_kind.values())),
         errors=kinds.count("error"),
         skipped=kinds.count("skipped"),
         restarts=kinds.count("restart"),
     )
-
-
-def _share(part: int, whole: int) -> float:
-    return part / whole if whole else 0.0
 
 
 def percentile(values: Sequence[int], percent: int) -> int:

@@ -98,19 +98,6 @@ def test_between_epochs_the_loop_idles(clock):
     assert (waits.idle, waits.ended) == (27, 0)
 
 
-def test_after_a_long_read_the_next_batch_is_looked_at(clock):
-    waits = Waits()
-    for _ in range(5000):  # very fast
-        clock[0] += 100
-        waits.left -= 1
-        if waits.left <= 0:
-            waits.sample(0)
-    waits.pause(None)
-    clock[0] += 10**9
-    waits.read()
-    assert (waits.left, waits.taken) == (1, 5000)
-
-
 def test_a_long_run_keeps_few_samples_spread_over_all_of_it(clock):
     waits = Waits()
     for number in range(20_000):
@@ -125,7 +112,8 @@ def test_a_long_run_keeps_few_samples_spread_over_all_of_it(clock):
     assert max(gaps) <= 3 * min(gaps)
 
 
-def test_after_a_long_wait_the_next_batch_is_looked_at(clock):
+@pytest.mark.parametrize("end", [Waits.resume, Waits.read])
+def test_after_a_long_wait_or_read_the_next_batch_is_looked_at(clock, end):
     waits = Waits()
     for _ in range(5000):  # very fast
         clock[0] += 100
@@ -134,5 +122,5 @@ def test_after_a_long_wait_the_next_batch_is_looked_at(clock):
             waits.sample(0)
     waits.pause(None)
     clock[0] += 10**9
-    waits.resume()
+    end(waits)
     assert (waits.left, waits.taken) == (1, 5000)
