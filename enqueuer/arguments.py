@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterable, Mapping, Set
 from multiprocessing.context import BaseContext
 
-from enqueuer.backends import METHODS, BackendName, default_method
+from enqueuer.backends import METHODS, BackendName, Cluster, default_method
 from enqueuer.logs import MULTIPROCESSING_LOGGING
 from enqueuer.progress import Progress
 from enqueuer.sources import LiveSource, Source, is_indexable, name_of
@@ -134,18 +134,52 @@ def backend_name(backend: object, use_multiprocessing: object) -> BackendName:
             return "thread"
         case "process":
             return "process"
+        case "ray" if use_multiprocessing:
+            raise ValueError("use_multiprocessing=True and backend='ray' contradict each other")
+        case "ray":
+            return "ray"
         case _:
-            raise ValueError(f"backend must be 'thread' or 'process', got {backend!r}")
+            raise ValueError(f"backend must be 'thread', 'process' or 'ray', got {backend!r}")
+
+
+def cluster(
+    backend: BackendName, address: object, ray_options: object, writable: object
+) -> Cluster:
+    """Return what Ray is told; raise TypeError or ValueError if that cannot be."""
+    for name, value in (("address", address), ("ray_options", ray_options)):
+        if value is not None and backend != "ray":
+            raise ValueError(f"{name} is about Ray; give backend='ray' with it")
+    if address is not None and not isinstance(address, str):
+        raise TypeError(f"address must be a string or None, got {address!r}")
+    if ray_options is not None and not isinstance(ray_options, Mapping):
+        raise TypeError(f"ray_options must be a mapping or None, got {ray_options!r}")
+    options = {} if ray_options is None else dict(ray_options)
+    taken = sorted(_NOT_FOR_ACTORS & set(options))
+    if taken:
+        raise ValueError(
+            f"ray_options cannot set {', '.join(taken)}, which the enqueuer needs itself; it takes "
+            "what says where actors run and with what: num_cpus, num_gpus, memory, resources, "
+            "scheduling_strategy, runtime_env ..."
+        )
+    return Cluster(address, options, bool(writable))
+
+
+_NOT_FOR_ACTORS = frozenset(
+    {
+        *("concurrency_groups", "max_concurrency", "max_restarts", "max_task_retries"),
+        *("name", "namespace", "get_if_exists", "lifetime", "max_pending_calls"),
+    }
+)
 
 
 def start_method(mp_context: object, source: Source | TaskSource, backend: BackendName) -> str:
-    """Return how processes are started; "" for threads."""
-    if mp_context is not None and backend == "thread":
+    """Return how processes are started; "" for threads and Ray."""
+    if mp_context is not None and backend != "process":
         raise ValueError("mp_context is about processes; give backend='process' with it")
     method: object = mp_context
     if isinstance(mp_context, BaseContext):
         method = mp_context.get_start_method(allow_none=True)
-    if backend == "thread":
+    if backend != "process":
         return ""
     if method is None:
         return "fork" if isinstance(source, LiveSource) else default_method()

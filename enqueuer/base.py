@@ -103,8 +103,12 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         stall_timeout: float | None,
         timeout: float | None,
         trace: str | os.PathLike[str] | None,
+        address: str | None,
+        ray_options: Mapping[str, Any] | None,
+        writable: bool,
     ) -> None:
         self._backend_name = arguments.backend_name(backend, use_multiprocessing)
+        self._cluster = arguments.cluster(self._backend_name, address, ray_options, writable)
         self._is_auto = workers == "auto"
         self._max_workers = arguments.max_workers(max_workers, self._is_auto)
         self._workers = arguments.workers(workers)
@@ -373,7 +377,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             fill=tuple([((at - waits.began) / 1e9, size) for at, size in list(waits.samples)]),
             error_count=self._error_count,
             restart_count=self.restart_count,
-            cpus=usage.cpus(),
+            cpus=self._cpus(),
             loop_cpu_s=0.0 if backend is None else time.process_time() - waits.cpu_s,
             workers=() if backend is None else tuple(backend.measures()),
         )
@@ -449,9 +453,12 @@ class BaseEnqueuer(ABC, Generic[Batch]):
     def _most_workers(self) -> int:
         if self._max_workers is not None:
             return self._max_workers
-        cpus = max(1, int(usage.cpus()))
+        cpus = max(1, int(self._cpus()))
         # threads mostly wait, for files or the network: as many as concurrent.futures takes
-        return cpus if self._backend_name == "process" else min(32, cpus + 4)
+        return cpus if self._backend_name != "thread" else min(32, cpus + 4)
+
+    def _cpus(self) -> float:
+        return usage.cpus() if self._backend is None else self._backend.cpus()
 
     def _retune(self, between_epochs: bool = False) -> None:
         """Add or retire workers if that is better, and due. Lock held, by who may wait."""
@@ -792,7 +799,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             max_queue_size=self._max_queue_size,
             max_queue_bytes=self._max_queue_bytes,
             ordered=self._ordered,
-            mp_context=self._start_method or None,
+            mp_context=self._start_method if self._backend_name == "process" else None,
             forward_logs=self._forward_logs,
             on_error=self._on_error,
             max_errors=self._max_errors,
@@ -803,6 +810,9 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             stall_timeout=self._stall_timeout,
             timeout=self._timeout,
             trace=self._trace_path,
+            address=self._cluster.address,
+            ray_options=self._cluster.options or None,
+            writable=self._cluster.writable,
         )
 
     def _job_of(self, source: Source | TaskSource, shards: int, own: tuple[int, ...]) -> Job:
@@ -822,6 +832,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             max_restarts=self._max_restarts,
             may_grow=self._is_auto,
             patience_s=self._patience.first_s,
+            cluster=self._cluster,
         )
 
     def _start_backend(self, job: Job) -> Backend:

@@ -73,7 +73,7 @@ class Measured:
         failed: What went wrong, if it could not be measured; the numbers are 0 then.
     """
 
-    backend: Literal["none", "thread", "process"]
+    backend: Literal["none", "thread", "process", "ray"]
     workers: int
     max_queue_size: int
     batches: int = 0
@@ -102,7 +102,7 @@ class Measured:
         """Such as `"4 threads"`."""
         if self.backend == "none":
             return "plain loop"
-        kind = {"thread": "threads", "process": "processes"}[self.backend]
+        kind = {"thread": "threads", "process": "processes", "ray": "Ray actors"}[self.backend]
         return f"{self.workers} {kind if self.workers > 1 else self.backend}"
 
 

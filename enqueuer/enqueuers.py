@@ -176,6 +176,9 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
         stall_timeout: float | None = 60.0,
         timeout: float | None = None,
         trace: str | os.PathLike[str] | None = None,
+        address: str | None = None,
+        ray_options: Mapping[str, Any] | None = None,
+        writable: bool = False,
     ) -> None:
         self._source = as_source(generator)
         super().__init__(
@@ -200,6 +203,9 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
             stall_timeout=stall_timeout,
             timeout=timeout,
             trace=trace,
+            address=address,
+            ray_options=ray_options,
+            writable=writable,
         )
         self._shards = None if shards is None else arguments.positive("shards", shards)
         self._shards_are_given = shards is not None
@@ -491,6 +497,9 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
         stall_timeout: float | None = 60.0,
         timeout: float | None = None,
         trace: str | os.PathLike[str] | None = None,
+        address: str | None = None,
+        ray_options: Mapping[str, Any] | None = None,
+        writable: bool = False,
     ) -> None:
         if isinstance(map, bool):
             use_multiprocessing, map = use_multiprocessing or map, None
@@ -526,6 +535,9 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
             stall_timeout=stall_timeout,
             timeout=timeout,
             trace=trace,
+            address=address,
+            ray_options=ray_options,
+            writable=writable,
         )
         self._source.random_seed = self._random_seed
         self._reading = Reading(bool(shuffle), self._drop_last, self._rank, self._world_size)

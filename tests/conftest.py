@@ -36,6 +36,10 @@ BACKENDS.append(
     )
 )
 PROCESSES = BACKENDS[1:]
+# With Ray in one's process nothing else can be counted: its tests run by themselves.
+IS_RAY = bool(os.environ.get("ENQUEUER_RAY"))
+if IS_RAY:
+    BACKENDS = PROCESSES = [pytest.param({"backend": "ray"}, id="ray")]
 
 
 def pytest_configure(config):
@@ -77,21 +81,54 @@ def chosen(options, monkeypatch):
 @pytest.fixture(scope="session", autouse=True)
 def fork_server():
     """Start the fork server, which stays as long as this process, before the first census."""
-    if HAS_FORKSERVER:
+    if HAS_FORKSERVER and not IS_RAY:
         with GeneratorEnqueuer(twelve, backend="process", mp_context="forkserver") as enqueuer:
             list(enqueuer)
+
+
+@pytest.fixture(scope="session", autouse=IS_RAY)
+def ray():
+    """Start a Ray for all tests, of one node; nothing of this machine's own is used."""
+    import ray
+
+    ray.init(
+        num_cpus=16,
+        object_store_memory=300 << 20,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="error",
+    )
+    yield ray
+    ray.shutdown()
 
 
 def census():
     """Return all that a test could leave behind."""
     gc.collect()
+    temporary = {n for n in os.listdir(tempfile.gettempdir()) if _OURS.match(n)}
+    if IS_RAY:
+        return {"threads": _threads(), "actors": _actors(), "temporary": temporary}
     return {
         "threads": {thread.name for thread in threading.enumerate()},
         "children": {child.pid for child in psutil.Process().children(recursive=True)},
         "descriptors": {(fd, to) for fd in os.listdir("/proc/self/fd") if (to := _target(fd))},
         "shm": set(os.listdir("/dev/shm")),
-        "temporary": {n for n in os.listdir(tempfile.gettempdir()) if _OURS.match(n)},
+        "temporary": temporary,
     }
+
+
+def _threads():
+    return {thread.name for thread in threading.enumerate() if thread.name.startswith("enqueuer")}
+
+
+def _actors():
+    """Return the pids of our actors, which Ray names so."""
+    found = set()
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if "RayWorker" in "".join(child.cmdline()):
+                found.add(child.pid)
+    return found
 
 
 _OURS = re.compile("(?!enqueuer-demo)enqueuer|pymp-")
@@ -163,8 +200,8 @@ _IS_LONG_RUN = bool({"ENQUEUER_ROUNDS", "ENQUEUER_KILLS"} & set(os.environ))
 
 def pytest_collection_modifyitems(config, items):
     """Leave out what would only say again, for the portable path or spawn, what is known."""
-    left_out = [item for item in items if _says_it_again(item)]
-    items[:] = [item for item in items if not _says_it_again(item)]
+    left_out = [item for item in items if _is_left_out(item)]
+    items[:] = [item for item in items if not _is_left_out(item)]
     config.hook.pytest_deselected(items=left_out)
 
 
@@ -172,6 +209,14 @@ def pytest_collection_finish(session):
     """Spare the census, which collects garbage, what was imported: frameworks are large."""
     gc.collect()
     gc.freeze()
+
+
+def _is_left_out(item):
+    return _says_it_again(item) or (IS_RAY and not _is_about_ray(item))
+
+
+def _is_about_ray(item):
+    return "[ray" in item.name or "-ray" in item.name or "ray" in item.path.stem
 
 
 def _says_it_again(item):

@@ -13,8 +13,8 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
 from enqueuer.errors import StartError
 from enqueuer.merging import Order, TaskOrder
@@ -27,7 +27,7 @@ from enqueuer.tasks import TaskSource
 from enqueuer.trace import Place
 from enqueuer.worker import OnError, Plan
 
-BackendName = Literal["thread", "process"]
+BackendName = Literal["thread", "process", "ray"]
 
 METHODS = ("fork", "forkserver", "spawn")
 HAS_FORKSERVER = hasattr(os, "fork") and hasattr(os, "pidfd_open")
@@ -37,6 +37,8 @@ _CLASSES = {
     ("thread", True): ("enqueuer.backends.thread_tasks", "TaskThreads"),
     ("process", False): ("enqueuer.backends.processes", "ProcessBackend"),
     ("process", True): ("enqueuer.backends.process_tasks", "TaskProcesses"),
+    ("ray", False): ("enqueuer.backends.ray", "RayBackend"),
+    ("ray", True): ("enqueuer.backends.ray_tasks", "RayTasks"),
 }
 
 _MOST_MEMBERS = 256  # of a container that is looked into at sight
@@ -52,6 +54,21 @@ class WorkerState(enum.Enum):
     DRAINING = "draining"  # its process has ended; what it had sent is still being read
     ENDED = "ended"  # as it was asked to
     DEAD = "dead"  # without having been asked
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What `backend="ray"` is told of Ray.
+
+    Attributes:
+        address: Of the cluster; None: the one that is there, or a new one on this machine.
+        options: Of the actors.
+        writable: Whether large arrays are copied on arrival.
+    """
+
+    address: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    writable: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,6 +92,7 @@ class Job:
         may_grow: Whether there may be more workers later; tasks only.
         patience_s: How long a wait without a deadline lasts at most; None: for ever.
         trace: Where workers record what they do; None: nowhere.
+        cluster: For Ray only.
     """
 
     source: Source | TaskSource
@@ -93,6 +111,7 @@ class Job:
     may_grow: bool = False
     patience_s: float | None = None
     trace: Place | None = None
+    cluster: Cluster = Cluster()
 
     def plans(self) -> list[Plan]:
         """Deal the shards out: of n workers, worker w gets every n-th from the w-th on."""
@@ -149,6 +168,9 @@ class Backend(Protocol):
 
     def waiting(self) -> int:
         """Return how many finished items wait and were not taken."""
+
+    def cpus(self) -> float:
+        """Return how many CPUs there are for the workers and this process."""
 
     def measures(self) -> list[WorkerStats]:
         """Return what each worker has done so far. Called by any thread, at any time."""

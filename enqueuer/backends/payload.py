@@ -21,6 +21,8 @@ from enqueuer.transport.codec import find_culprit, is_picklable
 from enqueuer.transport.packets import Descriptor
 from enqueuer.worker import OnError
 
+_OTHERS = "backend='thread' or mp_context='fork'"
+
 
 def write_payload(
     setup: Setup, source: Source | TaskSource, on_error: OnError, method: str
@@ -31,40 +33,53 @@ def write_payload(
         SourceNotPicklable: One of these cannot be pickled; the message names the culprit.
         OSError: There is no room for it.
     """
-    try:
-        # on its own, so that what fails to load in the worker is known to be the user's
-        pickled = cloudpickle.dumps((source, on_error), protocol=5)
-    except Exception as error:
-        if not is_picklable(on_error):
-            raise SourceNotPicklable(
-                f"on_error={name_of(on_error)} cannot be sent to a process started by {method}: "
-                f"{error}; use a function of a module, or backend='thread' or mp_context='fork'"
-            ) from error
-        raise SourceNotPicklable(why_not(source, method)) from error
+    # on its own, so that what fails to load in the worker is known to be the user's
+    pickled = pickled_source(source, on_error, f"a process started by {method}", _OTHERS)
     data = cloudpickle.dumps((setup, pickled), protocol=5)
     return Descriptor(nameless_file(data))
 
 
-def why_not(source: Source | TaskSource, method: str) -> str:
+def pickled_source(
+    source: Source | TaskSource, on_error: OnError, where: str, others: str
+) -> bytes:
+    """Return the pickle of a source and `on_error`.
+
+    Args:
+        source: What is to be run.
+        on_error: Of the enqueuer.
+        where: What it is sent to, in words.
+        others: The options that would not send it, in words.
+
+    Raises:
+        SourceNotPicklable: One of these cannot be pickled; the message names the culprit.
+    """
+    try:
+        return cloudpickle.dumps((source, on_error), protocol=5)  # type: ignore[no-any-return]
+    except Exception as error:
+        if not is_picklable(on_error):
+            raise SourceNotPicklable(
+                f"on_error={name_of(on_error)} cannot be sent to {where}: "
+                f"{error}; use a function of a module, or {others}"
+            ) from error
+        raise SourceNotPicklable(why_not(source, where, others)) from error
+
+
+def why_not(source: Source | TaskSource, where: str, others: str = _OTHERS) -> str:
     """Say which part of a source cannot be pickled, and what to do."""
-    advice = (
-        "pass a generator function that makes its own in the worker, "
-        "or use backend='thread' or mp_context='fork'"
-    )
+    advice = f"pass a generator function that makes its own in the worker, or use {others}"
     if isinstance(source, TaskSource):
-        return _why_no_tasks(source, method)
+        return _why_no_tasks(source, where, others)
     if isinstance(source, LiveSource):
         kind = type(source.iterable).__name__
-        return f"a live {kind} cannot be sent to a process started by {method}; {advice}"
+        return f"a live {kind} cannot be sent to {where}; {advice}"
     culprits = _culprits(source.function)
     what = ", ".join(culprits) or "something that it refers to"
     return (
-        f"{name_of(source.function)} cannot be sent to a process started by {method}: "
-        f"{what} cannot be pickled; {advice}"
+        f"{name_of(source.function)} cannot be sent to {where}: {what} cannot be pickled; {advice}"
     )
 
 
-def _why_no_tasks(source: TaskSource, method: str) -> str:
+def _why_no_tasks(source: TaskSource, where: str, others: str) -> str:
     parts = {"map": source.map, "collate": source.collate}
     if source.is_sequence:
         parts["the sequence"] = source.items
@@ -77,9 +92,8 @@ def _why_no_tasks(source: TaskSource, method: str) -> str:
     else:
         part, culprits = "something", "something that it refers to"
     return (
-        f"{part} cannot be sent to a process started by {method}: {culprits} cannot be pickled; "
-        "open files and the like in map, in the worker, or use backend='thread' or "
-        "mp_context='fork'"
+        f"{part} cannot be sent to {where}: {culprits} cannot be pickled; "
+        f"open files and the like in map, in the worker, or use {others}"
     )
 
 

@@ -27,7 +27,7 @@ import warnings
 import weakref
 from collections.abc import Iterator
 
-from enqueuer import logs
+from enqueuer import logs, usage
 from enqueuer.backends import (
     ESCALATION_S,
     Job,
@@ -270,6 +270,9 @@ class ProcessBackend:
             if not worker.channel.is_settled:
                 worker.channel.settle()
                 worker.channel.grant(self._room())
+
+    def cpus(self) -> float:
+        return usage.cpus()
 
     def measures(self) -> list[WorkerStats]:
         return [worker.measure() for worker in list(self._workers)]

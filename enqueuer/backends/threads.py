@@ -132,6 +132,9 @@ class ThreadBackend:
     def settle(self) -> None:
         pass  # what is taken from a buffer makes room in it at once
 
+    def cpus(self) -> float:
+        return usage.cpus()
+
     def measures(self) -> list[WorkerStats]:
         return [
             worker_stats(

@@ -1,0 +1,650 @@
+"""Workers as Ray actors: start, watch and end them; streams of Ray's are the roads.
+
+    actor 0 ==packets==> thread 0 -> inbox 0 \\
+    actor 1 ==packets==> thread 1 -> inbox 1  > one condition -> wait(), take()
+    actor 0 <--epochs, credit-- settle(), wait()
+
+Ray places the actors, moves the packets and tells of deaths; a thread for each actor waits for
+its next packet and unpacks it, ahead of the loop. What an actor had sent belongs to this process,
+and so it is still there when the actor is not. An actor whose stream breaks is dead for us, and
+is killed if it was not; the one that takes its place is a new one, wherever there is room.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import os
+import sys
+import threading
+import time
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from enqueuer import logs, usage
+from enqueuer.backends import (
+    ESCALATION_S,
+    Job,
+    WorkerState,
+    bunch_of,
+    owners_of,
+    split_bound,
+    until,
+)
+from enqueuer.backends.payload import pickled_source
+from enqueuer.backends.ray_session import Session
+from enqueuer.backends.ray_worker import (
+    GROUPS,
+    Asking,
+    Bye,
+    Credit,
+    Frame,
+    Hello,
+    Part,
+    RayWorker,
+    Sent,
+    Told,
+)
+from enqueuer.errors import Closed, InvalidState, ItemNotLoadable, StopWarning, WorkerDied
+from enqueuer.merging import ANY, Order
+from enqueuer.messages import End, Epoch, Failure, Item, Message
+from enqueuer.meters import Waits, clock
+from enqueuer.stalls import Late, Sight, View, awaited, first_for
+from enqueuer.stats import WorkerStats
+from enqueuer.transport.codec import decode, decode_error
+
+_log = logging.getLogger("enqueuer")
+
+_LOOK_S = 1.0  # for the stacks of all workers
+_ACCOUNT_S = 0.3  # for their accounts; what does not come in time is as it was last told
+_STREAMS = 2  # asked for at once, so that the next begins when one has ended
+
+_NEXT_STATE = {
+    WorkerState.STARTING: {WorkerState.RUNNING, WorkerState.DEAD, WorkerState.ENDED},
+    WorkerState.RUNNING: {WorkerState.DEAD, WorkerState.ENDED},
+    WorkerState.DEAD: {WorkerState.ENDED},
+    WorkerState.ENDED: set(),
+}
+
+
+@dataclass(eq=False)
+class Actor:
+    """One actor as this process sees it. What its thread and the consumer share is locked.
+
+    Attributes:
+        inbox: What has come and was not taken.
+        received: How many items came, all in all.
+        taken: How many of them were taken.
+        settled: How many of those are consumed.
+        credit: What it was told last.
+        is_asking: Whether it has an item that it may not send.
+        why: How it died.
+    """
+
+    index: int
+    handle: Any
+    shards: tuple[int, ...]
+    credit: Credit
+    state: WorkerState = WorkerState.STARTING
+    inbox: deque[Message] = field(default_factory=deque)
+    sizes: deque[int] = field(default_factory=deque)
+    received: int = 0
+    taken: int = 0
+    settled: int = 0
+    settled_bytes: int = 0
+    taken_bytes: int = 0
+    is_asking: bool = False
+    where: str = ""
+    why: str = ""
+    began: int = field(default_factory=clock)
+    thread: threading.Thread | None = None
+    last: WorkerStats | None = None
+    before: WorkerStats | None = None  # of those that it has replaced
+
+    def move(self, new: WorkerState) -> None:
+        """Change state; the only method that assigns `state` after the start."""
+        assert new in _NEXT_STATE[self.state], f"{self.state} -> {new}"
+        self.state = new
+
+    def measure(self) -> WorkerStats:
+        """Return what it was last known to have done, with those whose place it has taken."""
+        now = self.last
+        if now is None:
+            so_far = (clock() - self.began) / 1e9
+            now = WorkerStats(
+                *(self.index, "", self.shards, 0, 0, 0),
+                *(so_far, 0.0, 0.0, 0.0, 0.0),
+            )
+        now = dataclasses.replace(now, name=str(self), started=self.began)
+        return now if self.before is None else now.after(self.before)
+
+    def note(self, told: WorkerStats) -> None:
+        """Remember what it says that it has done."""
+        all_s = (clock() - self.began) / 1e9
+        at_work_s = told.making_s + told.sending_s + told.waiting_s + told.idle_s
+        self.last = dataclasses.replace(told, starting_s=max(0.0, all_s - at_work_s))
+
+    def __str__(self) -> str:
+        return f"worker {self.index} (Ray actor{self.where})"
+
+
+class RayBackend:
+    """See `enqueuer.backends.Backend`."""
+
+    def __init__(self, job: Job, waits: Waits) -> None:
+        self._job = job
+        self._waits = waits
+        self._plans = job.plans()
+        self._owners = owners_of(self._plans)
+        self._quotas = split_bound(job.max_queue_size, len(self._plans))
+        limit = job.max_queue_bytes
+        self._share = None if limit is None else limit // len(self._plans)
+        self._owner = os.getpid()
+        self._actors: list[Actor] = []
+        self._found = 0  # the last worker whose message was next
+        self._bunch = bunch_of(job)
+        self._closed = False
+        self._session = Session(job.cluster)
+        self._class: Any = None
+        self._payload: Any = None
+        self._epoch = Epoch(0)
+        self._deaths: list[tuple[int, int]] = []  # the shard and item of those replaced
+        self._news = threading.Condition()
+
+    @property
+    def restarts(self) -> int:
+        return len(self._deaths)
+
+    # --- start ---
+
+    def start(self) -> None:
+        job = self._job
+        # the user's mistakes show before anything runs
+        payload = pickled_source(job.source, job.on_error, "a Ray actor", "backend='thread'")
+        ray = self._session.join()
+        try:
+            self._class = ray.remote(concurrency_groups=GROUPS)(RayWorker).options(
+                **{"scheduling_strategy": "SPREAD", **job.cluster.options}
+            )
+            self._payload = ray.put(payload)
+            for index in range(len(self._plans)):
+                self._actors.append(self._start_one(index))
+        except BaseException:
+            self.stop(0)
+            raise
+        _running.add(self)
+        _register_exit()
+
+    @functools.cached_property
+    def _levels(self) -> logs.Levels | None:
+        return logs.Levels.of_this_process() if self._job.forward_logs else None
+
+    def _start_one(self, index: int) -> Actor:
+        job, plan = self._job, self._plans[index]
+        part = Part(
+            index,
+            plan.shards,
+            job.shards,
+            job.random_seed,
+            self._levels,
+            tuple(path for path in sys.path if path),
+            job.trace,
+            asks=not job.ordered,
+        )
+        credit = self._credit(index)
+        handle = self._class.remote(part, credit, self._payload)
+        actor = Actor(index, handle, plan.shards, credit)
+        _call(handle.work, "work", num_returns=0)
+        actor.thread = threading.Thread(
+            target=self._receive, args=(actor,), name=f"enqueuer-ray-{index}", daemon=True
+        )
+        actor.thread.start()
+        return actor
+
+    def _credit(self, index: int) -> Credit:
+        """Return how much a worker may send at first."""
+        return Credit(self._quotas[index], self._share, 0)
+
+    # --- what comes; in the thread of each actor ---
+
+    def _receive(self, actor: Actor) -> None:
+        """Unpack what an actor sends, until it has said its last word or is dead."""
+        ray = self._session.ray
+        try:
+            streams = deque(self._stream(actor) for _ in range(_STREAMS))
+            while actor.state is not WorkerState.ENDED:
+                for ref in streams[0]:
+                    for frame in ray.get(ref):
+                        self._take_in(actor, frame)
+                    del ref  # or Ray would keep the packet until the next one comes
+                streams.popleft()
+                streams.append(self._stream(actor))
+        except BaseException as error:
+            self._lose(actor, error)
+
+    def _stream(self, actor: Actor) -> Any:
+        return _call(actor.handle.packets, "packets", num_returns="streaming")
+
+    def _take_in(self, actor: Actor, frame: Frame) -> None:
+        message: Message
+        match frame:
+            case Sent():
+                message = self._unpack(frame)
+                size = len(frame.data) + sum(memoryview(b).nbytes for b in frame.buffers)
+                with self._news:
+                    actor.received += 1
+                    actor.is_asking = False
+                    actor.sizes.append(size)
+                    self._arrived(actor, message)
+            case Told(message=message, error=pickled):
+                if isinstance(message, Failure):
+                    assert pickled is not None
+                    error = decode_error(pickled)
+                    message = dataclasses.replace(message, error=error, worker=str(actor))
+                with self._news:
+                    self._arrived(actor, message)
+            case Asking():
+                with self._news:
+                    actor.is_asking = True
+                    self._news.notify_all()
+            case Hello(pid=pid, node=node):
+                with self._news:
+                    actor.where = f", process {pid} on {node}"
+                    actor.move(WorkerState.RUNNING)
+            case Bye():
+                with self._news:
+                    actor.move(WorkerState.ENDED)
+                    self._news.notify_all()
+            case logging.LogRecord():
+                logs.deliver(frame)
+
+    def _arrived(self, actor: Actor, message: Message) -> None:
+        """Put a message into the inbox. Lock held."""
+        actor.inbox.append(message)
+        self._news.notify_all()
+
+    def _unpack(self, sent: Sent) -> Item | Failure:
+        buffers = [memoryview(buffer) for buffer in sent.buffers]
+        if self._job.cluster.writable:
+            buffers = [memoryview(bytearray(buffer)) for buffer in buffers]
+        try:
+            value = decode(sent.data, buffers)
+        except Exception as error:
+            failure = ItemNotLoadable(f"an item came, but it cannot be loaded here: {error!r}")
+            failure.__cause__ = error
+            return Failure(sent.shard, sent.number, failure)
+        value, state = value if sent.has_state else (value, None)
+        return Item(sent.shard, sent.number, value, state)
+
+    def _lose(self, actor: Actor, error: BaseException) -> None:
+        """Note that an actor is dead; make sure that it is."""
+        self._dismiss(actor)
+        with self._news:
+            if actor.state is not WorkerState.ENDED:
+                actor.why = _reason(error)
+                actor.move(WorkerState.DEAD)
+            self._news.notify_all()
+
+    # --- run ---
+
+    def begin(self, epoch: Epoch) -> None:
+        self._check_owner()
+        self._epoch = epoch
+        for actor in self._actors:
+            self._tell(actor, [epoch.part(actor.shards)])
+
+    def _tell(
+        self,
+        actor: Actor,
+        orders: list[Epoch] | None = None,
+        tickets: list[tuple[int, bytes]] | None = None,
+        credit: Credit | None = None,
+    ) -> None:
+        _call(actor.handle.tell, "tell", orders or [], tickets or [], credit, num_returns=0)
+
+    def wait(self, order: Order, deadline: float | None) -> Failure | None:
+        self._check_owner()
+        expired = False
+        while not order.done:
+            with self._news:
+                if self._closed:
+                    raise Closed("the enqueuer was stopped")
+                found = self._look_for(order)
+                if isinstance(found, Failure):
+                    return found
+                if found or order.done:
+                    return None
+                wanted = self._worker_of(order.turn())
+                dead = self._dead(wanted, order)
+                if dead is None:
+                    if expired:
+                        raise Late("no batch in time")
+                    self._waits.pause(None if wanted is None else wanted.index)
+                    deadline = until(deadline, self._job.patience_s)
+                    self._ask_for(wanted)
+                    self._sleep(deadline)
+                    expired = deadline is not None and time.monotonic() >= deadline
+                    continue
+            obituary = self._replace(dead, order)
+            if obituary is not None:
+                return obituary
+        return None
+
+    def _look_for(self, order: Order) -> Failure | bool:
+        """Return the failure that is next; or whether an item is. Lock held."""
+        while not order.done:
+            found = self._with_message(self._worker_of(order.turn()))
+            if found is None:
+                return False
+            match found.inbox[0]:
+                case Item():
+                    return True
+                case End(shard=shard):
+                    found.inbox.popleft()
+                    order.ended(shard)
+                case Failure() as failure:
+                    found.inbox.popleft()
+                    return failure
+        return False
+
+    def _sleep(self, deadline: float | None) -> None:
+        """Wait for whatever comes: a message, a death, close(). Lock held."""
+        self._news.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+
+    def take(self, order: Order) -> Iterator[Item]:
+        for _ in range(self._bunch):
+            with self._news:
+                if order.done:
+                    return
+                turn = order.turn()
+                actor = self._actors[self._found] if turn is ANY else self._worker_of(turn)
+                item = actor.inbox[0] if actor is not None and actor.inbox else None
+                if not isinstance(item, Item):
+                    return
+                assert actor is not None
+                actor.inbox.popleft()
+                actor.taken += 1
+                actor.taken_bytes += actor.sizes.popleft()
+                order.took(item.shard, item.number, item.state)
+            yield item
+
+    def settle(self) -> None:
+        for actor in self._actors:
+            if actor.settled != actor.taken:
+                actor.settled, actor.settled_bytes = actor.taken, actor.taken_bytes
+                self._grant(actor)
+
+    def _grant(self, actor: Actor, wanted: bool = False) -> None:
+        """Let an actor send more, if it is worth a call.
+
+        Args:
+            actor: Whom.
+            wanted: Whether its next item is waited for, so that it must come in any case.
+        """
+        if actor.state in (WorkerState.DEAD, WorkerState.ENDED):
+            return
+        quota, before = self._quotas[actor.index], actor.credit
+        items = actor.settled + quota
+        size = None if self._share is None else actor.settled_bytes + self._share
+        at_least = before.wanted
+        if wanted and (quota == 0 or size is not None):
+            at_least = actor.received + 1
+        # a call costs about as much as a packet: not for each of many small items
+        is_worth_it = items - before.items >= max(1, quota // 2) or actor.received >= before.items
+        if at_least != before.wanted or (is_worth_it and (items, size) != before[:2]):
+            actor.credit = Credit(items, size, at_least)
+            self._tell(actor, credit=actor.credit)
+
+    def _ask_for(self, wanted: Actor | None) -> None:
+        """Let the item come for which the consumer is about to wait. Lock held."""
+        if wanted is not None:
+            self._grant(wanted, wanted=True)
+            return
+        for actor in self._in_rotation():
+            if actor.is_asking:
+                actor.is_asking = False
+                self._grant(actor, wanted=True)
+                return
+
+    def waiting(self) -> int:
+        self._check_owner()
+        with self._news:
+            return sum(len(actor.sizes) for actor in self._actors)
+
+    def cpus(self) -> float:
+        return self._cpus
+
+    @functools.cached_property
+    def _cpus(self) -> float:
+        return float(self._session.ray.cluster_resources().get("CPU", 0)) or usage.cpus()
+
+    def measures(self) -> list[WorkerStats]:
+        actors = list(self._actors)
+        refs = {
+            actor: _call(actor.handle.account, "look")
+            for actor in actors
+            if actor.state is WorkerState.RUNNING and not self._closed
+        }
+        for actor, told in self._answers(refs, _ACCOUNT_S).items():
+            actor.note(told)
+        return [actor.measure() for actor in actors]
+
+    def look(self, order: Order) -> View:
+        refs = {
+            actor: _call(actor.handle.look, "look")
+            for actor in self._actors
+            if actor.state is WorkerState.RUNNING
+        }
+        stacks = self._answers(refs, _LOOK_S)
+        sights = [
+            Sight(str(actor), actor.shards, stacks.get(actor), _why_no_stack(actor))
+            for actor in self._actors
+        ]
+        return View(self._awaited(order), self.waiting(), first_for(order, sights))
+
+    def _answers(self, refs: dict[Actor, Any], limit: float) -> dict[Actor, Any]:
+        """Return what actors answered in time."""
+        ray, answers = self._session.ray, {}
+        if refs:
+            ray.wait(list(refs.values()), num_returns=len(refs), timeout=limit)
+        for actor, ref in refs.items():
+            with contextlib.suppress(Exception):
+                answers[actor] = ray.get(ref, timeout=0)
+        return answers
+
+    def _awaited(self, order: Order) -> str:
+        return awaited(order)
+
+    def _worker_of(self, shard: int | None) -> Actor | None:
+        return None if shard is None else self._actors[self._owners[shard]]
+
+    def _with_message(self, wanted: Actor | None) -> Actor | None:
+        """Return the worker whose message is next, if there is one. Lock held."""
+        for actor in self._in_rotation() if wanted is None else (wanted,):
+            if actor.inbox:
+                self._found = self._actors.index(actor)
+                return actor
+        return None
+
+    def _in_rotation(self) -> list[Actor]:
+        """Return the workers, beginning behind the last one served, so that all get their turn."""
+        at = (self._found + 1) % max(1, len(self._actors))
+        return self._actors[at:] + self._actors[:at]
+
+    # --- deaths ---
+
+    def _dead(self, wanted: Actor | None, order: Order) -> Actor | None:
+        """Return a worker whose death must be told now, as nothing of it is left to deliver."""
+        for actor in self._actors:
+            told = actor.state is not WorkerState.DEAD or actor.inbox
+            if not told and (actor is wanted or order.next_of(actor.shards) is not None):
+                return actor
+        return None
+
+    def _replace(self, dead: Actor, order: Order) -> Failure | None:
+        """Start a worker that goes on where a dead one was; return a failure if it must not."""
+        shard = order.next_of(dead.shards)
+        if shard is None:  # it had sent all of this epoch
+            shard = dead.shards[0]
+        number = order.number_of(shard)
+        new = self._successor(dead, (shard, number), f"shard {shard}, item {number}")
+        if isinstance(new, Failure):
+            return new
+        if new is not None:
+            rest = Epoch(self._epoch.number, order.rest())
+            self._tell(new, [rest.part(new.shards)])
+        return None
+
+    def _successor(self, dead: Actor, place: tuple[int, int], name: str) -> Actor | Failure | None:
+        """Start a worker in the place of a dead one.
+
+        Returns:
+            The failure, if there must not be another one; None if we are being stopped.
+        """
+        job = self._job
+        error = WorkerDied(
+            f"{dead} died; what it had sent was delivered.{self._history(place)} {dead.why} "
+            "If nobody killed it, look for want of memory on its node, os._exit, or a crash in "
+            "the libraries that the generator uses.",
+            dead.index,
+        )
+        failure = Failure(*place, error, worker=str(dead))
+        if len(self._deaths) + job.restarts >= job.max_restarts:
+            return failure
+        self._deaths.append(place)
+        with self._news:
+            if self._closed:
+                return None
+            new = self._start_one(dead.index)
+            new.before = dead.measure()
+            self._actors[self._actors.index(dead)] = new
+            dead.move(WorkerState.ENDED)
+        _log.warning(
+            "%s died; %s goes on with another one (restart %d, of max_restarts=%d). %s",
+            str(dead),
+            name,
+            len(self._deaths) + job.restarts,
+            job.max_restarts,
+            dead.why,
+        )
+        return new
+
+    def _history(self, place: tuple[int, int]) -> str:
+        """Say how often replaced workers had died, and where."""
+        if not self._job.max_restarts:
+            return ""
+        here = self._deaths.count(place)
+        text = f" max_restarts={self._job.max_restarts} is used up"
+        if here:
+            text += f"; {here + 1} workers died at this very item"
+        return f"{text}."
+
+    # --- stop ---
+
+    def close(self) -> None:
+        if self._owner != os.getpid():
+            return
+        with self._news:
+            if self._closed:
+                return
+            self._closed = True
+            actors = list(self._actors)
+            self._news.notify_all()
+        for actor in actors:
+            self._hang_up(actor)
+
+    def _hang_up(self, actor: Actor) -> None:
+        """Ask an actor to end its loop."""
+        if actor.state in (WorkerState.STARTING, WorkerState.RUNNING):
+            with contextlib.suppress(Exception):  # it dies just now
+                _call(actor.handle.close, "tell", num_returns=0)
+
+    def _dismiss(self, actor: Actor) -> None:
+        """End an actor that has said its last word."""
+        with contextlib.suppress(Exception):
+            self._session.ray.kill(actor.handle)
+
+    def stop(self, timeout: float) -> None:
+        if self._owner != os.getpid():
+            return
+        self.close()
+        end = time.monotonic() + timeout
+        self._see_off(end - min(ESCALATION_S, timeout / 2))
+        for actor in self._actors:
+            self._dismiss(actor)
+        self._see_off(end + ESCALATION_S)
+        for actor in self._actors:
+            if _is_at_work(actor):
+                warnings.warn(
+                    f"{actor} could not be ended: Ray does not answer", StopWarning, stacklevel=3
+                )
+        self._actors = []
+        self._payload = None
+        _running.discard(self)
+        self._session.leave()
+
+    def _see_off(self, deadline: float) -> None:
+        """Wait until the threads of all actors have ended, or time is over."""
+        for actor in self._actors:
+            if _is_at_work(actor):
+                assert actor.thread is not None
+                actor.thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _check_owner(self) -> None:
+        if self._owner != os.getpid():
+            raise InvalidState(
+                f"this enqueuer belongs to process {self._owner}, and this one, "
+                f"{os.getpid()}, was forked from it; make a new enqueuer here"
+            )
+
+
+def _call(method: Any, group: str, *args: Any, **options: Any) -> Any:
+    """Call a method of an actor, in one of its threads."""
+    return method.options(concurrency_group=group, **options).remote(*args)
+
+
+def _is_at_work(actor: Actor) -> bool:
+    thread = actor.thread
+    return thread is not None and thread is not threading.current_thread() and thread.is_alive()
+
+
+def _reason(error: BaseException) -> str:
+    """Say how an actor died, in Ray's words, without those that say nothing of this one."""
+    text = str(error)
+    _, _, after = text.partition("The actor is dead because ")
+    text, _, _ = (after or text).partition(" Some common causes include")
+    return f"Ray says: {' '.join(text.split())}"
+
+
+def _why_no_stack(actor: Actor) -> str:
+    match actor.state:
+        case WorkerState.STARTING:
+            return "has not started yet: Ray looks for room for it, or it is importing"
+        case WorkerState.RUNNING:
+            return f"did not tell its stack within {_LOOK_S:g} s"
+    return "has ended"
+
+
+# --- the end of the interpreter ----------------------------------------------------------------
+
+_running: weakref.WeakSet[RayBackend] = weakref.WeakSet()
+_EXIT_TIMEOUT_S = 2.0
+
+
+@functools.cache
+def _register_exit() -> None:
+    import atexit
+
+    # after Ray's own, so that it runs before that
+    atexit.register(_stop_all)
+
+
+def _stop_all() -> None:
+    for backend in list(_running):
+        backend.stop(_EXIT_TIMEOUT_S)
