@@ -142,7 +142,7 @@ class Backend(Protocol):
         """Tell the workers to run their shards once more."""
 
     def wait(self, order: Order, deadline: float | None) -> Failure | None:
-        """Wait until what is next in `order` can be taken.
+        """Wait until what is next in `order` can be taken; or until more tasks can be submitted.
 
         Called by one consumer at a time. Woken by a message, a death, and `close()`. Ends of
         shards are told to `order`; when all have ended there is nothing to wait for.

@@ -180,7 +180,7 @@ class TaskProcesses(ProcessBackend):
             found = self._shelf.look(order)
             if isinstance(found, Failure):
                 return found
-            if found is Look.ITEM or order.done:
+            if found is not Look.NOTHING or order.done:
                 return None
             if expired:
                 raise Late("no batch in time")

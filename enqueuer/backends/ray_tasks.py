@@ -184,7 +184,7 @@ class RayTasks(RayBackend):
         assert isinstance(order, TaskOrder)
         self._collect()
         found = self._shelf.look(order)
-        return found if isinstance(found, Failure) else found is Look.ITEM
+        return found if isinstance(found, Failure) else found is not Look.NOTHING
 
     def poll(self, order: TaskOrder) -> bool:
         with self._news:

@@ -21,6 +21,7 @@ class Look(enum.Enum):
 
     ITEM = 1  # the next one
     NOTHING = 2  # that could be taken now
+    ROOM = 3  # nothing either; but some that had no result are gone, and others can be handed out
 
 
 class Shelf:
@@ -76,6 +77,7 @@ class Shelf:
 
     def look(self, order: TaskOrder) -> Failure | Look:
         """Return the failure that is next; or whether an item is, or nothing."""
+        found = Look.NOTHING
         while (number := self._ready(order)) is not None:
             if self._skipped.get(number):
                 return self._skipped[number].popleft()
@@ -85,7 +87,8 @@ class Shelf:
                 case Item():
                     return Look.ITEM
             self._take(number, order)
-        return Look.NOTHING
+            found = Look.ROOM
+        return found
 
     def items(self, order: TaskOrder, most: int) -> Iterator[Item]:
         """Take items as long as they are next: at most so many."""

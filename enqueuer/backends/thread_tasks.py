@@ -132,7 +132,7 @@ class TaskThreads(ThreadBackend):
             found = self._shelf.look(order)
             if isinstance(found, Failure):
                 return found
-            if found is Look.ITEM:
+            if found is not Look.NOTHING:
                 return None
             if order.done:
                 break

@@ -150,6 +150,7 @@ def test_results_are_made_from_the_start_on(backend):
         assert enqueuer.queue.qsize() == 4
 
 
+@pytest.mark.local
 def test_elements_of_a_class_of_main(process):
     done = subprocess.run(
         [sys.executable, "-c", _OF_MAIN.format(process["mp_context"])],
@@ -700,3 +701,16 @@ def test_a_poison_pill_in_a_batch_names_the_batch(process):
         with pytest.raises(WorkerDied) as caught:
             list(enqueuer)
     assert "task 1, one of the elements [3, 4, 5]" in caught.value.__notes__[0]
+
+
+def only_the_last(x):
+    return x if x == 99 else None
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("kind", [range, iter])
+def test_many_tasks_in_a_row_may_have_no_result(backend, kind, ordered):
+    source = range(100) if kind is range else iter(range(100))
+    options = dict(max_queue_size=1, ordered=ordered, **backend)
+    with OrderedEnqueuer(source, only_the_last, **options) as enqueuer:
+        assert list(enqueuer) == [99]

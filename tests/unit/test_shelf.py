@@ -45,7 +45,7 @@ def test_a_task_without_a_result_is_passed_over():
         shelf.put(message)
     assert shelf.look(order) is Look.ITEM
     assert taken(shelf, order) == [1]
-    assert shelf.look(order) is Look.NOTHING
+    assert shelf.look(order) is Look.ROOM
     assert order.done
 
 
@@ -69,7 +69,7 @@ def test_a_task_that_is_done_again_tells_its_errors_again_and_once():
     for message in (again, Empty(0)):
         shelf.put(message)
     assert shelf.look(order) == again
-    assert shelf.look(order) is Look.NOTHING
+    assert shelf.look(order) is Look.ROOM
     assert order.done
 
 
