@@ -38,8 +38,9 @@ BACKENDS.append(
 PROCESSES = BACKENDS[1:]
 # With Ray in one's process nothing else can be counted: its tests run by themselves.
 IS_RAY = bool(os.environ.get("ENQUEUER_RAY"))
+RAY = [pytest.param({"backend": "ray"}, id="ray")] if IS_RAY else []
 if IS_RAY:
-    BACKENDS = PROCESSES = [pytest.param({"backend": "ray"}, id="ray")]
+    BACKENDS = PROCESSES = RAY
 
 
 def pytest_configure(config):
@@ -61,18 +62,20 @@ def pytest_configure(config):
 @pytest.fixture(params=BACKENDS)
 def backend(request, monkeypatch):
     """Options for each backend and start method."""
-    return chosen(request.param, monkeypatch)
+    return chosen(request.param, monkeypatch, request.node)
 
 
 @pytest.fixture(params=PROCESSES)
 def process(request, monkeypatch):
     """Options for each start method of processes."""
-    return chosen(request.param, monkeypatch)
+    return chosen(request.param, monkeypatch, request.node)
 
 
-def chosen(options, monkeypatch):
+def chosen(options, monkeypatch, test=None):
     """Return options for an enqueuer, after setting what belongs into the environment."""
     options = dict(options)
+    if IS_RAY and test is not None and test.get_closest_marker("writes"):
+        options["writable"] = True
     if PORTABLE in options:
         monkeypatch.setenv(PORTABLE, options.pop(PORTABLE))
     return options
@@ -216,7 +219,8 @@ def _is_left_out(item):
 
 
 def _is_about_ray(item):
-    return "[ray" in item.name or "-ray" in item.name or "ray" in item.path.stem
+    is_local = item.get_closest_marker("local") is not None
+    return not is_local and ("[ray" in item.name or "-ray" in item.name or "ray" in item.path.stem)
 
 
 def _says_it_again(item):

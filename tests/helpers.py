@@ -318,6 +318,16 @@ def alive(pid):
         return False
 
 
+def pid_of(enqueuer, worker=0):
+    """Return the process of a worker, once that is known; fail if it is not told in time."""
+
+    def find():
+        return re.search(r"process (\d+)", enqueuer.stats().workers[worker].name)
+
+    wait_until(find)
+    return int(find()[1])
+
+
 def wait_until(condition, limit=LIMIT):
     """Wait for another process's doing, of which nothing tells; fail at `limit`."""
     end = time.monotonic() + limit

@@ -156,6 +156,7 @@ class RayBackend:
         self._epoch = Epoch(0)
         self._deaths: list[tuple[int, int]] = []  # the shard and item of those replaced
         self._news = threading.Condition()
+        self._records: deque[logging.LogRecord] = deque()
 
     @property
     def restarts(self) -> int:
@@ -262,7 +263,9 @@ class RayBackend:
                     actor.move(WorkerState.ENDED)
                     self._news.notify_all()
             case logging.LogRecord():
-                logs.deliver(frame)
+                with self._news:
+                    self._records.append(frame)
+                    self._news.notify_all()
 
     def _arrived(self, actor: Actor, message: Message) -> None:
         """Put a message into the inbox. Lock held."""
@@ -312,6 +315,7 @@ class RayBackend:
         self._check_owner()
         expired = False
         while not order.done:
+            self._deliver_records()  # without the lock: a handler may stop us
             with self._news:
                 if self._closed:
                     raise Closed("the enqueuer was stopped")
@@ -328,7 +332,8 @@ class RayBackend:
                     self._waits.pause(None if wanted is None else wanted.index)
                     deadline = until(deadline, self._job.patience_s)
                     self._ask_for(wanted)
-                    self._sleep(deadline)
+                    if not self._records:
+                        self._sleep(deadline)
                     expired = deadline is not None and time.monotonic() >= deadline
                     continue
             obituary = self._replace(dead, order)
@@ -352,6 +357,12 @@ class RayBackend:
                     found.inbox.popleft()
                     return failure
         return False
+
+    def _deliver_records(self) -> None:
+        """Have handlers see what the workers logged; in the consumer's thread, and at the stop."""
+        while self._records:
+            with contextlib.suppress(IndexError):  # another thread stops us
+                logs.deliver(self._records.popleft())
 
     def _sleep(self, deadline: float | None) -> None:
         """Wait for whatever comes: a message, a death, close(). Lock held."""
@@ -584,6 +595,7 @@ class RayBackend:
                 warnings.warn(
                     f"{actor} could not be ended: Ray does not answer", StopWarning, stacklevel=3
                 )
+        self._deliver_records()
         self._actors = []
         self._payload = None
         _running.discard(self)

@@ -387,8 +387,8 @@ _NO_ERROR = Exception()  # stands for one that travels apart
 
 def _contiguous(view: Any) -> Any:
     """Return what Ray takes out of the packet and copies straight into the object store."""
-    # numpy tells its types of no buffer
-    return pickle.PickleBuffer(np.ascontiguousarray(view))  # type: ignore[arg-type]
+    flat = np.ascontiguousarray(view).reshape(-1).view(np.uint8)
+    return pickle.PickleBuffer(flat)  # type: ignore[arg-type]  # numpy tells its types of no buffer
 
 
 def _node() -> str:

@@ -12,6 +12,7 @@ import time
 
 import psutil
 import pytest
+from conftest import RAY
 from helpers import LIMIT, bytes_of, random_batches, twelve
 
 from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, StartError, imap, prefetch, tuning
@@ -20,6 +21,7 @@ BACKENDS = [
     pytest.param({"backend": "thread"}, id="thread"),
     pytest.param({"backend": "process", "mp_context": "fork"}, id="process-fork"),
     pytest.param({"backend": "process", "mp_context": "forkserver"}, id="process-forkserver"),
+    *RAY,
 ]
 MAKE_S = 0.02
 
@@ -172,8 +174,7 @@ class Given:
 
 
 def test_those_who_are_retired_go_home(options, monkeypatch):
-    monkeypatch.setattr("enqueuer.base.Tuner", Given)
-    monkeypatch.setattr("enqueuer.enqueuers.Tuner", Given)
+    monkeypatch.setattr("enqueuer.tuning.Tuner", Given)
     tasks = OrderedEnqueuer(range(100_000), sleepy_task, workers="auto", **options)
     shards = GeneratorEnqueuer(sleepy, workers="auto", **options)
     for made in (tasks, shards):
@@ -186,8 +187,7 @@ def test_those_who_are_retired_go_home(options, monkeypatch):
 
 
 def test_each_change_is_in_the_trace(options, monkeypatch, tmp_path):
-    monkeypatch.setattr("enqueuer.base.Tuner", Given)
-    monkeypatch.setattr("enqueuer.enqueuers.Tuner", Given)
+    monkeypatch.setattr("enqueuer.tuning.Tuner", Given)
     tasks = OrderedEnqueuer(
         range(100_000), sleepy_task, workers="auto", trace=tmp_path / "tasks.json", **options
     )
@@ -203,8 +203,7 @@ def test_each_change_is_in_the_trace(options, monkeypatch, tmp_path):
 
 
 def test_a_stall_is_told_of_the_workers_in_the_statistics(monkeypatch):
-    monkeypatch.setattr("enqueuer.enqueuers.Tuner", Given)
-    monkeypatch.setattr("enqueuer.base.Tuner", Given)
+    monkeypatch.setattr("enqueuer.tuning.Tuner", Given)
     with OrderedEnqueuer(range(100_000), sleepy_task, workers="auto") as enqueuer:
         loop = Loop(enqueuer, 0)
         for Given.workers in (3, 2, 4, 1):  # who goes home is any of them
@@ -242,8 +241,7 @@ class Erratic:
 
 @pytest.fixture
 def erratic(monkeypatch):
-    monkeypatch.setattr("enqueuer.base.Tuner", Erratic)
-    monkeypatch.setattr("enqueuer.enqueuers.Tuner", Erratic)
+    monkeypatch.setattr("enqueuer.tuning.Tuner", Erratic)
 
 
 def test_the_batches_are_those_of_any_number_of_workers(backend, erratic):

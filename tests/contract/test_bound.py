@@ -1,45 +1,50 @@
 """Bound: at most max_queue_size items wait, and each worker holds one more in hand."""
 
-import multiprocessing
+import os
 import queue
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
+from conftest import RAY
 from helpers import LIMIT, wait_until
 
 from enqueuer import GeneratorEnqueuer, StopWarning
 
-_made = multiprocessing.get_context("fork").Value("i", 0)
-
 
 class Counter:
-    """Count what sources have begun to make, across threads or processes."""
+    """Count what sources have begun to make, wherever they run: in the bytes of a file."""
 
-    def __init__(self):
-        self.made = _made
-        self.made.value = 0
+    def __init__(self, folder):
+        self.path = str(folder / "made")
+        Path(self.path).touch()
+
+    @property
+    def made(self):
+        return os.path.getsize(self.path)
 
     def source(self, shard):
         while True:
-            with self.made.get_lock():
-                self.made.value += 1
+            with open(self.path, "ab", buffering=0) as file:
+                file.write(b".")
             yield np.zeros(100_000, np.uint8)
 
 
 FORK_OR_THREAD = [
     pytest.param({"backend": "thread"}, id="thread"),
     pytest.param({"backend": "process", "mp_context": "fork"}, id="process-fork"),
+    *RAY,
 ]
 
 
 @pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.parametrize(("workers", "size"), [(1, 1), (1, 10), (3, 10), (3, 2), (4, 1)])
 @pytest.mark.parametrize("options", FORK_OR_THREAD)
-def test_no_more_wait_than_the_bound_allows(options, workers, size, ordered):
-    counter = Counter()
+def test_no_more_wait_than_the_bound_allows(options, workers, size, ordered, tmp_path):
+    counter = Counter(tmp_path)
     with GeneratorEnqueuer(
         counter.source, workers=workers, max_queue_size=size, ordered=ordered, **options
     ) as enqueuer:
@@ -47,28 +52,28 @@ def test_no_more_wait_than_the_bound_allows(options, workers, size, ordered):
         for taken in range(30):
             wait_until(lambda: enqueuer.queue.qsize() >= min(1, size // workers))
             # one in each hand, and one more that a hand lets go of while it is counted
-            assert counter.made.value - taken <= size + workers
+            assert counter.made - taken <= size + workers
             next(batches)
 
 
 @pytest.mark.parametrize("options", FORK_OR_THREAD)
-def test_the_queue_fills_up_to_the_bound(options):
-    counter = Counter()
+def test_the_queue_fills_up_to_the_bound(options, tmp_path):
+    counter = Counter(tmp_path)
     with GeneratorEnqueuer(counter.source, workers=2, max_queue_size=6, **options) as enqueuer:
         wait_until(lambda: enqueuer.queue.qsize() == 6)
-        wait_until(lambda: counter.made.value == 8)
+        wait_until(lambda: counter.made == 8)
 
 
 @pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.parametrize("options", FORK_OR_THREAD)
-def test_bytes_are_bounded_too(options, ordered):
-    counter = Counter()
+def test_bytes_are_bounded_too(options, ordered, tmp_path):
+    counter = Counter(tmp_path)
     with GeneratorEnqueuer(
         counter.source, workers=2, max_queue_bytes=450_000, ordered=ordered, **options
     ) as enqueuer:
         for taken in range(20):
             next(iter(enqueuer))
-            assert counter.made.value - taken - 1 <= 4 + 2
+            assert counter.made - taken - 1 <= 4 + 2
         wait_until(lambda: enqueuer.queue.qsize() == 4)
 
 

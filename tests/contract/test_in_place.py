@@ -40,6 +40,7 @@ def is_full_of(number, nest):
     return (nest == number).all() or (nest == np.arange(5000)).all()
 
 
+@pytest.mark.writes
 @pytest.mark.parametrize("source", [made, nested])
 def test_the_same_batches_arrive_on_every_backend(backend, source):
     with GeneratorEnqueuer(source, max_queue_size=3, **backend) as enqueuer:
@@ -93,6 +94,7 @@ def small():
 SOURCES = {f.__name__: f for f in (plain, a_view_and_a_nest, transposed, keeps_a_view, small)}
 
 
+@pytest.mark.local
 @pytest.mark.parametrize(
     ("source", "copies"),
     [
@@ -123,6 +125,7 @@ def writes_too_late(shard):
     array[:] = 2
 
 
+@pytest.mark.local
 def test_writing_after_the_yield_is_an_error(process):
     with GeneratorEnqueuer(writes_too_late, **process) as enqueuer:
         batches = iter(enqueuer)
@@ -170,6 +173,7 @@ def never_yields_it(shard):
     yield blocks_made()
 
 
+@pytest.mark.local
 def test_an_array_that_was_never_yielded_is_used_again(process):
     with GeneratorEnqueuer(never_yields_it, **process) as enqueuer:
         (blocks,) = enqueuer

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import gc
 import os
 import threading
@@ -125,6 +126,7 @@ def test_everything_comes_through_equal(backend):
                 assert got.fill_value == sent.fill_value
 
 
+@pytest.mark.writes
 def test_arrays_arrive_writable_and_apart(process):
     with GeneratorEnqueuer(everything, **process) as enqueuer:
         for got, sent in zip(enqueuer, everything(None), strict=True):
@@ -133,18 +135,17 @@ def test_arrays_arrive_writable_and_apart(process):
                 got[...] = got.flat[0]
 
 
-def mapped(shard):
-    path = os.path.join(os.environ["MAPPED"])
+def mapped(path):
     array = np.load(path, mmap_mode="r")
     yield array[10 : LARGE // 10]
     yield array[:3]
 
 
-def test_a_slice_of_a_mapped_file_comes_through(backend, tmp_path, monkeypatch):
-    monkeypatch.setenv("MAPPED", str(tmp_path / "array.npy"))
+def test_a_slice_of_a_mapped_file_comes_through(backend, tmp_path):
+    source = functools.partial(mapped, str(tmp_path / "array.npy"))
     np.save(tmp_path / "array.npy", np.arange(LARGE).reshape(-1, 10))
-    with GeneratorEnqueuer(mapped, **backend) as enqueuer:
-        for got, sent in zip(enqueuer, mapped(None), strict=True):
+    with GeneratorEnqueuer(source, **backend) as enqueuer:
+        for got, sent in zip(enqueuer, source(), strict=True):
             assert isinstance(got, np.memmap)
             np.testing.assert_array_equal(got, sent)
 
@@ -173,6 +174,7 @@ def numbered(shard):
         yield np.full(LARGE, number), np.full(LARGE, -number)
 
 
+@pytest.mark.writes
 def test_what_is_kept_stays_as_it_was_also_after_stop(process):
     with GeneratorEnqueuer(numbered, max_queue_size=3, **process) as enqueuer:
         kept = [(a, memoryview(b[LARGE // 2 :])) for a, b in enqueuer]

@@ -2,12 +2,13 @@
 
 import json
 import logging
+import os
+import signal
 import time
 
 import helpers
-import psutil
 import pytest
-from helpers import Failing
+from helpers import Failing, pid_of
 
 from enqueuer import GeneratorEnqueuer, ItemNotPicklable
 
@@ -210,9 +211,7 @@ def test_a_replacement_is_not_lost_with_its_worker(process):
         iterator = iter(enqueuer)
         assert next(iterator) == (0, 0)
         time.sleep(0.3)  # it has the replacement in hand, or is about to
-        for child in psutil.Process().children(recursive=True):
-            if child.pid in {worker.process.pid for worker in enqueuer._backend._workers}:
-                child.kill()
+        os.kill(pid_of(enqueuer), signal.SIGKILL)
         assert list(iterator) == [(0, 1), "a bad file"]
 
 

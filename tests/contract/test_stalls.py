@@ -151,6 +151,7 @@ def test_workers_that_are_not_busy_are_told_in_words(backend, tmp_path):
         assert take(enqueuer, 1) == [(1, 1)]
 
 
+@pytest.mark.local
 @pytest.mark.parametrize(
     ("act", "where"),
     [
@@ -168,6 +169,7 @@ def test_a_process_tells_its_stack_whatever_it_does(process, tmp_path, act, wher
         enqueuer.stop(0.5)
 
 
+@pytest.mark.local
 def test_a_stopped_process_is_waited_for_only_so_long(process):
     with GeneratorEnqueuer(stopping, workers=2, timeout=SHORT_S, **process) as enqueuer:
         pids = take(enqueuer, 2)
@@ -337,6 +339,7 @@ def test_a_limit_that_cannot_be_is_refused(name, value, error):
             kind(source, **{name: value})
 
 
+@pytest.mark.local
 def test_whoever_sets_no_limit_waits_without_one(process):
     """And no worker has a pipe to answer on."""
     with GeneratorEnqueuer(helpers.twelve, stall_timeout=None, **process) as enqueuer:

@@ -9,6 +9,7 @@ import time
 
 import numpy as np
 import pytest
+from conftest import RAY
 from helpers import LIMIT, twelve, wait_until
 
 from enqueuer import GeneratorEnqueuer, OrderedEnqueuer
@@ -18,6 +19,7 @@ BACKENDS = [
     pytest.param({"backend": "thread"}, id="thread"),
     pytest.param({"backend": "process", "mp_context": "fork"}, id="process-fork"),
     pytest.param({"backend": "process", "mp_context": "forkserver"}, id="process-forkserver"),
+    *RAY,
 ]
 MEGABYTE = 1_000_000
 

@@ -160,10 +160,8 @@ def test_a_worker_that_waits_for_room_says_so(backend, tmp_path):
 
 def is_blocked(enqueuer):
     """Return whether the one worker waits for room."""
-    backend = enqueuer._backend._backend
-    if hasattr(backend, "_buffers"):
-        return backend._buffers[0]._putters == 1
-    return backend._workers[0].channel._words[3] != 0  # it sleeps
+    before = enqueuer.stats().workers[0].waiting_s
+    return enqueuer.stats().workers[0].waiting_s > before  # that lasts
 
 
 def test_bytes_of_arrays_are_told(backend, tmp_path):
