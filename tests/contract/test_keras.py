@@ -131,7 +131,7 @@ def test_many_consumers_get_each_batch_once(backend):
 
 
 def test_wrong_options_are_refused():
-    with pytest.raises(ValueError, match="backend must be 'thread', 'process' or 'ray', got 'ray2'"):
+    with pytest.raises(ValueError, match="backend must be 'thread', 'process' or 'ray', got"):
         GeneratorEnqueuer(twelve, backend="ray2")
     with pytest.raises(ValueError, match="contradict each other"):
         GeneratorEnqueuer(twelve, use_multiprocessing=True, backend="thread")
