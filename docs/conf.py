@@ -38,6 +38,7 @@ nitpick_ignore_regex = [
 
 # The docstrings' examples see what their module sees; a name as in a plain script.
 doctest_global_setup = """
+from importlib.util import find_spec
 from enqueuer import *
 __name__ = "__main__"
 """

@@ -151,6 +151,11 @@ def cluster(
             raise ValueError(f"{name} is about Ray; give backend='ray' with it")
     if address is not None and not isinstance(address, str):
         raise TypeError(f"address must be a string or None, got {address!r}")
+    if address is not None and address.startswith("ray://"):
+        raise ValueError(
+            f"address={address!r} is that of Ray Client, which cannot stream; run the program on a "
+            "node of the cluster, with address='auto'"
+        )
     if ray_options is not None and not isinstance(ray_options, Mapping):
         raise TypeError(f"ray_options must be a mapping or None, got {ray_options!r}")
     options = {} if ray_options is None else dict(ray_options)

@@ -196,8 +196,10 @@ class BaseEnqueuer(ABC, Generic[Batch]):
 
         Raises:
             InvalidState: It runs already.
-            StartError: The workers could not be started; none is left.
-            SourceNotPicklable: The generator cannot be sent to a process that is not forked.
+            StartError: The workers could not be started, or Ray not be reached; none is left.
+            SourceNotPicklable: The generator cannot be sent to a process that is not forked, or
+                to a Ray actor.
+            FrameworkUnavailable: `backend="ray"`, and Ray is not installed, or too old.
         """
         with self._state_lock:
             if self._state in (State.RUNNING, State.FAILED):

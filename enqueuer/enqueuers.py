@@ -55,7 +55,7 @@ _AUTO_SHARDS = 16  # as many for 1, 2, 4, 8 and 16 workers each, and not too man
 
 
 class GeneratorEnqueuer(BaseEnqueuer[Batch]):
-    """Keep the batches of a generator ready, made ahead by threads or processes.
+    """Keep the batches of a generator ready, made ahead by threads, processes or Ray actors.
 
     The same generator, `random_seed` and `shards` give the same batches in the same order, bit
     for bit, for any number of workers and any backend. A finite generator ends the iteration;
@@ -70,14 +70,18 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
         wait_time: Accepted for Keras' sake and needless: nothing polls.
         random_seed: A non-negative int, from which every shard's seed derives. None, the
             default, draws one, which the attribute `random_seed` then tells.
-        workers: How many threads or processes; 1 by default. `"auto"` begins with 1, and adds or
-            retires some while it runs, until the loop no longer waits or more do not help.
+        workers: How many threads, processes or Ray actors; 1 by default. `"auto"` begins with 1,
+            and adds or retires some while it runs, until the loop no longer waits or more do not
+            help.
             Shards that a change moves in the middle of an epoch are run again up to where they
             were, so their generators must repeat themselves, as for `max_restarts`.
         max_workers: How many `"auto"` may have. By default as many processes as there are CPUs,
-            or 4 threads more than that, at most 32; and never more than shards.
+            as many Ray actors as the cluster has, or 4 threads more than that, at most 32; and
+            never more than shards.
         backend: `"thread"`, the default: cheap, and enough where the work waits (files,
-            network) or leaves Python (numpy, PIL); or `"process"`, for work in Python.
+            network) or leaves Python (numpy, PIL); `"process"`, for work in Python; or `"ray"`,
+            for more than this machine has: each worker is a Ray actor, wherever the cluster has
+            room (extra `ray`).
         shards: How many logical runs the work is split into. By default as many as workers;
             give it a number of its own, and the batches do not depend on `workers`. With
             `workers="auto"` it is 16, on any machine; or 1 of a function that takes no shard,
@@ -92,10 +96,10 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
         mp_context: How processes are started: `"fork"`, `"forkserver"`, `"spawn"` or a context
             of `multiprocessing`. By default forkserver for a function (spawn where there is
             none), since it is safe beside threads and CUDA, and fork for a live iterator, which
-            nothing else can hand over.
-        forward_logs: True, the default: what a worker process logs comes out of this process's
-            handlers. False leaves it in the worker. `"multiprocessing-logging"` uses that
-            package instead, for forked workers only.
+            nothing else can hand over. With another backend it is refused.
+        forward_logs: True, the default: what a worker process, or an actor, logs comes out of
+            this process's handlers. False leaves it in the worker. `"multiprocessing-logging"`
+            uses that package instead, for forked workers only.
         on_error: What to do about an exception of the generator's. `"raise"`, the default:
             raise it in the loop, in its turn. `"skip"`: log it with its traceback, count it
             (`error_count`), and go on without it; a generator that raised is over, and so is
@@ -105,9 +109,10 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
             alone.
         max_errors: How many errors may be skipped; the next one is raised. None, the default:
             any number.
-        max_restarts: How many worker processes that died are replaced, in all. 0, the default:
-            the first death is raised as `WorkerDied`. The new worker runs its shards again, up
-            to the first item that had not come, so that nothing is lost or comes twice.
+        max_restarts: How many worker processes, or actors, that died are replaced, in all. 0,
+            the default: the first death is raised as `WorkerDied`. The new worker runs its
+            shards again, up to the first item that had not come, so that nothing is lost or
+            comes twice. A new actor is started wherever there is room.
         rank: Which of `world_size` training processes this one is, from 0. It gets the shards
             `rank`, `rank + world_size` and so on; give all of them the same `random_seed`.
         world_size: How many training processes share the data; 1 by default. `shards`, which
@@ -130,7 +135,18 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
             recorded, and that costs nothing. A trace that is there is replaced, at `start()`; any
             other file is a `FileExistsError`. After 256 MB nothing more is recorded. With
             `world_size`, or in workers of a DataLoader, each has a file of its own:
-            `run.1-of-4.json`.
+            `run.1-of-4.json`. Of Ray actors, those on this machine are recorded.
+        address: Of the Ray cluster, as `ray.init` takes it: `"auto"`, or `"host:6379"`. None, the
+            default, is the Ray that this process is connected to, else what `ray.init()` finds
+            or starts. What was connected or started for it is shut down when the last enqueuer
+            that uses it stops.
+        ray_options: What an actor gets and where it runs, as for `Actor.options()` of Ray:
+            `num_cpus`, `num_gpus`, `memory`, `resources`, `runtime_env`, `scheduling_strategy`
+            (by default `"SPREAD"`). None, the default, is what Ray gives any actor: it takes no
+            CPU away from others.
+        writable: Whether large arrays from an actor can be written to, which takes a copy of
+            each; False by default: they lie, read-only, in Ray's object store. With the other
+            backends all arrays are writable anyway.
 
     Attributes:
         queue: What waits, with the names of `queue.Queue`, as in Keras.
@@ -412,18 +428,20 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
             dealt out evenly over ranks, so that each has equally many; False by default.
         random_seed: A non-negative int, from which all seeds derive. None, the default, draws
             one, which the attribute `random_seed` then tells.
-        workers: How many threads or processes; 1 by default. `"auto"` begins with 1, and adds or
-            retires some while it runs, until the loop no longer waits or more do not help.
+        workers: How many threads, processes or Ray actors; 1 by default. `"auto"` begins with 1,
+            and adds or retires some while it runs, until the loop no longer waits or more do not
+            help.
         max_workers: How many `"auto"` may have. By default as many processes as there are CPUs,
-            or 4 threads more than that, at most 32.
-        backend: `"thread"`, the default, or `"process"`.
+            as many Ray actors as the cluster has, or 4 threads more than that, at most 32.
+        backend: `"thread"`, the default, `"process"` or `"ray"`.
         max_queue_size: The most results that may wait; 10 by default. Each worker may have one
             more in hand.
         max_queue_bytes: The most bytes that may wait, judged by the largest result so far; None,
             the default, sets no such bound.
         ordered: True, the default; False takes whichever result is first.
         mp_context: How processes are started: `"fork"`, `"forkserver"`, `"spawn"` or a context
-            of `multiprocessing`; by default forkserver, where there is one, else spawn.
+            of `multiprocessing`; by default forkserver, where there is one, else spawn. With
+            another backend it is refused.
         forward_logs: As for `GeneratorEnqueuer`.
         on_error: What to do about an exception of one element. `"raise"`, the default: raise it
             in the loop, in its turn. `"skip"`: log it with its traceback, count it
@@ -432,9 +450,9 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
             and what it returns stands for the element's result, if it is not None.
         max_errors: How many errors may be skipped; the next one is raised. None, the default:
             any number.
-        max_restarts: How many worker processes that died are replaced, in all. 0, the default:
-            the first death is raised as `WorkerDied`. The tasks that it had are done by its
-            successor.
+        max_restarts: How many worker processes, or actors, that died are replaced, in all. 0,
+            the default: the first death is raised as `WorkerDied`. The tasks that it had are
+            done by its successor.
         rank: Which of `world_size` training processes this one is, from 0. It gets every
             `world_size`-th element of the epoch's order; give all of them the same
             `random_seed`.
@@ -450,6 +468,10 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
             default: for ever.
         trace: A file for a timeline of what each worker and the loop did, as for
             `GeneratorEnqueuer`.
+        address: Of the Ray cluster, as for `GeneratorEnqueuer`.
+        ray_options: What an actor gets and where it runs, as for `GeneratorEnqueuer`.
+        writable: Whether large arrays from an actor can be written to, which takes a copy of
+            each; False by default.
 
     Attributes:
         queue: What waits, with the names of `queue.Queue`, as in Keras.

@@ -56,14 +56,15 @@ class WorkerError(EnqueuerError, RuntimeError):
 
 
 class WorkerDied(EnqueuerError, ChildProcessError):
-    """A worker process ended without having reported an end or an error.
+    """A worker process, or a Ray actor, ended without having reported an end or an error.
 
-    It was killed (by the system for want of memory, by a signal, by a crash in C code), or it
-    called `os._exit`. If the generator raised you get its exception, not this one.
+    It was killed (by the system for want of memory, by a signal, by a crash in C code), it
+    called `os._exit`, or its node is gone. If the generator raised you get its exception, not
+    this one.
 
     Attributes:
         worker: Index of the worker, 0-based.
-        exitcode: Of the process; negative for a signal, None if nobody knows.
+        exitcode: Of the process; negative for a signal, None if nobody knows, as of an actor.
     """
 
     def __init__(self, message: str, worker: int = -1, exitcode: int | None = None) -> None:
@@ -76,7 +77,7 @@ class WorkerDied(EnqueuerError, ChildProcessError):
 
 
 class SourceNotPicklable(EnqueuerError, TypeError):
-    """The generator cannot be sent to an unforked process; the message names the culprit."""
+    """The generator cannot be sent to an unforked process or an actor; the message says why."""
 
 
 class ItemNotPicklable(EnqueuerError, TypeError):
@@ -92,7 +93,7 @@ class TransportError(EnqueuerError, RuntimeError):
 
 
 class FrameworkUnavailable(EnqueuerError, ImportError):
-    """What an adapter is for is not installed, or too old; the message says what to install."""
+    """What an adapter, or a backend, needs is not installed, or too old; the message says what."""
 
 
 class DataFileError(EnqueuerError, OSError):

@@ -151,7 +151,7 @@ class Stats:
 
     Attributes:
         seconds: Since the start.
-        backend: `"thread"` or `"process"`.
+        backend: `"thread"`, `"process"` or `"ray"`.
         ordered: Whether batches come in order.
         epoch: Which is read, from 0.
         items: How many batches were given to the loop.

@@ -1,7 +1,7 @@
 """Load files in parallel: a list of paths, a function for one of them, batches in a fixed order.
 
 Each file is a task for whichever worker is free. A broken one costs itself and nothing else,
-and the result is the same for threads and processes, however many there are.
+and the result is the same for threads, processes and Ray actors, however many there are.
 """
 
 import logging

@@ -85,9 +85,9 @@ class Job:
         max_queue_size: The most finished items that may wait, over all workers.
         max_queue_bytes: The same in bytes, or None.
         start_method: "fork", "forkserver" or "spawn"; processes only.
-        forward_logs: True, False or "multiprocessing-logging"; processes only.
+        forward_logs: True, False or "multiprocessing-logging"; not of threads.
         on_error: What to do about an exception of the source's.
-        max_restarts: How many workers that died are replaced; processes only.
+        max_restarts: How many workers that died are replaced; not of threads.
         restarts: How many were replaced by an earlier backend, of these.
         may_grow: Whether there may be more workers later; tasks only.
         patience_s: How long a wait without a deadline lasts at most; None: for ever.

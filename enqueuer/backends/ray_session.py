@@ -34,7 +34,7 @@ class Session:
             StartError: It cannot be reached, or is another one than was asked for.
         """
         global _users, _is_ours
-        ray = self.ray = framework("ray", "ray", "2.9", user="backend='ray'")
+        ray = self.ray = framework("ray", "ray", "2.10", user="backend='ray'")
         with _lock:
             if not ray.is_initialized():
                 _initialise(ray, self._cluster.address)

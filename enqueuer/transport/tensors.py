@@ -34,8 +34,14 @@ def reduce_tensor(tensor: Any) -> Any:
 
 
 def as_tensor(array: np.ndarray, dtype: str, order: Sequence[int]) -> Any:
-    """Return the tensor that `reduce_tensor` was given; it shares the array's memory."""
+    """Return the tensor that `reduce_tensor` was given; it shares the array's memory.
+
+    A read-only array, such as Ray's object store has them, is copied: torch knows no tensor that
+    cannot be written to.
+    """
     torch = importlib.import_module("torch")
+    if not array.flags.writeable:
+        array = array.copy()
     tensor = torch.from_numpy(array).view(getattr(torch, dtype))
     return tensor.permute([order.index(dim) for dim in range(len(order))])
 

@@ -131,7 +131,7 @@ def test_many_consumers_get_each_batch_once(backend):
 
 
 def test_wrong_options_are_refused():
-    with pytest.raises(ValueError, match="backend must be 'thread' or 'process', got 'ray2'"):
+    with pytest.raises(ValueError, match="backend must be 'thread', 'process' or 'ray', got"):
         GeneratorEnqueuer(twelve, backend="ray2")
     with pytest.raises(ValueError, match="contradict each other"):
         GeneratorEnqueuer(twelve, use_multiprocessing=True, backend="thread")
@@ -141,6 +141,12 @@ def test_wrong_options_are_refused():
         GeneratorEnqueuer(twelve, backend="process", mp_context="thread")
     with pytest.raises(ValueError, match="mp_context is about processes"):
         GeneratorEnqueuer(twelve, mp_context="fork")
+    with pytest.raises(ValueError, match="address is about Ray; give backend='ray'"):
+        GeneratorEnqueuer(twelve, address="auto")
+    with pytest.raises(ValueError, match="is that of Ray Client, which cannot stream"):
+        GeneratorEnqueuer(twelve, backend="ray", address="ray://head:10001")
+    with pytest.raises(ValueError, match="ray_options cannot set name"):
+        GeneratorEnqueuer(twelve, backend="ray", ray_options={"name": "mine"})
     with pytest.raises(ValueError, match="forward_logs must be True, False or"):
         GeneratorEnqueuer(twelve, forward_logs="all")
     with pytest.raises(ValueError, match="works with forked processes only"):

@@ -88,6 +88,15 @@ def test_large_tensors_are_beside_the_pickle_and_not_copied_again(make):
     assert got.data_ptr() == place.ctypes.data
 
 
+def test_a_tensor_of_read_only_memory_is_a_copy_that_can_be_written_to(no_warnings):
+    data, (buffer,) = codec.Encoder().encode(filled("bfloat16").reshape(200, 200).T)
+    memory = bytes(memoryview(buffer).cast("B"))
+    got = codec.decode(data, [memoryview(memory)])
+    got += 1
+    assert memory == bytes(memoryview(buffer).cast("B"))
+    assert_same(got, filled("bfloat16").reshape(200, 200).T + 1)
+
+
 def in_place(shard):
     for number in range(10):
         array = empty((100, 1000), "float32")

@@ -14,6 +14,7 @@ NEEDS = {
     "jax_training.py": ("jax",),
     "keras_fit.py": ("keras", "torch"),
     "keras_loop.py": ("keras", "torch"),
+    "on_a_cluster.py": ("ray",),
     "pack_and_train.py": ("h5py", "sklearn"),
     "torch_training.py": ("torch",),
 }
@@ -32,6 +33,7 @@ def test_there_are_examples():
         "keras_loop.py",
         "keras_style.py",
         "map_files.py",
+        "on_a_cluster.py",
         "pack_and_train.py",
         "processes.py",
         "resume.py",

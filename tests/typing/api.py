@@ -38,6 +38,11 @@ def sum_of(enqueuer: GeneratorEnqueuer[int]) -> int:
 
 sum_of(GeneratorEnqueuer(numbers, workers="auto", max_workers=4))
 sum_of(GeneratorEnqueuer(numbers, workers=2, backend="process", random_seed=7))
+sum_of(
+    GeneratorEnqueuer(
+        numbers, backend="ray", address="auto", ray_options={"num_gpus": 0.5}, writable=True
+    )
+)
 first: str = next(GeneratorEnqueuer(words).get())
 again: str = GeneratorEnqueuer(iter(["a"]), True, 0.05, 7).queue.get(timeout=1.0)
 ordered = OrderedEnqueuer(range(10), noisy, shuffle=True, batch_size=4, drop_last=True)

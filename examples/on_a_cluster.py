@@ -1,0 +1,65 @@
+"""Let the machines of a Ray cluster make the batches: the loop and the generator stay as they are.
+
+    python on_a_cluster.py                          # a Ray of its own, on this machine
+    python on_a_cluster.py --address auto           # on a node of a cluster, or 10.0.0.1:6379
+
+It needs `pip install 'enqueuer[ray]'`, and on a cluster the same on every node.
+"""
+
+import argparse
+import os
+import socket
+
+import numpy as np
+import ray
+
+from enqueuer import GeneratorEnqueuer
+
+
+def make(rng):
+    """Return a batch, slowly; a third of a megabyte, for which Python takes a while."""
+    pixels = rng.integers(0, 255, (8, 64, 64, 3), np.uint8)
+    return np.array([[value % 7 for value in row] for row in pixels.reshape(8, -1)], np.uint8)
+
+
+def batches(shard):
+    for number in shard.split(range(16)):
+        where = f"{socket.gethostname()}, process {os.getpid()}"
+        yield {"pixels": make(shard.rng), "number": number, "where": where}
+
+
+def epoch(**options):
+    with GeneratorEnqueuer(batches, shards=4, random_seed=7, **options) as enqueuer:
+        return list(enqueuer)
+
+
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser.add_argument(
+    "--address", default="local", help="of the cluster; by default one is started here"
+)
+parser.add_argument("--workers", type=int, default=2, help="how many actors (default: 2)")
+options = parser.parse_args()
+
+# An enqueuer would do this itself, and undo it. Here two of them use the same Ray.
+ray.init(
+    options.address,
+    include_dashboard=None if options.address != "local" else False,
+    log_to_driver=False,
+    logging_level="error",
+)
+
+here = epoch(workers=1)
+there = epoch(workers=options.workers, backend="ray")
+print("made by:", *sorted({batch["where"] for batch in there}), sep="\n  ")
+assert str(os.getpid()) not in " ".join(batch["where"] for batch in there)
+assert [batch["number"] for batch in there] == list(range(16))
+assert all((a["pixels"] == b["pixels"]).all() for a, b in zip(here, there, strict=True))
+print("the same batches as in a plain loop, in the same order")
+
+pixels = there[0]["pixels"]
+assert not pixels.flags.writeable  # it lies in the object store, uncopied
+for batch in epoch(workers=options.workers, backend="ray", writable=True):
+    batch["pixels"] //= 2  # a copy, which is ours to change
+print("changed in place, with writable=True")
+
+ray.shutdown()
