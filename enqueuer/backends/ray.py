@@ -78,6 +78,7 @@ class Actor:
     """One actor as this process sees it. What its thread and the consumer share is locked.
 
     Attributes:
+        allow: The method that tells it its credit, which is called the most.
         inbox: What has come and was not taken.
         received: How many items came, all in all.
         taken: How many of them were taken.
@@ -89,6 +90,7 @@ class Actor:
 
     index: int
     handle: Any
+    allow: Any
     shards: tuple[int, ...]
     credit: Credit
     state: WorkerState = WorkerState.STARTING
@@ -199,7 +201,8 @@ class RayBackend:
         )
         credit = self._credit(index)
         handle = self._class.remote(part, credit, self._payload)
-        actor = Actor(index, handle, plan.shards, credit)
+        allow = handle.allow.options(concurrency_group="tell", num_returns=0)
+        actor = Actor(index, handle, allow, plan.shards, credit)
         _call(handle.work, "work", num_returns=0)
         actor.thread = threading.Thread(
             target=self._receive, args=(actor,), name=f"enqueuer-ray-{index}", daemon=True
@@ -304,9 +307,8 @@ class RayBackend:
         actor: Actor,
         orders: list[Epoch] | None = None,
         tickets: list[tuple[int, bytes]] | None = None,
-        credit: Credit | None = None,
     ) -> None:
-        _call(actor.handle.tell, "tell", orders or [], tickets or [], credit, num_returns=0)
+        _call(actor.handle.tell, "tell", orders or [], tickets or [], num_returns=0)
 
     def wait(self, order: Order, deadline: float | None) -> Failure | None:
         self._check_owner()
@@ -399,7 +401,7 @@ class RayBackend:
         is_worth_it = items - before.items >= max(1, quota // 2) or actor.received >= before.items
         if at_least != before.wanted or (is_worth_it and (items, size) != before[:2]):
             actor.credit = Credit(items, size, at_least)
-            self._tell(actor, credit=actor.credit)
+            actor.allow.remote(*actor.credit)  # plain numbers are not pickled
 
     def _ask_for(self, wanted: Actor | None) -> None:
         """Let the item come for which the consumer is about to wait. Lock held."""

@@ -1,7 +1,8 @@
 """What a Ray actor does: the worker's loop in one of its threads, a stream of packets in another.
 
-    driver: tell() --epochs, tickets, credit--> Outbox --> serve(), in the thread of work()
-            packets() <--lists of frames------- Outbox <--/
+    driver: tell() --epochs, tickets--> Outbox --> serve(), in the thread of work()
+            allow() --credit----------> Outbox
+            packets() <--lists of frames- Outbox <--/
 
 The stream is a streaming generator of Ray's, so that each packet is copied once, into the object
 store, and belongs to the driver: it outlives the actor. An item that has large buffers stays in
@@ -259,15 +260,17 @@ class Outbox:
             self._taken = self._given
             return frames
 
-    def tell(
-        self, orders: list[Epoch], tickets: list[tuple[int, bytes]], credit: Credit | None
-    ) -> None:
-        """Take in what the driver says."""
+    def tell(self, orders: list[Epoch], tickets: list[tuple[int, bytes]]) -> None:
+        """Take in what there is to do."""
         with self._lock:
             self._orders.extend(orders)
             self._tickets.extend(tickets)
-            if credit is not None:
-                self._credit = credit
+            self._told.notify_all()
+
+    def allow(self, credit: Credit) -> None:
+        """Take in how much may have been sent."""
+        with self._lock:
+            self._credit = credit
             self._told.notify_all()
 
     def close(self) -> None:
@@ -347,11 +350,13 @@ class RayWorker:
                 return
             del frames  # or an item would live on while the next one is made
 
-    def tell(
-        self, orders: list[Epoch], tickets: list[tuple[int, bytes]], credit: Credit | None
-    ) -> None:
-        """Take in what the driver says."""
-        self._outbox.tell(orders, tickets, credit)
+    def tell(self, orders: list[Epoch], tickets: list[tuple[int, bytes]]) -> None:
+        """Take in what there is to do."""
+        self._outbox.tell(orders, tickets)
+
+    def allow(self, items: int, size: int | None, wanted: int) -> None:
+        """Take in how much may have been sent, as the fields of a Credit."""
+        self._outbox.allow(Credit(items, size, wanted))
 
     def close(self) -> None:
         """Have the loop end; what it has still to say comes before the last packet."""
