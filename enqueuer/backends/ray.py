@@ -398,7 +398,10 @@ class RayBackend:
         if wanted and (quota == 0 or size is not None):
             at_least = actor.received + 1
         # a call costs about as much as a packet: not for each of many small items
-        is_worth_it = items - before.items >= max(1, quota // 2) or actor.received >= before.items
+        is_worth_it = 2 * (items - before.items) >= quota
+        if self._share is not None:  # bytes may be used up long before items are
+            assert size is not None and before.size is not None
+            is_worth_it |= 2 * (size - before.size) >= self._share
         if at_least != before.wanted or (is_worth_it and (items, size) != before[:2]):
             actor.credit = Credit(items, size, at_least)
             actor.allow.remote(*actor.credit)  # plain numbers are not pickled
