@@ -223,8 +223,7 @@ class RayBackend:
             streams = deque(self._stream(actor) for _ in range(_STREAMS))
             while actor.state is not WorkerState.ENDED:
                 for ref in streams[0]:
-                    for frame in ray.get(ref):
-                        self._take_in(actor, frame)
+                    self._take_in(actor, ray.get(ref))
                     del ref  # or Ray would keep the packet until the next one comes
                 streams.popleft()
                 streams.append(self._stream(actor))
@@ -234,43 +233,42 @@ class RayBackend:
     def _stream(self, actor: Actor) -> Any:
         return _call(actor.handle.packets, "packets", num_returns="streaming")
 
-    def _take_in(self, actor: Actor, frame: Frame) -> None:
-        message: Message
-        match frame:
-            case Sent():
-                message = self._unpack(frame)
-                size = len(frame.data) + sum(memoryview(b).nbytes for b in frame.buffers)
-                with self._news:
-                    actor.received += 1
-                    actor.is_asking = False
-                    actor.sizes.append(size)
-                    self._arrived(actor, message)
-            case Told(message=message, error=pickled):
-                if isinstance(message, Failure):
-                    assert pickled is not None
-                    error = decode_error(pickled)
-                    message = dataclasses.replace(message, error=error, worker=str(actor))
-                with self._news:
-                    self._arrived(actor, message)
-            case Asking():
-                with self._news:
-                    actor.is_asking = True
-                    self._news.notify_all()
-            case Hello(pid=pid, node=node):
-                with self._news:
+    def _take_in(self, actor: Actor, frames: list[Frame]) -> None:
+        """Unpack a packet; wake the consumer once, as that takes longer than a small item."""
+        messages: list[Message] = []
+        for frame in frames:
+            match frame:
+                case Sent():
+                    messages.append(self._unpack(frame))
+                case Told(message=message, error=pickled):
+                    if isinstance(message, Failure):
+                        assert pickled is not None
+                        error = decode_error(pickled)
+                        message = dataclasses.replace(message, error=error, worker=str(actor))
+                    messages.append(message)
+                case Hello(pid=pid, node=node):
                     actor.where = f", process {pid} on {node}"
-                    actor.move(WorkerState.RUNNING)
-            case Bye():
-                with self._news:
-                    actor.move(WorkerState.ENDED)
-                    self._news.notify_all()
-            case logging.LogRecord():
-                logs.deliver(frame)
+                case logging.LogRecord():
+                    logs.deliver(frame)
+        with self._news:
+            for frame in frames:
+                match frame:
+                    case Sent():
+                        actor.received += 1
+                        actor.is_asking = False
+                        actor.sizes.append(_size_of(frame))
+                    case Asking():
+                        actor.is_asking = True
+                    case Hello():
+                        actor.move(WorkerState.RUNNING)
+                    case Bye():
+                        actor.move(WorkerState.ENDED)
+            self._arrived(actor, messages)
+            self._news.notify_all()
 
-    def _arrived(self, actor: Actor, message: Message) -> None:
-        """Put a message into the inbox. Lock held."""
-        actor.inbox.append(message)
-        self._news.notify_all()
+    def _arrived(self, actor: Actor, messages: list[Message]) -> None:
+        """Put messages into the inbox. Lock held."""
+        actor.inbox.extend(messages)
 
     def _unpack(self, sent: Sent) -> Item | Failure:
         buffers = [memoryview(buffer) for buffer in sent.buffers]
@@ -612,6 +610,10 @@ class RayBackend:
 def _call(method: Any, group: str, *args: Any, **options: Any) -> Any:
     """Call a method of an actor, in one of its threads."""
     return method.options(concurrency_group=group, **options).remote(*args)
+
+
+def _size_of(sent: Sent) -> int:
+    return len(sent.data) + sum(memoryview(buffer).nbytes for buffer in sent.buffers)
 
 
 def _is_at_work(actor: Actor) -> bool:
