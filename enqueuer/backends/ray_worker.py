@@ -141,6 +141,7 @@ class Outbox:
         self._lock = threading.Lock()
         self._told = threading.Condition(self._lock)  # by the driver; what the loop waits for
         self._filled = threading.Condition(self._lock)  # what the stream waits for
+        self._copied = threading.Condition(self._lock)  # by the stream; the loop waits for it, too
 
     # --- the worker's loop ---
 
@@ -162,7 +163,7 @@ class Outbox:
             # took long to make should be on its way before the next one takes this thread
             if buffers or began - self._done > _SLOW_NS:
                 while self._gone < mine and not self._closed:
-                    self._told.wait()
+                    self._copied.wait()
         self._done = clock()
         words = self.meter.words
         words[BYTES] += size
@@ -253,7 +254,7 @@ class Outbox:
         """Wait for frames, and return all; those that were returned before were copied by now."""
         with self._lock:
             self._gone = self._taken
-            self._told.notify_all()
+            self._copied.notify()
             while not self._frames:
                 self._filled.wait()
             frames, self._frames = self._frames, []
@@ -278,6 +279,7 @@ class Outbox:
         with self._lock:
             self._closed = True
             self._told.notify_all()
+            self._copied.notify()
 
 
 class RayWorker:
