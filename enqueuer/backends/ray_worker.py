@@ -5,9 +5,8 @@
             packets() <--lists of frames- Outbox <--/
 
 The stream is a streaming generator of Ray's, so that each packet is copied once, into the object
-store, and belongs to the driver: it outlives the actor. An item that has large buffers stays in
-its worker's hand until it was copied; small ones lie here as pickles until the stream takes them
-all at once.
+store, and belongs to the driver: it outlives the actor. A large item stays in its worker's hand
+until it was copied; small ones lie here until the stream takes them all at once.
 """
 
 from __future__ import annotations
@@ -44,6 +43,8 @@ GROUPS = {"work": 1, "packets": 1, "tell": 1, "look": 1}
 """The threads of an actor, by what they do; each does one thing after the other."""
 
 _SLOW_NS = 2_000_000  # an item that takes longer is handed over by itself
+
+_SMALL_BYTES = 1 << 20  # an item that is copied once more, as that costs less than a packet
 
 _MOST_PACKETS = 10_000  # of one stream; Ray remembers each of them until its end
 
@@ -150,8 +151,11 @@ class Outbox:
         has_state = state is not None
         data, views = self._encoder.encode((value, state) if has_state else value)
         self._encoder.arrays.clear()
-        buffers = tuple(map(_contiguous, views))
         size = len(data) + sum(view.nbytes for view in views)
+        # what took long to make should be on its way before the next one takes this thread
+        in_hand = began - self._done > _SLOW_NS or (bool(views) and size > _SMALL_BYTES)
+        # buffers are the item's own memory, which may change once this returns
+        buffers = tuple(map(_contiguous if in_hand else _copy, views))
         with self._lock:
             waited = self._wait_for_room_locked(size)
             self.sent += 1
@@ -159,9 +163,7 @@ class Outbox:
             self._put_locked(Sent(shard, number, has_state, data, buffers))
             self._given += 1
             mine = self._given
-            # buffers are the item's own memory, which may change once this returns; and what
-            # took long to make should be on its way before the next one takes this thread
-            if buffers or began - self._done > _SLOW_NS:
+            if in_hand:
                 while self._gone < mine and not self._closed:
                     self._copied.wait()
         self._done = clock()
@@ -396,6 +398,10 @@ def _contiguous(view: Any) -> Any:
     """Return what Ray takes out of the packet and copies straight into the object store."""
     # numpy tells its types of no buffer
     return pickle.PickleBuffer(np.ascontiguousarray(view))  # type: ignore[arg-type]
+
+
+def _copy(view: Any) -> Any:
+    return pickle.PickleBuffer(np.array(view, order="C"))  # type: ignore[arg-type]
 
 
 def _node() -> str:
