@@ -52,10 +52,12 @@ class Batches(NamedTuple):
     Attributes:
         make: The generator function.
         size_bytes: Of one, about.
+        queue: How many may wait, unless something else is asked for.
     """
 
     make: Make
     size_bytes: int
+    queue: int = 10
 
 
 def _ring(shape: tuple[int, ...], dtype: str, size_bytes: int, count: int) -> Batches:
@@ -64,7 +66,7 @@ def _ring(shape: tuple[int, ...], dtype: str, size_bytes: int, count: int) -> Ba
 
 
 SIZES = {
-    "tiny": Batches(sources.tiny, 40),
+    "tiny": Batches(sources.tiny, 40, 256),
     "middle": _ring((64, 3, 64, 64), "uint8", 786_944, 32),
     "large": _ring(sources.IMAGES, "uint8", 9_634_304, 8),
     "very large": _ring(sources.IMAGES, "float32", 38_535_680, 4),
@@ -194,8 +196,9 @@ def run(options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
             for name, workers in cases if turn % 2 else reversed(cases):
                 if name == "data, rows" and size != "tiny":
                     continue
-                case = CONTESTANTS[name](SIZES[size], workers, options.max_queue_size)
-                value = rate(case, options.max_queue_size, options.seconds)
+                queue = options.max_queue_size or SIZES[size].queue
+                case = CONTESTANTS[name](SIZES[size], workers, queue)
+                value = rate(case, queue, options.seconds)
                 _show(f"{size}, {name} {workers}: {value:,.0f}")
                 if turn:
                     found.setdefault(size, {}).setdefault(f"{name} {workers}", []).append(value)
@@ -207,7 +210,8 @@ def table(found: dict[str, dict[str, list[float]]], options: argparse.Namespace)
     lines = []
     for size, rates in found.items():
         size_bytes = SIZES[size].size_bytes
-        lines.append(f"{size}, {size_bytes:,} bytes".ljust(34))
+        queue = options.max_queue_size or SIZES[size].queue
+        lines.append(f"{size}, {size_bytes:,} B, queue {queue}".ljust(34))
         lines[-1] += f"{'items/s':>10}{'GB/s':>8}{'/ bare':>9}{'/ data':>9}    least to most"
         medians = {name: statistics.median(values) for name, values in rates.items()}
         for name, median in medians.items():
@@ -223,26 +227,30 @@ def table(found: dict[str, dict[str, list[float]]], options: argparse.Namespace)
 def per_batch(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Return what batches cost the driver: CPU and time, by size and actors."""
     found: dict[str, dict[str, float]] = {}
-    for size in options.sizes:
-        for workers in options.workers:
-            costs: list[tuple[float, float]] = []
-            for _ in range(options.rounds + 1):
-                with ours("ray", SIZES[size], workers, options.max_queue_size) as items:
-                    for _ in itertools.islice(items, 2 * options.max_queue_size + 2):
-                        pass
-                    cpu_s = time.process_time()
-                    number = count(items, options.seconds)
-                    cpu_s = time.process_time() - cpu_s
-                costs.append((cpu_s / number, options.seconds / number))
-            cpu, wall = (statistics.median(column) for column in zip(*costs[1:], strict=True))
-            gigabytes = SIZES[size].size_bytes / 1e9
-            found[f"{size}, {workers} actor(s)"] = {
-                "cpu us/batch": 1e6 * cpu,
-                "us/batch": 1e6 * wall,
-                "cpu s/GB": cpu / gigabytes,
-                "s/GB": wall / gigabytes,
-            }
+    for size, workers in itertools.product(options.sizes, options.workers):
+        batches = SIZES[size]
+        queue = options.max_queue_size or batches.queue
+        costs = [cost(batches, workers, queue, options.seconds) for _ in range(options.rounds + 1)]
+        cpu, wall = (statistics.median(column) for column in zip(*costs[1:], strict=True))
+        gigabytes = batches.size_bytes / 1e9
+        found[f"{size}, queue {queue}, {workers} actor(s)"] = {
+            "us of CPU a batch": 1e6 * cpu,
+            "us a batch": 1e6 * wall,
+            "s of CPU a GB": cpu / gigabytes,
+            "s a GB": wall / gigabytes,
+        }
+        _show(f"{size}, {workers} actor(s): {1e6 * cpu:.0f} us of CPU a batch")
     return found
+
+
+def cost(batches: Batches, workers: int, queue: int, seconds: float) -> tuple[float, float]:
+    """Return the CPU seconds of this process for a batch, all its threads, and the seconds."""
+    with ours("ray", batches, workers, queue) as items:
+        for _ in itertools.islice(items, 2 * queue + 2):
+            pass
+        began = time.process_time()
+        number = count(items, seconds)
+        return (time.process_time() - began) / number, seconds / number
 
 
 def _show(line: str) -> None:
@@ -255,8 +263,6 @@ def main() -> None:
     if importlib.util.find_spec("ray") is None:
         print("Ray is not installed: pip install 'ray[data]'")
         return
-    if options.max_queue_size < 1:
-        raise SystemExit("--max-queue-size must be at least 1")
     options.contestants = [name for name in options.contestants if _can_run(name)]
     import ray
 
@@ -271,14 +277,13 @@ def main() -> None:
     logging.getLogger("ray.data").setLevel("ERROR")
     about = machine.describe(["enqueuer", "ray", "pyarrow", "numpy"])
     print(", ".join(f"{name} {value}" for name, value in about.items()))
-    print(f"max_queue_size={options.max_queue_size}; medians of {options.rounds} x ", end="")
-    print(f"{options.seconds:g} s", flush=True)
+    print(f"medians of {options.rounds} x {options.seconds:g} s", flush=True)
     found: dict[str, Any]
     if options.per_batch:
         found = per_batch(options)
         for name, costs in found.items():
             cells = (f"{value:10,.3g} {unit}" for unit, value in costs.items())
-            print(f"{name:24}", *cells)
+            print(f"{name:36}", *cells)
     else:
         found = run(options)
         print(table(found, options))
@@ -295,7 +300,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
     parser.add_argument("--workers", nargs="+", type=int, help="how many (default: 1 2)")
-    parser.add_argument("--max-queue-size", type=int, default=10)
+    parser.add_argument("--max-queue-size", type=int, help="default: 10; tiny: 256")
     parser.add_argument("--seconds", type=float, default=2.0, help="for each rate (default: 2)")
     parser.add_argument("--rounds", type=int, default=3, help="that count (default: 3)")
     parser.add_argument("--store-gb", type=int, default=3, help="of the object store (default: 3)")
