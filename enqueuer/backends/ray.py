@@ -78,6 +78,7 @@ class Actor:
     """One actor as this process sees it. What its thread and the consumer share is locked.
 
     Attributes:
+        allow: The method that tells it its credit, which is called the most.
         inbox: What has come and was not taken.
         received: How many items came, all in all.
         taken: How many of them were taken.
@@ -89,6 +90,7 @@ class Actor:
 
     index: int
     handle: Any
+    allow: Any
     shards: tuple[int, ...]
     credit: Credit
     state: WorkerState = WorkerState.STARTING
@@ -200,7 +202,8 @@ class RayBackend:
         )
         credit = self._credit(index)
         handle = self._class.remote(part, credit, self._payload)
-        actor = Actor(index, handle, plan.shards, credit)
+        allow = handle.allow.options(concurrency_group="tell", num_returns=0)
+        actor = Actor(index, handle, allow, plan.shards, credit)
         _call(handle.work, "work", num_returns=0)
         actor.thread = threading.Thread(
             target=self._receive, args=(actor,), name=f"enqueuer-ray-{index}", daemon=True
@@ -221,8 +224,7 @@ class RayBackend:
             streams = deque(self._stream(actor) for _ in range(_STREAMS))
             while actor.state is not WorkerState.ENDED:
                 for ref in streams[0]:
-                    for frame in ray.get(ref):
-                        self._take_in(actor, frame)
+                    self._take_in(actor, ray.get(ref))
                     del ref  # or Ray would keep the packet until the next one comes
                 streams.popleft()
                 streams.append(self._stream(actor))
@@ -232,45 +234,46 @@ class RayBackend:
     def _stream(self, actor: Actor) -> Any:
         return _call(actor.handle.packets, "packets", num_returns="streaming")
 
-    def _take_in(self, actor: Actor, frame: Frame) -> None:
-        message: Message
-        match frame:
-            case Sent():
-                message = self._unpack(frame)
-                size = len(frame.data) + sum(memoryview(b).nbytes for b in frame.buffers)
-                with self._news:
-                    actor.received += 1
-                    actor.is_asking = False
-                    actor.sizes.append(size)
-                    self._arrived(actor, message)
-            case Told(message=message, error=pickled):
-                if isinstance(message, Failure):
-                    assert pickled is not None
-                    error = decode_error(pickled)
-                    message = dataclasses.replace(message, error=error, worker=str(actor))
-                with self._news:
-                    self._arrived(actor, message)
-            case Asking():
-                with self._news:
-                    actor.is_asking = True
-                    self._news.notify_all()
-            case Hello(pid=pid, node=node):
-                with self._news:
+    def _take_in(self, actor: Actor, frames: list[Frame]) -> None:
+        """Unpack a packet; wake the consumer once, as that takes longer than a small item."""
+        messages: list[Message] = []
+        sizes = []  # of the items among them
+        for frame in frames:
+            match frame:
+                case Sent():
+                    item = self._unpack(frame)
+                    messages.append(item)
+                    if isinstance(item, Item):
+                        sizes.append(_size_of(frame))
+                case Told(message=message, error=pickled):
+                    if isinstance(message, Failure):
+                        assert pickled is not None
+                        error = decode_error(pickled)
+                        message = dataclasses.replace(message, error=error, worker=str(actor))
+                    messages.append(message)
+                case Hello(pid=pid, node=node):
                     actor.where = f", process {pid} on {node}"
-                    actor.move(WorkerState.RUNNING)
-            case Bye():
-                with self._news:
-                    actor.move(WorkerState.ENDED)
-                    self._news.notify_all()
-            case logging.LogRecord():
-                with self._news:
-                    self._records.append(frame)
-                    self._news.notify_all()
+        with self._news:
+            for frame in frames:
+                match frame:
+                    case Sent():
+                        actor.received += 1
+                        actor.is_asking = False
+                    case Asking():
+                        actor.is_asking = True
+                    case Hello():
+                        actor.move(WorkerState.RUNNING)
+                    case Bye():
+                        actor.move(WorkerState.ENDED)
+                    case logging.LogRecord():
+                        self._records.append(frame)
+            actor.sizes.extend(sizes)
+            self._arrived(actor, messages)
+            self._news.notify_all()
 
-    def _arrived(self, actor: Actor, message: Message) -> None:
-        """Put a message into the inbox. Lock held."""
-        actor.inbox.append(message)
-        self._news.notify_all()
+    def _arrived(self, actor: Actor, messages: list[Message]) -> None:
+        """Put messages into the inbox. Lock held."""
+        actor.inbox.extend(messages)
 
     def _unpack(self, sent: Sent) -> Item | Failure:
         buffers = [memoryview(buffer) for buffer in sent.buffers]
@@ -307,9 +310,8 @@ class RayBackend:
         actor: Actor,
         orders: list[Epoch] | None = None,
         tickets: list[tuple[int, bytes]] | None = None,
-        credit: Credit | None = None,
     ) -> None:
-        _call(actor.handle.tell, "tell", orders or [], tickets or [], credit, num_returns=0)
+        _call(actor.handle.tell, "tell", orders or [], tickets or [], num_returns=0)
 
     def wait(self, order: Order, deadline: float | None) -> Failure | None:
         self._check_owner()
@@ -407,10 +409,13 @@ class RayBackend:
         if wanted and (quota == 0 or size is not None):
             at_least = actor.received + 1
         # a call costs about as much as a packet: not for each of many small items
-        is_worth_it = items - before.items >= max(1, quota // 2) or actor.received >= before.items
+        is_worth_it = 2 * (items - before.items) >= quota
+        if self._share is not None:  # bytes may be used up long before items are
+            assert size is not None and before.size is not None
+            is_worth_it |= 2 * (size - before.size) >= self._share
         if at_least != before.wanted or (is_worth_it and (items, size) != before[:2]):
             actor.credit = Credit(items, size, at_least)
-            self._tell(actor, credit=actor.credit)
+            actor.allow.remote(*actor.credit)  # plain numbers are not pickled
 
     def _ask_for(self, wanted: Actor | None) -> None:
         """Let the item come for which the consumer is about to wait. Lock held."""
@@ -619,6 +624,10 @@ class RayBackend:
 def _call(method: Any, group: str, *args: Any, **options: Any) -> Any:
     """Call a method of an actor, in one of its threads."""
     return method.options(concurrency_group=group, **options).remote(*args)
+
+
+def _size_of(sent: Sent) -> int:
+    return len(sent.data) + sum(memoryview(buffer).nbytes for buffer in sent.buffers)
 
 
 def _is_at_work(actor: Actor) -> bool:

@@ -173,12 +173,13 @@ class RayTasks(RayBackend):
 
     # --- results ---
 
-    def _arrived(self, actor: Actor, message: Message) -> None:
-        is_result = not isinstance(message, Failure) or not message.skipped
-        if is_result and not isinstance(message, End):
-            self._hands[actor].done(message.number)
-            self._hand_out()
-        super()._arrived(actor, message)
+    def _arrived(self, actor: Actor, messages: list[Message]) -> None:
+        for message in messages:
+            is_result = not isinstance(message, Failure) or not message.skipped
+            if is_result and not isinstance(message, End):
+                self._hands[actor].done(message.number)
+        self._hand_out()
+        super()._arrived(actor, messages)
 
     def _look_for(self, order: Order) -> Failure | bool:
         assert isinstance(order, TaskOrder)

@@ -1,12 +1,12 @@
 """What a Ray actor does: the worker's loop in one of its threads, a stream of packets in another.
 
-    driver: tell() --epochs, tickets, credit--> Outbox --> serve(), in the thread of work()
-            packets() <--lists of frames------- Outbox <--/
+    driver: tell() --epochs, tickets--> Outbox --> serve(), in the thread of work()
+            allow() --credit----------> Outbox
+            packets() <--lists of frames- Outbox <--/
 
 The stream is a streaming generator of Ray's, so that each packet is copied once, into the object
-store, and belongs to the driver: it outlives the actor. An item that has large buffers stays in
-its worker's hand until it was copied; small ones lie here as pickles until the stream takes them
-all at once.
+store, and belongs to the driver: it outlives the actor. A large item stays in its worker's hand
+until it was copied; small ones lie here until the stream takes them all at once.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ GROUPS = {"work": 1, "packets": 1, "tell": 1, "look": 1}
 """The threads of an actor, by what they do; each does one thing after the other."""
 
 _SLOW_NS = 2_000_000  # an item that takes longer is handed over by itself
+
+_SMALL_BYTES = 1 << 20  # an item that is copied once more, as that costs less than a packet
 
 _MOST_PACKETS = 10_000  # of one stream; Ray remembers each of them until its end
 
@@ -137,9 +139,10 @@ class Outbox:
         self._given = self._taken = self._gone = 0  # items: put here, taken by the stream, copied
         self._done = 0  # when the last one was dealt with
         self._closed = False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the collector may strike here, and what it ends may log
         self._told = threading.Condition(self._lock)  # by the driver; what the loop waits for
         self._filled = threading.Condition(self._lock)  # what the stream waits for
+        self._copied = threading.Condition(self._lock)  # by the stream; the loop waits for it, too
 
     # --- the worker's loop ---
 
@@ -148,8 +151,11 @@ class Outbox:
         has_state = state is not None
         data, views = self._encoder.encode((value, state) if has_state else value)
         self._encoder.arrays.clear()
-        buffers = tuple(map(_contiguous, views))
         size = len(data) + sum(view.nbytes for view in views)
+        # what took long to make should be on its way before the next one takes this thread
+        in_hand = began - self._done > _SLOW_NS or (bool(views) and size > _SMALL_BYTES)
+        # buffers are the item's own memory, which may change once this returns
+        buffers = tuple(map(_contiguous if in_hand else _copy, views))
         with self._lock:
             waited = self._wait_for_room_locked(size)
             self.sent += 1
@@ -157,11 +163,9 @@ class Outbox:
             self._put_locked(Sent(shard, number, has_state, data, buffers))
             self._given += 1
             mine = self._given
-            # buffers are the item's own memory, which may change once this returns; and what
-            # took long to make should be on its way before the next one takes this thread
-            if buffers or began - self._done > _SLOW_NS:
+            if in_hand:
                 while self._gone < mine and not self._closed:
-                    self._told.wait()
+                    self._copied.wait()
         self._done = clock()
         words = self.meter.words
         words[BYTES] += size
@@ -252,22 +256,24 @@ class Outbox:
         """Wait for frames, and return all; those that were returned before were copied by now."""
         with self._lock:
             self._gone = self._taken
-            self._told.notify_all()
+            self._copied.notify()
             while not self._frames:
                 self._filled.wait()
             frames, self._frames = self._frames, []
             self._taken = self._given
             return frames
 
-    def tell(
-        self, orders: list[Epoch], tickets: list[tuple[int, bytes]], credit: Credit | None
-    ) -> None:
-        """Take in what the driver says."""
+    def tell(self, orders: list[Epoch], tickets: list[tuple[int, bytes]]) -> None:
+        """Take in what there is to do."""
         with self._lock:
             self._orders.extend(orders)
             self._tickets.extend(tickets)
-            if credit is not None:
-                self._credit = credit
+            self._told.notify_all()
+
+    def allow(self, credit: Credit) -> None:
+        """Take in how much may have been sent."""
+        with self._lock:
+            self._credit = credit
             self._told.notify_all()
 
     def close(self) -> None:
@@ -275,6 +281,7 @@ class Outbox:
         with self._lock:
             self._closed = True
             self._told.notify_all()
+            self._copied.notify()
 
 
 class RayWorker:
@@ -347,11 +354,13 @@ class RayWorker:
                 return
             del frames  # or an item would live on while the next one is made
 
-    def tell(
-        self, orders: list[Epoch], tickets: list[tuple[int, bytes]], credit: Credit | None
-    ) -> None:
-        """Take in what the driver says."""
-        self._outbox.tell(orders, tickets, credit)
+    def tell(self, orders: list[Epoch], tickets: list[tuple[int, bytes]]) -> None:
+        """Take in what there is to do."""
+        self._outbox.tell(orders, tickets)
+
+    def allow(self, items: int, size: int | None, wanted: int) -> None:
+        """Take in how much may have been sent, as the fields of a Credit."""
+        self._outbox.allow(Credit(items, size, wanted))
 
     def close(self) -> None:
         """Have the loop end; what it has still to say comes before the last packet."""
@@ -389,6 +398,10 @@ def _contiguous(view: Any) -> Any:
     """Return what Ray takes out of the packet and copies straight into the object store."""
     flat = np.ascontiguousarray(view).reshape(-1).view(np.uint8)
     return pickle.PickleBuffer(flat)  # type: ignore[arg-type]  # numpy tells its types of no buffer
+
+
+def _copy(view: Any) -> Any:
+    return pickle.PickleBuffer(np.array(view, order="C"))  # type: ignore[arg-type]
 
 
 def _node() -> str:

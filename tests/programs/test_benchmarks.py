@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import needs
+from helpers import needs, needs_installed
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 LIMIT = 60.0  # seconds; it takes about three
@@ -68,6 +68,36 @@ def test_hdf5_is_measured(tmp_path):
     found = json.loads((tmp_path / "hdf5.json").read_text())
     assert len(found) == 18
     assert all(rate > 0 for rates in found.values() for rate in rates)
+
+
+def test_what_ray_actors_send_is_measured(tmp_path):
+    needs_installed("ray")
+    done = run(
+        *("--quick", "--contestants", "ray", "bare", "--json", tmp_path / "ray.json"),
+        program="ray_backend.py",
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "ray.json").read_text())["found"]
+    assert {size: list(rates) for size, rates in found.items()} == {
+        size: ["ray 1", "bare 1"] for size in ("tiny", "middle")
+    }
+    assert all(rate > 0 for rates in found.values() for each in rates.values() for rate in each)
+
+
+def test_what_a_batch_of_an_actor_costs_is_measured():
+    needs_installed("ray")
+    done = run("--quick", "--per-batch", program="ray_backend.py")
+    assert done.returncode == 0, done.stderr
+    assert "tiny, queue 256, 1 actor(s)" in done.stdout
+
+
+def test_without_ray_that_is_said(tmp_path):
+    hidden = "import importlib.util as u; f = u.find_spec\n"
+    hidden += "u.find_spec = lambda name, *rest: None if name == 'ray' else f(name, *rest)\n"
+    (tmp_path / "sitecustomize.py").write_text(hidden)
+    done = run(program="ray_backend.py", path=[tmp_path])
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "not installed" in done.stdout
 
 
 def test_tasks_are_measured(tmp_path):
