@@ -396,12 +396,16 @@ _NO_ERROR = Exception()  # stands for one that travels apart
 
 def _contiguous(view: Any) -> Any:
     """Return what Ray takes out of the packet and copies straight into the object store."""
-    flat = np.ascontiguousarray(view).reshape(-1).view(np.uint8)
-    return pickle.PickleBuffer(flat)  # type: ignore[arg-type]  # numpy tells its types of no buffer
+    return _buffer_of(np.ascontiguousarray(view))
 
 
 def _copy(view: Any) -> Any:
-    return pickle.PickleBuffer(np.array(view, order="C"))  # type: ignore[arg-type]
+    return _buffer_of(np.array(view, order="C"))
+
+
+def _buffer_of(array: np.ndarray) -> Any:
+    flat = array.reshape(-1).view(np.uint8)  # whatever its dtype
+    return pickle.PickleBuffer(flat)  # type: ignore[arg-type]  # numpy tells its types of no buffer
 
 
 def _node() -> str:
