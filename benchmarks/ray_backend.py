@@ -32,6 +32,7 @@ import logging
 import statistics
 import sys
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,7 +41,7 @@ from typing import Any, NamedTuple
 import machine
 import sources
 
-from enqueuer import GeneratorEnqueuer
+from enqueuer import DuplicateDataWarning, GeneratorEnqueuer
 
 Make = Callable[[], Iterator[Any]]
 Open = Callable[["Batches", int, int], Any]
@@ -134,6 +135,7 @@ def data(
     """
     import ray.data
 
+    logging.getLogger("ray.data").setLevel(logging.ERROR)  # the import has set it anew
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     tasks = ray.data.range(workers, override_num_blocks=workers)
@@ -274,7 +276,7 @@ def main() -> None:
         log_to_driver=False,
         logging_level="error",
     )
-    logging.getLogger("ray.data").setLevel("ERROR")
+    warnings.simplefilter("ignore", DuplicateDataWarning)  # each worker runs the whole source
     about = machine.describe(["enqueuer", "ray", "pyarrow", "numpy"])
     print(", ".join(f"{name} {value}" for name, value in about.items()))
     print(f"medians of {options.rounds} x {options.seconds:g} s", flush=True)

@@ -63,6 +63,7 @@ _log = logging.getLogger("enqueuer")
 
 _LOOK_S = 1.0  # for the stacks of all workers
 _ACCOUNT_S = 0.3  # for their accounts; what does not come in time is as it was last told
+_OFTEN_NS = 5_000_000  # between two grants, if each is to be worth its call
 _STREAMS = 2  # asked for at once, so that the next begins when one has ended
 
 _NEXT_STATE = {
@@ -84,6 +85,7 @@ class Actor:
         taken: How many of them were taken.
         settled: How many of those are consumed.
         credit: What it was told last.
+        granted: When it was told that.
         is_asking: Whether it has an item that it may not send.
         why: How it died.
     """
@@ -93,6 +95,7 @@ class Actor:
     allow: Any
     shards: tuple[int, ...]
     credit: Credit
+    granted: int = field(default_factory=clock)
     state: WorkerState = WorkerState.STARTING
     inbox: deque[Message] = field(default_factory=deque)
     sizes: deque[int] = field(default_factory=deque)
@@ -408,13 +411,15 @@ class RayBackend:
         at_least = before.wanted
         if wanted and (quota == 0 or size is not None):
             at_least = actor.received + 1
-        # a call costs about as much as a packet: not for each of many small items
-        is_worth_it = 2 * (items - before.items) >= quota
+        # a call costs about as much as a packet: not for each of many small items, but in a slow
+        # loop for each, so that its queue is full whenever it turns to it
+        now = clock()
+        is_worth_it = 2 * (items - before.items) >= quota or now - actor.granted > _OFTEN_NS
         if self._share is not None:  # bytes may be used up long before items are
             assert size is not None and before.size is not None
             is_worth_it |= 2 * (size - before.size) >= self._share
         if at_least != before.wanted or (is_worth_it and (items, size) != before[:2]):
-            actor.credit = Credit(items, size, at_least)
+            actor.credit, actor.granted = Credit(items, size, at_least), now
             actor.allow.remote(*actor.credit)  # plain numbers are not pickled
 
     def _ask_for(self, wanted: Actor | None) -> None:
