@@ -6,7 +6,8 @@
 
 The stream is a streaming generator of Ray's, so that each packet is copied once, into the object
 store, and belongs to the driver: it outlives the actor. A large item stays in its worker's hand
-until it was copied; small ones lie here until the stream takes them all at once.
+until it was copied; small ones lie here until the stream takes them all at once, and share one
+object of the store, which stays as long as an array of any of them does.
 """
 
 from __future__ import annotations
