@@ -90,19 +90,21 @@ def fork_server():
 
 
 @pytest.fixture(scope="session", autouse=IS_RAY)
-def ray():
-    """Start a Ray for all tests, of one node; nothing of this machine's own is used."""
+def cluster():
+    """Start a Ray of two nodes for all tests, which has nothing to do with others on this machine."""
     import ray
+    from ray.cluster_utils import Cluster
 
-    ray.init(
-        num_cpus=16,
-        object_store_memory=300 << 20,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="error",
-    )
-    yield ray
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # the paths of its sockets must be short
+    of_node = {"num_cpus": 8, "object_store_memory": 200 << 20, "temp_dir": folder}
+    head = {**of_node, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    cluster.add_node(**of_node)
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
+    yield cluster
     ray.shutdown()
+    cluster.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def census():

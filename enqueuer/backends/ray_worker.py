@@ -13,6 +13,7 @@ object of the store, which stays as long as an array of any of them does.
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import pickle
 import socket
@@ -410,6 +411,5 @@ def _buffer_of(array: np.ndarray) -> Any:
 
 
 def _node() -> str:
-    import ray
-
-    return f"{socket.gethostname()} ({ray.util.get_node_ip_address()})"
+    util = importlib.import_module("ray.util")
+    return f"{socket.gethostname()} ({util.get_node_ip_address()})"
