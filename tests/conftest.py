@@ -91,12 +91,14 @@ def fork_server():
 
 @pytest.fixture(scope="session", autouse=IS_RAY)
 def cluster():
-    """Start a Ray of two nodes for all tests, which has nothing to do with others on this machine."""
+    """Start a Ray of two nodes for all tests, that knows of no other on this machine."""
     import ray
     from ray.cluster_utils import Cluster
 
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # the paths of its sockets must be short
-    of_node = {"num_cpus": 8, "object_store_memory": 200 << 20, "temp_dir": folder}
+    os.environ["RAY_TMPDIR"] = folder
+    os.mkdir(os.path.join(folder, "ray"))
+    of_node = {"num_cpus": 8, "object_store_memory": 200 << 20}
     head = {**of_node, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     cluster.add_node(**of_node)
