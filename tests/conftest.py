@@ -99,7 +99,8 @@ def cluster():
     os.environ["RAY_TMPDIR"] = folder
     os.mkdir(os.path.join(folder, "ray"))
     of_node = {"num_cpus": 8, "object_store_memory": 200 << 20}
-    head = {**of_node, "include_dashboard": False}
+    sooner = {"health_check_period_ms": 1000}  # a node that is killed is noticed in 5 s, not 15
+    head = {**of_node, "include_dashboard": False, "_system_config": sooner}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     cluster.add_node(**of_node)
     ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
@@ -201,12 +202,12 @@ _PORTABLE_FAULTS = {
 
 
 # Spawned workers differ from those of the fork server in how they start, which is told by the other
-# tests, and takes them twelve times as long.
+# tests, and takes them twelve times as long; Ray's actors take longer still.
 _IS_LONG_RUN = bool({"ENQUEUER_ROUNDS", "ENQUEUER_KILLS"} & set(os.environ))
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out what would only say again, for the portable path or spawn, what is known."""
+    """Leave out what would only say again, for the portable path, spawn or Ray, what is known."""
     left_out = [item for item in items if _is_left_out(item)]
     items[:] = [item for item in items if not _is_left_out(item)]
     config.hook.pytest_deselected(items=left_out)
@@ -230,6 +231,6 @@ def _is_about_ray(item):
 def _says_it_again(item):
     if "process-fork-portable" in item.name:
         return item.path.parent.name == "faults" and item.path.name not in _PORTABLE_FAULTS
-    if "process-spawn" in item.name:
+    if "process-spawn" in item.name or IS_RAY:
         return item.get_closest_marker("repeats") is not None and not _IS_LONG_RUN
     return False

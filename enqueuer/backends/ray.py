@@ -88,6 +88,7 @@ class Actor:
         granted: When it was told that.
         is_asking: Whether it has an item that it may not send.
         why: How it died.
+        never_ran: Whether it died since its node had, which Ray did not know when it chose that.
     """
 
     index: int
@@ -107,6 +108,7 @@ class Actor:
     is_asking: bool = False
     where: str = ""
     why: str = ""
+    never_ran: bool = False
     began: int = field(default_factory=clock)
     thread: threading.Thread | None = None
     last: WorkerStats | None = None
@@ -297,6 +299,8 @@ class RayBackend:
         with self._news:
             if actor.state is not WorkerState.ENDED:
                 actor.why = _reason(error)
+                is_new = actor.state is WorkerState.STARTING
+                actor.never_ran = is_new and "its node has died" in str(error)
                 actor.move(WorkerState.DEAD)
             self._news.notify_all()
 
@@ -528,6 +532,8 @@ class RayBackend:
         Returns:
             The failure, if there must not be another one; None if we are being stopped.
         """
+        if dead.never_ran:
+            return self._put_another_in_place_of(dead)
         job = self._job
         error = WorkerDied(
             f"{dead} died; what it had sent was delivered.{self._history(place)} {dead.why} "
@@ -539,13 +545,9 @@ class RayBackend:
         if len(self._deaths) + job.restarts >= job.max_restarts:
             return failure
         self._deaths.append(place)
-        with self._news:
-            if self._closed:
-                return None
-            new = self._start_one(dead.index)
-            new.before = dead.measure()
-            self._actors[self._actors.index(dead)] = new
-            dead.move(WorkerState.ENDED)
+        new = self._put_another_in_place_of(dead)
+        if new is None:
+            return None
         _log.warning(
             "%s died; %s goes on with another one (restart %d, of max_restarts=%d). %s",
             str(dead),
@@ -555,6 +557,16 @@ class RayBackend:
             dead.why,
         )
         return new
+
+    def _put_another_in_place_of(self, dead: Actor) -> Actor | None:
+        with self._news:
+            if self._closed:
+                return None
+            new = self._start_one(dead.index)
+            new.before = dead.measure()
+            self._actors[self._actors.index(dead)] = new
+            dead.move(WorkerState.ENDED)
+            return new
 
     def _history(self, place: tuple[int, int]) -> str:
         """Say how often replaced workers had died, and where."""

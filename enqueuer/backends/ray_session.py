@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from typing import Any
 
 from enqueuer.backends import Cluster
 from enqueuer.errors import StartError
 from enqueuer.frameworks import framework
+
+_KNOCK_S = 10.0
 
 _lock = threading.Lock()
 _users = 0  # of a Ray that was started here
@@ -48,6 +51,8 @@ class Session:
 
     def _check_address(self) -> None:
         wanted = self._cluster.address
+        if wanted == "local" and _is_ours:
+            return
         here = self.ray.get_runtime_context().gcs_address
         if wanted not in (None, "auto", here):
             raise StartError(
@@ -69,7 +74,15 @@ class Session:
 
 def _initialise(ray: Any, address: str | None) -> None:
     try:
+        _knock(address)
         ray.init(address=address)
     except Exception as error:
         where = "could not be started" if address is None else f"at {address!r} cannot be reached"
         raise StartError(f"Ray {where}: {error}") from error
+
+
+def _knock(address: str | None) -> None:
+    """Raise OSError if nobody listens at an address; Ray would take minutes to find that out."""
+    host, _, port = (address or "").rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), _KNOCK_S).close()

@@ -1,0 +1,382 @@
+"""Ray: nodes that are killed, what goes through to it, and whose Ray it is."""
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+
+import numpy as np
+import psutil
+import pytest
+from conftest import IS_RAY
+from helpers import LIMIT, Program, bytes_of, pid_of, random_batches, wait_until
+
+from enqueuer import (
+    GeneratorEnqueuer,
+    OrderedEnqueuer,
+    StallWarning,
+    StartError,
+    WorkerDied,
+    prefetch,
+)
+
+pytestmark = pytest.mark.skipif(not IS_RAY, reason="ENQUEUER_RAY=1 runs it")
+
+RAY = {"backend": "ray"}
+
+
+# --- deaths ---
+
+
+@pytest.fixture
+def doomed(cluster):
+    """A node that the test kills, and the options that place an actor there as long as it lives."""
+    node = cluster.add_node(num_cpus=4, resources={"doomed": 1}, object_store_memory=200 << 20)
+    cluster.wait_for_nodes()
+    yield node
+    if node in cluster.worker_nodes:
+        cluster.remove_node(node, allow_graceful=False)
+
+
+def on(resource):
+    """Return options for actors that would rather be where there is a resource."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(_node_with(resource), soft=True)}
+
+
+def _node_with(resource):
+    import ray
+
+    (node,) = [n for n in ray.nodes() if n["Alive"] and resource in n["Resources"]]
+    return node["NodeID"]
+
+
+def where(shard):
+    """Yield the node, then numbers."""
+    import ray
+
+    yield ray.get_runtime_context().get_node_id()
+    for number in range(40):
+        time.sleep(0.01)  # so that the epoch lasts longer than the kill takes
+        yield number, shard.rng.random(20_000).tobytes()
+
+
+@pytest.mark.timeout(120)
+def test_nothing_is_lost_nor_comes_twice_if_a_node_is_killed(cluster, doomed):
+    with GeneratorEnqueuer(where, shards=2, random_seed=7, backend="ray") as enqueuer:
+        _, _, *wanted = enqueuer
+    with GeneratorEnqueuer(
+        where, workers=2, random_seed=7, max_restarts=2, ray_options=on("doomed"), **RAY
+    ) as enqueuer:
+        batches = iter(enqueuer)
+        node = _node_with("doomed")
+        assert (next(batches), next(batches)) == (node, node)
+        seen = [next(batches) for _ in range(6)]
+        cluster.remove_node(doomed, allow_graceful=False)
+        seen += batches
+        assert enqueuer.restart_count == 2
+        assert [batch for batch in seen if not isinstance(batch, str)] == wanted
+
+
+@pytest.mark.timeout(120)
+def test_tasks_of_a_killed_node_are_done_elsewhere(cluster, doomed):
+    def slow(number):
+        time.sleep(0.05)
+        return number
+
+    with OrderedEnqueuer(
+        range(60), slow, workers=2, max_restarts=2, ray_options=on("doomed"), **RAY
+    ) as enqueuer:
+        batches = iter(enqueuer)
+        seen = [next(batches) for _ in range(5)]
+        cluster.remove_node(doomed, allow_graceful=False)
+        assert [*seen, *batches] == list(range(60))
+        assert enqueuer.restart_count == 2
+
+
+@pytest.mark.timeout(120)
+def test_a_killed_node_is_told(cluster, doomed):
+    with GeneratorEnqueuer(where, ray_options=on("doomed"), **RAY) as enqueuer:
+        batches = iter(enqueuer)
+        next(batches)
+        cluster.remove_node(doomed, allow_graceful=False)
+        with pytest.raises(WorkerDied, match=r"worker 0 \(Ray actor, process \d+ on .*\) died"):
+            for _ in batches:
+                pass
+
+
+def test_a_worker_that_holds_the_gil_is_ended_all_the_same():
+    def hangs():
+        import re
+
+        yield os.getpid()
+        re.match("(a+)+$", 60 * "a" + "b")
+
+    with GeneratorEnqueuer(hangs, **RAY) as enqueuer:
+        pid = next(iter(enqueuer))
+        before = time.monotonic()
+        enqueuer.stop(timeout=1.0)
+        assert time.monotonic() - before < LIMIT
+    wait_until(lambda: not psutil.pid_exists(pid))
+
+
+# --- what goes through ---
+
+
+def test_options_go_through_to_the_actors():
+    def source():
+        import ray
+
+        context = ray.get_runtime_context()
+        yield context.get_assigned_resources()["CPU"], os.environ["OF_THE_TEST"]
+
+    options = {"num_cpus": 2, "runtime_env": {"env_vars": {"OF_THE_TEST": "yes"}}}
+    with GeneratorEnqueuer(source, ray_options=options, **RAY) as enqueuer:
+        assert list(enqueuer) == [(2.0, "yes")]
+
+
+def test_an_option_of_our_own_is_refused():
+    with pytest.raises(ValueError, match="ray_options cannot set max_restarts, name"):
+        GeneratorEnqueuer(where, ray_options={"max_restarts": 3, "name": "x"}, **RAY)
+    with pytest.raises(ValueError, match="give backend='ray' with it"):
+        GeneratorEnqueuer(where, ray_options={}, backend="process")
+    with pytest.raises(TypeError, match="ray_options must be a mapping"):
+        GeneratorEnqueuer(where, ray_options=["num_cpus"], **RAY)
+
+
+def test_actors_that_have_no_room_are_told_of():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with GeneratorEnqueuer(
+            where, ray_options={"resources": {"nobody has it": 1}}, stall_timeout=0.2, **RAY
+        ) as enqueuer:
+            thread = threading.Thread(target=lambda: list(enqueuer))
+            thread.start()
+            wait_until(lambda: any(w.category is StallWarning for w in caught))
+    thread.join(LIMIT)
+    (said,) = [str(w.message) for w in caught if w.category is StallWarning]
+    assert "worker 0 (Ray actor)" in said
+    assert "has not started yet: Ray looks for room" in said
+
+
+def large(shard):
+    for number in range(3):
+        yield {"x": np.full((100, 1000), number), "n": number}
+
+
+def test_large_arrays_are_read_only_unless_asked_for():
+    with GeneratorEnqueuer(large, **RAY) as enqueuer:
+        for batch in enqueuer:
+            assert not batch["x"].flags.writeable
+            with pytest.raises(ValueError, match="read-only"):
+                batch["x"] += 1
+    with GeneratorEnqueuer(large, writable=True, **RAY) as enqueuer:
+        for batch in enqueuer:
+            batch["x"] += 1
+            assert (batch["x"] == batch["n"] + 1).all()
+
+
+def test_what_is_kept_outlives_the_actors():
+    with GeneratorEnqueuer(large, **RAY) as enqueuer:
+        kept = list(enqueuer)
+    del enqueuer
+    assert [int(batch["x"].sum()) for batch in kept] == [0, 100_000, 200_000]
+
+
+def test_batches_that_are_dropped_make_room_in_the_object_store():
+    def source():
+        for number in range(100):  # 800 MB; a node's store has 200
+            yield np.full(1_000_000, number)
+
+    with GeneratorEnqueuer(source, max_queue_size=4, **RAY) as enqueuer:
+        assert [int(batch[-1]) for batch in enqueuer] == list(range(100))
+
+
+def test_the_batches_are_those_of_threads():
+    wanted = [bytes_of(batch) for batch in prefetch(random_batches, shards=3, random_seed=5)]
+    got = prefetch(random_batches, workers=2, shards=3, random_seed=5, **RAY)
+    assert [bytes_of(batch) for batch in got] == wanted
+
+
+def test_a_module_of_the_drivers_path_is_found(tmp_path, monkeypatch):
+    (tmp_path / "of_the_test.py").write_text("def numbers():\n    yield from range(3)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = __import__("of_the_test")
+    try:
+        with GeneratorEnqueuer(module.numbers, **RAY) as enqueuer:
+            assert list(enqueuer) == [0, 1, 2]
+    finally:
+        del sys.modules["of_the_test"]
+
+
+def test_a_live_generator_cannot_be_sent():
+    from enqueuer import SourceNotPicklable
+
+    enqueuer = GeneratorEnqueuer((n for n in range(3)), **RAY)
+    with pytest.raises(SourceNotPicklable, match="a live generator cannot be sent to a Ray actor"):
+        enqueuer.start()
+
+
+def test_the_log_says_who_died_and_who_goes_on(caplog):
+    def source():
+        for number in range(50):
+            time.sleep(0.005)
+            yield number
+
+    with GeneratorEnqueuer(source, max_restarts=1, **RAY) as enqueuer:
+        batches = iter(enqueuer)
+        next(batches)
+        pid = pid_of(enqueuer)
+        with caplog.at_level(logging.WARNING, "enqueuer"):
+            os.kill(pid, signal.SIGKILL)
+            assert list(batches) == list(range(1, 50))
+    assert f"process {pid}" in caplog.text
+    assert "goes on with another one (restart 1, of max_restarts=1)" in caplog.text
+
+
+# --- whose Ray it is ---
+
+
+def test_another_address_than_that_of_this_process_is_refused(cluster):
+    with GeneratorEnqueuer(large, address=cluster.address, **RAY) as enqueuer:
+        assert len(list(enqueuer)) == 3
+    enqueuer = GeneratorEnqueuer(large, address="203.0.113.1:6379", **RAY)
+    with pytest.raises(StartError, match="this process is connected to Ray at"):
+        enqueuer.start()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder for a Ray of its own, whose name is short enough for its sockets."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as short:
+        yield tmp_path, short
+
+
+def run(folder, text):
+    """Run a program that starts Rays of its own; return what it printed, as JSON."""
+    tmp_path, short = folder
+    before = os.environ.get("RAY_TMPDIR")
+    os.environ["RAY_TMPDIR"] = short
+    try:
+        with Program(tmp_path, text) as program:
+            code, out, err = program.wait(90)
+            assert code == 0, err
+            wait_until(lambda: not program.members())
+    finally:
+        os.environ["RAY_TMPDIR"] = before
+    return [json.loads(line) for line in out.splitlines() if line.startswith("[")]
+
+
+OWN = """
+    import json, os
+    from enqueuer import GeneratorEnqueuer
+    import ray
+
+    def numbers(shard):
+        yield from shard.split(range(6))
+
+    def tell(*what):
+        print(json.dumps(what), flush=True)
+
+    options = dict(backend="ray", address="local", workers=2)
+"""
+
+
+@pytest.mark.timeout(120)
+def test_a_ray_that_was_started_for_it_ends_with_the_last_enqueuer(folder):
+    told = run(
+        folder,
+        OWN
+        + """
+    one, two = GeneratorEnqueuer(numbers, **options), GeneratorEnqueuer(numbers, **options)
+    one.start()
+    two.start()
+    tell(list(one), list(two))
+    one.stop()
+    tell(ray.is_initialized())
+    two.stop()
+    tell(ray.is_initialized())
+    """,
+    )
+    assert told == [[list(range(6)), list(range(6))], [True], [False]]
+
+
+@pytest.mark.timeout(120)
+def test_a_ray_that_was_there_stays(folder):
+    told = run(
+        folder,
+        OWN
+        + """
+    ray.init(address="local", num_cpus=2, include_dashboard=False)
+    with GeneratorEnqueuer(numbers, backend="ray", workers=4) as enqueuer:  # more than CPUs
+        tell(list(enqueuer))
+    tell(ray.is_initialized())
+    """,
+    )
+    assert told == [[list(range(6))], [True]]
+
+
+@pytest.mark.timeout(120)
+def test_whoever_forgets_to_stop_leaves_nothing(folder):
+    told = run(
+        folder,
+        OWN
+        + """
+    enqueuer = GeneratorEnqueuer(numbers, **options)
+    tell(next(iter(enqueuer)))
+    """,
+    )
+    assert told == [[0]]
+
+
+@pytest.mark.timeout(120)
+def test_a_cluster_that_is_not_there_is_told(folder):
+    told = run(
+        folder,
+        OWN
+        + """
+    from enqueuer import StartError
+
+    options["address"] = "127.0.0.1:1"
+    try:
+        GeneratorEnqueuer(numbers, **options).start()
+    except StartError as error:
+        tell(str(error)[:58])
+    """,
+    )
+    assert told == [["Ray at '127.0.0.1:1' cannot be reached: [Errno 111] Connecti"]]
+
+
+def _command(pid):
+    with contextlib.suppress(psutil.Error):
+        return " ".join(psutil.Process(pid).cmdline())
+    return ""
+
+
+@pytest.mark.timeout(120)
+def test_a_driver_that_is_killed_leaves_nothing(folder):
+    tmp_path, short = folder
+    os.environ["RAY_TMPDIR"], before = short, os.environ["RAY_TMPDIR"]
+    text = """
+    enqueuer = GeneratorEnqueuer(numbers, **options)
+    tell(next(iter(enqueuer)))
+    import time
+    time.sleep(1000)
+    """
+    try:
+        with Program(tmp_path, OWN + text) as program:
+            while "[0]" not in program.process.stdout.readline():
+                pass
+            program.process.kill()
+            # two agents of Ray's stay behind, whoever is killed
+            wait_until(lambda: not {p for p in program.members() if "RayWorker" in _command(p)})
+    finally:
+        os.environ["RAY_TMPDIR"] = before
