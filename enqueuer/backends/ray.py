@@ -32,13 +32,14 @@ from enqueuer.backends import (
     ESCALATION_S,
     Job,
     WorkerState,
+    WorkerThread,
     bunch_of,
     owners_of,
     split_bound,
     until,
 )
 from enqueuer.backends.payload import pickled_source
-from enqueuer.backends.ray_session import Session
+from enqueuer.backends.ray_session import Gone, Session
 from enqueuer.backends.ray_worker import (
     GROUPS,
     Asking,
@@ -195,6 +196,7 @@ class RayBackend:
 
     def _start_one(self, index: int) -> Actor:
         job, plan = self._job, self._plans[index]
+        self._session.check()
         part = Part(
             index,
             plan.shards,
@@ -209,8 +211,9 @@ class RayBackend:
         handle = self._class.remote(part, credit, self._payload)
         allow = handle.allow.options(concurrency_group="tell", num_returns=0)
         actor = Actor(index, handle, allow, plan.shards, credit)
-        _call(handle.work, "work", num_returns=0)
-        actor.thread = threading.Thread(
+        self._call(actor, handle.work, "work")
+        # a thread of its own kind: the collector must know it, see `backends.forget`
+        actor.thread = WorkerThread(
             target=self._receive, args=(actor,), name=f"enqueuer-ray-{index}", daemon=True
         )
         actor.thread.start()
@@ -224,12 +227,12 @@ class RayBackend:
 
     def _receive(self, actor: Actor) -> None:
         """Unpack what an actor sends, until it has said its last word or is dead."""
-        ray = self._session.ray
+        get = _as_it_is(self._session.ray.get)
         try:
             streams = deque(self._stream(actor) for _ in range(_STREAMS))
             while actor.state is not WorkerState.ENDED:
                 for ref in streams[0]:
-                    self._take_in(actor, ray.get(ref))
+                    self._take_in(actor, get(ref))
                     del ref  # or Ray would keep the packet until the next one comes
                 streams.popleft()
                 streams.append(self._stream(actor))
@@ -237,7 +240,9 @@ class RayBackend:
             self._lose(actor, error)
 
     def _stream(self, actor: Actor) -> Any:
-        return _call(actor.handle.packets, "packets", num_returns="streaming")
+        self._session.check()
+        method = actor.handle.packets.options(concurrency_group="packets", num_returns="streaming")
+        return method.remote()
 
     def _take_in(self, actor: Actor, frames: list[Frame]) -> None:
         """Unpack a packet; wake the consumer once, as that takes longer than a small item."""
@@ -297,12 +302,23 @@ class RayBackend:
         """Note that an actor is dead; make sure that it is."""
         self._dismiss(actor)
         with self._news:
-            if actor.state is not WorkerState.ENDED:
-                actor.why = _reason(error)
+            if actor.state in (WorkerState.STARTING, WorkerState.RUNNING):
+                actor.why = self._reason(error)
                 is_new = actor.state is WorkerState.STARTING
                 actor.never_ran = is_new and "its node has died" in str(error)
                 actor.move(WorkerState.DEAD)
             self._news.notify_all()
+
+    def _reason(self, error: BaseException) -> str:
+        """Say how an actor died, in Ray's words, without those that say nothing of this one."""
+        try:
+            self._session.check()
+        except Gone as gone:
+            return f"{gone}."
+        text = str(error)
+        _, _, after = text.partition("The actor is dead because ")
+        text, _, _ = (after or text).partition(" Some common causes include")
+        return f"Ray says: {' '.join(text.split())}"
 
     # --- run ---
 
@@ -318,7 +334,15 @@ class RayBackend:
         orders: list[Epoch] | None = None,
         tickets: list[tuple[int, bytes]] | None = None,
     ) -> None:
-        _call(actor.handle.tell, "tell", orders or [], tickets or [], num_returns=0)
+        self._call(actor, actor.handle.tell, "tell", orders or [], tickets or [])
+
+    def _call(self, actor: Actor, method: Any, group: str, *args: Any) -> None:
+        """Call a method that answers nothing, in one of the actor's threads."""
+        try:
+            self._session.check()
+            method.options(concurrency_group=group, num_returns=0).remote(*args)
+        except Exception as error:  # it is of a Ray that is gone
+            self._lose(actor, error)
 
     def wait(self, order: Order, deadline: float | None) -> Failure | None:
         self._check_owner()
@@ -424,7 +448,11 @@ class RayBackend:
             is_worth_it |= 2 * (size - before.size) >= self._share
         if at_least != before.wanted or (is_worth_it and (items, size) != before[:2]):
             actor.credit, actor.granted = Credit(items, size, at_least), now
-            actor.allow.remote(*actor.credit)  # plain numbers are not pickled
+            try:
+                self._session.check()
+                actor.allow.remote(*actor.credit)  # plain numbers are not pickled
+            except Exception as error:  # as in _call
+                self._lose(actor, error)
 
     def _ask_for(self, wanted: Actor | None) -> None:
         """Let the item come for which the consumer is about to wait. Lock held."""
@@ -447,40 +475,41 @@ class RayBackend:
 
     @functools.cached_property
     def _cpus(self) -> float:
-        return float(self._session.ray.cluster_resources().get("CPU", 0)) or usage.cpus()
+        with contextlib.suppress(Exception):  # Ray is gone
+            self._session.check()
+            return float(self._session.ray.cluster_resources()["CPU"])
+        return usage.cpus()
 
     def measures(self) -> list[WorkerStats]:
         actors = list(self._actors)
-        refs = {
-            actor: _call(actor.handle.account, "look")
-            for actor in actors
-            if actor.state is WorkerState.RUNNING and not self._closed
-        }
-        for actor, told in self._answers(refs, _ACCOUNT_S).items():
-            actor.note(told)
+        if not self._closed:
+            for actor, told in self._answers("account", _ACCOUNT_S).items():
+                actor.note(told)
         return [actor.measure() for actor in actors]
 
     def look(self, order: Order) -> View:
-        refs = {
-            actor: _call(actor.handle.look, "look")
-            for actor in self._actors
-            if actor.state is WorkerState.RUNNING
-        }
-        stacks = self._answers(refs, _LOOK_S)
+        stacks = self._answers("look", _LOOK_S)
         sights = [
             Sight(str(actor), actor.shards, stacks.get(actor), _why_no_stack(actor))
             for actor in self._actors
         ]
         return View(self._awaited(order), self.waiting(), first_for(order, sights))
 
-    def _answers(self, refs: dict[Actor, Any], limit: float) -> dict[Actor, Any]:
-        """Return what actors answered in time."""
-        ray, answers = self._session.ray, {}
-        if refs:
-            ray.wait(list(refs.values()), num_returns=len(refs), timeout=limit)
+    def _answers(self, question: str, limit: float) -> dict[Actor, Any]:
+        """Call a method of all actors; return what those answer that do so in time."""
+        refs, answers = {}, {}
+        get, wait = _as_it_is(self._session.ray.get), _as_it_is(self._session.ray.wait)
+        with contextlib.suppress(Exception):  # Ray is gone
+            for actor in list(self._actors):
+                if actor.state is WorkerState.RUNNING:
+                    self._session.check()
+                    method = getattr(actor.handle, question).options(concurrency_group="look")
+                    refs[actor] = method.remote()
+            if refs:
+                wait(list(refs.values()), num_returns=len(refs), timeout=limit)
         for actor, ref in refs.items():
             with contextlib.suppress(Exception):
-                answers[actor] = ray.get(ref, timeout=0)
+                answers[actor] = get(ref, timeout=0)
         return answers
 
     def _awaited(self, order: Order) -> str:
@@ -545,7 +574,11 @@ class RayBackend:
         if len(self._deaths) + job.restarts >= job.max_restarts:
             return failure
         self._deaths.append(place)
-        new = self._put_another_in_place_of(dead)
+        try:
+            new = self._put_another_in_place_of(dead)
+        except Exception as trouble:
+            error.__cause__ = trouble
+            return failure
         if new is None:
             return None
         _log.warning(
@@ -595,13 +628,12 @@ class RayBackend:
     def _hang_up(self, actor: Actor) -> None:
         """Ask an actor to end its loop."""
         if actor.state in (WorkerState.STARTING, WorkerState.RUNNING):
-            with contextlib.suppress(Exception):  # it dies just now
-                _call(actor.handle.close, "tell", num_returns=0)
+            self._call(actor, actor.handle.close, "tell")
 
     def _dismiss(self, actor: Actor) -> None:
         """End an actor that has said its last word."""
         with contextlib.suppress(Exception):
-            self._session.ray.kill(actor.handle)
+            _as_it_is(self._session.ray.kill)(actor.handle)
 
     def stop(self, timeout: float) -> None:
         if self._owner != os.getpid():
@@ -638,9 +670,9 @@ class RayBackend:
             )
 
 
-def _call(method: Any, group: str, *args: Any, **options: Any) -> Any:
-    """Call a method of an actor, in one of its threads."""
-    return method.options(concurrency_group=group, **options).remote(*args)
+def _as_it_is(function: Any) -> Any:
+    """Return a function of Ray's that does not start a Ray where there is none any more."""
+    return getattr(function, "__wrapped__", function)
 
 
 def _size_of(sent: Sent) -> int:
@@ -650,14 +682,6 @@ def _size_of(sent: Sent) -> int:
 def _is_at_work(actor: Actor) -> bool:
     thread = actor.thread
     return thread is not None and thread is not threading.current_thread() and thread.is_alive()
-
-
-def _reason(error: BaseException) -> str:
-    """Say how an actor died, in Ray's words, without those that say nothing of this one."""
-    text = str(error)
-    _, _, after = text.partition("The actor is dead because ")
-    text, _, _ = (after or text).partition(" Some common causes include")
-    return f"Ray says: {' '.join(text.split())}"
 
 
 def _why_no_stack(actor: Actor) -> str:

@@ -12,9 +12,19 @@ from enqueuer.frameworks import framework
 
 _KNOCK_S = 10.0
 
-_lock = threading.Lock()
-_users = 0  # of a Ray that was started here
-_is_ours = False
+_lock = threading.RLock()  # the collector may strike here, and end another enqueuer
+
+
+class _Started:
+    """A Ray that was started here, and how many use it."""
+
+    def __init__(self, address: str | None) -> None:
+        self.address = address
+        self.users = 1
+        self.identity: tuple[str, str] | None = None
+
+
+_started: _Started | None = None
 
 
 class Session:
@@ -26,7 +36,7 @@ class Session:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._counts = False
+        self._started: _Started | None = None
         self.ray: Any = None
 
     def join(self) -> Any:
@@ -36,49 +46,74 @@ class Session:
             FrameworkUnavailable: It is not installed.
             StartError: It cannot be reached, or is another one than was asked for.
         """
-        global _users, _is_ours
+        global _started
         ray = self.ray = framework("ray", "ray", "2.10", user="backend='ray'")
         with _lock:
-            if not ray.is_initialized():
-                _initialise(ray, self._cluster.address)
-                _is_ours, _users = True, 0
-            else:
-                self._check_address()
-            if _is_ours:
-                _users += 1
-                self._counts = True
+            # counted first: whatever is collected from here on does not shut it down
+            if _started is not None and _started.identity == _identity(ray):
+                _started.users += 1
+                self._started = _started
+            try:
+                if not ray.is_initialized():
+                    self._started = _initialise(ray, self._cluster.address)
+                    _started = self._started
+                else:
+                    self._check_address()
+            except BaseException:
+                self.leave()
+                raise
         return ray
 
     def _check_address(self) -> None:
         wanted = self._cluster.address
-        if wanted == "local" and _is_ours:
-            return
         here = self.ray.get_runtime_context().gcs_address
-        if wanted not in (None, "auto", here):
+        if wanted in (None, "auto", here):
+            return
+        if self._started is None or wanted != self._started.address:
             raise StartError(
                 f"address={wanted!r} was given, but this process is connected to Ray at {here}; "
                 "leave address out to use that, or call ray.shutdown() first"
             )
 
+    def check(self) -> None:
+        """Raise Gone if the user has shut Ray down, since most calls would start another one."""
+        if not self.ray.is_initialized():
+            raise Gone("Ray was shut down in this process")
+
     def leave(self) -> None:
         """Shut Ray down if it was started here and nobody else uses it."""
-        global _users, _is_ours
         with _lock:
-            if self._counts:
-                self._counts = False
-                _users -= 1
-                if _is_ours and _users == 0:
-                    _is_ours = False
-                    self.ray.shutdown()
+            started, self._started = self._started, None
+            if started is None:
+                return
+            started.users -= 1
+            # the user may have shut it down, and started another one
+            if started.users == 0 and started.identity == _identity(self.ray):
+                self.ray.shutdown()
 
 
-def _initialise(ray: Any, address: str | None) -> None:
+class Gone(Exception):
+    """There is no Ray any more."""
+
+
+def _initialise(ray: Any, address: str | None) -> _Started:
+    started = _Started(address)
     try:
         _knock(address)
         ray.init(address=address)
     except Exception as error:
         where = "could not be started" if address is None else f"at {address!r} cannot be reached"
         raise StartError(f"Ray {where}: {error}") from error
+    started.identity = _identity(ray)
+    return started
+
+
+def _identity(ray: Any) -> tuple[str, str] | None:
+    """Return what only this connection to this Ray has; None if there is none."""
+    if not ray.is_initialized():
+        return None
+    context = ray.get_runtime_context()
+    return context.get_node_id(), context.get_job_id()
 
 
 def _knock(address: str | None) -> None:
