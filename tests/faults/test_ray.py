@@ -349,10 +349,10 @@ def test_a_cluster_that_is_not_there_is_told(folder):
     try:
         GeneratorEnqueuer(numbers, **options).start()
     except StartError as error:
-        tell(str(error)[:58])
+        tell(str(error))
     """,
     )
-    assert told == [["Ray at '127.0.0.1:1' cannot be reached: [Errno 111] Connecti"]]
+    assert told[0][0].startswith("Ray at '127.0.0.1:1' cannot be reached: ")
 
 
 def _command(pid):
