@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import random
+import signal
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 from enqueuer.backends import Cluster
@@ -41,11 +46,12 @@ class Session:
 
         Raises:
             FrameworkUnavailable: It is not installed.
-            StartError: It cannot be reached, or is another one than was asked for.
+            StartError: It cannot be reached, is another one than was asked for, or is that of
+                the process that this one was forked from.
         """
         global _started
-        ray = self.ray = framework("ray", "ray", "2.10", user="backend='ray'")
-        with _lock:
+        with _lock, _untouched():
+            ray = self.ray = framework("ray", "ray", "2.10", user="backend='ray'")
             # counted first: whatever is collected from here on does not shut it down
             if _started is not None and _started.identity == _identity(ray):
                 _started.users += 1
@@ -55,6 +61,7 @@ class Session:
                     self._started = _initialise(ray, self._cluster.address)
                     _started = self._started
                 else:
+                    _check_process()
                     self._check_address()
             except BaseException:
                 self.leave()
@@ -86,11 +93,12 @@ class Session:
             started.users -= 1
             # the user may have shut it down, and started another one
             if started.users == 0 and started.identity == _identity(self.ray):
-                self.ray.shutdown()
+                with _untouched():
+                    self.ray.shutdown()
 
 
 class Gone(Exception):
-    """There is no Ray any more."""
+    """What was there is not there any more; the message says what."""
 
 
 def _initialise(ray: Any, address: str | None) -> _Started:
@@ -102,6 +110,30 @@ def _initialise(ray: Any, address: str | None) -> _Started:
         raise StartError(f"Ray {where}: {error}") from error
     started.identity = _identity(ray)
     return started
+
+
+@contextlib.contextmanager
+def _untouched() -> Iterator[None]:
+    """Leave random numbers, and what SIGTERM does, as the user has them; Ray changes both."""
+    numbers, on_term = random.getstate(), signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        random.setstate(numbers)
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and on_term is not None:  # else Ray has not touched it, or nobody can
+            signal.signal(signal.SIGTERM, on_term)
+
+
+def _check_process() -> None:
+    """Raise StartError where Ray's threads are not: what was forked from its driver would hang."""
+    tasks = "/proc/self/task"  # Linux's, where DataLoader and others fork
+    if os.path.isdir(tasks) and len(os.listdir(tasks)) <= threading.active_count():
+        raise StartError(
+            "this process was forked from one that is connected to Ray, whose connection cannot "
+            "be used here; have it spawned (mp_context='spawn', or multiprocessing_context of a "
+            "DataLoader), or fork before Ray is started"
+        )
 
 
 def _identity(ray: Any) -> tuple[str, str] | None:
