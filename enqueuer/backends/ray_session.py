@@ -24,6 +24,7 @@ class _Started:
         self.address = address
         self.users = 1
         self.identity: tuple[str, str] | None = None
+        self.on_term: Any = None  # what Ray does at SIGTERM, in place of the system's default
 
 
 _started: _Started | None = None
@@ -95,6 +96,9 @@ class Session:
             if started.users == 0 and started.identity == _identity(self.ray):
                 with _untouched():
                     self.ray.shutdown()
+                is_theirs = signal.getsignal(signal.SIGTERM) is started.on_term
+                if is_theirs and threading.current_thread() is threading.main_thread():
+                    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 class Gone(Exception):
@@ -103,25 +107,31 @@ class Gone(Exception):
 
 def _initialise(ray: Any, address: str | None) -> _Started:
     started = _Started(address)
+    on_term = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(address=address)
     except Exception as error:
         where = "could not be started" if address is None else f"at {address!r} cannot be reached"
         raise StartError(f"Ray {where}: {error}") from error
     started.identity = _identity(ray)
+    if on_term is signal.SIG_DFL:
+        started.on_term = signal.getsignal(signal.SIGTERM)
     return started
 
 
 @contextlib.contextmanager
 def _untouched() -> Iterator[None]:
-    """Leave random numbers, and what SIGTERM does, as the user has them; Ray changes both."""
+    """Leave random numbers, and what the user does at SIGTERM, as they are; Ray changes both.
+
+    What Ray does in place of the system's default may stay: it ends in order what was started.
+    """
     numbers, on_term = random.getstate(), signal.getsignal(signal.SIGTERM)
     try:
         yield
     finally:
         random.setstate(numbers)
         is_main = threading.current_thread() is threading.main_thread()
-        if is_main and on_term is not None:  # else Ray has not touched it, or nobody can
+        if is_main and on_term not in (None, signal.SIG_DFL):
             signal.signal(signal.SIGTERM, on_term)
 
 
