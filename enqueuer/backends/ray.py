@@ -407,7 +407,7 @@ class RayBackend:
     def take(self, order: Order) -> Iterator[Item]:
         for _ in range(self._bunch):
             with self._news:
-                if order.done:
+                if order.done or self._closed:  # by a signal handler, say
                     return
                 turn = order.turn()
                 actor = self._actors[self._found] if turn is ANY else self._worker_of(turn)

@@ -101,7 +101,7 @@ class Session:
                     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-class Gone(Exception):
+class Gone(StartError):
     """What was there is not there any more; the message says what."""
 
 
