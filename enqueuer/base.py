@@ -340,8 +340,9 @@ class BaseEnqueuer(ABC, Generic[Batch]):
     def stats(self) -> Stats:
         """Return what was measured since the start: how long the loop waited, and for what.
 
-        May be called at any time, by any thread; it waits for nothing, and measuring cannot be
-        turned off, as it costs next to nothing. After `stop()` it is what was measured until then.
+        May be called at any time, by any thread; it waits for nothing, except that Ray actors are
+        asked, and have 0.3 s to answer. Measuring cannot be turned off, as it costs next to
+        nothing. After `stop()` it is what was measured until then.
 
         Raises:
             InvalidState: The workers are processes of the one that this one was forked from.

@@ -6,6 +6,8 @@ It travels in a nameless file, whose descriptor goes over each worker's channel.
 from __future__ import annotations
 
 import contextlib
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any
@@ -20,6 +22,8 @@ from enqueuer.transport.blocks import nameless_file
 from enqueuer.transport.codec import find_culprit, is_picklable
 from enqueuer.transport.packets import Descriptor
 from enqueuer.worker import OnError
+
+_lock = threading.Lock()  # of what cloudpickle is told
 
 _OTHERS = "backend='thread' or mp_context='fork'"
 
@@ -54,7 +58,7 @@ def pickled_source(
         SourceNotPicklable: One of these cannot be pickled; the message names the culprit.
     """
     try:
-        return cloudpickle.dumps((source, on_error), protocol=5)  # type: ignore[no-any-return]
+        return _by_value((source, on_error))
     except Exception as error:
         if not is_picklable(on_error):
             raise SourceNotPicklable(
@@ -62,6 +66,22 @@ def pickled_source(
                 f"{error}; use a function of a module, or {others}"
             ) from error
         raise SourceNotPicklable(why_not(source, where, others)) from error
+
+
+def _by_value(what: object) -> bytes:
+    """Pickle with all that the main module defines, also where that is called `__mp_main__`.
+
+    A process that multiprocessing has spawned calls it so, and no worker could import it.
+    """
+    main = sys.modules["__main__"]
+    if main.__name__ != "__mp_main__":
+        return cloudpickle.dumps(what, protocol=5)  # type: ignore[no-any-return]
+    with _lock:
+        cloudpickle.register_pickle_by_value(main)
+        try:
+            return cloudpickle.dumps(what, protocol=5)  # type: ignore[no-any-return]
+        finally:
+            cloudpickle.unregister_pickle_by_value(main)
 
 
 def why_not(source: Source | TaskSource, where: str, others: str = _OTHERS) -> str:

@@ -230,10 +230,12 @@ class RayBackend:
         get = _as_it_is(self._session.ray.get)
         try:
             streams = deque(self._stream(actor) for _ in range(_STREAMS))
-            while actor.state is not WorkerState.ENDED:
+            while True:
                 for ref in streams[0]:
                     self._take_in(actor, get(ref))
                     del ref  # or Ray would keep the packet until the next one comes
+                    if actor.state is WorkerState.ENDED:  # threads of the user's may still log
+                        return
                 streams.popleft()
                 streams.append(self._stream(actor))
         except BaseException as error:
@@ -251,7 +253,7 @@ class RayBackend:
         for frame in frames:
             match frame:
                 case Sent():
-                    item = self._unpack(frame)
+                    item = self._unpack(frame, str(actor))
                     messages.append(item)
                     if isinstance(item, Item):
                         sizes.append(_size_of(frame))
@@ -273,19 +275,22 @@ class RayBackend:
                         actor.is_asking = True
                     case Hello():
                         actor.move(WorkerState.RUNNING)
-                    case Bye():
+                    case Bye(why=""):
                         actor.move(WorkerState.ENDED)
                     case logging.LogRecord():
                         self._records.append(frame)
             actor.sizes.extend(sizes)
             self._arrived(actor, messages)
             self._news.notify_all()
+        for frame in frames:
+            if isinstance(frame, Bye) and frame.why:
+                raise Gone(frame.why)
 
     def _arrived(self, actor: Actor, messages: list[Message]) -> None:
         """Put messages into the inbox. Lock held."""
         actor.inbox.extend(messages)
 
-    def _unpack(self, sent: Sent) -> Item | Failure:
+    def _unpack(self, sent: Sent, worker: str) -> Item | Failure:
         buffers = [memoryview(buffer) for buffer in sent.buffers]
         if self._job.cluster.writable:
             buffers = [memoryview(bytearray(buffer)) for buffer in buffers]
@@ -294,7 +299,7 @@ class RayBackend:
         except Exception as error:
             failure = ItemNotLoadable(f"an item came, but it cannot be loaded here: {error!r}")
             failure.__cause__ = error
-            return Failure(sent.shard, sent.number, failure)
+            return Failure(sent.shard, sent.number, failure, worker=worker)
         value, state = value if sent.has_state else (value, None)
         return Item(sent.shard, sent.number, value, state)
 
@@ -314,7 +319,9 @@ class RayBackend:
         try:
             self._session.check()
         except Gone as gone:
-            return f"{gone}."
+            error = gone
+        if isinstance(error, Gone):
+            return f"{error}."
         text = str(error)
         _, _, after = text.partition("The actor is dead because ")
         text, _, _ = (after or text).partition(" Some common causes include")
@@ -404,7 +411,7 @@ class RayBackend:
     def take(self, order: Order) -> Iterator[Item]:
         for _ in range(self._bunch):
             with self._news:
-                if order.done:
+                if order.done or self._closed:  # by a signal handler, say
                     return
                 turn = order.turn()
                 actor = self._actors[self._found] if turn is ANY else self._worker_of(turn)
@@ -447,6 +454,7 @@ class RayBackend:
             assert size is not None and before.size is not None
             is_worth_it |= 2 * (size - before.size) >= self._share
         if at_least != before.wanted or (is_worth_it and (items, size) != before[:2]):
+            self._check_owner()  # in a forked child the call would hang
             actor.credit, actor.granted = Credit(items, size, at_least), now
             try:
                 self._session.check()
@@ -564,12 +572,7 @@ class RayBackend:
         if dead.never_ran:
             return self._put_another_in_place_of(dead)
         job = self._job
-        error = WorkerDied(
-            f"{dead} died; what it had sent was delivered.{self._history(place)} {dead.why} "
-            "If nobody killed it, look for want of memory on its node, os._exit, or a crash in "
-            "the libraries that the generator uses.",
-            dead.index,
-        )
+        error = WorkerDied(self._epitaph(dead, self._history(place)), dead.index)
         failure = Failure(*place, error, worker=str(dead))
         if len(self._deaths) + job.restarts >= job.max_restarts:
             return failure
@@ -600,6 +603,19 @@ class RayBackend:
             self._actors[self._actors.index(dead)] = new
             dead.move(WorkerState.ENDED)
             return new
+
+    def _epitaph(self, dead: Actor, history: str) -> str:
+        """Say how an actor died, and what to do."""
+        if not dead.where:
+            return (
+                f"{dead} could not be started.{history} {dead.why} Look at ray_options, and "
+                "whether enqueuer, and what the generator imports, is on its node."
+            )
+        return (
+            f"{dead} died; what it had sent was delivered.{history} {dead.why} "
+            "If nobody killed it, look for want of memory on its node, os._exit, or a crash in "
+            "the libraries that the generator uses."
+        )
 
     def _history(self, place: tuple[int, int]) -> str:
         """Say how often replaced workers had died, and where."""

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import random
+import signal
 import socket
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 from enqueuer.backends import Cluster
@@ -22,6 +27,7 @@ class _Started:
         self.address = address
         self.users = 1
         self.identity: tuple[str, str] | None = None
+        self.on_term: Any = None  # what Ray does at SIGTERM, in place of the system's default
 
 
 _started: _Started | None = None
@@ -44,11 +50,12 @@ class Session:
 
         Raises:
             FrameworkUnavailable: It is not installed.
-            StartError: It cannot be reached, or is another one than was asked for.
+            StartError: It cannot be reached, is another one than was asked for, or is that of
+                the process that this one was forked from.
         """
         global _started
-        ray = self.ray = framework("ray", "ray", "2.10", user="backend='ray'")
-        with _lock:
+        with _lock, _untouched():
+            ray = self.ray = framework("ray", "ray", "2.10", user="backend='ray'")
             # counted first: whatever is collected from here on does not shut it down
             if _started is not None and _started.identity == _identity(ray):
                 _started.users += 1
@@ -58,6 +65,7 @@ class Session:
                     self._started = _initialise(ray, self._cluster.address)
                     _started = self._started
                 else:
+                    _check_process()
                     self._check_address()
             except BaseException:
                 self.leave()
@@ -89,15 +97,20 @@ class Session:
             started.users -= 1
             # the user may have shut it down, and started another one
             if started.users == 0 and started.identity == _identity(self.ray):
-                self.ray.shutdown()
+                with _untouched():
+                    self.ray.shutdown()
+                is_theirs = signal.getsignal(signal.SIGTERM) is started.on_term
+                if is_theirs and threading.current_thread() is threading.main_thread():
+                    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-class Gone(Exception):
-    """There is no Ray any more."""
+class Gone(StartError):
+    """What was there is not there any more; the message says what."""
 
 
 def _initialise(ray: Any, address: str | None) -> _Started:
     started = _Started(address)
+    on_term = signal.getsignal(signal.SIGTERM)
     try:
         _knock(address)
         ray.init(address=address)
@@ -105,7 +118,36 @@ def _initialise(ray: Any, address: str | None) -> _Started:
         where = "could not be started" if address is None else f"at {address!r} cannot be reached"
         raise StartError(f"Ray {where}: {error}") from error
     started.identity = _identity(ray)
+    if on_term is signal.SIG_DFL:
+        started.on_term = signal.getsignal(signal.SIGTERM)
     return started
+
+
+@contextlib.contextmanager
+def _untouched() -> Iterator[None]:
+    """Leave random numbers, and what the user does at SIGTERM, as they are; Ray changes both.
+
+    What Ray does in place of the system's default may stay: it ends in order what was started.
+    """
+    numbers, on_term = random.getstate(), signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        random.setstate(numbers)
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and on_term not in (None, signal.SIG_DFL):
+            signal.signal(signal.SIGTERM, on_term)
+
+
+def _check_process() -> None:
+    """Raise StartError where Ray's threads are not: what was forked from its driver would hang."""
+    tasks = "/proc/self/task"  # Linux's, where DataLoader and others fork
+    if os.path.isdir(tasks) and len(os.listdir(tasks)) <= threading.active_count():
+        raise StartError(
+            "this process was forked from one that is connected to Ray, whose connection cannot "
+            "be used here; have it spawned (mp_context='spawn', or multiprocessing_context of a "
+            "DataLoader), or fork before Ray is started"
+        )
 
 
 def _identity(ray: Any) -> tuple[str, str] | None:

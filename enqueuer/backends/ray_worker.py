@@ -119,7 +119,13 @@ class Asking(NamedTuple):
 
 
 class Bye(NamedTuple):
-    """The last frame: the worker's loop is over."""
+    """The last frame: the worker's loop is over.
+
+    Attributes:
+        why: It is, if it was not asked to end.
+    """
+
+    why: str = ""
 
 
 Frame = Hello | Sent | Told | Asking | Bye | LogRecord
@@ -313,6 +319,16 @@ class RayWorker:
         self._thread.join()
 
     def _work(self) -> None:
+        bye = Bye()
+        try:
+            self._serve()
+        except BaseException as error:  # or the driver would wait for ever
+            traceback.print_exc()
+            bye = Bye(f"Its loop ended by {error!r}")
+        finally:
+            self._outbox.say(bye)
+
+    def _serve(self) -> None:
         part, outbox = self._part, self._outbox
         outbox.say(Hello(os.getpid(), _node()))
         if part.levels is not None:
@@ -330,8 +346,6 @@ class RayWorker:
             else:
                 serve = traced(worker.serve, part.trace, part.index)
                 serve(plan, outbox, outbox, GlobalStreams().enter)
-        finally:
-            outbox.say(Bye())
 
     def _fail(self, error: BaseException) -> None:
         """Tell that there is no source, and stay until the driver has heard it."""

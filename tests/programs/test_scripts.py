@@ -175,3 +175,34 @@ def test_closed_standard_streams_do_no_harm(options, closed, tmp_path):
         os._exit(42)  # nobody could hear an AssertionError
     """
     assert run_program(tmp_path, text.replace("OPTIONS", options))[0] == 42
+
+
+SPAWNED = """
+    import multiprocessing
+
+    from enqueuer import GeneratorEnqueuer
+
+    def doubled(number):
+        return 2 * number
+
+    def batches(shard):
+        yield from map(doubled, range(3))
+
+    def child(options):
+        with GeneratorEnqueuer(batches, **options) as enqueuer:
+            assert list(enqueuer) == [0, 2, 4]
+
+    if __name__ == "__main__":
+        for method in METHODS:
+            options = {"backend": "process", "mp_context": method}
+            spawn = multiprocessing.get_context("spawn")
+            process = spawn.Process(target=child, args=(options,))
+            process.start()
+            process.join()
+            assert process.exitcode == 0
+"""
+
+
+def test_a_function_of_the_script_is_known_to_workers_of_a_process_that_it_spawned(tmp_path):
+    text = SPAWNED.replace("METHODS", repr(METHODS))
+    assert run_program(tmp_path, text) == (0, "", "")

@@ -1,0 +1,172 @@
+"""Who starts Ray and who shuts it down, with a small Ray of our own that only counts."""
+
+import random
+import signal
+import threading
+
+import pytest
+from helpers import LIMIT
+
+from enqueuer.backends import Cluster, ray_session
+from enqueuer.backends.ray_session import Gone, Session
+from enqueuer.errors import StartError
+
+
+class Context:
+    def __init__(self, number):
+        self.gcs_address = f"10.0.0.{number}:6379"
+        self.number = number
+
+    def get_node_id(self):
+        return f"node {self.number}"
+
+    def get_job_id(self):
+        return "01000000"
+
+
+class FakeRay:
+    """Keeps what Ray promises of init() and shutdown(), and does what it does to the process."""
+
+    def __init__(self):
+        self.started = 0
+        self.is_up = False
+
+    def init(self, address=None):
+        assert not self.is_up
+        random.random()
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, lambda number, frame: None)
+        self.started += 1
+        self.is_up = True
+
+    def shutdown(self):
+        random.random()
+        self.is_up = False
+
+    def is_initialized(self):
+        return self.is_up
+
+    def get_runtime_context(self):
+        assert self.is_up  # else Ray would start
+        return Context(self.started)
+
+
+@pytest.fixture
+def ray(monkeypatch):
+    fake = FakeRay()
+    monkeypatch.setattr(ray_session, "framework", lambda *args, **options: fake)
+    monkeypatch.setattr(ray_session, "_check_process", lambda: None)  # it has no threads
+    monkeypatch.setattr(ray_session, "_started", None)
+    before = signal.getsignal(signal.SIGTERM)
+    yield fake
+    signal.signal(signal.SIGTERM, before)
+
+
+def joined(address=None):
+    session = Session(Cluster(address))
+    session.join()
+    return session
+
+
+def test_the_last_to_leave_shuts_down_what_was_started(ray):
+    sessions = [joined(), joined()]
+    sessions[0].leave()
+    sessions[0].leave()
+    assert ray.is_up
+    sessions[1].leave()
+    assert (ray.started, ray.is_up) == (1, False)
+
+
+def test_a_ray_of_the_users_is_left_as_it_is(ray):
+    ray.init()
+    joined().leave()
+    assert ray.is_up
+
+
+def test_a_ray_that_the_user_started_in_the_place_of_ours_is_left_as_it_is(ray):
+    session = joined()
+    ray.shutdown()
+    ray.init()
+    session.leave()
+    assert ray.is_up
+
+
+def test_one_that_outlived_its_ray_does_not_shut_down_that_of_another(ray):
+    old = joined()
+    ray.shutdown()
+    new = joined()
+    old.leave()
+    assert ray.is_up
+    new.leave()
+    assert not ray.is_up
+
+
+@pytest.mark.parametrize("address", ["local", "head:6379"])
+def test_the_address_that_the_first_one_took_is_taken_by_the_second(ray, address):
+    sessions = [joined(address), joined(address)]
+    for session in sessions:
+        session.leave()
+    assert (ray.started, ray.is_up) == (1, False)
+
+
+def test_another_address_is_an_error_and_counts_for_nothing(ray):
+    session = joined("local")
+    with pytest.raises(StartError, match="connected to Ray at"):
+        joined("10.9.9.9:6379")
+    session.leave()
+    assert not ray.is_up
+
+
+def test_a_ray_that_was_shut_down_is_gone(ray):
+    session = joined()
+    session.check()
+    ray.shutdown()
+    with pytest.raises(Gone, match="was shut down"):
+        session.check()
+
+
+def test_random_numbers_are_left_as_they_are(ray):
+    before = random.getstate()
+    joined().leave()
+    assert random.getstate() == before
+
+
+def test_what_the_user_does_at_sigterm_stays(ray):
+    def mine(number, frame):
+        pass
+
+    signal.signal(signal.SIGTERM, mine)
+    session = joined()
+    assert signal.getsignal(signal.SIGTERM) is mine
+    session.leave()
+    assert signal.getsignal(signal.SIGTERM) is mine
+
+
+def test_what_ray_does_at_sigterm_goes_with_it(ray):
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    session = joined()
+    assert callable(signal.getsignal(signal.SIGTERM))
+    session.leave()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_one_that_is_collected_while_another_joins_does_not_wait_for_it(ray):
+    old = joined()
+    is_up, new = ray.is_initialized, []
+
+    def collected():
+        old.leave()
+        return is_up()
+
+    def join():
+        ray.is_initialized = collected
+        new.append(joined())
+
+    thread = threading.Thread(target=join, daemon=True)
+    thread.start()
+    thread.join(LIMIT)
+    assert not thread.is_alive()
+    ray.is_initialized = is_up
+    assert ray.is_up
+    new[0].leave()
+    assert not ray.is_up
