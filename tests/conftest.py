@@ -115,7 +115,7 @@ def census():
     gc.collect()
     temporary = {n for n in os.listdir(tempfile.gettempdir()) if _OURS.match(n)}
     if IS_RAY:
-        return {"threads": _threads(), "actors": _actors(), "temporary": temporary}
+        return {"threads": _threads(), "actors": actors(), "temporary": temporary}
     return {
         "threads": {thread.name for thread in threading.enumerate()},
         "children": {child.pid for child in psutil.Process().children(recursive=True)},
@@ -129,7 +129,7 @@ def _threads():
     return {thread.name for thread in threading.enumerate() if thread.name.startswith("enqueuer")}
 
 
-def _actors():
+def actors():
     """Return the pids of our actors, which Ray names so."""
     found = set()
     for child in psutil.Process().children(recursive=True):
