@@ -148,6 +148,7 @@ def test_what_computes_has_no_more_processes_than_cpus(monkeypatch):
         assert max(loop.workers) <= 2
 
 
+@pytest.mark.local  # a start of Ray's beside it takes the CPU that the loop is measured by
 def test_it_comes_to_rest(options):
     """One and the same load: at its end nothing changes any more."""
     with OrderedEnqueuer(

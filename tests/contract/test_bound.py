@@ -74,7 +74,9 @@ def test_bytes_are_bounded_too(options, ordered, tmp_path):
         for taken in range(20):
             next(iter(enqueuer))
             assert counter.made - taken - 1 <= 4 + 2
-        wait_until(lambda: enqueuer.queue.qsize() == 4)
+        # a loop that has just been fast leaves half of each actor's credit to be renewed
+        at_least = 2 if options["backend"] == "ray" else 4
+        wait_until(lambda: at_least <= enqueuer.queue.qsize() <= 4)
 
 
 @pytest.mark.parametrize("ordered", [True, False])
