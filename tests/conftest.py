@@ -50,6 +50,7 @@ def pytest_configure(config):
     there is not to be counted. And a place where pytest-timeout's stacks are seen, since the
     standard output of these processes is not.
     """
+    os.environ.setdefault("RAY_TMPDIR", "/tmp")  # the paths of its sockets must be short
     if hasattr(config, "workerinput"):  # pytest-xdist's, and nobody else's
         # not a TemporaryDirectory: what a test forks might remove it at its exit
         folder = tempfile.mkdtemp(prefix=f"{config.workerinput['workerid']}-")
