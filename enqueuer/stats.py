@@ -130,7 +130,7 @@ def worker_stats(
         items=sent[0],
         bytes=sent[1],
         started=began,
-        starting_s=((ready or now) - began) / 1e9,
+        starting_s=max(0, (ready or now) - began) / 1e9,  # it may be quicker than we look
         making_s=max(0, working - sending) / 1e9,
         sending_s=min(sending, max(0, working)) / 1e9,
         waiting_s=waiting / 1e9,
