@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -252,26 +253,19 @@ def test_another_address_than_that_of_this_process_is_refused(cluster):
 
 
 @pytest.fixture
-def folder(tmp_path):
-    """A folder for a Ray of its own, whose name is short enough for its sockets."""
-    import tempfile
-
+def folder(tmp_path, monkeypatch):
+    """A folder for programs, whose Rays have one whose name is short enough for their sockets."""
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as short:
-        yield tmp_path, short
+        monkeypatch.setenv("RAY_TMPDIR", short)
+        yield tmp_path
 
 
 def run(folder, text):
     """Run a program that starts Rays of its own; return what it printed, as JSON."""
-    tmp_path, short = folder
-    before = os.environ.get("RAY_TMPDIR")
-    os.environ["RAY_TMPDIR"] = short
-    try:
-        with Program(tmp_path, text) as program:
-            code, out, err = program.wait(90)
-            assert code == 0, err
-            wait_until(lambda: not program.members())
-    finally:
-        os.environ["RAY_TMPDIR"] = before
+    with Program(folder, OWN + text) as program:
+        code, out, err = program.wait(90)
+        assert code == 0, err
+        wait_until(lambda: not program.members())
     return [json.loads(line) for line in out.splitlines() if line.startswith("[")]
 
 
@@ -294,8 +288,7 @@ OWN = """
 def test_a_ray_that_was_started_for_it_ends_with_the_last_enqueuer(folder):
     told = run(
         folder,
-        OWN
-        + """
+        """
     one, two = GeneratorEnqueuer(numbers, **options), GeneratorEnqueuer(numbers, **options)
     one.start()
     two.start()
@@ -313,8 +306,7 @@ def test_a_ray_that_was_started_for_it_ends_with_the_last_enqueuer(folder):
 def test_a_ray_that_was_there_stays(folder):
     told = run(
         folder,
-        OWN
-        + """
+        """
     ray.init(address="local", num_cpus=2, include_dashboard=False)
     with GeneratorEnqueuer(numbers, backend="ray", workers=4) as enqueuer:  # more than CPUs
         tell(list(enqueuer))
@@ -328,8 +320,7 @@ def test_a_ray_that_was_there_stays(folder):
 def test_whoever_forgets_to_stop_leaves_nothing(folder):
     told = run(
         folder,
-        OWN
-        + """
+        """
     enqueuer = GeneratorEnqueuer(numbers, **options)
     tell(next(iter(enqueuer)))
     """,
@@ -341,8 +332,7 @@ def test_whoever_forgets_to_stop_leaves_nothing(folder):
 def test_a_cluster_that_is_not_there_is_told(folder):
     told = run(
         folder,
-        OWN
-        + """
+        """
     from enqueuer import StartError
 
     options["address"] = "127.0.0.1:1"
@@ -363,20 +353,15 @@ def _command(pid):
 
 @pytest.mark.timeout(120)
 def test_a_driver_that_is_killed_leaves_nothing(folder):
-    tmp_path, short = folder
-    os.environ["RAY_TMPDIR"], before = short, os.environ["RAY_TMPDIR"]
     text = """
     enqueuer = GeneratorEnqueuer(numbers, **options)
     tell(next(iter(enqueuer)))
     import time
     time.sleep(1000)
     """
-    try:
-        with Program(tmp_path, OWN + text) as program:
-            while "[0]" not in program.process.stdout.readline():
-                pass
-            program.process.kill()
-            # two agents of Ray's stay behind, whoever is killed
-            wait_until(lambda: not {p for p in program.members() if "RayWorker" in _command(p)})
-    finally:
-        os.environ["RAY_TMPDIR"] = before
+    with Program(folder, OWN + text) as program:
+        while "[0]" not in program.process.stdout.readline():
+            pass
+        program.process.kill()
+        # two agents of Ray's stay behind, whoever is killed
+        wait_until(lambda: not {p for p in program.members() if "RayWorker" in _command(p)})
