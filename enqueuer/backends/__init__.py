@@ -14,9 +14,9 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
-from enqueuer.errors import StartError
+from enqueuer.errors import InvalidState, StartError
 from enqueuer.merging import Order, TaskOrder
 from enqueuer.messages import Epoch, Failure, Item, Ticket
 from enqueuer.meters import Waits
@@ -26,6 +26,8 @@ from enqueuer.stats import WorkerStats
 from enqueuer.tasks import TaskSource
 from enqueuer.trace import Place
 from enqueuer.worker import OnError, Plan
+
+T = TypeVar("T")
 
 BackendName = Literal["thread", "process", "ray"]
 
@@ -278,6 +280,38 @@ def until(deadline: float | None, patience_s: float | None) -> float | None:
 def owners_of(plans: Sequence[Plan]) -> dict[int, int]:
     """Return which worker runs each shard."""
     return {shard: worker for worker, plan in enumerate(plans) for shard in plan.shards}
+
+
+def check_owner(owner: int) -> None:
+    """Raise InvalidState in a process that was forked from the one that started the workers."""
+    if owner != os.getpid():
+        raise InvalidState(
+            f"this enqueuer belongs to process {owner}, and this one, "
+            f"{os.getpid()}, was forked from it; make a new enqueuer here"
+        )
+
+
+def history(deaths: Sequence[tuple[int, int]], place: tuple[int, int], max_restarts: int) -> str:
+    """Say how often replaced workers had died, and where.
+
+    Args:
+        deaths: The shard and item of each of them.
+        place: The same of the one that is not replaced.
+        max_restarts: How many may be.
+    """
+    if not max_restarts:
+        return ""
+    here = deaths.count(place)
+    text = f" max_restarts={max_restarts} is used up"
+    if here:
+        text += f"; {here + 1} workers died at this very item"
+    return f"{text}."
+
+
+def in_rotation(workers: list[T], last: int) -> list[T]:
+    """Return workers, beginning behind the last one that was served, so that all get their turn."""
+    at = (last + 1) % max(1, len(workers))
+    return workers[at:] + workers[:at]
 
 
 def split_bound(total: int, workers: int) -> list[int]:

@@ -1,6 +1,6 @@
-"""What a process that was not forked must be handed: pickled once, for all workers.
+"""What a worker that was not forked must be handed: pickled once, for all of them.
 
-It travels in a nameless file, whose descriptor goes over each worker's channel.
+To processes it travels in a nameless file, whose descriptor goes over each worker's channel.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _by_value(what: object) -> bytes:
             cloudpickle.unregister_pickle_by_value(main)
 
 
-def why_not(source: Source | TaskSource, where: str, others: str = _OTHERS) -> str:
+def why_not(source: Source | TaskSource, where: str, others: str) -> str:
     """Say which part of a source cannot be pickled, and what to do."""
     advice = f"pass a generator function that makes its own in the worker, or use {others}"
     if isinstance(source, TaskSource):

@@ -19,10 +19,10 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from enqueuer.backends import Job, WorkerState, until
+from enqueuer.backends import Job, WorkerState, check_owner, until
 from enqueuer.backends.launching import interrupts_held
 from enqueuer.backends.processes import ProcessBackend
-from enqueuer.backends.shelf import Look, Shelf
+from enqueuer.backends.shelf import Look, Shelf, Shelved
 from enqueuer.backends.watched import Watched
 from enqueuer.errors import Closed, StartError
 from enqueuer.merging import Order, TaskOrder
@@ -37,7 +37,7 @@ from enqueuer.transport.tickets import TicketOffice
 _ALL = 1 << 62
 
 
-class TaskProcesses(ProcessBackend):
+class TaskProcesses(Shelved, ProcessBackend):
     """See `enqueuer.backends.TaskBackend`."""
 
     def __init__(self, job: Job, waits: Waits) -> None:
@@ -120,7 +120,7 @@ class TaskProcesses(ProcessBackend):
     # --- tickets ---
 
     def begin(self, epoch: Epoch) -> None:
-        self._check_owner()  # the tickets tell the rest
+        check_owner(self._owner)  # the tickets tell the rest
 
     def submit(self, ticket: Ticket) -> None:
         packed = self._pack(ticket)
@@ -133,20 +133,9 @@ class TaskProcesses(ProcessBackend):
         self._last = failure.number
         self._shelf.fail(failure.number, failure)
 
-    def tickets(self) -> list[Ticket]:
-        return list(self._shelf.tickets.values())
-
-    @property
-    def largest_bytes(self) -> int:
-        return self._shelf.largest_bytes
-
     def poll(self, order: TaskOrder) -> bool:
         self._collect()
         return self._shelf.has_next(order)
-
-    @property
-    def outstanding(self) -> int:
-        return len(self._shelf.tickets)
 
     def _pack(self, ticket: Ticket) -> bytes:
         return tickets.pack(ticket, are_forked=self._job.start_method == "fork")
@@ -167,7 +156,7 @@ class TaskProcesses(ProcessBackend):
 
     def wait(self, order: Order, deadline: float | None) -> Failure | None:
         assert isinstance(order, TaskOrder)
-        self._check_owner()
+        check_owner(self._owner)
         expired = False
         while not order.done:
             if self._closed:

@@ -33,6 +33,9 @@ from enqueuer.backends import (
     Job,
     WorkerState,
     bunch_of,
+    check_owner,
+    history,
+    in_rotation,
     owners_of,
     split_bound,
     stacks,
@@ -49,7 +52,7 @@ from enqueuer.backends.watched import (
     open_pidfd,
     wait_for_exitcode,
 )
-from enqueuer.errors import Closed, InvalidState, StartError, StopWarning, WorkerDied
+from enqueuer.errors import Closed, StartError, StopWarning, WorkerDied
 from enqueuer.merging import ANY, Order
 from enqueuer.messages import End, Epoch, Failure, Item
 from enqueuer.meters import Waits
@@ -212,13 +215,13 @@ class ProcessBackend:
     # --- run ---
 
     def begin(self, epoch: Epoch) -> None:
-        self._check_owner()
+        check_owner(self._owner)
         self._epoch = epoch
         for worker in self._workers:
             worker.channel.begin(epoch.part(worker.shards))
 
     def wait(self, order: Order, deadline: float | None) -> Failure | None:
-        self._check_owner()
+        check_owner(self._owner)
         expired = False
         while not order.done:
             if self._closed:
@@ -278,7 +281,7 @@ class ProcessBackend:
         return [worker.measure() for worker in list(self._workers)]
 
     def waiting(self) -> int:
-        self._check_owner()
+        check_owner(self._owner)
         return sum(worker.channel.waiting for worker in self._workers)
 
     def look(self, order: Order) -> View:
@@ -299,18 +302,13 @@ class ProcessBackend:
 
     def _with_message(self, wanted: Watched | None) -> Watched | None:
         """Return the worker whose message is next, if there is one; read its packets first."""
-        for worker in self._in_rotation() if wanted is None else (wanted,):
+        for worker in in_rotation(self._workers, self._found) if wanted is None else (wanted,):
             if worker.channel.has_packets or worker.channel.records:
                 self._read(worker)
             if worker.channel.has_message:
                 self._found = worker.index
                 return worker
         return None
-
-    def _in_rotation(self) -> list[Watched]:
-        """Return the workers, beginning behind the last one served, so that all get their turn."""
-        at = (self._found + 1) % len(self._workers)
-        return self._workers[at:] + self._workers[:at]
 
     def _room(self) -> int:
         """Return how many more items may wait; an item that was wanted may have taken a place."""
@@ -360,7 +358,8 @@ class ProcessBackend:
             The failure, if there must not be another one or it could not be started; None if we
             are being stopped.
         """
-        error = WorkerDied(epitaph(dead) + self._history(place), dead.index, dead.exitcode)
+        often = history(self._deaths, place, self._job.max_restarts)
+        error = WorkerDied(epitaph(dead) + often, dead.index, dead.exitcode)
         failure = Failure(*place, error, worker=str(dead))
         if len(self._deaths) + self._job.restarts >= self._job.max_restarts:
             return failure
@@ -389,16 +388,6 @@ class ProcessBackend:
         )
         return worker
 
-    def _history(self, place: tuple[int, int]) -> str:
-        """Say how often replaced workers had died, and where."""
-        if not self._job.max_restarts:
-            return ""
-        here = self._deaths.count(place)
-        text = f" max_restarts={self._job.max_restarts} is used up"
-        if here:
-            text += f"; {here + 1} workers died at this very item"
-        return f"{text}."
-
     def _ask_for(self, wanted: Watched | None) -> bool:
         """Let the item come for which the consumer is about to wait.
 
@@ -409,7 +398,7 @@ class ProcessBackend:
             wanted.channel.grant(self._room(), wanted=True)
             return True
         is_coming = False
-        for worker in self._in_rotation():
+        for worker in in_rotation(self._workers, self._found):
             now = worker.channel.is_asking and not is_coming
             is_coming = is_coming or now
             worker.channel.grant(self._room(), wanted=now)
@@ -562,13 +551,6 @@ class ProcessBackend:
         for fd in [fd for fd, owner in self._by_fd.items() if owner is worker]:
             del self._by_fd[fd]
             self._poller.unregister(fd)
-
-    def _check_owner(self) -> None:
-        if self._owner != os.getpid():
-            raise InvalidState(
-                f"this enqueuer belongs to process {self._owner}, and this one, "
-                f"{os.getpid()}, was forked from it; make a new enqueuer here"
-            )
 
 
 def _has_news(worker: Watched, is_coming: bool) -> bool:

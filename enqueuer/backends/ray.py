@@ -34,6 +34,9 @@ from enqueuer.backends import (
     WorkerState,
     WorkerThread,
     bunch_of,
+    check_owner,
+    history,
+    in_rotation,
     owners_of,
     split_bound,
     until,
@@ -52,7 +55,7 @@ from enqueuer.backends.ray_worker import (
     Sent,
     Told,
 )
-from enqueuer.errors import Closed, InvalidState, ItemNotLoadable, StopWarning, WorkerDied
+from enqueuer.errors import Closed, ItemNotLoadable, StopWarning, WorkerDied
 from enqueuer.merging import ANY, Order
 from enqueuer.messages import End, Epoch, Failure, Item, Message
 from enqueuer.meters import Waits, clock
@@ -330,7 +333,7 @@ class RayBackend:
     # --- run ---
 
     def begin(self, epoch: Epoch) -> None:
-        self._check_owner()
+        check_owner(self._owner)
         self._epoch = epoch
         for actor in self._actors:
             self._tell(actor, [epoch.part(actor.shards)])
@@ -352,7 +355,7 @@ class RayBackend:
             self._lose(actor, error)
 
     def wait(self, order: Order, deadline: float | None) -> Failure | None:
-        self._check_owner()
+        check_owner(self._owner)
         expired = False
         while not order.done:
             self._deliver_records()  # without the lock: a handler may stop us
@@ -454,7 +457,7 @@ class RayBackend:
             assert size is not None and before.size is not None
             is_worth_it |= 2 * (size - before.size) >= self._share
         if at_least != before.wanted or (is_worth_it and (items, size) != before[:2]):
-            self._check_owner()  # in a forked child the call would hang
+            check_owner(self._owner)  # in a forked child the call would hang
             actor.credit, actor.granted = Credit(items, size, at_least), now
             try:
                 self._session.check()
@@ -467,14 +470,14 @@ class RayBackend:
         if wanted is not None:
             self._grant(wanted, wanted=True)
             return
-        for actor in self._in_rotation():
+        for actor in in_rotation(self._actors, self._found):
             if actor.is_asking:
                 actor.is_asking = False
                 self._grant(actor, wanted=True)
                 return
 
     def waiting(self) -> int:
-        self._check_owner()
+        check_owner(self._owner)
         with self._news:
             return sum(len(actor.sizes) for actor in self._actors)
 
@@ -528,16 +531,11 @@ class RayBackend:
 
     def _with_message(self, wanted: Actor | None) -> Actor | None:
         """Return the worker whose message is next, if there is one. Lock held."""
-        for actor in self._in_rotation() if wanted is None else (wanted,):
+        for actor in in_rotation(self._actors, self._found) if wanted is None else (wanted,):
             if actor.inbox:
                 self._found = self._actors.index(actor)
                 return actor
         return None
-
-    def _in_rotation(self) -> list[Actor]:
-        """Return the workers, beginning behind the last one served, so that all get their turn."""
-        at = (self._found + 1) % max(1, len(self._actors))
-        return self._actors[at:] + self._actors[:at]
 
     # --- deaths ---
 
@@ -569,14 +567,14 @@ class RayBackend:
         Returns:
             The failure, if there must not be another one; None if we are being stopped.
         """
-        if dead.never_ran:
-            return self._put_another_in_place_of(dead)
         job = self._job
-        error = WorkerDied(self._epitaph(dead, self._history(place)), dead.index)
+        often = history(self._deaths, place, job.max_restarts)
+        error = WorkerDied(self._epitaph(dead, often), dead.index)
         failure = Failure(*place, error, worker=str(dead))
-        if len(self._deaths) + job.restarts >= job.max_restarts:
-            return failure
-        self._deaths.append(place)
+        if not dead.never_ran:
+            if len(self._deaths) + job.restarts >= job.max_restarts:
+                return failure
+            self._deaths.append(place)
         try:
             new = self._put_another_in_place_of(dead)
         except Exception as trouble:
@@ -616,16 +614,6 @@ class RayBackend:
             "If nobody killed it, look for want of memory on its node, os._exit, or a crash in "
             "the libraries that the generator uses."
         )
-
-    def _history(self, place: tuple[int, int]) -> str:
-        """Say how often replaced workers had died, and where."""
-        if not self._job.max_restarts:
-            return ""
-        here = self._deaths.count(place)
-        text = f" max_restarts={self._job.max_restarts} is used up"
-        if here:
-            text += f"; {here + 1} workers died at this very item"
-        return f"{text}."
 
     # --- stop ---
 
@@ -677,13 +665,6 @@ class RayBackend:
             if _is_at_work(actor):
                 assert actor.thread is not None
                 actor.thread.join(max(0.0, deadline - time.monotonic()))
-
-    def _check_owner(self) -> None:
-        if self._owner != os.getpid():
-            raise InvalidState(
-                f"this enqueuer belongs to process {self._owner}, and this one, "
-                f"{os.getpid()}, was forked from it; make a new enqueuer here"
-            )
 
 
 def _as_it_is(function: Any) -> Any:

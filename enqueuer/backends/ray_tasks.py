@@ -14,10 +14,10 @@ import math
 from collections import deque
 from collections.abc import Iterator
 
-from enqueuer.backends import Job, WorkerState
+from enqueuer.backends import Job, WorkerState, check_owner
 from enqueuer.backends.ray import Actor, RayBackend
 from enqueuer.backends.ray_worker import Credit
-from enqueuer.backends.shelf import Look, Shelf
+from enqueuer.backends.shelf import Look, Shelf, Shelved
 from enqueuer.merging import Order, TaskOrder
 from enqueuer.messages import End, Epoch, Failure, Item, Message, Ticket
 from enqueuer.meters import Waits, clock
@@ -61,7 +61,7 @@ class _Hand:
         return min(_MOST_AHEAD, 1 + math.ceil(_WAY_NS / self.pace_ns))
 
 
-class RayTasks(RayBackend):
+class RayTasks(Shelved, RayBackend):
     """See `enqueuer.backends.TaskBackend`."""
 
     def __init__(self, job: Job, waits: Waits) -> None:
@@ -115,7 +115,7 @@ class RayTasks(RayBackend):
     # --- tickets ---
 
     def begin(self, epoch: Epoch) -> None:
-        self._check_owner()  # the tickets tell the rest
+        check_owner(self._owner)  # the tickets tell the rest
 
     def submit(self, ticket: Ticket) -> None:
         packed = tickets.pack(ticket, are_forked=False)
@@ -129,17 +129,6 @@ class RayTasks(RayBackend):
         with self._news:
             self._last = failure.number
             self._shelf.fail(failure.number, failure)
-
-    def tickets(self) -> list[Ticket]:
-        return list(self._shelf.tickets.values())
-
-    @property
-    def outstanding(self) -> int:
-        return len(self._shelf.tickets)
-
-    @property
-    def largest_bytes(self) -> int:
-        return self._shelf.largest_bytes
 
     def _hand_out(self) -> None:
         """Give tickets to those who should have more. Lock held."""

@@ -115,3 +115,20 @@ class Shelf:
         self._results.pop(number, None)
         self._skipped.pop(number, None)
         self.tickets.pop(number, None)
+
+
+class Shelved:
+    """What every backend of tasks answers from its shelf."""
+
+    _shelf: Shelf
+
+    def tickets(self) -> list[Ticket]:
+        return list(self._shelf.tickets.values())
+
+    @property
+    def outstanding(self) -> int:
+        return len(self._shelf.tickets)
+
+    @property
+    def largest_bytes(self) -> int:
+        return self._shelf.largest_bytes

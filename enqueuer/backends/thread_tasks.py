@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from queue import Empty as NothingYet
 
 from enqueuer.backends import Job, WorkerThread, bunch_of, until
-from enqueuer.backends.shelf import Look, Shelf
+from enqueuer.backends.shelf import Look, Shelf, Shelved
 from enqueuer.backends.threads import Road, ThreadBackend
 from enqueuer.buffer import Buffer
 from enqueuer.errors import Closed, StartError
@@ -29,7 +29,7 @@ _UNBOUNDED = 1 << 62  # whoever hands out the tickets keeps the bound
 _GO_HOME = Ticket(-1, 0, ())  # whoever takes it is one too many
 
 
-class TaskThreads(ThreadBackend):
+class TaskThreads(Shelved, ThreadBackend):
     """See `enqueuer.backends.TaskBackend`."""
 
     def __init__(self, job: Job, waits: Waits) -> None:
@@ -108,20 +108,9 @@ class TaskThreads(ThreadBackend):
     def fail(self, failure: Failure) -> None:
         self._shelf.fail(failure.number, failure)
 
-    def tickets(self) -> list[Ticket]:
-        return list(self._shelf.tickets.values())
-
     def poll(self, order: TaskOrder) -> bool:
         self._fetch(0.0)
         return self._shelf.has_next(order)
-
-    @property
-    def outstanding(self) -> int:
-        return len(self._shelf.tickets)
-
-    @property
-    def largest_bytes(self) -> int:
-        return self._shelf.largest_bytes
 
     def wait(self, order: Order, deadline: float | None) -> Failure | None:
         assert isinstance(order, TaskOrder)
