@@ -12,6 +12,7 @@ is killed if it was not; the one that takes its place is a new one, wherever the
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import functools
@@ -68,6 +69,7 @@ _log = logging.getLogger("enqueuer")
 _LOOK_S = 1.0  # for the stacks of all workers
 _ACCOUNT_S = 0.3  # for their accounts; what does not come in time is as it was last told
 _OFTEN_NS = 5_000_000  # between two grants, if each is to be worth its call
+_PULSE_S = 0.5  # between two looks whether Ray is still there, of which it tells nobody
 _STREAMS = 2  # asked for at once, so that the next begins when one has ended
 
 _NEXT_STATE = {
@@ -230,19 +232,35 @@ class RayBackend:
 
     def _receive(self, actor: Actor) -> None:
         """Unpack what an actor sends, until it has said its last word or is dead."""
-        get = _as_it_is(self._session.ray.get)
         try:
-            streams = deque(self._stream(actor) for _ in range(_STREAMS))
-            while True:
-                for ref in streams[0]:
-                    self._take_in(actor, get(ref))
-                    del ref  # or Ray would keep the packet until the next one comes
-                    if actor.state is WorkerState.ENDED:  # threads of the user's may still log
-                        return
-                streams.popleft()
-                streams.append(self._stream(actor))
+            asyncio.run(self._listen_while_ray_is_there(actor))
         except BaseException as error:
             self._lose(actor, error)
+
+    async def _listen_while_ray_is_there(self, actor: Actor) -> None:
+        """Listen to an actor.
+
+        Nobody may wait within Ray here, as that is never woken, and may use freed memory, once
+        the user has shut Ray down. So it is waited for in Python, with a look now and then.
+        """
+        listening = asyncio.ensure_future(self._listen(actor))
+        while not listening.done():
+            self._session.check()
+            await asyncio.wait((listening,), timeout=_PULSE_S)
+        listening.result()
+
+    async def _listen(self, actor: Actor) -> None:
+        get = _as_it_is(self._session.ray.get)
+        streams = deque(self._stream(actor) for _ in range(_STREAMS))
+        while True:
+            async for ref in streams[0]:
+                self._session.check()
+                self._take_in(actor, get(ref))
+                del ref  # or Ray would keep the packet until the next one comes
+                if actor.state is WorkerState.ENDED:  # threads of the user's may still log
+                    return
+            streams.popleft()
+            streams.append(self._stream(actor))
 
     def _stream(self, actor: Actor) -> Any:
         self._session.check()
@@ -637,6 +655,7 @@ class RayBackend:
     def _dismiss(self, actor: Actor) -> None:
         """End an actor that has said its last word."""
         with contextlib.suppress(Exception):
+            self._session.check()
             _as_it_is(self._session.ray.kill)(actor.handle)
 
     def stop(self, timeout: float) -> None:

@@ -8,6 +8,7 @@ import random
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from enqueuer.errors import StartError
 from enqueuer.frameworks import framework
 
 _KNOCK_S = 10.0
+_SHUTDOWN_S = 5.0  # about what Ray takes to end its processes, if they are slow
 
 _lock = threading.RLock()  # the collector may strike here, and end another enqueuer
 
@@ -43,6 +45,7 @@ class Session:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._started: _Started | None = None
+        self._identity: tuple[str, str] | None = None
         self.ray: Any = None
 
     def join(self) -> Any:
@@ -67,6 +70,7 @@ class Session:
                 else:
                     _check_process()
                     self._check_address()
+                self._identity = _identity(ray)
             except BaseException:
                 self.leave()
                 raise
@@ -84,8 +88,20 @@ class Session:
             )
 
     def check(self) -> None:
-        """Raise Gone if the user has shut Ray down, since most calls would start another one."""
-        if not self.ray.is_initialized():
+        """Raise Gone if the user has shut Ray down, since most calls would start another one.
+
+        If there is another one already, what belongs to the first means nothing there. While
+        another thread is still at it, Ray ends the process if a reference to an object is
+        dropped; so that whoever asks is kept here until it is over.
+        """
+        try:
+            is_here = _identity(self.ray) == self._identity
+        except Exception:  # it is being shut down right now
+            is_here = False
+        if not is_here:
+            over = time.monotonic() + _SHUTDOWN_S
+            while _is_being_shut_down(self.ray) and time.monotonic() < over:
+                time.sleep(0.01)
             raise Gone("Ray was shut down in this process")
 
     def leave(self) -> None:
@@ -156,6 +172,16 @@ def _identity(ray: Any) -> tuple[str, str] | None:
         return None
     context = ray.get_runtime_context()
     return context.get_node_id(), context.get_job_id()
+
+
+def _is_being_shut_down(ray: Any) -> bool:
+    """Whether Ray has begun to shut down, and has not got over with it.
+
+    There is no public way to ask; where the private one has moved, nobody waits.
+    """
+    worker = getattr(getattr(ray, "_private", None), "worker", None)
+    is_there = hasattr(getattr(worker, "global_worker", None), "core_worker")
+    return is_there and not ray.is_initialized()
 
 
 def _knock(address: str | None) -> None:

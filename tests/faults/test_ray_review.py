@@ -146,3 +146,44 @@ def test_a_ray_that_the_user_shuts_down_is_a_death_and_is_not_started_again(tmp_
     )
     assert done.stdout.split("\n") == ["1 1", "True", "2", "False []", ""], done.stderr
     assert "StopWarning" not in done.stderr
+
+
+ANOTHER = """
+import threading
+import ray
+from enqueuer import GeneratorEnqueuer, WorkerDied
+
+def endless(shard):
+    while True:
+        yield bytes(300_000)
+
+def init():
+    ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=100 << 20)
+
+init()
+enqueuer = GeneratorEnqueuer(endless, workers=2, shards=2, backend="ray", timeout={limit})
+enqueuer.start()
+batches = iter(enqueuer)
+next(batches)
+ray.shutdown()
+init()
+try:
+    while True:
+        next(batches)
+except WorkerDied as error:
+    print("was shut down" in str(error))
+enqueuer.stop()
+with GeneratorEnqueuer(endless, workers=2, shards=2, backend="ray", timeout={limit}) as enqueuer:
+    print(len(next(iter(enqueuer))))
+print([t.name for t in threading.enumerate() if "enqueuer" in t.name])
+"""
+
+
+def test_a_notebook_that_shuts_its_ray_down_and_starts_another_one_goes_on(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(ANOTHER.format(limit=LIMIT))
+    done = subprocess.run(
+        [sys.executable, str(program)], capture_output=True, text=True, timeout=4 * LIMIT
+    )
+    assert done.stdout.split("\n") == ["True", "300000", "[]", ""], done.stderr
+    assert "StopWarning" not in done.stderr
