@@ -70,6 +70,7 @@ _LOOK_S = 1.0  # for the stacks of all workers
 _ACCOUNT_S = 0.3  # for their accounts; what does not come in time is as it was last told
 _OFTEN_NS = 5_000_000  # between two grants, if each is to be worth its call
 _PULSE_S = 0.5  # between two looks whether Ray is still there, of which it tells nobody
+_SOON_S = 0.005  # for which a packet may be waited for within Ray
 _STREAMS = 2  # asked for at once, so that the next begins when one has ended
 
 _NEXT_STATE = {
@@ -240,7 +241,7 @@ class RayBackend:
     async def _listen_while_ray_is_there(self, actor: Actor) -> None:
         """Listen to an actor.
 
-        Nobody may wait within Ray here, as that is never woken, and may use freed memory, once
+        Nobody may wait long within Ray here, as that is never woken, and uses freed memory, once
         the user has shut Ray down. So it is waited for in Python, with a look now and then.
         """
         listening = asyncio.ensure_future(self._listen(actor))
@@ -250,17 +251,23 @@ class RayBackend:
         listening.result()
 
     async def _listen(self, actor: Actor) -> None:
-        get = _as_it_is(self._session.ray.get)
+        get, wait = _as_it_is(self._session.ray.get), _as_it_is(self._session.ray.wait)
         streams = deque(self._stream(actor) for _ in range(_STREAMS))
         while True:
-            async for ref in streams[0]:
-                self._session.check()
-                self._take_in(actor, get(ref))
-                del ref  # or Ray would keep the packet until the next one comes
-                if actor.state is WorkerState.ENDED:  # threads of the user's may still log
-                    return
-            streams.popleft()
-            streams.append(self._stream(actor))
+            # what is there soon is had for less within Ray: in Python it is fetched twice
+            stream = streams[0]
+            is_there, _ = wait([stream], timeout=_SOON_S, fetch_local=False)
+            self._session.check()  # to ask an ended stream would start another Ray
+            ref = next(stream, None) if is_there else await anext(stream, None)
+            self._session.check()
+            if ref is None:
+                streams.popleft()
+                streams.append(self._stream(actor))
+                continue
+            self._take_in(actor, get(ref))
+            del ref  # or Ray would keep the packet until the next one comes
+            if actor.state is WorkerState.ENDED:  # threads of the user's may still log
+                return
 
     def _stream(self, actor: Actor) -> Any:
         self._session.check()
