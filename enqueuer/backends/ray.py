@@ -21,6 +21,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 import warnings
 import weakref
 from collections import deque
@@ -233,33 +234,46 @@ class RayBackend:
 
     def _receive(self, actor: Actor) -> None:
         """Unpack what an actor sends, until it has said its last word or is dead."""
+        loop = asyncio.SelectorEventLoop()  # asyncio.run is another one in some notebooks
         try:
-            asyncio.run(self._listen_while_ray_is_there(actor))
+            loop.run_until_complete(self._listen_while_ray_is_there(actor))
         except BaseException as error:
             self._lose(actor, error)
+            traceback.clear_frames(error.__traceback__)  # they have the streams of a dead actor
+        finally:
+            loop.close()
 
     async def _listen_while_ray_is_there(self, actor: Actor) -> None:
         """Listen to an actor.
 
-        Nobody may wait long within Ray here, as that is never woken, and uses freed memory, once
-        the user has shut Ray down. So it is waited for in Python, with a look now and then.
+        Nobody may wait long within Ray for something to happen, as that is never woken, and uses
+        freed memory, once the user has shut Ray down. So this waits in Python, with a look now
+        and then. Only a packet that is on its way from another node is waited for within Ray.
         """
         listening = asyncio.ensure_future(self._listen(actor))
-        while not listening.done():
-            self._session.check()
-            await asyncio.wait((listening,), timeout=_PULSE_S)
-        listening.result()
+        try:
+            while not listening.done():
+                self._session.check()
+                await asyncio.wait((listening,), timeout=_PULSE_S)
+            listening.result()
+        finally:
+            listening.cancel()
+            await asyncio.gather(listening, return_exceptions=True)
 
     async def _listen(self, actor: Actor) -> None:
         get, wait = _as_it_is(self._session.ray.get), _as_it_is(self._session.ray.wait)
         streams = deque(self._stream(actor) for _ in range(_STREAMS))
         while True:
-            # what is there soon is had for less within Ray: in Python it is fetched twice
             stream = streams[0]
-            is_there, _ = wait([stream], timeout=_SOON_S, fetch_local=False)
-            self._session.check()  # to ask an ended stream would start another Ray
-            ref = next(stream, None) if is_there else await anext(stream, None)
             self._session.check()
+            # what is there soon is had for less within Ray: in Python it is fetched twice
+            if wait([stream], timeout=_SOON_S, fetch_local=False)[0]:
+                self._session.check()  # to ask an ended stream would start another Ray
+                ref = next(stream, None)
+            else:
+                ref = await anext(stream, None)
+                await asyncio.sleep(0)  # or the loop would keep what Ray has fetched
+                self._session.check()
             if ref is None:
                 streams.popleft()
                 streams.append(self._stream(actor))
@@ -543,6 +557,7 @@ class RayBackend:
                     refs[actor] = method.remote()
             if refs:
                 wait(list(refs.values()), num_returns=len(refs), timeout=limit)
+            self._session.check()  # before any of them is dropped
         for actor, ref in refs.items():
             with contextlib.suppress(Exception):
                 answers[actor] = get(ref, timeout=0)

@@ -17,7 +17,7 @@ from enqueuer.errors import StartError
 from enqueuer.frameworks import framework
 
 _KNOCK_S = 10.0
-_SHUTDOWN_S = 5.0  # about what Ray takes to end its processes, if they are slow
+_SHUTDOWN_S = 5.0  # more than Ray takes to disconnect
 
 _lock = threading.RLock()  # the collector may strike here, and end another enqueuer
 
@@ -46,6 +46,7 @@ class Session:
         self._cluster = cluster
         self._started: _Started | None = None
         self._identity: tuple[str, str] | None = None
+        self._is_gone = False
         self.ray: Any = None
 
     def join(self) -> Any:
@@ -94,15 +95,15 @@ class Session:
         another thread is still at it, Ray ends the process if a reference to an object is
         dropped; so that whoever asks is kept here until it is over.
         """
-        try:
-            is_here = _identity(self.ray) == self._identity
-        except Exception:  # it is being shut down right now
-            is_here = False
-        if not is_here:
+        if not self._is_gone:
+            with contextlib.suppress(Exception):  # it is being shut down right now
+                if _identity(self.ray) == self._identity:
+                    return
             over = time.monotonic() + _SHUTDOWN_S
             while _is_being_shut_down(self.ray) and time.monotonic() < over:
                 time.sleep(0.01)
-            raise Gone("Ray was shut down in this process")
+            self._is_gone = True
+        raise Gone("Ray was shut down in this process")
 
     def leave(self) -> None:
         """Shut Ray down if it was started here and nobody else uses it."""

@@ -3,6 +3,7 @@
 import random
 import signal
 import threading
+import types
 
 import pytest
 from helpers import LIMIT
@@ -171,3 +172,50 @@ def test_one_that_is_collected_while_another_joins_does_not_wait_for_it(ray):
     assert ray.is_up
     new[0].leave()
     assert not ray.is_up
+
+
+def test_what_belongs_to_a_ray_that_was_shut_down_is_gone_though_there_is_another_one(ray):
+    session = Session(Cluster())
+    session.join()
+    session.check()
+    ray.shutdown()
+    ray.init()
+    with pytest.raises(Gone, match="was shut down"):
+        session.check()
+
+
+def test_who_asks_while_another_thread_shuts_ray_down_is_kept_until_that_is_over(ray):
+    connection = types.SimpleNamespace(core_worker=object())
+    ray._private = types.SimpleNamespace(worker=types.SimpleNamespace(global_worker=connection))
+    session = Session(Cluster())
+    session.join()
+    asked, told = threading.Event(), threading.Event()
+
+    def ask():
+        asked.set()
+        with pytest.raises(Gone):
+            session.check()
+        told.set()
+
+    ray.shutdown()
+    asking = threading.Thread(target=ask)
+    asking.start()
+    assert asked.wait(LIMIT)
+    assert not told.wait(0.2)
+    del connection.core_worker
+    assert told.wait(LIMIT)
+    asking.join(LIMIT)
+
+
+def test_a_shutdown_that_was_broken_off_keeps_whoever_asks_only_once(ray, monkeypatch):
+    monkeypatch.setattr(ray_session, "_SHUTDOWN_S", 0.01)
+    connection = types.SimpleNamespace(core_worker=object())
+    ray._private = types.SimpleNamespace(worker=types.SimpleNamespace(global_worker=connection))
+    session = Session(Cluster())
+    session.join()
+    ray.shutdown()
+    with pytest.raises(Gone):
+        session.check()
+    monkeypatch.setattr(ray_session, "_SHUTDOWN_S", 3600)
+    with pytest.raises(Gone):
+        session.check()
