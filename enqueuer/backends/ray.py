@@ -234,14 +234,13 @@ class RayBackend:
 
     def _receive(self, actor: Actor) -> None:
         """Unpack what an actor sends, until it has said its last word or is dead."""
-        loop = asyncio.SelectorEventLoop()  # asyncio.run is another one in some notebooks
         try:
-            loop.run_until_complete(self._listen_while_ray_is_there(actor))
+            # asyncio.run is another one in some notebooks
+            with contextlib.closing(asyncio.SelectorEventLoop()) as loop:
+                loop.run_until_complete(self._listen_while_ray_is_there(actor))
         except BaseException as error:
             self._lose(actor, error)
             traceback.clear_frames(error.__traceback__)  # they have the streams of a dead actor
-        finally:
-            loop.close()
 
     async def _listen_while_ray_is_there(self, actor: Actor) -> None:
         """Listen to an actor.

@@ -1,5 +1,7 @@
 """What can go wrong with Ray itself, and in its driver."""
 
+import asyncio
+import errno
 import logging
 import os
 import subprocess
@@ -187,3 +189,13 @@ def test_a_notebook_that_shuts_its_ray_down_and_starts_another_one_goes_on(tmp_p
     )
     assert done.stdout.split("\n") == ["True", "300000", "[]", ""], done.stderr
     assert "StopWarning" not in done.stderr
+
+
+def test_no_descriptors_left_to_listen_with_is_told(monkeypatch):
+    def none_left():
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(asyncio, "SelectorEventLoop", none_left)
+    with GeneratorEnqueuer(counting, backend="ray", timeout=LIMIT) as enqueuer:
+        with pytest.raises(WorkerDied, match="Too many open files"):
+            next(iter(enqueuer))
