@@ -6,11 +6,13 @@ Each function here runs in a fresh process, which is the consumer, and measures 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import itertools
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +30,7 @@ _STEP_S, _STEP_COUNT = 0.020, 50  # of the loop whose memory is measured: half a
 _LOOK_S = 0.001  # between two looks at the clock
 _SAMPLE_S = 0.02  # between two looks at the memory
 
+_AHEAD = 4  # batches of images or spectrograms that may wait
 _FILLED = 1_250_000  # numbers of an array that a task makes: 5 MB
 _ROW = (3, 64, 64)
 _EVERY, _TASK_S, _SLOW_S = 20, 0.003, 0.060  # one task of so many is slow
@@ -222,6 +225,33 @@ def _consumer_cpu(contestant: Contestant, size: int, seconds: float) -> float:
         return (clock() - start) / count * 1e3
 
 
+def _transformed(contestant: Contestant, row: tuple[str, str, int], seconds: float) -> float:
+    """Return items a second."""
+    with _transforming(contestant, row) as items:
+        return rate(items, 2 * _AHEAD + 2, seconds)
+
+
+def _transform_cpu(contestant: Contestant, row: tuple[str, str, int], seconds: float) -> float:
+    """Return the ms of CPU that an item costs all processes together."""
+    with _transforming(contestant, row) as items:
+        rate(items, 2 * _AHEAD + 2, 0.0)
+        start, count = machine.cpu_of_session(), 0
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            next(items)
+            count += 1
+        return (machine.cpu_of_session() - start) / count * 1e3
+
+
+def _transforming(
+    contestant: Contestant, row: tuple[str, str, int]
+) -> AbstractContextManager[Iterator[Any]]:
+    source, package, workers = row
+    if importlib.util.find_spec(package) is None:
+        raise Missing(f"{package} is not installed")
+    return contestant.load()(Setup(getattr(sources, source), _AHEAD, workers))
+
+
 def _task_rate(contestant: Contestant, tasks: Tasks, seconds: float) -> float:
     """Return results a second, over whole epochs; the first one is not counted."""
     with contestant.load_tasks()(tasks) as epoch:
@@ -279,6 +309,10 @@ def _is_ours(contestant: Contestant) -> bool:
     return contestant.needs == "enqueuer"
 
 
+def _has_native_threads(contestant: Contestant) -> bool:
+    return contestant.name in ("enqueuer-process", "torch", "plain-loop")
+
+
 def _maps(contestant: Contestant) -> bool:
     return contestant.tasks
 
@@ -299,6 +333,17 @@ _overlaps = {
     for how in ("sleep", "busy")
     for make, use in ((5, 5), (10, 10), (20, 20), (5, 20), (20, 5))
 }
+
+_transforms = {
+    f"{title}, {workers} worker{'s' * (workers > 1)}": (source, package, workers)
+    for title, source, package in (
+        ("images, torch", "images_by_torch", "torch"),
+        ("log-mel, numpy", "spectrograms_by_numpy", "numpy"),
+        ("images, cv2", "images_by_cv2", "cv2"),
+    )
+    for workers in (1, 2)
+}
+_quick_transforms = tuple(row for row in _transforms if "2 workers" in row)
 
 CASES = {
     "large": Case(
@@ -376,6 +421,23 @@ CASES = {
         _is_ahead,
         more_is_better=False,
         quick=("1 MB", "16 MB"),
+    ),
+    "native-threads": Case(
+        "transforms by libraries with threads",
+        "batches/s",
+        _transforms,
+        _transformed,
+        _has_native_threads,
+        quick=_quick_transforms,
+    ),
+    "native-threads-cpu": Case(
+        "all processes' CPU for such a batch",
+        "ms",
+        _transforms,
+        _transform_cpu,
+        _has_native_threads,
+        more_is_better=False,
+        quick=_quick_transforms,
     ),
     "tasks-tiny": Case(
         "tasks without work",

@@ -16,6 +16,7 @@ import numpy as np
 
 IMAGES = (64, 224, 224, 3)
 LABELS = 64
+PHOTOS = CLIPS = 32  # of a batch
 TINY_COUNT = 20_000  # distinct items, far more than any transport packs together
 
 
@@ -95,6 +96,50 @@ def spin(seconds: float) -> None:
     end = time.thread_time() + seconds
     while time.thread_time() < end:
         pass
+
+
+# --- real transforms, in libraries that run threads of their own ---
+
+
+def images_by_torch() -> Iterator[Any]:
+    """Yield tensors of images that torch resizes and stacks, as `uint8`, 4.8 MB each."""
+    import torch
+
+    images = [torch.from_numpy(image).permute(2, 0, 1) for image in _photos()]
+    resize = functools.partial(
+        torch.nn.functional.interpolate, size=(224, 224), mode="bilinear", antialias=True
+    )
+    while True:
+        yield torch.stack([resize(image[None].float())[0].byte() for image in images])
+
+
+def images_by_cv2() -> Iterator[np.ndarray]:
+    """Yield arrays of images that OpenCV blurs and resizes, 4.8 MB each."""
+    import cv2
+
+    images = _photos()
+    while True:
+        blurred = (cv2.GaussianBlur(image, (5, 5), 1.0) for image in images)
+        yield np.stack(
+            [cv2.resize(image, (224, 224), interpolation=cv2.INTER_AREA) for image in blurred]
+        )
+
+
+def spectrograms_by_numpy() -> Iterator[np.ndarray]:
+    """Yield log-mel spectrograms of 32 clips of two seconds: windows, FFT, a matrix product."""
+    rng = np.random.default_rng(0)
+    clips = rng.normal(size=(CLIPS, 32_000)).astype(np.float32)
+    window = np.hanning(400).astype(np.float32)
+    mel = np.abs(rng.normal(size=(257, 80))).astype(np.float32)
+    while True:
+        frames = np.lib.stride_tricks.sliding_window_view(clips, 400, axis=1)[:, ::160] * window
+        power = np.abs(np.fft.rfft(frames, 512)).astype(np.float32) ** 2
+        yield np.log(power @ mel + 1e-6)
+
+
+def _photos() -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return list(rng.integers(0, 256, (PHOTOS, 256, 320, 3), np.uint8))
 
 
 # --- functions of an index, for those that map ---

@@ -3,20 +3,25 @@
     python benchmarks/to_gpu.py                    # on a machine with a GPU
     python benchmarks/to_gpu.py --device cpu --quick    # only to see that it runs
 
-Each batch is one float32 array that a worker process writes anew. In turn, `--repeats` times:
+Each batch is one float32 array. In turn, `--repeats` times:
 
 - bare: one pinned tensor, copied to the GPU again and again, without any loader;
-- CudaDataLoader: an enqueuer with `--workers` processes, arrays of `enqueuer.empty`;
-- the same with ordinary arrays, which threads make: they go through pinned buffers;
+- CudaDataLoader: an enqueuer with `--workers` processes, arrays of `enqueuer.empty` of which the
+  workers write a few bytes, so that the loader is measured and not the memory of the CPUs;
+- filled: the same, and the workers write every byte, which they can do more slowly than a GPU
+  copies, unless there are many of them;
+- threads: ordinary arrays that threads fill: they go through pinned buffers;
 - DataLoader: torch's, with as many workers and `pin_memory=True`, and `.to(non_blocking=True)`;
 
 first as fast as it goes, then with a matrix product for each batch that takes about as long as
-the copy. Medians are printed, and as JSON with `--json`.
+the copy. The clock starts when no new block of shared memory has been registered for a while.
+Medians are printed, as shares of the bare copy too, and as JSON with `--json`.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import platform
 import statistics
@@ -30,22 +35,33 @@ import torch
 import enqueuer
 from enqueuer import GeneratorEnqueuer
 from enqueuer.adapters.cuda import CudaDataLoader
+from enqueuer.adapters.pinning import PINS
 
-WARM = 8  # batches before the clock starts
+WARM = 8  # batches before the clock starts, at least
+QUIET = 24  # batches without a new registered block, after which the clock starts
+MOST_WARM = 300  # batches after which it starts anyway
 
 
-def in_place(shard: Any, shape: tuple[int, ...] = ()) -> Iterator[np.ndarray]:
-    """Yield arrays that lie in shared memory."""
-    while True:
+def light(shard: Any, shape: tuple[int, ...] = ()) -> Iterator[np.ndarray]:
+    """Yield arrays that lie in shared memory, and of which only a few bytes are new."""
+    for number in itertools.count(shard.index, shard.count):
         batch = enqueuer.empty(shape, np.float32)
-        batch.fill(1)
+        batch[0, :16] = number
+        yield batch
+
+
+def filled(shard: Any, shape: tuple[int, ...] = ()) -> Iterator[np.ndarray]:
+    """Yield arrays that lie in shared memory, and of which every byte is new."""
+    for number in itertools.count(shard.index, shard.count):
+        batch = enqueuer.empty(shape, np.float32)
+        batch.fill(number)
         yield batch
 
 
 def ordinary(shard: Any, shape: tuple[int, ...] = ()) -> Iterator[np.ndarray]:
     """Yield ordinary arrays."""
-    while True:
-        yield np.ones(shape, np.float32)
+    for number in itertools.count(shard.index, shard.count):
+        yield np.full(shape, number, np.float32)
 
 
 class Ones(torch.utils.data.IterableDataset):
@@ -66,7 +82,8 @@ def main() -> None:
     shape = (options.megabytes * 250, 1000)
     contestants: dict[str, Callable[[], Iterable[torch.Tensor]]] = {
         "bare": lambda: bare(shape, device),
-        "CudaDataLoader": lambda: ours(in_place, shape, device, options.workers, "process"),
+        "CudaDataLoader": lambda: ours(light, shape, device, options.workers, "process"),
+        "CudaDataLoader, filled": lambda: ours(filled, shape, device, options.workers, "process"),
         "CudaDataLoader, threads": lambda: ours(ordinary, shape, device, options.workers, "thread"),
         "DataLoader": lambda: torchs(shape, device, options.workers),
     }
@@ -82,10 +99,11 @@ def main() -> None:
     alone = seconds_a_batch(same(shape, device), options.batches, device, work) if work else 0.0
     print(machine(device), f"\n{gigabytes * 1000:.0f} MB a batch, {options.workers} workers")
     results = {}
+    of_bare = statistics.median(rates["bare"])
     for name in contestants:
         seconds = statistics.median(rates[name])
-        results[name] = {"GB/s": gigabytes / seconds}
-        line = f"{name:26} {gigabytes / seconds:7.1f} GB/s"
+        results[name] = {"GB/s": gigabytes / seconds, "percent of bare": 100 * of_bare / seconds}
+        line = f"{name:26} {gigabytes / seconds:7.1f} GB/s {100 * of_bare / seconds:5.0f} %"
         if busy[name]:
             turn = statistics.median(busy[name])
             results[name] |= {"ms with work": turn * 1e3, "ms of work alone": alone * 1e3}
@@ -159,11 +177,10 @@ def seconds_a_batch(
 ) -> float:
     """Return how long a batch takes, after the first ones."""
     iterator = iter(batches)
-    begin = 0.0
-    for number in range(WARM + count):
-        if number == WARM:
-            finish(device)
-            begin = time.perf_counter()
+    warm_up(iterator)
+    finish(device)
+    begin = time.perf_counter()
+    for _ in range(count):
         batch = next(iterator)
         if work is not None:
             work(batch)
@@ -173,6 +190,20 @@ def seconds_a_batch(
     if hasattr(iterator, "close"):
         iterator.close()
     return seconds
+
+
+def warm_up(iterator: Iterator[torch.Tensor]) -> None:
+    """Take batches until no new block of shared memory is registered any more.
+
+    Registering one takes as long as copying it, and ends when all blocks have been used.
+    """
+    registered, since = 0, 0
+    for number in range(1, MOST_WARM + 1):
+        next(iterator)
+        before, registered = registered, PINS.count
+        since = since + 1 if registered == before else 0
+        if number >= WARM and (registered == 0 or since >= QUIET):
+            return
 
 
 def finish(device: torch.device) -> None:
@@ -191,7 +222,7 @@ def arguments() -> argparse.Namespace:
     """Return the options."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--megabytes", type=int, default=64, help="of a batch")
     parser.add_argument("--batches", type=int, default=200, help="to measure, after some others")
     parser.add_argument("--repeats", type=int, default=5)
@@ -199,7 +230,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--json", help="a file for the figures")
     options = parser.parse_args()
     if options.quick:
-        options.batches, options.repeats, options.megabytes = 20, 1, 8
+        options.batches, options.repeats, options.megabytes, options.workers = 20, 1, 8, 2
     return options
 
 

@@ -7,13 +7,16 @@ import os
 import threading
 from collections.abc import Iterable, Mapping, Set
 from multiprocessing.context import BaseContext
+from typing import TypeVar
 
 from enqueuer.backends import METHODS, BackendName, Cluster, default_method
 from enqueuer.logs import MULTIPROCESSING_LOGGING
 from enqueuer.progress import Progress
 from enqueuer.sources import LiveSource, Source, is_indexable, name_of
-from enqueuer.tasks import TaskSource
+from enqueuer.tasks import TaskSource, is_sequence, length_of
 from enqueuer.worker import OnError
+
+T = TypeVar("T")
 
 
 def positive(name: str, value: object) -> int:
@@ -37,6 +40,15 @@ def max_workers(value: object, is_auto: bool) -> int | None:
     if not is_auto:
         raise ValueError("max_workers is about workers='auto'; give that with it")
     return positive("max_workers", value)
+
+
+def either(name: str, value: T | None, old_name: str, old: T | None) -> T | None:
+    """Return what was given by its name or its old one; raise TypeError if both were."""
+    if old is None:
+        return value
+    if value is not None:
+        raise TypeError(f"{old_name} is the old name of {name}; give one of them")
+    return old
 
 
 def count(name: str, value: object) -> int:
@@ -67,6 +79,12 @@ def on_error(value: object) -> OnError:
             raise ValueError(f"on_error must be 'raise', 'skip' or a callable, got {value!r}")
 
 
+def function(name: str, value: object, of: str) -> None:
+    """Raise TypeError unless a value is None or can be called."""
+    if value is not None and not callable(value):
+        raise TypeError(f"{name} must be a function {of} or None, got {value!r}")
+
+
 def elements(sequence: object, map: object, shuffle: object) -> None:
     """Raise TypeError or ValueError unless tasks can be made of these."""
     if isinstance(sequence, (Mapping, Set)):
@@ -74,15 +92,29 @@ def elements(sequence: object, map: object, shuffle: object) -> None:
             f"OrderedEnqueuer needs elements with an order, got a {type(sequence).__name__}; "
             "pass sorted(...) or list(...) of it"
         )
-    if map is not None and not callable(map):
-        raise TypeError(f"map must be a function of an element or None, got {map!r}")
+    function("map", map, "of an element")
     if is_indexable(sequence):
+        return
+    if is_sequence(sequence):
+        length = length_of(sequence)
+        if length is not None:
+            _int("num_batches of the sequence", length, least=0)
+        elif shuffle:
+            raise ValueError(
+                "shuffle needs the number of elements, but num_batches of the sequence is None; "
+                "draw a random element in its __getitem__ instead"
+            )
         return
     if not isinstance(sequence, Iterable):
         if callable(sequence):
             raise TypeError(
                 f"OrderedEnqueuer needs a sequence or an iterable, got the function "
                 f"{name_of(sequence)}; call it, or use GeneratorEnqueuer"
+            )
+        if hasattr(sequence, "__getitem__"):
+            raise TypeError(
+                f"OrderedEnqueuer needs the length of its sequence, and {sequence!r} has no "
+                "__len__; give it one, or num_batches. Is it endless? Then num_batches is None"
             )
         raise TypeError(f"OrderedEnqueuer needs a sequence or an iterable, got {sequence!r}")
     if map is None:
@@ -194,6 +226,15 @@ def start_method(mp_context: object, source: Source | TaskSource, backend: Backe
             f"multiprocessing, got {mp_context!r}"
         )
     return str(method)
+
+
+def threads_per_worker(value: object, backend: BackendName) -> int | None:
+    """Return the limit of native threads; raise TypeError or ValueError if that cannot be."""
+    if value is None:
+        return None
+    if backend != "process":
+        raise ValueError("threads_per_worker is about processes; give backend='process' with it")
+    return positive("threads_per_worker", value)
 
 
 def progress(value: Progress) -> Progress:

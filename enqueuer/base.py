@@ -22,6 +22,7 @@ import math
 import os
 import threading
 import time
+import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
@@ -29,23 +30,26 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from multiprocessing.context import BaseContext
 from queue import Empty
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, TypeVar, cast
 
-from enqueuer import arguments, backends, exports, logs, state, usage
+from enqueuer import arguments, backends, exports, interrupts, logs, state, usage
 from enqueuer.backends import ESCALATION_S, Backend, BackendName, Job
-from enqueuer.errors import Closed, InvalidState, StartError, WorkerError
+from enqueuer.duplicates import FirstItems
+from enqueuer.errors import Closed, EmptyEpochWarning, InvalidState, StartError, WorkerError
+from enqueuer.formats import size
 from enqueuer.merging import Order, RoundRobin
-from enqueuer.messages import Epoch, Failure, Item, Reported
+from enqueuer.messages import Epoch, Failure, Item, Reported, Start
 from enqueuer.meters import Waits, clock, top_of
 from enqueuer.progress import Progress, Shown, bar_class
 from enqueuer.replaying import ATTRIBUTE, Origin, origin_of
 from enqueuer.shards import fresh_seed
 from enqueuer.sources import Source
-from enqueuer.stalls import Late, Patience, Wait
+from enqueuer.stalls import Late, Patience, Wait, level_of_user
 from enqueuer.stats import Stats
 from enqueuer.tasks import TaskSource
 from enqueuer.trace import part_of
 from enqueuer.tracing import Trace
+from enqueuer.verdict import MANY_WORKERS
 from enqueuer.worker import OnError
 
 if TYPE_CHECKING:
@@ -92,6 +96,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         max_queue_bytes: int | None,
         ordered: bool,
         mp_context: str | BaseContext | None,
+        threads_per_worker: int | None,
         forward_logs: bool | str,
         on_error: OnError,
         max_errors: int | None,
@@ -120,6 +125,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         )
         self._ordered = bool(ordered)
         self._start_method = arguments.start_method(mp_context, source, self._backend_name)
+        self._threads = arguments.threads_per_worker(threads_per_worker, self._backend_name)
         self._forward_logs = arguments.forward_logs(forward_logs, self._start_method)
         self._on_error = arguments.on_error(on_error)
         self._max_errors = None if max_errors is None else arguments.count("max_errors", max_errors)
@@ -134,13 +140,18 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         self._trace: Trace | None = None
         self._record_as(self._rank, self._world_size)
         self._seed_is_given = random_seed is not None
+        self._seed_is_shared = self._seed_is_given or self._world_size == 1  # by all ranks
         self._random_seed = fresh_seed() if random_seed is None else arguments.seed(random_seed)
         self._state = State.NEW
         self._backend: Backend | None = None
-        self._finalizer: weakref.finalize[Any, Any] | None = None
+        self._owner = 0  # process that has the workers
+        # backends whose workers have not all ended, the one in use last, and what ends them
+        self._owned: list[tuple[Backend, weakref.finalize[Any, Any]]] = []
         self._order: Order = RoundRobin({})
         self._epoch = 0
         self._over = False
+        self._is_whole = True  # this epoch began with its first item
+        self._is_empty_told = False
         self._ready: deque[Item] = deque()  # taken and not given away; new with each epoch
         self._failure: Failure | None = None  # what comes after them
         self._raised: _Raised | None = None
@@ -159,6 +170,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         self._is_news = False  # for some of them
         self._tuner: Tuner | None = None  # with workers="auto"
         self._epoch_began: Stats | None = None  # likewise
+        self._first_items: FirstItems | None = None  # while shards are compared
         self._lock = threading.RLock()  # one consumer at a time
         self._state_lock = threading.RLock()  # one start() or stop() at a time
         self._changing = False  # the backend is being replaced
@@ -175,7 +187,10 @@ class BaseEnqueuer(ABC, Generic[Batch]):
 
     @property
     def error_count(self) -> int:
-        """How many errors were skipped since the start, by `on_error` or by the generator."""
+        """How many errors were skipped, by `on_error` or by the generator.
+
+        Counted since the start; if a state was loaded, also those until it was saved.
+        """
         return self._error_count
 
     @property
@@ -184,7 +199,13 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         return self._restarts + (0 if self._backend is None else self._backend.restarts)
 
     def start(
-        self, workers: int | Literal["auto"] | None = None, max_queue_size: int | None = None
+        self,
+        workers: int | Literal["auto"] | None = None,
+        max_queue_size: int | None = None,
+        wait_time: float | None = None,
+        *,
+        nb_worker: int | None = None,
+        max_q_size: int | None = None,
     ) -> None:
         """Start the workers, which begin at once to make batches of the first epoch.
 
@@ -193,18 +214,34 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         Args:
             workers: As for the class, whose value is the default.
             max_queue_size: As for the class, whose value is the default.
+            wait_time: Accepted for Keras' sake and needless: nothing polls.
+            nb_worker: Old name of `workers`, in Keras until 2.0.5.
+            max_q_size: Old name of `max_queue_size`, likewise.
 
         Raises:
             InvalidState: It runs already.
+            TypeError: An argument was given by its old name and its new one.
+            ValueError: There are several ranks, whose data depend on the seed, and it was not
+                given; or an argument is out of its range.
             StartError: The workers could not be started, or Ray not be reached; none is left.
             SourceNotPicklable: The generator cannot be sent to a process that is not forked, or
                 to a Ray actor.
             FrameworkUnavailable: `backend="ray"`, and Ray is not installed, or too old.
         """
+        workers = arguments.either("workers", workers, "nb_worker", nb_worker)
+        max_queue_size = arguments.either(
+            "max_queue_size", max_queue_size, "max_q_size", max_q_size
+        )
         with self._state_lock:
             if self._state in (State.RUNNING, State.FAILED):
                 raise InvalidState(
                     "start() was called, but the enqueuer is running already; call stop() first"
+                )
+            if not self._seed_is_shared and self._needs_common_seed():
+                raise ValueError(
+                    f"world_size={self._world_size} needs random_seed: each rank would draw "
+                    "another one and shuffle differently, so that some data would come twice and "
+                    "others never; give all ranks the same"
                 )
             if workers is not None:
                 self._workers, self._is_auto = arguments.workers(workers), workers == "auto"
@@ -212,20 +249,31 @@ class BaseEnqueuer(ABC, Generic[Batch]):
                 self._max_queue_size = arguments.positive("max_queue_size", max_queue_size)
             if not self._resumed:
                 self._rewind()
+            self._end_workers(STOP_S)  # of a stop() that was interrupted
             self._waits = Waits()
-            backend = self._start_backend(self._job())
-            with self._lock:
-                self._final = None
-                self._use(backend)
-                self._move(State.RUNNING)
-                self._failure = self._raised = None
-                for watcher in self._watchers:
-                    watcher.earlier, watcher.due = None, clock() + watcher.every
-                self._is_news = False
-                self._error_count = self._restarts = 0
-                self._tuner = self._new_tuner() if self._is_auto else None
-                self._begin(self._at_rest if self._resumed else Epoch(0))
-                self._resumed = False
+            before = self._backend, self._final
+            with interrupts.held():
+                backend = self._start_backend(self._job())
+                try:
+                    with self._lock:
+                        self._final = None
+                        self._backend = backend
+                        self._failure = self._raised = None
+                        for watcher in self._watchers:
+                            watcher.earlier, watcher.due = None, clock() + watcher.every
+                        self._is_news = False
+                        self._restarts = 0
+                        if not self._resumed:
+                            self._error_count = 0
+                        self._tuner = self._new_tuner() if self._is_auto else None
+                        self._begin(self._at_rest if self._resumed else Epoch(0))
+                        interrupts.check()
+                        self._resumed = False
+                        self._move(State.RUNNING)
+                except BaseException:
+                    self._backend, self._final = before
+                    self._end_workers(STOP_S)
+                    raise
 
     def stop(self, timeout: float | None = None) -> None:
         """End the workers: ask them, then terminate, then kill; do nothing if none run.
@@ -237,35 +285,61 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         Args:
             timeout: Seconds after which the last worker is killed; 2.6 by default. A thread
                 cannot be killed: one that hangs is left, with a `StopWarning`.
+
+        If an exception of a signal handler (Ctrl-C) ends it, it can be called again.
         """
         seconds = arguments.seconds("timeout", STOP_S if timeout is None else timeout)
-        if self._backend is None:
+        if not self._has_workers():
             return
         final = None
-        with contextlib.suppress(InvalidState):  # another process's
-            final = self.stats()  # before they go home
-        if final is not None and self._trace is not None and not self._is_idle():
+        try:
+            final = self._last_stats()  # before the workers go home
+        finally:
+            self._stop(seconds, final)
+
+    def _last_stats(self) -> Stats | None:
+        """Return the statistics of a run that is about to end, and record its verdict."""
+        try:
+            final = self.stats()
+        except InvalidState:  # the workers are those of another process
+            return None
+        if self._trace is not None and not self._is_idle():
             verdict = final.verdict()
-            self._trace.instant("verdict", {"binds": verdict.binds, "text": str(verdict)})
-        self._backend.close()  # wakes the consumer, which then lets go of its lock
-        with self._state_lock:
-            backend = self._backend  # another one, perhaps, if it has just been replaced
-            backend.close()
-            was_running = self._state in (State.RUNNING, State.FAILED)
-            if was_running:
-                self._move(State.STOPPED)
-            if self._lock.acquire(timeout=max(seconds, 0.1)):
-                self._lock.release()
-            left: deque[Item] = deque()
-            with contextlib.suppress(IndexError):  # iterators take without the lock
-                while True:
-                    left.append(self._ready.popleft())
-            if was_running:
-                self._at_rest, self._at_rest_in = self._position(left), self._identity()
-                self._final = final
-            backend.stop(seconds)
-            if self._finalizer is not None:
-                self._finalizer.detach()
+            measured = dict(
+                items=final.items,
+                waiting_us=int(1e6 * final.waiting_s),
+                working_us=int(1e6 * final.working_s),
+            )
+            told = {"binds": verdict.binds, "text": str(verdict), **measured}
+            self._trace.instant("verdict", told)
+        return final
+
+    def _stop(self, seconds: float, final: Stats | None) -> None:
+        with interrupts.held():
+            self._close()  # wakes the consumer, which then lets go of its lock
+            with interrupts.taken(self._state_lock):
+                self._close()  # another backend, perhaps, if it has just been replaced
+                if self._lock.acquire(timeout=max(seconds, 0.1)):
+                    self._lock.release()
+                try:
+                    if not self._is_idle():
+                        self._move(State.STOPPED)
+                        self._rest(final)
+                finally:
+                    self._end_workers(seconds)
+
+    def _close(self) -> None:
+        if self._backend is not None:
+            self._backend.close()
+
+    def _rest(self, final: Stats | None) -> None:
+        """Note where it stands after a run. State lock held."""
+        self._final = final
+        left: deque[Item] = deque()
+        with contextlib.suppress(IndexError):  # iterators take without the lock
+            while True:
+                left.append(self._ready.popleft())
+        self._at_rest, self._at_rest_in = self._position(left), self._identity()
 
     def reconfigure(self, workers: int) -> None:
         """Go on with another number of workers; nothing is lost, repeated or reordered.
@@ -284,7 +358,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             StartError: The new workers could not be started; the old ones go on.
         """
         workers = arguments.positive("workers", workers)
-        with self._state_lock:
+        with self._state_lock, interrupts.held():
             if self._state is State.FAILED:
                 raise InvalidState("cannot reconfigure after an error; call stop() first")
             if self._state is State.RUNNING and workers != self._workers:
@@ -292,6 +366,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             else:
                 self._workers = workers
             self._tuner, self._is_auto = None, False
+            self._end_workers(STOP_S, but=self._backend)
 
     def _replace_workers(self, workers: int) -> None:
         """Have others go on where these are. State lock held."""
@@ -299,24 +374,22 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         if job is None:
             return
         job = dataclasses.replace(job, restarts=self.restart_count)
-        new, old = self._start_backend(job), self._backend
-        assert old is not None
-        self._changing = True
-        old.close()  # wakes the consumer, which then waits for the change
-        with self._lock:
-            try:
-                if self._finalizer is not None:
-                    self._finalizer.detach()
-                self._workers = workers
-                self._restarts += old.restarts
-                self._waits.by_worker = {}
-                self._use(new)
-                self._hand_over(old, new)
-                self._tell_of_change()
-            finally:
-                self._changing = False
-                self._changed.notify_all()
-        old.stop(STOP_S)
+        with interrupts.held():
+            new, old = self._start_backend(job), self._backend
+            assert old is not None
+            self._changing = True
+            old.close()  # wakes the consumer, which then waits for the change
+            with self._lock:
+                try:
+                    self._workers = workers
+                    self._restarts += old.restarts
+                    self._waits.by_worker = {}
+                    self._backend = new
+                    self._hand_over(old, new)
+                    self._tell_of_change()
+                finally:
+                    self._changing = False
+                    self._changed.notify_all()
 
     def __repr__(self) -> str:
         size = self._max_queue_size
@@ -456,9 +529,9 @@ class BaseEnqueuer(ABC, Generic[Batch]):
     def _most_workers(self) -> int:
         if self._max_workers is not None:
             return self._max_workers
-        cpus = max(1, int(self._cpus()))
-        # threads mostly wait, for files or the network: as many as concurrent.futures takes
-        return cpus if self._backend_name != "thread" else min(32, cpus + 4)
+        if self._backend_name == "ray":
+            return max(1, int(self._cpus()))  # what actors use of their machines we cannot tell
+        return MANY_WORKERS  # how many help is measured: by what they compute, and their memory
 
     def _cpus(self) -> float:
         return usage.cpus() if self._backend is None else self._backend.cpus()
@@ -477,6 +550,8 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             stats, before = self.stats(), self._workers
             workers = tuner.next(stats, None if between_epochs else self._again_s(stats))
             self._tell_of_limit(tuner)
+            if workers > before:
+                workers = self._fitting(workers, before, tuner)
             if workers == before:
                 return
             waits.pause(None)  # what it takes is a wait
@@ -493,6 +568,28 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         finally:
             self._state_lock.release()
 
+    def _fitting(self, workers: int, before: int, tuner: Tuner) -> int:
+        """Return how many of so many workers there is memory for; tell the tuner if not all."""
+        assert self._backend is not None
+        each, free = self._backend.worker_bytes(), usage.available_bytes()
+        if not each or free is None:
+            return workers
+        most = max(before, self._most_with(usage.room_for(free, each), before))
+        if most >= workers:
+            return workers
+        tuner.refused(most)
+        _log.warning(
+            "workers='auto' stays at %d: a worker takes %s of memory, and %s is available",
+            most,
+            size(each),
+            size(free),
+        )
+        return most
+
+    def _most_with(self, room: int, before: int) -> int:
+        """Return how many workers there can be if so many more find room."""
+        return room  # all are started anew, while those from before are still there
+
     def _may_change(self) -> bool:
         """Return whether the last change is done."""
         return True
@@ -500,6 +597,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
     def _change_workers(self, workers: int) -> None:
         """Go on with another number of workers. Both locks held."""
         self._replace_workers(workers)
+        self._end_workers(STOP_S, but=self._backend)
 
     def _again_s(self, stats: Stats) -> float | None:
         """Return how much work a change would do again; None if that is nothing to speak of."""
@@ -539,8 +637,10 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         with self._lock:
             running = self._state in (State.RUNNING, State.FAILED)
             if running:
-                return state.save(self._identity(), self._position(self._ready.copy()))
-            return state.save(self._at_rest_in or self._identity(), self._at_rest)
+                identity, epoch = self._identity(), self._position(self._ready.copy())
+            else:
+                identity, epoch = self._at_rest_in or self._identity(), self._at_rest
+            return state.save(identity, epoch, self._error_count, _shards_in(identity))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken, at the next start.
@@ -568,9 +668,10 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             for name, is_given in self._given().items():
                 if not is_given:
                     del fixed[name]
-            epoch = state.load(state_dict, fixed)
+            epoch, error_count = state.load(state_dict, fixed)
             self._adopt(state_dict, epoch)
             self._at_rest, self._at_rest_in, self._resumed = epoch, None, True
+            self._error_count, self._seed_is_shared = error_count, True
 
     def replay(self, error: BaseException) -> Any:
         """Run the item that an error came from once more, here: see `enqueuer.replay`.
@@ -692,6 +793,10 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         self._state = new
 
     @abstractmethod
+    def _needs_common_seed(self) -> bool:
+        """Return whether what is dealt out to ranks may depend on the seed."""
+
+    @abstractmethod
     def _job(self) -> Job:
         """Return what the backend is to do, as the options now say."""
 
@@ -722,11 +827,31 @@ class BaseEnqueuer(ABC, Generic[Batch]):
     def _again(self, origin: Origin) -> Callable[[], Any]:
         """Return a function that makes an item again, in the process that calls it."""
 
+    def _deals_out(self, length: int) -> bool:
+        """Return whether `_portion` takes a `block`, and an epoch has so many batches."""
+        return False
+
+    def _out_of_order(self, parts: int) -> str:
+        """Return why so many portions would not keep the order that is promised; "" if they do."""
+        return ""
+
+    def _has_kept_order(self) -> bool:
+        """Return whether this epoch of a portion has kept the order of the whole."""
+        return True
+
+    def _check_repeats(self) -> None:
+        """Raise ValueError if several copies would not make the same batches in one order."""
+        if not self._ordered:
+            raise ValueError("with ordered=False each would make the batches in another order")
+
     @abstractmethod
-    def _portion(self: Self, rank: int, world_size: int, part: int = 0, parts: int = 1) -> Self:
+    def _portion(
+        self: Self, rank: int, world_size: int, part: int = 0, parts: int = 1, block: int = 1
+    ) -> Self:
         """Return a new enqueuer for one rank, or for one of `parts` that share its batches.
 
-        Taking one batch of each part in turn gives the batches of the rank in their order.
+        Taking `block` batches of each part in turn gives the batches of the rank in their order,
+        as far as `_out_of_order` and, afterwards, `_has_kept_order` of the parts say so.
 
         Raises:
             InvalidState: A position within an epoch was loaded.
@@ -737,23 +862,38 @@ class BaseEnqueuer(ABC, Generic[Batch]):
     def _made_of(self: Self) -> tuple[Callable[..., Self], tuple[Any, ...]]:
         """Return what makes another enqueuer like this one, and its arguments."""
 
-    def _handed_on(self: Self, twin: Self) -> Self:
-        """Give a new enqueuer for a part of this one's batches what was not given as argument."""
+    def _handed_on(self: Self, twin: Self, world_size: int) -> Self:
+        """Give a new enqueuer for a part of this one's batches what was not given as argument.
+
+        Args:
+            twin: The new one.
+            world_size: How many ranks there are; workers of a DataLoader are none.
+        """
         twin._seed_is_given = self._seed_is_given
+        twin._seed_is_shared = self._seed_is_given or world_size == 1
         if self._resumed:
-            if self._at_rest.starts is not None:
+            starts = self._at_rest.starts
+            if any(start.number for start in (starts or {}).values()):
                 raise InvalidState(
                     f"a position within epoch {self._at_rest.number} was loaded, which cannot be "
                     "dealt out over ranks or over workers of a DataLoader; load it there: into "
                     "what is made of the enqueuer for a rank, and with workers of a DataLoader "
                     "into torchdata's StatefulDataLoader"
                 )
-            twin._begin_at(self._at_rest.number)
+            twin._at_rest, twin._resumed = self._at_rest, True
         return twin
 
     def _begin_at(self, epoch: int) -> None:
         """Have the next start begin with an epoch, as if those before it had been read."""
         self._at_rest, self._at_rest_in, self._resumed = Epoch(epoch), None, True
+        self._error_count = 0
+
+    def _comes_next(self, epoch: int) -> bool:
+        """Return whether the next iteration is this epoch, or what is left of it in a state."""
+        with self._lock:
+            if self._is_idle():
+                return self._resumed and self._at_rest.number == epoch
+            return self._over and self._epoch + 1 == epoch
 
     def _record_as(self, number: int, count: int) -> None:
         """Record, if that is wanted, as one of several that share the work, each to its own file.
@@ -790,6 +930,29 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         """Begin the epoch after the one of `ready`; return what is ready of it, None if stopped."""
         return None
 
+    def _compare(self, first: FirstItems) -> None:
+        """Compare the first items of the shards; all that is ready is new. Lock held."""
+
+    def _why_empty(self) -> str | None:
+        """Return why an epoch, which is over, had no items; None if that may be meant so."""
+        if not self._is_whole or self._skipped or not self._order.yielded:
+            return None
+        return (
+            f"all {self._order.yielded} of them were None, which is skipped; "
+            "does the generator yield its batches, or map return its result?"
+        )
+
+    def _tell_of_empty_epoch(self) -> None:
+        why = self._why_empty()
+        if why is None or self._is_empty_told:
+            return
+        self._is_empty_told = True
+        warnings.warn(
+            f"epoch {self._epoch} had no batches: {why}",
+            EmptyEpochWarning,
+            stacklevel=level_of_user(),
+        )
+
     def _ended(self) -> None:
         """Do what is to be done between two epochs. Lock held."""
 
@@ -803,6 +966,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             max_queue_bytes=self._max_queue_bytes,
             ordered=self._ordered,
             mp_context=self._start_method if self._backend_name == "process" else None,
+            threads_per_worker=self._threads,
             forward_logs=self._forward_logs,
             on_error=self._on_error,
             max_errors=self._max_errors,
@@ -830,6 +994,8 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             max_queue_size=self._max_queue_size,
             max_queue_bytes=self._max_queue_bytes,
             start_method=self._start_method,
+            most_workers=self._most_workers() if self._is_auto else 0,
+            threads_per_worker=self._threads,
             forward_logs=self._forward_logs,
             on_error=self._on_error,
             max_restarts=self._max_restarts,
@@ -841,29 +1007,81 @@ class BaseEnqueuer(ABC, Generic[Batch]):
     def _start_backend(self, job: Job) -> Backend:
         load = backends.load if self._trace is None else self._trace.load
         backend = load(self._backend_name, job, self._waits)
-        backend.start()
+        # Before it is started: if that is interrupted, and the clean-up as well, stop() ends it.
+        self._own(backend)
+        try:
+            backend.start()
+        except BaseException:
+            self._end_workers(STOP_S, but=None if self._is_idle() else self._backend)
+            raise
         return backend
 
-    def _use(self, backend: Backend) -> None:
-        """Read from a backend that was started. Lock held."""
+    def _own(self, backend: Backend) -> None:
+        """Have a backend ended with this enqueuer."""
         # A function that does not know the enqueuer, or it could never be collected.
-        self._finalizer = weakref.finalize(self, backends.forget, backend, STOP_S)
-        self._backend = backend
+        finalizer = weakref.finalize(self, backends.forget, backend, STOP_S)
+        self._owned.append((backend, finalizer))
+        self._owner = os.getpid()
+        _started.add(self)
 
-    def _begin(self, epoch: Epoch) -> None:
-        """Have the workers run an epoch, or the rest of one. Lock held."""
+    def _has_workers(self) -> bool:
+        """Return whether any are left to be ended; not after the end of the interpreter did it."""
+        return any(finalizer.alive for _, finalizer in self._owned)
+
+    def _end_workers(self, seconds: float, but: Backend | None = None) -> None:
+        """End the workers of all backends but one; may be called again if that is interrupted."""
+        with interrupts.held():
+            for one in self._owned.copy():
+                backend, finalizer = one
+                if backend is not but:
+                    backend.stop(seconds)
+                    finalizer.detach()
+                    self._owned.remove(one)
+
+    def _leave_to_parent(self) -> None:
+        """Become an enqueuer without workers, in a child forked from the process that has them.
+
+        What is ready is not given here: the parent gives it, too, so it would come twice.
+        """
+        if not self._has_workers():
+            return  # it was stopped
+        self._ready.clear()
+        parents, self._owned = self._owned, []
+        owner = self._owner
+        for backend, finalizer in parents:
+            finalizer.detach()
+            inherited = cast(Backend, backends.Inherited(owner, backend))
+            self._own(inherited)
+            if backend is self._backend:
+                self._backend = inherited
+        # A thread that does not exist here may have held them when the parent forked.
+        self._lock, self._state_lock = _usable(self._lock), _usable(self._state_lock)
+        self._changed = threading.Condition(self._lock)
+        self._changing = False
+
+    def _begin(self, epoch: Epoch, goes_on: bool = False) -> None:
+        """Have the workers run an epoch, or the rest of one. Lock held.
+
+        Args:
+            epoch: What to run.
+            goes_on: Whether the source has just been read up to there, and need load no state.
+        """
         assert self._backend is not None
-        self._order = self._order_of(epoch)
-        self._epoch = epoch.number
-        self._over = False
+        order = self._order_of(epoch)
+        ready = deque[Item]() if self._trace is None else self._trace.ready()
+        is_whole = goes_on or epoch.starts is None
         self._waits.go_on()
-        self._taken_before = self._waits.taken
-        self._ready = deque() if self._trace is None else self._trace.ready()
-        # iterators that have another one are over
-        self._skipped = {}
+        taken = self._waits.taken
         if self._tuner is not None:
             self._epoch_began = self.stats()
-        self._backend.begin(epoch)
+        self._backend.begin(Epoch(epoch.number) if goes_on else epoch)
+        # Only now, and without a call, so that an exception which strikes before has all of it
+        # done again. Workers that were told already know the number of the epoch.
+        self._order, self._epoch, self._taken_before = order, epoch.number, taken
+        self._ready = ready  # iterators that have another one are over
+        self._skipped = {}
+        self._is_whole = is_whole
+        self._over = False
 
     def _position(self, ready: deque[Item]) -> Epoch:
         """Return what has not been given away: of this epoch, or all of the next one.
@@ -872,8 +1090,14 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             ready: What was taken and is still to be given away.
         """
         if self._over:
-            return Epoch(self._epoch + 1)
+            return self._next_epoch()
         return Epoch(self._epoch, self._order.rest(ready), self._order.beyond(ready))
+
+    def _next_epoch(self) -> Epoch:
+        """Return the epoch after this one, which is over."""
+        ends = self._order.ends
+        starts = {shard: Start(0, state) for shard, state in ends.items()}
+        return Epoch(self._epoch + 1, starts or None)
 
     def __reduce__(self) -> Any:
         loaded = self._loaded()
@@ -890,7 +1114,13 @@ class BaseEnqueuer(ABC, Generic[Batch]):
                 f"a {self._state.value.lower()} {type(self).__name__} cannot be pickled or copied, "
                 "as it owns workers; pickle what it was made of, or a new enqueuer"
             )
-        return {"_at_rest": self._at_rest, "_resumed": self._resumed}
+        return {
+            "_at_rest": self._at_rest,
+            "_resumed": self._resumed,
+            "_error_count": self._error_count,
+            "_progress": self._progress,
+            "_seed_is_shared": self._seed_is_shared,
+        }
 
     def _check_started(self, what: str) -> None:
         if self._state is State.NEW:
@@ -900,17 +1130,18 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         if self._state is State.STOPPED:
             raise InvalidState(f"cannot {what} after stop(); call start() to begin anew")
 
-    def _next(self, ready: deque[Item]) -> Batch:
-        """Return the next batch; raise StopIteration at the end of the iterator's epoch."""
+    def _wait_for(self, ready: deque[Item]) -> None:
+        """Wait until something is ready; raise StopIteration at the end of the iterator's epoch.
+
+        Another thread may have taken it when this returns.
+        """
         if self._is_news:
             self._tell_watchers()
         with self._lock:
             if ready is not self._ready or self._state is State.STOPPED:
                 raise StopIteration
-            message = self._take(None)
-            if message is None:
+            if not self._has_item(None):
                 raise StopIteration
-            return self._open(message)
 
     def _has_begun(self) -> bool:
         return self._state in (State.RUNNING, State.FAILED) and not self._over
@@ -928,61 +1159,62 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         with self._lock:
             self._check_started("iterate over it")
             is_next = seen is None or seen is self._ready
-            if self._over and self._state is State.RUNNING and is_next:
-                self._waits.go_on()
-                self._retune(between_epochs=True)
-                self._begin(Epoch(self._epoch + 1))
+            if is_next:
+                self._begin_next(retune=True)
             return self._ready
+
+    def _begin_next(self, retune: bool = False) -> None:
+        """Begin the next epoch if this one is over, and the enqueuer is not stopped. Lock held."""
+        while self._over and self._state is State.RUNNING:
+            try:
+                self._waits.go_on()
+                if retune:
+                    self._retune(between_epochs=True)
+                self._begin(self._next_epoch(), goes_on=True)
+            except Closed:
+                if not self._changing:
+                    return
+                self._changed.wait_for(lambda: not self._changing)
 
     def _poll(self, ready: deque[Item]) -> tuple[Batch, ...]:
         if self._is_news:
             self._tell_watchers(may_wait=False)
-        if ready:
-            with contextlib.suppress(IndexError):  # another thread was faster
-                return (ready.popleft().value,)  # type: ignore[return-value]  # as in _open
-        if not self._lock.acquire(blocking=False):
-            return ()
-        try:
-            if ready is not self._ready or self._state is State.STOPPED:
-                raise StopAsyncIteration
-            if self._feeding_waits() and not self._knows_next():
+        while True:
+            if ready:
+                item = ready[0]  # as in _Batches
+                del ready[0]
+                return (item.value,)  # type: ignore[return-value]  # likewise
+            if not self._lock.acquire(blocking=False):
                 return ()
             try:
-                message = self._take(time.monotonic())
+                if ready is not self._ready or self._state is State.STOPPED:
+                    raise StopAsyncIteration
+                if self._feeding_waits() and not self._knows_next():
+                    return ()
+                if not self._has_item(time.monotonic()):
+                    raise StopAsyncIteration
             except Late:
                 return ()
-            if message is None:
-                raise StopAsyncIteration
-            return (self._open(message),)
-        finally:
-            self._lock.release()
+            finally:
+                self._lock.release()
 
     def _watcher(self) -> Callable[[], bool]:
         return functools.partial(_watch, weakref.ref(self))
 
-    def _open(self, message: Item | Failure) -> Batch:
-        """Return the batch that was taken, or raise the failure, again and again. Lock held."""
-        if isinstance(message, Failure):
-            self._raise(message)
-        batch: Batch = message.value  # type: ignore[assignment]  # what the generator yielded
-        return batch
+    def _has_item(self, deadline: float | None) -> bool:
+        """Wait until an item is ready; return False if there will be none. Lock held.
 
-    def _take(self, deadline: float | None) -> Item | Failure | None:
-        """Wait for the next item and take it; a failure stays. Lock held.
-
-        Returns:
-            None at the end of the epoch, and if the enqueuer was stopped.
+        That is so at the end of the epoch, and if the enqueuer was stopped.
 
         Raises:
             Late: Nothing came until `deadline`.
             BatchTimeout: There is none, and nothing came for `timeout` seconds.
+            Exception: The failure, if that is next; again and again.
         """
-        while self._peek(deadline):
-            with contextlib.suppress(IndexError):  # iterators take without the lock
-                return self._ready.popleft()
-            if self._failure is not None:
-                return self._failure
-        return None
+        has_more = self._peek(deadline)
+        if has_more and not self._ready and self._failure is not None:
+            self._raise(self._failure)
+        return has_more
 
     def _peek(self, deadline: float | None) -> bool:
         """Wait until an item or the failure is ready; return whether one is. Lock held.
@@ -994,35 +1226,73 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         assert self._backend is not None
         until, long_wait = deadline, None
         while not self._knows_next():
-            self._backend.settle()
-            self._feed()
+            is_late, backend = False, self._backend
             try:
-                failure = self._backend.wait(self._order, until)
+                backend.settle()
+                self._feed()
+                failure = backend.wait(self._order, until)
             except Closed:
-                if not self._changing:
+                # Another one may be there already: a signal handler has called reconfigure().
+                if not self._changing and self._backend is backend:
                     return False
                 self._changed.wait_for(lambda: not self._changing)
                 continue
             except Late:
                 if deadline is not None:
                     raise
+                is_late = True
+            finally:
+                if self._waits.since:
+                    self._waits.resume()
+            if is_late:
+                # Not in the handler, or BatchTimeout would have `Late` as its context.
                 long_wait = long_wait or Wait(self._patience, self._patience.first_s or 0.0)
                 long_wait.cut(self._backend, self._order, self._epoch)
                 until = long_wait.until
                 continue
-            finally:
-                if self._waits.since:
-                    self._waits.resume()
             if failure is not None and until is None:  # if it is skipped, the wait goes on
                 long_wait = Wait(self._patience, 0.0)
                 until = long_wait.until
             if self._found(failure) and deadline is None:
                 self._retune()
-        was_over, self._over = self._over, not self._ready and self._failure is None
-        if self._over and not was_over:
+        is_over = not self._ready and self._failure is None
+        if is_over and not self._over:
             self._waits.rest()
             self._ended()
-        return not self._over
+            if self._waits.taken == self._taken_before:
+                self._tell_of_empty_epoch()
+        self._over = is_over  # at last: if an exception strikes before, all of it is done again
+        return not is_over
+
+    def _is_other_than_item_next(self) -> bool:
+        """Return whether a failure is next; notice the end of the epoch. Takes no item.
+
+        An item that was taken would make room for another one, beyond the bound.
+        """
+        if not self._lock.acquire(blocking=False):
+            return False  # another consumer waits, and will notice
+        try:
+            assert self._backend is not None
+            if self._waits.since:
+                return False  # likewise, if this thread does, and a signal handler asks
+            while not self._knows_next():
+                self._backend.settle()
+                self._feed()
+                if not self._backend.has_news(self._order):
+                    return False
+                try:
+                    failure = self._backend.wait(self._order, time.monotonic())
+                finally:
+                    if self._waits.since:
+                        self._waits.resume()
+                if failure is None and not self._order.done:
+                    return True  # an item that has just come
+                self._found(failure)
+            return self._peek(time.monotonic())
+        except (Late, Closed):
+            return False
+        finally:
+            self._lock.release()
 
     def _knows_next(self) -> bool:
         """Return whether an item, the failure or the end is what comes next. Lock held."""
@@ -1038,6 +1308,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         is_time = False
         if failure is not None:
             self._note(failure)
+            self._backend.pass_over()
         elif not self._order.done:
             self._ready.extend(self._backend.take(self._order))
             waits = self._waits
@@ -1046,6 +1317,8 @@ class BaseEnqueuer(ABC, Generic[Batch]):
                 waits.sample(self._waiting() - 1)  # without the one that is about to be given
                 is_time = True
                 self._is_news = bool(self._watchers)
+            if self._first_items is not None:
+                self._compare(self._first_items)
         if len(self._ready) == 1:  # else those behind the first one still wait
             self._backend.settle()
         return is_time
@@ -1134,12 +1407,23 @@ class Queue(Generic[Batch]):
         # weakly, or a circle would keep a forgotten enqueuer until the next collection
         self._reference = weakref.ref(enqueuer)
 
+    @property
+    def maxsize(self) -> int:
+        """The most finished batches that may wait."""
+        return self._enqueuer()._max_queue_size
+
+    def full(self) -> bool:
+        """Return whether as many batches wait as may."""
+        return self.qsize() >= self.maxsize
+
     def empty(self) -> bool:
         """Return whether `get()` would have to wait; False if an error waits to be raised."""
         enqueuer = self._enqueuer()
         if not enqueuer.is_running() or not enqueuer._lock.acquire(blocking=False):
             return True  # if another consumer waits for the next batch, there is none
         try:
+            if enqueuer._waits.since:
+                return True  # likewise, if this thread does, and a signal handler asks
             return not enqueuer._peek(time.monotonic())
         except Late:
             return True
@@ -1147,12 +1431,14 @@ class Queue(Generic[Batch]):
             enqueuer._lock.release()
 
     def qsize(self) -> int:
-        """Return how many finished batches wait."""
+        """Return how many finished batches wait; at least 1 if `get()` would not have to wait.
+
+        So an error that waits to be raised counts, too, and loops that ask for nothing else see it.
+        """
         enqueuer = self._enqueuer()
         if not enqueuer.is_running():
             return 0
-        with enqueuer._lock:
-            return enqueuer._waiting()
+        return enqueuer._waiting() or int(enqueuer._is_other_than_item_next())
 
     def get(self, block: bool = True, timeout: float | None = None) -> Batch:
         """Take the next batch.
@@ -1175,20 +1461,24 @@ class Queue(Generic[Batch]):
         deadline = None if limit is None else time.monotonic() + limit
         if not block:
             deadline = time.monotonic()
-        left = -1.0 if deadline is None else max(0.0, deadline - time.monotonic())
-        if not enqueuer._lock.acquire(timeout=left):
-            raise Empty
-        try:
+        while True:
+            ready = enqueuer._ready
+            if ready:
+                item = ready[0]  # as in _Batches
+                del ready[0]
+                return item.value  # type: ignore[return-value]  # likewise
+            left = -1.0 if deadline is None else max(0.0, deadline - time.monotonic())
+            if not enqueuer._lock.acquire(timeout=left):
+                raise Empty
             try:
-                message = enqueuer._take(deadline)
+                has_item = enqueuer._has_item(deadline)
             except Late:
                 raise Empty from None
-            if message is None:
+            finally:
+                enqueuer._lock.release()
+            if not has_item:
                 enqueuer._check_started("get() from its queue")
                 raise Closed("the generator has ended; iterate again for the next epoch")
-            return enqueuer._open(message)
-        finally:
-            enqueuer._lock.release()
 
     def get_nowait(self) -> Batch:
         """Take the next batch, or raise `queue.Empty` at once."""
@@ -1209,28 +1499,60 @@ class _Batches(Iterator[Batch]):
         self._ready = ready
 
     def __next__(self) -> Batch:
-        # What is ready is taken without the lock: `popleft` is one step. It is asked for first,
-        # or an error that `_next` raises would seem to come from the IndexError.
-        if self._ready:
-            try:
-                return self._ready.popleft().value  # type: ignore[return-value]  # as in _open
-            except IndexError:  # another thread was faster
-                pass
-        return self._enqueuer._next(self._ready)
+        while True:
+            ready = self._ready
+            if ready:
+                # What is ready is taken without the lock. CPython runs signal handlers, and lets
+                # other threads run, on entry to a function, after a call and after a jump, and
+                # here is none of these: `popleft` would be one, and the batch lost.
+                item = ready[0]
+                del ready[0]
+                return item.value  # type: ignore[return-value]  # what the generator yielded
+            self._wait()
+
+    def _wait(self) -> None:
+        self._enqueuer._wait_for(self._ready)
 
 
 class Endless(_Batches[Batch]):
     """An iterator over this epoch and the following ones of an enqueuer that begins them."""
 
-    def __next__(self) -> Batch:
-        while True:
-            try:
-                return super().__next__()
-            except StopIteration:
-                ready = self._enqueuer._following(self._ready)
-                if ready is None:
-                    raise
-                self._ready = ready
+    def _wait(self) -> None:
+        try:
+            super()._wait()
+        except StopIteration:
+            ready = self._enqueuer._following(self._ready)
+            if ready is None:
+                raise
+            self._ready = ready
+
+
+_started: weakref.WeakSet[BaseEnqueuer[Any]] = weakref.WeakSet()
+
+
+def _leave_all_to_parent() -> None:
+    for enqueuer in list(_started):
+        enqueuer._leave_to_parent()
+    _started.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_all_to_parent)
+
+
+def _usable(lock: threading.RLock) -> threading.RLock:
+    """Return a lock if this thread can have it, else a new one."""
+    if not lock.acquire(blocking=False):
+        return threading.RLock()
+    lock.release()
+    return lock
+
+
+def _shards_in(identity: Mapping[str, Any]) -> range | None:
+    """Return the shards of a rank, by what its data depend on; None for tasks."""
+    if "shards" not in identity:
+        return None
+    return range(identity["rank"], identity["shards"], identity["world_size"])
 
 
 def _watch(reference: weakref.ref[BaseEnqueuer[Any]]) -> bool:
@@ -1248,11 +1570,11 @@ def _watch(reference: weakref.ref[BaseEnqueuer[Any]]) -> bool:
         backend, order, waits = enqueuer._backend, enqueuer._order, enqueuer._waits
         if enqueuer._knows_next() or enqueuer._is_idle() or backend is None:
             return True
-        backend.settle()
-        enqueuer._feed()
         patience, epoch = enqueuer._patience, enqueuer._epoch
-        del enqueuer
         try:
+            backend.settle()
+            enqueuer._feed()
+            del enqueuer
             failure = _wait_patiently(backend, order, patience, epoch)
         except Closed:
             enqueuer = reference()

@@ -23,12 +23,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from enqueuer import usage
-from enqueuer.backends import BackendName, size_of
+from enqueuer.backends import BackendName
 from enqueuer.enqueuers import GeneratorEnqueuer
 from enqueuer.formats import duration, percent, rate, size, table
 from enqueuer.gil import Probe
 from enqueuer.reach import epochs
 from enqueuer.shards import Shard, fresh_seed
+from enqueuer.sizes import size_of
 from enqueuer.sources import FunctionSource, as_source, iterate, name_of
 from enqueuer.stats import Stats
 from enqueuer.verdict import HARDLY_WAITS

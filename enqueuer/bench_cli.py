@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -15,7 +16,7 @@ from pathlib import Path
 from enqueuer import bench, chart
 from enqueuer.backends import BackendName
 from enqueuer.commands import FAILED, Commands, Number, module_and_name, named, reporting
-from enqueuer.errors import DuplicateDataWarning
+from enqueuer.errors import DataFileError, DuplicateDataWarning
 from enqueuer.formats import duration
 
 _EXAMPLES = """\
@@ -117,6 +118,10 @@ def _svg(text: str) -> Path:
     path = Path(text)
     if path.suffix.lower() != ".svg":
         raise argparse.ArgumentTypeError(f"must be a file that ends in .svg, got {text!r}")
+    # all is measured before it is written, which may take minutes
+    writable = path if path.exists() else path.parent
+    if not path.parent.is_dir() or path.is_dir() or not os.access(writable, os.W_OK):
+        raise argparse.ArgumentTypeError(f"cannot be written: {text!r}")
     return path
 
 
@@ -165,8 +170,13 @@ def _bench(options: argparse.Namespace) -> int:
 
 def _tell(report: bench.Report, options: argparse.Namespace) -> None:
     print(json.dumps(report.as_dict(), indent=2) if options.json else report, flush=True)
-    if options.plot is not None:
+    if options.plot is None:
+        return
+    try:
         options.plot.write_text(chart.svg(report), encoding="utf-8")
+    except OSError as error:
+        text = f"{options.plot}: cannot be written: {error.strerror}"
+        raise DataFileError(text, str(options.plot)) from error
 
 
 class _Line:

@@ -2,14 +2,20 @@
 
     worker 0..n-1 --put()--> [ item, item, ... <= max_size ] --get()--> the consumer
 
-Any thread may call anything. One lock guards everything and two conditions wait on it; nothing
-slow happens under it and nothing polls. Closing wakes everybody: put() raises Closed at once,
-get() first hands out what is left.
+Any thread may call anything. One lock guards everything; nothing slow happens under it and
+nothing polls. Closing wakes everybody: put() raises Closed at once, get() first hands out what is
+left.
+
+The consumer is the main thread as a rule, in which a signal handler may raise. So the lock is
+taken by itself, since a `threading.Condition` enters and leaves it in Python code, where an
+exception would leave it locked. Who waits in get() waits for a lock of its own: an exception in
+`Condition.wait` leaves a waiter behind, on which a later notify() is wasted.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from queue import Empty, Full
@@ -50,13 +56,12 @@ class Buffer(Generic[T]):
         self.max_bytes = max_bytes
         self._items: deque[tuple[T, int]] = deque()
         self._bytes = 0
-        self._getters = 0
+        self._getters: dict[threading.Lock, None] = {}  # what each of them waits for
         self._putters = 0
         self._closed = False
         # reentrant, as the garbage collector may close a forgotten buffer inside its own put()
-        lock = threading.RLock()
-        self._not_full = threading.Condition(lock)
-        self._not_empty = threading.Condition(lock)
+        self._lock = threading.RLock()
+        self._not_full = threading.Condition(self._lock)
 
     def put(self, item: T, timeout: float | None = None, size_bytes: int = 0) -> None:
         """Append `item`; wait while there is no room.
@@ -72,7 +77,7 @@ class Buffer(Generic[T]):
         """
         if self.offer(item, size_bytes):
             return
-        with self._not_full:
+        with self._lock:
             self._wait_for_room_locked(size_bytes, timeout)
             self.offer(item, size_bytes)
 
@@ -86,7 +91,7 @@ class Buffer(Generic[T]):
         Raises:
             Closed: The buffer is closed.
         """
-        with self._not_full:
+        with self._lock:
             if not self._may_put_locked(size_bytes):
                 return False
             if self._closed:
@@ -94,7 +99,7 @@ class Buffer(Generic[T]):
             self._items.append((item, size_bytes))
             self._bytes += size_bytes
             if self._getters:
-                self._not_empty.notify()
+                self._wake_getters_locked()
             return True
 
     def get(self, timeout: float | None = None) -> T:
@@ -107,16 +112,54 @@ class Buffer(Generic[T]):
             Closed: The buffer is closed and nothing is left in it.
             queue.Empty: Nothing came within `timeout`.
         """
-        with self._not_empty:
-            if not self._items and not self._closed:
-                self._wait_for_item_locked(timeout)
-            if not self._items:
-                raise Closed("the buffer is closed and empty") if self._closed else Empty
-            return self._get_locked()
+        end = None if timeout is None else time.monotonic() + timeout
+        while True:
+            is_late = not self._wait_for_item(end)
+            with self._lock:
+                if self._items:
+                    return self._get_locked()
+                if self._closed:
+                    raise Closed("the buffer is closed and empty")
+                if is_late:
+                    raise Empty
+
+    def peek(self, timeout: float | None = None) -> T:
+        """Return the oldest item and leave it there; wait while there is none.
+
+        Args:
+            timeout: As for `get()`.
+
+        Raises:
+            Closed: The buffer is closed and nothing is left in it.
+            queue.Empty: Nothing came within `timeout`.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        while True:
+            is_late = not self._wait_for_item(end)
+            with self._lock:
+                if self._items:
+                    return self._items[0][0]
+                if self._closed:
+                    raise Closed("the buffer is closed and empty")
+                if is_late:
+                    raise Empty
+
+    def look(self) -> T | None:
+        """Return the oldest item that is there now and leave it there; None if none is."""
+        try:
+            return self._items[0][0]
+        except IndexError:
+            return None
+
+    def drop(self) -> None:
+        """Throw the oldest item away, if there is one."""
+        with self._lock:
+            if self._items:
+                self._get_locked()
 
     def poll(self) -> T | None:
         """Take the oldest item that is there now; None if none is, also if it is closed."""
-        with self._not_empty:
+        with self._lock:
             return self._get_locked() if self._items else None
 
     def get_nowait(self) -> T:
@@ -125,21 +168,21 @@ class Buffer(Generic[T]):
 
     def close(self) -> None:
         """Let nothing more in and wake everybody; what is in the buffer can still be taken."""
-        with self._not_full:
+        with self._lock:
             self._closed = True
             self._not_full.notify_all()
-            self._not_empty.notify_all()
+            self._wake_getters_locked()
 
     def clear(self) -> None:
         """Throw away what waits."""
-        with self._not_full:
+        with self._lock:
             self._items.clear()
             self._bytes = 0
             self._not_full.notify_all()
 
     def snapshot(self) -> list[T]:
         """Return what waits now, the oldest first, and take nothing."""
-        with self._not_full:
+        with self._lock:
             return [item for item, _ in self._items]
 
     @property
@@ -175,7 +218,7 @@ class Buffer(Generic[T]):
     def _may_put_locked(self, size_bytes: int) -> bool:
         if self._closed:
             return True
-        if self._getters > len(self._items):
+        if len(self._getters) > len(self._items):
             return True
         if len(self._items) >= self.max_size:
             return False
@@ -190,18 +233,35 @@ class Buffer(Generic[T]):
         finally:
             self._putters -= 1
             if not self._putters:
-                self._not_empty.notify_all()
+                self._wake_getters_locked()
 
-    def _wait_for_item_locked(self, timeout: float | None) -> None:
-        self._getters += 1
+    def _wait_for_item(self, end: float | None) -> bool:
+        """Wait until there is an item, or the buffer is closed; return False after `end`."""
+        if self._items or self._closed:
+            return True
+        bell = threading.Lock()
+        bell.acquire()
         try:
-            self._wake_putters_locked()
-            # Whoever waits in put() hands over now, so that get_nowait() finds its item.
-            # Woken by put(), by close() and by the last putter that leaves.
-            self._not_empty.wait_for(lambda: self._items or self._closed or not self._putters)
-            self._not_empty.wait_for(lambda: self._items or self._closed, timeout)
+            while True:
+                with self._lock:
+                    if self._items or self._closed:
+                        return True
+                    self._getters[bell] = None
+                    self._wake_putters_locked()
+                    # Whoever waits in put() hands over now, so that get_nowait() finds its item.
+                    left = -1.0
+                    if end is not None and not self._putters:
+                        left = max(0.0, end - time.monotonic())
+                # Woken by put(), by close() and by the last putter that leaves.
+                if not bell.acquire(True, left):
+                    return False
         finally:
-            self._getters -= 1
+            self._getters.pop(bell, None)  # in one step, and before anything can strike
+
+    def _wake_getters_locked(self) -> None:
+        for bell in tuple(self._getters):
+            if bell.locked():
+                bell.release()
 
     def _wake_putters_locked(self) -> None:
         if not self._putters:

@@ -7,18 +7,22 @@ standard error, and returns an exit code. h5py is imported only then, as it is a
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import itertools
+import json
 import operator
 import os
+import re
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from enqueuer.errors import DataFileError, FrameworkUnavailable, InvalidState, StateMismatch
-from enqueuer.formats import many, size, table
+from enqueuer.formats import many, printable, size, table
 from enqueuer.progress import bar
 from enqueuer.shards import Shard, fresh_seed
 
@@ -143,6 +147,16 @@ def module_and_name(text: str) -> tuple[str, str]:
     module, colon, name = text.partition(":")
     if not (module and colon and name):
         raise argparse.ArgumentTypeError(f"must be MODULE:FUNCTION, got {text!r}")
+    is_path = module.endswith(".py") and os.path.exists(module)
+    if is_path or not all(part.isidentifier() for part in module.split(".")):
+        folder, file = os.path.split(module.removesuffix(".py"))
+        advice = f"; give {file}:{name}" if file.isidentifier() else ""
+        if advice and folder:
+            advice += f", with {folder} in PYTHONPATH or as the current directory"
+        raise argparse.ArgumentTypeError(
+            f"must be MODULE:FUNCTION, where MODULE is a name that Python imports, got {text!r}"
+            + advice
+        )
     return module, name
 
 
@@ -163,10 +177,39 @@ def reporting(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Na
             *(DataFileError, FileExistsError, FrameworkUnavailable, InvalidState, StateMismatch),
             _NoSource,
         ) as error:
-            print(f"enqueuer: {error}", file=sys.stderr)
+            # a message may quote names from a file; its own line breaks stay
+            lines = map(printable, in_shell(str(error)).split("\n"))
+            print("enqueuer:", "\n".join(lines), file=sys.stderr)
             return FAILED
 
     return told
+
+
+# What options of Python are called here; messages advise them.
+_SHELL_OPTIONS = (
+    (r"\bkeys=\[(.*?)\]", r"--keys \1"),
+    (r"\bkeys=", "--keys"),
+    (r"\bragged=\[(.*?)\]", r"--ragged \1"),
+    (r"\bbatched=False", "--samples"),
+    (r"\bmerge=True", "--merge"),
+    (r"\bshards=", "--shards "),
+    (r"\brandom_seed (was|is)", r"--seed \1"),
+    (r"\ballow_outside=False", "--refuse-outside"),
+)
+
+
+def in_shell(text: str) -> str:
+    """Return a message that advises options of the shell instead of those of Python.
+
+    Example:
+        >>> in_shell("pad them, or give ragged=['x', 'y']")
+        'pad them, or give --ragged x,y'
+    """
+    for python, shell in _SHELL_OPTIONS:
+        for found in list(re.finditer(python, text)):
+            option = found.expand(shell).replace("'", "").replace(", ", ",")
+            text = text.replace(found[0], option)
+    return text
 
 
 class _NoSource(Exception):
@@ -204,6 +247,10 @@ def _pack(options: argparse.Namespace) -> int:
             progress=options.progress,
             **form,
         )
+    except (TypeError, ValueError) as error:
+        if not _is_of_packing(error):
+            raise  # the source's own; the traceback tells where
+        raise _NoSource(f"{':'.join(options.source)}: {error}") from error
     except KeyboardInterrupt:
         print(
             "\nenqueuer: shards that are finished are kept; the same command goes on",
@@ -230,6 +277,12 @@ def named(module: str, name: str) -> Any:
         raise _NoSource(f"module {module!r} has no {name!r}") from None
 
 
+def _is_of_packing(error: BaseException) -> bool:
+    """Return whether packing itself refused what the source yielded."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and Path(frames[-1].filename).name in ("h5pack.py", "h5rows.py")
+
+
 def _dry_run(options: argparse.Namespace, source: Any, form: dict[str, Any]) -> int:
     """Pack the first batch alone, to a temporary folder, and tell what came of it."""
     from enqueuer.datasets.h5pack import as_shards, check_target
@@ -254,7 +307,7 @@ def _dry_run(options: argparse.Namespace, source: Any, form: dict[str, Any]) -> 
         f"{target}: would be written by {many(options.workers, 'worker')}, "
         f"{many(shards, 'shard')}{goes_on}; the first item has {rows} rows"
     )
-    print("\n".join(_table(found)))
+    print("\n".join(map(printable, _table(found))))
     return 0
 
 
@@ -275,6 +328,12 @@ def add_inspect(commands: Commands) -> None:
     )
     command.add_argument("path", metavar="FILE.h5", help="the file to look at")
     command.add_argument(
+        "--refuse-outside",
+        action="store_true",
+        help="fail if the file shows data of files outside of its folder",
+    )
+    command.add_argument("--json", action="store_true", help="print all of it as JSON")
+    command.add_argument(
         "--full",
         action="store_true",
         help="make statistics of all rows (default: of 16 chunks, evenly spread)",
@@ -287,12 +346,51 @@ def _inspect(options: argparse.Namespace) -> int:
     from enqueuer.datasets.hdf5 import describe
 
     with bar("reading", None, "row", options.progress if options.full else False) as tell:
-        found = describe(options.path, options.full, tell)
-    print(f"{found.path}: {size(found.bytes)} in {many(found.files, 'file')}")
-    print("\n".join(_table(found)))
-    for line in _attributes(found):
-        print(line)
+        found = describe(options.path, options.full, tell, not options.refuse_outside)
+    if options.json:
+        print(json.dumps(_as_dict(found), indent=2))
+        return 0
+    lines = [
+        f"{found.path}: {size(found.bytes)} in {many(found.files, 'file')}",
+        *_table(found),
+        *(f"reads a file outside of its folder: {path}" for path in found.outside),
+        *_attributes(found),
+    ]
+    # names and attributes may be anybody's
+    print("\n".join(map(printable, lines)))
     return 0
+
+
+def _as_dict(found: Description) -> dict[str, Any]:
+    """Return what was found as plain data, for JSON."""
+    own = found.column_attributes
+    return {
+        "path": found.path,
+        "bytes": found.bytes,
+        "files": found.files,
+        "outside": found.outside,
+        "columns": [
+            dataclasses.asdict(column)
+            | {"statistics": dataclasses.asdict(summary)}
+            | {"attributes": _all_plain(own.get(column.name, {}))}
+            for column, summary in zip(found.columns, found.summaries, strict=True)
+        ],
+        "attributes": _all_plain(found.attributes),
+    }
+
+
+def _all_plain(attributes: dict[str, Any]) -> dict[str, Any]:
+    return {name: _plain(value) for name, value in attributes.items()}
+
+
+def _plain(value: Any) -> Any:
+    """Return the value of an attribute, or its text if JSON has nothing like it."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        return str(value)
+    return value
 
 
 def _table(found: Description) -> Iterator[str]:

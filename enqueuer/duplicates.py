@@ -1,25 +1,35 @@
-"""Whether two shards make the same data: their first items, compared by a digest of their arrays.
+"""Whether two shards make the same data, or an item was changed after it was yielded.
 
 Most often they do because the generator draws from a `numpy.random.default_rng` that was made
 outside of it and was copied to each worker, or because it takes no shard and reads everything.
 
-Decided by the first two items of each shard. They must be alike between shards and differ within
-each: shards that begin with the same header are then told from copies, and a stream of one batch
-that is repeated, as benchmarks use it, from data. Small items are not compared.
+Decided by the first items of each shard: two, or as many more as it takes until they hold 128
+bytes, or 1 KiB if the function takes the shard, as its shards may well begin with the same lines
+or with a sensor at rest. They must be alike between shards and differ within each: shards that
+begin with the same header are then told from copies, and a stream of one batch that is repeated,
+as benchmarks use it, from data. Shorter beginnings are not compared, as they may be alike by
+chance.
 """
 
 from __future__ import annotations
 
+import binascii
 import dataclasses
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Set
 from typing import Any, Protocol
 
 import numpy as np
 
-_ITEMS = 2  # of each shard
+_LEAST_ITEMS = 2  # of each shard
+_MOST_ITEMS = 16
+_LEAST_BYTES = 128  # of the items of a shard together, if the function takes no shard
+_LEAST_BYTES_OF_SHARDS = 1024  # the same if it takes one
 _PATIENCE = 32  # items a shard, on average; some shards may have ended, or be very slow
-_LEAST_BYTES = 64  # of arrays in an item
-_MOST_BYTES = 64 * 1024  # of one array that are looked at
+_MOST_BYTES = 64 * 1024  # of one array, or text, that are looked at
+_MOST_PARTS = 4096  # of one item, in all its containers
+_IN_MEMORY = {"numpy", "torch", "pandas", "pyarrow"}  # libraries whose arrays are
+_MOST_DEEP = 16  # containers in each other; more may be a circle
 
 
 class _Hash(Protocol):
@@ -31,6 +41,7 @@ class FirstItems:
 
     Args:
         shards: How many there are.
+        takes_shard: Whether the function takes the shard, so that alike items say less.
 
     Attributes:
         done: Whether nothing more is to be learnt.
@@ -44,11 +55,12 @@ class FirstItems:
         (None, (0, 1))
     """
 
-    def __init__(self, shards: int) -> None:
+    def __init__(self, shards: int, takes_shard: bool = False) -> None:
         self.done = False
+        self._least_bytes = _LEAST_BYTES_OF_SHARDS if takes_shard else _LEAST_BYTES
         self._left = shards  # whose first items are not all known
         self._budget = _PATIENCE * shards
-        self._digests: dict[int, list[bytes | None]] = {}
+        self._beginnings: dict[int, _Beginning] = {}
         self._shards: dict[tuple[bytes, ...], int] = {}
 
     def saw(self, shard: int, value: object) -> tuple[int, int] | None:
@@ -56,64 +68,155 @@ class FirstItems:
         if self.done:
             return None
         self._budget -= 1
-        digests = self._digests.setdefault(shard, [])
+        beginning = self._beginnings.setdefault(shard, _Beginning(self._least_bytes))
         twin = None
-        if len(digests) < _ITEMS:
-            digests.append(digest(value))
-            if len(digests) == _ITEMS:
+        if not beginning.is_known:
+            beginning.add(value)
+            if beginning.is_known:
                 self._left -= 1
-                twin = self._twin_of(shard, digests)
+                twin = self._twin_of(shard, beginning)
         self.done = twin is not None or not self._left or not self._budget
         return None if twin is None else (twin, shard)
 
-    def _twin_of(self, shard: int, digests: list[bytes | None]) -> int | None:
-        known = tuple(one for one in digests if one is not None)
-        if len(set(known)) < _ITEMS:  # nothing to compare, or one batch that is repeated
+    def _twin_of(self, shard: int, beginning: _Beginning) -> int | None:
+        if not beginning.is_comparable:
             return None
-        first = self._shards.setdefault(known, shard)
+        first = self._shards.setdefault(tuple(beginning.digests), shard)
         return None if first == shard else first
 
 
-def digest(value: object) -> bytes | None:
-    """Return a digest of an item; None if it is too small, or has something that cannot be read.
+class _Beginning:
+    """The digests of a shard's first items, until they tell it from others."""
 
-    Arrays, tensors and byte strings count, in dicts, tuples, lists and dataclasses; of a large
-    array elements that are spread over all of it.
+    def __init__(self, least_bytes: int) -> None:
+        self.digests: list[bytes] = []
+        self._least_bytes = least_bytes
+        self.is_known = False
+        self._size = 0
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether they hold enough, and are not one batch that is repeated."""
+        return self._size >= self._least_bytes and len(set(self.digests)) > 1
+
+    def add(self, value: object) -> None:
+        # a lone number says too little, as shards may well count
+        found = None if isinstance(value, (int, float, complex)) else digest(value)
+        if found is None:
+            self._size, self.is_known = 0, True  # it will not be compared
+            return
+        self.digests.append(found[0])
+        self._size += found[1]
+        count = len(self.digests)
+        is_enough = count >= _LEAST_ITEMS and self._size >= self._least_bytes
+        self.is_known = is_enough or count == _MOST_ITEMS
+
+
+def digest(value: object) -> tuple[bytes, int] | None:
+    """Return a digest of an item, and how many bytes it holds; None if it cannot be read.
+
+    Numbers, texts, arrays, tensors and byte strings count, in dicts, tuples, lists, sets and
+    objects with attributes; of what is large parts that are spread over all of it.
     """
     import hashlib  # only here: OpenSSL takes a while to load, and few need it
 
     hashed = hashlib.blake2b(digest_size=16)
+    size = _size_fed(hashed, value)
+    return None if size is None else (hashed.digest(), size)
+
+
+def checksum(value: object) -> int | None:
+    """Return a number that changes if an item's content is changed; None if it cannot be read.
+
+    It takes less time than a digest, but does not tell items from each other for sure.
+    """
+    summed = _Checksum()
+    return None if _size_fed(summed, value) is None else summed.value
+
+
+class _Checksum:
+    def __init__(self) -> None:
+        self.value = 0
+
+    def update(self, data: bytes, /) -> None:
+        self.value = binascii.crc32(data, self.value)
+
+
+def _size_fed(hashed: _Hash, value: object) -> int | None:
+    """Feed an item to a hash; return its bytes, None if it is of a kind that cannot be read."""
     try:
-        size = _feed(hashed, value)
+        return _Reading(hashed).feed(value)
     except Exception:  # of somebody's class; that it is not compared does no harm
         return None
-    return hashed.digest() if size >= _LEAST_BYTES else None
 
 
-def _feed(hashed: _Hash, value: Any) -> int:
-    """Feed a value to a hash; return the bytes of its arrays.
+class _Reading:
+    """One item on its way into a hash."""
 
-    Raises:
-        TypeError: It is of a kind whose content is not known.
-    """
-    if isinstance(value, (bytes, bytearray, memoryview)):
-        value = np.frombuffer(value, np.uint8)
-    if isinstance(value, (str, int, float, complex, type(None))):
-        hashed.update(f"{type(value).__name__} {value!r}".encode(errors="replace"))
-        return 0
-    hashed.update(type(value).__name__.encode())
-    if isinstance(value, Mapping):
-        return sum(_feed(hashed, key) + _feed(hashed, part) for key, part in value.items())
-    if isinstance(value, (tuple, list)):
-        return sum(_feed(hashed, part) for part in value)
-    if dataclasses.is_dataclass(value):
-        return sum(_feed(hashed, getattr(value, at.name)) for at in dataclasses.fields(value))
-    if not isinstance(getattr(value, "nbytes", None), int):
-        raise TypeError(f"a {type(value).__name__} is not looked into")
-    array = np.asarray(value)
-    if array.dtype.hasobject:
-        raise TypeError("an array of objects is not looked into")
-    hashed.update(f"{array.dtype.str} {array.shape}".encode())
-    most = max(1, _MOST_BYTES // max(1, array.itemsize))
-    hashed.update(array.flat[:: -(-array.size // most) or 1].tobytes())
-    return int(array.nbytes)
+    def __init__(self, hashed: _Hash) -> None:
+        self._hashed = hashed
+        self._left = _MOST_PARTS
+        self._depth = 0
+
+    def feed(self, value: Any) -> int:
+        """Feed a value to the hash; return its bytes.
+
+        Raises:
+            TypeError: It is of a kind whose content is not known.
+        """
+        self._left -= 1
+        if self._left < 0:
+            return 0
+        if isinstance(value, (bytes, bytearray, memoryview)):
+            value = np.frombuffer(value, np.uint8)
+        if isinstance(value, (str, int, float, complex, type(None))):
+            return self._feed_plain(value)
+        self._hashed.update(type(value).__name__.encode())
+        if isinstance(getattr(value, "nbytes", None), int):
+            return self._feed_array(value)
+        if self._depth == _MOST_DEEP:
+            raise TypeError("this is nested too deeply")
+        self._depth += 1
+        size = sum(map(self.feed, self._parts_of(value)))
+        self._depth -= 1
+        return size
+
+    def _feed_plain(self, value: str | complex | None) -> int:
+        if isinstance(value, str):
+            text = value if len(value) <= _MOST_BYTES else value[:: -(-len(value) // _MOST_BYTES)]
+            self._hashed.update(f"str {len(value)} {text}".encode(errors="replace"))
+            return len(value)
+        self._hashed.update(f"{type(value).__name__} {value!r}".encode())
+        return 0 if value is None else 8
+
+    def _parts_of(self, value: Any) -> Any:
+        """Return the parts of a container; of many, some that are spread over all of it."""
+        if isinstance(value, Mapping):
+            parts = list(itertools.chain.from_iterable(value.items()))
+        elif isinstance(value, (tuple, list)):
+            parts = list(value)
+        elif isinstance(value, Set):
+            parts = sorted(value)
+        elif dataclasses.is_dataclass(value):
+            parts = [getattr(value, at.name) for at in dataclasses.fields(value)]
+        else:
+            parts = list(itertools.chain.from_iterable(vars(value).items()))
+        self._hashed.update(f"{len(parts)}".encode())
+        return parts[:: -(-len(parts) // _MOST_PARTS) or 1]
+
+    def _feed_array(self, value: Any) -> int:
+        if value.nbytes > _MOST_BYTES and not _is_in_memory(value):
+            raise TypeError("an array of another library may lie in a file, or on a GPU")
+        array = np.asarray(value)
+        if array.dtype.hasobject:
+            raise TypeError("an array of objects is not looked into")
+        self._hashed.update(f"{array.dtype.str} {array.shape}".encode())
+        most = max(1, _MOST_BYTES // max(1, array.itemsize))
+        self._hashed.update(array.flat[:: -(-array.size // most) or 1].tobytes())
+        return int(array.nbytes)
+
+
+def _is_in_memory(array: object) -> bool:
+    """Return whether numpy can show an array without reading a file or copying it from a GPU."""
+    libraries = {kind.__module__.partition(".")[0] for kind in type(array).__mro__}
+    return not libraries.isdisjoint(_IN_MEMORY)

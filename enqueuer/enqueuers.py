@@ -7,13 +7,12 @@ import functools
 import logging
 import os
 import warnings
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
-from enqueuer import arguments
+from enqueuer import arguments, interrupts, state
 from enqueuer.backends import Backend, BackendName, Job, TaskBackend
 from enqueuer.base import BaseEnqueuer, Batch, Endless, State
 from enqueuer.duplicates import FirstItems
@@ -30,10 +29,17 @@ from enqueuer.messages import Epoch, Failure, Item, Start, Ticket
 from enqueuer.progress import Progress
 from enqueuer.replaying import Origin, item_of, redo, refuse
 from enqueuer.shards import Shard
-from enqueuer.sources import FunctionSource, LiveSource, as_source, name_of
+from enqueuer.sources import (
+    FunctionSource,
+    LiveSource,
+    as_source,
+    is_plain_collection,
+    name_of,
+)
 from enqueuer.stalls import level_of_user
 from enqueuer.stats import Stats
 from enqueuer.tasks import (
+    Counted,
     Indexable,
     Reader,
     Reading,
@@ -75,9 +81,10 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
             help.
             Shards that a change moves in the middle of an epoch are run again up to where they
             were, so their generators must repeat themselves, as for `max_restarts`.
-        max_workers: How many `"auto"` may have. By default as many processes as there are CPUs,
-            as many Ray actors as the cluster has, or 4 threads more than that, at most 32; and
-            never more than shards.
+        max_workers: How many `"auto"` may have. By default as many as help and find room, at
+            most 64: for workers that compute a tenth of their time, ten times as many as there
+            are CPUs, as far as memory goes; of Ray actors as many as the cluster has CPUs. Never
+            more than shards.
         backend: `"thread"`, the default: cheap, and enough where the work waits (files,
             network) or leaves Python (numpy, PIL); `"process"`, for work in Python; or `"ray"`,
             for more than this machine has: each worker is a Ray actor, wherever the cluster has
@@ -90,13 +97,20 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
             default, as in Keras. Each worker may hold one more in hand.
         max_queue_bytes: The most bytes that may wait, over all workers; None, the default, sets
             no such bound. The bound is dealt out evenly; a batch larger than a worker's share
-            stays in its hand until it is wanted.
+            stays in its hand until it is wanted. Processes count what they send. Threads count
+            arrays, tensors, texts, numbers and PIL images, also in attributes, as of dataclasses.
         ordered: True, the default, takes one batch of each shard in turn; False takes whichever
             is first, which is faster when shards differ in speed, and is not repeatable.
         mp_context: How processes are started: `"fork"`, `"forkserver"`, `"spawn"` or a context
             of `multiprocessing`. By default forkserver for a function (spawn where there is
             none), since it is safe beside threads and CUDA, and fork for a live iterator, which
             nothing else can hand over. With another backend it is refused.
+        threads_per_worker: How many threads OpenMP, BLAS, torch and OpenCV may each run in a
+            worker process. None, the default: the number of CPUs divided by `workers` (with
+            `"auto"` by `max_workers`), at least 1, so that workers do not take the CPUs from each
+            other; but `OMP_NUM_THREADS` and the like in the environment come first. A library that
+            was loaded before a fork runs on 1 thread, but for OpenBLAS. With another backend it
+            is refused.
         forward_logs: True, the default: what a worker process, or an actor, logs comes out of
             this process's handlers. False leaves it in the worker. `"multiprocessing-logging"`
             uses that package instead, for forked workers only.
@@ -118,7 +132,8 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
         world_size: How many training processes share the data; 1 by default. `shards`, which
             counts those of all ranks, is then `workers * world_size` by default.
         drop_last: Whether to have fewer shards if they cannot be dealt out evenly, so that each
-            rank has equally many; False by default.
+            rank has equally many; False by default. With one rank it does nothing: the generator
+            makes the batches, and an incomplete last one is for it to leave out.
         progress: Whether a `for` loop over it shows a bar: batches, rate, how long the loop waits,
             the queue, how busy the workers are. True shows it if standard error is a terminal,
             and needs tqdm; a class, such as `tqdm.notebook.tqdm`, is used as it is. False by
@@ -147,6 +162,7 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
         writable: Whether large arrays from an actor can be written to, which takes a copy of
             each; False by default: they lie, read-only, in Ray's object store. With the other
             backends all arrays are writable anyway.
+        pickle_safe: Old name of `use_multiprocessing`, in Keras until 2.0.5.
 
     Attributes:
         queue: What waits, with the names of `queue.Queue`, as in Keras.
@@ -181,6 +197,7 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
         max_queue_bytes: int | None = None,
         ordered: bool = True,
         mp_context: str | BaseContext | None = None,
+        threads_per_worker: int | None = None,
         forward_logs: bool | str = True,
         on_error: OnError = "raise",
         max_errors: int | None = None,
@@ -195,8 +212,15 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
         address: str | None = None,
         ray_options: Mapping[str, Any] | None = None,
         writable: bool = False,
+        pickle_safe: bool | None = None,
     ) -> None:
         self._source = as_source(generator)
+        if pickle_safe is not None:
+            if use_multiprocessing:
+                raise TypeError(
+                    "pickle_safe is the old name of use_multiprocessing; give one of them"
+                )
+            use_multiprocessing = pickle_safe
         super().__init__(
             self._source,
             use_multiprocessing=use_multiprocessing,
@@ -208,6 +232,7 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
             max_queue_bytes=max_queue_bytes,
             ordered=ordered,
             mp_context=mp_context,
+            threads_per_worker=threads_per_worker,
             forward_logs=forward_logs,
             on_error=on_error,
             max_errors=max_errors,
@@ -270,17 +295,51 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
             )
         return range(self._rank, shards, self._world_size)
 
+    def _out_of_order(self, parts: int) -> str:
+        own = len(self._own_shards())
+        # Without shards= the data themselves depend on how many share them.
+        is_promised = self._ordered and self._shards_are_given
+        if not is_promised or own % parts == 0:
+            return ""
+        return f"the {own} shards of the enqueuer cannot be dealt out evenly over {parts}"
+
+    def _has_kept_order(self) -> bool:
+        order = self._order
+        return not (self._shards_are_given and isinstance(order, RoundRobin)) or order.is_even
+
+    def _check_repeats(self) -> None:
+        super()._check_repeats()
+        if isinstance(self._source, LiveSource):
+            raise ValueError(
+                "a live iterator cannot be read by each of them; pass the generator function itself"
+            )
+
     def _portion(
-        self, rank: int, world_size: int, part: int = 0, parts: int = 1
+        self, rank: int, world_size: int, part: int = 0, parts: int = 1, block: int = 1
     ) -> GeneratorEnqueuer[Batch]:
+        assert block == 1, "shards are dealt out one by one"
         make, given = self._made_of()
         if parts > 1 and self._shards is not None:
             # which shards are left out depends on the ranks, and not on how many share one
             left_out = self._shards % world_size if self._drop_last else 0
             make = functools.partial(make, shards=self._shards - left_out, drop_last=False)
         # of the rank's shards every `parts`-th
-        rank, world_size = rank + world_size * part, world_size * parts
-        return self._handed_on(make(*given, rank=rank, world_size=world_size))
+        ranks, rank, world_size = world_size, rank + world_size * part, world_size * parts
+        return self._handed_on(make(*given, rank=rank, world_size=world_size), ranks)
+
+    def _needs_common_seed(self) -> bool:
+        return isinstance(self._source, FunctionSource) and self._source.takes_shard
+
+    def _why_empty(self) -> str | None:
+        source = self._source
+        is_live = isinstance(source, LiveSource) and isinstance(source.iterable, Iterator)
+        if is_live and self._is_whole and self._taken_before:
+            return (
+                "the iterator was read to its end in an earlier epoch, and cannot begin anew; "
+                "pass the generator function itself, GeneratorEnqueuer(batches) instead of "
+                "GeneratorEnqueuer(batches()), which is called for each epoch"
+            )
+        return super()._why_empty()
 
     def _job(self) -> Job:
         if isinstance(self._source, LiveSource) and self._all_shards() > 1:
@@ -334,17 +393,32 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
         recent = self._max_queue_size + 2  # more are never taken and not given away
         return RoundRobin(starts, recent) if self._ordered else AsTheyCome(starts, recent)
 
-    def _begin(self, epoch: Epoch) -> None:
-        super()._begin(epoch)
+    def _next_epoch(self) -> Epoch:
+        epoch = super()._next_epoch()
+        if epoch.starts is None:
+            return epoch
+        # a shard that had ended when a state was saved has not told its own since
+        starts = dict.fromkeys(self._own_shards(), Start()) | dict(epoch.starts)
+        return dataclasses.replace(epoch, starts=starts)
+
+    def _begin(self, epoch: Epoch, goes_on: bool = False) -> None:
+        super()._begin(epoch, goes_on)
         shards = len(self._own_shards())
-        vars(self).pop("_found", None)
+        self._first_items = None
         if self._is_compared or epoch.starts is not None or shards == 1:
             return
         self._is_compared = True
         if isinstance(self._source, FunctionSource):
-            # in the method's place until it has seen enough, so that later items pay nothing
-            compare = functools.partial(_compare, weakref.ref(self), FirstItems(shards))
-            vars(self)["_found"] = compare
+            self._first_items = FirstItems(shards, self._source.takes_shard)
+
+    def _compare(self, first: FirstItems) -> None:
+        for item in self._ready.copy():
+            twins = first.saw(item.shard, item.value)
+            if first.done:
+                self._first_items = None
+            if twins is not None:
+                assert isinstance(self._source, FunctionSource)
+                _warn_of_twins(*twins, self._source.takes_shard)
 
     def _origin_of(self, failure: Failure) -> Origin:
         return Origin(
@@ -391,9 +465,7 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
             )
         seed, shards = state_dict["random_seed"], state_dict["shards"]
         own = range(self._rank, shards, self._world_size)
-        strangers = [shard for shard in epoch.starts or () if shard not in own]
-        if strangers:
-            raise StateMismatch(f"the state has positions of shards {strangers}, not of {own}")
+        state.check_shards(state_dict, epoch, own)
         self._random_seed = seed
         if not isinstance(self._source, LiveSource):
             self._shards = shards
@@ -409,10 +481,12 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
 
     Args:
         sequence: Anything with `__len__` and `__getitem__`: a list of paths, an array, a torch
-            dataset, a Keras `Sequence` or `PyDataset`, whose `on_epoch_end` is called after each
-            epoch. Workers fetch its elements themselves, processes from their own copy. Or any
-            other iterable, with `map`: its elements are read one after the other in the loop's
-            thread, when a batch is asked for, and never further ahead than results may wait.
+            dataset, a Keras `Sequence` or `PyDataset`, whose `on_epoch_begin` and `on_epoch_end`
+            are called before and after each epoch. `num_batches` may stand for `__len__`; if it
+            is None, the sequence is endless, and so is its epoch. Workers fetch its elements
+            themselves, processes from their own copy. Or any other iterable, with `map`: its
+            elements are read one after the other in the loop's thread, when a batch is asked for,
+            and never further ahead than results may wait.
         map: A function of the element, or of the element and its `Task`, whose `rng` is the
             element's own. None, the default: the element itself is the result, so that all work
             is in `__getitem__`. Results that are None are left out. (As in Keras, True or False
@@ -431,17 +505,22 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
         workers: How many threads, processes or Ray actors; 1 by default. `"auto"` begins with 1,
             and adds or retires some while it runs, until the loop no longer waits or more do not
             help.
-        max_workers: How many `"auto"` may have. By default as many processes as there are CPUs,
-            as many Ray actors as the cluster has, or 4 threads more than that, at most 32.
+        max_workers: How many `"auto"` may have. By default as many as help and find room, at
+            most 64: for workers that compute a tenth of their time, ten times as many as there
+            are CPUs, as far as memory goes; of Ray actors as many as the cluster has CPUs.
         backend: `"thread"`, the default, `"process"` or `"ray"`.
         max_queue_size: The most results that may wait; 10 by default. Each worker may have one
             more in hand.
         max_queue_bytes: The most bytes that may wait, judged by the largest result so far; None,
-            the default, sets no such bound.
+            the default, sets no such bound. Counted are arrays, tensors, texts, numbers and PIL
+            images, also in attributes, as of dataclasses.
         ordered: True, the default; False takes whichever result is first.
         mp_context: How processes are started: `"fork"`, `"forkserver"`, `"spawn"` or a context
             of `multiprocessing`; by default forkserver, where there is one, else spawn. With
             another backend it is refused.
+        threads_per_worker: How many threads OpenMP, BLAS, torch and OpenCV may each run in a
+            worker process, as for `GeneratorEnqueuer`. None, the default: the number of CPUs
+            divided by `workers`, unless the environment says otherwise.
         forward_logs: As for `GeneratorEnqueuer`.
         on_error: What to do about an exception of one element. `"raise"`, the default: raise it
             in the loop, in its turn. `"skip"`: log it with its traceback, count it
@@ -493,7 +572,7 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
 
     def __init__(
         self,
-        sequence: Iterable[Any] | Indexable,
+        sequence: Iterable[Any] | Indexable | Counted,
         map: Callable[..., Any] | bool | None = None,
         shuffle: bool = False,
         *,
@@ -509,6 +588,7 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
         max_queue_bytes: int | None = None,
         ordered: bool = True,
         mp_context: str | BaseContext | None = None,
+        threads_per_worker: int | None = None,
         forward_logs: bool | str = True,
         on_error: OnError = "raise",
         max_errors: int | None = None,
@@ -526,6 +606,7 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
         if isinstance(map, bool):
             use_multiprocessing, map = use_multiprocessing or map, None
         arguments.elements(sequence, map, shuffle)
+        arguments.function("collate", collate, "of a list of results")
         if collate is not None and batch_size is None:
             raise ValueError("collate makes a batch of results; give batch_size with it")
         self._source = TaskSource(
@@ -546,6 +627,7 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
             max_queue_bytes=max_queue_bytes,
             ordered=ordered,
             mp_context=mp_context,
+            threads_per_worker=threads_per_worker,
             forward_logs=forward_logs,
             on_error=on_error,
             max_errors=max_errors,
@@ -570,24 +652,44 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
         self._start = Start()  # of this epoch
         self._is_read = False  # to its end
 
+    @property
+    def sequence(self) -> Any:
+        """The sequence, or the iterable, that was given."""
+        return self._source.items
+
+    def join_end_of_epoch(self) -> None:
+        """Have the sequence told of the end of the epoch, if all its batches were taken.
+
+        So its `on_epoch_end` has been called when this returns, as in Keras. If batches are left,
+        it waits for the next one, takes nothing and tells nothing.
+
+        Raises:
+            InvalidState: It was not started, or was stopped.
+        """
+        with self._lock:
+            self._check_started("wait for the end of its epoch")
+            self._peek(None)
+
     def __len__(self) -> int:
         """Return how many batches an epoch has.
 
         Raises:
-            TypeError: The source is an iterable without a length.
+            TypeError: The source is an iterable, or an endless sequence.
         """
         source, reading = self._source, self._reading
         if not source.is_sequence:
             raise TypeError("an iterable does not tell how many steps it has; a sequence does")
+        if not source.is_finite:
+            raise TypeError("the sequence is endless, as its num_batches is None; count the steps")
         count = len(places_of(source, reading))
         steps = steps_in(count, source.batch_size or 1, self._drop_last)
-        return len(range(reading.part, steps, reading.parts))
+        return len(reading.own(steps))
 
     def _steps(self) -> tuple[int, int | None]:
         with self._lock:
             assert isinstance(self._order, TaskOrder)
             done = self._order.next - self._order.first - len(self._ready)
-        return done, len(self) if self._source.is_sequence else None
+        return done, len(self) if self._source.is_finite else None
 
     def get(self) -> Iterator[Any]:
         """Return an iterator over this epoch and all that follow, without an end, as in Keras.
@@ -613,14 +715,25 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
         make = functools.partial(OrderedEnqueuer, **options)
         return make, (source.items, source.map, self._reading.shuffle)
 
+    def _deals_out(self, length: int) -> bool:
+        return self._source.is_finite and len(self) == length
+
+    def _check_repeats(self) -> None:
+        super()._check_repeats()
+        if isinstance(self._source.items, Iterator):
+            raise ValueError("an iterator is read once; pass a sequence, or an iterable")
+
     def _portion(
-        self, rank: int, world_size: int, part: int = 0, parts: int = 1
+        self, rank: int, world_size: int, part: int = 0, parts: int = 1, block: int = 1
     ) -> OrderedEnqueuer:
         make, given = self._made_of()
-        twin = self._handed_on(make(*given, rank=rank, world_size=world_size))
-        twin._reading = dataclasses.replace(twin._reading, part=part, parts=parts)
+        twin = self._handed_on(make(*given, rank=rank, world_size=world_size), world_size)
+        twin._reading = dataclasses.replace(twin._reading, part=part, parts=parts, block=block)
         twin._record_as(rank + world_size * part, world_size * parts)
         return twin
+
+    def _needs_common_seed(self) -> bool:
+        return self._reading.shuffle
 
     def _job(self) -> Job:
         return self._job_of(self._source, shards=0, own=())
@@ -634,6 +747,9 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
         tasks_of(self._backend).resize(workers)
         self._workers = workers
         self._tell_of_change()
+
+    def _most_with(self, room: int, before: int) -> int:
+        return before + room
 
     def _job_with(self, workers: int) -> Job:
         return dataclasses.replace(self._job(), workers=workers)
@@ -652,12 +768,15 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
         self._pending = None
         return TaskOrder(first, self._start, epoch.done, self._ordered)
 
-    def _begin(self, epoch: Epoch) -> None:
-        super()._begin(epoch)
-        self._feed()  # the workers begin at once
+    def _begin(self, epoch: Epoch, goes_on: bool = False) -> None:
+        super()._begin(epoch, goes_on)
+        if goes_on:
+            self._start = Start()
+        # The workers begin at once. An iterable may keep start() waiting for ever.
+        interrupts.interruptible(self._feed)
 
     def _rewind(self) -> None:
-        self._source.ended = 0
+        self._source.rewind()
 
     def _feed(self) -> None:
         """Read elements and hand out their tasks, as many as the bound allows."""
@@ -680,6 +799,8 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
                     backend.submit(ticket)
                 except ItemNotPicklable as error:
                     self._fail(Failure(ticket.indices[0], ticket.number, error))
+            if self._reader is not None:
+                self._reader.advance(ticket.number)
             self._pending = None
 
     def _feeding_waits(self) -> bool:
@@ -687,27 +808,48 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
 
     def _read(self, order: TaskOrder) -> tuple[Ticket, Any] | None:
         """Return the next ticket, and the reader's state after it; None if there is none."""
-        source = self._source
         try:
-            if self._reader is None:
-                start = self._start
-                if source.is_sequence:
-                    start = Start(self._number - order.first)
-                self._reader = Reader(source, self._reading, self._epoch, start, order.first)
-            read = self._timed(self._reader)
+            return self._read_on(order)
         except BaseException as error:
-            if isinstance(error, Exception) or not source.is_sequence:
+            if self._reader is not None and self._reader.has_failed:
                 self._fail(Failure(-1, self._number, error))
-            if isinstance(error, Exception):
+                if isinstance(error, Exception):
+                    return None
+                raise
+            if self._source.is_sequence:
+                self._reader = None  # it can be read on from here
+            if not isinstance(error, Exception):
+                raise  # a Ctrl-C
+            # An error of the source's own comes again; else a signal handler has raised it.
+            try:
+                self._read_on(order)
+            except Exception:
+                self._fail(Failure(-1, self._number, error))
                 return None
-            self._reader = None  # a Ctrl-C: a sequence can be read on from here
             raise
-        if read is None:
-            self._is_read = True
-            order.end_at(self._number)
-        return read
 
-    def _timed(self, reader: Reader) -> tuple[Ticket, Any] | None:
+    def _read_on(self, order: TaskOrder) -> tuple[Ticket, Any] | None:
+        """Do what `_read` does; again, until the reader advances, does the same."""
+        source = self._source
+        if self._reader is None:
+            start = self._start
+            if source.is_sequence:
+                start = Start(self._number - order.first)
+            self._reader = Reader(source, self._reading, self._epoch, start, order.first)
+        read = self._timed(self._reader)
+        state = self._reader.state()
+        if read is None:
+            count, last = self._number - order.first, max(order.beyond(), default=-1)
+            if last >= count:
+                text = f"the iterable ended after {count} tasks when it was read again, but task "
+                self._fail(Failure(-1, self._number, StateMismatch(f"{text}{last} of it was done")))
+                return None
+            order.end_at(self._number, state)
+            self._is_read = True
+            return None
+        return read, state
+
+    def _timed(self, reader: Reader) -> Ticket | None:
         """Read on, and count it as a wait of the loop if it runs code of the user's."""
         if self._source.is_sequence:
             return reader.next()
@@ -719,10 +861,10 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
 
     def _fail(self, failure: Failure) -> None:
         """Let a task have failed that no worker can be given; nothing more is read."""
-        self._is_read = True
         self._unread = dataclasses.replace(failure, worker="the process of the loop")
-        self._number = failure.number + 1
         tasks_of(self._backend).fail(self._unread)
+        self._is_read = True
+        self._number = failure.number + 1
 
     def _most_out(self, backend: TaskBackend) -> int:
         """Return how many tasks may be handed out and not taken."""
@@ -734,7 +876,7 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
         return waiting + self._workers
 
     def _ended(self) -> None:
-        self._source.catch_up(self._epoch + 1)
+        self._source.end(self._epoch)
 
     def _following(self, ready: deque[Item]) -> deque[Item] | None:
         with self._lock:
@@ -745,7 +887,9 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
                 assert isinstance(order, TaskOrder)
                 if not self._over or (order.items == 0 and self._start.number == 0):
                     return None  # an epoch without anything would be followed by another one
-                self._begin(Epoch(self._epoch + 1))
+                self._begin_next()
+                if ready is self._ready:
+                    return None  # it is being stopped
             return self._ready
 
     def _waiting(self) -> int:
@@ -825,7 +969,7 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
         return part | {
             "kind": "OrderedEnqueuer",
             "random_seed": self._random_seed,
-            "length": len(self._source.items) if self._source.is_sequence else None,
+            "length": self._source.length if self._source.is_finite else None,
             "shuffle": reading.shuffle,
             "batch_size": self._source.batch_size,
             "drop_last": self._drop_last,
@@ -850,7 +994,12 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
             )
         if epoch.starts is not None and list(epoch.starts) != [0]:
             raise StateMismatch("this is not the position of an OrderedEnqueuer")
-        if hasattr(items, "on_epoch_end") and self._source.ended > epoch.number:
+        if epoch.starts is not None and self._source.is_finite:
+            steps, last = len(self), max((epoch.starts[0].number - 1, *epoch.done))
+            if last >= steps:
+                raise StateMismatch(f"the state has task {last}, but an epoch has {steps} tasks")
+        is_told = hasattr(items, "on_epoch_begin") or hasattr(items, "on_epoch_end")
+        if is_told and self._source.ended > epoch.number:
             raise InvalidState(
                 f"the sequence was told of the end of {self._source.ended} epochs, and cannot be "
                 f"taken back to epoch {epoch.number}; make a new enqueuer with a new sequence"
@@ -874,7 +1023,7 @@ def prefetch(
     is dropped after a `break`.
 
     Args:
-        generator: As for `GeneratorEnqueuer`; also any iterable, such as a loader.
+        generator: As for `GeneratorEnqueuer`; also any iterable, such as a list or a loader.
         max_queue_size: The most finished batches that may wait; 2 by default, which is enough
             to overlap steady work.
         **options: The other options of `GeneratorEnqueuer`.
@@ -890,6 +1039,8 @@ def prefetch(
         1
         4
     """
+    if is_plain_collection(generator):
+        generator = iter(generator)
     enqueuer = GeneratorEnqueuer(generator, max_queue_size=max_queue_size, **options)
     return _prefetched(enqueuer)
 
@@ -936,22 +1087,6 @@ def _prefetched(enqueuer: BaseEnqueuer[Batch]) -> Iterator[Batch]:
         yield from enqueuer
 
 
-def _compare(
-    reference: weakref.ref[GeneratorEnqueuer[Any]], first: FirstItems, failure: Failure | None
-) -> None:
-    """Do what `_found` does, and warn of shards whose first items are the same. Lock held."""
-    enqueuer = reference()
-    assert enqueuer is not None  # it is who calls this
-    BaseEnqueuer._found(enqueuer, failure)
-    for item in enqueuer._ready.copy():  # all of it is new, as nothing was ready
-        twins = first.saw(item.shard, item.value)
-        if first.done:
-            vars(enqueuer).pop("_found", None)
-        if twins is not None:
-            assert isinstance(enqueuer._source, FunctionSource)
-            _warn_of_twins(*twins, enqueuer._source.takes_shard)
-
-
 def _warn_of_twins(one: int, other: int, takes_shard: bool) -> None:
     if takes_shard:
         cause = (
@@ -966,7 +1101,7 @@ def _warn_of_twins(one: int, other: int, takes_shard: bool) -> None:
             "work, and draw random numbers from shard.rng"
         )
     warnings.warn(
-        f"shards {one} and {other} began with the same two batches, so the data seem to come "
+        f"shards {one} and {other} began with the same batches, so the data seem to come "
         f"several times. {cause}",
         DuplicateDataWarning,
         stacklevel=level_of_user(),

@@ -120,6 +120,14 @@ class DuplicateDataWarning(EnqueuerWarning):
     """Several workers, or shards, make the same batches: every batch comes several times."""
 
 
+class EmptyEpochWarning(EnqueuerWarning):
+    """An epoch had no batches, although its source seems to be meant to give some."""
+
+
+class OverwrittenDataWarning(EnqueuerWarning):
+    """A batch was changed after it was yielded, before the loop had it."""
+
+
 class StallWarning(EnqueuerWarning):
     """The loop has waited long for one batch; the message tells what each worker does."""
 

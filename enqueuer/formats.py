@@ -50,6 +50,20 @@ def many(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 'es' if what.endswith('ch') else 's'}"
 
 
+def printable(text: str) -> str:
+    """Return text whose control characters, and others that are not shown, are escaped.
+
+    A terminal takes some of them for commands.
+
+    Example:
+        >>> printable("a b"), printable("\\x1b[2J")
+        ('a b', '\\\\x1b[2J')
+    """
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
 def rate(per_s: float) -> str:
     """Return how many there are a second.
 

@@ -27,6 +27,11 @@ import time
 _GAP_S = 0.001  # between two probes, on average; several fit into the 5 ms of a switch interval
 
 
+def switch_s() -> float | None:
+    """Return after how many seconds a thread that waits for the GIL asks for it; None: no GIL."""
+    return sys.getswitchinterval() if getattr(sys, "_is_gil_enabled", _yes)() else None
+
+
 class Probe:
     """A thread that looks how often the GIL is held, until it is stopped.
 
@@ -47,7 +52,7 @@ class Probe:
     @property
     def share(self) -> float | None:
         """How much of the time it was held, from 0 to 1; None if the system does not tell."""
-        if not getattr(sys, "_is_gil_enabled", _yes)():
+        if switch_s() is None:
             return 0.0
         return self._held / self._asked if self._asked else None
 

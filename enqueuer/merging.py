@@ -9,8 +9,9 @@ all shards have ended. The waiting is the backend's.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Collection, Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any, Final, Protocol
 
 from enqueuer.messages import Item, Start
@@ -32,8 +33,22 @@ class Order(Protocol):
     def took(self, shard: int, number: int, state: Any = None) -> None:
         """Note that item `number` of `shard` was taken, after which its iterator's state was so."""
 
-    def ended(self, shard: int) -> None:
-        """Note that `shard` will give nothing more."""
+    def ended(self, shard: int, state: Any = None, number: int = 0) -> None:
+        """Note that `shard` will give nothing more.
+
+        Args:
+            shard: The shard that has ended.
+            state: What its source then said of itself, if anything.
+            number: How many items its generator has yielded, those of None included.
+        """
+
+    @property
+    def ends(self) -> Mapping[int, Any]:
+        """The states of sources at the ends of shards, of those that tell one."""
+
+    @property
+    def yielded(self) -> int:
+        """How many items were made of what has ended, those of None included."""
 
     def next_of(self, shards: Container[int]) -> int | None:
         """Return which of some shards of one worker is next; None if all have ended."""
@@ -52,15 +67,24 @@ class Order(Protocol):
         """Return which later items were taken nevertheless; only of tasks."""
 
 
-class _Shards:
-    """The shards that have not ended, the next item of each, and the last states of iterators."""
+class ShardOrder(ABC):
+    """The shards that have not ended, the next item of each, and the last states of iterators.
 
-    _open: Collection[int]
-    _states: dict[int, deque[Start]]
+    Code that takes an item may write `numbers` and `last` itself. These two stores need no call,
+    so that no exception of a signal handler can strike between them and what it stores beside.
+
+    Attributes:
+        numbers: Number of the next item of each shard.
+        last: Shard of the item that was taken last.
+    """
 
     def __init__(self, starts: Mapping[int, Start], recent: int) -> None:
-        self._numbers = {shard: start.number for shard, start in starts.items()}
+        self.numbers = {shard: start.number for shard, start in starts.items()}
+        self.last: int = next(reversed([*starts]), -1)  # as if a round had just ended
         self._recent = recent
+        self.ends: dict[int, Any] = {}
+        self.yielded = 0
+        self._open = dict.fromkeys(starts)
         self._states = {
             shard: deque([start], recent)
             for shard, start in starts.items()
@@ -71,17 +95,31 @@ class _Shards:
     def done(self) -> bool:
         return not self._open
 
+    def took(self, shard: int, number: int, state: Any = None) -> None:
+        if state is not None:
+            self.remember(shard, number, state)
+        self.numbers[shard] = number + 1
+        self.last = shard
+
+    def remember(self, shard: int, number: int, state: Any) -> None:
+        """Keep the state of an iterator after an item that is about to be taken."""
+        states = self._states.get(shard)
+        if states is None:
+            states = self._states[shard] = deque([Start()], self._recent)
+        if states[-1].number != number + 1:  # else an exception struck before the item was taken
+            states.append(Start(number + 1, state))
+
     def next_of(self, shards: Container[int]) -> int | None:
-        return next((shard for shard in self._open if shard in shards), None)
+        return next((shard for shard in self._in_turn() if shard in shards), None)
 
     def number_of(self, shard: int) -> int:
-        return self._numbers[shard]
+        return self.numbers[shard]
 
     def rest(self, ready: Iterable[Item] = ()) -> dict[int, Start]:
         again: dict[int, int] = {}
         for item in ready:
             again.setdefault(item.shard, item.number)
-        shards = list(self._open)
+        shards = self._in_turn()
         if again:  # turns go by index, so this is where they were
             shards = sorted({*shards, *again})
             at = shards.index(next(iter(again)))
@@ -91,24 +129,31 @@ class _Shards:
     def beyond(self, ready: Iterable[Item] = ()) -> tuple[int, ...]:
         return ()
 
+    @abstractmethod
+    def turn(self) -> int | None:
+        """Return the shard to read next, or ANY."""
+
+    @abstractmethod
+    def ended(self, shard: int, state: Any = None, number: int = 0) -> None:
+        """Note that `shard` will give nothing more; again does nothing."""
+
+    @abstractmethod
+    def _in_turn(self) -> list[int]:
+        """Return the shards that have not ended, in the order of their turns."""
+
     def _start_of(self, shard: int, number: int | None) -> Start:
         if number is None:
-            number = self._numbers[shard]
+            number = self.numbers[shard]
         states = self._states.get(shard)
         if states is None:
             return Start(number)
-        last = next(at for at in reversed(states) if at.number - at.behind <= number)
-        if last.state is None:
+        known = next(at for at in reversed(states) if at.number - at.behind <= number)
+        if known.state is None:
             return Start(number)
-        return Start(number, last.state, number - last.number + last.behind)
-
-    def _remember(self, shard: int, start: Start) -> None:
-        if shard not in self._states:
-            self._states[shard] = deque([Start()], self._recent)
-        self._states[shard].append(start)
+        return Start(number, known.state, number - known.number + known.behind)
 
 
-class RoundRobin(_Shards):
+class RoundRobin(ShardOrder):
     """One item of each shard in turn; ended shards drop out.
 
     Args:
@@ -128,22 +173,45 @@ class RoundRobin(_Shards):
 
     def __init__(self, starts: Mapping[int, Start], recent: int = 2) -> None:
         super().__init__(starts, recent)
-        self._open: deque[int] = deque(starts)
+        shards = list(starts)
+        self._after = dict(zip(shards, shards[1:] + shards[:1], strict=True))
+        self._at_first_end: dict[int, int] | None = None  # the number of each shard's next item
+
+    @property
+    def is_even(self) -> bool:
+        """Whether each round so far had an item of every shard, but for the end of the last one.
+
+        Several such orders, read one item of each in turn, are in the order of them all.
+        """
+        return self._at_first_end in (None, self.numbers)
 
     def turn(self) -> int:
-        return self._open[0]
+        return self._after[self.last]
 
-    def took(self, shard: int, number: int, state: Any = None) -> None:
-        self._open.rotate(-1)
-        self._numbers[shard] = number + 1
+    def ended(self, shard: int, state: Any = None, number: int = 0) -> None:
+        if shard not in self._open:
+            return
         if state is not None:
-            self._remember(shard, Start(number + 1, state))
+            self.ends[shard] = state
+        if self._at_first_end is None:
+            self._at_first_end = self.numbers.copy()
+        # An ended shard keeps its successor, as it may be the last one that was taken from.
+        for before, following in self._after.items():
+            if following == shard:
+                self._after[before] = self._after[shard]
+        self.yielded += number
+        del self._open[shard]
 
-    def ended(self, shard: int) -> None:
-        self._open.remove(shard)
+    def _in_turn(self) -> list[int]:
+        shards: list[int] = []
+        shard = self.last
+        while len(shards) < len(self._open):
+            shard = self._after[shard]
+            shards.append(shard)
+        return shards
 
 
-class AsTheyCome(_Shards):
+class AsTheyCome(ShardOrder):
     """Whatever is there first, from any shard.
 
     Example:
@@ -156,19 +224,22 @@ class AsTheyCome(_Shards):
 
     def __init__(self, starts: Mapping[int, Start], recent: int = 2) -> None:
         super().__init__(starts, recent)
-        self._open: dict[int, None] = dict.fromkeys(starts)  # the last one served is at the end
+        self._first = self.numbers.copy()
 
     def turn(self) -> None:
         return ANY
 
-    def took(self, shard: int, number: int, state: Any = None) -> None:
-        self._open[shard] = self._open.pop(shard)
-        self._numbers[shard] = number + 1
+    def ended(self, shard: int, state: Any = None, number: int = 0) -> None:
+        if shard not in self._open:
+            return
         if state is not None:
-            self._remember(shard, Start(number + 1, state))
+            self.ends[shard] = state
+        self.yielded += number
+        del self._open[shard]
 
-    def ended(self, shard: int) -> None:
-        self._open.pop(shard, None)
+    def _in_turn(self) -> list[int]:
+        # A worker sends one item of each of its shards in turn: the next has given the fewest.
+        return sorted(self._open, key=lambda shard: self.numbers[shard] - self._first[shard])
 
 
 class TaskOrder:
@@ -195,19 +266,29 @@ class TaskOrder:
         self.ordered = ordered
         self.next = first + start.number  # all before it were taken
         self.items = 0  # that were taken, and not only passed over
-        self._beyond = {first + number for number in done}
+        # Numbers that were taken, until `next` has gone past them. Code that takes a result may
+        # write to it itself: that needs no call, see `ShardOrder`.
+        self.taken: dict[int, None] = dict.fromkeys(first + number for number in done)
         self._end: int | None = None
+        self.ends: dict[int, Any] = {}
         # before the task, of a reader that tells its state
         self._states = {} if start.state is None else {self.next: start.state}
 
     @property
     def done(self) -> bool:
+        if self.taken:
+            self.advance()
         return self.next == self._end
 
-    def end_at(self, number: int) -> None:
-        """Note that there is no task of this number or a higher one."""
+    @property
+    def yielded(self) -> int:
+        return 0 if self._end is None else self._end - self.first
+
+    def end_at(self, number: int, state: Any = None) -> None:
+        """Note that there is no task of this number or a higher one, and the reader's state."""
+        if state is not None:
+            self.ends[0] = state
         self._end = number
-        self._advance()
 
     def read(self, number: int, state: Any) -> None:
         """Note the reader's state after it has read the task of this number.
@@ -222,19 +303,16 @@ class TaskOrder:
 
     def was_taken(self, number: int) -> bool:
         """Return whether the task was done, now or before the start."""
-        return number < self.next or number in self._beyond
+        return number < self.next or number in self.taken
 
     def turn(self) -> None:
         return ANY
 
     def took(self, shard: int, number: int, state: Any = None) -> None:
-        if number == self.next and not self._beyond:
-            self.next = number + 1
-        else:
-            self._beyond.add(number)
-            self._advance()
+        self.taken[number] = None
+        self.advance()
 
-    def ended(self, shard: int) -> None:
+    def ended(self, shard: int, state: Any = None, number: int = 0) -> None:
         raise AssertionError("tasks end with the reader")
 
     def next_of(self, shards: Container[int]) -> int | None:
@@ -244,16 +322,19 @@ class TaskOrder:
         return self.next
 
     def rest(self, ready: Iterable[Item] = ()) -> dict[int, Start]:
+        self.advance()
         number = min([self.next, *(item.number for item in ready)])
         return {0: Start(number - self.first, self._states.get(number))}
 
     def beyond(self, ready: Iterable[Item] = ()) -> tuple[int, ...]:
+        self.advance()
         again = {item.number for item in ready}
         earliest = min([self.next, *again])
-        numbers = {*range(earliest, self.next), *self._beyond} - again
+        numbers = {*range(earliest, self.next), *self.taken} - again
         return tuple(sorted(number - self.first for number in numbers if number > earliest))
 
-    def _advance(self) -> None:
-        while self.next in self._beyond:
-            self._beyond.remove(self.next)
+    def advance(self) -> None:
+        """Have `next` go past all that was taken; again does nothing."""
+        while self.next in self.taken:
+            del self.taken[self.next]
             self.next += 1

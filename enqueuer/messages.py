@@ -1,6 +1,6 @@
 """What travels from a worker to the consumer, and the two ends it travels between.
 
-    worker --Sender.send(message)--> road --Receiver.receive()--> consumer
+    worker --Sender.send(message)--> road --Backend.wait(), take()--> consumer
 
 The set is closed: an end and a failure are types of their own, so that no value which a
 generator yields can ever be taken for one.
@@ -8,7 +8,6 @@ generator yields can ever be taken for one.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -29,9 +28,15 @@ class Item:
 
 @dataclass(frozen=True)
 class End:
-    """A shard's generator has come to its end."""
+    """A shard's generator has come to its end.
+
+    `state` is what an iterable that is read again in the next epoch said of itself then, if it
+    says anything. `number` is how many items the generator has yielded, those of None included.
+    """
 
     shard: int
+    state: Any = None
+    number: int = 0
 
 
 @dataclass(frozen=True)
@@ -67,13 +72,6 @@ class Empty:
     """Task `number` was done and has no result."""
 
     number: int
-
-
-@dataclass(frozen=True)
-class Record:
-    """What a worker logged."""
-
-    record: logging.LogRecord
 
 
 Message = Item | End | Failure | Empty

@@ -24,8 +24,10 @@ WAITING = 3  # for the right to send, or for a task
 IDLE = 4  # between two epochs
 PHASE = 5  # WAITING or IDLE if it is just that, else 0
 SINCE = 6  # when that began
+CPU_BEFORE = 7  # what it had used of the CPU when it was ready, for imports say
+STARVED_BEFORE = 8  # for how long it had lacked one then
 
-WORDS = 8  # a cache line
+WORDS = 16  # two cache lines
 
 _MOST_SAMPLES = 256  # of the fill; then every second one is forgotten
 _SAMPLE_NS = 5_000_000  # between two of them, at first
@@ -46,8 +48,10 @@ class Meter:
         self.waited: Callable[[int], None] | None = None
         self.words = memoryview(array("Q", [0] * WORDS)) if words is None else words
 
-    def begin(self) -> None:
-        """Note that the worker is ready for its first order."""
+    def begin(self, cpu_s: float = 0.0, starved_s: float = 0.0) -> None:
+        """Note that the worker is ready for its first order, and what it took to get there."""
+        self.words[CPU_BEFORE] = int(1e9 * cpu_s)
+        self.words[STARVED_BEFORE] = int(1e9 * starved_s)
         self.words[BEGAN] = clock()
 
     def pause(self, phase: int) -> None:

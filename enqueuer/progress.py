@@ -78,9 +78,21 @@ def bar_class(shown: Progress) -> Callable[..., Any] | None:
 
 @functools.cache
 def _quiet_tqdm() -> Callable[..., Any]:
-    tqdm = framework("tqdm", "progress", "4.64", user="progress=True").tqdm
-    # tqdm's monitor is a thread for the whole process, for bars that skip updates; ours do not
-    return functools.partial(type("tqdm", (tqdm,), {"monitor_interval": 0}), miniters=1)
+    tqdm: Any = framework("tqdm", "progress", "4.64", user="progress=True").tqdm
+
+    class Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
+        """Shows the rate that was measured, if it is told one."""
+
+        # Its monitor is a thread for the whole process, for bars that skip updates; ours do not.
+        monitor_interval = 0
+        measured_rate: float | None = None
+
+        @property
+        def format_dict(self) -> dict[str, Any]:
+            known: dict[str, Any] = super().format_dict
+            return known if self.measured_rate is None else known | {"rate": self.measured_rate}
+
+    return functools.partial(Bar, miniters=1)
 
 
 class Shown(Iterator[T], Generic[T]):
@@ -104,14 +116,18 @@ class Shown(Iterator[T], Generic[T]):
     ) -> None:
         self._batches = batches
         self._enqueuer = enqueuer
-        self._earlier = enqueuer.stats()
-        title = f"epoch {self._earlier.epoch}"
+        self._began = enqueuer.stats()
+        title = f"epoch {self._began.epoch}"
         self._bar = kind(total=total, initial=done, unit="batch", desc=title)
         self._due = clock() + _LOOK_NS
 
     def __next__(self) -> T:
         try:
             batch = next(self._batches)
+        except StopIteration:
+            self._look()  # what stays on the terminal is of all of it
+            self.close()
+            raise
         except BaseException:
             self.close()
             raise
@@ -121,9 +137,10 @@ class Shown(Iterator[T], Generic[T]):
         return batch
 
     def _look(self) -> None:
-        stats = self._enqueuer.stats()
-        self._bar.set_postfix_str(postfix(stats.since(self._earlier)), refresh=False)
-        self._earlier = stats
+        stats = self._enqueuer.stats().since(self._began)
+        with contextlib.suppress(AttributeError):  # a class of the user's has its own rate
+            self._bar.measured_rate = stats.items_per_s
+        self._bar.set_postfix_str(postfix(stats), refresh=False)
         self._due = clock() + _LOOK_NS
 
     def close(self) -> None:

@@ -7,9 +7,11 @@ processes only, never in the process of the training loop.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import random
+import secrets
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -41,8 +43,11 @@ class Seeded:
 
     @property
     def seed(self) -> int:
-        """A 64-bit seed of this alone, for other libraries' generators."""
-        return int(self._sequence(0).generate_state(1, np.uint64)[0])
+        """A seed of this alone below `2**31`, for other libraries' generators.
+
+        `random`, `numpy.random.seed`, torch, TensorFlow, JAX, scikit-learn and OpenCV take it.
+        """
+        return int(self._sequence(0).generate_state(1, np.uint64)[0]) >> 33
 
     @cached_property
     def rng(self) -> np.random.Generator:
@@ -81,14 +86,23 @@ class Task(Seeded):
 
 
 class EpochEnd(Seeded):
-    """What happens between two epochs, and belongs to no element."""
+    """The end of an epoch, which belongs to no element."""
+
+    # No element has this key: the keys of elements end in 0 or 1.
+    _key = 2
 
     def __init__(self, epoch: int, random_seed: int) -> None:
         self.index, self.epoch, self.random_seed = 0, epoch, random_seed
 
     def _sequence(self, *key: int) -> np.random.SeedSequence:
-        # a key that no element has: those end in 0 or 1
-        return np.random.SeedSequence(self.random_seed, spawn_key=(self.epoch, 0, 2, *key))
+        spawn_key = (self.epoch, 0, self._key, *key)
+        return np.random.SeedSequence(self.random_seed, spawn_key=spawn_key)
+
+
+class EpochBegin(EpochEnd):
+    """The beginning of an epoch, likewise."""
+
+    _key = 3
 
 
 @dataclass(frozen=True)
@@ -192,18 +206,19 @@ def listen_to(shard: Shard) -> list[Report]:
 
 
 def fresh_seed() -> int:
-    """Draw a random seed from the operating system, without touching any global generator."""
-    entropy = np.random.SeedSequence().entropy
-    assert isinstance(entropy, int)
-    return entropy
+    """Draw a random seed from the operating system, without touching any global generator.
+
+    It is below `2**31`, so that other libraries take it, too.
+    """
+    return secrets.randbits(31)
 
 
 class GlobalStreams:
     """Keep the global random states of several shards apart in one worker process.
 
-    Generators that use `random` or `numpy.random` draw from a stream of their shard, even if
-    one worker runs several shards in turn. `torch` and `tensorflow` are seeded, too, if they
-    are imported by then; tensorflow's state cannot be exchanged, so it is only seeded.
+    Generators that use `random`, `numpy.random` or `torch` draw from a stream of their shard,
+    even if one worker runs several shards in turn. `tensorflow`'s state cannot be exchanged, so
+    it is only seeded. Frameworks that are imported later are seeded by `seed_imported`.
     """
 
     def __init__(self) -> None:
@@ -215,16 +230,40 @@ class GlobalStreams:
         if shard == self._current:
             return
         if self._current is not None and self._current.epoch == shard.epoch:
-            self._states[self._current.index] = _save()
+            self._states[self._current.index] = restore = _save()
+            if "torch" not in sys.modules:  # it may be when this shard has its next turn
+                restore.append(functools.partial(_seed_torch, _words_of(self._current)))
         else:
             self._states.clear()
-        restore = self._states.pop(shard.index, None)
-        if restore is None:
+        known = self._states.pop(shard.index, None)
+        if known is None:
             seed_globals(shard)
         else:
-            for put_back in restore:
+            for put_back in known:
                 put_back()
         self._current = shard
+
+    def seed_imported(self, framework: str) -> None:
+        """Seed a framework that the code of the current shard has just imported."""
+        if self._current is not None:
+            FRAMEWORKS[framework](_words_of(self._current))
+
+
+class TaskSeeds:
+    """Seed the global generators of one worker process for the task that it does."""
+
+    def __init__(self) -> None:
+        self._current: Task | None = None
+
+    def enter(self, task: Task) -> None:
+        """Seed all that are imported, but for those of GPUs, which take far longer."""
+        self._current = task
+        seed_globals(task, gpus=False)
+
+    def seed_imported(self, framework: str) -> None:
+        """Seed a framework that the code of the current task has just imported."""
+        if self._current is not None:
+            FRAMEWORKS[framework](_words_of(self._current))
 
 
 @contextlib.contextmanager
@@ -250,15 +289,36 @@ def seed_globals(place: Seeded, gpus: bool = True, tensorflow: bool = True) -> N
         gpus: Whether torch's generators of GPUs are among them, which takes far longer.
         tensorflow: Whether tensorflow's is, which cannot be put back.
     """
-    words = place._sequence(1).generate_state(8, np.uint64)
+    words = _words_of(place)
     random.seed(int(words[0]) << 64 | int(words[1]))
     np.random.seed(words[2:6].astype(np.uint32))  # the lower halves
-    torch, tf = sys.modules.get("torch"), sys.modules.get("tensorflow")
+    _seed_torch(words, gpus)
+    if tensorflow:
+        _seed_tensorflow(words)
+
+
+def _words_of(place: Seeded) -> np.ndarray:
+    return place._sequence(1).generate_state(8, np.uint64)
+
+
+def _seed_torch(words: np.ndarray, gpus: bool = True) -> None:
+    torch = sys.modules.get("torch")
     if torch is not None and hasattr(torch, "manual_seed"):
         seed = torch.manual_seed if gpus else torch.default_generator.manual_seed
         seed(int(words[6]) >> 1)
-    if tensorflow and tf is not None and hasattr(tf, "random"):
+
+
+def _seed_tensorflow(words: np.ndarray) -> None:
+    tf = sys.modules.get("tensorflow")
+    if tf is not None and hasattr(tf, "random"):
         tf.random.set_seed(int(words[7]) >> 33)
+
+
+FRAMEWORKS: dict[str, Callable[[np.ndarray], None]] = {
+    "torch": _seed_torch,
+    "tensorflow": _seed_tensorflow,
+}
+"""Those that are seeded when they are imported, and how."""
 
 
 def _save() -> list[Callable[[], None]]:

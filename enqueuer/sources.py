@@ -45,6 +45,16 @@ class LiveSource:
         return self.iterable
 
 
+class Stepped(Iterator[Any]):
+    """An iterator over what has `__next__` alone, as old data loaders have."""
+
+    def __init__(self, stepper: Any) -> None:
+        self._stepper = stepper
+
+    def __next__(self) -> Any:
+        return self._stepper.__next__()
+
+
 Source = FunctionSource | LiveSource
 
 
@@ -97,6 +107,21 @@ def as_source(generator: object) -> Source:
         )
     if callable(generator):
         return FunctionSource(generator, _takes_shard(generator))
+    if hasattr(generator, "__next__"):
+        return LiveSource(Stepped(generator))
+    if _holds_iterators(generator):
+        raise TypeError(
+            f"GeneratorEnqueuer needs one generator function or one iterator, got {_a(generator)} "
+            "of iterators; pass a function that gives each shard its own: `GeneratorEnqueuer("
+            "lambda shard: iterators[shard.index], shards=len(iterators))`, for processes with "
+            "mp_context='fork'"
+        )
+    if _holds_functions(generator):
+        raise TypeError(
+            f"GeneratorEnqueuer needs one generator function or one iterator, got {_a(generator)} "
+            "of functions; pass a function that calls the one of its shard: "
+            "`def batches(shard): return functions[shard.index]()`, with shards=len(functions)"
+        )
     if _is_collection(generator):
         raise TypeError(
             "GeneratorEnqueuer needs a generator function or an iterator of batches, "
@@ -149,6 +174,25 @@ def _is_async(generator: object) -> bool:
     )
 
 
+def is_plain_collection(generator: object) -> TypeGuard[Iterable[Any]]:
+    """Tell whether `generator` is a list or the like, but no text, and of no iterators."""
+    if isinstance(generator, (Iterator, str, bytes, bytearray)) or callable(generator):
+        return False
+    return _is_collection(generator) and not _holds_iterators(generator)
+
+
+def _holds_iterators(generator: object) -> bool:
+    if not isinstance(generator, (list, tuple)) or not generator:
+        return False
+    return all(isinstance(element, Iterator) for element in generator)
+
+
+def _holds_functions(generator: object) -> bool:
+    if not isinstance(generator, (list, tuple)) or not generator:
+        return False
+    return all(callable(element) for element in generator)
+
+
 def _is_collection(generator: object) -> bool:
     if isinstance(generator, (Sequence, Set, Mapping, bytes, bytearray, memoryview)):
         return True
@@ -156,11 +200,16 @@ def _is_collection(generator: object) -> bool:
 
 
 def is_indexable(items: object) -> bool:
+    """Tell whether single elements can be asked for, by their index, and how many there are."""
+    return hasattr(items, "__len__") and has_elements(items)
+
+
+def has_elements(items: object) -> bool:
     """Tell whether single elements can be asked for, by their index."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(items, torch.utils.data.IterableDataset):
         return False  # it inherits a __getitem__ that only raises
-    return hasattr(items, "__len__") and hasattr(items, "__getitem__")
+    return hasattr(items, "__getitem__")
 
 
 def _a(value: object) -> str:

@@ -6,39 +6,51 @@ iterator says of itself (`states`) is kept as it is.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, SupportsIndex, TypeVar
 
 from enqueuer.errors import StateMismatch
 from enqueuer.messages import Epoch, Start
 
+T = TypeVar("T")
+
 VERSION = 1
 
+_MOST_EPOCHS = 2**32  # a word of a seed's key; a sequence may have to be told of each of them
 
-def save(identity: Mapping[str, Any], epoch: Epoch) -> dict[str, Any]:
+
+def save(
+    identity: Mapping[str, Any], epoch: Epoch, error_count: int, own: range | None
+) -> dict[str, Any]:
     """Return the state of an enqueuer.
 
     Args:
         identity: What the data depend on.
         epoch: What has not been given away.
+        error_count: How many errors were skipped.
+        own: All shards of this rank; None for tasks.
     """
     state: dict[str, Any] = {"version": VERSION, **identity, "epoch": epoch.number}
     starts = epoch.starts
     state["positions"] = None if starts is None else [[s, at.number] for s, at in starts.items()]
-    own = [
+    if starts is not None and own is not None:
+        state["ended"] = [shard for shard in own if shard not in starts]
+    states = [
         [s, at.state, at.behind] if at.behind else [s, at.state]
         for s, at in (starts or {}).items()
         if at.state is not None
     ]
-    if own:
-        state["states"] = own
+    if states:
+        state["states"] = states
     if epoch.done:
         state["done"] = list(epoch.done)
+    state["error_count"] = error_count
     return state
 
 
-def load(state: Mapping[str, Any], identity: Mapping[str, Any]) -> Epoch:
-    """Return the position that a state tells.
+def load(state: Mapping[str, Any], identity: Mapping[str, Any]) -> tuple[Epoch, int]:
+    """Return the position that a state tells, and how many errors were skipped until then.
 
     Args:
         state: What `save` returned, perhaps by way of JSON.
@@ -63,20 +75,66 @@ def load(state: Mapping[str, Any], identity: Mapping[str, Any]) -> Epoch:
         ]
         if differences:
             raise StateMismatch(f"the state does not fit: {'; '.join(differences)}")
-        epoch, positions = int(state["epoch"]), state["positions"]
-        states = {int(s): (own, *map(int, behind)) for s, own, *behind in state.get("states", [])}
-        done = tuple(int(number) for number in state.get("done", ()))
-        starts = {
-            int(s): Start(int(number), *states.get(int(s), ())) for s, number in positions or ()
-        }
-        counts = [epoch, state["random_seed"], state.get("shards", 1) - 1]
-        counts += [start.number for start in starts.values()]
-        if not all(isinstance(count, int) and count >= 0 for count in counts):
-            raise ValueError("a number in it is none, or negative")
+        for name, least in (("random_seed", 0), ("shards", 1), ("error_count", 0)):
+            _count(name, state.get(name, least), least)
+        return _epoch(state), _count("error_count", state.get("error_count", 0))
     except StateMismatch:
         raise
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise StateMismatch(f"this is not the state of an enqueuer: {error!r}") from error
+
+
+def check_shards(state: Mapping[str, Any], epoch: Epoch, own: range) -> None:
+    """Raise StateMismatch unless a position accounts for each shard of a rank exactly once."""
+    strangers = [shard for shard in epoch.starts or () if shard not in own]
+    if strangers:
+        raise StateMismatch(f"the state has positions of shards {strangers}, not of {own}")
+    if epoch.starts is None or "ended" not in state:  # it was saved before ends were told
+        return
+    missing = sorted(set(own).difference(epoch.starts, state["ended"]))
+    if missing:
+        raise StateMismatch(f"the state has neither a position nor the end of shards {missing}")
+
+
+def _epoch(state: Mapping[str, Any]) -> Epoch:
+    """Return the position; raise ValueError or TypeError if that cannot be one."""
+    number = _count("epoch", state["epoch"], most=_MOST_EPOCHS)
+    positions = state["positions"]
     if positions is None:
-        return Epoch(epoch)
-    return Epoch(epoch, starts, done)
+        return Epoch(number)
+    if not isinstance(positions, (list, tuple)):
+        raise TypeError(f"positions must be a list, got {positions!r}")
+    numbers = _unique("positions", [(_count("shard", s), _count("item", n)) for s, n in positions])
+    states = _unique(
+        "states",
+        [
+            (_count("shard", s), (own, *(_count("behind", b, most=numbers[s]) for b in behind)))
+            for s, own, *behind in state.get("states", [])
+        ],
+    )
+    if not states.keys() <= numbers.keys():
+        raise ValueError("states has a shard that positions has not")
+    starts = {shard: Start(item, *states.get(shard, ())) for shard, item in numbers.items()}
+    ended = _unique("ended", [(_count("shard", s), None) for s in state.get("ended", ())])
+    if not ended.keys().isdisjoint(numbers):
+        raise ValueError("ended has a shard that positions has, too")
+    first = min(numbers.values(), default=0)
+    done = tuple(_count("done", task, least=first + 1) for task in state.get("done", ()))
+    _unique("done", [(task, None) for task in done])
+    return Epoch(number, starts, done)
+
+
+def _unique(name: str, pairs: list[tuple[int, T]]) -> dict[int, T]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"{name} has a number twice")
+    return found
+
+
+def _count(name: str, value: Any, least: int = 0, most: float = math.inf) -> int:
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    number = value.__index__()
+    if not least <= number <= most:
+        raise ValueError(f"{name} is out of range: {number}")
+    return number

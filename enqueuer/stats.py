@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from enqueuer import meters
+from enqueuer import gil, meters
 from enqueuer.formats import duration, many, percent, rate, share_of, size, table
 from enqueuer.usage import Usage
 from enqueuer.verdict import Evidence, Verdict, Work, judge
@@ -29,7 +29,7 @@ class WorkerStats:
         name: Such as `"worker 0 (process 4711, forkserver)"`.
         shards: Which it runs; empty for tasks, which are anybody's.
         items: How many it has sent.
-        bytes: About how many these had: in processes as they were sent, in threads the arrays
+        bytes: About how many these had: in processes as they were sent, in threads the data
             in every 64th item stand for the others.
         started: When, in nanoseconds of `time.monotonic_ns()`.
         starting_s: Seconds from its start until it was ready for the first order.
@@ -38,11 +38,13 @@ class WorkerStats:
             0 in threads.
         waiting_s: Seconds in which it had an item and no room for it, or no task.
         idle_s: Seconds between epochs, or after its last item.
-        cpu_s: Seconds of CPU time; None if the system does not tell, here and below.
-        starved_s: Seconds in which it could have run, but had no CPU.
+        cpu_s: Seconds of CPU time since it was ready, with all threads of a process; None if the
+            system does not tell, here and below.
+        starved_s: Seconds since then in which it could have run, but had no CPU.
         rss_bytes: Memory of its process, with what it shares with others; None for a thread.
         blocks: How many blocks of shared memory its items lie in, waiting, in use or free.
         block_bytes: Of these.
+        switches: How often it gave up its CPU to wait for something; None for a process.
     """
 
     index: int
@@ -61,6 +63,7 @@ class WorkerStats:
     rss_bytes: int | None = None
     blocks: int = 0
     block_bytes: int = 0
+    switches: int | None = None
 
     @property
     def busy_share(self) -> float:
@@ -89,7 +92,7 @@ class WorkerStats:
 
 _COUNTED = (
     *("items", "bytes", "starting_s", "making_s", "sending_s", "waiting_s", "idle_s"),
-    *("cpu_s", "starved_s"),
+    *("cpu_s", "starved_s", "switches"),
 )
 
 
@@ -135,12 +138,20 @@ def worker_stats(
         sending_s=min(sending, max(0, working)) / 1e9,
         waiting_s=waiting / 1e9,
         idle_s=idle / 1e9,
-        cpu_s=used.cpu_s,
-        starved_s=used.starved_s,
+        cpu_s=_since_ready(used.cpu_s, ready, words[meters.CPU_BEFORE]),
+        starved_s=_since_ready(used.starved_s, ready, words[meters.STARVED_BEFORE]),
         rss_bytes=used.rss_bytes,
         blocks=memory[0],
         block_bytes=memory[1],
+        switches=used.switches,
     )
+
+
+def _since_ready(used_s: float | None, ready: int, before_ns: int) -> float | None:
+    """Return what of a time is not of the start, so that verdicts are on the work alone."""
+    if used_s is None:
+        return None
+    return max(0.0, used_s - before_ns / 1e9) if ready else 0.0
 
 
 @dataclass(frozen=True)
@@ -175,6 +186,7 @@ class Stats:
         cpus: How many CPUs there are for this process and the workers; of a container, its share.
         loop_cpu_s: Seconds of CPU time of the loop's process, with all its threads.
         workers: What each has done.
+        is_later: Whether the first batch came before, as in most differences of two snapshots.
     """
 
     seconds: float
@@ -198,6 +210,7 @@ class Stats:
     cpus: float
     loop_cpu_s: float
     workers: tuple[WorkerStats, ...]
+    is_later: bool = False
 
     @property
     def bytes(self) -> int:
@@ -211,12 +224,23 @@ class Stats:
 
     @property
     def items_per_s(self) -> float:
-        """How many batches a second the loop has taken, after the first."""
-        return share_of(max(0, self.items - 1), self.waiting_s + self.working_s)
+        """How many batches a second the loop has taken, after the first and by its time then.
+
+        That time is `waiting_s` and `working_s`, so without `idle_s`.
+        """
+        return share_of(self._later_items, self.waiting_s + self.working_s)
+
+    @property
+    def _later_items(self) -> int:
+        return self.items if self.is_later else max(0, self.items - 1)
 
     @property
     def waiting_share(self) -> float:
-        """How much of its time the loop waited for batches, from 0 to 1."""
+        """How much of its time after the first batch the loop waited for others, from 0 to 1.
+
+        That time is `waiting_s` and `working_s`, so without `idle_s`. Verdict, progress bar, log
+        line and `enqueuer report` show this share, and `items_per_s` as the rate.
+        """
         return share_of(self.waiting_s, self.waiting_s + self.working_s)
 
     @property
@@ -236,7 +260,7 @@ class Stats:
 
     def wait_quantile(self, share: float) -> float:
         """Return how many seconds a share of the batches was waited for at most; to 6 %."""
-        left = max(self.items - 1, sum(self.waits.values())) * (1 - share)
+        left = max(self._later_items, sum(self.waits.values())) * (1 - share)
         for length in sorted(self.waits, reverse=True):
             left -= self.waits[length]
             if left < 0:
@@ -280,6 +304,7 @@ class Stats:
             error_count=self.error_count - earlier.error_count,
             restart_count=self.restart_count - earlier.restart_count,
             loop_cpu_s=self.loop_cpu_s - earlier.loop_cpu_s,
+            is_later=earlier.is_later or earlier.first_batch_s is not None,
             workers=tuple(
                 worker.since(before[key])
                 if (key := (worker.index, worker.started)) in before
@@ -324,9 +349,11 @@ class Stats:
                         starved_s=worker.starved_s,
                         waited_for_s=self.waited_for.get(worker.index, 0.0),
                         runs_shards=bool(worker.shards),
+                        switches=worker.switches,
                     )
                     for worker in self.workers
                 ],
+                switch_s=gil.switch_s(),
             )
         )
 
@@ -353,13 +380,18 @@ _HEAD = ("worker", "items", "bytes", "making", "sending", "waiting", "CPU", "mem
 
 
 def _row(worker: WorkerStats) -> tuple[str, ...]:
-    """Return what is told of a worker; shares are of its time since it was ready."""
+    """Return what is told of a worker; shares are of its time since it was ready.
+
+    That of the CPU is more than 100 % if the worker has threads of its own.
+    """
     whole = worker.making_s + worker.sending_s + worker.waiting_s + worker.idle_s
-    shares = (worker.making_s, worker.sending_s, worker.waiting_s, worker.cpu_s)
+    shares = (worker.making_s, worker.sending_s, worker.waiting_s)
+    cpu = worker.cpu_s
     return (
         worker.name,
         f"{worker.items:,}",
         size(worker.bytes),
-        *("-" if part is None else f"{share_of(part, whole):.0%}" for part in shares),
+        *(f"{share_of(part, whole):.0%}" for part in shares),
+        "-" if cpu is None else f"{share_of(cpu, whole):.0%}",
         "-" if worker.rss_bytes is None else size(worker.rss_bytes),
     )

@@ -22,10 +22,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from enqueuer import backends
-from enqueuer.backends import Backend, BackendName, Job, size_at_sight
+from enqueuer.backends import Backend, BackendName, Job
 from enqueuer.merging import Order
 from enqueuer.messages import Empty, End, Epoch, Failure, Item, Sender, Ticket
 from enqueuer.meters import Waits
+from enqueuer.sizes import AT_SIGHT, size_of
 from enqueuer.tasks import TaskSource
 from enqueuer.trace import Lines, Place, Track, begin, full_text, text_of
 from enqueuer.worker import Plan
@@ -88,7 +89,7 @@ class _Worker:
         self._waits: list[tuple[int, int]] = []  # while it sends
 
     def send_item(self, shard: int, number: int, value: object, state: Any = None) -> None:
-        at, size = _now(), size_at_sight(value)
+        at, size = _now(), size_of(value, AT_SIGHT)
         args = self._what(shard, number)
         self._track.span("next", self._since, at, args)
         self._is_sending, was_sent = True, False
@@ -346,17 +347,25 @@ class Trace:
             )
 
 
+_NOTHING: deque[Item] = deque()
+
+
 class _Ready(deque[Item]):
     """What was taken from a backend and waits for the loop."""
 
     tell: Callable[[Item], None] | None = None
+    _told: Item | None = None
 
-    def popleft(self) -> Item:
-        if self and self.tell is not None:
+    def __bool__(self) -> bool:
+        """Tell of the first one, once: it is asked for right before it is taken."""
+        if len(self) and self.tell is not None:
             with contextlib.suppress(IndexError):  # another thread was faster
-                # before it is taken: an exception of a signal handler must not lose it
-                self.tell(self[0])
-        return super().popleft()
+                item = self[0]
+                if item is not self._told:
+                    self.tell(item)
+                    self._told = item
+        # No call: after one another thread could take it, and `self[0]` would raise.
+        return self != _NOTHING
 
 
 class _Watched:

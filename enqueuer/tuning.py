@@ -17,9 +17,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from enqueuer.formats import percent
-from enqueuer.stats import Stats
-from enqueuer.verdict import FEWEST_BATCHES, HARDLY_WAITS, IS_COMPUTING, OFTEN_WAITS
+from enqueuer.formats import percent, share_of
+from enqueuer.stats import Stats, WorkerStats
+from enqueuer.verdict import FEWEST_BATCHES, HARDLY_WAITS, OFTEN_WAITS, most_on
 
 WINDOW_S = 1.0  # the shortest look that tells something of loads that vary
 LONGEST_WINDOW_S = 16.0  # nothing changes any more, and looking costs a little
@@ -93,7 +93,7 @@ class Tuner:
         return self._workers
 
     def refused(self, workers: int) -> None:
-        """Note that there cannot be more workers than so many, which there are still."""
+        """Note that there cannot be more workers than so many, and that there are so many."""
         self._most_ever = self._most = self._workers = workers
         self._arrive()
 
@@ -146,9 +146,7 @@ class Tuner:
 
     def _more(self, look: _Look) -> _Wish | None:
         self._calm = 0
-        now, most = self._workers, self._most
-        if look.computes:
-            most = min(most, self._as_fast_as(max(1, int(look.cpus))))
+        now, most = self._workers, min(self._most, self._as_fast_as(look.most_that_help))
         if now >= most or look.has_no_room:
             return None
         step = now + max(1, now // 4)  # what less would change could not be told from chance
@@ -213,6 +211,10 @@ class _Wish:
         return again_s / self.workers + starting_s
 
 
+def _busy_s(worker: WorkerStats) -> float:
+    return worker.making_s + worker.sending_s
+
+
 @dataclass(frozen=True)
 class _Look:
     """What a window tells."""
@@ -223,18 +225,20 @@ class _Look:
     use_s: float  # for each batch, by the loop
     busy: float  # workers, on average
     idle_share: float  # of the workers' time, in which they waited for room or a task
-    computes: bool
-    cpus: float
+    most_that_help: int  # for more there are no CPUs, by what each computes
 
     @staticmethod
     def at(seen: Stats) -> _Look:
         """Look at the statistics of a window."""
-        making_s = sum(worker.making_s for worker in seen.workers)
-        busy_s = making_s + sum(worker.sending_s for worker in seen.workers)
+        busy_s = sum(map(_busy_s, seen.workers))
         waiting_s = sum(worker.waiting_s for worker in seen.workers)
         made = sum(worker.items for worker in seen.workers)
+        is_known = all(worker.cpu_s is not None for worker in seen.workers)
         # with what they had no CPU for: on a busy machine they compute no less
-        cpu_s = sum((worker.cpu_s or 0.0) + (worker.starved_s or 0.0) for worker in seen.workers)
+        computed_s = sum(
+            min((worker.cpu_s or 0.0) + (worker.starved_s or 0.0), _busy_s(worker))
+            for worker in seen.workers
+        )
         return _Look(
             rate=seen.items / max(seen.waiting_s + seen.working_s, 1e-9),
             waiting_share=seen.waiting_share,
@@ -242,8 +246,7 @@ class _Look:
             use_s=seen.working_s / max(seen.items, 1),
             busy=busy_s / max(seen.seconds - seen.idle_s, 1e-9),
             idle_share=waiting_s / max(waiting_s + busy_s, 1e-9),
-            computes=cpu_s > IS_COMPUTING * making_s,
-            cpus=seen.cpus,
+            most_that_help=most_on(seen.cpus, share_of(computed_s, busy_s) if is_known else 1.0),
         )
 
     @property

@@ -6,7 +6,11 @@ import math
 import os
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+_OF_MEMORY = 0.8  # of what is available; the rest is for batches, and for workers that grow
 
 
 @dataclass(frozen=True)
@@ -17,11 +21,13 @@ class Usage:
         cpu_s: Seconds of CPU time.
         starved_s: Seconds in which it could have run, but had no CPU.
         rss_bytes: Memory that it has now, with what it shares with others; of processes only.
+        switches: How often it gave up its CPU to wait for something; of threads only.
     """
 
     cpu_s: float | None = None
     starved_s: float | None = None
     rss_bytes: int | None = None
+    switches: int | None = None
 
 
 def of_process(pid: int) -> Usage:
@@ -41,6 +47,7 @@ def of_thread(thread: threading.Thread) -> Usage:
     return Usage(
         _cpu_s(~thread.native_id << 3 | 6),
         _starved_s(f"/proc/self/task/{thread.native_id}/schedstat"),
+        switches=_switches(f"/proc/self/task/{thread.native_id}/status"),
     )
 
 
@@ -48,6 +55,81 @@ def cpus() -> float:
     """Return how many CPUs this process may use: those it may run on, or its container's share."""
     allowed = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0)
     return min(allowed or os.cpu_count() or 1, _quota())
+
+
+def own_bytes(pid: int) -> int | None:
+    """Return the memory of a process, with its part of what it shares; None: it is not known."""
+    try:
+        with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
+            found = file.read().partition(b"\nPss:")[2].split(maxsplit=1)
+        return 1024 * int(found[0])
+    except (OSError, IndexError, ValueError):
+        return _rss_bytes(pid)
+
+
+def available_bytes(proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> int | None:
+    """Return how much memory this process and its children may still take, without swapping.
+
+    That is what the machine has left, or what a container, or any control group that this
+    process is in, may have and has not. Files in the cache count as free. None: it is not known.
+    """
+    try:
+        facts = _numbers(Path(proc, "meminfo"))
+    except OSError:
+        return None
+    free = 1024 * facts["MemAvailable:"] if "MemAvailable:" in facts else None
+    for folder, limit, used, cached in _memory_groups(proc, Path(cgroups)):
+        try:
+            most, now = (int((folder / name).read_text()) for name in (limit, used))
+            stat = _numbers(folder / "memory.stat")
+        except (OSError, ValueError):  # there is no such group in sight, or its limit is "max"
+            continue
+        left = max(0, most - now + sum(stat.get(name, 0) for name in cached))
+        free = left if free is None else min(free, left)
+    return free
+
+
+def room_for(free_bytes: int, each_bytes: int) -> int:
+    """Return for how many more workers there is memory.
+
+    Example:
+        >>> room_for(10_000, 1000), room_for(1000, 1000)
+        (8, 0)
+    """
+    return int(_OF_MEMORY * free_bytes / max(1, each_bytes))
+
+
+def _memory_groups(proc: str, root: Path) -> Iterator[tuple[Path, str, str, tuple[str, str]]]:
+    """Yield the control groups of this process and those around them.
+
+    Yields:
+        A folder, and in which of its files, and lines of `memory.stat`, the numbers are: of
+        version 2 of control groups, or of 1.
+    """
+    try:
+        lines = Path(proc, "self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        own = PurePosixPath(path.lstrip("/"))
+        around = [own, *own.parents]
+        if number == "0":
+            for part in around:
+                cached = ("inactive_file", "active_file")
+                yield root / part, "memory.max", "memory.current", cached
+        elif "memory" in controllers.split(","):
+            for part in around:
+                cached = ("total_inactive_file", "total_active_file")
+                folder = root / "memory" / part
+                yield folder, "memory.limit_in_bytes", "memory.usage_in_bytes", cached
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """Return the numbers of a file with a name and a number in each line."""
+    rows = (line.split() for line in path.read_text().splitlines())
+    return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
 
 
 def _cpu_s(clock_id: int) -> float | None:
@@ -63,6 +145,15 @@ def _starved_s(path: str) -> float | None:
     try:
         with open(path, "rb") as file:
             return int(file.read().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def _switches(path: str) -> int | None:
+    name = b"\nvoluntary_ctxt_switches:"
+    try:
+        with open(path, "rb") as file:
+            return int(file.read().partition(name)[2].split(maxsplit=1)[0])
     except (OSError, IndexError, ValueError):
         return None
 

@@ -3,9 +3,10 @@
     the loop hardly waits ------------------------------> the loop
     it waited for the first batch most of all ----------> start-up
     it reads slow elements itself ----------------------> the source
+    a batch takes no longer to make than to hand over --> the transport
     the workers pickle and copy more than they make ----> the transport
     no CPU is left -------------------------------------> the CPUs
-    threads share one CPU, as Python code does ---------> the source
+    threads wait for the GIL, as Python code does ------> the source
     one worker works while the others wait for it ------> a slow shard
     workers and loop both wait, for each other ---------> the queue
     else -----------------------------------------------> the source
@@ -27,6 +28,7 @@ Binds = Literal["unknown", "loop", "start-up", "slow shard", "queue", "transport
 
 FEWEST_BATCHES = 8  # fewer tell nothing
 HAND_OVER_S = 30e-6  # a loop that takes no longer for a batch does little but take it
+CHEAP_S = 10e-6  # what takes no longer to make, no worker makes faster than it hands it over
 MANY_WORKERS = 64  # nobody needs so many; the loop does nothing
 HARDLY_WAITS = 0.05  # of the loop's time; less is no reason to change anything
 LONG_S = 0.2  # to the first batch; less is nothing to speak of
@@ -37,7 +39,10 @@ TIMES_SLOWER = 1.5  # than the others, for each item
 WAITED_FOR = 0.6  # of the loop's waits, for one worker
 CPUS_ARE_BUSY = 0.85  # of what there are
 STARVED = 0.3  # of a worker's work it had no CPU
-IS_COMPUTING = 0.6  # of the time to make something, or of one CPU
+IS_COMPUTING = 0.6  # of the time to make something
+GIL_IS_BUSY = 0.85  # of one CPU, which is all that Python code can use
+MORE_THAN_GIL = 1.2  # CPUs; threads that use more are not kept from it by the GIL
+IS_OUTSIDE = 0.1  # of the threads' time, spent waiting for something other than the GIL
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,7 @@ class Work:
     starved_s: float | None
     waited_for_s: float  # by the loop
     runs_shards: bool
+    switches: int | None = None  # how often it gave up its CPU to wait
 
     @property
     def busy_s(self) -> float:
@@ -92,10 +98,42 @@ class Work:
         """Seconds of work for each item."""
         return share_of(self.busy_s, self.items)
 
+    @property
+    def lacked_s(self) -> float:
+        """Seconds of its work in which it had no CPU; the system counts its waits, too."""
+        return min(self.starved_s or 0.0, self.busy_s)
+
+    @property
+    def computed_s(self) -> float:
+        """Seconds of its work in which it computed, or would have with a CPU of its own."""
+        return min((self.cpu_s or 0.0) + self.lacked_s, self.busy_s)
+
+    def outside_s(self, switch_s: float) -> float:
+        """Return the least that a thread can have waited for something other than the GIL.
+
+        A thread that waits for the GIL asks for it again each `switch_s`, and gives up its CPU
+        each time: what it waited longer than that, it waited for a file, a network, a sleep.
+
+        Example:
+            >>> facts = dict(name="", items=9, bytes=0, sending_s=0.0, waiting_s=0.0, cpu_s=1.0,
+            ...              starved_s=0.0, waited_for_s=0.0, runs_shards=True)
+            >>> Work(making_s=10.0, switches=300, **facts).outside_s(0.005)
+            7.5
+            >>> Work(making_s=10.0, switches=3000, **facts).outside_s(0.005)
+            0.0
+        """
+        if self.switches is None or self.cpu_s is None:
+            return 0.0
+        return max(0.0, self.busy_s - self.computed_s - self.switches * switch_s)
+
 
 @dataclass(frozen=True)
 class Evidence:
-    """All that a verdict is made of; `seconds` of a run of which the rest is a part."""
+    """All that a verdict is made of; `seconds` of a run of which the rest is a part.
+
+    `switch_s` is after how long a thread that waits for the GIL asks for it again; None: there
+    is no GIL.
+    """
 
     seconds: float
     items: int
@@ -110,6 +148,7 @@ class Evidence:
     cpus: float
     loop_cpu_s: float
     workers: Sequence[Work]
+    switch_s: float | None = 0.005
 
     @property
     def waiting_share(self) -> float:
@@ -126,6 +165,22 @@ class Evidence:
     def use_s(self) -> float:
         """Seconds that the loop takes for each batch, without its waits."""
         return share_of(self.working_s, self.items)
+
+    @property
+    def computing_share(self) -> float:
+        """How much of its work a worker computes, on average, from 0 to 1."""
+        return share_of(self.total("computed_s"), self.total("busy_s"))
+
+    @property
+    def most_that_help(self) -> int:
+        """How many workers there are CPUs for, by what each needs of one."""
+        return most_on(self.cpus, self.computing_share)
+
+    @property
+    def loop_gil_share(self) -> float:
+        """How much of the time the loop may have held the GIL: not while it waited."""
+        by_loop = max(0.0, self.loop_cpu_s - self.total("cpu_s"))
+        return share_of(min(by_loop, self.working_s), self.seconds)
 
     def total(self, name: str) -> float:
         """Return the sum of something over the workers."""
@@ -148,6 +203,18 @@ class Evidence:
         return share_of(self.total(name), longest)
 
 
+def most_on(cpus: float, computing_share: float) -> int:
+    """Return for how many workers there are CPUs, if each computes for a share of its time.
+
+    Example:
+        >>> most_on(4, 1.0), most_on(4, 0.9), most_on(2, 0.1), most_on(0.5, 1.0)
+        (4, 4, 20, 1)
+        >>> most_on(4, 0.0) > 1000
+        True
+    """
+    return max(1, int(cpus / max(computing_share, 1e-6)))
+
+
 def judge(found: Evidence) -> Verdict:
     """Say what binds."""
     all_s = found.first_wait_s + found.waiting_s + found.working_s
@@ -163,12 +230,14 @@ def judge(found: Evidence) -> Verdict:
         return _hand_over(found) if found.use_s < HAND_OVER_S else _loop(found)
     if found.reading_s > MOSTLY * found.waiting_s:
         return _reading(found)
+    if _is_cheap(found):
+        return _cheap(found)
     waited, worked = found.total("waiting_s"), found.total("busy_s")
     often_wait = waited > OFTEN_WAITS * (waited + worked)
     if found.total("sending_s") > MOSTLY * worked and not often_wait:
         return _transport(found)
     if found.cpus_used > CPUS_ARE_BUSY * found.cpus or (
-        found.total("starved_s") > STARVED * worked and not _holds_gil(found)
+        found.total("lacked_s") > STARVED * worked and not _holds_gil(found)
     ):
         return _cpus(found)
     if _holds_gil(found):  # and waiting for it looks like waiting for room
@@ -217,6 +286,24 @@ def _hand_over(found: Evidence) -> Verdict:
     )
 
 
+def _is_cheap(found: Evidence) -> bool:
+    # What is large costs its copy, whoever has made it: that is for the transport to say.
+    made, busy = found.total("making_s"), found.total("busy_s")
+    items = found.total("items")
+    return made < CHEAP_S * items and busy < HAND_OVER_S * items
+
+
+def _cheap(found: Evidence) -> Verdict:
+    make_s = share_of(found.total("making_s"), found.total("items"))
+    return Verdict(
+        "transport",
+        f"Handing over binds: a batch takes {duration(make_s)} to make, and longer than that to "
+        "hand over.",
+        "Batches this cheap gain nothing from workers, be they threads or processes: yield "
+        "larger ones, or use a plain loop.",
+    )
+
+
 def _reading(found: Evidence) -> Verdict:
     return Verdict(
         "source",
@@ -237,7 +324,7 @@ def _slow_worker(found: Evidence) -> Work | None:
         slow.runs_shards
         and slow.waited_for_s > WAITED_FOR * found.total("waited_for_s")
         and slow.waiting_share < 1 - ALWAYS_BUSY
-        and (slow.starved_s or 0.0) < STARVED * slow.busy_s  # that would be chance
+        and slow.lacked_s < STARVED * slow.busy_s  # that would be chance
         and statistics.mean(worker.waiting_share for worker in others) > OFTEN_WAITS
         and slow.per_item_s > TIMES_SLOWER * statistics.median(w.per_item_s for w in others)
     )
@@ -285,12 +372,13 @@ def _transport(found: Evidence) -> Verdict:
 
 
 def _cpus(found: Evidence) -> Verdict:
-    starved = share_of(found.total("starved_s"), found.total("busy_s"))
+    lacked, used = found.total("lacked_s"), found.total("cpu_s")
+    missed = percent(share_of(lacked, lacked + used))
     return Verdict(
         "cpus",
         f"The CPUs bind: the loop waited {percent(found.waiting_share)} of its time; it and the "
-        f"workers used {found.cpus_used:.1f} of {found.cpus:g} CPUs, and {percent(starved)} of "
-        "their work the workers had none.",
+        f"workers used {found.cpus_used:.1f} of {found.cpus:g} CPUs, and the workers had none for "
+        f"{missed} of the time in which they could have run.",
         "More workers would not help here: make the work cheaper, do it beforehand (`enqueuer "
         "pack`), or spread it over more CPUs.",
     )
@@ -314,22 +402,22 @@ def _source(found: Evidence) -> Verdict:
             "is probably in Python, which runs in one thread at a time: take "
             "backend='process'.",
         )
-    is_computing = found.total("cpu_s") > IS_COMPUTING * found.total("making_s")
-    most = max(1, int(found.cpus)) if is_computing else wanted
-    if wanted > MANY_WORKERS and not is_computing:
+    most = found.most_that_help
+    if wanted > MANY_WORKERS and most > workers and found.computing_share < IS_COMPUTING:
+        limit = "memory" if most > MANY_WORKERS else f"memory, up to about {most}"
         return Verdict(
             "source",
             reason,
             f"The loop does next to nothing, so each worker more than the {workers} now would "
-            "help, as long as there is memory.",
+            f"help, as long as there is {limit}.",
         )
     if wanted > most:
         return Verdict(
             "source",
             reason,
-            f"It computes, so no more than {many(most, 'worker')} would help on {found.cpus:g} "
-            f"CPUs, and about {wanted} would be needed (now {workers}): make the work cheaper, "
-            "too.",
+            f"A worker computes {percent(found.computing_share)} of its time, so no more than "
+            f"{many(most, 'worker')} would help on {found.cpus:g} CPUs, and about {wanted} would "
+            f"be needed (now {workers}): make the work cheaper, too.",
         )
     return Verdict(
         "source",
@@ -339,8 +427,18 @@ def _source(found: Evidence) -> Verdict:
 
 
 def _holds_gil(found: Evidence) -> bool:
-    if not found.in_threads:
+    """Return whether threads wait for the GIL, rather than for something outside of Python."""
+    used, switch_s = found.worker_cpus, found.switch_s
+    if not found.in_threads or switch_s is None or used > MORE_THAN_GIL:
         return False
-    # with what they had no CPU for: on a busy machine they compute no less
-    wanted = found.worker_cpus + found.per_s("starved_s")
-    return wanted > IS_COMPUTING and found.worker_cpus < 1.2
+    by_loop, worked = found.loop_gil_share, found.total("busy_s")
+    # With what they had no CPU for: who holds the GIL keeps it meanwhile. That is the most of
+    # the time that it can have been held, and what follows is the least.
+    if used + found.per_s("lacked_s") + by_loop < GIL_IS_BUSY:
+        return False
+    on_a_free_machine = used * share_of(worked, worked - found.total("lacked_s"))
+    if on_a_free_machine + by_loop >= GIL_IS_BUSY:
+        return True
+    # Others take the CPUs, so that either may be: then it is the GIL unless the threads have
+    # waited longer at a time than the GIL lets them.
+    return sum(work.outside_s(switch_s) for work in found.workers) < IS_OUTSIDE * worked

@@ -32,7 +32,7 @@ from enqueuer.messages import (
     Tickets,
 )
 from enqueuer.shards import Seeded, Shard, Task, listen_to
-from enqueuer.sources import Source, Stateful, iterate
+from enqueuer.sources import LiveSource, Source, Stateful, iterate
 from enqueuer.tasks import TaskSource
 
 _log = logging.getLogger("enqueuer")
@@ -81,7 +81,11 @@ def serve(
     """
     assert not isinstance(plan.source, TaskSource)
     try:
+        last = -1
         while (epoch := orders.next_epoch()) is not None:
+            if epoch.number <= last:
+                continue  # told again: an exception struck the consumer when it had told it
+            last = epoch.number
             run(plan.source, plan.of(epoch), sender, enter or _nothing, plan.on_error)
     except Closed:
         pass
@@ -132,7 +136,7 @@ def run(
                 streams.rotate(-1)
             else:
                 streams.popleft()
-                sender.send(End(stream.shard.index))
+                sender.send(End(stream.shard.index, stream.state_at_end, stream.number))
 
 
 def serve_tasks(
@@ -254,6 +258,7 @@ class _Stream:
         self.shard = shard
         self.number = 0
         self.in_user_code = False
+        self.state_at_end: Any = None
         self._source = source
         self._start = start
         self._items: Iterator[Any] | None = None
@@ -282,6 +287,9 @@ class _Stream:
             try:
                 value = next(items)
             except StopIteration:
+                # What a function gives is thrown away now; a live source is read again.
+                if stateful is not None and isinstance(self._source, LiveSource):
+                    self.state_at_end = stateful.state_dict()
                 self.in_user_code = False
                 self.tell(sender)
                 return False

@@ -12,11 +12,12 @@ from pathlib import Path
 import numpy as np
 
 try:
+    import tensorflow as tf
+
     from enqueuer.adapters.tensorflow import as_dataset
-except ImportError as error:  # a FrameworkUnavailable
-    print(error)
-    sys.exit()
-import tensorflow as tf
+except ImportError as error:
+    print(f"{error}. This needs TensorFlow: pip install tensorflow", file=sys.stderr)
+    sys.exit(2)
 
 from enqueuer import OrderedEnqueuer
 

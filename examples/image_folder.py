@@ -14,8 +14,8 @@ import numpy as np
 try:
     from PIL import Image
 except ImportError as error:
-    print(error)
-    sys.exit()
+    print(f"{error}. This needs Pillow: pip install Pillow", file=sys.stderr)
+    sys.exit(2)
 
 from enqueuer import GeneratorEnqueuer
 from enqueuer.datasets.files import FileBatches, find_files, load_image

@@ -4,17 +4,20 @@ A small network learns to tell the points inside a circle from those outside. Wh
 depends on `random_seed` and `shards` alone, not on who made the batches.
 """
 
+import sys
+
 import numpy as np
 
-from enqueuer import FrameworkUnavailable, GeneratorEnqueuer
-
 try:
-    from enqueuer.adapters.jax import JaxLoader
-except FrameworkUnavailable as error:
-    raise SystemExit(f"skipped: {error}") from None
+    import jax
+    import jax.numpy as jnp
 
-import jax
-import jax.numpy as jnp
+    from enqueuer.adapters.jax import JaxLoader
+except ImportError as error:
+    print(f"{error}. This needs JAX: pip install jax", file=sys.stderr)
+    sys.exit(2)
+
+from enqueuer import GeneratorEnqueuer
 
 
 def batches(shard):

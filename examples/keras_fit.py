@@ -1,5 +1,7 @@
 """Keras trains with fit, and batches come from worker processes."""
 
+import sys
+
 from enqueuer import GeneratorEnqueuer, OrderedEnqueuer
 
 
@@ -14,9 +16,14 @@ def inputs(element, task):
 
 
 if __name__ == "__main__":
-    import keras  # here, as the worker processes import this file and need not wait for Keras
+    try:  # here, as the worker processes import this file and need not wait for Keras
+        import keras
 
-    from enqueuer.adapters.keras import EnqueuerDataset
+        from enqueuer.adapters.keras import EnqueuerDataset
+    except ImportError as error:
+        print(f"{error}. This needs Keras 3: pip install keras torch", file=sys.stderr)
+        print("then set KERAS_BACKEND=torch (or tensorflow, or jax)", file=sys.stderr)
+        sys.exit(2)
 
     keras.utils.set_random_seed(7)
     model = keras.Sequential([keras.layers.Dense(1)])

@@ -1,5 +1,7 @@
 """The loop of fit_generator, for a model that has train_on_batch and no fit."""
 
+import sys
+
 import numpy as np
 
 from enqueuer import GeneratorEnqueuer
@@ -37,7 +39,12 @@ def mean(logs, prefix=""):
 
 
 if __name__ == "__main__":
-    import keras  # here, as the worker processes import this file and need not wait for Keras
+    try:  # here, as the worker processes import this file and need not wait for Keras
+        import keras
+    except ImportError as error:
+        print(f"{error}. This needs Keras 3: pip install keras torch", file=sys.stderr)
+        print("then set KERAS_BACKEND=torch (or tensorflow, or jax)", file=sys.stderr)
+        sys.exit(2)
 
     keras.utils.set_random_seed(7)
     model = keras.Sequential([keras.layers.Dense(1)])

@@ -3,15 +3,21 @@
     python on_a_cluster.py                          # a Ray of its own, on this machine
     python on_a_cluster.py --address auto           # on a node of a cluster, or 10.0.0.1:6379
 
-It needs `pip install 'enqueuer[ray]'`, and on a cluster the same on every node.
+It needs `pip install ray`, and on a cluster enqueuer and Ray on every node.
 """
 
 import argparse
 import os
 import socket
+import sys
 
 import numpy as np
-import ray
+
+try:
+    import ray
+except ImportError as error:
+    print(f"{error}. This needs Ray: pip install ray", file=sys.stderr)
+    sys.exit(2)
 
 from enqueuer import GeneratorEnqueuer
 

@@ -4,15 +4,22 @@ The model is torch's, or a few lines of numpy where there is no torch.
 """
 
 import csv
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
-from sklearn.datasets import load_digits
+
+try:
+    from sklearn.datasets import load_digits
+
+    from enqueuer.datasets.hdf5 import HDF5Source, pack
+except ImportError as error:
+    print(f"{error}. This needs: pip install h5py tqdm scikit-learn", file=sys.stderr)
+    sys.exit(2)
 
 from enqueuer import GeneratorEnqueuer
-from enqueuer.datasets.hdf5 import HDF5Source, pack
 
 try:
     import torch

@@ -1,10 +1,18 @@
 """Train with PyTorch, on batches from worker processes that are on the device already."""
 
+import sys
+
 import numpy as np
-import torch
+
+try:
+    import torch
+
+    from enqueuer.adapters.cuda import CudaDataLoader
+except ImportError as error:
+    print(f"{error}. This needs PyTorch: pip install torch", file=sys.stderr)
+    sys.exit(2)
 
 from enqueuer import GeneratorEnqueuer
-from enqueuer.adapters.cuda import CudaDataLoader
 
 
 def batches(shard):

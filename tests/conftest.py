@@ -13,9 +13,11 @@ import tempfile
 import threading
 import time
 import warnings
+from pathlib import Path
 
 import psutil
 import pytest
+import selection
 from _pytest.config import create_terminal_writer
 from helpers import twelve
 
@@ -119,11 +121,44 @@ def census():
         return {"threads": _threads(), "actors": actors(), "temporary": temporary}
     return {
         "threads": {thread.name for thread in threading.enumerate()},
-        "children": {child.pid for child in psutil.Process().children(recursive=True)},
+        "children": _all_descendants(),
         "descriptors": {(fd, to) for fd in os.listdir("/proc/self/fd") if (to := _target(fd))},
         "shm": set(os.listdir("/dev/shm")),
         "temporary": temporary,
     }
+
+
+# Not every kernel lists a thread's children. psutil reads all of /proc, which takes ten times as
+# long.
+_HAS_CHILDREN = Path(f"/proc/self/task/{os.getpid()}/children").exists()
+
+
+def _all_descendants():
+    """Return the pids of all processes below this one.
+
+    The kernel's list may lack some children while others exit, so it is read until it is twice
+    the same.
+    """
+    children, before = _descendants(os.getpid()), None
+    while children != before:
+        children, before = _descendants(os.getpid()), children
+    return children
+
+
+def _descendants(pid):
+    """Return the pids of all processes below one."""
+    if not _HAS_CHILDREN:
+        return {child.pid for child in psutil.Process(pid).children(recursive=True)}
+    try:
+        tasks = os.listdir(f"/proc/{pid}/task")
+        children = {
+            int(child)
+            for task in tasks
+            for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split()
+        }
+    except FileNotFoundError:  # it has ended meanwhile
+        return set()
+    return children.union(*map(_descendants, children))
 
 
 def _threads():
@@ -193,45 +228,15 @@ def no_warnings():
         yield
 
 
-# The contract holds on the portable path as well; of the faults, which take longer, these do.
-_PORTABLE_FAULTS = {
-    "test_killed_worker.py",
-    "test_killed_tasks.py",
-    "test_crash_matrix.py",
-    "test_resume_and_restart.py",
-}
-
-
-# Spawned workers differ from those of the fork server in how they start, which is told by the other
-# tests, and takes them twelve times as long; Ray's actors take longer still.
-_IS_LONG_RUN = bool({"ENQUEUER_ROUNDS", "ENQUEUER_KILLS"} & set(os.environ))
-
-
 def pytest_collection_modifyitems(config, items):
-    """Leave out what would only say again, for the portable path, spawn or Ray, what is known."""
-    left_out = [item for item in items if _is_left_out(item)]
-    items[:] = [item for item in items if not _is_left_out(item)]
-    config.hook.pytest_deselected(items=left_out)
+    """Run the quick suite, or what `ENQUEUER_TESTS` says."""
+    run = selection.chosen(items)
+    left_out = set(items) - set(run)
+    items[:] = run
+    config.hook.pytest_deselected(items=sorted(left_out, key=lambda item: item.nodeid))
 
 
 def pytest_collection_finish(session):
     """Spare the census, which collects garbage, what was imported: frameworks are large."""
     gc.collect()
     gc.freeze()
-
-
-def _is_left_out(item):
-    return _says_it_again(item) or (IS_RAY and not _is_about_ray(item))
-
-
-def _is_about_ray(item):
-    is_local = item.get_closest_marker("local") is not None
-    return not is_local and ("[ray" in item.name or "-ray" in item.name or "ray" in item.path.stem)
-
-
-def _says_it_again(item):
-    if "process-fork-portable" in item.name:
-        return item.path.parent.name == "faults" and item.path.name not in _PORTABLE_FAULTS
-    if "process-spawn" in item.name or IS_RAY:
-        return item.get_closest_marker("repeats") is not None and not _IS_LONG_RUN
-    return False

@@ -22,6 +22,7 @@ import numpy as np
 from enqueuer.backends import HAS_FORKSERVER
 
 LIMIT = 30.0  # seconds; generous: only a hang reaches it
+LARGE_ROWS = 3000  # of 8 bytes: so large a batch crosses in shared memory
 
 
 def needs(package):
@@ -53,6 +54,31 @@ def counting(shard):
 def twelve(shard):
     """Yield this shard's share of 0..11."""
     yield from shard.split(range(12))
+
+
+def numbered(shard):
+    """Yield 3 batches that are full of their own number; every other one has a large array."""
+    for number in range(3):
+        yield numbered_batch(shard.epoch, shard.index, number)
+
+
+def numbered_task(element, task):
+    """Return such a batch of an element."""
+    return numbered_batch(task.epoch, 0, element)
+
+
+def numbered_batch(epoch, index, number):
+    """Return a batch that is full of its number, so that a change of it shows."""
+    size = LARGE_ROWS if number % 2 == 0 else 4
+    return {"where": (epoch, index, number), "x": np.full(size, 100 * epoch + 10 * index + number)}
+
+
+def number_of(batch):
+    """Return which one a numbered batch is; fail if it is not whole."""
+    epoch, index, number = batch["where"]
+    if not (batch["x"] == 100 * epoch + 10 * index + number).all():
+        raise AssertionError(f"batch {batch['where']} has {set(batch['x'].tolist())}")
+    return batch["where"]
 
 
 def uneven(shard):

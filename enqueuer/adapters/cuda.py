@@ -2,6 +2,9 @@
 
     loader -> [a thread: pinned memory -> the GPU, on a stream of its own] -> event -> the loop
 
+The loop's thread calls `transform` when it takes a batch, so random numbers are drawn in the
+loop's order. Its kernels run on the copying stream.
+
 What keeps memory from being used too early or too late:
 
 - The loop's stream waits for the event of a batch, not the loop.
@@ -10,19 +13,28 @@ What keeps memory from being used too early or too late:
   stream, so that it is not used again before the loop's kernels that were queued are done.
 - The host's memory is held until the event has come.
 - A pinned buffer is used again only after that, too.
+- A copy begins when the GPU is done with the batch `queue_size + 2` before. Otherwise a loop that
+  only queues kernels, and waits for none, would fill the GPU with batches.
+
+A CUDA graph may be captured meanwhile: the thread tells CUDA that its calls are not of a capture.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+from enqueuer import arguments
 from enqueuer.adapters.loading import Ahead, mapped
-from enqueuer.adapters.pinning import PINS, Cuda, Driver, Pins, StagingPool
+from enqueuer.adapters.pinning import PINS, Cuda, Driver, Pins, StagingPool, beside_captures
+from enqueuer.adapters.ranks import Ranks
 from enqueuer.adapters.torch import as_tensors
+from enqueuer.base import BaseEnqueuer
 from enqueuer.frameworks import framework
 
 torch = framework("torch", "torch", "2.1")
@@ -30,6 +42,7 @@ torch = framework("torch", "torch", "2.1")
 __all__ = ["CudaDataLoader"]
 
 _MOST_COPYING = 2  # batches whose copies are not known to be done: one runs, the next is queued
+_NOT_QUEUED = 2  # batches beside those in the queue: one in the thread's hand, one in the loop's
 
 
 class CudaDataLoader(Ahead[Any]):
@@ -41,28 +54,39 @@ class CudaDataLoader(Ahead[Any]):
     registered with CUDA once. Others go through pinned buffers, which are used again, unless
     they are pinned already.
 
-    One iteration is one epoch, for which `loader` is iterated once. After a `break` it does what
+    One iteration is one epoch, for which `loader` is iterated once. The thread ends with the
+    epoch, so the next one begins with empty hands. After a `break` it does what
     the loader does: an enqueuer goes on with the next batch, a DataLoader begins a new epoch.
 
     Args:
         loader: What gives batches: an enqueuer, a torch DataLoader, a list. Tensors and numpy
-            arrays in nested dicts, tuples, lists and dataclasses are moved; what else there is
+            arrays in nested mappings, tuples, lists and dataclasses are moved, and keep their
+            class. So are objects with a method `to`, by that: ahead of the loop if they have
+            `record_stream`, too, and otherwise when the loop takes the batch. Everything else
             (strings, numbers) stays what it is, and so do tensors that are there already. An
             enqueuer that does not run is started by the first iteration, and stopped when this is
             dropped, or by `stop()` or a `with` block.
-        device: Where to: `"cuda"`, the default, `"cuda:1"`, a number, a `torch.device`. With
-            `"cpu"` the same code runs without streams, for tests and machines without a GPU:
-            tensors are copied, and the memory of the host is let go.
+        device: Where to: `"cuda"`, the default, `"cuda:1"`, a number, a `torch.device`. To any
+            other kind of device, such as `"cpu"` or `"mps"`, the thread copies without a stream,
+            and waits for each copy.
         queue_size: How many batches are kept ready on the GPU; 2 by default, which is enough to
-            overlap steady work. The thread holds one more, and the loop its own.
+            overlap steady work. The thread holds one more, and the loop its own. However many
+            kernels the loop has queued, the GPU holds no more than `queue_size + 4`.
         dtype: What tensors of floating-point numbers become, on the GPU; None, the default,
             leaves them. Half of the bytes are then computed there, and not sent.
-        transform: Called with each batch when it is on the GPU, on the copying stream: to
-            normalise images that came as bytes, for example. It returns a nest of the same
-            kinds. None, the default: nothing.
+        transform: Called with each batch on the GPU when the loop takes it: to normalise images
+            that came as bytes, for example. The loop's thread calls it, on the copying stream,
+            so random numbers come in the order of the loop. It returns a nest of the same kinds.
+            None, the default: nothing.
+        steps_per_epoch: How many batches an epoch has. None, the default: as many as `loader`
+            gives. A number serves a generator without an end.
+        rank: Rank of this process among those that train together, for an enqueuer. By default
+            that of `torch.distributed`, as for `TorchLoader`.
+        world_size: Number of ranks; goes with `rank`.
 
     Raises:
         RuntimeError: torch finds no such device.
+        InvalidState: As for `TorchLoader`.
         TypeError: An argument has the wrong type.
         ValueError: An argument is out of its range.
 
@@ -88,14 +112,26 @@ class CudaDataLoader(Ahead[Any]):
         *,
         dtype: Any = None,
         transform: Callable[[Any], Any] | None = None,
+        steps_per_epoch: int | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
     ) -> None:
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype or None, got {dtype!r}")
         if transform is not None and not callable(transform):
             raise TypeError(f"transform must be a function of a batch or None, got {transform!r}")
-        self._device = _device(device)
-        transfer = _Transfer(self._device, dtype, transform)
-        super().__init__(loader, transfer, queue_size, finish=transfer.finish)
+        ahead = arguments.positive("queue_size", queue_size) + _NOT_QUEUED
+        self._transfer = _Transfer(_device(device), dtype, transform, ahead)
+        self._ranks = Ranks(rank, world_size)
+        if isinstance(loader, BaseEnqueuer):
+            loader = self._ranks.part_of(loader)
+        elif self._ranks.is_given:
+            raise TypeError(
+                f"rank and world_size are for an enqueuer, and the loader is {loader!r}; give "
+                "them to what makes its batches"
+            )
+        transfer = self._transfer
+        super().__init__(loader, transfer, queue_size, steps_per_epoch, transfer.running)
 
     @property
     def dataset(self) -> Any:
@@ -107,10 +143,12 @@ class CudaDataLoader(Ahead[Any]):
         """The sampler of the loader."""
         return self._loader.sampler  # type: ignore[attr-defined]  # as above
 
+    def _start(self) -> None:
+        self._ranks.check(self._loader)
+        super()._start()
+
     def _receive(self, changed: Any) -> Any:
-        batch, event = changed
-        self._device.hand_over(batch, event)
-        return batch
+        return self._transfer.receive(changed)
 
 
 class Event(Protocol):
@@ -121,20 +159,34 @@ class Event(Protocol):
 
 
 class Device(Protocol):
-    """Where batches go, and how."""
+    """Where batches go, and how.
+
+    Attributes:
+        device: torch's.
+        overlaps: Whether copies go on after they were queued, or are done there and then.
+        pins: Which memory of the host the device copies from by itself.
+        driver: Pins memory.
+    """
 
     device: Any
+    overlaps: bool
     pins: Pins
     driver: Driver
 
-    def copying(self) -> AbstractContextManager[Any]:
-        """Have what follows in this thread happen on the copying stream."""
+    def running(self) -> AbstractContextManager[Any]:
+        """Prepare the thread that copies, for as long as it runs."""
 
-    def follow(self) -> None:
-        """Have the copying stream wait for what the thread had queued before, on its own."""
+    def copying(self) -> AbstractContextManager[Any]:
+        """Have what follows in this thread happen on the copying stream; give the one before."""
+
+    def follow(self, stream: Any) -> None:
+        """Have the copying stream wait for all that was queued on another one."""
 
     def record(self) -> Event:
         """Return the moment at which all that was queued on the copying stream is done."""
+
+    def reached(self) -> Event:
+        """Return the moment at which all that the calling thread has queued is done."""
 
     def hand_over(self, batch: Any, event: Event) -> None:
         """Have the stream of the calling thread wait for a batch, and use it."""
@@ -143,27 +195,41 @@ class Device(Protocol):
 class CudaDevice:
     """A GPU, and the stream of one loader: a new one each epoch would strand its memory."""
 
+    overlaps = True
+
     def __init__(self, device: Any) -> None:
         self.device = device
         self.pins = PINS
         self.driver: Driver = Cuda()
         self._stream = torch.cuda.Stream(device)
-        self._before = self._stream  # what was current in the thread that copies
 
-    def copying(self) -> AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
         """See `Device`."""
-        self._before = torch.cuda.current_stream(self.device)
-        stream: AbstractContextManager[Any] = torch.cuda.stream(self._stream)
-        return stream
+        # A new thread is on the first GPU, and many calls give memory there to who makes them.
+        torch.cuda.set_device(self.device)
+        with beside_captures():
+            yield
 
-    def follow(self) -> None:
+    @contextlib.contextmanager
+    def copying(self) -> Iterator[Any]:
         """See `Device`."""
-        self._stream.wait_stream(self._before)
+        before = torch.cuda.current_stream(self.device)
+        # The device first: at its end, a stream sets the device of the one before, and so uses it.
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            yield before
+
+    def follow(self, stream: Any) -> None:
+        """See `Device`."""
+        self._stream.wait_stream(stream)
 
     def record(self) -> Event:
         """See `Device`."""
-        event: Event = self._stream.record_event()
-        return event
+        return _event_of(self._stream)
+
+    def reached(self) -> Event:
+        """See `Device`."""
+        return _event_of(torch.cuda.current_stream(self.device))
 
     def hand_over(self, batch: Any, event: Event) -> None:
         """See `Device`."""
@@ -171,11 +237,21 @@ class CudaDevice:
         current.wait_event(event)
 
         def record(leaf: Any) -> Any:
-            if isinstance(leaf, torch.Tensor) and leaf.device == self.device:
+            if isinstance(leaf, torch.Tensor):
+                for plain in _plain_parts(leaf):
+                    if plain.device == self.device:
+                        plain.record_stream(current)
+            elif hasattr(type(leaf), "record_stream"):
                 leaf.record_stream(current)
             return leaf
 
         mapped(record, batch)
+
+
+def _event_of(stream: Any) -> Event:
+    event: Event = torch.cuda.Event(blocking=True)  # else who waits for it keeps a CPU busy
+    stream.record_event(event)
+    return event
 
 
 class _Now:
@@ -207,19 +283,29 @@ class _NoDriver:
 class PlainDevice:
     """The CPU, or another device, to which is copied there and then."""
 
+    overlaps = False
+
     def __init__(self, device: Any) -> None:
         self.device = device
         self.driver: Driver = _NoDriver()
         self.pins = Pins(self.driver)
 
+    def running(self) -> AbstractContextManager[Any]:
+        """See `Device`."""
+        return contextlib.nullcontext()
+
     def copying(self) -> AbstractContextManager[Any]:
         """See `Device`."""
         return contextlib.nullcontext()
 
-    def follow(self) -> None:
+    def follow(self, stream: Any) -> None:
         """See `Device`."""
 
     def record(self) -> Event:
+        """See `Device`."""
+        return _Now()
+
+    def reached(self) -> Event:
         """See `Device`."""
         return _Now()
 
@@ -241,52 +327,130 @@ def _device(device: Any) -> Device:
     return CudaDevice(chosen)
 
 
-class _Transfer:
-    """What the thread does with a batch; returns it on the device, and when it will be there."""
+@dataclass(frozen=True)
+class _Copied:
+    """A batch on its way from the thread to the loop.
 
-    def __init__(self, device: Device, dtype: Any, transform: Callable[[Any], Any] | None) -> None:
+    Attributes:
+        batch: The nest; what is not moved ahead is still on the host.
+        event: When the copies are done.
+        number: Of the batch, over all epochs.
+        is_moved: Whether the whole batch is on the device.
+    """
+
+    batch: Any
+    event: Event
+    number: int
+    is_moved: bool
+
+
+class _Transfer:
+    """What the thread does with a batch, and what the loop does when it takes it.
+
+    Args:
+        device: Where batches go.
+        dtype: Of floating-point numbers there; None leaves them.
+        transform: As for `CudaDataLoader`.
+        ahead: How many batches after the one that the GPU works at may be copied.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        dtype: Any,
+        transform: Callable[[Any], Any] | None,
+        ahead: int,
+    ) -> None:
         self._device = device
         self._dtype = dtype
         self._transform = transform
+        self._ahead = ahead
         self._pool = StagingPool(device.driver)
         self._copying: deque[tuple[Event, list[Any], list[Any]]] = deque()
+        self._numbers = itertools.count()
+        self._used: deque[tuple[int, Event]] = deque()  # when the loop was done with a batch
 
-    def __call__(self, batch: Any) -> tuple[Any, Event]:
+    # called by the thread
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Prepare the thread; wait for all copies at the end."""
+        with self._device.running():
+            try:
+                yield
+            finally:
+                self._let_go(0)
+
+    # called by the thread
+    def __call__(self, batch: Any) -> _Copied:
+        """Queue the copies of a batch."""
+        number = next(self._numbers)
+        self._wait_until_used(number - self._ahead)
         held: list[Any] = []
         buffers: list[Any] = []
-        with self._device.copying():
+        late: list[Any] = []
+        with self._device.copying() as before:
+
+            def move(leaf: Any) -> Any:
+                if isinstance(leaf, torch.Tensor):
+                    return self._move(leaf, before, held, buffers)
+                if hasattr(type(leaf), "record_stream"):
+                    held.append(leaf)
+                    return _moved(leaf, self._device.device)
+                if _is_late(leaf):
+                    late.append(leaf)
+                return leaf
+
             try:
-                moved = mapped(lambda leaf: self._move(leaf, held, buffers), as_tensors(batch))
-                if self._transform is not None:
-                    moved = self._transform(moved)
+                moved = mapped(move, as_tensors(batch))
             finally:  # copies that were queued go on, whatever is raised
                 event = self._device.record()
                 self._copying.append((event, held, buffers))
         self._let_go(_MOST_COPYING - 1)
-        return moved, event
+        return _Copied(moved, event, number, not late)
 
-    def finish(self) -> None:
-        """Wait for all copies."""
-        self._let_go(0)
+    # called by the loop
+    def receive(self, copied: _Copied) -> Any:
+        """Return a batch that the loop's stream may use."""
+        device, batch, event = self._device, copied.batch, copied.event
+        self._used.append((copied.number - 1, device.reached()))
+        if not copied.is_moved:
+            # What other classes hold is not known, so it is made on the loop's own stream.
+            batch = mapped(
+                lambda leaf: _moved(leaf, device.device) if _is_late(leaf) else leaf, batch
+            )
+        if self._transform is not None:
+            with device.copying() as current:
+                if not copied.is_moved:
+                    device.follow(current)
+                batch = self._transform(batch)
+                event = device.record()
+        device.hand_over(batch, event)
+        return batch
 
-    def _move(self, leaf: Any, held: list[Any], buffers: list[Any]) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        device = self._device.device
-        if leaf.layout is not torch.strided or leaf.is_quantized or leaf.device.type != "cpu":
-            if leaf.device == device and leaf.device.type != "cpu":
+    def _wait_until_used(self, number: int) -> None:
+        """Wait until the GPU is done with a batch, and with all before."""
+        while self._used and self._used[0][0] <= number:
+            self._used.popleft()[1].synchronize()
+
+    def _move(self, leaf: Any, before: Any, held: list[Any], buffers: list[Any]) -> Any:
+        device, overlaps = self._device.device, self._device.overlaps
+        if leaf.device.type != "cpu":
+            if leaf.device == device:
                 # not for each batch: that stream is mostly the loop's, with the loop's kernels
-                self._device.follow()
+                self._device.follow(before)
             held.append(leaf)
-            moved = leaf.to(device, non_blocking=leaf.device.type != "cpu")
+            moved = leaf.to(device, non_blocking=overlaps)
+        elif not _is_plain(leaf) or type(leaf) not in _PLAIN:
+            held.append(leaf)
+            moved = leaf.to(device, non_blocking=overlaps, copy=True)
         else:
             source = leaf.detach()
-            if not (_is_dense(source) and self._device.pins.holds(source)):
+            if overlaps and not (_is_dense(source) and self._device.pins.holds(source)):
                 source, buffer = self._pool.copy_of(source)
                 buffers.append(buffer)
             held.append(source)
             moved = torch.empty_like(source, device=device)
-            moved.copy_(source, non_blocking=True)
+            moved.copy_(source, non_blocking=overlaps)
         if self._dtype is not None and moved.is_floating_point():
             moved = moved.to(self._dtype)
         return moved
@@ -299,6 +463,51 @@ class _Transfer:
             held.clear()
             for buffer in buffers:
                 self._pool.give_back(buffer)
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _is_plain(tensor: Any) -> bool:
+    """Tell whether a tensor is strided memory and nothing more; it may be of another class."""
+    return (
+        tensor.layout is torch.strided
+        and not (tensor.is_quantized or tensor.is_nested)
+        and not hasattr(type(tensor), "__tensor_flatten__")
+    )
+
+
+def _plain_parts(tensor: Any) -> Iterable[Any]:
+    """Return plain tensors that have the memory of a tensor, of which a stream can be told."""
+    if _is_plain(tensor):
+        return (tensor,)
+    if hasattr(type(tensor), "__tensor_flatten__"):  # it is made of others
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    elif tensor.layout is torch.sparse_coo:
+        parts = [tensor._indices(), tensor._values()]
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    else:
+        plain = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        return (plain.set_(tensor.untyped_storage()),)
+    return itertools.chain.from_iterable(map(_plain_parts, parts))
+
+
+def _is_late(leaf: Any) -> bool:
+    """Tell whether an object moves itself, and knows nothing of streams."""
+    kind = type(leaf)
+    return (
+        hasattr(kind, "to")
+        and not isinstance(leaf, torch.Tensor)
+        and not hasattr(kind, "record_stream")
+    )
+
+
+def _moved(leaf: Any, device: Any) -> Any:
+    moved = leaf.to(device)
+    return leaf if moved is None else moved  # some move themselves, and return nothing
 
 
 def _is_dense(tensor: Any) -> bool:

@@ -9,19 +9,22 @@ stopped when its Loader is dropped; one that runs already is its owner's.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from enqueuer import arguments, backends
 from enqueuer.base import STOP_S, BaseEnqueuer
 from enqueuer.enqueuers import GeneratorEnqueuer
 from enqueuer.errors import InvalidState
+from enqueuer.tasks import with_items
 
 Batch = TypeVar("Batch")
 Self = TypeVar("Self", bound="Loader[Any]")
@@ -37,10 +40,39 @@ class Loader(Generic[Batch]):
             is iterated again.
     """
 
+    state_dict: Callable[[], dict[str, Any]]
+    """Return the position, which is what the loop was given and not what was made ahead.
+
+    It exists only if `loader` has it, as an enqueuer does, and so does `load_state_dict`.
+    """
+
+    load_state_dict: Callable[[Mapping[str, Any]], None]
+    """Go on where a state was taken, at the next iteration.
+
+    Raises InvalidState while this runs (call `stop()` first), and StateMismatch if the state is
+    of another source.
+    """
+
     def __init__(self, loader: Iterable[Any], steps_per_epoch: int | None = None) -> None:
         self._loader = loader
         self._epochs = Epochs(loader, steps_per_epoch)
         self._finalizer: weakref.finalize[Any, Any] | None = None
+        # Attributes, as libraries look for methods of these names and call what they find.
+        # They do not know this object, or it would be part of a circle and not end at once.
+        if hasattr(loader, "state_dict"):
+            self.state_dict = self._epochs.state_dict
+        if hasattr(loader, "load_state_dict"):
+            self.load_state_dict = self._epochs.load_state_dict
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name in ("state_dict", "load_state_dict") and "_loader" in vars(self):
+                kind = type(self._loader).__name__
+                raise AttributeError(f"a {kind} tells no position: it has no {name}", name=name)
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self
+            )
 
     def __iter__(self) -> Iterator[Batch]:
         """Iterate over an epoch, or over the rest of one if the last iteration broke off."""
@@ -57,19 +89,6 @@ class Loader(Generic[Batch]):
 
     def __bool__(self) -> bool:
         return True  # also if nobody knows the length
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position: what has been given to the loop, not what was made ahead."""
-        return self._epochs.state_dict()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken, at the next iteration.
-
-        Raises:
-            InvalidState: It runs; call `stop()` first.
-            StateMismatch: The state is of another source.
-        """
-        self._epochs.load_state_dict(state_dict)
 
     def stop(self, timeout: float | None = None) -> None:
         """Stop the enqueuer, if this has started it; iterating again begins anew.
@@ -118,15 +137,17 @@ class Loader(Generic[Batch]):
 class Ahead(Loader[Batch]):
     """A loader that keeps changed batches ready, made by a thread of its own.
 
-    After a `break` it does what `loader` does: an enqueuer goes on with the next batch, and so
-    does this, with what was ready; anything else begins a new epoch.
+    After a `break` it does what `loader` does. An enqueuer goes on with the next batch, and so
+    does this, with what was ready, which it keeps until then. Anything else begins a new epoch;
+    of that nothing is kept.
 
     Args:
         loader: As for `Loader`.
         change: What the thread does with each batch; it must not know this object.
         queue_size: How many batches are kept ready; the thread holds one more.
         steps_per_epoch: As for `Loader`.
-        finish: What the thread does at the end of an epoch, or when it is stopped before.
+        running: Gives what the thread enters before it takes the first batch of an epoch, and
+            leaves at the end, or when it is stopped before.
     """
 
     def __init__(
@@ -135,45 +156,32 @@ class Ahead(Loader[Batch]):
         change: Callable[[Any], Any],
         queue_size: int,
         steps_per_epoch: int | None = None,
-        finish: Callable[[], None] = lambda: None,
+        running: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
         super().__init__(loader, steps_per_epoch)
         self._queue_size = arguments.positive("queue_size", queue_size)
         self._change = change
-        self._finish = finish
-        self._ahead: GeneratorEnqueuer[Any] | None = None  # of the epoch that is under way
-        self._position: dict[str, Any] | None = None  # where the loop is, of that epoch
+        self._running = running
+        self._ahead: _Run | None = None  # the epoch that is under way
         self._given = 0  # batches of it
 
     def _iterator(self) -> Iterator[Batch]:
         epochs = self._epochs
         if not epochs.keeps_position or self._given == epochs.steps:
+            if self._ahead is not None:
+                self._ahead.is_replaced = not epochs.keeps_position
             self._end(threading.TIMEOUT_MAX)  # `loader` cannot be iterated before that
-        ahead = self._ahead
-        if ahead is None:
-            self._position, self._given = epochs.position(), 0
-            run = functools.partial(_run, epochs, self._change, self._finish)
-            ahead = self._ahead = GeneratorEnqueuer(
+        if self._ahead is None:
+            epochs.given, self._given = epochs.position(), 0
+            run = functools.partial(_run, epochs, self._change, self._running)
+            ahead = GeneratorEnqueuer(
                 run,
                 max_queue_size=self._queue_size,
                 stall_timeout=None,  # an enqueuer within says so itself, and knows why
             )
+            self._ahead = _Run(ahead)
             ahead.start()
-        return self._received(ahead)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position: what has been given to the loop, not what was made ahead."""
-        return self._position or self._epochs.state_dict()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken, at the next iteration.
-
-        Raises:
-            InvalidState: It runs; call `stop()` first.
-            StateMismatch: The state is of another source.
-        """
-        super().load_state_dict(state_dict)
-        self._position = None
+        return self._received(self._ahead)
 
     def stop(self, timeout: float | None = None) -> None:
         """End the thread, and stop the enqueuer if this has started it.
@@ -190,22 +198,35 @@ class Ahead(Loader[Batch]):
         """Return what the loop gets of what the thread has made; called by the loop's thread."""
         raise NotImplementedError
 
-    def _received(self, ahead: GeneratorEnqueuer[Any]) -> Iterator[Batch]:
-        if ahead is not self._ahead:
-            return  # another iterator has come to the end of this epoch
-        yield from map(self._taken, ahead.get())
-        if ahead is self._ahead:
+    def _received(self, run: _Run) -> Iterator[Batch]:
+        is_left = True
+        try:
+            if run is self._ahead:
+                yield from map(self._taken, run.enqueuer.get())
+            is_left = False
+        finally:
+            # After a `break` what is ready goes, unless it is what comes next. The thread may
+            # wait for a batch and ends after that.
+            if is_left and run is self._ahead and not self._epochs.keeps_position:
+                run.let_go()
+        if run.is_replaced:
+            raise InvalidState(
+                "another iteration of this loader has begun, which ended this one: a "
+                f"{type(self._loader).__name__} is read once at a time; make a loader for each "
+                "loop, or end the first loop before the second begins"
+            )
+        if run is self._ahead:  # else another iterator has come to the end of this epoch
             self._end()
-            self._position = None
+            self._epochs.given = None
 
     def _taken(self, made: tuple[Any, dict[str, Any] | None]) -> Batch:
         changed, position = made
         if not isinstance(changed, _Raised):
-            self._position = position
+            self._epochs.given = position
             self._given += 1
             return self._receive(changed)
         self._end()
-        self._position = None
+        self._epochs.given = None
         error = changed.error
         del made, changed  # these and the traceback would be a circle
         try:
@@ -215,8 +236,26 @@ class Ahead(Loader[Batch]):
 
     def _end(self, timeout: float | None = None) -> None:
         if self._ahead is not None:
-            ahead, self._ahead = self._ahead, None
-            ahead.stop(timeout)
+            run, self._ahead = self._ahead, None
+            run.enqueuer.stop(timeout)
+
+
+@dataclasses.dataclass(eq=False)
+class _Run:
+    """An epoch of a loader that works ahead.
+
+    Attributes:
+        enqueuer: What runs the thread.
+        is_replaced: Whether another iteration has ended this one.
+    """
+
+    enqueuer: GeneratorEnqueuer[Any]
+    is_replaced: bool = False
+
+    def let_go(self) -> None:
+        """Drop what is ready, and have the thread end after its batch, without waiting for it."""
+        if self.enqueuer._backend is not None:
+            self.enqueuer._backend.close()
 
 
 class Epochs:
@@ -225,6 +264,8 @@ class Epochs:
     Attributes:
         steps: How many batches an epoch has; None: as many as the loader gives.
         step: How many of them this epoch has given; always 0 without `steps`.
+        given: Position after the last batch that the loop was given, if a thread has read on
+            since; None: as the loader says.
     """
 
     def __init__(self, loader: Iterable[Any], steps: int | None) -> None:
@@ -233,6 +274,7 @@ class Epochs:
         self._loader = loader
         self.steps = None if steps is None else arguments.positive("steps_per_epoch", steps)
         self.step = 0
+        self.given: dict[str, Any] | None = None
         self._is_loaded = False
 
     def begin(self) -> None:
@@ -293,37 +335,23 @@ class Epochs:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loader's position, and the step of the epoch."""
-        try:
-            tell = self._loader.state_dict  # type: ignore[attr-defined]  # a loader may have one
-        except AttributeError:
-            raise TypeError(
-                f"a {type(self._loader).__name__} tells no position: it has no state_dict"
-            ) from None
-        return dict(tell()) if self.steps is None else {**tell(), "step": self.step}
+        """Return the loop's position in the loader, and the step of the epoch."""
+        return self.given or self._read_so_far()
 
     def position(self) -> dict[str, Any] | None:
-        """Return the position, or None if the loader tells none."""
-        return self.state_dict() if self._tells_position else None
+        """Return the loader's position, or None if it tells none."""
+        return self._read_so_far() if hasattr(self._loader, "state_dict") else None
 
-    @property
-    def _tells_position(self) -> bool:
-        if isinstance(self._loader, Loader):
-            return self._loader._epochs._tells_position
-        return hasattr(self._loader, "state_dict")
+    def _read_so_far(self) -> dict[str, Any]:
+        state = dict(self._loader.state_dict())  # type: ignore[attr-defined]  # it has one
+        return state if self.steps is None else {**state, "step": self.step}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Have the loader go on at a position."""
         state = dict(state_dict)
         step = state.pop("step", 0) if self.steps is not None else 0
-        try:
-            load = self._loader.load_state_dict  # type: ignore[attr-defined]  # as above
-        except AttributeError:
-            raise TypeError(
-                f"a {type(self._loader).__name__} cannot be resumed: it has no load_state_dict"
-            ) from None
-        load(state)
-        self.step, self._is_loaded = step, True
+        self._loader.load_state_dict(state)  # type: ignore[attr-defined]  # as above
+        self.step, self._is_loaded, self.given = step, True, None
 
 
 class _Raised:
@@ -333,19 +361,22 @@ class _Raised:
         self.error = error
 
 
-def _run(epochs: Epochs, change: Callable[[Any], Any], finish: Callable[[], None]) -> Iterator[Any]:
+def _run(
+    epochs: Epochs,
+    change: Callable[[Any], Any],
+    running: Callable[[], AbstractContextManager[Any]],
+) -> Iterator[Any]:
     """Yield changed batches of an epoch, each with the position after it; runs in the thread."""
     try:
-        for batch in epochs:
-            position = epochs.position()
-            changed = change(batch)
-            del batch  # its memory goes back while the loop is busy
-            yield changed, position
-            del changed
+        with running():
+            for batch in epochs:
+                position = epochs.position()
+                changed = change(batch)
+                del batch  # its memory goes back while the loop is busy
+                yield changed, position
+                del changed
     except Exception as error:  # itself, not as the failure of a worker: it may have an origin
         yield _Raised(error), None
-    finally:
-        finish()
 
 
 def is_idle(loader: object) -> bool:
@@ -372,15 +403,17 @@ def _forget(reference: weakref.ref[Any]) -> None:
 def mapped(function: Callable[[Any], Any], nest: Any) -> Any:
     """Return a nest of the same build with `function` of each leaf.
 
-    Dicts, tuples, named tuples, lists and dataclasses are gone into.
+    Mappings, tuples, named tuples, lists and dataclasses are gone into. An object that moves
+    itself to a GPU is a leaf.
 
     Example:
         >>> mapped(str, {"x": (1, 2), "y": [3]})
         {'x': ('1', '2'), 'y': ['3']}
     """
-    if isinstance(nest, dict):
-        items = ((key, mapped(function, value)) for key, value in nest.items())
-        return dict(items) if type(nest) is dict else _like(nest, dict(items))
+    if _moves_itself(nest):
+        return function(nest)
+    if isinstance(nest, Mapping):
+        return with_items(nest, {key: mapped(function, value) for key, value in nest.items()})
     if isinstance(nest, (tuple, list)):
         values = (mapped(function, value) for value in nest)
         return type(nest)(*values) if hasattr(nest, "_fields") else type(nest)(values)
@@ -391,7 +424,13 @@ def mapped(function: Callable[[Any], Any], nest: Any) -> Any:
     return function(nest)
 
 
-def _like(nest: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
-    twin = nest.copy()  # a defaultdict keeps its factory, for example
-    twin.update(items)
-    return twin
+def _moves_itself(nest: Any) -> bool:
+    """Tell whether a nest must not be taken apart.
+
+    A TensorDict or a graph of PyTorch Geometric knows of streams. A PackedSequence is a tuple of
+    which one part must stay on the CPU.
+    """
+    kind = type(nest)
+    return hasattr(kind, "record_stream") or (
+        isinstance(nest, (tuple, list)) and hasattr(kind, "to")
+    )

@@ -10,19 +10,24 @@ blocks are. It ends when the block is unmapped.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import logging
 import os
 import threading
 import weakref
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from enqueuer.frameworks import framework
 from enqueuer.transport.blocks import Mapping, mapping_at
+from enqueuer.transport.tensors import copy_in_thread
 
 torch = framework("torch", "torch", "2.1")
 
 _PORTABLE = 1  # cudaHostRegisterPortable: for all GPUs of the process
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_CAPTURE_ERRORS = range(900, 909)  # cudaErrorStreamCaptureUnsupported and its like
 
 _log = logging.getLogger("enqueuer")
 
@@ -41,6 +46,30 @@ class Driver(Protocol):
 
     def empty(self, size: int) -> Any:
         """Return pinned memory of `size` bytes, as a tensor of uint8."""
+
+
+@contextlib.contextmanager
+def beside_captures() -> Iterator[None]:
+    """Let this thread register and allocate while another one captures a CUDA graph.
+
+    By default CUDA forbids that, and both the call and the capture fail.
+    """
+    exchange, mode = _exchange(), ctypes.c_int(_RELAXED)
+    exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
+
+
+@functools.lru_cache
+def _exchange() -> Callable[[Any], Any]:
+    """Return the driver's function that sets how a thread's calls concern captures of others."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        return driver.cuThreadExchangeStreamCaptureMode
+    except (OSError, AttributeError):  # ROCm, or a driver from before 10.1
+        return lambda mode: None
 
 
 class Cuda:
@@ -64,7 +93,7 @@ class Cuda:
     def unregister(self, address: int) -> None:
         """See `Driver`."""
         # on that device, or a thread that uses no GPU would make itself known to the first one
-        with torch.cuda.device(self._devices.pop(address)):
+        with torch.cuda.device(self._devices.pop(address)), beside_captures():
             torch.cuda.cudart().cudaHostUnregister(address)
 
     def is_pinned(self, tensor: Any) -> bool:
@@ -87,7 +116,13 @@ class Pins:
         self._driver = driver
         self._lock = threading.Lock()
         self._registered: weakref.WeakSet[Mapping] = weakref.WeakSet()
-        self._refused = False
+        self._refused: weakref.WeakSet[Mapping] = weakref.WeakSet()
+        self._is_said = False
+
+    @property
+    def count(self) -> int:
+        """How many blocks are registered."""
+        return len(self._registered)
 
     def holds(self, tensor: Any) -> bool:
         """Return whether a GPU can copy from a tensor of the CPU by itself.
@@ -103,22 +138,29 @@ class Pins:
             return block in self._registered or self._register_locked(block)
 
     def _register_locked(self, block: Mapping) -> bool:
-        if self._refused:
+        if block in self._refused:
             return False
         code = self._driver.register(block.address, len(block))
         if code:
-            self._refused = True
-            _log.warning(
-                "a block of %.1f MB could not be registered with CUDA (error %d; is `ulimit -l` "
-                "too low?): batches are copied into pinned memory first",
-                len(block) / 1e6,
-                code,
-            )
+            self._refuse_locked(block, code)
             return False
         end = functools.partial(_unregister, self._driver, block.address, os.getpid())
         block.before_unmap = [*block.before_unmap, end]
         self._registered.add(block)
         return True
+
+    def _refuse_locked(self, block: Mapping, code: int) -> None:
+        if code in _CAPTURE_ERRORS:
+            return  # a CUDA graph is being captured, and will be done soon
+        self._refused.add(block)
+        if not self._is_said:
+            self._is_said = True
+            _log.warning(
+                "a block of %.1f MB could not be registered with CUDA (error %d; is `ulimit -l` "
+                "too low?): its batches are copied into pinned memory first",
+                len(block) / 1e6,
+                code,
+            )
 
 
 def _unregister(driver: Driver, address: int, pid: int) -> None:
@@ -143,7 +185,7 @@ class StagingPool:
         size = tensor.numel() * tensor.element_size()
         buffer = self._take(max(1, size))
         copy = torch.as_strided(buffer[:size].view(tensor.dtype), like.size(), like.stride())
-        copy.copy_(tensor)
+        copy_in_thread(copy, tensor)
         return copy, buffer
 
     def give_back(self, buffer: Any) -> None:

@@ -9,18 +9,20 @@ In the workers of a DataLoader each has an enqueuer of its own, for its part of 
 
 from __future__ import annotations
 
+import itertools
 import os
 import warnings
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn, cast
 
 import numpy as np
 
 from enqueuer import arguments
 from enqueuer.adapters import pinning
 from enqueuer.adapters.loading import Epochs, Loader, mapped
+from enqueuer.adapters.ranks import Ranks
 from enqueuer.base import BaseEnqueuer
-from enqueuer.errors import EnqueuerWarning, InvalidState
+from enqueuer.errors import EnqueuerWarning, InvalidState, StateMismatch
 from enqueuer.frameworks import framework
 from enqueuer.transport.blocks import mapping_at
 
@@ -42,7 +44,7 @@ def as_tensors(batch: Any) -> Any:
     strings, objects and times stay arrays, and everything else stays what it is.
 
     Args:
-        batch: Arrays in dicts, tuples, lists and dataclasses, nested as you like.
+        batch: Arrays in mappings, tuples, lists and dataclasses, nested as you like.
 
     Example:
         >>> import numpy as np
@@ -83,13 +85,15 @@ class TorchLoader(Loader[Any]):
         steps_per_epoch: How many batches an epoch has; by default as many as the generator
             makes, be that without an end.
         rank: Of this process among those that train together. By default that of
-            `torch.distributed`, if it is initialised and the enqueuer has none of its own.
+            `torch.distributed`, if it is initialised by now and the enqueuer has none of its own.
         world_size: How many these are; goes with `rank`.
 
     Raises:
         ValueError: `torch.distributed` has several ranks, and the enqueuer no `random_seed`
             that they could share.
-        InvalidState: Another rank is to be taken, and the enqueuer was started.
+        InvalidState: Another rank is to be taken, and the enqueuer was started. The first
+            iteration raises it, too, if `torch.distributed` was initialised only after this was
+            made.
 
     Example:
         >>> import numpy as np
@@ -110,7 +114,8 @@ class TorchLoader(Loader[Any]):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        super().__init__(_of_rank(enqueuer, rank, world_size), steps_per_epoch)
+        self._ranks = Ranks(rank, world_size)
+        super().__init__(self._ranks.part_of(enqueuer), steps_per_epoch)
         self._pin_memory = bool(pin_memory)
         if self._pin_memory and not torch.cuda.is_available():
             self._pin_memory = False
@@ -119,6 +124,10 @@ class TorchLoader(Loader[Any]):
                 EnqueuerWarning,
                 stacklevel=2,
             )
+
+    def _start(self) -> None:
+        self._ranks.check(self._loader)
+        super()._start()
 
     def _convert(self, batch: Any) -> Any:
         tensors = as_tensors(batch)
@@ -142,7 +151,9 @@ class EnqueuerIterableDataset(_IterableDataset):
     For `DataLoader(dataset, batch_size=None)`, where torch wants a DataLoader. Without DataLoader
     workers the enqueuer's own make the batches, which is the faster way. With `num_workers` each
     DataLoader worker has an enqueuer of its own and makes its part: together they give what one
-    enqueuer gives, in the same order if `shards` is given, and nothing twice.
+    enqueuer gives, and nothing twice. An `OrderedEnqueuer` keeps its order, too. So does a
+    `GeneratorEnqueuer` whose `shards` are given, equally long and divided by `num_workers`; for
+    others a warning says that the order is another one.
 
     Each DataLoader worker begins a new epoch whenever the DataLoader is iterated; epochs are
     counted, so that each has random numbers of its own, with persistent workers and without.
@@ -178,7 +189,7 @@ class EnqueuerIterableDataset(_IterableDataset):
         world_size: int | None = None,
     ) -> None:
         super().__init__()
-        self._here = _Here(_of_rank(enqueuer, rank, world_size), steps_per_epoch)
+        self._here = _Here(enqueuer, steps_per_epoch, Ranks(rank, world_size))
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over an epoch: all of it, or the part of this DataLoader worker."""
@@ -195,10 +206,13 @@ class EnqueuerIterableDataset(_IterableDataset):
     def set_epoch(self, epoch: int) -> None:
         """Have the next iteration be that epoch, counted from 0.
 
-        For what counts epochs itself; it reaches the workers of a DataLoader, too.
+        It may be called before each epoch, as is usual with torch; it reaches the workers of a
+        DataLoader, too. After an epoch that was read to its end the next one costs nothing. Any
+        other one, and a new beginning after a `break`, restart the enqueuer. A position within
+        that epoch that was loaded is kept.
 
         Raises:
-            InvalidState: The enqueuer runs in this process, and counts them.
+            InvalidState: The caller has started the enqueuer, and it is at another epoch.
         """
         self._here.set_epoch(arguments.count("epoch", epoch))
 
@@ -207,7 +221,7 @@ class EnqueuerIterableDataset(_IterableDataset):
 
         A DataLoader with workers has no position; torchdata's StatefulDataLoader asks them.
         """
-        return self._here.loader().state_dict()
+        return self._here.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken, at the next iteration in this process.
@@ -224,19 +238,29 @@ class EnqueuerIterableDataset(_IterableDataset):
 
 
 class EnqueuerMapDataset(_Dataset):
-    """A map-style dataset whose items come from an enqueuer, whatever the index.
+    """A map-style dataset whose items come from an enqueuer.
 
-    For what wants `__len__` and `__getitem__`: each call takes the next item of the enqueuer,
-    epoch after epoch without an end, so the order of the indices means nothing. It is the
-    pattern in which reader threads fill a buffer and `__getitem__` takes from it. The items may
-    be samples, which a DataLoader then batches, or batches, for `batch_size=None`.
+    For what wants `__len__` and `__getitem__`. The items may be samples, which a DataLoader then
+    batches, or batches, for `batch_size=None`. The enqueuer decides on their order:
+    `OrderedEnqueuer(shuffle=True)` shuffles, the DataLoader cannot.
 
-    With `num_workers` each DataLoader worker has an enqueuer of its own and makes its part.
+    Without DataLoader workers each call takes the enqueuer's next item, epoch after epoch without
+    an end, whatever the index. It is the pattern in which reader threads fill a buffer and
+    `__getitem__` takes from it.
+
+    With `num_workers` each DataLoader worker has an enqueuer of its own, and `dataset[i]` is item
+    `i` of the epoch, so that each item comes once, for any `batch_size` and `num_workers`. The
+    indices must come in order: `shuffle=True` and samplers are refused. For an `OrderedEnqueuer`
+    of a sequence without `length`, each worker makes only the items that it is asked for. Any
+    other enqueuer makes all items in each worker, with a warning; `EnqueuerIterableDataset`
+    shares that work, and so does `num_workers=0`.
 
     Args:
         enqueuer: Which makes the items; for DataLoader workers one that does not run.
         length: How many items an epoch of the DataLoader takes. By default as many as the
-            enqueuer has, if it has a length.
+            enqueuer has, if it has a length. In DataLoader workers an epoch of the enqueuer
+            begins with each one of the DataLoader; if it has fewer items, those of the next
+            epoch fill up.
         rank: As for `TorchLoader`.
         world_size: As for `TorchLoader`.
 
@@ -265,20 +289,30 @@ class EnqueuerMapDataset(_Dataset):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        own = _of_rank(enqueuer, rank, world_size)
-        self._length = len(Epochs(own, None)) if length is None else length
+        self._here = _Here(enqueuer, None, Ranks(rank, world_size))
+        self._length = len(self._here) if length is None else length
         arguments.positive("length", self._length)
-        self._here = _Here(own, None)
 
     def __getitem__(self, index: int) -> Any:
-        """Return the enqueuer's next item, as tensors.
+        """Return the enqueuer's next item, as tensors; in a DataLoader worker item `index`.
 
         Raises:
             IndexError: `index` is out of range.
+            ValueError: In a DataLoader worker, the indices do not come in order.
         """
-        if not -self._length <= index < self._length:
-            raise IndexError(f"index {index} is out of range: the length is {self._length}")
-        return next(self._here.endless())
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Return the items of a batch, as torch asks for them."""
+        for index in indices:
+            if not -self._length <= index < self._length:
+                raise IndexError(f"index {index} is out of range: the length is {self._length}")
+        info = torch.utils.data.get_worker_info()
+        if info is None:
+            items = self._here.endless()
+            return [next(items) for _ in indices]
+        asked = self._here.asked(self._length, info.id, info.num_workers)
+        return asked.items([index % self._length for index in indices])
 
     def __len__(self) -> int:
         return self._length
@@ -294,32 +328,41 @@ class _Here:
     Args:
         enqueuer: Of the process that makes the dataset.
         steps: Of an epoch, over all DataLoader workers.
+        ranks: What decides which part of the batches is this process's.
     """
 
-    def __init__(self, enqueuer: BaseEnqueuer[Any], steps: int | None) -> None:
-        self._enqueuer = enqueuer
+    def __init__(self, enqueuer: BaseEnqueuer[Any], steps: int | None, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._enqueuer = enqueuer = ranks.part_of(enqueuer)
         self._whole = Epochs(enqueuer, steps)
         self._steps = steps
-        # How many epochs each worker of a DataLoader has begun: shared, as most DataLoaders make
-        # new workers, of new copies of the dataset, for each epoch.
-        self._begun = torch.zeros(_MOST_WORKERS, dtype=torch.int64).share_memory_()
+        # How many epochs each worker of a DataLoader has begun (`_entry`): shared, as most
+        # DataLoaders make new workers, of new copies of the dataset, for each epoch.
+        begun = torch.zeros(_MOST_WORKERS, dtype=torch.int64, device="cpu")
+        self._begun = begun.share_memory_()
         self._count_from_loaded()
         self._pid = os.getpid()
         self._loader: TorchLoader | None = None
         self._endless: Iterator[Any] | None = None
-        self._next_epoch = -1  # of a DataLoader worker whose last epoch came to its end
+        self._asked: _Asked | None = None
+        # Whether a warning was given, by any worker of a DataLoader.
+        self._is_warned = torch.zeros(1, dtype=torch.int64, device="cpu").share_memory_()
+        # In a DataLoader worker that has given its whole part: number of the next epoch; else -1.
+        self._next_epoch = -1
         self._is_loaded = False
 
     def __len__(self) -> int:
         return len(self._whole)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_loader": None, "_endless": None}
+        # A worker process that is not forked does not know of torch.distributed.
+        self._ranks.check(self._enqueuer)
+        return {**self.__dict__, "_loader": None, "_endless": None, "_asked": None}
 
     def loader(self) -> TorchLoader:
         """Return the loader of this process."""
         if self._pid != os.getpid():  # what a process inherits is another one's
-            self._pid, self._loader, self._endless = os.getpid(), None, None
+            self._pid, self._loader, self._endless, self._asked = os.getpid(), None, None, None
         if self._loader is None:
             self._loader = self._new_loader()
         return self._loader
@@ -327,72 +370,174 @@ class _Here:
     def epoch(self) -> Iterator[Any]:
         """Return an iterator over an epoch; in the main process, perhaps over the rest of one."""
         info = torch.utils.data.get_worker_info()
-        return iter(self.loader()) if info is None else self._epoch_of_worker(self._begin(info.id))
+        return iter(self.loader()) if info is None else self._epoch_of_worker(info.id)
 
     def endless(self) -> Iterator[Any]:
         """Return the one iterator of this process over all epochs."""
-        loader, info = self.loader(), torch.utils.data.get_worker_info()
+        loader = self.loader()
         if self._endless is None:
-            if info is not None:
-                loader = self._loader = self._new_loader(self._begin(info.id))
             self._endless = _endless(loader)
         return self._endless
 
+    def asked(self, length: int, worker: int, workers: int) -> _Asked:
+        """Return what gives the items of a map-style dataset in a DataLoader worker."""
+        if self._asked is None or self._pid != os.getpid():
+            self._pid, self._loader, self._endless = os.getpid(), None, None
+            self._asked = _Asked(self, length, worker, workers)
+        return self._asked
+
+    def items_of_epoch(self, epoch: int, worker: int, workers: int, block: int) -> Iterator[Any]:
+        """Return an iterator, without an end, over the items of an epoch and those after it.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+            worker: Index of this DataLoader worker.
+            workers: Number of DataLoader workers.
+            block: Number of consecutive items that each worker makes in turn; 0: this one makes
+                all items.
+        """
+        if self._loader is not None:
+            self._loader.stop()
+        own = self._enqueuer
+        self._ranks.check(own)
+        _check_idle(own)
+        rank = own._rank, own._world_size
+        if block:
+            twin = own._portion(*rank, worker, workers, block)
+        else:
+            twin = own._portion(*rank)
+            twin._record_as(own._rank + own._world_size * worker, own._world_size * workers)
+        twin._begin_at(epoch)
+        self._loader = _loader_of(twin, None)
+        return _endless(self._loader)
+
+    def deals_out(self, length: int) -> bool:
+        """Return whether each worker of a DataLoader can make its own items alone."""
+        return self._enqueuer._deals_out(length)
+
+    def check_repeats(self, workers: int) -> None:
+        """Raise ValueError if the workers of a DataLoader cannot make all items each; warn."""
+        if workers == 1:
+            return
+        try:
+            self._enqueuer._check_repeats()
+        except ValueError as error:
+            raise ValueError(
+                f"each of num_workers={workers} workers of a DataLoader has to make all items of "
+                f"this enqueuer, and gives those that it is asked for: {error}"
+            ) from error
+        self.warn(
+            f"each of the {workers} workers of the DataLoader makes all items of the enqueuer, "
+            "and gives those that it is asked for; use num_workers=0, as the enqueuer has "
+            "workers, or EnqueuerIterableDataset, which shares the work"
+        )
+
+    def warn(self, text: str) -> None:
+        """Give a warning, unless a worker of the DataLoader has given one before."""
+        if not self._is_warned[0]:
+            self._is_warned[0] = 1
+            warnings.warn(text, EnqueuerWarning, stacklevel=2)
+
     def set_epoch(self, epoch: int) -> None:
         """Have the next epoch be this one, here and in all DataLoader workers."""
-        if not self._enqueuer._is_idle():
-            raise InvalidState("set_epoch() was called, but the enqueuer runs, and counts epochs")
-        self._enqueuer._begin_at(epoch)
-        self._begun.fill_(epoch)
+        own = self._enqueuer
+        if not own._comes_next(epoch):
+            self.stop()
+            if not own._is_idle():
+                raise InvalidState(
+                    f"set_epoch({epoch}) was called, but the enqueuer was started by its owner "
+                    "and is at another epoch; call its stop() first, or let the dataset start it"
+                )
+            own._begin_at(epoch)
+        self._begun.fill_(_entry(epoch))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of the loader of this process."""
+        state = self.loader().state_dict()
+        # The other workers are still in the epoch whose part this worker has given.
+        return {**state, "part_is_over": True} if self._next_epoch >= 0 else state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Have the loader of this process go on at a position."""
-        self.loader().load_state_dict(state_dict)
+        state = dict(state_dict)
+        is_over = bool(state.pop("part_is_over", False))
         info = torch.utils.data.get_worker_info()
+        if is_over and info is None:
+            raise StateMismatch("the state is of a worker of a DataLoader, not of the whole")
+        self.loader().load_state_dict(state)
         if info is None:
             self._count_from_loaded()
         else:
-            self._begun[info.id] = int(state_dict["epoch"])
+            epoch = int(state["epoch"])
+            self._begun[info.id] = _entry(epoch - is_over)
+            self._next_epoch = epoch if is_over else -1
             self._is_loaded = True
 
     def stop(self) -> None:
         """Stop the loader of this process."""
         if self._pid == os.getpid() and self._loader is not None:
             self._loader.stop()
-        self._endless = None
+        self._endless = self._asked = None
 
     def _count_from_loaded(self) -> None:
         if self._enqueuer._resumed:  # if that is within an epoch, DataLoader workers refuse it
-            self._begun.fill_(self._enqueuer._at_rest.number)
+            self._begun.fill_(_entry(self._enqueuer._at_rest.number))
 
-    def _begin(self, worker: int) -> int:
-        """Count an epoch of a DataLoader worker; return its number, from 0."""
-        epoch = int(self._begun[worker])
-        self._begun[worker] += 1
+    def begin(self, worker: int) -> int:
+        """Count an epoch of a DataLoader worker; return its number, from 0.
+
+        All workers agree on it. One may have missed an epoch, because there were fewer workers or
+        the loop left before it began; it would deal out another order than the others.
+        """
+        info = torch.utils.data.get_worker_info()
+        iteration = (info.seed - worker) % 2**32  # of the DataLoader; the same for all workers
+        entries: list[int] = self._begun[: info.num_workers].tolist()
+        begun = [divmod(entry, 2**32) for entry in entries]
+        epoch = own = begun[worker][0]
+        if not self._is_loaded:
+            told = [count - 1 for count, mark in begun if mark == iteration and count > own]
+            epoch = max(told or [count for count, _ in begun])
+        self._begun[worker] = _entry(epoch + 1, iteration)
         return epoch
 
-    def _epoch_of_worker(self, epoch: int) -> Iterator[Any]:
-        loader = self.loader()
-        if not self._is_loaded and epoch != self._next_epoch:
+    def _epoch_of_worker(self, worker: int) -> Iterator[Any]:
+        """Begin an epoch of a DataLoader worker, or go on where it was loaded; iterate over it.
+
+        It begins at once, as torchdata asks for the position before the first batch.
+        """
+        epoch = self.begin(worker)
+        loader, is_loaded, self._is_loaded = self.loader(), self._is_loaded, False
+        if is_loaded and self._next_epoch == epoch + 1:
+            return iter(())
+        if not is_loaded and self._next_epoch != epoch:
             loader.stop()
             loader = self._loader = self._new_loader(epoch)
-        self._is_loaded, self._next_epoch = False, -1
+        self._next_epoch = -1
+        return self._rest(loader, epoch)
+
+    def _rest(self, loader: TorchLoader, epoch: int) -> Iterator[Any]:
         yield from loader
         self._next_epoch = epoch + 1
+        info = torch.utils.data.get_worker_info()
+        own = cast("BaseEnqueuer[Any]", loader._loader)
+        if info.num_workers > 1 and not own._has_kept_order():
+            self.warn(
+                f"the shards of the enqueuer differ in length, and each of the {info.num_workers} "
+                "workers of the DataLoader has several, so the order of the batches is another "
+                "one than with num_workers=0; take num_workers=0, one shard for each worker, or "
+                "shards of equal length"
+            )
 
     def _new_loader(self, epoch: int = 0) -> TorchLoader:
         """Return a loader for this process; `epoch` is where that of a DataLoader worker begins."""
+        self._ranks.check(self._enqueuer)
         info = torch.utils.data.get_worker_info()
         if info is None:
             return _loader_of(self._enqueuer, self._steps)
         own, part, parts = self._enqueuer, info.id, info.num_workers
         if parts > _MOST_WORKERS:
             raise ValueError(f"num_workers must be at most {_MOST_WORKERS}, got {parts}")
-        if not own._is_idle():
-            raise InvalidState(
-                "the enqueuer was started in the process that has the DataLoader, and its "
-                "workers cannot share it: hand over one that was not started, or num_workers=0"
-            )
+        _check_idle(own)
         try:
             twin = own._portion(own._rank, own._world_size, part, parts)
         except ValueError as error:
@@ -400,9 +545,117 @@ class _Here:
                 f"the batches cannot be dealt out over num_workers={parts} workers of a "
                 f"DataLoader and {own._world_size} ranks: {error}"
             ) from error
+        reason = own._out_of_order(parts)
+        if reason:
+            self.warn(
+                f"{reason} workers of the DataLoader, so the order of the batches is another one "
+                "than with num_workers=0; give shards= a multiple of num_workers"
+            )
         twin._begin_at(epoch)
         steps = None if self._steps is None else len(range(part, self._steps, parts))
         return _loader_of(twin, steps)
+
+
+class _Asked:
+    """The items of a map-style dataset in one worker of a DataLoader, by their indices.
+
+    torch deals out batches of indices in turn: with batches of b, worker w of n is asked for
+    those of batch w, w + n and so on. A part of an enqueuer that deals out its elements in such
+    blocks makes just these. Where the block is not known, or the enqueuer cannot be dealt out, a
+    copy of the whole makes all items, and those of the other workers are dropped.
+
+    Args:
+        here: The enqueuer, and the loaders of this process.
+        length: Number of items of an epoch.
+        worker: Index of this worker, from 0.
+        workers: Number of workers.
+    """
+
+    def __init__(self, here: _Here, length: int, worker: int, workers: int) -> None:
+        self._here = here
+        self._length = length
+        self._worker, self._workers = worker, workers
+        self._first = self._last = -1  # index of this epoch, as asked for
+        self._epoch = 0
+        self._block = 0  # 0: this worker makes all items
+        self._items: Iterator[Any] = iter(())
+
+    def items(self, indices: Sequence[int]) -> list[Any]:
+        """Return the items of a batch.
+
+        Raises:
+            ValueError: The indices do not come in order.
+        """
+        for index, following in itertools.pairwise(indices):
+            if following != index + 1:
+                self._refuse(index, following)
+        return [self._item(index, len(indices)) for index in indices]
+
+    def _item(self, index: int, size: int) -> Any:
+        is_first = self._last < 0
+        # torch begins each epoch of a worker with the same index.
+        if is_first or index == self._first:
+            self._begin(index, size)
+        elif index <= self._last:
+            self._refuse(self._last, index)
+        elif self._block and index != self._following():
+            self._make_all(index)
+        elif not self._block:
+            _drop(self._items, index - self._last - 1)
+        self._last = index
+        return next(self._items)
+
+    def _begin(self, index: int, size: int) -> None:
+        """Begin an epoch with the item of an index."""
+        self._first, self._epoch = index, self._here.begin(self._worker)
+        # The first batch of a later worker may be the last one of the epoch, and a short one.
+        block = index // self._worker if self._worker else size
+        if not self._here.deals_out(self._length) or index != self._worker * block or not block:
+            self._make_all(index)
+            return
+        self._block = block
+        self._items = self._here.items_of_epoch(self._epoch, self._worker, self._workers, block)
+
+    def _make_all(self, index: int) -> None:
+        """Have this worker make all items of the epoch, and go on with one of them."""
+        self._here.check_repeats(self._workers)
+        self._block = 0
+        self._items = self._here.items_of_epoch(self._epoch, self._worker, self._workers, 0)
+        _drop(self._items, index)
+
+    def _following(self) -> int:
+        """Return the next index of this worker's blocks."""
+        following = self._last + 1
+        return (
+            following if following % self._block else following + self._block * (self._workers - 1)
+        )
+
+    def _refuse(self, index: int, following: int) -> NoReturn:
+        raise ValueError(
+            f"index {following} was asked for after {index} in worker {self._worker} of a "
+            "DataLoader, but the enqueuer makes its items in its own order: leave out "
+            "shuffle=True and sampler= of the DataLoader, and let the enqueuer shuffle "
+            "(OrderedEnqueuer(shuffle=True)), or take num_workers=0, where any index gives the "
+            "next item"
+        )
+
+
+def _entry(begun: int, iteration: int = 0) -> int:
+    """Return a number of epochs and the iteration of the last one, to be written in one step."""
+    return begun << 32 | iteration
+
+
+def _drop(items: Iterator[Any], count: int) -> None:
+    for _ in itertools.islice(items, count):
+        pass
+
+
+def _check_idle(enqueuer: BaseEnqueuer[Any]) -> None:
+    if not enqueuer._is_idle():
+        raise InvalidState(
+            "the enqueuer was started in the process that has the DataLoader, and its "
+            "workers cannot share it: hand over one that was not started, or num_workers=0"
+        )
 
 
 def _loader_of(enqueuer: BaseEnqueuer[Any], steps: int | None) -> TorchLoader:
@@ -417,40 +670,3 @@ def _endless(loader: TorchLoader) -> Iterator[Any]:
             yield item
         if is_empty:
             raise ValueError("the enqueuer has nothing: an epoch without a single item")
-
-
-def _of_rank(
-    enqueuer: BaseEnqueuer[Any], rank: int | None, world_size: int | None
-) -> BaseEnqueuer[Any]:
-    """Return the enqueuer for a rank: this one, or a new one like it."""
-    if not isinstance(enqueuer, BaseEnqueuer):
-        raise TypeError(
-            f"expected a GeneratorEnqueuer or an OrderedEnqueuer, got {enqueuer!r}; "
-            "wrap a generator in GeneratorEnqueuer(...)"
-        )
-    if (rank is None) != (world_size is None):
-        raise ValueError("rank and world_size go together; give both, or neither")
-    if rank is not None:
-        own = arguments.rank(rank, world_size)
-    elif enqueuer._world_size > 1 or not _is_distributed():
-        return enqueuer
-    else:
-        own = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        if own[1] > 1 and not enqueuer._seed_is_given:
-            raise ValueError(
-                f"torch.distributed has {own[1]} ranks, which must draw from the same seed: give "
-                "the enqueuer random_seed="
-            )
-    if own in ((0, 1), (enqueuer._rank, enqueuer._world_size)):
-        return enqueuer
-    if not enqueuer._is_idle():
-        raise InvalidState(
-            f"the enqueuer was started and cannot be made that of rank {own[0]} of {own[1]}; "
-            "hand over one that was not, or give it rank and world_size yourself"
-        )
-    return enqueuer._portion(*own)
-
-
-def _is_distributed() -> bool:
-    distributed = torch.distributed
-    return bool(distributed.is_available() and distributed.is_initialized())

@@ -12,9 +12,9 @@ import importlib
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, NoReturn, Protocol, TypeVar
 
 from enqueuer.errors import InvalidState, StartError
 from enqueuer.merging import Order, TaskOrder
@@ -42,8 +42,6 @@ _CLASSES = {
     ("ray", False): ("enqueuer.backends.ray", "RayBackend"),
     ("ray", True): ("enqueuer.backends.ray_tasks", "RayTasks"),
 }
-
-_MOST_MEMBERS = 256  # of a container that is looked into at sight
 
 ESCALATION_S = 0.6  # terminate, wait half of this, kill, wait the other half
 
@@ -87,6 +85,9 @@ class Job:
         max_queue_size: The most finished items that may wait, over all workers.
         max_queue_bytes: The same in bytes, or None.
         start_method: "fork", "forkserver" or "spawn"; processes only.
+        most_workers: How many workers there may be later, if that is more than `workers`.
+        threads_per_worker: How many threads native libraries may run in each worker process;
+            None: its share of the CPUs, or what the environment says.
         forward_logs: True, False or "multiprocessing-logging"; not of threads.
         on_error: What to do about an exception of the source's.
         max_restarts: How many workers that died are replaced; not of threads.
@@ -109,11 +110,20 @@ class Job:
     forward_logs: bool | str
     on_error: OnError
     max_restarts: int
+    most_workers: int = 0
+    threads_per_worker: int | None = None
     restarts: int = 0
     may_grow: bool = False
     patience_s: float | None = None
     trace: Place | None = None
     cluster: Cluster = Cluster()
+
+    def share_of(self, cpus: float) -> int:
+        """Return how many of the CPUs each worker has if they are dealt out evenly; at least 1."""
+        workers = max(self.workers, self.most_workers)
+        if not isinstance(self.source, TaskSource):
+            workers = min(workers, len(self.own))
+        return max(1, int(cpus) // workers)
 
     def plans(self) -> list[Plan]:
         """Deal the shards out: of n workers, worker w gets every n-th from the w-th on."""
@@ -150,13 +160,16 @@ class Backend(Protocol):
         shards are told to `order`; when all have ended there is nothing to wait for.
 
         Returns:
-            The failure, if that is what is next; one that is skipped is returned once.
+            The failure, if that is what is next; until `pass_over`, again and again.
 
         Raises:
             Late: Nothing came until `deadline`, of `time.monotonic()`; without one, for so long
                 as the job's patience lasts.
             Closed: `close()` was called.
         """
+
+    def pass_over(self) -> None:
+        """Forget the failure that `wait` has just returned, if it is skipped: it is noted."""
 
     def take(self, order: Order) -> Iterator[Item]:
         """Yield what is next in `order` and is there, at least one after a `wait()`.
@@ -171,11 +184,23 @@ class Backend(Protocol):
     def waiting(self) -> int:
         """Return how many finished items wait and were not taken."""
 
+    def has_news(self, order: Order) -> bool:
+        """Return whether `wait()` might return at once, while no item waits.
+
+        Neither this nor asking before waiting may let a worker make more than it would.
+        """
+
     def cpus(self) -> float:
         """Return how many CPUs there are for the workers and this process."""
 
     def measures(self) -> list[WorkerStats]:
         """Return what each worker has done so far. Called by any thread, at any time."""
+
+    def worker_bytes(self) -> int | None:
+        """Return the memory of the largest worker, as one more would take it; None: unknown.
+
+        Takes some milliseconds.
+        """
 
     def look(self, order: Order) -> View:
         """Return what can be seen of the workers, within about a second.
@@ -282,13 +307,44 @@ def owners_of(plans: Sequence[Plan]) -> dict[int, int]:
     return {shard: worker for worker, plan in enumerate(plans) for shard in plan.shards}
 
 
+class Inherited:
+    """The backend of an enqueuer that runs in the process from which this one was forked.
+
+    Its workers are not here. Threads do not exist in a forked child, and a lock that one of them
+    held would never be released, so the backend of the parent is not touched.
+
+    Args:
+        owner: The process that has the workers.
+        backend: What the parent reads from. It is kept, as its end might do harm here.
+    """
+
+    def __init__(self, owner: int, backend: Backend) -> None:
+        self._owner = owner
+        self._kept = backend
+        self.restarts = backend.restarts
+
+    def close(self) -> None:
+        """Do nothing: the workers are the parent's."""
+
+    def stop(self, timeout: float) -> None:
+        """Do nothing: the workers are the parent's."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Raise InvalidState, whatever else is asked of the backend."""
+        raise _of_another_process(self._owner)
+
+
 def check_owner(owner: int) -> None:
     """Raise InvalidState in a process that was forked from the one that started the workers."""
     if owner != os.getpid():
-        raise InvalidState(
-            f"this enqueuer belongs to process {owner}, and this one, "
-            f"{os.getpid()}, was forked from it; make a new enqueuer here"
-        )
+        raise _of_another_process(owner)
+
+
+def _of_another_process(owner: int) -> InvalidState:
+    return InvalidState(
+        f"this enqueuer belongs to process {owner}, and this one, "
+        f"{os.getpid()}, was forked from it; make a new enqueuer here"
+    )
 
 
 def history(deaths: Sequence[tuple[int, int]], place: tuple[int, int], max_restarts: int) -> str:
@@ -322,38 +378,3 @@ def split_bound(total: int, workers: int) -> list[int]:
         ([3, 3, 2, 2], [1, 0, 0])
     """
     return [total // workers + (w < total % workers) for w in range(workers)]
-
-
-def size_of(value: object) -> int:
-    """Return the bytes of the arrays, tensors and byte strings in a nest of containers."""
-    if isinstance(value, (bytes, bytearray, memoryview)):
-        return len(value) if not isinstance(value, memoryview) else value.nbytes
-    nbytes = _nbytes(value)
-    if nbytes is not None:
-        return nbytes
-    if isinstance(value, Mapping):
-        return sum(size_of(part) for part in value.values())
-    if isinstance(value, Iterable) and isinstance(value, (tuple, list, set, frozenset)):
-        return sum(size_of(part) for part in value)
-    return 0
-
-
-def size_at_sight(value: object, depth: int = 3) -> int:
-    """Return the same as far as it is found at once, and without running code of the user's."""
-    if isinstance(value, (bytes, bytearray)):
-        return len(value)
-    nbytes = _nbytes(value)
-    if nbytes is not None:
-        return nbytes
-    if depth and isinstance(value, (dict, tuple, list)) and len(value) <= _MOST_MEMBERS:
-        members = dict.values(value) if isinstance(value, dict) else value
-        return sum(size_at_sight(member, depth - 1) for member in members)
-    return 0
-
-
-def _nbytes(value: object) -> int | None:
-    try:
-        nbytes = getattr(value, "nbytes", None)
-    except Exception:  # a sparse tensor has none, and says so by an error
-        return None
-    return nbytes if isinstance(nbytes, int) else None

@@ -12,7 +12,7 @@ import atexit
 import contextlib
 import faulthandler
 import fcntl
-import functools
+import multiprocessing
 import os
 import pickle
 import select
@@ -22,11 +22,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from enqueuer import arrays, logs, worker
+from enqueuer import arrays, logs, native_threads, usage, worker
 from enqueuer.backends import stacks
 from enqueuer.backends.launching import serve_forks
+from enqueuer.import_hook import after_import
 from enqueuer.messages import Failure, Ticket
-from enqueuer.shards import GlobalStreams, seed_globals
+from enqueuer.shards import FRAMEWORKS, GlobalStreams, TaskSeeds
 from enqueuer.sources import Source
 from enqueuer.tasks import TaskSource
 from enqueuer.trace import Place
@@ -74,6 +75,7 @@ class Setup:
     levels: logs.Levels | None
     surroundings: Surroundings | None
     trace: Place | None
+    thread_limits: dict[str, str]  # environment variables
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,8 @@ def main(sock_fd: int, lifeline_fd: int) -> None:
     setup, pickled = pickle.loads(payload)
     if setup.surroundings is not None:
         setup.surroundings.apply()
+    os.environ.update(setup.thread_limits)
+    native_threads.limit_loaded()
     channel = WorkerEnd(packets, way, part.credit)
     _work(channel, setup, part, lambda: pickle.loads(pickled), counter, stack)
     _leave()
@@ -103,6 +107,7 @@ def main_forked(
     lifeline: Descriptor,
     way: Road,
     setup: Setup,
+    loaded: native_threads.Loaded | None,
     part: Part,
     source: Source | TaskSource,
     on_error: OnError,
@@ -111,6 +116,9 @@ def main_forked(
 ) -> None:
     """Be a worker that was forked: everything is here."""
     packets = _begin(sock, lifeline)
+    os.environ.update(setup.thread_limits)
+    if loaded is not None:
+        loaded.limit()
     channel = WorkerEnd(packets, way, part.credit)
     _work(channel, setup, part, lambda: (source, on_error), counter, stack)
 
@@ -205,6 +213,7 @@ def _work(
     stack: Descriptor | None,
 ) -> None:
     pid = os.getpid()
+    multiprocessing.current_process().name = f"enqueuer-worker-{part.index}"  # log records have it
     if stack is not None:
         stacks.answer(stack.fileno())
     arrays.make_in(channel.pool.make)
@@ -217,15 +226,19 @@ def _work(
     except BaseException as error:
         _fail(channel, part, counter, error)
     else:
-        channel.meter.begin()
+        used = usage.of_process(os.getpid())
+        channel.meter.begin(used.cpu_s or 0.0, used.starved_s or 0.0)
         plan = worker.Plan(source, part.shards, setup.count, setup.random_seed, on_error)
         if counter is None:
             serve = traced(worker.serve, setup.trace, part.index)
-            serve(plan, channel, channel, GlobalStreams().enter)
+            streams = GlobalStreams()
+            after_import(FRAMEWORKS, streams.seed_imported)
+            serve(plan, channel, channel, streams.enter)
         else:
-            enter = functools.partial(seed_globals, gpus=False)
             serve = traced(worker.serve_tasks, setup.trace, part.index)
-            serve(plan, _Counter(channel, counter), channel, enter)
+            seeds = TaskSeeds()
+            after_import(FRAMEWORKS, seeds.seed_imported)
+            serve(plan, _Counter(channel, counter), channel, seeds.enter)
     if os.getpid() != pid:
         # the generator forked, and the copy came out of its loop as if it were the worker
         os._exit(_GRANDCHILD)

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import multiprocessing
+import errno
+import multiprocessing.context
 import os
 import select
 import signal
@@ -24,19 +25,24 @@ import sys
 import threading
 import time
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
 
+from enqueuer import interrupts, native_threads
 from enqueuer.errors import StartError
 from enqueuer.transport.packets import Descriptor, Packets, close_in_children, pair
 
 _SERVER_START_S = 60.0  # a fresh interpreter that imports numpy, on a busy machine
+# Of fresh interpreters: the order of a set of strings is then the same in all workers of all runs.
+_SAME_HASHES = {"PYTHONHASHSEED": "0"}
+# Of the fork server, which runs no native code: threads of its BLAS would be stopped at each fork.
+_ONE_THREAD = dict.fromkeys(native_threads.VARIABLES, "1")
 _STATUS_S = 1.0  # between a death and the server's word on how
 
-_FORKED = struct.Struct("<Bq")  # kind, pid
-_EXITED = struct.Struct("<Bqq")  # kind, pid, exit code
-_PID, _EXIT = 1, 2
+_REQUEST = struct.Struct("<q")  # number
+_NOTHING = 0  # number of a request for nothing; the others begin with 1
+_ANSWER = struct.Struct("<Bqq")  # kind, number of the request, and what the kind says
+_PID, _EXIT, _ERRNO = 1, 2, 3
 
 
 class Launched(Protocol):
@@ -49,7 +55,11 @@ class Launched(Protocol):
 
 
 def launch(
-    method: str, sock: socket.socket, lifeline: Descriptor, forked: Callable[[], None]
+    method: str,
+    sock: socket.socket,
+    lifeline: Descriptor,
+    forked: Callable[[], None],
+    environment: Mapping[str, str],
 ) -> Launched:
     """Start a process that has `sock` and `lifeline`.
 
@@ -58,25 +68,29 @@ def launch(
         sock: The worker's end of its channel.
         lifeline: The reading end of a pipe whose other end only this process has.
         forked: What a forked child calls; the others call `bootstrap.main`.
+        environment: Variables that a fresh interpreter must have before it imports anything.
     """
     if method == "fork":
         return _Forked(forked)
     if method == "spawn":
-        return _Spawned(_program("main", sock.fileno(), lifeline.fileno()), sock, lifeline)
+        return _Spawned(
+            _program("main", sock.fileno(), lifeline.fileno()), sock, lifeline, environment
+        )
     return _server.fork(sock, lifeline)
 
 
 @contextlib.contextmanager
-def interrupts_held() -> Iterator[None]:
-    """Hold back SIGINT in this thread: a child inherits that, until it ignores it.
+def _silent_children() -> Iterator[None]:
+    """Have children begin with SIGINT blocked, until they ignore it.
 
     Otherwise a Ctrl-C during the start prints a traceback for each child.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    with interrupts.held():  # or one could leave SIGINT blocked here
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _Bookkeeping:
@@ -97,15 +111,31 @@ _bookkeeping = _Bookkeeping()
 os.register_at_fork(after_in_child=_bookkeeping.renew)
 
 
+class ForkProcess(multiprocessing.context.ForkProcess):
+    """A child that only its parent joins.
+
+    At its exit, multiprocessing joins all children that it knows of; in a copy of this process
+    that os.fork() has made, these are children of another process, which is an error there.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._owner = os.getpid()
+
+    def join(self, timeout: float | None = None) -> None:
+        if os.getpid() == self._owner:
+            super().join(timeout)
+
+
 class _Forked:
     """A child by fork."""
 
     def __init__(self, target: Callable[[], None]) -> None:
-        self._process = multiprocessing.get_context("fork").Process(target=target)
+        self._process = ForkProcess(target=target)
         # Not daemonic, so that it may have children; that it dies with us is the lifeline's.
         self._process.daemon = False
         try:
-            with _bookkeeping.lock:
+            with _bookkeeping.lock, _silent_children():
                 self._process.start()
         except AssertionError as error:
             raise StartError(
@@ -133,13 +163,21 @@ class _Forked:
 class _Spawned:
     """A child by a fresh interpreter."""
 
-    def __init__(self, program: str, sock: socket.socket, lifeline: Descriptor) -> None:
+    def __init__(
+        self,
+        program: str,
+        sock: socket.socket,
+        lifeline: Descriptor,
+        environment: Mapping[str, str],
+    ) -> None:
         fds = (sock.fileno(), lifeline.fileno())
-        self._popen = subprocess.Popen(
-            [sys.executable, *_interpreter_flags(), "-c", program],
-            stdin=subprocess.DEVNULL,
-            pass_fds=fds,
-        )
+        with _silent_children():
+            self._popen = subprocess.Popen(
+                [sys.executable, *_interpreter_flags(), "-c", program],
+                stdin=subprocess.DEVNULL,
+                pass_fds=fds,
+                env={**_SAME_HASHES, **os.environ, **environment},
+            )
         self.pid: int = self._popen.pid
 
     def exitcode(self, timeout: float) -> int | None:
@@ -152,19 +190,23 @@ class _Spawned:
 class _Served:
     """A child of the fork server."""
 
-    def __init__(self, server: _Server, connection: Packets, pid: int) -> None:
+    def __init__(self, server: _Server, connection: Packets, number: int, pid: int) -> None:
         self._server = server
         self._connection = connection
+        self._number = number
         self.pid: int = pid
 
     def exitcode(self, timeout: float) -> int | None:
-        return self._server.exitcode(self._connection, self.pid, timeout)
+        return self._server.exitcode(self._connection, self._number, timeout)
 
 
 class _Server:
     """This process's end of its fork server, which is started when first needed.
 
     It ends with this process, by the end of its socket. Any thread may call anything.
+
+    Requests are numbered, and answers bear the number of theirs: the answer to a request that an
+    interrupt has ended is no other request's. The child of such a request ends by its lifeline.
     """
 
     def __init__(self) -> None:
@@ -173,60 +215,105 @@ class _Server:
         self._popen: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
         self._packets: Packets | None = None
-        self._pids: deque[int] = deque()  # of children that nobody has been told of yet
+        self._requests = 0
+        # by request: those that wait for an answer or whose child lives, and what was said of them
+        self._open: set[int] = set()
+        self._pids: dict[int, int] = {}
         self._codes: dict[int, int] = {}
+        self._errors: dict[int, int] = {}
         self._owner = 0
+        self._waits = 0  # of this thread, one within the other
 
     def fork(self, sock: socket.socket, lifeline: Descriptor) -> _Served:
-        """Have a child forked that owns `sock` and `lifeline`."""
-        with self._lock:
+        """Have a child forked that owns `sock` and `lifeline`.
+
+        Raises:
+            OSError: The system has no room for another process, or for its descriptors.
+            StartError: There is no server.
+        """
+        with interrupts.held(), self._lock:
             for attempt in range(2):
                 try:
-                    return self._fork_locked(sock, lifeline)
+                    number = self._ask_locked(sock, lifeline)
+                    break
                 except (OSError, EOFError):
                     self._leave_locked()  # it was killed; the next one is a new one
                     if attempt:
                         raise StartError("the fork server ends as soon as it starts") from None
-        raise AssertionError
+            if number in self._errors:
+                self._open.discard(number)
+                code = self._errors.pop(number)
+                raise OSError(code, os.strerror(code))
+            assert self._packets is not None
+            return _Served(self, self._packets, number, self._pids.pop(number))
 
-    def exitcode(self, connection: Packets, pid: int, timeout: float) -> int | None:
-        """Wait for the server's word on how `pid` ended; None if there is none."""
-        with self._lock:
+    def exitcode(self, connection: Packets, number: int, timeout: float) -> int | None:
+        """Wait for the server's word on how a child ended; None if there is none.
+
+        Args:
+            connection: To the server that forked it.
+            number: Of the request for it.
+            timeout: Seconds to wait at most.
+        """
+        with interrupts.held(), self._lock:
             if connection is not self._packets:
                 return None  # the server that forked it was killed, and knew its child alone
             try:
-                self._wait_locked(lambda: pid in self._codes, timeout)
+                self._wait_locked(lambda: number in self._codes, timeout)
             except (OSError, EOFError, TimeoutError):
                 pass
-            return self._codes.pop(pid, None)
+            if number in self._codes:
+                self._open.discard(number)
+            return self._codes.pop(number, None)
 
-    def _fork_locked(self, sock: socket.socket, lifeline: Descriptor) -> _Served:
+    def _ask_locked(self, sock: socket.socket, lifeline: Descriptor) -> int:
+        """Ask for a child, and wait for the answer; return the number of the request."""
         self._join_locked()
         assert self._packets is not None
-        self._packets.send(b"fork", [sock.fileno(), lifeline.fileno()])
-        self._wait_locked(lambda: bool(self._pids), _SERVER_START_S)
-        return _Served(self, self._packets, self._pids.popleft())
+        self._requests = number = self._requests + 1
+        self._open.add(number)
+        try:
+            self._packets.send(_REQUEST.pack(number), [sock.fileno(), lifeline.fileno()])
+            self._wait_locked(
+                lambda: number in self._pids or number in self._errors, _SERVER_START_S
+            )
+        except BaseException:
+            self._open.discard(number)
+            raise
+        return number
 
     def _wait_locked(self, done: Callable[[], bool], timeout: float) -> None:
         """Read the server's words until `done`; raise EOFError or TimeoutError."""
         deadline = time.monotonic() + timeout
-        while not done():
-            if self._packets is None or self._sock is None or self._owner != os.getpid():
-                raise EOFError
-            self._packets.drain()
-            while self._packets.received:
-                data, _ = self._packets.received.popleft()
-                if data[0] == _PID:
-                    self._pids.append(_FORKED.unpack(data)[1])
-                else:
-                    _, pid, code = _EXITED.unpack(data)
-                    self._codes[pid] = code
-            if done():
-                return
-            if self._packets.ended:
-                raise EOFError
-            if not _readable(self._sock, deadline - time.monotonic()):
-                raise TimeoutError
+        self._waits += 1
+        try:
+            while not done():
+                if self._packets is None or self._sock is None or self._owner != os.getpid():
+                    raise EOFError
+                self._packets.drain()
+                while self._packets.received:
+                    self._hear(self._packets.received.popleft()[0])
+                if done():
+                    return
+                if self._packets.ended:
+                    raise EOFError
+                left = deadline - time.monotonic()
+                if not interrupts.interruptible(_readable, self._sock, left):
+                    raise TimeoutError
+        finally:
+            self._waits -= 1
+            if self._waits and self._packets is not None:
+                # A signal handler, or the garbage collector, has come to this wait from within
+                # another one, and its answer may have been read here. The answer to a request
+                # without descriptors, which asks for nothing, wakes that one.
+                with contextlib.suppress(OSError):
+                    self._packets.send(_REQUEST.pack(_NOTHING))
+
+    def _hear(self, answer: bytes) -> None:
+        kind, number, value = _ANSWER.unpack(answer)
+        if number in self._open:
+            heard = {_PID: self._pids, _EXIT: self._codes, _ERRNO: self._errors}[kind]
+            heard[number] = value
 
     def _join_locked(self) -> None:
         """Start a server unless this very process has one that lives."""
@@ -236,11 +323,13 @@ class _Server:
         ours, its = pair("seqpacket")
         with its:
             close_in_children(ours)
-            self._popen = subprocess.Popen(
-                [sys.executable, *_interpreter_flags(), "-c", _program("serve", its.fileno())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[its.fileno()],
-            )
+            with _silent_children():
+                self._popen = subprocess.Popen(
+                    [sys.executable, *_interpreter_flags(), "-c", _program("serve", its.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[its.fileno()],
+                    env={**_SAME_HASHES, **native_threads.NO_SPINNING, **os.environ, **_ONE_THREAD},
+                )
         self._sock, self._packets, self._owner = ours, Packets(ours), os.getpid()
 
     def _leave_locked(self) -> None:
@@ -252,17 +341,18 @@ class _Server:
         elif self._popen is not None:
             self._popen.returncode = 0  # the parent's child, not ours: nothing to wait for
         self._popen = self._sock = self._packets = None
-        self._pids.clear()
-        self._codes = {}
+        for said in (self._open, self._pids, self._codes, self._errors):
+            said.clear()
 
     def end(self) -> None:
         """End the server, if there is one."""
-        with self._lock:
+        with interrupts.held(), self._lock:
             self._leave_locked()
 
     def renew(self) -> None:
         """In a forked child: forget the parent's server, and a lock that somebody may hold."""
         self._lock = threading.RLock()
+        self._waits = 0
         self._leave_locked()
 
 
@@ -320,44 +410,87 @@ def serve_forks(fd: int) -> tuple[int, int] | None:
     """
     sock = socket.socket(fileno=fd)
     packets = Packets(sock)
-    children: dict[int, int] = {}  # pidfd -> pid
-    poller = select.poll()
-    poller.register(sock, select.POLLIN)
-    while True:
-        for ready, _ in poller.poll():
-            if ready in children:
-                poller.unregister(ready)
-                os.close(ready)
-                _report(packets, children.pop(ready))
-        packets.drain()
-        while packets.received:
-            _, fds = packets.received.popleft()
-            pid = _fork()
-            if pid == 0:
+    children: dict[int, int] = {}  # pid -> number of the request
+    with _deaths() as deaths:
+        poller = select.poll()
+        for one in (sock, deaths):
+            poller.register(one, select.POLLIN)
+        while True:
+            poller.poll()
+            # read before anybody is looked for, so that a death from now on is one more
+            with contextlib.suppress(BlockingIOError):
+                while deaths.recv(4096):
+                    pass
+            _report(packets, children)
+            packets.drain()
+            while packets.received:
+                data, fds = packets.received.popleft()
+                (number,) = _REQUEST.unpack(data)
+                try:
+                    pid = _fork(fds)
+                except OSError as error:
+                    _say(packets, _ERRNO, number, error.errno or 0)
+                    continue
+                if pid == 0:
+                    sock.close()
+                    return fds[0], fds[1]
+                children[pid] = number
+                _say(packets, _PID, number, pid)
+            if packets.ended:
                 sock.close()
-                for pidfd in children:
-                    os.close(pidfd)
-                return fds[0], fds[1]
-            for one in fds:
-                os.close(one)
-            pidfd = os.pidfd_open(pid)
-            children[pidfd] = pid
-            poller.register(pidfd, select.POLLIN)
-            with contextlib.suppress(OSError):
-                packets.send(_FORKED.pack(_PID, pid))
-        if packets.ended:
-            sock.close()
-            return None
+                return None
 
 
-def _fork() -> int:
-    with warnings.catch_warnings():
-        # Python 3.12 warns of other threads; numpy's BLAS has some, and stops them for a fork.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return os.fork()
+@contextlib.contextmanager
+def _deaths() -> Iterator[socket.socket]:
+    """Give a socket that can be read when a child has ended.
+
+    Not a pidfd for each child: older kernels have none, sandboxes forbid them, and they count
+    against the limit of descriptors.
+    """
+    here, there = socket.socketpair()
+    with here, there:
+        here.setblocking(False)
+        there.setblocking(False)  # if it is full, there is enough to read
+        signal.set_wakeup_fd(there.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # else nothing is written there
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+        try:
+            yield here
+        finally:
+            signal.set_wakeup_fd(-1)
 
 
-def _report(packets: Packets, pid: int) -> None:
-    _, status = os.waitpid(pid, 0)
+def _report(packets: Packets, children: dict[int, int]) -> None:
+    """Tell of all children that have ended."""
+    while children:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        _say(packets, _EXIT, children.pop(pid), os.waitstatus_to_exitcode(status))
+
+
+def _say(packets: Packets, kind: int, number: int, value: int) -> None:
     with contextlib.suppress(OSError):
-        packets.send(_EXITED.pack(_EXIT, pid, os.waitstatus_to_exitcode(status)))
+        packets.send(_ANSWER.pack(kind, number, value))
+
+
+def _fork(fds: list[int]) -> int:
+    """Fork; only the child keeps `fds`.
+
+    Raises:
+        OSError: There is no room for a process, or there was none for the descriptors.
+    """
+    pid = -1
+    try:
+        if len(fds) != 2:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        with warnings.catch_warnings():
+            # Python 3.12 warns of other threads; numpy's BLAS has some, and stops them for a fork.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+    finally:
+        if pid != 0:
+            for fd in fds:
+                os.close(fd)
+    return pid

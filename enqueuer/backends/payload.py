@@ -6,10 +6,11 @@ To processes it travels in a nameless file, whose descriptor goes over each work
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from types import FunctionType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import cloudpickle
@@ -18,9 +19,7 @@ from enqueuer.backends.bootstrap import Setup
 from enqueuer.errors import SourceNotPicklable
 from enqueuer.sources import LiveSource, Source, name_of
 from enqueuer.tasks import TaskSource
-from enqueuer.transport.blocks import nameless_file
-from enqueuer.transport.codec import find_culprit, is_picklable
-from enqueuer.transport.packets import Descriptor
+from enqueuer.transport.codec import find_culprit, is_picklable, parts_of
 from enqueuer.worker import OnError
 
 _lock = threading.Lock()  # of what cloudpickle is told
@@ -28,19 +27,18 @@ _lock = threading.Lock()  # of what cloudpickle is told
 _OTHERS = "backend='thread' or mp_context='fork'"
 
 
-def write_payload(
+def pickled_payload(
     setup: Setup, source: Source | TaskSource, on_error: OnError, method: str
-) -> Descriptor:
-    """Return a nameless file that holds `setup`, `source` and `on_error`.
+) -> bytes:
+    """Return the pickle of `setup`, `source` and `on_error`.
 
     Raises:
         SourceNotPicklable: One of these cannot be pickled; the message names the culprit.
-        OSError: There is no room for it.
     """
     # on its own, so that what fails to load in the worker is known to be the user's
     pickled = pickled_source(source, on_error, f"a process started by {method}", _OTHERS)
-    data = cloudpickle.dumps((setup, pickled), protocol=5)
-    return Descriptor(nameless_file(data))
+    data: bytes = cloudpickle.dumps((setup, pickled), protocol=5)
+    return data
 
 
 def pickled_source(
@@ -106,7 +104,9 @@ def _why_no_tasks(source: TaskSource, where: str, others: str) -> str:
     for part, value in parts.items():
         if not is_picklable(value):
             culprits = (
-                ", ".join(_culprits(value)) if callable(value) else _with_type(*_named(part, value))
+                ", ".join(_culprits(value))
+                if callable(value)
+                else _with_type(*find_culprit(part, value, _references))
             )
             break
     else:
@@ -119,32 +119,57 @@ def _why_no_tasks(source: TaskSource, where: str, others: str) -> str:
 
 def _culprits(function: Callable[..., Any]) -> list[str]:
     """Say which of the things that a function refers to cannot be pickled."""
-    found = _found_in(function)
-    return [_with_type(where, value) for where, value in found if not is_picklable(value)]
+    found = [(step, part) for step, part in _references(function) if not is_picklable(part)]
+    named = [find_culprit(_first(step), part, _references) for step, part in found]
+    return list(dict.fromkeys(_with_type(where, value) for where, value in named))
+
+
+def _first(step: str) -> str:
+    """Return a step as the first one of a path."""
+    return step.removeprefix(": ") if step.startswith(": ") else f"the object{step}"
 
 
 def _with_type(where: str, value: object) -> str:
     return f"{where} (a {type(value).__module__}.{type(value).__qualname__})"
 
 
-def _found_in(function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
-    """Yield what a function refers to: closure, globals, defaults, or the parts of an object."""
-    target = getattr(function, "__func__", function)
-    if isinstance(target, FunctionType):
-        names, cells = target.__code__.co_freevars, target.__closure__ or ()
-        for name, cell in zip(names, cells, strict=True):
-            with contextlib.suppress(ValueError):  # an empty cell
-                yield _named(f"the variable {name!r}", cell.cell_contents)
-        for name in target.__code__.co_names:
-            if name in target.__globals__:
-                yield f"the global {name!r}", target.__globals__[name]
-        for default in (*(target.__defaults__ or ()), *(target.__kwdefaults__ or {}).values()):
-            yield "a default argument", default
-    if target is not function or not isinstance(target, FunctionType):
-        yield _named("the object", getattr(function, "__self__", function))
+def _references(value: object) -> Iterator[tuple[str, object]]:
+    """Yield what travels with a value: with a function what its code uses, else its parts."""
+    if isinstance(value, MethodType):
+        yield from _references(value.__func__)
+        yield ": the object", value.__self__
+    elif isinstance(value, FunctionType):
+        yield from _used_by(value)
+    elif isinstance(value, functools.partial):
+        yield ": the function of the partial", value.func
+        yield from ((f": its argument {at}", part) for at, part in enumerate(value.args))
+        yield from ((f": its argument {name!r}", part) for name, part in value.keywords.items())
+    elif isinstance(value, (staticmethod, classmethod)):
+        yield from _references(value.__func__)
+    elif isinstance(value, type):
+        for name, part in vars(value).items():
+            if name[:2] != "__" or isinstance(part, FunctionType):
+                yield f".{name}", part
+    else:
+        yield from parts_of(value)
+        yield f": its class {type(value).__qualname__}", type(value)
 
 
-def _named(where: str, value: object) -> tuple[str, object]:
-    if is_picklable(value):
-        return where, value
-    return find_culprit(where, value)
+def _used_by(function: FunctionType) -> Iterator[tuple[str, object]]:
+    """Yield what the code of a function, and the code within it, refers to; then its defaults."""
+    cells = function.__closure__ or ()
+    for name, cell in zip(function.__code__.co_freevars, cells, strict=True):
+        with contextlib.suppress(ValueError):  # an empty cell
+            yield f": the variable {name!r}", cell.cell_contents
+    for name in dict.fromkeys(_names_in(function.__code__)):
+        if name in function.__globals__:
+            yield f": the global {name!r}", function.__globals__[name]
+    for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+        yield ": a default argument", default
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):  # a lambda, a comprehension, an inner function
+            yield from _names_in(constant)

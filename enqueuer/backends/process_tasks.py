@@ -19,13 +19,13 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+from enqueuer import interrupts
 from enqueuer.backends import Job, WorkerState, check_owner, until
-from enqueuer.backends.launching import interrupts_held
 from enqueuer.backends.processes import ProcessBackend
 from enqueuer.backends.shelf import Look, Shelf, Shelved
 from enqueuer.backends.watched import Watched
 from enqueuer.errors import Closed, StartError
-from enqueuer.merging import Order, TaskOrder
+from enqueuer.merging import AsTheyCome, Order, TaskOrder
 from enqueuer.messages import End, Epoch, Failure, Item, Ticket
 from enqueuer.meters import Waits
 from enqueuer.stalls import Late, awaited_task
@@ -44,6 +44,7 @@ class TaskProcesses(Shelved, ProcessBackend):
         super().__init__(job, waits)
         self._shelf = Shelf(job.max_queue_bytes is not None)
         self._arrived: deque[Any] = deque()
+        self._noted = AsTheyCome({})  # nobody asks it: the shelf and the order keep the account
         self._office: TicketOffice | None = None
         self._unsent: deque[tuple[int, bytes]] = deque()  # numbers and tickets
         self._last_token = 0
@@ -82,7 +83,7 @@ class TaskProcesses(Shelved, ProcessBackend):
             worker.channel.ask_to_stop()  # what it cannot finish, another one does
         added: list[Watched] = []
         try:
-            with interrupts_held():  # or there might be a worker that nobody knows
+            with interrupts.held():  # or there might be a worker that nobody knows
                 while len(staying) + len(added) < workers:
                     added.append(self._add_one())
         except (OSError, StartError) as error:
@@ -186,6 +187,10 @@ class TaskProcesses(Shelved, ProcessBackend):
     def settle(self) -> None:
         pass  # what is on the shelf has left the roads
 
+    def has_news(self, order: Order) -> bool:
+        assert isinstance(order, TaskOrder)
+        return super().has_news(order) or self.poll(order)
+
     def waiting(self) -> int:
         return super().waiting() + self._shelf.waiting
 
@@ -200,12 +205,13 @@ class TaskProcesses(Shelved, ProcessBackend):
             if channel.has_packets or channel.records:
                 self._read(worker)
             while channel.has_message:
-                self._arrived.extend(channel.items(_ALL, _ignore))
+                self._arrived.extend(channel.items(_ALL, self._noted))
                 message = channel.other() if channel.has_message else None
                 if isinstance(message, Failure):
                     message = dataclasses.replace(message, worker=str(worker))
                 if message is not None:
                     self._arrived.append(message)
+                    channel.pass_over()  # an exception before this repeats it, which does no harm
             channel.make_room()
         while self._arrived:
             message = self._arrived[0]
@@ -234,7 +240,7 @@ class TaskProcesses(Shelved, ProcessBackend):
         number = in_hand if in_hand in lost else min(lost, default=order.next)
         ticket = self._shelf.tickets.get(number)
         index = ticket.indices[0] if ticket is not None else 0
-        with interrupts_held():
+        with interrupts.held():
             new = self._successor(dead, (index, number), f"task {number - order.first}")
             if isinstance(new, Failure):
                 self._mourned.add(dead)
@@ -278,7 +284,3 @@ class TaskProcesses(Shelved, ProcessBackend):
     def _forget_done(self) -> None:
         undone = set(self._shelf.undone())
         self._offered = {t: number for t, number in self._offered.items() if number in undone}
-
-
-def _ignore(shard: int, number: int, state: Any) -> None:
-    pass

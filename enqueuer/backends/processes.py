@@ -27,7 +27,7 @@ import warnings
 import weakref
 from collections.abc import Iterator
 
-from enqueuer import logs, usage
+from enqueuer import interrupts, logs, native_threads, usage
 from enqueuer.backends import (
     ESCALATION_S,
     Job,
@@ -42,8 +42,8 @@ from enqueuer.backends import (
     until,
 )
 from enqueuer.backends.bootstrap import Part, Setup, Surroundings, main_forked
-from enqueuer.backends.launching import interrupts_held, launch
-from enqueuer.backends.payload import write_payload
+from enqueuer.backends.launching import launch
+from enqueuer.backends.payload import pickled_payload
 from enqueuer.backends.watched import (
     Watched,
     epitaph,
@@ -53,12 +53,12 @@ from enqueuer.backends.watched import (
     wait_for_exitcode,
 )
 from enqueuer.errors import Closed, StartError, StopWarning, WorkerDied
-from enqueuer.merging import ANY, Order
+from enqueuer.merging import ANY, Order, ShardOrder
 from enqueuer.messages import End, Epoch, Failure, Item
 from enqueuer.meters import Waits
 from enqueuer.stalls import Late, Sight, View, awaited, first_for
 from enqueuer.stats import WorkerStats
-from enqueuer.transport.blocks import remove_names_of
+from enqueuer.transport.blocks import nameless_file, remove_names_of
 from enqueuer.transport.channel import Credit
 from enqueuer.transport.consumer_end import ConsumerEnd
 from enqueuer.transport.packets import Descriptor, Packets, close_in_children, pair
@@ -83,6 +83,8 @@ class ProcessBackend:
         self._workers: list[Watched] = []
         self._by_fd: dict[int, Watched] = {}
         self._found = 0  # the last worker whose message was next
+        self._ending: tuple[ConsumerEnd, int, End, Order] | None = None  # see _note_end
+        self._failed: ConsumerEnd | None = None  # the channel of the failure that was returned
         self._bunch = bunch_of(job)
         self._poller = select.poll()
         self._closed = False
@@ -100,14 +102,18 @@ class ProcessBackend:
     # --- start ---
 
     def start(self) -> None:
-        self._write_payload()  # the user's mistakes show before anything runs
+        with interrupts.held():
+            self._start()
+
+    def _start(self) -> None:
         try:
+            self._write_payload()  # the user's mistakes show before anything runs
             self._open_wake_up()
             if self._job.forward_logs == logs.MULTIPROCESSING_LOGGING:
                 self._resources.enter_context(logs.multiprocessing_logging())
-            with interrupts_held():
-                for index in range(len(self._plans)):
-                    self._workers.append(self._start_one(index))
+            for index in range(len(self._plans)):
+                self._workers.append(self._start_one(index))
+                interrupts.check()
         except BaseException as error:
             started = len(self._workers)
             self.stop(0)
@@ -129,17 +135,31 @@ class ProcessBackend:
     def _write_payload(self) -> None:
         job = self._job
         if job.start_method != "fork":
-            payload = write_payload(self._setup, job.source, job.on_error, job.start_method)
-            self._resources.callback(payload.close)
-            self._payload = payload
+            # held: what a signal handler raised in there would be told as the source's error
+            data = pickled_payload(self._setup, job.source, job.on_error, job.start_method)
+            interrupts.check()
+            self._payload = Descriptor(nameless_file(data))
+            self._resources.callback(self._payload.close)
 
     @functools.cached_property
     def _setup(self) -> Setup:
         """What all workers are told: once, as it takes a look at all loggers."""
-        levels = logs.Levels.of_this_process() if self._job.forward_logs is True else None
-        fork = self._job.start_method == "fork"
+        job = self._job
+        levels = logs.Levels.of_this_process() if job.forward_logs is True else None
+        fork = job.start_method == "fork"
         around = None if fork else Surroundings.of_this_process()
-        return Setup(self._job.shards, self._job.random_seed, levels, around, self._job.trace)
+        return Setup(job.shards, job.random_seed, levels, around, job.trace, self._thread_limits)
+
+    @functools.cached_property
+    def _thread_limits(self) -> dict[str, str]:
+        given = self._job.threads_per_worker
+        threads = given or self._job.share_of(usage.cpus())
+        return native_threads.limits(threads, given is not None, os.environ)
+
+    @functools.cached_property
+    def _loaded(self) -> native_threads.Loaded | None:
+        """The native libraries that forked workers inherit."""
+        return native_threads.Loaded() if self._job.start_method == "fork" else None
 
     def _open_wake_up(self) -> None:
         wake, woken = socket.socketpair()
@@ -179,13 +199,14 @@ class ProcessBackend:
                 read,
                 way,
                 self._setup,
+                self._loaded,
                 part,
                 job.source,
                 job.on_error,
                 counter,
                 its_stack,
             )
-            process = launch(job.start_method, its, read, forked)
+            process = launch(job.start_method, its, read, forked, self._thread_limits)
             if self._payload is not None:
                 passed = [self._payload, memory, its_stack, counter]
                 fds = [thing.fileno() for thing in passed if thing is not None]
@@ -223,6 +244,8 @@ class ProcessBackend:
     def wait(self, order: Order, deadline: float | None) -> Failure | None:
         check_owner(self._owner)
         expired = False
+        self._failed = None
+        self._note_end()
         while not order.done:
             if self._closed:
                 raise Closed("the enqueuer was stopped")
@@ -234,10 +257,13 @@ class ProcessBackend:
                 match found.channel.other():
                     case None:
                         return None
-                    case End(shard=shard):
-                        order.ended(shard)
+                    case End() as end:
+                        self._ending = found.channel, found.channel.position, end, order
+                        self._note_end()
                     case Failure() as failure:
-                        return dataclasses.replace(failure, worker=str(found))
+                        failure = dataclasses.replace(failure, worker=str(found))
+                        self._failed = found.channel
+                        return failure
                 continue
             dead = self._dead(wanted, order)
             if dead is not None:
@@ -255,18 +281,35 @@ class ProcessBackend:
             expired = deadline is not None and time.monotonic() >= deadline
         return None
 
+    def _note_end(self) -> None:
+        """Note the end of a shard that is next, and pass over it; or finish that.
+
+        It must not stay behind after an interrupt: in the next epoch it would end the shard.
+        """
+        if self._ending is not None:
+            channel, position, end, order = self._ending
+            if channel.position == position:
+                order.ended(end.shard, end.state, end.number)
+                channel.pass_over()
+            self._ending = None
+
+    def pass_over(self) -> None:
+        if self._failed is not None:
+            self._failed.pass_over()
+
     def take(self, order: Order) -> Iterator[Item]:
+        assert isinstance(order, ShardOrder)
         shard = order.turn()
         if shard is ANY or len(self._workers) == 1:
-            return self._workers[self._found].channel.items(self._bunch, order.took)
+            return self._workers[self._found].channel.items(self._bunch, order)
         return self._take_in_turn(order)
 
-    def _take_in_turn(self, order: Order) -> Iterator[Item]:
+    def _take_in_turn(self, order: ShardOrder) -> Iterator[Item]:
         for _ in range(self._bunch):
             worker = None if order.done else self._worker_of(order.turn())
             if worker is None or not worker.channel.has_message:
                 return
-            yield from worker.channel.items(1, order.took)
+            yield from worker.channel.items(1, order)
 
     def settle(self) -> None:
         for worker in self._workers:
@@ -277,6 +320,10 @@ class ProcessBackend:
     def cpus(self) -> float:
         return usage.cpus()
 
+    def worker_bytes(self) -> int | None:
+        found = (usage.own_bytes(worker.process.pid) for worker in list(self._workers))
+        return max((size for size in found if size is not None), default=None)
+
     def measures(self) -> list[WorkerStats]:
         return [worker.measure() for worker in list(self._workers)]
 
@@ -284,13 +331,15 @@ class ProcessBackend:
         check_owner(self._owner)
         return sum(worker.channel.waiting for worker in self._workers)
 
-    def look(self, order: Order) -> View:
-        asked = [
-            (worker.stacks, worker.send_signal)
+    def has_news(self, order: Order) -> bool:
+        self._poll(time.monotonic())
+        return any(
+            worker.channel.has_message or worker.state is WorkerState.DEAD
             for worker in self._workers
-            if worker.stacks is not None and worker.state is WorkerState.RUNNING
-        ]
-        able = stacks.ask(asked)
+        )
+
+    def look(self, order: Order) -> View:
+        able = stacks.ask([w for w in self._workers if w.state is WorkerState.RUNNING])
         sights = [_sight_of(worker, worker.stacks in able) for worker in self._workers]
         return View(self._awaited(order), self.waiting(), first_for(order, sights))
 
@@ -336,7 +385,7 @@ class ProcessBackend:
         if shard is None:  # it had sent all of this epoch
             shard = dead.shards[0]
         number = order.number_of(shard)
-        with interrupts_held():  # or there might be a worker that nobody knows
+        with interrupts.held():  # or there might be a worker that nobody knows
             new = self._successor(dead, (shard, number), f"shard {shard}, item {number}")
             if isinstance(new, Failure):
                 return new
@@ -363,12 +412,12 @@ class ProcessBackend:
         failure = Failure(*place, error, worker=str(dead))
         if len(self._deaths) + self._job.restarts >= self._job.max_restarts:
             return failure
-        self._deaths.append(place)
         try:
             worker = self._start_one(dead.index)
         except (OSError, StartError) as trouble:
             error.__cause__ = trouble
             return failure
+        self._deaths.append(place)
         if self._closed:  # whoever stops us does not know of this one
             worker.send_signal(signal.SIGKILL)
             self._end(worker)
@@ -478,8 +527,12 @@ class ProcessBackend:
                 self._wake.send(b"\0")
 
     def stop(self, timeout: float) -> None:
-        if self._owner != os.getpid():
-            return
+        if self._owner == os.getpid():
+            with interrupts.held():
+                self._stop(timeout)
+
+    def _stop(self, timeout: float) -> None:
+        """End the workers. Interrupts strike in the waits only, and then it can be called again."""
         self.close()
         end = time.monotonic() + timeout
         escalation = min(ESCALATION_S, timeout / 2)
@@ -517,7 +570,9 @@ class ProcessBackend:
                 if not worker.channel.ended:  # what has ended would wake us again and again
                     poller.register(worker.channel.fileno(), select.POLLIN)
             remaining = deadline - time.monotonic()
-            if remaining <= 0 or not poller.poll(remaining * 1000 + 1):
+            if remaining <= 0:
+                return
+            if not interrupts.interruptible(poller.poll, remaining * 1000 + 1):
                 return
             for worker in left:
                 self._see_off_one(worker)
@@ -530,21 +585,20 @@ class ProcessBackend:
             self._end(worker)
 
     def _end(self, worker: Watched) -> None:
-        if worker.state is not WorkerState.DEAD:
-            self._forget(worker)
-            with contextlib.suppress(Exception):
-                worker.channel.pump()
-            self._deliver_records(worker)
-            worker.exitcode = wait_for_exitcode(worker, _EXITCODE_S)
-        worker.channel.close()
-        worker.lifeline.close()
-        if worker.stacks is not None:
-            worker.stacks.close()
-        if worker.pidfd is not None:
-            worker.pidfd.close()
-        with contextlib.suppress(OSError):
-            remove_names_of(worker.process.pid)
-        worker.move(WorkerState.ENDED)
+        try:
+            if worker.state is not WorkerState.DEAD:
+                self._forget(worker)
+                with contextlib.suppress(Exception):
+                    worker.channel.pump()
+                self._deliver_records(worker)
+                worker.exitcode = wait_for_exitcode(worker, _EXITCODE_S)
+        finally:  # a handler of the user's for log records may raise anything
+            worker.close()
+            with contextlib.suppress(OSError):
+                remove_names_of(worker.process.pid)
+            # What runs in the wait above, a finalizer say, may have stopped us meanwhile.
+            if worker.state is not WorkerState.ENDED:
+                worker.move(WorkerState.ENDED)
 
     def _forget(self, worker: Watched) -> None:
         """Wait no longer for anything of a worker."""
@@ -572,7 +626,7 @@ def _sight_of(worker: Watched, was_asked: bool) -> Sight:
             "blocked, or hangs in the system"
         )
     else:
-        why = "cannot tell its stack, or not yet: it is starting"
+        why = "cannot tell its stack: it is starting, or its code has reset the signal for that"
     stack = worker.stacks.stack if worker.stacks is not None and was_asked else None
     return Sight(str(worker), worker.shards, stack, why)
 

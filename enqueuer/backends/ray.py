@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from enqueuer import logs, usage
+from enqueuer import interrupts, logs, usage
 from enqueuer.backends import (
     ESCALATION_S,
     Job,
@@ -57,8 +57,8 @@ from enqueuer.backends.ray_worker import (
     Sent,
     Told,
 )
-from enqueuer.errors import Closed, ItemNotLoadable, StopWarning, WorkerDied
-from enqueuer.merging import ANY, Order
+from enqueuer.errors import Closed, EnqueuerWarning, ItemNotLoadable, StopWarning, WorkerDied
+from enqueuer.merging import ANY, Order, ShardOrder
 from enqueuer.messages import End, Epoch, Failure, Item, Message
 from enqueuer.meters import Waits, clock
 from enqueuer.stalls import Late, Sight, View, awaited, first_for
@@ -96,7 +96,8 @@ class Actor:
         granted: When it was told that.
         is_asking: Whether it has an item that it may not send.
         why: How it died.
-        never_ran: Whether it died since its node had, which Ray did not know when it chose that.
+        never_ran: Whether its node died before the actor said anything; Ray may not have known
+            that when it chose the node.
     """
 
     index: int
@@ -162,6 +163,8 @@ class RayBackend:
         self._share = None if limit is None else limit // len(self._plans)
         self._owner = os.getpid()
         self._actors: list[Actor] = []
+        self._ending: tuple[deque[Message], End, Order] | None = None  # see _note_end
+        self._failed: Actor | None = None  # whose failure `wait` has returned
         self._found = 0  # the last worker whose message was next
         self._bunch = bunch_of(job)
         self._closed = False
@@ -170,7 +173,10 @@ class RayBackend:
         self._payload: Any = None
         self._epoch = Epoch(0)
         self._deaths: list[tuple[int, int]] = []  # the shard and item of those replaced
-        self._news = threading.Condition()
+        # Taken by itself: a condition enters and leaves it in Python, where a signal handler may
+        # raise, and the lock would stay locked.
+        self._lock = threading.RLock()
+        self._news = threading.Condition(self._lock)
         self._records: deque[logging.LogRecord] = deque()
 
     @property
@@ -180,6 +186,9 @@ class RayBackend:
     # --- start ---
 
     def start(self) -> None:
+        interrupts.interruptible(self._start)  # Ray takes its time
+
+    def _start(self) -> None:
         job = self._job
         # the user's mistakes show before anything runs
         payload = pickled_source(job.source, job.on_error, "a Ray actor", "backend='thread'")
@@ -189,6 +198,7 @@ class RayBackend:
                 **{"scheduling_strategy": "SPREAD", **job.cluster.options}
             )
             self._payload = ray.put(payload)
+            self._warn_of_missing()
             for index in range(len(self._plans)):
                 self._actors.append(self._start_one(index))
         except BaseException:
@@ -196,6 +206,16 @@ class RayBackend:
             raise
         _running.add(self)
         _register_exit()
+
+    def _warn_of_missing(self) -> None:
+        missing = self._session.missing()
+        if missing:
+            warnings.warn(
+                f"ray_options ask for {missing}, which no node of the Ray cluster has; no worker "
+                "starts until such a node joins. Ask for less, or look at `ray status`",
+                EnqueuerWarning,
+                stacklevel=3,
+            )
 
     @functools.cached_property
     def _levels(self) -> logs.Levels | None:
@@ -306,7 +326,7 @@ class RayBackend:
                     messages.append(message)
                 case Hello(pid=pid, node=node):
                     actor.where = f", process {pid} on {node}"
-        with self._news:
+        with self._lock:
             for frame in frames:
                 match frame:
                     case Sent():
@@ -347,11 +367,11 @@ class RayBackend:
     def _lose(self, actor: Actor, error: BaseException) -> None:
         """Note that an actor is dead; make sure that it is."""
         self._dismiss(actor)
-        with self._news:
+        with self._lock:
             if actor.state in (WorkerState.STARTING, WorkerState.RUNNING):
                 actor.why = self._reason(error)
                 is_new = actor.state is WorkerState.STARTING
-                actor.never_ran = is_new and "its node has died" in str(error)
+                actor.never_ran = is_new and _is_of_its_node(error)
                 actor.move(WorkerState.DEAD)
             self._news.notify_all()
 
@@ -395,9 +415,10 @@ class RayBackend:
     def wait(self, order: Order, deadline: float | None) -> Failure | None:
         check_owner(self._owner)
         expired = False
+        self._failed = None
         while not order.done:
             self._deliver_records()  # without the lock: a handler may stop us
-            with self._news:
+            with self._lock:
                 if self._closed:
                     raise Closed("the enqueuer was stopped")
                 found = self._look_for(order)
@@ -424,6 +445,7 @@ class RayBackend:
 
     def _look_for(self, order: Order) -> Failure | bool:
         """Return the failure that is next; or whether an item is. Lock held."""
+        self._note_end()
         while not order.done:
             found = self._with_message(self._worker_of(order.turn()))
             if found is None:
@@ -431,11 +453,11 @@ class RayBackend:
             match found.inbox[0]:
                 case Item():
                     return True
-                case End(shard=shard):
-                    found.inbox.popleft()
-                    order.ended(shard)
+                case End() as end:
+                    self._ending = found.inbox, end, order
+                    self._note_end()
                 case Failure() as failure:
-                    found.inbox.popleft()
+                    self._failed = found
                     return failure
         return False
 
@@ -449,9 +471,27 @@ class RayBackend:
         """Wait for whatever comes: a message, a death, close(). Lock held."""
         self._news.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
+    def _note_end(self) -> None:
+        """Note the end of a shard that is next, and drop it; or finish that. Lock held.
+
+        It must not stay behind after an interrupt: in the next epoch it would end the shard.
+        """
+        if self._ending is not None:
+            inbox, end, order = self._ending
+            if inbox and inbox[0] is end:
+                order.ended(end.shard, end.state, end.number)
+                inbox.popleft()
+            self._ending = None
+
+    def pass_over(self) -> None:
+        with self._lock:
+            if self._failed is not None and self._failed.inbox:
+                self._failed.inbox.popleft()
+
     def take(self, order: Order) -> Iterator[Item]:
+        assert isinstance(order, ShardOrder)
         for _ in range(self._bunch):
-            with self._news:
+            with self._lock:
                 if order.done or self._closed:  # by a signal handler, say
                     return
                 turn = order.turn()
@@ -460,11 +500,18 @@ class RayBackend:
                 if not isinstance(item, Item):
                     return
                 assert actor is not None
-                actor.inbox.popleft()
+                inbox, sizes, shard, number = actor.inbox, actor.sizes, item.shard, item.number
+                size = sizes[0]
+                if item.state is not None:
+                    order.remember(shard, number, item.state)
+                # From here to the yield is no call and no jump, and so no signal handler runs.
+                del inbox[0]
+                del sizes[0]
                 actor.taken += 1
-                actor.taken_bytes += actor.sizes.popleft()
-                order.took(item.shard, item.number, item.state)
-            yield item
+                actor.taken_bytes += size
+                order.numbers[shard] = number + 1
+                order.last = shard
+                yield item
 
     def settle(self) -> None:
         for actor in self._actors:
@@ -516,7 +563,7 @@ class RayBackend:
 
     def waiting(self) -> int:
         check_owner(self._owner)
-        with self._news:
+        with self._lock:
             return sum(len(actor.sizes) for actor in self._actors)
 
     def cpus(self) -> float:
@@ -529,6 +576,9 @@ class RayBackend:
             return float(self._session.ray.cluster_resources()["CPU"])
         return usage.cpus()
 
+    def worker_bytes(self) -> int | None:
+        return None  # it is that of other machines
+
     def measures(self) -> list[WorkerStats]:
         actors = list(self._actors)
         if not self._closed:
@@ -536,10 +586,15 @@ class RayBackend:
                 actor.note(told)
         return [actor.measure() for actor in actors]
 
+    def has_news(self, order: Order) -> bool:
+        return True  # the death of an actor is noticed by wait() alone
+
     def look(self, order: Order) -> View:
         stacks = self._answers("look", _LOOK_S)
+        is_starting = any(actor.state is WorkerState.STARTING for actor in self._actors)
+        missing = self._session.missing() if is_starting else ""
         sights = [
-            Sight(str(actor), actor.shards, stacks.get(actor), _why_no_stack(actor))
+            Sight(str(actor), actor.shards, stacks.get(actor), _why_no_stack(actor, missing))
             for actor in self._actors
         ]
         return View(self._awaited(order), self.waiting(), first_for(order, sights))
@@ -632,7 +687,7 @@ class RayBackend:
         return new
 
     def _put_another_in_place_of(self, dead: Actor) -> Actor | None:
-        with self._news:
+        with self._lock:
             if self._closed:
                 return None
             new = self._start_one(dead.index)
@@ -659,7 +714,7 @@ class RayBackend:
     def close(self) -> None:
         if self._owner != os.getpid():
             return
-        with self._news:
+        with self._lock:
             if self._closed:
                 return
             self._closed = True
@@ -680,8 +735,10 @@ class RayBackend:
             _as_it_is(self._session.ray.kill)(actor.handle)
 
     def stop(self, timeout: float) -> None:
-        if self._owner != os.getpid():
-            return
+        if self._owner == os.getpid():
+            interrupts.interruptible(self._stop, timeout)
+
+    def _stop(self, timeout: float) -> None:
         self.close()
         end = time.monotonic() + timeout
         self._see_off(end - min(ESCALATION_S, timeout / 2))
@@ -712,6 +769,15 @@ def _as_it_is(function: Any) -> Any:
     return getattr(function, "__wrapped__", function)
 
 
+def _is_of_its_node(error: BaseException) -> bool:
+    """Tell whether an actor is lost because its node is.
+
+    Of a process that has died Ray is told within a second. A dead node is noticed later, by the
+    heartbeats that it misses; until then its actors are said to be unavailable.
+    """
+    return "its node has died" in str(error) or type(error).__name__ == "ActorUnavailableError"
+
+
 def _size_of(sent: Sent) -> int:
     return len(sent.data) + sum(memoryview(buffer).nbytes for buffer in sent.buffers)
 
@@ -721,8 +787,10 @@ def _is_at_work(actor: Actor) -> bool:
     return thread is not None and thread is not threading.current_thread() and thread.is_alive()
 
 
-def _why_no_stack(actor: Actor) -> str:
+def _why_no_stack(actor: Actor, missing: str) -> str:
     match actor.state:
+        case WorkerState.STARTING if missing:
+            return f"has not started: no node has {missing}"
         case WorkerState.STARTING:
             return "has not started yet: Ray looks for room for it, or it is importing"
         case WorkerState.RUNNING:

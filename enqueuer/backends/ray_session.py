@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from enqueuer.backends import Cluster
@@ -105,6 +105,15 @@ class Session:
             self._is_gone = True
         raise Gone("Ray was shut down in this process")
 
+    def missing(self) -> str:
+        """Name what the options of the actors ask for and no node has; see `missing`."""
+        if not _resources_of(self._cluster.options):
+            return ""
+        with contextlib.suppress(Exception):  # Ray is gone
+            self.check()
+            return missing(self._cluster.options, self.ray.nodes())
+        return ""
+
     def leave(self) -> None:
         """Shut Ray down if it was started here and nobody else uses it."""
         with _lock:
@@ -119,6 +128,48 @@ class Session:
                 is_theirs = signal.getsignal(signal.SIGTERM) is started.on_term
                 if is_theirs and threading.current_thread() is threading.main_thread():
                     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def missing(options: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]]) -> str:
+    """Name the resources that an actor asks for and no single node has.
+
+    Args:
+        options: Those of the actor.
+        nodes: What `ray.nodes()` tells.
+
+    Returns:
+        The resources and amounts; empty if there is a node that has them all, be they free or not.
+
+    Example:
+        >>> missing({"num_gpus": 2}, [{"Alive": True, "Resources": {"CPU": 8.0, "GPU": 1.0}}])
+        'GPU 2 (at most 1 on a node)'
+    """
+    asked = _resources_of(options)
+    have = [node["Resources"] for node in nodes if node["Alive"]]
+    if any(all(of.get(name, 0) >= amount for name, amount in asked.items()) for of in have):
+        return ""
+    most = {name: max((of.get(name, 0) for of in have), default=0) for name in asked}
+    short = [name for name in asked if most[name] < asked[name]]
+    if not short:
+        return " and ".join(_amount(name, asked[name]) for name in asked) + " on one node"
+    return ", ".join(
+        _amount(name, asked[name])
+        + (f" (at most {_amount(name, most[name], '')} on a node)" if most[name] else "")
+        for name in short
+    )
+
+
+def _resources_of(options: Mapping[str, Any]) -> dict[str, float]:
+    names = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}
+    asked = {names[key]: options[key] for key in names if options.get(key)}
+    asked |= {name: amount for name, amount in (options.get("resources") or {}).items() if amount}
+    kind = options.get("accelerator_type")
+    return asked if kind is None else {**asked, f"accelerator_type:{kind}": 0.001}  # as Ray does
+
+
+def _amount(name: str, amount: float, label: str | None = None) -> str:
+    number = f"{amount / 1e9:.1f} GB" if name == "memory" else f"{amount:g}"
+    return f"{name if label is None else label} {number}".lstrip()
 
 
 class Gone(StartError):

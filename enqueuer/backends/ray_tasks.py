@@ -86,7 +86,7 @@ class RayTasks(Shelved, RayBackend):
     # --- workers="auto" ---
 
     def resize(self, workers: int) -> None:
-        with self._news:
+        with self._lock:
             staying = [actor for actor in self._actors if actor not in self._leaving]
             for actor in staying[workers:]:
                 self._leaving.add(actor)
@@ -100,7 +100,7 @@ class RayTasks(Shelved, RayBackend):
 
     @property
     def is_resizing(self) -> bool:
-        with self._news:
+        with self._lock:
             for actor in list(self._leaving):
                 if actor.state in (WorkerState.ENDED, WorkerState.DEAD) and not actor.inbox:
                     self._leaving.discard(actor)
@@ -119,14 +119,14 @@ class RayTasks(Shelved, RayBackend):
 
     def submit(self, ticket: Ticket) -> None:
         packed = tickets.pack(ticket, are_forked=False)
-        with self._news:
+        with self._lock:
             self._shelf.tickets[ticket.number] = ticket
             self._last = ticket.number
             self._unsent.append((ticket.number, packed))
             self._hand_out()
 
     def fail(self, failure: Failure) -> None:
-        with self._news:
+        with self._lock:
             self._last = failure.number
             self._shelf.fail(failure.number, failure)
 
@@ -177,7 +177,7 @@ class RayTasks(Shelved, RayBackend):
         return found if isinstance(found, Failure) else found is not Look.NOTHING
 
     def poll(self, order: TaskOrder) -> bool:
-        with self._news:
+        with self._lock:
             self._collect()
             return self._shelf.has_next(order)
 
@@ -185,11 +185,12 @@ class RayTasks(Shelved, RayBackend):
         """Put on the shelf all that has come. Lock held."""
         for actor in self._actors:
             while actor.inbox:
-                message = actor.inbox.popleft()
+                message = actor.inbox[0]
                 assert not isinstance(message, End)
+                self._shelf.put(message)  # again does no harm, if an exception strikes here
                 if isinstance(message, Item):
-                    actor.sizes.popleft()
-                self._shelf.put(message)
+                    del actor.sizes[0]
+                del actor.inbox[0]
 
     def take(self, order: Order) -> Iterator[Item]:
         assert isinstance(order, TaskOrder)
@@ -224,7 +225,7 @@ class RayTasks(Shelved, RayBackend):
 
     def _replace(self, dead: Actor, order: Order) -> Failure | None:
         assert isinstance(order, TaskOrder)
-        with self._news:
+        with self._lock:
             if dead in self._leaving:
                 self._leaving.discard(dead)
                 self._actors.remove(dead)
@@ -238,7 +239,7 @@ class RayTasks(Shelved, RayBackend):
         ticket = self._shelf.tickets.get(number)
         index = ticket.indices[0] if ticket is not None else 0
         new = self._successor(dead, (index, number), f"task {number - order.first}")
-        with self._news:
+        with self._lock:
             if isinstance(new, Failure):
                 self._mourned.add(dead)
                 self._shelf.fail(self._when_to_tell(number, lost), new)

@@ -12,7 +12,6 @@ object of the store, which stays as long as an array of any of them does.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import os
 import pickle
@@ -31,9 +30,10 @@ import numpy as np
 from enqueuer import logs, usage, worker
 from enqueuer.backends import WorkerThread
 from enqueuer.errors import Closed
+from enqueuer.import_hook import after_import
 from enqueuer.messages import Empty, End, Epoch, Failure, Ticket
 from enqueuer.meters import BYTES, IDLE, SENDING, WAITING, Meter, clock
-from enqueuer.shards import GlobalStreams, seed_globals
+from enqueuer.shards import FRAMEWORKS, GlobalStreams, TaskSeeds
 from enqueuer.stalls import Stack
 from enqueuer.stats import WorkerStats, worker_stats
 from enqueuer.tasks import TaskSource
@@ -341,11 +341,14 @@ class RayWorker:
             outbox.meter.begin()
             plan = worker.Plan(source, part.shards, part.count, part.random_seed, on_error)
             if isinstance(source, TaskSource):
-                enter = functools.partial(seed_globals, gpus=False)
-                traced(worker.serve_tasks, part.trace, part.index)(plan, outbox, outbox, enter)
+                seeds = TaskSeeds()
+                after_import(FRAMEWORKS, seeds.seed_imported)
+                serve = traced(worker.serve_tasks, part.trace, part.index)
+                serve(plan, outbox, outbox, seeds.enter)
             else:
-                serve = traced(worker.serve, part.trace, part.index)
-                serve(plan, outbox, outbox, GlobalStreams().enter)
+                streams = GlobalStreams()
+                after_import(FRAMEWORKS, streams.seed_imported)
+                traced(worker.serve, part.trace, part.index)(plan, outbox, outbox, streams.enter)
 
     def _fail(self, error: BaseException) -> None:
         """Tell that there is no source, and stay until the driver has heard it."""

@@ -11,9 +11,9 @@ import enum
 from collections import deque
 from collections.abc import Iterator
 
-from enqueuer.backends import size_of
 from enqueuer.merging import TaskOrder
 from enqueuer.messages import Empty, Failure, Item, Ticket
+from enqueuer.sizes import size_of
 
 
 class Look(enum.Enum):
@@ -38,15 +38,38 @@ class Shelf:
         self.tickets: dict[int, Ticket] = {}
         self._results: dict[int, Item | Empty | Failure] = {}  # in the order of their arrival
         self._skipped: dict[int, deque[Failure]] = {}
+        self._told = -1  # the number of the task whose skipped error was returned last
+        self._going = -1  # the number of the task whose result was given away last
 
     @property
     def waiting(self) -> int:
         """How many results wait."""
-        return sum(isinstance(result, Item) for result in self._results.values())
+        # A list is made in one step: another thread may ask while the loop takes results.
+        return sum(isinstance(result, Item) for result in list(self._results.values()))
+
+    @property
+    def outstanding(self) -> int:
+        """How many tickets there are of tasks whose results were not taken."""
+        return len(self.tickets) - (self._going in self.tickets)
 
     def undone(self) -> list[int]:
         """Return the numbers of the tasks that have no result yet."""
         return [number for number in self.tickets if number not in self._results]
+
+    def settle(self, order: TaskOrder) -> None:
+        """Forget the task whose result was given away last; again does nothing."""
+        if self._going >= 0:
+            order.advance()
+            self.tickets.pop(self._going, None)
+            self._results.pop(self._going, None)
+            self._skipped.pop(self._going, None)
+            self._going = -1
+
+    def pass_over(self) -> None:
+        """Forget the skipped error that `look` returned last."""
+        if self._told >= 0:
+            errors, self._told = self._skipped[self._told], -1
+            errors.popleft()
 
     def put(self, message: Item | Empty | Failure) -> None:
         """Keep what came of a task, unless it is known already."""
@@ -61,7 +84,8 @@ class Shelf:
         else:
             self._results[number] = message
             if self._measure and isinstance(message, Item):
-                self.largest_bytes = max(self.largest_bytes, size_of(message.value))
+                # Never 0, which means that no result has come yet.
+                self.largest_bytes = max(self.largest_bytes, size_of(message.value), 1)
 
     def begin_again(self, number: int) -> None:
         """Forget the skipped errors of a task that will be done once more."""
@@ -78,20 +102,31 @@ class Shelf:
     def look(self, order: TaskOrder) -> Failure | Look:
         """Return the failure that is next; or whether an item is, or nothing."""
         found = Look.NOTHING
+        if self._going >= 0:
+            self.settle(order)
+        self._told = -1
         while (number := self._ready(order)) is not None:
-            if self._skipped.get(number):
-                return self._skipped[number].popleft()
+            errors = self._skipped.get(number)
+            if errors:
+                failure = errors[0]
+                self._told = number
+                return failure
             match self._results[number]:
                 case Failure() as failure:
                     return failure
                 case Item():
                     return Look.ITEM
-            self._take(number, order)
+            order.taken[number] = None
+            self._going = number
+            self.settle(order)
             found = Look.ROOM
         return found
 
     def items(self, order: TaskOrder, most: int) -> Iterator[Item]:
         """Take items as long as they are next: at most so many."""
+        if self._going >= 0:
+            self.settle(order)
+        taken = order.taken
         for _ in range(most):
             number = self._ready(order)
             if number is None or self._skipped.get(number):
@@ -99,9 +134,12 @@ class Shelf:
             result = self._results[number]
             if not isinstance(result, Item):
                 return
-            self._take(number, order)
+            # From here to the yield is no call and no jump, and so no signal handler runs.
+            taken[number] = None
             order.items += 1
+            self._going = number
             yield result
+            self.settle(order)
 
     def _ready(self, order: TaskOrder) -> int | None:
         if order.ordered:
@@ -109,12 +147,6 @@ class Shelf:
         # what failed without a ticket, in the reader's hands, comes after all that was read
         with_ticket = (number for number in self._results if number in self.tickets)
         return next(with_ticket, None if self.tickets else next(iter(self._results), None))
-
-    def _take(self, number: int, order: TaskOrder) -> None:
-        order.took(0, number)
-        self._results.pop(number, None)
-        self._skipped.pop(number, None)
-        self.tickets.pop(number, None)
 
 
 class Shelved:
@@ -127,7 +159,10 @@ class Shelved:
 
     @property
     def outstanding(self) -> int:
-        return len(self._shelf.tickets)
+        return self._shelf.outstanding
+
+    def pass_over(self) -> None:
+        self._shelf.pass_over()
 
     @property
     def largest_bytes(self) -> int:

@@ -16,7 +16,8 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable
+from typing import Protocol
 
 from enqueuer.stalls import Stack, parse
 from enqueuer.transport.packets import Descriptor, close_in_children
@@ -87,19 +88,36 @@ def answer(fd: int) -> None:
         os.write(fd, b"\n")
 
 
-def ask(
-    those: Sequence[tuple[Stacks, Callable[[int], None]]], seconds: float = ASK_S
-) -> list[Stacks]:
+class Asked(Protocol):
+    """A worker process that may be asked."""
+
+    @property
+    def stacks(self) -> Stacks | None:
+        """The pipe on which it answers; None if it has none."""
+
+    def handles(self, number: int) -> bool:
+        """Return whether it has a handler for a signal, which would end it otherwise."""
+
+    def send_signal(self, number: int) -> None:
+        """Signal it."""
+
+
+def ask(those: Iterable[Asked], seconds: float = ASK_S) -> list[Stacks]:
     """Ask workers where they are, all at once, and wait for their answers.
 
     Args:
-        those: The pipe of each, and what sends it a signal.
+        those: The workers.
         seconds: After which nobody is waited for.
 
     Returns:
         Those that could be asked; who has answered has a `stack`.
     """
-    asked = [(stacks, send) for stacks, send in those if stacks.prepare()]
+    # The user's code may have reset the signal after the worker had said that it handles it.
+    asked = [
+        (one.stacks, one.send_signal)
+        for one in those
+        if one.stacks is not None and one.stacks.prepare() and one.handles(_ASK)
+    ]
     missing = {stacks.fileno(): stacks for stacks, _ in asked}
     poller = select.poll()
     for fd in missing:

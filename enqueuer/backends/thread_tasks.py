@@ -58,8 +58,8 @@ class TaskThreads(Shelved, ThreadBackend):
         pass  # the tickets tell
 
     def submit(self, ticket: Ticket) -> None:
-        self._shelf.tickets[ticket.number] = ticket
         self._tickets.put(ticket)
+        self._shelf.tickets[ticket.number] = ticket
 
     def resize(self, workers: int) -> None:
         self._part_with_leavers()
@@ -134,19 +134,29 @@ class TaskThreads(Shelved, ThreadBackend):
 
     def _fetch(self, timeout: float | None) -> bool:
         """Put what has come on the shelf; wait for the first of it."""
-        some = False
-        try:
-            while True:
-                message = self._results.get(0.0 if some else timeout)
-                assert not isinstance(message, End)
-                self._shelf.put(message)
-                some = True
-        except NothingYet:
-            return some
+        results = self._results
+        message = results.look()
+        if message is None and timeout == 0:
+            return False
+        if message is None:
+            try:
+                message = results.peek(timeout)
+            except NothingYet:
+                return False
+        while message is not None:
+            assert not isinstance(message, End)
+            self._shelf.put(message)  # again does no harm, if an exception strikes here
+            results.drop()
+            message = results.look()
+        return True
 
     def take(self, order: Order) -> Iterator[Item]:
         assert isinstance(order, TaskOrder)
         return self._shelf.items(order, self._bunch)
+
+    def has_news(self, order: Order) -> bool:
+        assert isinstance(order, TaskOrder)
+        return self.poll(order)
 
     def waiting(self) -> int:
         on_their_way = sum(isinstance(message, Item) for message in self._results.snapshot())

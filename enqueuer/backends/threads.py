@@ -22,28 +22,40 @@ from collections.abc import Callable, Iterator
 from queue import Empty as NothingYet
 from typing import Any, TypeVar
 
-from enqueuer import usage
+from enqueuer import interrupts, usage
 from enqueuer.backends import (
     Job,
     WorkerThread,
     owners_of,
-    size_at_sight,
-    size_of,
     split_bound,
     until,
 )
 from enqueuer.buffer import Buffer
-from enqueuer.errors import Closed, StartError, StopWarning
-from enqueuer.merging import Order
+from enqueuer.duplicates import checksum
+from enqueuer.errors import Closed, OverwrittenDataWarning, StartError, StopWarning
+from enqueuer.merging import Order, ShardOrder
 from enqueuer.messages import Empty, End, Epoch, Failure, Item, Message
 from enqueuer.meters import BEGAN, BYTES, IDLE, WAITING, Meter, Waits, clock
+from enqueuer.sizes import AT_SIGHT, size_of
 from enqueuer.sources import LiveSource
-from enqueuer.stalls import Late, Sight, View, awaited, first_for, stacks_of_threads
+from enqueuer.stalls import (
+    Late,
+    Sight,
+    View,
+    awaited,
+    first_for,
+    level_of_user,
+    stacks_of_threads,
+)
 from enqueuer.stats import WorkerStats, worker_stats
 from enqueuer.tracing import traced
 from enqueuer.worker import Plan, serve
 
+_WATCHED = 16  # first items of a worker, each of which is weighed and may turn out to be reused
 _WEIGHED_EVERY = 64  # of so many items; to look at each would take longer than to send it
+
+# Of orders: an order that is given again, after an interrupt, must not wait for room.
+_UNBOUNDED = 1 << 62
 
 T = TypeVar("T")
 
@@ -62,25 +74,30 @@ class ThreadBackend:
         self._measured = job.max_queue_bytes is not None
         self._trace = job.trace
         self._buffers = _buffers(job, len(self._plans))
-        self._orders: list[Buffer[Epoch]] = [Buffer(max_size=1) for _ in self._plans]
+        self._orders: list[Buffer[Epoch]] = [Buffer(_UNBOUNDED) for _ in self._plans]
         self._roads: list[Road] = []
         self._threads: list[threading.Thread] = []
-        self._held: Item | None = None  # what is next, between wait() and take()
+        self._ending: tuple[Buffer[Message], End, Order] | None = None  # see _note_end
+        self._next = self._buffers[0]  # whose message `wait` has returned
 
     @property
     def restarts(self) -> int:
         return 0  # a thread does not die alone
 
     def start(self) -> None:
-        try:
-            for index, plan in enumerate(self._plans):
-                self._threads.append(self._start_one(index, plan))
-        except RuntimeError as error:
-            self.stop(1.0)
-            raise StartError(
-                f"thread {index} of {len(self._plans)} could not be started: {error}; "
-                "try fewer workers"
-            ) from error
+        with interrupts.held():
+            try:
+                for index, plan in enumerate(self._plans):
+                    self._threads.append(self._start_one(index, plan))
+                interrupts.check()
+            except BaseException as error:
+                self.stop(1.0)
+                if isinstance(error, RuntimeError):
+                    raise StartError(
+                        f"thread {index} of {len(self._plans)} could not be started: {error}; "
+                        "try fewer workers"
+                    ) from error
+                raise
 
     def _start_one(self, index: int, plan: Plan) -> threading.Thread:
         buffer = self._buffers[index % len(self._buffers)]
@@ -100,40 +117,73 @@ class ThreadBackend:
             orders.put(epoch.part(plan.shards))
 
     def wait(self, order: Order, deadline: float | None) -> Failure | None:
-        while self._held is None and not order.done:
+        self._note_end()
+        while not order.done:
             shard = order.turn()
             worker = None if shard is None else self._owners[shard]
             buffer = self._buffers[0 if worker is None else worker % len(self._buffers)]
-            message = buffer.poll()
+            message = buffer.look()
             if message is None:
                 self._waits.pause(worker)
                 deadline = until(deadline, self._patience_s)
                 timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
                 try:
-                    message = buffer.get(timeout)
+                    message = buffer.peek(timeout)
                 except NothingYet:
                     raise Late("no batch in time") from None
+            self._next = buffer
             match message:
                 case Item():
-                    self._held = message
-                case End(shard=ended):
-                    order.ended(ended)
+                    return None
+                case End():
+                    self._ending = buffer, message, order
+                    self._note_end()
                 case Failure():
                     return message
         return None
 
+    def _note_end(self) -> None:
+        """Note the end of a shard that is next, and drop it; or finish that after an interrupt.
+
+        It must not stay behind: in the next epoch it would end the shard at once.
+        """
+        if self._ending is not None:
+            buffer, end, order = self._ending
+            if buffer.look() is end:
+                order.ended(end.shard, end.state, end.number)
+                buffer.drop()
+            self._ending = None
+
+    def pass_over(self) -> None:
+        self._next.drop()
+
     def take(self, order: Order) -> Iterator[Item]:
-        item = self._held
-        if item is not None:
-            order.took(item.shard, item.number, item.state)
-            self._held = None
+        assert isinstance(order, ShardOrder)
+        buffer, numbers = self._next, order.numbers
+        with buffer._lock:
+            items = buffer._items
+            item, size_bytes = items[0] if items else (None, 0)
+            if not isinstance(item, Item):  # it was closed meanwhile
+                return
+            shard, number = item.shard, item.number
+            if item.state is not None:
+                order.remember(shard, number, item.state)
+            # From here to the yield is no call and no jump, and so no signal handler runs.
+            numbers[shard] = number + 1
+            order.last = shard
+            del items[0]
+            buffer._bytes -= size_bytes
             yield item
+            buffer._wake_putters_locked()
 
     def settle(self) -> None:
         pass  # what is taken from a buffer makes room in it at once
 
     def cpus(self) -> float:
         return usage.cpus()
+
+    def worker_bytes(self) -> int | None:
+        return None  # the memory is that of the process
 
     def measures(self) -> list[WorkerStats]:
         return [
@@ -156,8 +206,11 @@ class ThreadBackend:
 
     def waiting(self) -> int:
         messages = (message for buffer in self._buffers for message in buffer.snapshot())
-        held = self._held is not None
-        return held + sum(isinstance(message, Item) for message in messages)
+        return sum(isinstance(message, Item) for message in messages)
+
+    def has_news(self, order: Order) -> bool:
+        messages = (message for buffer in self._buffers for message in buffer.snapshot())
+        return any(not isinstance(message, Item) for message in messages)
 
     def look(self, order: Order) -> View:
         stacks = stacks_of_threads(self._threads)
@@ -183,7 +236,7 @@ class ThreadBackend:
         deadline = time.monotonic() + timeout
         for thread in self._threads:
             if thread is not threading.current_thread():  # the generator itself may call stop()
-                thread.join(max(0.0, deadline - time.monotonic()))
+                interrupts.interruptible(thread.join, max(0.0, deadline - time.monotonic()))
         alive = [thread for thread in self._threads if thread.is_alive()]
         self._threads = []
         for thread in alive:
@@ -205,6 +258,8 @@ class Road:
         self._left = 1  # items until the next one is weighed
         self._step = 1  # between the last one and that
         self._weighed = 1  # all until then
+        # of the first items, by shard and number; None once nobody looks at them any more
+        self._checksums: dict[tuple[int, int], int] | None = {}
 
     @property
     def sent(self) -> tuple[int, int]:
@@ -217,9 +272,11 @@ class Road:
         if state is not None:
             state = copy.deepcopy(state)  # it may be the iterator's own, which goes on
         self._left -= 1
+        item = Item(shard, number, value, state)
         if not self._left:
             self._weigh(value)
-        item = Item(shard, number, value, state)
+            if self._checksums is not None:
+                self._look_for_reuse(item, self._checksums)
         if not self._buffer.offer(item, size_bytes):
             self.meter.pause(WAITING)
             self._buffer.put(item, size_bytes=size_bytes)
@@ -227,13 +284,44 @@ class Road:
 
     def _weigh(self, value: object) -> None:
         """Note the size of an item, which stands for those since the last one that was weighed."""
-        self.meter.words[BYTES] += size_at_sight(value) * self._step
-        self._step = self._left = min(self._weighed, _WEIGHED_EVERY)
+        self.meter.words[BYTES] += size_of(value, AT_SIGHT) * self._step
+        few = self._weighed < _WATCHED
+        self._step = self._left = 1 if few else min(self._weighed, _WEIGHED_EVERY)
         self._weighed += self._left
 
+    def _look_for_reuse(self, item: Item, checksums: dict[tuple[int, int], int]) -> None:
+        """Warn if an item that waits is no longer what it was when it was yielded.
+
+        The oldest and the newest of this worker are looked at, which is enough for a generator
+        with one buffer or a few. What the loop has taken it may have changed itself.
+        """
+        own = [
+            waiting
+            for waiting in self._buffer.snapshot()
+            if isinstance(waiting, Item) and (waiting.shard, waiting.number) in checksums
+        ]
+        for waiting in own[:1] + own[1:][-1:]:
+            now = checksum(waiting.value)
+            if now is None or now == checksums[waiting.shard, waiting.number]:
+                continue
+            # The loop may have taken it since, and changed it itself.
+            if any(item is waiting for item in self._buffer.snapshot()):
+                self._checksums = None
+                _warn_of_reuse(self, waiting)
+                return
+        if self._weighed > _WATCHED:
+            self._checksums = None
+            return
+        found = checksum(item.value)
+        if found is not None:
+            checksums[item.shard, item.number] = found
+
     def send(self, message: End | Failure | Empty) -> None:
-        if isinstance(message, Failure):
-            message = dataclasses.replace(message, worker=_name(self))
+        match message:
+            case Failure():
+                message = dataclasses.replace(message, worker=_name(self))
+            case End(state=state) if state is not None:
+                message = dataclasses.replace(message, state=copy.deepcopy(state))
         self._buffer.put(message)
 
     def check(self) -> None:
@@ -274,6 +362,17 @@ def _buffers(job: Job, workers: int) -> list[Buffer[Message]]:
         return [Buffer(size) for size in sizes]
     share = max(1, job.max_queue_bytes // workers)
     return [Buffer(size, share) for size in sizes]
+
+
+def _warn_of_reuse(road: Road, item: Item) -> None:
+    warnings.warn(
+        f"{_name(road)}: item {item.number} of shard {item.shard} was changed after it was "
+        "yielded, while it waited for the loop. The generator seems to use one buffer again and "
+        "again, and threads hand over the very object: yield a copy (batch.copy()), or use "
+        "backend='process', which copies",
+        OverwrittenDataWarning,
+        stacklevel=level_of_user(),
+    )
 
 
 def _warn_of(thread: threading.Thread, timeout: float) -> None:

@@ -72,13 +72,38 @@ class Watched:
     def send_signal(self, number: int) -> None:
         """Signal the process, and never another one that has got its pid."""
         with contextlib.suppress(ProcessLookupError):
-            if self.pidfd is not None:
-                signal.pidfd_send_signal(self.pidfd.fileno(), number)
-            else:
+            if self.pidfd is None or not _signalled(self.pidfd, number):
                 os.kill(self.process.pid, number)
+
+    def handles(self, number: int) -> bool:
+        """Return whether the process has a handler for a signal; True if nobody can tell."""
+        try:
+            with open(f"/proc/{self.process.pid}/status") as file:
+                caught = next(line for line in file if line.startswith("SigCgt:"))
+        except (OSError, StopIteration):
+            return True
+        return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+
+    def close(self) -> None:
+        """Close all that this process has of it."""
+        self.channel.close()
+        for one in (self.lifeline, self.stacks, self.pidfd):
+            if one is not None:
+                one.close()
 
     def __str__(self) -> str:
         return f"worker {self.index} (process {self.process.pid}, {self.method})"
+
+
+def _signalled(pidfd: Descriptor, number: int) -> bool:
+    """Signal a process; return False where a sandbox forbids that for a pidfd."""
+    try:
+        signal.pidfd_send_signal(pidfd.fileno(), number)
+    except ProcessLookupError:
+        raise
+    except OSError:
+        return False
+    return True
 
 
 def open_pidfd(pid: int) -> Descriptor | None:
@@ -87,7 +112,8 @@ def open_pidfd(pid: int) -> Descriptor | None:
         return None
     try:
         pidfd = Descriptor(os.pidfd_open(pid))
-    except OSError:  # it has ended and was reaped already, or the kernel is older than 5.3
+    except OSError:
+        # The process was reaped already, the kernel is older than 5.3, or a sandbox forbids it.
         return None
     close_in_children(pidfd)
     return pidfd

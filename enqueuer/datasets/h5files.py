@@ -56,6 +56,9 @@ def opened(path: str | os.PathLike[str]) -> Iterator[Any]:
 
 def open_file(path: str | os.PathLike[str], cache_bytes: int = CACHE_BYTES) -> Any:
     """Return an `h5py.File` open for reading, or raise DataFileError."""
+    if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
+        # HDF5 would wait until something is written to a pipe
+        raise DataFileError(f"{path}: a pipe or a device, and no HDF5 file", str(path))
     with guarded(path):
         return h5py.File(path, "r", rdcc_nbytes=cache_bytes)
 

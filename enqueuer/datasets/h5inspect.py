@@ -16,6 +16,7 @@ from enqueuer.datasets.h5layout import Column, Layout, layout_of
 from enqueuer.datasets.h5reader import Reader
 
 _SAMPLE_BLOCKS = 16  # of which `describe` makes its statistics
+_SLICE_NUMBERS = 1 << 20  # of a block that are looked at together
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Description:
         summaries: A summary for each column.
         attributes: Of the file.
         column_attributes: Of each column that has some.
+        outside: Files that rows lie in, and that are not in the folder of the file.
     """
 
     path: str
@@ -50,12 +52,14 @@ class Description:
     summaries: tuple[Summary, ...]
     attributes: dict[str, Any]
     column_attributes: dict[str, dict[str, Any]]
+    outside: tuple[str, ...]
 
 
 def describe(
     path: str | os.PathLike[str],
     full: bool = False,
     progress: Callable[[int], object] | None = None,
+    allow_outside: bool = True,
 ) -> Description:
     """Look at an HDF5 file: its datasets, how they are stored, and a few statistics.
 
@@ -63,9 +67,12 @@ def describe(
         path: Of the file.
         full: Whether the statistics are of all rows; by default of 16 chunks, evenly spread.
         progress: Called with the number of rows whenever some have been read.
+        allow_outside: Whether rows may be read from files that are not in the folder of the file;
+            True by default. A file that you do not trust can show you any file of yours.
 
     Raises:
-        DataFileError: The file or one of its parts is missing, broken or being written.
+        DataFileError: The file or one of its parts is missing, broken or being written, or a
+            part lies outside of its folder, and `allow_outside` is False.
 
     Example:
         >>> import os, tempfile, h5py
@@ -78,7 +85,7 @@ def describe(
         ('x', (2, 2), 3.0)
     """
     whole = os.path.abspath(path)
-    layout = layout_of(whole)
+    layout = layout_of(whole, allow_outside=allow_outside)
     with opened(whole) as file:
         attributes = dict(file.attrs)
         own = {name: dict(file[name].attrs) for name in layout.columns if file[name].attrs}
@@ -91,6 +98,7 @@ def describe(
         tuple(summaries),
         attributes,
         own,
+        tuple(layout.outside),
     )
 
 
@@ -117,10 +125,18 @@ def _read_blocks(
             progress(stop - start)
 
 
+def _slices(blocks: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+    """Yield blocks in slices, so that what is made of a large one is small."""
+    for block in blocks:
+        rows = max(1, _SLICE_NUMBERS // max(1, block[:1].size))
+        for start in range(0, len(block), rows):
+            yield block[start : start + rows]
+
+
 def _statistics(blocks: Iterable[np.ndarray]) -> Summary:
     rows, numbers, total, bad = 0, 0, 0.0, 0
     least, most = math.inf, -math.inf
-    for block in blocks:
+    for block in _slices(blocks):
         rows += len(block)
         finite = block[np.isfinite(block)]
         bad += block.size - finite.size

@@ -21,6 +21,7 @@ from enqueuer.datasets.h5files import CHUNK_BYTES, OpenFiles, h5py, kind_of, ope
 from enqueuer.errors import DataFileError
 
 _MOST_BLOCKS = 1 << 16  # of a file; each is some hundred bytes here and in every worker
+_DEEPEST = 32  # virtual datasets of virtual datasets; each takes a few frames of Python's stack
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class Layout:
         stretches: Of each column, which together are its rows in their order.
         unreadable: Why there are none of a column.
         stamps: Size and time of change of each file that rows lie in.
+        outside: Those of these files that do not lie in the folder of the file.
     """
 
     path: str
@@ -77,6 +79,7 @@ class Layout:
     stretches: Mapping[str, Sequence[Stretch]]
     unreadable: Mapping[str, str]
     stamps: Mapping[str, tuple[int, int]]
+    outside: Sequence[str]
 
     def row_bytes(self, name: str) -> int:
         """Return the size of a column's row."""
@@ -111,21 +114,23 @@ class Layout:
             )
 
 
-def layout_of(path: str, names: Sequence[str] | None = None) -> Layout:
+def layout_of(path: str, names: Sequence[str] | None = None, allow_outside: bool = True) -> Layout:
     """Return what is in a file, after a look at all files that its rows lie in.
 
     Args:
         path: Of the file.
         names: Of the datasets; None: all.
+        allow_outside: Whether rows may lie in files outside of its folder.
 
     Raises:
-        DataFileError: The file or one of its parts is missing or broken, or a name is missing.
+        DataFileError: The file or one of its parts is missing or broken, or a name is missing, or
+            a part lies where it must not.
     """
     columns: dict[str, Column] = {}
     stretches: dict[str, list[Stretch]] = {}
     dtypes, unreadable = {}, {}
     with OpenFiles() as files, opened(path) as file:
-        survey = _Survey(path, files)
+        survey = _Survey(path, files, allow_outside)
         for name, dataset in _datasets(path, file, names).items():
             try:
                 stretches[name] = survey.stretches(dataset)
@@ -133,7 +138,8 @@ def layout_of(path: str, names: Sequence[str] | None = None) -> Layout:
                 stretches[name], unreadable[name] = [], str(scattered)
             columns[name] = survey.column(name, dataset, stretches[name])
             dtypes[name] = dataset.dtype
-    return Layout(path, columns, dtypes, stretches, unreadable, survey.stamps)
+    outside = [part for part in survey.stamps if survey.is_outside(part)]
+    return Layout(path, columns, dtypes, stretches, unreadable, survey.stamps, outside)
 
 
 def _datasets(path: str, file: Any, names: Sequence[str] | None) -> dict[str, Any]:
@@ -162,9 +168,16 @@ class _Scattered(Exception):
 class _Survey:
     """The files that the datasets of a file lie in, each looked at once."""
 
-    def __init__(self, path: str, files: OpenFiles) -> None:
+    def __init__(self, path: str, files: OpenFiles, allow_outside: bool) -> None:
         self.stamps = {path: _stamp(path)}
+        self._path = path
         self._files = files
+        self._allow_outside = allow_outside
+        # the path itself may be a link to a file that lies elsewhere, beside its parts
+        self._folders = {
+            os.path.realpath(os.path.dirname(path)),
+            os.path.dirname(os.path.realpath(path)),
+        }
         self._stored: dict[tuple[str, str], tuple[str | None, int]] = {}  # compression and bytes
 
     def column(self, name: str, dataset: Any, stretches: Sequence[Stretch]) -> Column:
@@ -180,12 +193,30 @@ class _Survey:
             is_virtual=bool(dataset.is_virtual),
         )
 
-    def stretches(self, dataset: Any) -> list[Stretch]:
-        """Return where the rows of a dataset lie."""
-        path = dataset.file.filename  # a link may lead to another file
+    def is_outside(self, path: str) -> bool:
+        """Return whether a file does not lie in the folder of the whole."""
+        real = os.path.realpath(path)
+        return not any(os.path.commonpath([real, folder]) == folder for folder in self._folders)
+
+    def _look(self, path: str) -> None:
+        """Note a file that rows lie in, unless it lies where it must not."""
+        if not self._allow_outside and self.is_outside(path):
+            raise DataFileError(
+                f"{self._path}: some of its rows lie in {path}, outside of its folder, which "
+                "allow_outside=False refuses; move that file there, or allow it if you trust "
+                "whoever made the file",
+                self._path,
+            )
         self.stamps.setdefault(path, _stamp(path))
+
+    def stretches(self, dataset: Any, within: tuple[tuple[str, str], ...] = ()) -> list[Stretch]:
+        """Return where the rows of a dataset lie, which the virtual datasets `within` show."""
+        path = dataset.file.filename  # a link may lead to another file
+        self._look(path)
         if not dataset.is_virtual:
             name = dataset.name
+            for raw, _, _ in dataset.external or ():
+                self._look_at_raw(dataset, raw)
             self._stored[path, name] = dataset.compression, int(dataset.id.get_storage_size())
             chunk = dataset.chunks[0] if dataset.chunks else 0
             rows = len(dataset) if dataset.shape else 0
@@ -194,14 +225,42 @@ class _Survey:
             sources = dataset.virtual_sources()
         except UnicodeDecodeError:
             raise _Scattered("the name of a file that it shows is not UTF-8") from None
-        found = [stretch for source in sources for stretch in self._shown(path, dataset, source)]
+        own = (os.path.realpath(path), dataset.name)
+        if own in within or len(within) >= _DEEPEST:
+            how = "shows itself" if own in within else f"lies below {_DEEPEST} others"
+            raise DataFileError(
+                f"{path}: the virtual dataset {dataset.name!r} {how}, so its rows lie nowhere; "
+                "write the file again from the data",
+                path,
+            )
+        within = (*within, own)
+        found = [
+            stretch for source in sources for stretch in self._shown(path, dataset, source, within)
+        ]
         found.sort(key=lambda stretch: stretch.start)
         edges = [0, *(edge for s in found for edge in (s.start, s.stop)), len(dataset)]
         if edges[::2] != edges[1::2]:
             raise _Scattered("some of its rows lie in no file, or in several")
         return found
 
-    def _shown(self, whole: str, dataset: Any, source: Any) -> Iterator[Stretch]:
+    def _look_at_raw(self, dataset: Any, raw: str) -> None:
+        """Note a file of raw numbers in which the rows of a dataset lie."""
+        path = dataset.file.filename
+        # as HDF5 does: beside the file only if it is told so, else from the current directory
+        prefix = os.environ.get("HDF5_EXTFILE_PREFIX", "").replace(
+            "${ORIGIN}", os.path.dirname(os.path.abspath(path))
+        )
+        where = os.path.abspath(os.path.join(prefix, raw))
+        try:
+            self._look(where)
+        except FileNotFoundError:
+            raise DataFileError(
+                f"{path}: the raw data of {dataset.name!r} lie in {where}, which is missing", path
+            ) from None
+
+    def _shown(
+        self, whole: str, dataset: Any, source: Any, within: tuple[tuple[str, str], ...]
+    ) -> Iterator[Stretch]:
         """Yield what one mapping of a virtual dataset in the file `whole` shows."""
         start, stop = _rows(source.vspace, dataset.shape)
         part = self._part(whole, source)
@@ -218,7 +277,7 @@ class _Survey:
             )
         if last - first != stop - start or part.shape[1:] != dataset.shape[1:]:
             raise _Scattered(f"it shows {part.name!r} of {part.file.filename} in another form")
-        for inner in self.stretches(part):
+        for inner in self.stretches(part, within):
             low, high = max(inner.start, first), min(inner.stop, last)
             if low < high:
                 yield Stretch(
@@ -241,7 +300,7 @@ class _Survey:
                 "parts belong together and must be moved together (merge=True packs into one file)",
                 whole,
             )
-        self.stamps.setdefault(path, _stamp(path))
+        self._look(path)
         part = self._files.open(path).get(name)
         if not isinstance(part, h5py.Dataset):
             raise DataFileError(f"{path}: there is no dataset {name!r}", path)

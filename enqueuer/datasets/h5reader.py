@@ -20,6 +20,7 @@ import numpy as np
 from enqueuer.datasets.h5files import CACHE_BYTES, MOST_OPEN, OpenFiles, as_told, readable
 from enqueuer.datasets.h5layout import Layout, Stretch
 from enqueuer.errors import DataFileError
+from enqueuer.formats import size
 
 _DIRECT_BYTES = 1 << 16  # below, another copy costs less than what h5py does to save it
 
@@ -119,7 +120,11 @@ class Reader:
             read = [part for piece in pieces for part in self._read(places, name, *piece)]
             return np.concatenate(read if rest is None else [rest, *read])
         filled = 0 if rest is None else len(rest)
-        pool = self._empty(name, filled + sum(stop - start for start, stop in pieces))
+        rows = filled + sum(stop - start for start, stop in pieces)
+        try:
+            pool = self._empty(name, rows)
+        except MemoryError as error:
+            raise self._too_large(self._layout.path, name, 0, rows) from error
         if rest is not None:
             pool[:filled] = rest
         for piece in pieces:
@@ -167,11 +172,23 @@ class Reader:
                 return None
             except DataFileError:
                 raise
+            except MemoryError as error:
+                raise self._too_large(at.path, at.dataset[1:], low, high) from error
             except (OSError, RuntimeError, UnicodeDecodeError) as error:
                 self._layout.check_unchanged(at.path)  # which would explain it
                 rows = f"row {low}" if high == low + 1 else f"rows {low} to {high}"
                 what = f"{rows} of {at.dataset[1:]!r} cannot be read: "
                 raise as_told(at.path, error, what) from error
+
+    def _too_large(self, path: str, name: str, low: int, high: int) -> DataFileError:
+        row_bytes = self._layout.row_bytes(name) if name in self._layout.columns else 0
+        needed = size((high - low) * row_bytes) if row_bytes else "more memory than there is"
+        return DataFileError(
+            f"{path}: {high - low:,} rows of {name!r} need {needed}, which could not be "
+            "allocated; whole chunks are read, so pack it with smaller chunks (h5repack -l), or "
+            "give a smaller window",
+            path,
+        )
 
     def _opened(self, at: Stretch) -> tuple[Any, Any]:
         self._layout.check_unchanged(at.path)

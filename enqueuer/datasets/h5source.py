@@ -29,10 +29,25 @@ from enqueuer.datasets.h5reader import Reader
 from enqueuer.errors import DataFileError, StateMismatch
 from enqueuer.shards import Shard
 
-_WINDOW_CHUNKS = 16  # are shuffled together by default,
-_WINDOW_BATCHES = 8  # or as many as make so many batches
+# The default window. A worker holds at most twice as much, and its first batch waits until it is
+# read. 16 chunks (16 MB of a packed file) were tried first: of a file sorted by class a batch of
+# 64 rows then has 20 classes of 100, where a shuffle of all rows has 47.
+_WINDOW_BYTES = 128 << 20
+_WINDOW_BATCHES = 4  # the window has at least these, however large a row is
+_ROW_BYTES = 32  # that a row in a window costs beside its data: two indices, copied once
+_OBJECT_BYTES = 100  # of a Python object, such as a string, beside its data
 
-_PIECES = 4  # for each shard, at least; a chunk may be cut for that, and is read several times
+# Pieces that each of several shards gets, about. A file with too few chunks is cut finer than
+# its chunks, and several shards read the same chunk. Without that, a shard of a small sorted file
+# would have few of its classes. Each shard reads no more than _PIECE_BYTES for that, unless it
+# had fewer than _FEWEST_PIECES then: it would have the same rows in every epoch.
+_PIECES = 64
+_PIECE_BYTES = 64 << 20
+_FEWEST_PIECES = 4
+
+# Number of the way in which windows are made. It is part of a state, since another way gives the
+# same rows in another order; states without it are of the first way.
+_ORDER = 2
 
 _inherited: list[Reader] = []  # of the process that this one was forked from: never touched
 
@@ -60,16 +75,22 @@ class HDF5Source:
             `("x", "y")`; one name: its array alone.
         batch_size: How many rows a batch has; 32 by default.
         shuffle: Whether batches are drawn at random; False by default.
-        window: How many rows, at least, are shuffled among each other: that many are in memory
-            at once. By default 16 chunks, or 8 batches if these are more.
+        window: Number of rows, at least, that are shuffled among each other. A worker has fewer
+            than twice as many in memory, and one chunk more; the first batch of a shard comes
+            when its first window has been read. A larger window mixes better. By default as many
+            rows as 128 MiB hold, but at least 4 batches. Text and ragged rows are counted by the
+            size of their files.
         rows: A slice of the rows, with step 1, as if the file had only these: one file for
             training and validation. None, the default: all.
         drop_last: Whether to leave out incomplete batches, and, of a shuffled epoch, those that
             not every shard has; False by default.
+        allow_outside: Whether rows may be read from files that are not in the folder of the file:
+            of external links, virtual datasets and external raw storage. True by default. Give
+            False for a file that you do not trust, which could show you any file of yours.
 
     Raises:
         DataFileError: The file, or one that it refers to, is missing, broken or being written; a
-            key is missing; lengths differ.
+            key is missing; lengths differ; a file lies outside, and `allow_outside` is False.
         TypeError: An argument has the wrong type, an open file for example.
         ValueError: An argument is out of its range.
 
@@ -102,6 +123,7 @@ class HDF5Source:
         window: int | None = None,
         rows: slice | None = None,
         drop_last: bool = False,
+        allow_outside: bool = True,
     ) -> None:
         if not isinstance(path, (str, os.PathLike)):
             raise TypeError(
@@ -113,7 +135,7 @@ class HDF5Source:
         self._shuffle = bool(shuffle)
         self._drop_last = bool(drop_last)
         self._is_one, self._is_tuple = isinstance(keys, str), isinstance(keys, tuple)
-        self._layout = layout_of(self._path, _names(keys))
+        self._layout = layout_of(self._path, _names(keys), bool(allow_outside))
         self._names, count = _together(self._layout, is_asked=keys is not None)
         self._first, self._stop = _bounds(rows, count)
         # what has the largest rows costs most if its chunks are read twice
@@ -174,8 +196,25 @@ class HDF5Source:
     # --- inside ---
 
     def _default_window(self) -> int:
+        row_bytes = _ROW_BYTES + sum(map(self._layout.row_bytes, self._names))
+        dtypes = [self._layout.dtypes[name] for name in self._names]
+        objects = sum(dtype.hasobject for dtype in dtypes)
+        if objects:
+            # Of text and ragged rows h5py tells no size. They cannot be compressed, so their
+            # files are at least as large as they are.
+            files = sum(size for size, _ in self._layout.stamps.values())
+            rows = self._layout.columns[self._names[0]].shape[0]
+            row_bytes += objects * _OBJECT_BYTES + files // max(1, rows)
+        return max(_WINDOW_BYTES // row_bytes, _WINDOW_BATCHES * self._batch_size)
+
+    def _wanted_pieces(self, shards: int) -> int:
+        """Return into how many pieces, about, the rows are cut if they have too few chunks."""
+        if shards == 1:
+            return _FEWEST_PIECES  # the windows of a single shard have rows of all pieces
         longest = max((stop - start for start, stop in self._pieces), default=1)
-        return max(_WINDOW_CHUNKS * longest, _WINDOW_BATCHES * self._batch_size)
+        piece_bytes = longest * sum(map(self._layout.row_bytes, self._names))
+        affordable = _PIECE_BYTES // max(1, piece_bytes)
+        return shards * min(_PIECES, max(_FEWEST_PIECES, affordable))
 
     def _here(self) -> Reader:
         """Return the reader of this process."""
@@ -193,7 +232,7 @@ class HDF5Source:
         own = {"first": self._first, "rows": len(self), "batch_size": self._batch_size}
         if not self._shuffle:
             return {**own, "window": 0, "chunks": 0}
-        return {**own, "window": self._window, "chunks": len(self._pieces)}
+        return {**own, "window": self._window, "chunks": len(self._pieces), "order": _ORDER}
 
     def _formed(self, found: dict[str, Any]) -> Any:
         if self._is_one:
@@ -220,7 +259,7 @@ class HDF5Source:
         rng = np.random.default_rng(
             np.random.SeedSequence(shard.random_seed, spawn_key=(shard.epoch,))
         )
-        pieces = _at_least(_PIECES * shard.count, self._pieces)
+        pieces = _finer(self._wanted_pieces(shard.count), self._pieces)
         order = [pieces[at] for at in rng.permutation(len(pieces))]
         left = len(self) // shard.count // size if self._drop_last else sys.maxsize
         # Which rows come is drawn without reading any, so that what came before can be left out.
@@ -242,6 +281,7 @@ class HDF5Source:
                         return  # of the shards that have one row more than others
                     yield _taken(pool, drawn[start : start + size])
                 rest = _taken(pool, drawn[full:])
+                del pool  # or there would be two while the next one is read
             number += full // size
             numbers = numbers[drawn[full:]]
         if not self._drop_last and len(numbers) and number >= first:
@@ -278,9 +318,20 @@ class _Share:
         return {"batch": self._at, **self._source._identity()}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        for key, own in self._source._identity().items():
-            if state.get(key) != own:
-                raise StateMismatch(f"the state is of {key}={state.get(key)}, but here it is {own}")
+        own = self._source._identity()
+        if self._source._shuffle and state.get("window") and state.get("order") != own["order"]:
+            raise StateMismatch(
+                "the state was saved by another version of enqueuer, whose HDF5Source shuffles "
+                "rows in another order; load it with that version, or begin a new epoch"
+            )
+        for key, value in own.items():
+            if state.get(key) != value:
+                advice = ""
+                if key == "window" and value and state.get(key):
+                    advice = f"; to go on, make the source with window={state[key]}"
+                raise StateMismatch(
+                    f"the state is of {key}={state.get(key)}, but here it is {value}{advice}"
+                )
         self._at = state["batch"]
 
 
@@ -338,12 +389,12 @@ def _cut(starts: Iterable[int], first: int, stop: int) -> tuple[tuple[int, int],
     return tuple(itertools.pairwise(edges)) if stop > first else ()
 
 
-def _at_least(count: int, pieces: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def _finer(count: int, pieces: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return pieces cut into smaller ones, as far as there are rows, if they are too few.
 
     Of a file with few chunks each shard would have the same rows in every epoch.
     """
-    cuts = -(-count // max(1, len(pieces)))
+    cuts = max(1, round(count / max(1, len(pieces))))
     finer: list[tuple[int, int]] = []
     for start, stop in pieces:
         edges = sorted({start + (stop - start) * cut // cuts for cut in range(cuts + 1)})
@@ -369,17 +420,21 @@ def _stretch(pieces: Iterable[tuple[int, int]], shard: Shard) -> Iterator[tuple[
 
 
 def _windows(pieces: Iterable[tuple[int, int]], rows: int) -> Iterator[list[tuple[int, int]]]:
-    """Yield pieces in groups that have at least so many rows."""
+    """Yield pieces in groups of at least so many rows, which are about equally many in each.
+
+    A last group of what is left over would have few pieces, which mix badly.
+    """
+    pieces = list(pieces)
+    total = sum(stop - start for start, stop in pieces)
+    count = max(1, total // rows)
     window: list[tuple[int, int]] = []
-    had = 0
+    had, made = 0, 0
     for start, stop in pieces:
         window.append((start, stop))
         had += stop - start
-        if had >= rows:
+        if had * count >= total * (made + 1):
             yield window
-            window, had = [], 0
-    if window:
-        yield window
+            window, made = [], had * count // total
 
 
 def _taken(pool: Mapping[str, np.ndarray], at: np.ndarray) -> dict[str, np.ndarray]:

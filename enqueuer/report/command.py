@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from enqueuer.commands import Commands, reporting
 from enqueuer.errors import DataFileError
-from enqueuer.formats import duration, many, percent, rate
+from enqueuer.formats import duration, many, percent, printable, rate
 from enqueuer.report.page import page
 from enqueuer.report.reading import Recording, count, read
 
@@ -18,6 +21,8 @@ examples:
       write run.html, and say in a few lines what it shows
   enqueuer report run.json -o pictures/first.html
       write it elsewhere
+  enqueuer report run.json --json > numbers.json
+      write run.html, and print the numbers for other programs
 
 The trace comes from trace="run.json" of an enqueuer; of one that still runs, or was killed, what
 is there is shown. To look at single items open the trace itself at https://ui.perfetto.dev.
@@ -43,6 +48,9 @@ def add_report(commands: Commands) -> None:
     command.add_argument(
         "-o", "--output", metavar="PAGE.html", help="the page (default: beside the trace)"
     )
+    command.add_argument(
+        "--json", action="store_true", help="print the numbers as JSON; the page is written, too"
+    )
     command.set_defaults(run=reporting(_run))
 
 
@@ -50,7 +58,12 @@ def _run(options: argparse.Namespace) -> int:
     target = Path(options.output or Path(options.path).with_suffix(".html"))
     try:
         if target.exists() and target.samefile(options.path):
-            raise DataFileError(f"{target}: the page would take the place of the trace; give -o")
+            advice = (
+                "another name for the page" if options.output else "a name for the page with -o"
+            )
+            raise DataFileError(
+                f"{target}: the page would take the place of the trace; give {advice}"
+            )
         recording = read(options.path)
         target.write_text(page(recording), encoding="utf-8")
     except DataFileError:
@@ -58,17 +71,29 @@ def _run(options: argparse.Namespace) -> int:
     except OSError as error:
         text = f"{target}: cannot be written: {error.strerror}"
         raise DataFileError(text, str(target)) from error
-    print("\n".join(_lines(recording)))
-    print(target)
+    if options.json:
+        print(json.dumps(_as_dict(recording, target), indent=2))
+    else:
+        print("\n".join(_lines(recording)))
+        print(printable(str(target)))
     return 0
+
+
+def _as_dict(recording: Recording, target: Path) -> dict[str, Any]:
+    return dataclasses.asdict(count(recording)) | {
+        "verdict": recording.verdict,
+        "is_whole": recording.is_whole,
+        "left_out": recording.torn,
+        "page": str(target),
+    }
 
 
 def _lines(recording: Recording) -> Iterator[str]:
     """Put the numbers into words, a line each."""
     numbers = count(recording)
     yield (
-        f"{numbers.items:,} items in {duration(numbers.seconds)}: "
-        f"{rate(numbers.items_per_second)} a second"
+        f"{numbers.items:,} items in {duration(numbers.seconds)}, "
+        f"{rate(numbers.items_per_second)} a second after the first"
     )
     if numbers.first_batch is not None:
         waits = ", ".join(f"p{rank} {duration(at)}" for rank, at in numbers.percentiles.items())
@@ -82,5 +107,7 @@ def _lines(recording: Recording) -> Iterator[str]:
         f"{many(numbers.errors, 'error')}, {numbers.skipped} skipped, "
         f"{many(numbers.restarts, 'restart')}"
     )
+    if recording.torn:
+        yield f"{many(recording.torn, 'event')} could not be read and left out"
     if recording.verdict:
         yield recording.verdict

@@ -7,12 +7,13 @@ thousand; whoever wants to see single ones opens the trace itself, in Perfetto.
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 
-from enqueuer.formats import duration, many, percent, rate, size
+from enqueuer.formats import duration, many, percent, printable, rate, size
 from enqueuer.report.reading import (
     Numbers,
     Recording,
@@ -76,7 +77,7 @@ td { white-space: nowrap; } td.text { white-space: normal; } th { font-weight: 5
 def page(recording: Recording) -> str:
     """Return the page for a recording, as HTML."""
     numbers = count(recording)
-    name = Path(recording.path).name
+    name = printable(Path(recording.path).name)
     parts = [
         "<!DOCTYPE html>",
         '<html lang="en"><head><meta charset="utf-8">',
@@ -120,7 +121,7 @@ def _warnings(recording: Recording) -> Iterator[str]:
     if not recording.is_whole:
         yield _warning("The trace has no end: the run goes on, or was killed.")
     if recording.torn:
-        yield _warning(f"Lines that could not be read and were left out: {recording.torn}.")
+        yield _warning(f"Events that could not be read and were left out: {recording.torn:,}.")
 
 
 def _warning(text: str) -> str:
@@ -131,7 +132,7 @@ def _tiles(numbers: Numbers) -> Iterator[str]:
     first = "none" if numbers.first_batch is None else duration(numbers.first_batch)
     tiles = {
         "items": f"{numbers.items:,}",
-        "items a second": rate(numbers.items_per_second),
+        "items a second, after the first": rate(numbers.items_per_second),
         "in all": duration(numbers.seconds),
         "to the first batch": first,
         "of its time the loop waited, after that": percent(numbers.waited_share),
@@ -166,7 +167,7 @@ def _timeline(recording: Recording) -> Iterator[str]:
     yield from _axis(end, bottom)
     yield from _painted("the loop", recording.loop, [], _LOOP_KINDS, end, 20)
     for index, row in enumerate(rows):
-        name, inner = f"worker {row.number}", list(within_sends(row.spans))
+        name, inner = f"worker {row.number}", within_sends(row.spans)
         yield from _painted(name, row.spans, inner, _WORKER_KINDS, end, 20 + _ROW * (index + 1))
     for mark in recording.marks[:_MOST_MARKS]:
         x = _LEFT + _WIDTH * mark.at / end
@@ -193,8 +194,8 @@ def _axis(end: int, bottom: int) -> Iterator[str]:
 
 def _painted(
     name: str,
-    spans: Sequence[Span],
-    inner: Sequence[Span],
+    spans: Iterable[Span],
+    inner: Iterable[Span],
     kinds: dict[str, str],
     end: int,
     top: int,
@@ -207,7 +208,14 @@ def _painted(
     for span in inner:  # what lies in a send counts only once
         _spread(span, end, shares["send"], -1)
     whole = sum(map(sum, shares.values())) or 1.0
-    told = ", ".join(f"{what} {percent(sum(shares[k]) / whole)}" for k, what in kinds.items())
+    sums = {what: sum(shares[kind]) for kind, what in kinds.items()}
+    told = ", ".join(
+        # Of the loop no share: that is told once, and of its time after the first batch.
+        f"{what} {duration(part * end / _COLUMNS / 1e6)}"
+        if kinds is _LOOP_KINDS
+        else f"{what} {percent(part / whole)}"
+        for what, part in sums.items()
+    )
     yield f"<g><title>{name}: {told}</title>"
     yield f'<text x="{_LEFT - 8}" y="{top + 16}" text-anchor="end">{name}</text>'
     yield f'<rect class="frame" x="{_LEFT}" y="{top}" width="{_WIDTH}" height="{_ROW - 6}"/>'
@@ -259,8 +267,8 @@ def _fill(recording: Recording) -> Iterator[str]:
     end, top = max(recording.end, 1), 10
     most = max(max(items for _, items in recording.fill), 1)
     means = [0.0] * _COLUMNS
-    untils = [*(at for at, _ in recording.fill[1:]), recording.end]
-    for (at, items), until in zip(recording.fill, untils, strict=True):
+    levels = itertools.chain(recording.fill, [(recording.end, 0)])
+    for (at, items), (until, _) in itertools.pairwise(levels):
         _spread(Span("", at, until), end, means, items)
     yield "<h2>What waited in the queue</h2>"
     yield f'<figure><svg viewBox="0 0 {_LEFT + _WIDTH} {_HEIGHT + 34}" role="img">'
@@ -317,7 +325,8 @@ def _waits(recording: Recording, numbers: Numbers) -> Iterator[str]:
         yield f'<path class="edge" d="M{x:.1f} {top - 4}V{top + _HEIGHT}"/>'
         yield _centred(x, top - 8, label)
     told = ", ".join(f"p{rank} {duration(value)}" for rank, value in numbers.percentiles.items())
-    yield f"</svg><figcaption>{told}; in all {duration(numbers.waited)}.</figcaption></figure>"
+    told += f"; in all {duration(numbers.waited)} after the first batch"
+    yield f"</svg><figcaption>{told}.</figcaption></figure>"
 
 
 def _edges(longest: int) -> list[int]:
@@ -359,6 +368,7 @@ def _worker(row: Row) -> str:
 
 def _marks(recording: Recording) -> Iterator[str]:
     marks = [mark for mark in recording.marks if mark.kind != "epoch"]
+    count = recording.counts.total() - recording.counts["epoch"]
     if not marks:
         return
     yield "<h2>What happened</h2><table>"
@@ -366,8 +376,8 @@ def _marks(recording: Recording) -> Iterator[str]:
         yield f'<tr><td>{duration(mark.at / 1e6)}</td><td class="text">{mark.kind}</td>'
         yield f'<td class="text">{escape(mark.text)}</td></tr>'
     yield "</table>"
-    if len(marks) > _MOST_MARKS:
-        yield f'<p class="faint">The first {_MOST_MARKS} of {len(marks):,}.</p>'
+    if count > _MOST_MARKS:
+        yield f'<p class="faint">The first {_MOST_MARKS} of {count:,}.</p>'
 
 
 # --- an axis ---

@@ -11,7 +11,9 @@ in /dev/shm and nothing can be left behind. Its descriptor crosses once, before 
 then both sides close theirs and only the mappings remain.
 
 A lease ends in whatever thread the garbage collector happens to run in, perhaps while a lock is
-held: so it only appends to a deque.
+held: so it only appends to a deque. A function in C does that, so that no exception of a signal
+handler can lose it. Until the frame that names a block counts as read, the map itself keeps the
+lease: an exception that strikes in the middle of a frame must not let the block come home.
 
 A generator may fill a block itself (`make`). It is sent without a copy if every array that
 shows it is known, and these become read-only; it is not used again while one of them lives.
@@ -19,8 +21,10 @@ shows it is known, and these become read-only; it is not used again while one of
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import enum
+import errno
 import math
 import mmap
 import os
@@ -60,9 +64,8 @@ def open_nameless(size: int) -> int:
     Raises:
         OSError: There is no room, or no descriptor left.
     """
-    if _has_memfd():
-        fd = os.memfd_create("enqueuer", os.MFD_CLOEXEC)
-    else:
+    fd = _new_memfd()
+    if fd is None:
         fd, path = tempfile.mkstemp(prefix=f"enqueuer-{os.getpid()}-")
         os.unlink(path)
     try:
@@ -76,8 +79,30 @@ def open_nameless(size: int) -> int:
     return fd
 
 
+_is_refused = False  # whether the system has refused a memfd, as it will again
+_LACKS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}  # of what a file would need as well
+
+
+def _new_memfd() -> int | None:
+    """Return a new memfd; None where there are none: elsewhere than on Linux, or in a sandbox.
+
+    Raises:
+        OSError: There is no room, or no descriptor left.
+    """
+    global _is_refused
+    if not _has_memfd():
+        return None
+    try:
+        return os.memfd_create("enqueuer", os.MFD_CLOEXEC)
+    except OSError as error:
+        if error.errno in _LACKS:
+            raise
+        _is_refused = True
+        return None
+
+
 def _has_memfd() -> bool:
-    return hasattr(os, "memfd_create") and not is_portable()
+    return hasattr(os, "memfd_create") and not _is_refused and not is_portable()
 
 
 def remove_names_of(pid: int) -> None:
@@ -383,6 +408,7 @@ class Mapping(mmap.mmap):
     def __init__(self, *args: Any, **options: Any) -> None:
         self.address = np.frombuffer(self, np.uint8).__array_interface__["data"][0]
         _mappings[self.address] = self
+        _mark_added()
 
     def __del__(self) -> None:
         for tell in self.before_unmap:
@@ -390,15 +416,67 @@ class Mapping(mmap.mmap):
 
 
 _mappings: weakref.WeakValueDictionary[int, Mapping] = weakref.WeakValueDictionary()
+_newest = object()  # another one after each block that is added
+
+
+@dataclass(frozen=True)
+class _Sorted:
+    """The mapped blocks in the order of their addresses.
+
+    Attributes:
+        newest: `_newest` before the blocks were collected.
+        addresses: Where the blocks begin.
+        blocks: The blocks; each may be gone by now.
+    """
+
+    newest: object
+    addresses: list[int]
+    blocks: list[weakref.ref[Mapping]]
+
+
+_sorted = _Sorted(_newest, [], [])
+
+
+def _mark_added() -> None:
+    global _newest
+    _newest = object()
 
 
 def mapping_at(address: int) -> Mapping | None:
-    """Return the block of this consumer's in which an address lies; None if it lies in none."""
+    """Return the block of this consumer's in which an address lies; None if it lies in none.
+
+    Any thread may call it. It takes no lock, because a fork or the collector may come at any line.
+    """
+    global _sorted
+    found = _sorted
+    # A thread that adds a block at the same time replaces the mark, so the next call sorts again.
+    if found.newest is not _newest:
+        found = _sorted = _sort()
+    at = bisect.bisect_right(found.addresses, address) - 1
+    mapping = found.blocks[at]() if at >= 0 else None
+    return mapping if mapping is not None and address - mapping.address < len(mapping) else None
+
+
+def _sort() -> _Sorted:
+    newest = _newest
+    alive = {}
     for reference in _mappings.valuerefs():  # in one step, as other threads add blocks
         mapping = reference()
-        if mapping is not None and 0 <= address - mapping.address < len(mapping):
-            return mapping
-    return None
+        if mapping is not None:
+            alive[mapping.address] = weakref.ref(mapping)
+    addresses = sorted(alive)
+    return _Sorted(newest, addresses, [alive[address] for address in addresses])
+
+
+class Lease(weakref.ref[np.ndarray]):
+    """A block that is lent to the arrays of an item.
+
+    Attributes:
+        number: Number of the block.
+    """
+
+    __slots__ = ("number",)
+    number: int
 
 
 class BlockMap:
@@ -406,13 +484,19 @@ class BlockMap:
 
     Leases outlive the map: arrays stay valid as long as anything refers to them, also after the
     worker died and the enqueuer was stopped.
+
+    Attributes:
+        in_hand: Blocks of the frame that is being read, by number. The reader empties it when the
+            frame counts as read.
+        home: Leases that have ended and of which the worker does not know it yet.
     """
 
     def __init__(self) -> None:
         self._memory: dict[int, Mapping] = {}
         self._missing: dict[int, BlockMemoryError] = {}
-        self._leases: dict[int, weakref.ref[np.ndarray]] = {}
-        self._home: deque[int] = deque()
+        self._leases: dict[int, Lease] = {}
+        self.in_hand: dict[int, np.ndarray] = {}
+        self.home: deque[Lease] = deque()
 
     def __contains__(self, number: int) -> bool:
         return number in self._memory or number in self._missing
@@ -449,19 +533,24 @@ class BlockMap:
     def lease(self, number: int) -> memoryview:
         """Return a writable view of all of a block; the loan ends when its last slice dies.
 
+        It may be called again for the same frame: the loan is the same.
+
         Raises:
             BlockMemoryError: It could not be mapped, for want of memory or descriptors.
         """
         if number in self._missing:
             raise self._missing[number]
-        anchor = np.frombuffer(self._memory[number], np.uint8)
-        if self._many_are_leased():
-            copy = anchor.copy()
-            self._home.append(number)
-            return copy.data
-        home = self._home
-        self._leases[number] = weakref.ref(anchor, lambda _: home.append(number))
-        return anchor.data
+        are_many = self._many_are_leased()
+        anchor = self.in_hand.get(number)
+        if anchor is None:
+            anchor = np.frombuffer(self._memory[number], np.uint8)
+            self.in_hand[number] = anchor  # before its end can be noticed
+        lease = self._leases.get(number)
+        if lease is None or lease() is not anchor:
+            lease = Lease(anchor, self.home.append)
+            lease.number = number
+            self._leases[number] = lease
+        return anchor.copy().data if are_many else anchor.data
 
     def _many_are_leased(self) -> bool:
         if len(self._memory) <= _MOST_LEASED:
@@ -473,11 +562,6 @@ class BlockMap:
         self._memory.pop(number, None)
         self._missing.pop(number, None)
         self._leases.pop(number, None)
-
-    @property
-    def home(self) -> deque[int]:
-        """The blocks whose loan has ended and of which the worker does not know it yet."""
-        return self._home
 
 
 def address_of(view: memoryview) -> int:

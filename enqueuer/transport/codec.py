@@ -13,8 +13,8 @@ fewer names) and also works out of band for what numpy would copy into the pickl
 arrays that are not contiguous, which are so copied once and not twice. A torch tensor goes as
 `tensors` says. Subclasses keep their own ways.
 
-Errors: by tblib, which carries the frames of the traceback. Four of its traps are gone around:
-it is never installed, since that would change how all exceptions of the process are pickled; a
+Errors: by tblib, and their tracebacks by `tracebacks`. Four of tblib's traps are gone around: it
+is never installed, since that would change how all exceptions of the process are pickled; a
 class with an `__init__` in C keeps its arguments; long tracebacks are cut in the middle; and
 each error is tried in the worker first, so that one which does not survive arrives as
 WorkerError with its traceback as text; a cause that does not survive is replaced so, too.
@@ -38,7 +38,7 @@ import numpy as np
 from tblib import pickling_support
 
 from enqueuer.errors import ItemNotPicklable, WorkerError
-from enqueuer.transport import tensors
+from enqueuer.transport import tensors, tracebacks
 from enqueuer.transport.blocks import OUT_OF_BAND_BYTES
 
 _MOST_BUFFERS = 1024  # out of band; their table must fit into a frame
@@ -234,12 +234,23 @@ def _culprit(value: object, error: BaseException) -> str:
     )
 
 
-def find_culprit(path: str, value: object) -> tuple[str, object]:
-    """Return the smallest part of `value` that cannot be pickled, and where it is."""
+def find_culprit(
+    path: str,
+    value: object,
+    parts: Callable[[object], Iterable[tuple[str, object]]] | None = None,
+) -> tuple[str, object]:
+    """Return the smallest part of `value` that cannot be pickled, and where it is.
+
+    Args:
+        path: Name of `value`.
+        value: What cannot be pickled.
+        parts: Returns the parts of a value and the step to each, which is appended to the path;
+            None: `parts_of`.
+    """
     seen: set[int] = set()  # a nest may contain itself
     while len(seen) < _DEEPEST_CULPRIT:
         seen.add(id(value))
-        for step, part in _parts(value):
+        for step, part in (parts or parts_of)(value):
             if id(part) not in seen and not is_picklable(part):
                 path, value = path + step, part
                 break
@@ -257,7 +268,8 @@ def is_picklable(value: object) -> bool:
     return True
 
 
-def _parts(value: object) -> Iterable[tuple[str, object]]:
+def parts_of(value: object) -> Iterable[tuple[str, object]]:
+    """Return the parts of a container, or the attributes of an object, with the step to each."""
     if isinstance(value, dict):
         return [(f"[{key!r}]", part) for key, part in value.items()]
     if isinstance(value, (list, tuple)):
@@ -332,7 +344,7 @@ class _PlainErrorPickler(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, TracebackType):
-            return pickling_support.pickle_traceback(_cut(obj))
+            return tracebacks.reduce(_cut(obj))
         if isinstance(obj, BaseException):
             return _reduce_error(obj)
         return NotImplemented

@@ -2,6 +2,10 @@
 
 the road   -> items(), other() -> messages, decoded
 the socket -> pump() -> new blocks, records
+
+An exception out of a signal handler may strike on entry to a function, after a call and after a
+jump back. It loses no message and repeats none: what has been read stays on the road until it is
+in safe hands, and from there to the store that counts it as read there is no such place.
 """
 
 from __future__ import annotations
@@ -11,8 +15,8 @@ import os
 import pickle
 import struct
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 import cloudpickle
 
@@ -39,6 +43,16 @@ _HEAD = FRAME.size
 _NO_LIMIT = 1 << 62
 
 
+class Taken(Protocol):
+    """Where it is noted which items were taken, see `merging.ShardOrder`."""
+
+    numbers: dict[int, int]
+    last: int
+
+    def remember(self, shard: int, number: int, state: Any) -> None:
+        """Keep the state of an iterator after an item that is about to be taken."""
+
+
 class ConsumerEnd:
     """The consumer's end of one worker's channel. Called by one thread at a time.
 
@@ -46,6 +60,7 @@ class ConsumerEnd:
         meter: The words of the worker's meter.
         records: What the worker logged and nobody has handled yet.
         greeted: Whether the worker has said HELLO.
+        position: Bytes of the road that were read, ever.
     """
 
     def __init__(self, packets: Packets, way: Road, credit: Credit, describe: str) -> None:
@@ -61,14 +76,14 @@ class ConsumerEnd:
         self._describe = describe
         self._sequence = 0  # packets read
         self._orders = 0  # packets sent
-        self._position = 0  # on the road
+        self.position = 0
         self._given = 0  # items taken off it
         self._taken = 0  # of these, how many the worker knows of
-        self._trouble: Exception | None = None  # why the next item could not be loaded
-        self._opened: tuple[memoryview, list[memoryview]] | None = None  # its parts
+        self._trouble: BaseException | None = None  # why the next item could not be loaded
         self._limit = credit.items
         self._sleeps = 0
         self._woken = 0  # the sleep of the worker that was ended last
+        self._was_full = False  # the road, when room was made on it last
         self._blocks = BlockMap()
         self.records: deque[logging.LogRecord] = deque()
         self.greeted = False
@@ -99,7 +114,7 @@ class ConsumerEnd:
     @property
     def has_message(self) -> bool:
         """Whether anything waits on the road."""
-        return bool(self._words[road.WRITTEN] != self._position)
+        return bool(self._words[road.WRITTEN] != self.position)
 
     @property
     def has_packets(self) -> bool:
@@ -144,27 +159,28 @@ class ConsumerEnd:
     @property
     def is_settled(self) -> bool:
         """Whether all that was taken off the road, failures too, is counted as consumed."""
-        return bool(self._words[road.READ] == self._position)
+        return bool(self._words[road.READ] == self.position)
 
     def settle(self) -> None:
         """Count what was given away as consumed: its room on the road is free again."""
         self._taken = self._given
-        self._words[road.READ] = self._position
+        self._words[road.READ] = self.position
         self._words[road.TAKEN] = self._given
         home = self._blocks.home
-        while home and self._road.home(home[0]):
-            home.popleft()
+        if home:
+            self._road.tell_home(home)
 
     def make_room(self) -> None:
         """Settle, and wake the worker if it waits for room; for one that is granted nothing."""
-        words, read = self._words, self._words[road.READ]
+        words = self._words
+        # Kept until the worker is told: an exception may strike when the room is made already.
+        if words[road.WRITTEN] - words[road.READ] > RING_BYTES - MOST_FRAME_BYTES:
+            self._was_full = True
         self.settle()
         self._road.fence()
-        asleep = words[road.WORKER_ASLEEP]
-        was_full = words[road.WRITTEN] - read > RING_BYTES - MOST_FRAME_BYTES
-        if asleep and asleep != self._woken and was_full:
-            self._woken = asleep
-            self._tell(Kind.WAKE)
+        if self._was_full:
+            self._wake(words[road.WORKER_ASLEEP])
+        self._was_full = False
 
     def grant_all(self) -> None:
         """Let the worker send as it likes: its tickets are what bounds it."""
@@ -190,8 +206,12 @@ class ConsumerEnd:
         if asleep and asleep != self._woken:
             is_worth_it = self._limit - words[road.SENT] >= self._batch
             if wanted or is_worth_it or self._by_bytes:
-                self._woken = asleep
-                self._tell(Kind.WAKE)
+                self._wake(asleep)
+
+    def _wake(self, asleep: int) -> None:
+        if asleep and asleep != self._woken:
+            self._tell(Kind.WAKE)
+            self._woken = asleep  # only now: an exception may have struck before it was told
 
     def fall_asleep(self) -> None:
         """Ask to be woken by a packet when something comes; look once more before sleeping."""
@@ -205,21 +225,22 @@ class ConsumerEnd:
 
     # --- messages ---
 
-    def items(self, most: int, took: Callable[[int, int, Any], None]) -> Iterator[Item]:
+    def items(self, most: int, taken: Taken) -> Iterator[Item]:
         """Yield the items that are there now: at most so many, up to an end or a failure.
 
         An exception out of a signal handler loses no item and repeats none, if the caller keeps
-        them in C, as `deque.extend` does: from `took` on nothing can come between.
+        them in C, as `deque.extend` does.
 
         Args:
             most: How many at most.
-            took: Called with shard, number and state of each item that is about to be yielded.
+            taken: Where each item is noted that is yielded.
         """
         frames, unpack, loads = self._frames, FRAME.unpack_from, pickle.loads
+        numbers, in_hand = taken.numbers, self._blocks.in_hand
         written = self._words[road.WRITTEN]
         self._road.order()
-        while most > 0 and self._position < written:
-            position = self._position
+        while most > 0 and self.position < written:
+            position = self.position
             at = position % RING_BYTES
             size, table, kind, shard, number = unpack(frames, at)
             if kind != _ITEM and kind != _STATED:
@@ -228,42 +249,49 @@ class ConsumerEnd:
                 end = at + size
                 body = frames[at + _HEAD : end]
                 value = self._load(body, table) if table else loads(body)
-            except Exception as error:
-                self._trouble = error
+            except Exception:
+                self._trouble = self._why_not_loaded(body, table)
+                if self._trouble is None:
+                    raise  # a signal handler has raised it: the item is whole at the next try
                 return
-            state = None
             if kind == _STATED:
                 value, state = value
+                taken.remember(shard, number, state)
+                del state
             position += (end if end < RING_BYTES else RING_BYTES) - at
             item = Item(shard, number, value)
             del value, body
             most -= 1
-            took(shard, number, state)
-            self._position = position
+            # From here to the yield is no call and no jump, and so no signal handler runs.
+            numbers[shard] = number + 1
+            taken.last = shard
+            self.position = position
             self._given += 1
             yield item
             del item
+            if table:
+                in_hand.clear()
 
     def other(self) -> End | Failure | Empty | None:
-        """Take what is next on the road and is no item; None if it is an item.
+        """Return what is next on the road and is no item; None if it is an item.
+
+        It stays there until `pass_over`.
 
         Raises:
             TransportError: It makes no sense.
         """
         self._road.order()
-        at = self._position % RING_BYTES
+        at = self.position % RING_BYTES
         size, table, kind, shard, number = FRAME.unpack_from(self._frames, at)
         body = self._frames[at + _HEAD : at + size]
         message: End | Failure | Empty
         match kind:
             case Kind.ITEM | Kind.STATED:
-                failure = self._failure(body, table)
-                if failure is None:
+                if self._trouble is None:
                     return None
-                self._given += 1
-                message = Failure(shard, number, failure)
+                message = Failure(shard, number, self._trouble)
             case Kind.END:
-                message = End(shard)
+                message = self._end(body, table, shard, number)
             case Kind.EMPTY:
                 message = Empty(number)
             case Kind.FAILURE | Kind.SKIPPED:
@@ -273,29 +301,40 @@ class ConsumerEnd:
                 message = self._reported(body, table, shard, number)
             case _:
                 raise TransportError(f"{self._describe} sent a malformed frame")
-        end = at + size
-        self._position += (end if end < RING_BYTES else RING_BYTES) - at
         return message
 
-    def _failure(self, body: memoryview, table: int) -> BaseException | None:
-        """Return why the next item cannot be loaded; None if it can.
+    def pass_over(self) -> None:
+        """Count what `other` returned last as read."""
+        position = self.position
+        at = position % RING_BYTES
+        size, _, kind, _, _ = FRAME.unpack_from(self._frames, at)
+        end = at + size
+        position += (end if end < RING_BYTES else RING_BYTES) - at
+        given = self._given + (kind in (_ITEM, _STATED))
+        self.position = position
+        self._given = given
+        self._trouble = None
+        self._blocks.in_hand.clear()
 
-        Raises:
-            Exception: What a signal handler raised while it was being loaded.
-        """
-        trouble, self._trouble = self._trouble, None
-        if trouble is None:
-            return None
+    def _why_not_loaded(self, body: memoryview, table: int) -> BaseException | None:
+        """Return why an item cannot be loaded; None if it can."""
         try:
             self._load(body, table)
         except BlockMemoryError as error:
             return error
         except Exception as error:
-            self._opened = None
             failure = ItemNotLoadable(f"an item came, but it cannot be loaded here: {error!r}")
             failure.__cause__ = error
             return failure
-        raise trouble
+        return None
+
+    def _end(self, body: memoryview, table: int, shard: int, number: int) -> End | Failure:
+        if not body:
+            return End(shard, None, number)
+        try:
+            return End(shard, codec.decode(*self._open(body, table)), number)
+        except BlockMemoryError as error:
+            return Failure(shard, number, error)
 
     def _error(self, body: memoryview, table: int) -> BaseException:
         try:
@@ -314,13 +353,7 @@ class ConsumerEnd:
         return Reported(shard, number, caught, nth=nth, log=log)
 
     def _load(self, body: memoryview, table: int) -> Any:
-        # Kept until it is loaded: if an exception strikes before that, the item is tried again,
-        # and a block that was leased twice would come home twice.
-        if self._opened is None:
-            self._opened = self._open(body, table)
-        value = codec.decode(*self._opened)
-        self._opened = None
-        return value
+        return codec.decode(*self._open(body, table))
 
     def _open(self, body: memoryview, table: int) -> tuple[memoryview, list[memoryview]]:
         """Return the pickle of a frame and the buffers beside it; the table is that long."""

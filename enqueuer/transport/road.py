@@ -20,10 +20,11 @@ from __future__ import annotations
 import mmap
 import platform
 import threading
+from collections import deque
 from collections.abc import Callable
 
 from enqueuer import meters
-from enqueuer.transport.blocks import map_shared, open_nameless
+from enqueuer.transport.blocks import Lease, map_shared, open_nameless
 
 # Words of 8 bytes. The worker's, in a cache line of their own:
 WRITTEN = 0  # bytes of frames, ever
@@ -63,6 +64,7 @@ class Road:
         words: The numbers above, by index.
         frames: The ring. A frame begins at its position modulo `RING_BYTES` and may run on
             beyond that, so that each lies in one piece; behind one that does a new lap begins.
+        home: The ring of the numbers of blocks that came home.
         meter: The words of the worker's meter.
         fence: Has everything stored before it seen by others before anything is loaded after.
     """
@@ -72,7 +74,7 @@ class Road:
         self.words = view[:_METER_AT].cast("Q")
         self.meter = view[_METER_AT:_WORDS_BYTES].cast("Q")
         self.frames = view[_FRAMES_AT:]
-        self._home = view[_WORDS_BYTES:_FRAMES_AT].cast("I")
+        self.home = view[_WORDS_BYTES:_FRAMES_AT].cast("I")
         self.fence = _make_fence()
 
     @classmethod
@@ -89,18 +91,22 @@ class Road:
         if not IS_STRONG:
             self.fence()
 
-    def home(self, number: int) -> bool:
-        """Tell the worker that a block came home; return whether there was room to say so.
+    def tell_home(self, leases: deque[Lease]) -> None:
+        """Tell the worker which blocks came home, and forget those; as many as there is room for.
 
         Called by the consumer only.
         """
-        written = self.words[HOME_WRITTEN]
-        if written - self.words[HOME_READ] == _HOME_PLACES:
-            return False
-        self._home[written % _HOME_PLACES] = number
-        self.order()
-        self.words[HOME_WRITTEN] = written + 1
-        return True
+        words = self.words
+        while leases:
+            written = words[HOME_WRITTEN]
+            if written - words[HOME_READ] == _HOME_PLACES:
+                return
+            self.home[written % _HOME_PLACES] = leases[0].number
+            self.order()
+            # Between these two is no call, so that no exception of a signal handler can strike
+            # there. A number that is told twice would free a block that is in use again.
+            words[HOME_WRITTEN] = written + 1
+            del leases[0]
 
     def came_home(self) -> list[int]:
         """Read the numbers of blocks that came home. Called by the worker only."""
@@ -108,7 +114,7 @@ class Road:
         if read == written:
             return []
         self.order()
-        numbers = [self._home[place % _HOME_PLACES] for place in range(read, written)]
+        numbers = [self.home[place % _HOME_PLACES] for place in range(read, written)]
         self.words[HOME_READ] = written
         return numbers
 

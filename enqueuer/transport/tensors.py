@@ -33,6 +33,15 @@ def reduce_tensor(tensor: Any) -> Any:
     return as_tensor, (array, str(tensor.dtype).removeprefix("torch."), order)
 
 
+def copy_in_thread(target: Any, source: Any) -> None:
+    """Copy a tensor of the CPU to another one, on this thread alone.
+
+    torch would take all CPUs, which the workers need. Its own limit, when set in one thread,
+    holds for the threads that are started later, too.
+    """
+    np.copyto(_carrier_of(target), _carrier_of(source.resolve_conj().resolve_neg()))
+
+
 def as_tensor(array: np.ndarray, dtype: str, order: Sequence[int]) -> Any:
     """Return the tensor that `reduce_tensor` was given; it shares the array's memory.
 
@@ -56,3 +65,10 @@ def _is_plain(tensor: Any) -> bool:
         and tensor.element_size() in _CARRIERS
         and not tensor.__dict__
     )
+
+
+def _carrier_of(tensor: Any) -> np.ndarray:
+    """Return an array of the same memory, of numbers of the same size as those of a tensor."""
+    carrier = getattr(sys.modules["torch"], _CARRIERS[tensor.element_size()])
+    array: np.ndarray = tensor.view(carrier).numpy()
+    return array

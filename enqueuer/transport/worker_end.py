@@ -152,7 +152,11 @@ class WorkerEnd:
         """Send what is no item; needs no credit. Raises as `send_item`."""
         self.check()
         if isinstance(message, End):
-            self._put(Kind.END, message.shard, 0, 0, b"")
+            data, table = b"", b""
+            if message.state is not None:
+                data, segments = self._lay_out(*self._encode(message.state))
+                table = self._announce(segments)
+            self._put(Kind.END, message.shard, message.number, len(table), table + data)
         elif isinstance(message, Empty):
             self._put(Kind.EMPTY, 0, message.number, 0, b"")
         else:

@@ -10,7 +10,9 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections import defaultdict, namedtuple
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from types import MappingProxyType
+from typing import Protocol, runtime_checkable
 
 import pytest
 from helpers import LIMIT, counting, twelve, wait_until
@@ -291,12 +293,83 @@ def test_a_running_loader_refuses_a_state(kind):
         loader.load_state_dict(loader.state_dict())
 
 
+@runtime_checkable
+class Stateful(Protocol):
+    """How Lightning finds out that a loader has a position."""
+
+    def state_dict(self): ...
+    def load_state_dict(self, state_dict): ...
+
+
 def test_a_list_tells_no_position(kind):
-    with pytest.raises(TypeError, match="state_dict"):
-        kind([1]).state_dict()
-    assert list(Later(kind([1]))) == [1]
-    with pytest.raises(TypeError, match="load_state_dict"):
-        kind([1]).load_state_dict({})
+    loader = kind([1])
+    for name in ("state_dict", "load_state_dict"):
+        assert not hasattr(loader, name)
+        with pytest.raises(AttributeError, match=f"a list tells no position: it has no {name}"):
+            getattr(loader, name)
+    assert not isinstance(loader, Stateful)
+    assert not isinstance(Later(loader), Stateful)
+    assert list(Later(loader)) == [1]
+    with pytest.raises(AttributeError, match="no attribute 'position'"):
+        _ = loader.position
+
+
+def test_an_enqueuer_tells_its_position_by_protocol(kind):
+    loader = kind(GeneratorEnqueuer(twelve))
+    assert isinstance(loader, Stateful)
+    assert isinstance(Later(loader), Stateful)
+
+
+# --- several iterators --------------------------------------------------------------------------
+
+
+def test_an_iterator_that_another_one_has_replaced_says_so():
+    loader = Later([1, 2, 3])
+    first, second = iter(loader), iter(loader)
+    assert list(second) == [1, 2, 3]
+    with pytest.raises(InvalidState, match=r"another iteration .* has begun"):
+        next(first)
+
+
+def test_an_iterator_that_is_replaced_in_the_middle_says_so():
+    loader = Later([1, 2, 3])
+    first = iter(loader)
+    assert next(first) == 1
+    second = iter(loader)
+    with pytest.raises(InvalidState, match=r"another iteration .* has begun"):
+        next(first)
+    assert list(second) == [1, 2, 3]
+    assert list(second) == list(first) == []
+
+
+def test_two_iterators_over_an_enqueuer_share_the_epoch(kind):
+    loader = kind(GeneratorEnqueuer(twelve))
+    first, second = iter(loader), iter(loader)
+    had = [next(first), next(second), next(first), *second, *first]
+    assert had == list(range(12))
+
+
+def test_after_a_break_nothing_of_a_list_is_kept():
+    class Batch:
+        """What a weak reference can tell the end of."""
+
+    made, threads = weakref.WeakSet(), []
+
+    def change(number):
+        threads.append(threading.current_thread())
+        batch = Batch()
+        made.add(batch)
+        return batch
+
+    loader = Later([0] * 10, change=change)
+    for _ in loader:
+        break
+    del _
+    threads[0].join(LIMIT)
+    assert not threads[0].is_alive()
+    gc.collect()
+    assert not made
+    assert len(list(loader)) == 10
 
 
 # --- working ahead -----------------------------------------------------------------------------
@@ -391,6 +464,30 @@ def test_a_nest_keeps_its_build():
     }
     assert type(twin["e"]) is defaultdict
     assert nest["d"] == Pair(4, [5])
+
+
+class Labels(dict):
+    pass
+
+
+class Movable(tuple):
+    def to(self, device):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("kind", [Labels, OrderedDict, UserDict, MappingProxyType])
+def test_every_mapping_is_gone_into_and_keeps_its_class(kind):
+    nest = kind({"x": 1, "y": [2]})
+    twin = mapped(lambda leaf: -leaf, nest)
+    assert type(twin) is kind
+    assert dict(twin) == {"x": -1, "y": [-2]}
+    assert dict(nest) == {"x": 1, "y": [2]}
+
+
+def test_a_tuple_that_moves_itself_is_a_leaf():
+    """A PackedSequence, for example, cannot be made anew of its parts."""
+    movable = Movable([1, 2])
+    assert mapped(lambda leaf: leaf, [movable])[0] is movable
 
 
 def test_a_missing_framework_says_what_to_install():

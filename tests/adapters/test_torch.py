@@ -1,7 +1,10 @@
 """PyTorch: tensors that share the worker's memory, and datasets that give everything once."""
 
+import copy
+import functools
 import gc
 import itertools
+import pickle
 import types
 from multiprocessing import resource_tracker
 
@@ -66,6 +69,11 @@ def image(number):
 
 def noisy(number, task):
     return np.array([number, task.epoch, task.rng.integers(1000)])
+
+
+def worker_info(id, num_workers, seed=0):
+    """Return what torch tells a worker; its seed is that of the iteration, and its index."""
+    return types.SimpleNamespace(id=id, num_workers=num_workers, seed=seed + id)
 
 
 def seen(loader):
@@ -270,6 +278,27 @@ def test_after_a_break_dataloader_workers_begin_the_next_epoch(persistent):
     assert seen(loader) == [[number, 1] for number in range(12)]
 
 
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("began", [[(0, 1)], [(1, 2)]], ids=["fewer workers", "one was late"])
+def test_dataloader_workers_agree_on_the_epoch(began, first, monkeypatch):
+    """One may have missed an epoch: it was not there, or the loop left before it began."""
+    dataset = EnqueuerIterableDataset(GeneratorEnqueuer(numbers, shards=4))
+
+    def epoch_of(worker, workers, seed):
+        info = worker_info(worker, workers, seed)
+        monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: info)
+        own = copy.copy(dataset)  # as in a process of its own
+        own._here = copy.copy(dataset._here)
+        (epoch,) = {epoch for _, epoch in seen(own)}
+        own.stop()
+        return epoch
+
+    for worker, workers in began:
+        assert epoch_of(worker, workers, seed=10) == 0
+    for epoch, seed in ((1, 20), (2, 30)):
+        assert [epoch_of(worker, 2, seed) for worker in (first, 1 - first)] == [epoch] * 2
+
+
 def test_set_epoch_reaches_dataloader_workers():
     dataset = EnqueuerIterableDataset(GeneratorEnqueuer(numbers, shards=4))
     loader = DataLoader(dataset, batch_size=None, num_workers=2, persistent_workers=True)
@@ -294,7 +323,7 @@ def test_which_shards_drop_last_leaves_out_does_not_depend_on_dataloader_workers
 
 def in_another_process(monkeypatch, dataset):
     """Have a dataset be in the second of two workers of a DataLoader from now on."""
-    info = types.SimpleNamespace(id=1, num_workers=2)
+    info = worker_info(id=1, num_workers=2)
     monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: info)
     monkeypatch.setattr(dataset._here, "_pid", 0)
 
@@ -344,10 +373,66 @@ def test_a_dataset_that_was_stopped_can_be_shared_with_dataloader_workers(monkey
 
 def test_set_epoch_without_dataloader_workers():
     dataset = EnqueuerIterableDataset(GeneratorEnqueuer(numbers))
-    dataset.set_epoch(5)
-    assert seen(dataset)[0] == [0, 5]
-    with pytest.raises(InvalidState, match="counts epochs"):
-        dataset.set_epoch(6)
+    loader = DataLoader(dataset, batch_size=None)
+    for epoch in (0, 1, 2, 5, 3, 3):
+        dataset.set_epoch(epoch)
+        assert seen(loader) == [[number, epoch] for number in range(12)]
+    dataset.stop()
+
+
+def test_set_epoch_to_the_next_one_keeps_the_workers_running():
+    enqueuer = GeneratorEnqueuer(numbers)
+    dataset = EnqueuerIterableDataset(enqueuer)
+    assert len(seen(dataset)) == 12
+    dataset.set_epoch(1)
+    assert not enqueuer._is_idle()
+    assert seen(dataset)[0] == [0, 1]
+    dataset.stop()
+
+
+def test_set_epoch_after_a_break_begins_that_epoch():
+    dataset = EnqueuerIterableDataset(GeneratorEnqueuer(numbers), steps_per_epoch=20)
+    for epoch in range(2):
+        dataset.set_epoch(epoch)
+        assert seen(itertools.islice(iter(dataset), 3)) == [[n, epoch] for n in range(3)]
+    dataset.stop()
+
+
+def test_set_epoch_to_the_one_that_was_resumed_keeps_its_position():
+    def make():
+        return EnqueuerIterableDataset(GeneratorEnqueuer(numbers, random_seed=7))
+
+    one = make()
+    one.set_epoch(4)
+    seen(itertools.islice(iter(one), 5))
+    state = one.state_dict()
+    one.stop()
+    other = make()
+    other.load_state_dict(state)
+    for epoch, first in ((4, 5), (5, 0)):
+        other.set_epoch(epoch)
+        assert seen(other) == [[number, epoch] for number in range(first, 12)]
+    other.stop()
+
+
+def test_set_epoch_does_not_stop_what_the_caller_has_started():
+    with GeneratorEnqueuer(numbers) as enqueuer:
+        dataset = EnqueuerIterableDataset(enqueuer)
+        assert len(seen(dataset)) == 12
+        dataset.set_epoch(1)
+        assert seen(dataset)[0] == [0, 1]
+        with pytest.raises(InvalidState, match=r"set_epoch\(5\).*stop\(\)"):
+            dataset.set_epoch(5)
+
+
+def test_a_default_device_of_torch_is_left_alone():
+    with torch.device("meta"):
+        dataset = EnqueuerIterableDataset(GeneratorEnqueuer(numbers))
+        assert seen(dataset) == [[number, 0] for number in range(12)]
+        dataset.stop()
+        by_index = EnqueuerMapDataset(GeneratorEnqueuer(numbers), length=2)
+        assert by_index[0].tolist() == [0, 0]
+        by_index.stop()
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -366,8 +451,91 @@ def in_a_worker(monkeypatch):
 
     A DataLoader waits for ten seconds for workers of which one has raised.
     """
-    info = types.SimpleNamespace(id=1, num_workers=2)
+    info = worker_info(id=1, num_workers=2)
     monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: info)
+
+
+def test_a_worker_whose_part_is_over_is_resumed_at_its_end(in_a_worker):
+    """Another worker may have more: it would get items of the next epoch between its own."""
+    one = EnqueuerIterableDataset(GeneratorEnqueuer(numbers, shards=4, random_seed=7))
+    part = seen(one)
+    state = one.state_dict()
+    one.stop()
+    for _ in range(2):
+        other = EnqueuerIterableDataset(GeneratorEnqueuer(numbers, shards=4, random_seed=7))
+        other.load_state_dict(state)
+        assert seen(other) == []
+        state = other.state_dict()
+        assert seen(other) == [[number, 1] for number, _ in part]
+        other.stop()
+
+
+def test_the_position_of_a_worker_before_its_first_batch_is_in_its_epoch(in_a_worker):
+    dataset = EnqueuerIterableDataset(GeneratorEnqueuer(numbers, shards=4, random_seed=7))
+    dataset.set_epoch(3)
+    iter(dataset)
+    assert dataset.state_dict()["epoch"] == 3
+    dataset.stop()
+
+
+def test_a_state_of_a_worker_is_not_that_of_the_whole(in_a_worker, monkeypatch):
+    dataset = EnqueuerIterableDataset(GeneratorEnqueuer(numbers, shards=4, random_seed=7))
+    seen(dataset)
+    state = dataset.state_dict()
+    dataset.stop()
+    monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: None)
+    whole = EnqueuerIterableDataset(GeneratorEnqueuer(numbers, shards=4, random_seed=7))
+    with pytest.raises(StateMismatch, match="of a worker of a DataLoader"):
+        whole.load_state_dict(state)
+
+
+def of_lengths(lengths, shard):
+    for number in range(lengths[shard.index]):
+        yield np.array([shard.index, number])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "workers", "says"),
+    [
+        ((2, 2, 2, 2), 3, r"4 shards .* cannot be dealt out evenly over 3 workers"),
+        ((1, 2, 2, 2), 2, "differ in length"),
+        ((3, 3, 3, 1), 2, "differ in length"),
+    ],
+)
+def test_dataloader_workers_warn_once_if_the_order_is_not_that_of_the_enqueuer(
+    lengths, workers, says, monkeypatch
+):
+    own = GeneratorEnqueuer(functools.partial(of_lengths, lengths), shards=4)
+    dataset = EnqueuerIterableDataset(own)
+
+    def two_epochs():
+        for worker, _ in itertools.product(range(workers), range(2)):
+            info = worker_info(id=worker, num_workers=workers)
+            monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda info=info: info)
+            dataset.stop()
+            seen(dataset)
+
+    with pytest.warns(EnqueuerWarning, match=says) as warned:
+        two_epochs()
+    assert len(warned) == 1
+    dataset.stop()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options"),
+    [
+        ((3, 2, 2, 2), {"shards": 4}),
+        ((3, 3, 3, 3), {"shards": 4}),
+        ((5, 1), {"shards": 2}),
+        ((1, 2, 2, 2), {"shards": 4, "ordered": False}),
+        ((1, 2, 2, 2), {"workers": 2}),
+    ],
+)
+def test_dataloader_workers_do_not_warn_without_a_cause(lengths, options, in_a_worker, no_warnings):
+    own = GeneratorEnqueuer(functools.partial(of_lengths, lengths), **options)
+    dataset = EnqueuerIterableDataset(own)
+    assert seen(dataset)
+    dataset.stop()
 
 
 def test_too_few_shards_for_dataloader_workers_is_an_error_that_says_so(in_a_worker):
@@ -474,6 +642,7 @@ def test_a_map_dataset_takes_the_next_item_whatever_the_index(backend):
     dataset.stop()
 
 
+@pytest.mark.filterwarnings("ignore:.*makes all items")  # in the workers, which are forked
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_map_dataset_in_dataloader_workers_repeats_nothing(persistent):
     dataset = EnqueuerMapDataset(GeneratorEnqueuer(numbers, shards=4), length=12)
@@ -481,6 +650,101 @@ def test_a_map_dataset_in_dataloader_workers_repeats_nothing(persistent):
     for epoch in range(2):
         items = [tuple(row) for batch in loader for row in batch.tolist()]
         assert sorted(items) == [(number, epoch) for number in range(12)]
+
+
+def dealt(monkeypatch, dataset, sampler, batch_size, workers, epochs=1, one_by_one=False):
+    """Yield what the workers of a DataLoader are asked for, as (index, item, epoch of the loader).
+
+    torch deals out batches of indices in turn: worker w gets those of batch w, w + workers, ...
+    """
+    batches = [sampler[at : at + batch_size] for at in range(0, len(sampler), batch_size)]
+    for worker in range(workers):
+        info = worker_info(id=worker, num_workers=workers)
+        monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda info=info: info)
+        own = pickle.loads(pickle.dumps(dataset))
+        for epoch, indices in itertools.product(range(epochs), batches[worker::workers]):
+            ask = (
+                own.__getitems__
+                if not one_by_one
+                else lambda some, own=own: map(own.__getitem__, some)
+            )
+            items = ask(indices)
+            yield from zip(indices, items, itertools.repeat(epoch))
+        own.stop()
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("one_by_one", [False, True], ids=["lists", "one by one"])
+@pytest.mark.parametrize(
+    ("length", "batch_size", "workers"),
+    [(25, 4, 2), (25, 4, 3), (10, 8, 2), (10, 3, 4), (7, 1, 3), (5, 10, 2), (9, 3, 1)],
+)
+def test_a_map_dataset_gives_every_element_once_and_by_its_index(
+    length, batch_size, workers, one_by_one, monkeypatch
+):
+    own = OrderedEnqueuer(range(length), noisy, shuffle=True, random_seed=7)
+    dataset = EnqueuerMapDataset(own)
+    with OrderedEnqueuer(range(length), noisy, shuffle=True, random_seed=7) as alone:
+        expected = [seen(alone) for _ in range(2)]
+    how = (list(range(length)), batch_size, workers, 2, one_by_one)
+    if workers > 1 and one_by_one and batch_size > 1:  # the first worker cannot tell the batches
+        with pytest.warns(EnqueuerWarning, match="makes all items"):
+            found = list(dealt(monkeypatch, dataset, *how))
+    else:
+        found = list(dealt(monkeypatch, dataset, *how))
+    assert len(found) == 2 * length
+    for index, item, epoch in found:
+        assert item.tolist() == expected[epoch][index]
+
+
+def test_a_map_dataset_whose_last_batch_is_dropped_begins_each_epoch_at_its_first(monkeypatch):
+    dataset = EnqueuerMapDataset(OrderedEnqueuer(range(11), noisy, random_seed=7))
+    for index, item, epoch in dealt(monkeypatch, dataset, list(range(8)), 4, 2, epochs=3):
+        assert item.tolist()[:2] == [index, epoch]
+
+
+@pytest.mark.parametrize("length", [12, 7])
+def test_a_map_dataset_of_a_generator_gives_every_item_once(length, monkeypatch):
+    dataset = EnqueuerMapDataset(GeneratorEnqueuer(numbers, shards=4), length=length)
+    with pytest.warns(EnqueuerWarning, match=r"each of the 2 workers .* makes all items"):
+        found = list(dealt(monkeypatch, dataset, list(range(length)), 4, 2, epochs=2))
+    assert len(found) == 2 * length
+    for index, item, epoch in found:
+        assert item.tolist() == [index, epoch]
+
+
+@pytest.mark.parametrize("sampler", [[3, 0, 2, 1], [2, 3, 0, 1], [0, 2, 1, 3]])
+@pytest.mark.parametrize("make", [lambda: OrderedEnqueuer(range(4)), None])
+@pytest.mark.filterwarnings("ignore:.*makes all items")
+def test_a_map_dataset_in_dataloader_workers_refuses_torchs_shuffle(sampler, make, monkeypatch):
+    own = make() if make else GeneratorEnqueuer(numbers, shards=2)
+    dataset = EnqueuerMapDataset(own, length=4)
+    with pytest.raises(ValueError, match=r"leave out shuffle=True and sampler="):
+        list(dealt(monkeypatch, dataset, sampler, 4, 2))
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: GeneratorEnqueuer(numbers, shards=2, ordered=False), "ordered=False"),
+        (lambda: GeneratorEnqueuer(iter(range(9))), "live iterator"),
+    ],
+)
+def test_a_map_dataset_refuses_workers_that_would_disagree(make, says, monkeypatch):
+    dataset = EnqueuerMapDataset(make(), length=4)
+    info = worker_info(id=1, num_workers=2)
+    monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: info)
+    with pytest.raises(ValueError, match=says):
+        dataset.__getitems__([2, 3])
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_dataloader_asks_a_map_dataset_for_batches_in_turn(persistent):
+    dataset = EnqueuerMapDataset(OrderedEnqueuer(range(25), noisy, random_seed=7))
+    loader = DataLoader(dataset, batch_size=4, num_workers=2, persistent_workers=persistent)
+    for epoch in range(2):
+        rows = [row[:2] for batch in loader for row in batch.tolist()]
+        assert rows == [[number, epoch] for number in range(25)]
 
 
 def test_a_map_dataset_has_a_length():
@@ -532,6 +796,14 @@ def test_a_started_enqueuer_cannot_take_another_rank(second_of_two):
         TorchLoader(enqueuer)
 
 
+def test_a_dataset_older_than_the_ranks_is_not_sent_to_spawned_workers(request):
+    """They do not know of torch.distributed and would not notice."""
+    dataset = EnqueuerIterableDataset(OrderedEnqueuer(range(5), random_seed=7))
+    request.getfixturevalue("second_of_two")
+    with pytest.raises(InvalidState, match="after this loader was made"):
+        pickle.dumps(dataset)
+
+
 def test_rank_without_world_size_is_refused():
     with pytest.raises(ValueError, match="go together"):
         TorchLoader(OrderedEnqueuer(range(5)), rank=1)
@@ -540,20 +812,39 @@ def test_rank_without_world_size_is_refused():
 DISTRIBUTED = """
     import sys, torch, numpy as np
     import torch.multiprocessing as mp
+    from torch.utils.data import DataLoader
     from enqueuer import OrderedEnqueuer
-    from enqueuer.adapters.torch import TorchLoader
+    from enqueuer.adapters.cuda import CudaDataLoader
+    from enqueuer.adapters.torch import EnqueuerIterableDataset, EnqueuerMapDataset, TorchLoader
+
+    LOADERS = {
+        "TorchLoader": TorchLoader,
+        "CudaDataLoader": lambda own: CudaDataLoader(own, "cpu"),
+        "EnqueuerIterableDataset": lambda own: DataLoader(
+            EnqueuerIterableDataset(own), batch_size=None
+        ),
+        "EnqueuerMapDataset": lambda own: DataLoader(EnqueuerMapDataset(own), batch_size=None),
+    }
 
     def main(rank, store):
+        early = {name: make(numbers()) for name, make in LOADERS.items()}
         torch.distributed.init_process_group(
             "gloo", store=torch.distributed.FileStore(store, 2), rank=rank, world_size=2
         )
-        loader = TorchLoader(OrderedEnqueuer(range(7), shuffle=True, random_seed=7))
-        mine = [int(item) for item in loader]
-        everyone = [None, None]
-        torch.distributed.all_gather_object(everyone, mine)
-        if rank == 0:
-            print(sorted(everyone[0] + everyone[1]), len(everyone[0]))
+        for name, make in LOADERS.items():
+            mine = [int(item) for item in make(numbers())]
+            everyone = [None, None]
+            torch.distributed.all_gather_object(everyone, mine)
+            if rank == 0:
+                print(name, sorted(everyone[0] + everyone[1]), len(everyone[0]))
+                try:
+                    print(list(early[name]))
+                except RuntimeError as error:
+                    print(str(error).split(",")[0])
         torch.distributed.destroy_process_group()
+
+    def numbers():
+        return OrderedEnqueuer(range(7), np.array, shuffle=True, random_seed=7)
 
     if __name__ == "__main__":
         mp.spawn(main, (sys.argv[0] + ".store",), nprocs=2)
@@ -562,7 +853,40 @@ DISTRIBUTED = """
 
 def test_two_processes_of_torch_distributed_share_the_data(tmp_path):
     code, out, err = run_program(tmp_path, DISTRIBUTED)
-    assert (code, out) == (0, "[0, 1, 2, 3, 4, 5, 6] 4\n"), err
+    lines = out.splitlines()
+    loaders = ["TorchLoader", "CudaDataLoader", "EnqueuerIterableDataset", "EnqueuerMapDataset"]
+    assert lines[::2] == [f"{name} [0, 1, 2, 3, 4, 5, 6] 4" for name in loaders], err
+    assert lines[1::2] == ["torch.distributed was initialised after this loader was made"] * 4
+    assert code == 0
+
+
+# --- what is different ------------------------------------------------------------------------
+
+
+class Broken(Squares):
+    def __getitem__(self, index):
+        if index == 1:
+            raise KeyError("no such file")
+        return index
+
+
+def outcomes(batches):
+    """Return what five calls of next() give or raise."""
+    found = []
+    for _ in range(5):
+        try:
+            found.append(next(batches))
+        except KeyError as error:
+            found.append(type(error))
+    return found
+
+
+def test_after_an_error_a_dataloader_goes_on_and_an_enqueuer_raises_it_again():
+    assert outcomes(iter(DataLoader(Broken(), batch_size=None))) == [0, KeyError, 2, 3, 4]
+    with OrderedEnqueuer(Broken()) as enqueuer:
+        assert outcomes(iter(enqueuer)) == [0, *[KeyError] * 4]
+    with OrderedEnqueuer(Broken(), on_error="skip") as enqueuer:
+        assert outcomes(iter(enqueuer)) == [0, 2, 3, 4, 5]
 
 
 # --- torch as the source -----------------------------------------------------------------------

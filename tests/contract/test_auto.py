@@ -10,6 +10,7 @@ import pickle
 import threading
 import time
 
+import numpy as np
 import psutil
 import pytest
 from conftest import IS_RAY, RAY, actors
@@ -148,6 +149,50 @@ def test_what_computes_has_no_more_processes_than_cpus(monkeypatch):
         assert max(loop.workers) <= 2
 
 
+@pytest.mark.local  # for actors it is the cluster's CPUs, as their memory is not known
+@pytest.mark.parametrize(("kind", "most"), [("tasks", 64), ("shards", 16)])
+def test_the_cpus_alone_are_no_limit(options, monkeypatch, kind, most):
+    """How many there are CPUs for follows from what the workers do, so the tuner says it."""
+    given = []
+
+    class Told(Given):
+        def __init__(self, workers, most, shards, patience_s):
+            given.append(most)
+
+    monkeypatch.setattr("enqueuer.usage.cpus", lambda: 2.0)
+    monkeypatch.setattr("enqueuer.tuning.Tuner", Told)
+    if kind == "tasks":
+        made = OrderedEnqueuer(range(3), sleepy_task, workers="auto", **options)
+    else:
+        made = GeneratorEnqueuer(sleepy, workers="auto", **options)
+    with made:
+        assert given == [most]
+
+
+@pytest.mark.parametrize("kind", ["tasks", "shards"])
+def test_memory_is_a_limit(monkeypatch, caplog, kind):
+    """A worker takes 1 kB, and there is room for 2; shards need it while the old ones live."""
+    monkeypatch.setattr("enqueuer.usage.own_bytes", lambda pid: 1000)
+    monkeypatch.setattr("enqueuer.usage.available_bytes", lambda: 2600 if workers() < 3 else 600)
+    if kind == "tasks":
+        made = OrderedEnqueuer(
+            range(100_000), sleepy_task, workers="auto", backend="process", mp_context="fork"
+        )
+    else:
+        made = GeneratorEnqueuer(sleepy, workers="auto", backend="process", mp_context="fork")
+
+    def workers():
+        return made._workers
+
+    with made as enqueuer:
+        loop = Loop(enqueuer, 0)
+        loop.run_until(lambda: caplog.records)
+        loop.run(1)
+        assert enqueuer._workers == (4 if kind == "tasks" else 2)
+    [record] = caplog.records
+    assert "a worker takes 1.0 kB of memory, and " in record.message
+
+
 @pytest.mark.local  # a start of Ray's beside it takes the CPU that the loop is measured by
 def test_it_comes_to_rest(options):
     """One and the same load: at its end nothing changes any more."""
@@ -172,6 +217,29 @@ class Given:
 
     def next(self, stats, again_s=None):
         return Given.workers
+
+
+@pytest.mark.parametrize("count", [1, 50])
+def test_it_decides_from_the_first_batch_on(options, monkeypatch, count):
+    """Also while the first batches of the shards are compared, or if these have no second one."""
+    asked = []
+
+    class Asked(Given):
+        def next(self, stats, again_s=None):
+            asked.append(stats.items)
+            return 1
+
+    monkeypatch.setattr("enqueuer.tuning.Tuner", Asked)
+    source = functools.partial(numbered, count)
+    with GeneratorEnqueuer(source, workers="auto", shards=16, **options) as enqueuer:
+        next(iter(enqueuer))
+        assert asked
+
+
+def numbered(count, shard):
+    """Yield batches that are large enough to be compared."""
+    for number in range(count):
+        yield np.full((4, 8), 1000 * shard.index + number)
 
 
 def test_those_who_are_retired_go_home(options, monkeypatch):

@@ -1,5 +1,8 @@
 """Bound: at most max_queue_size items wait, and each worker holds one more in hand."""
 
+import dataclasses
+import functools
+import itertools
 import os
 import queue
 import threading
@@ -12,7 +15,7 @@ import pytest
 from conftest import RAY
 from helpers import LIMIT, wait_until
 
-from enqueuer import GeneratorEnqueuer, StopWarning
+from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, StopWarning
 
 
 class Counter:
@@ -77,6 +80,45 @@ def test_bytes_are_bounded_too(options, ordered, tmp_path):
         # a loop that has just been fast leaves half of each actor's credit to be renewed
         at_least = 2 if options["backend"] == "ray" else 4
         wait_until(lambda: at_least <= enqueuer.queue.qsize() <= 4)
+
+
+@dataclasses.dataclass
+class Example:
+    """A batch whose arrays are attributes."""
+
+    image: np.ndarray
+    label: int
+
+
+def example(number):
+    return Example(np.zeros(100_000, np.uint8), number)
+
+
+@pytest.mark.parametrize("options", FORK_OR_THREAD)
+def test_bytes_in_attributes_are_bounded_too(options):
+    source = functools.partial(map, example, range(20))
+    with GeneratorEnqueuer(lambda: source(), max_queue_bytes=450_000, **options) as enqueuer:
+        wait_until(lambda: enqueuer.queue.qsize() == 4)
+        assert [batch.label for batch in enqueuer] == list(range(20))
+        assert enqueuer.stats().bytes >= 20 * 100_000
+
+
+@pytest.mark.parametrize("options", FORK_OR_THREAD)
+def test_tasks_are_handed_out_by_the_bytes_in_attributes(options):
+    with OrderedEnqueuer(range(20), example, max_queue_bytes=450_000, **options) as enqueuer:
+        # The first one tells how large they are. If that comes too late for the next one, one
+        # more waits: each worker may have one beside the bound.
+        assert [batch.label for batch in itertools.islice(enqueuer, 2)] == [0, 1]
+        wait_until(lambda: 4 <= enqueuer.queue.qsize() <= 5)
+        assert [batch.label for batch in enqueuer] == list(range(2, 20))
+
+
+def test_results_without_a_size_are_handed_out_up_to_the_number():
+    with OrderedEnqueuer(
+        range(20), lambda number: object(), max_queue_bytes=1000, max_queue_size=5
+    ) as enqueuer:
+        assert len(list(itertools.islice(enqueuer, 2))) == 2
+        wait_until(lambda: enqueuer.queue.qsize() == 5)
 
 
 @pytest.mark.parametrize("ordered", [True, False])

@@ -30,7 +30,7 @@ def test_a_captured_generator_is_told_of_with_its_cure(process):
         with pytest.warns(DuplicateDataWarning) as caught:
             batches = list(enqueuer)
     (warning,) = caught
-    assert "shards 0 and 1 began with the same two batches" in str(warning.message)
+    assert "shards 0 and 1 began with the same batches" in str(warning.message)
     assert "Draw them from shard.rng" in str(warning.message)
     assert warning.filename == __file__
     assert len(batches) == 8
@@ -48,7 +48,7 @@ def test_it_is_said_once_and_costs_later_epochs_nothing(backend, no_warnings):
     with GeneratorEnqueuer(numbered, workers=2, **backend) as enqueuer:
         with pytest.warns(DuplicateDataWarning):
             assert len(list(enqueuer)) == 8
-        assert "_found" not in vars(enqueuer)
+        assert enqueuer._first_items is None
         assert len(list(enqueuer)) == 8
         enqueuer.stop()
         enqueuer.start()
@@ -101,11 +101,44 @@ def of_somebody_else(shard):
 
 
 class Unknown:
+    __slots__ = ("value",)
+
     def __init__(self, value):
         self.value = value
 
 
+class Known:
+    def __init__(self, value):
+        self.value = value
+
+
+def short_labels(shard):
+    yield from [[0], [1], [1], [0], [1]]
+
+
+def lone_numbers(shard):
+    yield from range(50)
+
+
+def one_number_again_and_again(shard):
+    yield from itertools.repeat({"label": 3, "name": "x" * 100}, 50)
+
+
+def lines_below_the_same_header(shard):
+    yield from ("% a comment that each of the files has", "% and another one")
+    yield from (f"{column}, from the table of all columns" for column in ("x", "y", "label"))
+    for number in range(20):
+        yield f"{shard.index}, {number}"
+
+
+def sensors_at_rest(shard):
+    for number in range(40):
+        yield {"seconds": number / 10, "x": 0.0 if number < 20 else shard.rng.random()}
+
+
 QUIET = [
+    lines_below_the_same_header,
+    sensors_at_rest,
     own_numbers,
     one_batch_again_and_again,
     a_header,
@@ -113,7 +146,29 @@ QUIET = [
     with_its_shard,
     only_one,
     of_somebody_else,
+    short_labels,
+    lone_numbers,
+    one_number_again_and_again,
 ]
+
+TOLD = {
+    "tokens": lambda: ([number, 7, number + 1] for number in range(20)),
+    "scalars": lambda: ({"x": number / 3, "label": number % 2} for number in range(20)),
+    "texts": lambda: (
+        f"line {number} of a file that is read by each worker" for number in range(9)
+    ),
+    "small arrays": lambda: (np.array([number, 0]) for number in range(20)),
+    "long lists": lambda: (list(range(number, 100_000)) for number in range(3)),
+    "sets": lambda: ({f"word {number}", "and a long one beside it" * 3} for number in range(3)),
+    "objects": lambda: (Known(np.full(64, number)) for number in range(3)),
+}
+
+
+@pytest.mark.parametrize("source", TOLD.values(), ids=TOLD)
+def test_small_items_of_any_kind_are_compared(source):
+    with GeneratorEnqueuer(source, workers=2) as enqueuer:
+        with pytest.warns(DuplicateDataWarning, match="shards 0 and 1 .* takes no shard"):
+            assert list(enqueuer)
 
 
 @pytest.mark.parametrize("source", QUIET)
@@ -121,7 +176,7 @@ def test_what_may_well_be_is_not_told_of(backend, source, no_warnings):
     with GeneratorEnqueuer(source, workers=2, **backend) as enqueuer:
         for _ in range(2):
             assert list(enqueuer)
-        assert "_found" not in vars(enqueuer)
+        assert enqueuer._first_items is None
 
 
 def test_a_shard_that_gives_little_does_not_have_the_others_compared_for_ever(backend):
@@ -131,7 +186,7 @@ def test_a_shard_that_gives_little_does_not_have_the_others_compared_for_ever(ba
     with GeneratorEnqueuer(source, workers=2, **backend) as enqueuer:
         batches = iter(enqueuer)
         assert len(list(itertools.islice(batches, 500))) == 500
-        assert "_found" not in vars(enqueuer)
+        assert enqueuer._first_items is None
         assert len(list(batches)) == 501
 
 

@@ -3,7 +3,7 @@
 import pytest
 from helpers import counting, twelve
 
-from enqueuer import Closed, GeneratorEnqueuer, prefetch
+from enqueuer import Closed, EmptyEpochWarning, GeneratorEnqueuer, OrderedEnqueuer, prefetch
 
 
 def test_each_loop_is_an_epoch_on_the_same_workers(process):
@@ -85,3 +85,77 @@ def test_prefetch_stops_after_a_break(backend):
     for batch in prefetch(counting, workers=2, **backend):
         assert batch == (0, 0)
         break
+
+
+def test_an_iterator_that_was_read_to_its_end_is_told_of_once(backend, no_warnings):
+    if backend.get("mp_context", "fork") != "fork":
+        pytest.skip("a live iterator is handed over by fork")
+    with GeneratorEnqueuer(iter("abc"), **backend) as enqueuer:
+        assert list(enqueuer) == ["a", "b", "c"]
+        with pytest.warns(
+            EmptyEpochWarning, match="read to its end .* pass the generator fun"
+        ) as w:
+            assert list(enqueuer) == []
+        assert [warning.filename for warning in w] == [__file__]
+        assert list(enqueuer) == []
+
+
+def test_an_iterator_used_as_keras_does_is_not_told_of(no_warnings):
+    with GeneratorEnqueuer(iter("abc")) as enqueuer:
+        assert [next(enqueuer.get()) for _ in range(3)] == ["a", "b", "c"]
+        assert list(enqueuer.get()) == []
+        assert list(enqueuer.get()) == []
+    with GeneratorEnqueuer(iter("")) as enqueuer:  # it never had any
+        assert [list(enqueuer) for _ in range(2)] == [[], []]
+
+
+class Again:
+    """An iterator that begins anew, as old loaders do."""
+
+    def __iter__(self):
+        self.left = 2
+        return self
+
+    def __next__(self):
+        if not self.left:
+            raise StopIteration
+        self.left -= 1
+        return self.left
+
+
+def test_an_iterator_that_begins_anew_is_not_told_of(no_warnings):
+    with GeneratorEnqueuer(Again()) as enqueuer:
+        assert [list(enqueuer) for _ in range(2)] == [[1, 0], [1, 0]]
+
+
+NOTHING = {
+    "shards": lambda **options: GeneratorEnqueuer(lambda: iter([None] * 4), **options),
+    "tasks": lambda **options: OrderedEnqueuer(range(4), lambda x: None, **options),
+    "an iterable": lambda **options: OrderedEnqueuer(iter(range(4)), lambda x: None, **options),
+}
+
+
+@pytest.mark.parametrize("make", NOTHING.values(), ids=NOTHING)
+def test_an_epoch_of_nothing_but_none_is_told_of_once(make, backend, no_warnings):
+    with make(**backend) as enqueuer:
+        with pytest.warns(EmptyEpochWarning, match="all 4 of them were None") as caught:
+            assert list(enqueuer) == []
+        assert [warning.filename for warning in caught] == [__file__]
+        assert list(enqueuer) == []
+
+
+def test_an_epoch_with_a_reason_to_be_empty_is_not_told_of(no_warnings):
+    def fails(x):
+        raise ValueError
+
+    with OrderedEnqueuer(range(2), fails, on_error=lambda error: None) as enqueuer:
+        assert list(enqueuer) == []
+    with GeneratorEnqueuer(lambda: iter("a"), workers=1) as enqueuer:
+        assert next(iter(enqueuer)) == "a"
+        state = enqueuer.state_dict()
+    rest = GeneratorEnqueuer(lambda: iter("a"))
+    rest.load_state_dict(state)
+    with rest:
+        assert list(rest) == []
+    with OrderedEnqueuer([], abs) as enqueuer:
+        assert list(enqueuer) == []

@@ -10,9 +10,11 @@ import threading
 import numpy as np
 import psutil
 import pytest
-from helpers import LIMIT
+from helpers import LIMIT, wait_until
 
-from enqueuer import GeneratorEnqueuer
+from enqueuer import GeneratorEnqueuer, OverwrittenDataWarning, duplicates
+from enqueuer.backends import threads
+from enqueuer.buffer import Buffer
 
 LARGE = 50_000
 
@@ -221,6 +223,7 @@ def huge(shard):
 
 @pytest.mark.skipif(psutil.virtual_memory().available < 14e9, reason="needs 14 GB of memory")
 @pytest.mark.timeout(600)  # 30 s alone, but several times that where others want memory, too
+@pytest.mark.thorough
 def test_more_than_2_gib_come_through():
     with GeneratorEnqueuer(huge, backend="process", max_queue_size=1) as enqueuer:
         batches = iter(enqueuer)
@@ -233,3 +236,107 @@ def test_more_than_2_gib_come_through():
         assert len(batch) == (1 << 31) + 1000 and batch[-1:] == b"7"
         del batch
         enqueuer.stop(timeout=LIMIT)  # so much memory is not given back at once
+
+
+def one_buffer():
+    batch = np.zeros((3, 1000))
+    for number in range(5):
+        batch[:] = number
+        yield {"x": batch[:2]}
+
+
+def two_buffers():
+    buffers = np.zeros(3), np.zeros(3)
+    for number in range(6):
+        buffers[number % 2][:] = number
+        yield buffers[number % 2]
+
+
+def one_list():
+    batch = []
+    for number in range(5):
+        batch.append(number)
+        yield batch
+
+
+@pytest.mark.parametrize("source", [one_buffer, two_buffers, one_list])
+def test_a_buffer_that_is_used_again_while_it_waits_is_told_of_once(source, no_warnings):
+    def run():
+        with GeneratorEnqueuer(source) as enqueuer:
+            wait_until(lambda: enqueuer.queue.qsize() >= 5)
+            return list(enqueuer)
+
+    says = "shard 0 was changed .* yield a copy"
+    with pytest.warns(OverwrittenDataWarning, match=says) as caught:
+        assert len(run()) >= 5
+    assert len(caught) == 1
+
+
+def constants():
+    constant = np.arange(1000), [1, 2], "text"
+    yield from [constant] * 40
+
+
+def ring():
+    buffers = np.zeros((4, 100))
+    for number in range(40):
+        buffers[number % 4] = number
+        yield buffers[number % 4]
+
+
+@pytest.mark.parametrize(
+    ("source", "size"), [(constants, 10), (ring, 2), (lambda: iter([1] * 40), 10)]
+)
+def test_what_stays_as_it_was_is_not_told_of(source, size, no_warnings):
+    with GeneratorEnqueuer(source, max_queue_size=size) as enqueuer:
+        wait_until(lambda: enqueuer.queue.qsize() == size)
+        assert len(list(enqueuer)) == 40
+
+
+def test_a_loop_may_change_what_it_has(no_warnings):
+    with GeneratorEnqueuer(lambda: (np.zeros(3) for _ in range(40))) as enqueuer:
+        for batch in enqueuer:
+            batch += 1
+
+
+def test_a_loop_may_take_and_change_a_batch_while_that_is_looked_at(no_warnings, monkeypatch):
+    buffer = Buffer(4)
+    road = threads.Road(0, buffer, Buffer(1), measured=False)
+
+    def checksum(batch):
+        if buffer.poll() is not None:
+            batch += 1
+        return duplicates.checksum(batch)
+
+    monkeypatch.setattr(threads, "checksum", checksum)
+    for number in range(4):
+        road.send_item(0, number, np.zeros(3))
+
+
+class Lazy:
+    """A batch that loads its data when the loop asks for them."""
+
+    @functools.cached_property
+    def data(self):
+        return object()
+
+
+def test_batches_that_come_again_may_have_been_loaded_meanwhile(no_warnings):
+    batches = [Lazy() for _ in range(3)]
+    with GeneratorEnqueuer(lambda: iter(batches * 10)) as enqueuer:
+        assert all(batch.data for batch in enqueuer)
+
+
+def test_a_warning_of_reuse_that_is_made_an_error_comes_to_the_loop(no_warnings):
+    closed = threading.Event()
+
+    def source():
+        try:
+            yield from one_buffer()
+        finally:
+            closed.set()
+
+    with GeneratorEnqueuer(source) as enqueuer:
+        assert closed.wait(LIMIT)
+        with pytest.raises(OverwrittenDataWarning):
+            list(enqueuer)

@@ -1,15 +1,18 @@
 """The Keras form: code pasted from Keras 2 or EAST runs with only its import changed."""
 
 import copy
+import itertools
 import pickle
 import queue
+import signal
 import threading
 import time
+from functools import partial
 
 import pytest
-from helpers import LIMIT, counting, twelve, wait_until
+from helpers import LIMIT, Gated, counting, twelve, wait_until
 
-from enqueuer import DuplicateDataWarning, GeneratorEnqueuer, InvalidState
+from enqueuer import DuplicateDataWarning, GeneratorEnqueuer, InvalidState, OrderedEnqueuer
 
 pytestmark = pytest.mark.filterwarnings("ignore::enqueuer.DuplicateDataWarning")
 
@@ -88,6 +91,79 @@ def test_the_loop_of_east_gets_the_error(backend):
                 time.sleep(0.01)
     enqueuer.stop()
     assert outputs == [1]
+
+
+def wait_for_a_batch(queue):
+    """Wait as published loops do: `while not enqueuer.queue.qsize(): sleep`."""
+    wait_until(queue.qsize)
+
+
+def test_a_failure_counts_in_the_queue(backend):
+    def broken():
+        yield 1
+        raise KeyError("image")
+
+    with GeneratorEnqueuer(broken, **backend) as enqueuer:
+        wait_for_a_batch(enqueuer.queue)
+        assert enqueuer.queue.get() == 1
+        wait_for_a_batch(enqueuer.queue)
+        assert enqueuer.is_running()
+        assert not enqueuer.queue.empty()
+        with pytest.raises(KeyError, match="image"):
+            enqueuer.queue.get()
+        assert not enqueuer.is_running()
+        assert (enqueuer.queue.qsize(), enqueuer.queue.empty()) == (0, True)
+
+
+def test_a_signal_handler_may_ask_the_queue_while_the_loop_waits(backend, tmp_path):
+    gate, answers = tmp_path / "gate", []
+
+    def one():
+        wait_until(gate.exists)
+        yield 1
+
+    enqueuer = GeneratorEnqueuer(one, **backend)
+
+    def ask(number, frame):
+        answers.append((enqueuer.queue.qsize(), enqueuer.queue.empty()))
+        if len(answers) == 3:
+            gate.touch()
+
+    before = signal.signal(signal.SIGALRM, ask)
+    signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
+    try:
+        with enqueuer:
+            assert list(enqueuer) == [1]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert set(answers[:3]) == {(0, True)}
+
+
+def test_a_loop_that_asks_for_the_size_sees_the_end(backend):
+    with GeneratorEnqueuer(lambda: iter("ab"), **backend) as enqueuer:
+        batches = []
+        end = time.monotonic() + LIMIT
+        while enqueuer.is_running() and time.monotonic() < end:
+            if enqueuer.queue.qsize():
+                batches.append(enqueuer.queue.get())
+            else:
+                time.sleep(0.01)
+        assert batches == ["a", "b"]
+        assert not enqueuer.is_running()
+        assert (enqueuer.queue.qsize(), enqueuer.queue.empty()) == (0, True)
+
+
+def test_the_size_is_told_while_another_thread_waits(tmp_path):
+    source = Gated(tmp_path, stops=((0, 1),))
+    with GeneratorEnqueuer(source) as enqueuer:
+        assert enqueuer.queue.get() == (0, 0)
+        waiting = threading.Thread(target=enqueuer.queue.get)
+        waiting.start()
+        wait_until(lambda: enqueuer._waits.since)
+        assert enqueuer.queue.qsize() == 0
+        source.let_on()
+        waiting.join(LIMIT)
 
 
 def test_the_queue_tells_what_waits(backend):
@@ -187,3 +263,183 @@ def test_a_queue_does_not_keep_its_enqueuer_alive():
 
 def test_the_warning_class_is_public():
     assert issubclass(DuplicateDataWarning, UserWarning)
+
+
+@pytest.mark.parametrize("pickle_safe", [False, True])
+def test_the_names_of_keras_2_0(pickle_safe):
+    """As `fit_generator` and its copies had it until Keras 2.0.5."""
+    enqueuer = GeneratorEnqueuer(generator(batch_size=2), pickle_safe=pickle_safe)
+    try:
+        enqueuer.start(max_q_size=3, nb_worker=1, wait_time=0.05)
+        outputs = []
+        while len(outputs) < 5:
+            while enqueuer.is_running():
+                if not enqueuer.queue.empty():
+                    outputs.append(enqueuer.queue.get())
+                    break
+                else:
+                    time.sleep(0.01)
+        assert outputs == [[number] * 2 for number in range(5)]
+        assert enqueuer.queue.maxsize == 3
+        wait_until(enqueuer.queue.full)
+    finally:
+        enqueuer.stop()
+    enqueuer = GeneratorEnqueuer(twelve)
+    enqueuer.start(2, 6, 0.05)
+    assert repr(enqueuer).startswith("<GeneratorEnqueuer RUNNING 2 workers")
+    assert not enqueuer.queue.full() or enqueuer.queue.qsize() == 6
+    enqueuer.stop()
+
+
+def test_an_old_name_and_a_new_one_are_refused():
+    with pytest.raises(TypeError, match="nb_worker is the old name of workers"):
+        GeneratorEnqueuer(twelve).start(workers=1, nb_worker=1)
+    with pytest.raises(TypeError, match="max_q_size is the old name of max_queue_size"):
+        GeneratorEnqueuer(twelve).start(max_queue_size=1, max_q_size=1)
+    with pytest.raises(TypeError, match="pickle_safe is the old name of use_multiprocessing"):
+        GeneratorEnqueuer(twelve, use_multiprocessing=True, pickle_safe=True)
+
+
+class Stepper:
+    """What has `__next__` alone."""
+
+    def __init__(self):
+        self.number = 0
+
+    def __next__(self):
+        if self.number == 3:
+            raise StopIteration
+        self.number += 1
+        return self.number
+
+
+def test_an_iterator_with_nothing_but_next():
+    with GeneratorEnqueuer(Stepper()) as enqueuer:
+        assert list(enqueuer) == [1, 2, 3]
+
+
+class Halving:
+    """A sequence that is half as long in each epoch, of the tests of Keras."""
+
+    def __init__(self):
+        self.length = 8
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return self.length + index
+
+    def on_epoch_end(self):
+        self.length //= 2
+
+
+def test_join_end_of_epoch(backend):
+    enqueuer = OrderedEnqueuer(Halving(), **backend)
+    enqueuer.start(3, 10)
+    batches = enqueuer.get()
+    assert [next(batches) for _ in range(8)] == list(range(8, 16))
+    enqueuer.join_end_of_epoch()
+    assert len(enqueuer.sequence) == len(enqueuer) == 4
+    assert [next(batches) for _ in range(4)] == list(range(4, 8))
+    enqueuer.stop()
+
+
+class Unsized:
+    """A dataset without a length."""
+
+    def __getitem__(self, index):
+        return 2 * index
+
+
+class Counted(Unsized):
+    """A `PyDataset` of Keras 3 with `num_batches` in the place of `__len__`."""
+
+    def __init__(self, num_batches=None):
+        self._num_batches = num_batches
+
+    @property
+    def num_batches(self):
+        if self._num_batches == "not told":
+            raise NotImplementedError("You need to implement the `num_batches` property")
+        return self._num_batches
+
+    def __iter__(self):
+        return map(self.__getitem__, itertools.count())
+
+
+def test_a_sequence_without_a_length_says_what_to_write():
+    with pytest.raises(TypeError, match="no __len__; give it one, or num_batches"):
+        OrderedEnqueuer(Unsized())
+    with OrderedEnqueuer(itertools.count(), Unsized().__getitem__) as enqueuer:
+        assert list(itertools.islice(enqueuer, 3)) == [0, 2, 4]
+
+
+def test_num_batches_stands_for_the_length(backend):
+    with OrderedEnqueuer(Counted(7), shuffle=True, workers=2, **backend) as enqueuer:
+        assert len(enqueuer) == 7
+        assert sorted(enqueuer) == list(range(0, 14, 2))
+    with pytest.raises(ValueError, match="num_batches of the sequence must be >= 0, got -1"):
+        OrderedEnqueuer(Counted(-1))
+    with pytest.raises(TypeError, match=r"num_batches of the sequence must be an int, got 1\.5"):
+        OrderedEnqueuer(Counted(1.5))
+
+
+def test_a_sequence_may_be_endless(backend):
+    options = dict(batch_size=2, collate=list, rank=1, world_size=3, workers=2, **backend)
+    with OrderedEnqueuer(Counted(), **options) as enqueuer:
+        assert list(itertools.islice(enqueuer, 3)) == [[2, 8], [14, 20], [26, 32]]
+        assert list(itertools.islice(enqueuer.get(), 2)) == [[38, 44], [50, 56]]
+        state = enqueuer.state_dict()
+    later = OrderedEnqueuer(Counted(), random_seed=enqueuer.random_seed, **options)
+    later.load_state_dict(state)
+    with later:
+        assert list(itertools.islice(later, 2)) == [[62, 68], [74, 80]]
+
+
+def test_a_dataset_that_does_not_tell_its_length_is_an_iterable():
+    with OrderedEnqueuer(Counted("not told"), lambda x: -x) as enqueuer:
+        assert list(itertools.islice(enqueuer, 3)) == [0, -2, -4]
+    with pytest.raises(ValueError, match=r"an iterable without __len__ .* needs map"):
+        OrderedEnqueuer(Counted("not told"))
+
+
+def test_an_endless_sequence_has_no_length_and_no_shuffle():
+    with pytest.raises(TypeError, match="the sequence is endless"):
+        len(OrderedEnqueuer(Counted()))
+    with pytest.raises(ValueError, match="shuffle needs the number of elements"):
+        OrderedEnqueuer(Counted(), shuffle=True)
+
+
+def three_of_a_kind(number):
+    for batch in range(3):
+        yield number, batch
+
+
+functions = [partial(three_of_a_kind, number) for number in range(3)]
+
+
+def of_its_shard(shard):
+    return functions[shard.index]()
+
+
+ROUNDS = [(number, batch) for batch in range(3) for number in range(3)]
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("options", [{"backend": "thread"}, {"mp_context": "fork"}])
+def test_several_iterators_as_the_error_says(options, workers):
+    """One generator for each process, as code of Keras' time has it; each is read once."""
+    iterators = [three_of_a_kind(number) for number in range(3)]
+    with pytest.raises(TypeError, match="lambda shard: iterators") as caught:
+        GeneratorEnqueuer(iterators)
+    call = str(caught.value).split("`")[1].removesuffix(")")
+    options = {"backend": "process", "workers": workers, **options}
+    scope = {"GeneratorEnqueuer": GeneratorEnqueuer, "iterators": iterators, "options": options}
+    with eval(f"{call}, **options)", scope) as enqueuer:
+        assert list(enqueuer) == ROUNDS
+
+
+def test_several_functions_as_the_error_says(backend):
+    with GeneratorEnqueuer(of_its_shard, shards=len(functions), workers=2, **backend) as enqueuer:
+        assert list(enqueuer) == list(enqueuer) == ROUNDS

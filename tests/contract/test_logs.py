@@ -1,6 +1,7 @@
 """Logs: what a worker logs comes out of the parent's handlers, once, in order, losing nothing."""
 
 import logging
+import multiprocessing
 
 import helpers
 import pytest
@@ -202,3 +203,15 @@ def test_a_handler_may_stop_the_enqueuer(process):
             assert list(enqueuer)[:1] in ([], [1])
     finally:
         logging.getLogger().removeHandler(stopper)
+
+
+@pytest.mark.local
+def test_a_record_has_the_name_of_its_worker(process, caplog):
+    caplog.set_level(logging.INFO)
+    with GeneratorEnqueuer(chatty, workers=2, **process) as enqueuer:
+        list(enqueuer)
+    assert {record.processName for record in caplog.records} == {
+        "enqueuer-worker-0",
+        "enqueuer-worker-1",
+    }
+    assert multiprocessing.current_process().name == "MainProcess"

@@ -1,8 +1,10 @@
 """Progress: a bar on a terminal, nothing on a pipe, and the same batches."""
 
 import contextlib
+import copy
 import io
 import itertools
+import time
 
 import pytest
 from helpers import needs, twelve
@@ -51,6 +53,12 @@ class Terminal(io.StringIO):
 
     def isatty(self):
         return True
+
+
+def test_a_copy_shows_them_too():
+    with copy.copy(GeneratorEnqueuer(twelve, progress=Bar)) as enqueuer:
+        assert list(enqueuer) == list(range(12))
+    assert [bar.done for bar in Bar.made] == [12]
 
 
 @pytest.mark.parametrize("backend", ["thread", "process"])
@@ -125,6 +133,22 @@ def test_on_a_terminal_tqdm_draws_it():
     assert "epoch 0: 12batch" in text
     assert "1 worker busy" in text
     assert text.endswith("\n")
+
+
+def test_the_rate_is_that_of_the_statistics():
+    """Of the loop's time after its first batch; what tqdm sees is the start, too."""
+
+    def source():
+        time.sleep(0.3)
+        yield from range(50)
+
+    with contextlib.redirect_stderr(Terminal()) as terminal:
+        with GeneratorEnqueuer(source, progress=True) as enqueuer:
+            for _ in enqueuer:
+                time.sleep(0.002)
+            stats = enqueuer.stats()
+    last = terminal.getvalue().split("\r")[-1]
+    assert f", {stats.items_per_s:.2f}batch/s, waiting " in last
 
 
 def test_tqdm_itself_will_do():

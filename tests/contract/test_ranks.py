@@ -1,9 +1,12 @@
 """Ranks: each gets its own shards, and together they have all."""
 
+import copy
+
+import numpy as np
 import pytest
 from helpers import bytes_of, random_batches, twelve
 
-from enqueuer import GeneratorEnqueuer
+from enqueuer import GeneratorEnqueuer, OrderedEnqueuer
 
 
 @pytest.mark.parametrize(("shards", "world_size"), [(4, 2), (5, 2), (3, 3), (7, 3)])
@@ -20,7 +23,7 @@ def test_the_union_over_ranks_is_the_data_of_one_host(backend, shards, world_siz
 
 def test_drop_last_gives_each_rank_equally_many_shards():
     def shards_of(rank):
-        options = dict(shards=7, rank=rank, world_size=3, drop_last=True)
+        options = dict(shards=7, rank=rank, world_size=3, drop_last=True, random_seed=7)
         with GeneratorEnqueuer(lambda shard: iter([shard.index]), **options) as enqueuer:
             return list(enqueuer)
 
@@ -28,7 +31,7 @@ def test_drop_last_gives_each_rank_equally_many_shards():
 
 
 def test_without_shards_there_are_as_many_as_workers_on_all_ranks():
-    with GeneratorEnqueuer(twelve, workers=2, rank=1, world_size=3) as enqueuer:
+    with GeneratorEnqueuer(twelve, workers=2, rank=1, world_size=3, random_seed=7) as enqueuer:
         assert list(enqueuer) == [1, 4, 7, 10]
 
 
@@ -44,6 +47,47 @@ def test_without_shards_there_are_as_many_as_workers_on_all_ranks():
 def test_what_cannot_be_is_refused(options, says):
     with pytest.raises(ValueError, match=says):
         GeneratorEnqueuer(twelve, **options)
+
+
+def shuffled(shard):
+    order = np.random.default_rng([shard.random_seed, shard.epoch]).permutation(12)
+    yield from map(int, shard.split(order))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **options: GeneratorEnqueuer(shuffled, rank=1, world_size=2, **options),
+        lambda **options: OrderedEnqueuer(range(9), abs, True, rank=1, world_size=2, **options),
+        lambda **options: GeneratorEnqueuer(shuffled, **options)._portion(1, 2),
+    ],
+    ids=["shards", "shuffled tasks", "portion"],
+)
+def test_ranks_without_a_common_seed_are_refused(make):
+    enqueuer = make()
+    for one in (enqueuer, copy.copy(enqueuer)):
+        with pytest.raises(ValueError, match="world_size=2 needs random_seed"):
+            one.start()
+    seeded = make(random_seed=7)
+    assert len(list(seeded)) in (4, 6)
+    seeded.stop()
+    enqueuer.load_state_dict(seeded.state_dict())  # that has the seed
+    assert len(list(enqueuer)) in (4, 6)
+    enqueuer.stop()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: OrderedEnqueuer(range(9), abs, rank=1, world_size=2),
+        lambda: GeneratorEnqueuer(lambda: iter("abcd"), rank=1, world_size=2),
+        lambda: GeneratorEnqueuer(shuffled, shards=4)._portion(0, 1, 1, 2),
+    ],
+    ids=["tasks in their order", "a function without the seed", "a worker of a DataLoader"],
+)
+def test_ranks_that_no_seed_can_confuse_need_none(make):
+    with make() as enqueuer:
+        assert list(enqueuer)
 
 
 def test_a_live_iterator_has_no_ranks():

@@ -1,12 +1,14 @@
 """reconfigure(workers=...): nothing lost, nothing twice, nothing in another order."""
 
+import asyncio
 import random
+import sys
 import threading
 
 import pytest
 from helpers import LIMIT, bytes_of, random_batches
 
-from enqueuer import GeneratorEnqueuer, InvalidState
+from enqueuer import GeneratorEnqueuer, InvalidState, OrderedEnqueuer
 
 
 def make(workers=1, **options):
@@ -71,3 +73,61 @@ def test_a_live_iterator_stays_where_it_is():
         first = next(enqueuer.get())
         enqueuer.reconfigure(workers=3)
         assert [first, *enqueuer] == list(range(9))
+
+
+@pytest.mark.local
+@pytest.mark.parametrize("is_async", [False, True], ids=["for", "async-for"])
+@pytest.mark.parametrize("change", ["reconfigure", "stop"])
+def test_another_thread_may_change_or_stop_while_tasks_are_handed_out(change, is_async):
+    """However the threads are switched, the loop sees no `Closed` of the workers that end."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for _ in range(20):
+            _change_meanwhile(change, is_async)
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def _change_meanwhile(change, is_async):
+    begun = threading.Event()
+
+    def task(x):
+        if x == 20:
+            begun.set()
+        return x
+
+    def other():
+        assert begun.wait(LIMIT)
+        if change == "stop":
+            enqueuer.stop()
+        else:
+            for workers in (2, 1, 3):
+                enqueuer.reconfigure(workers=workers)
+
+    async def read():
+        return [x async for x in enqueuer]
+
+    with OrderedEnqueuer(range(1000), task, max_queue_size=4) as enqueuer:
+        batches = iter(enqueuer)
+        thread = threading.Thread(target=other)
+        thread.start()
+        seen = asyncio.run(read()) if is_async else list(batches)
+        thread.join(LIMIT)
+        assert seen == list(range(1000))[: len(seen)]
+        assert change == "stop" or len(seen) == 1000
+
+
+def test_a_signal_handler_may_reconfigure_while_the_loop_waits(backend, whole, monkeypatch):
+    """The loop goes on with the new workers; it must not take their change for its end."""
+    with make(workers=2, **backend) as enqueuer:
+        old = enqueuer._backend
+        wait = old.wait
+
+        def interrupted(*args):  # a handler runs in the thread that waits
+            if enqueuer._backend is old:
+                enqueuer.reconfigure(workers=3)
+            return wait(*args)
+
+        monkeypatch.setattr(old, "wait", interrupted)
+        assert [bytes_of(batch) for batch in enqueuer] == whole[0]

@@ -1,6 +1,9 @@
 """Seeds: each shard and epoch draws from a stream of its own, and the parent is left alone."""
 
+import os
 import random
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -43,6 +46,16 @@ def test_no_seed_draws_one_and_tells_it(backend):
     with other:
         assert list(other) == batches
     assert GeneratorEnqueuer(draws).random_seed != first.random_seed
+    assert first.random_seed < 2**31  # as much as numpy.random.seed and OpenCV take
+
+
+def test_a_state_with_a_longer_seed_is_loaded():
+    # seeds that were drawn had 128 bits once
+    saved = GeneratorEnqueuer(draws, workers=2, random_seed=2**127 + 1)
+    enqueuer = GeneratorEnqueuer(draws, workers=2)
+    enqueuer.load_state_dict(saved.state_dict())
+    with saved, enqueuer:
+        assert list(enqueuer) == list(saved)
 
 
 def test_a_process_seeds_the_global_generators_by_shard(process):
@@ -76,3 +89,27 @@ def test_starting_again_repeats_the_data(backend):
 def test_a_bad_seed_is_refused(seed, error):
     with pytest.raises(error, match="random_seed must be"):
         GeneratorEnqueuer(draws, random_seed=seed)
+
+
+def hashes(shard):
+    """Yield the hash of a text and the order of a set, which depends on the hashes."""
+    yield hash("text"), list({f"{n:03}" for n in range(20)}), os.environ.get("PYTHONHASHSEED")
+
+
+@pytest.mark.local
+def test_workers_that_are_not_forked_hash_alike():
+    found = []
+    for method in ("forkserver", "spawn"):
+        with GeneratorEnqueuer(hashes, workers=2, backend="process", mp_context=method) as enqueuer:
+            found += enqueuer
+    assert len(set(map(str, found))) == 1
+    given = os.environ.get("PYTHONHASHSEED")
+    assert found[0][2] == given  # what the worker starts has the environment of this process
+    program = "print(hash('text'))"
+    output = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONHASHSEED": given or "0"},
+        stdout=subprocess.PIPE,
+        check=True,
+    ).stdout
+    assert found[0][0] == int(output)  # in another process of this program, too

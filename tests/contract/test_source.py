@@ -1,13 +1,20 @@
 """Source: what may be handed over, and what is refused."""
 
 import functools
+import re
 import threading
 
 import numpy as np
 import pytest
 from helpers import twelve
 
-from enqueuer import DuplicateDataWarning, GeneratorEnqueuer, SourceNotPicklable, prefetch
+from enqueuer import (
+    DuplicateDataWarning,
+    GeneratorEnqueuer,
+    OrderedEnqueuer,
+    SourceNotPicklable,
+    prefetch,
+)
 
 LOCK = threading.Lock()
 
@@ -109,6 +116,8 @@ def test_exceptions_and_the_like_are_data(backend):
     ("source", "says"),
     [
         ([1, 2], "got a list; write a function"),
+        ([iter("ab"), iter("cd")], r"a list of iterators; .*`GeneratorEnqueuer\(lambda shard"),
+        ((list, tuple), r"a tuple of functions; .* `def batches\(shard\): return functions"),
         ("text", "got a str"),
         (np.zeros(3), "got a ndarray"),
         (3, "got an int"),
@@ -119,8 +128,9 @@ def test_exceptions_and_the_like_are_data(backend):
 def test_anything_else_is_refused(source, says):
     with pytest.raises(TypeError, match=says):
         GeneratorEnqueuer(source)
-    with pytest.raises(TypeError, match=says):
-        prefetch(source)
+    if not isinstance(source, (list, tuple, np.ndarray)) or "iterators" in says:
+        with pytest.raises(TypeError, match=says):
+            prefetch(source)
 
 
 def test_an_async_generator_is_refused():
@@ -171,3 +181,103 @@ def test_the_culprit_inside_an_object_is_named():
         SourceNotPicklable, match=r"the object.options\['lock'\] \(a _thread.lock\)"
     ):
         GeneratorEnqueuer(Source(), backend="process", mp_context="spawn").start()
+
+
+def nested_scope(lock):
+    def batches():
+        yield (lambda: [lock for _ in "ab"])()
+
+    return batches
+
+
+def global_of_a_nested_scope(lock):
+    space = {"LOCK": lock, "__name__": "nowhere"}
+    exec("def batches():\n yield (lambda: [LOCK for _ in 'ab'])()", space)
+    return space["batches"]
+
+
+def helper_of_a_helper(lock):
+    def inner():
+        return lock
+
+    def outer():
+        return inner()
+
+    def batches():
+        yield outer()
+
+    return batches
+
+
+def argument_of_a_partial(lock):
+    return functools.partial(lambda lock, shard: iter([lock]), lock)
+
+
+def named_argument_of_a_partial(lock):
+    return functools.partial(lambda shard, lock=None: iter([lock]), lock={"a": lock})
+
+
+def function_of_a_partial(lock):
+    return functools.partial(lambda size: iter([lock, size]), 1)
+
+
+def method_of_a_class(lock):
+    class Source:
+        def __call__(self):
+            yield lock
+
+    return Source()
+
+
+def attribute_of_a_bound_object(lock):
+    class Source:
+        def __init__(self):
+            self.lock = lock
+
+        def batches(self):
+            yield 1
+
+    return Source().batches
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (nested_scope, "the variable 'lock'"),
+        (global_of_a_nested_scope, "the global 'LOCK'"),
+        (helper_of_a_helper, "the variable 'outer': the variable 'inner': the variable 'lock'"),
+        (argument_of_a_partial, "its argument 0"),
+        (named_argument_of_a_partial, "its argument 'lock'['a']"),
+        (function_of_a_partial, "the function of the partial: the variable 'lock'"),
+        (method_of_a_class, "its class .*Source.__call__: the variable 'lock'"),
+        (attribute_of_a_bound_object, "the object.lock"),
+    ],
+)
+def test_the_culprit_is_found_wherever_it_is(make, says):
+    says = re.escape(says).replace(r"\.\*", ".*")
+    with pytest.raises(SourceNotPicklable, match=rf": {says} \(a _thread.lock\) cannot be pickled"):
+        GeneratorEnqueuer(make(threading.Lock()), backend="process", mp_context="spawn").start()
+
+
+def test_the_culprit_of_a_map_is_found_in_its_helper():
+    lock = threading.Lock()
+
+    def helper(element):
+        return lock, element
+
+    enqueuer = OrderedEnqueuer([1, 2], lambda e: helper(e), backend="process", mp_context="spawn")
+    with pytest.raises(SourceNotPicklable, match=r"'helper': the variable 'lock' \(a _thread.lock"):
+        enqueuer.start()
+
+
+@pytest.mark.parametrize(
+    "collection", [[1, 2, 3], (1, 2, 3), range(1, 4), {1: "a", 2: "b", 3: "c"}]
+)
+def test_prefetch_takes_any_iterable(collection):
+    assert list(prefetch(collection)) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("name", ["map", "collate"])
+def test_what_is_no_function_is_refused_at_once(name):
+    with pytest.raises(TypeError, match=f"{name} must be a function of .* or None, got 3"):
+        OrderedEnqueuer(range(4), batch_size=2, **{name: 3})

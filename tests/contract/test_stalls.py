@@ -1,6 +1,7 @@
 """A loop that waits long is told for what, and where each worker is; `timeout` loses nothing."""
 
 import asyncio
+import contextlib
 import copy
 import functools
 import logging
@@ -39,6 +40,7 @@ def timeout_of(enqueuer):
     """Return the text of the BatchTimeout of a loop that waits for ever."""
     with pytest.raises(BatchTimeout) as caught:
         next(iter(enqueuer))
+    assert caught.value.__context__ is None  # how the wait was cut is nobody's business
     return str(caught.value)
 
 
@@ -189,6 +191,25 @@ def stopping():
     yield os.getpid()
     helpers.stop_self()
     yield "went on"
+
+
+@pytest.mark.local
+def test_a_worker_that_has_reset_the_signal_outlives_the_question(process):
+    """As code does that resets all signals; the signal would end it."""
+
+    def source(shard):
+        yield os.getpid()
+        for number in range(1, signal.NSIG):
+            with contextlib.suppress(OSError, ValueError):  # some cannot be reset
+                signal.signal(number, signal.SIG_DFL)
+        yield "reset"
+        helpers.hang()
+
+    with GeneratorEnqueuer(source, timeout=SHORT_S, **process) as enqueuer:
+        pid, _ = take(enqueuer, 2)
+        for _ in range(2):
+            assert "its code has reset the signal" in timeout_of(enqueuer)
+        assert helpers.alive(pid)
 
 
 def test_a_worker_that_logs_all_the_time_does_not_put_off_the_timeout(backend):

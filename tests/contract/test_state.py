@@ -1,12 +1,13 @@
 """State: saved at any item, loaded elsewhere, and the rest comes out as it would have."""
 
+import itertools
 import json
 import pickle
 
 import pytest
 from helpers import Reiterable, bytes_of, random_batches
 
-from enqueuer import GeneratorEnqueuer, InvalidState, StateMismatch
+from enqueuer import GeneratorEnqueuer, InvalidState, OrderedEnqueuer, StateMismatch
 
 THREADS = {"backend": "thread"}
 
@@ -126,11 +127,54 @@ def test_what_is_no_state_is_refused(state):
         {"positions": {"0": 1}},
         {"states": [[0, {}, 1, 2]]},
         {"states": [7]},
+        {"epoch": 1e30},
+        {"epoch": 1.0},
+        {"epoch": True},
+        {"epoch": 10**12},
+        {"random_seed": 7.0},
+        {"shards": 3.0},
+        {"positions": [[0, 1.5], [1, 1], [2, 1]]},
+        {"positions": [["0", 1], [1, 1], [2, 1]]},
+        {"positions": [[0, -1], [1, 1], [2, 1]]},
+        {"positions": [[0, 1], [0, 2], [1, 1], [2, 1]]},
+        {"states": [[0, {}, -1]]},
+        {"states": [[0, {}, 9]]},
+        {"states": [[0, {}], [0, {}]]},
+        {"states": [[9, {}]]},
+        {"ended": None},
+        {"ended": [0]},
+        {"ended": [7, 7]},
+        {"error_count": -1},
+        {"error_count": 1.5},
     ],
 )
 def test_what_was_spoilt_is_refused(change):
+    enqueuer = GeneratorEnqueuer(random_batches)
+    before = enqueuer.state_dict()
     with pytest.raises(StateMismatch, match="not the state of an enqueuer"):
-        make().load_state_dict(saved_after(4) | change)
+        enqueuer.load_state_dict(saved_after(4) | change)
+    assert enqueuer.state_dict() == before
+
+
+def test_a_state_that_lacks_a_shard_is_refused():
+    state = saved_after(4)
+    del state["positions"][1]
+    with pytest.raises(StateMismatch, match="neither a position nor the end of shards"):
+        make().load_state_dict(state)
+    ended = saved_after(13)  # one shard has ended
+    assert len(ended["ended"]) == 1
+    make().load_state_dict(ended)
+
+
+def test_a_state_of_before_errors_were_counted_is_loaded(whole):
+    state = saved_after(4)
+    for name in ("ended", "error_count"):
+        del state[name]
+    enqueuer = make()
+    enqueuer.load_state_dict(state)
+    assert enqueuer.error_count == 0
+    with enqueuer:
+        assert epochs(enqueuer, 1) == [whole[0][4:]]
 
 
 @pytest.mark.parametrize(
@@ -242,6 +286,71 @@ def test_an_iterable_of_its_own_state_is_not_run_again(backend):
     later.load_state_dict(pickle.loads(pickle.dumps(state)))
     with later:
         assert list(later) == list(range(7, 20))
+
+
+class Epochs:
+    """An iterable that counts its own epochs."""
+
+    def __init__(self):
+        self.at = {"epoch": 0, "item": 0}
+
+    def __iter__(self):
+        while self.at["item"] < 3:
+            self.at["item"] += 1
+            yield (10 * self.at["epoch"] + self.at["item"] - 1)
+        self.at = {"epoch": self.at["epoch"] + 1, "item": 0}
+
+    def state_dict(self):
+        return self.at  # its own, which goes on
+
+    def load_state_dict(self, state):
+        self.at = state
+
+
+FORKED = {"backend": "process", "mp_context": "fork"}
+MAKERS = {
+    "thread": lambda: GeneratorEnqueuer(Epochs(), **THREADS),
+    "process": lambda: GeneratorEnqueuer(Epochs(), **FORKED),
+    "out of order": lambda: GeneratorEnqueuer(Epochs(), ordered=False, **THREADS),
+    "tasks": lambda: OrderedEnqueuer(Epochs(), int, workers=2, **THREADS),
+    "batches": lambda: OrderedEnqueuer(Epochs(), int, batch_size=1, collate=max, **THREADS),
+}
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+@pytest.mark.parametrize("count", range(8))
+def test_a_source_that_counts_its_epochs_goes_on_after_the_end_of_one(make, count):
+    def some(enqueuer, count):
+        while count > 0:
+            epoch = list(itertools.islice(enqueuer, count))
+            yield from epoch
+            count -= len(epoch)
+
+    expected = [0, 1, 2, 10, 11, 12, 20, 21, 22]
+    with make() as enqueuer:
+        assert list(some(enqueuer, count)) == expected[:count]
+        if count % 3 == 0 and count:
+            assert list(enqueuer) == []  # the end is read
+        state = json.loads(json.dumps(enqueuer.state_dict()))
+        if count == 3:
+            iter(enqueuer)  # the next epoch has begun
+            assert enqueuer.state_dict()["states"] == state["states"]
+    later = make()
+    later.load_state_dict(state)
+    assert later.state_dict() == state
+    with later:
+        assert list(some(later, 9 - count)) == expected[count:]
+
+
+def test_a_function_gives_each_epoch_an_iterator_of_its_own(backend):
+    """Its state at the end is that of an iterator which nobody will use again."""
+    with GeneratorEnqueuer(lambda: Counting(3, []), **backend) as enqueuer:
+        assert list(enqueuer) == [0, 1, 2]
+        state = enqueuer.state_dict()
+    later = GeneratorEnqueuer(lambda: Counting(3, []), **THREADS)
+    later.load_state_dict(state)
+    with later:
+        assert list(later) == [0, 1, 2]
 
 
 def test_a_state_of_the_sources_own_needs_a_source_that_loads_it(backend):

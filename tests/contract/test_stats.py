@@ -198,6 +198,30 @@ def test_of_processes_cpu_and_memory_are_known(options):
     assert stats.loop_cpu_s >= 0
 
 
+class Slow:
+    """A source that takes long to be there, in the worker."""
+
+    def __call__(self):
+        yield from range(3)
+
+    def __reduce__(self):
+        return _slow, ()
+
+
+def _slow():
+    end = time.thread_time() + 0.5
+    while time.thread_time() < end:
+        pass
+    return Slow()
+
+
+def test_what_the_start_has_used_of_the_cpu_is_not_counted():
+    stats = stats_of(Slow(), backend="process", mp_context="forkserver")
+    (worker,) = stats.workers
+    assert worker.starting_s >= 0.5
+    assert worker.cpu_s < 0.4
+
+
 def test_of_threads_cpu_is_known():
     def source():
         for _ in range(30):
@@ -276,6 +300,20 @@ def test_the_difference_of_two_is_what_was_between_them(options):
     assert [worker.items for worker in stats.workers] == [6, 6]
     assert stats.epoch == 1
     assert all(at > earlier.seconds for at, _ in stats.fill)
+
+
+def test_the_rate_between_two_counts_all_batches_in_between():
+    """Of a run the first batch does not count, as the loop's time begins with it."""
+    with GeneratorEnqueuer(twelve) as enqueuer:
+        batches = iter(enqueuer)
+        next(batches)
+        earlier = enqueuer.stats()
+        for _ in range(3):
+            time.sleep(0.01)
+            next(batches)
+        stats = enqueuer.stats()
+    for one in (stats, stats.since(earlier)):
+        assert one.items_per_s == pytest.approx(3 / (one.waiting_s + one.working_s))
 
 
 @pytest.mark.parametrize("options", BACKENDS)
@@ -442,3 +480,20 @@ def test_threads_that_compute_in_python_are_told_to_be_processes():
     check(stats, "source")
     if not is_crowded(stats):
         assert "backend='process'" in stats.verdict().advice
+
+
+def test_threads_that_wait_outside_of_python_are_not_told_to_be_processes():
+    """Although they compute a little, and all threads together as much as half a CPU."""
+
+    def load(element):
+        time.sleep(0.035)
+        end = time.thread_time() + 0.003
+        while time.thread_time() < end:
+            pass
+        return element
+
+    with OrderedEnqueuer(range(80), load, workers=8) as enqueuer:
+        assert len(list(enqueuer)) == 80
+        stats = enqueuer.stats()
+    assert all(worker.switches > 5 for worker in stats.workers)
+    assert "process" not in stats.verdict().advice, stats

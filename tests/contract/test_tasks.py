@@ -1,5 +1,6 @@
 """OrderedEnqueuer: each task once, in order, with its own numbers, by whichever worker is free."""
 
+import asyncio
 import collections
 import json
 import random
@@ -7,10 +8,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections import OrderedDict, UserDict, defaultdict
+from functools import partial
+from types import MappingProxyType
 
 import numpy as np
 import pytest
-from helpers import LIMIT, Reiterable, kill_self
+from helpers import LIMIT, Reiterable, kill_self, wait_until
 
 from enqueuer import (
     InvalidState,
@@ -21,6 +25,7 @@ from enqueuer import (
     WorkerDied,
     replay,
 )
+from enqueuer.tasks import stack
 
 Pair = collections.namedtuple("Pair", "x y")
 
@@ -235,6 +240,41 @@ class Shuffling:
         np.random.shuffle(self.order)
 
 
+class Told:
+    """A `PyDataset` of Keras 3 whose elements are what it was told, and what was drawn then."""
+
+    def __init__(self):
+        self.told = []
+
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, index):
+        return index, list(self.told)
+
+    def on_epoch_begin(self):
+        self.told.append(("begin", random.random(), float(np.random.rand())))
+
+    def on_epoch_end(self):
+        self.told.append(("end", random.random(), float(np.random.rand())))
+
+
+class ToldOfBeginnings:
+    """One that shuffles itself at the beginning of each epoch, and is then one longer."""
+
+    def __init__(self):
+        self.order = np.arange(3)
+
+    def __len__(self):
+        return len(self.order)
+
+    def __getitem__(self, index):
+        return int(self.order[index])
+
+    def on_epoch_begin(self):
+        self.order = np.random.permutation(len(self.order) + 1)
+
+
 def test_a_map_style_dataset(backend):
     with OrderedEnqueuer(Dataset(), batch_size=4, workers=2, **backend) as enqueuer:
         first, second = enqueuer
@@ -260,6 +300,110 @@ def test_a_sequence_that_shuffles_itself_is_the_same_in_all_processes(backend):
     assert run(3, **backend) == wanted
     assert len({tuple(epoch) for epoch in wanted}) > 2
     assert all(sorted(epoch) == list(range(6)) for epoch in wanted)
+
+
+def words(told):
+    return [word for word, *_ in told]
+
+
+def test_each_copy_is_told_of_each_beginning_and_each_end_once(backend):
+    before = random.getstate()
+    with OrderedEnqueuer(Told(), workers=2, random_seed=7, **backend) as enqueuer:
+        assert words(enqueuer.sequence.told) == ["begin"]  # before the first element is asked for
+        epochs = [list(enqueuer) for _ in range(3)]
+    told = enqueuer.sequence.told  # the copy of the loop's process
+    assert words(told) == ["begin", "end"] * 3
+    for number, epoch in enumerate(epochs):
+        assert epoch == [(index, told[: 2 * number + 1]) for index in range(5)]
+    assert len({drawn for _, drawn, _ in told}) == len({drawn for *_, drawn in told}) == 6
+    assert random.getstate() == before
+
+
+def test_beginnings_and_ends_are_told_alike_after_a_resume_and_with_other_workers(backend):
+    def make_told(**options):
+        return OrderedEnqueuer(Told(), random_seed=7, **options)
+
+    with make_told() as enqueuer:
+        wanted = [list(enqueuer) for _ in range(3)]
+    with make_told(workers=2, **backend) as enqueuer:
+        assert list(enqueuer) == wanted[0]
+        batches = iter(enqueuer)
+        assert [next(batches) for _ in range(2)] == wanted[1][:2]
+        state = json.loads(json.dumps(enqueuer.state_dict()))
+        enqueuer.reconfigure(workers=3)
+        assert list(batches) == wanted[1][2:]
+        assert list(enqueuer) == wanted[2]
+    later = make_told(**backend)
+    later.load_state_dict(state)
+    with later:
+        assert list(later) == wanted[1][2:]
+        assert words(later.sequence.told) == ["begin", "end"] * 2
+        assert list(later) == wanted[2]
+
+
+def test_a_successor_of_a_worker_is_told_of_all_epochs(process, tmp_path):
+    flag = tmp_path / "killed"
+
+    def kill_once(element):
+        if len(element[1]) == 3 and element[0] == 2 and not flag.exists():
+            flag.touch()
+            kill_self()
+        return element
+
+    options = {"random_seed": 7, "max_restarts": 1, **process}
+    with OrderedEnqueuer(Told(), kill_once, **options) as enqueuer:
+        epochs = [list(enqueuer) for _ in range(2)]
+        assert enqueuer.restart_count == 1
+    told = enqueuer.sequence.told
+    assert epochs == [
+        [(index, told[: 2 * number + 1]) for index in range(5)] for number in range(2)
+    ]
+
+
+def test_a_second_start_tells_of_the_first_epoch_again(backend):
+    enqueuer = OrderedEnqueuer(Told(), **backend)
+    with enqueuer:
+        list(enqueuer)
+    assert words(enqueuer.sequence.told) == ["begin", "end"]
+    with enqueuer:
+        next(iter(enqueuer))
+    assert words(enqueuer.sequence.told) == ["begin", "end", "begin"]
+
+
+def test_a_beginning_may_change_order_and_length(backend):
+    with OrderedEnqueuer(ToldOfBeginnings(), workers=2, random_seed=7, **backend) as enqueuer:
+        epochs = [list(enqueuer) for _ in range(3)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(4 + number)) for number in range(3)]
+    with OrderedEnqueuer(ToldOfBeginnings(), random_seed=7) as enqueuer:
+        assert [list(enqueuer) for _ in range(3)] == epochs
+
+
+def test_a_sequence_that_is_told_of_beginnings_alone_is_not_taken_back():
+    class Shuffled(ToldOfBeginnings):
+        def on_epoch_begin(self):
+            np.random.shuffle(self.order)
+
+    with OrderedEnqueuer(Shuffled(), random_seed=7) as enqueuer:
+        next(enqueuer.get())
+        state = enqueuer.state_dict()
+        list(enqueuer)
+        list(enqueuer)
+    with pytest.raises(InvalidState, match="with a new sequence"):
+        enqueuer.load_state_dict(state)
+
+
+def test_an_error_of_a_beginning_is_raised_by_the_loop(backend):
+    class Failing(Told):
+        def on_epoch_begin(self):
+            if len(self.told) == 2:
+                raise OSError("no disk")
+            super().on_epoch_begin()
+
+    with OrderedEnqueuer(Failing(), **backend) as enqueuer:
+        assert len(list(enqueuer)) == 5
+        with pytest.raises(OSError, match="no disk") as caught:
+            list(enqueuer)
+    assert "while the elements of task 0 were read" in caught.value.__notes__[0]
 
 
 def test_an_iterable_is_read_by_one_reader_and_never_ahead_of_the_bound(backend):
@@ -326,6 +470,45 @@ def test_stacking_goes_into_nests():
     assert batch["p"].y[1] == ["0", "1"]
     assert batch["t"][0].tolist() == [False, True]
     assert batch["t"][1] == [None, None]
+
+
+@pytest.mark.parametrize(
+    "results",
+    [[0, None], [np.float64(0), None], [np.zeros(2), None], [{"x": 1}, None], [(1, 2), None]],
+)
+def test_results_of_which_one_is_none_stay_in_a_list(results):
+    """Whichever comes first."""
+    assert stack(results) is results
+    assert type(stack(results[::-1])) is list
+
+
+def test_numbers_beside_texts_stay_in_a_list():
+    assert stack([0, "a"]) == [0, "a"]
+    assert stack(["a", 0]) == ["a", 0]
+
+
+class Sample(dict):
+    pass
+
+
+@pytest.mark.parametrize(
+    "kind", [Sample, OrderedDict, partial(defaultdict, int), UserDict, MappingProxyType]
+)
+def test_stacking_keeps_the_class_of_a_mapping(kind):
+    first, second = kind({"x": 1, "name": "a"}), kind({"x": 2, "name": "b"})
+    batch = stack([first, second])
+    assert type(batch) is type(first)
+    assert (batch["x"].tolist(), batch["name"]) == ([1, 2], ["a", "b"])
+    assert first["x"] == 1
+
+
+def test_an_archive_of_arrays_is_stacked_as_a_dict(tmp_path):
+    """No NpzFile can be made of arrays."""
+    np.savez(tmp_path / "both.npz", x=np.arange(2))
+    with np.load(tmp_path / "both.npz") as archive:
+        batch = stack([archive, archive])
+    assert type(batch) is dict
+    assert batch["x"].tolist() == [[0, 1], [0, 1]]
 
 
 def test_a_collate_of_ones_own(backend):
@@ -407,6 +590,26 @@ def test_one_error_too_many_is_raised(backend):
             list(enqueuer)
 
 
+def test_errors_are_counted_on_after_a_resume(backend):
+    def tasks():
+        return make(range(20), broken, on_error="skip", max_errors=2, **backend)
+
+    with tasks() as enqueuer:
+        batches = iter(enqueuer)
+        assert [next(batches) for _ in range(4)] == [0, 1, 2, 4]
+        state = json.loads(json.dumps(enqueuer.state_dict()))
+    assert state["error_count"] == enqueuer.error_count == 1
+    later = tasks()
+    later.load_state_dict(state)
+    assert later.error_count == 1
+    with later, pytest.raises(ValueError, match="a bad file: 11"):
+        list(later)
+    assert later.error_count == 3
+    later.start()
+    assert later.error_count == 0
+    later.stop()
+
+
 def test_a_task_is_done_again_by_replay(backend):
     def failing(x, task):
         drawn = int(task.rng.integers(10**9)), float(np.random.rand())
@@ -441,6 +644,31 @@ def test_a_state_is_resumed_elsewhere(backend, whole, count):
         rest = [next(batches) for _ in range(50 - count)]
     everything = whole[0] + whole[1] + whole[2]
     assert first + rest == everything[:50]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"positions": [[0, 99]]},
+        {"positions": [[0, 2]], "done": [99]},
+        {"positions": [[0, 2]], "done": [3, 3]},
+        {"positions": [[0, 2]], "done": [1]},
+        {"positions": [[0, 2]], "done": [3.5]},
+        {"positions": []},
+    ],
+)
+def test_a_position_that_cannot_be_is_refused(change):
+    state = make(range(8), abs).state_dict()
+    with pytest.raises(StateMismatch):
+        make(range(8), abs).load_state_dict(state | change)
+
+
+def test_an_iterable_that_ends_before_a_task_that_was_done_is_told_of():
+    state = make(iter(range(8)), abs, ordered=False).state_dict()
+    enqueuer = make(iter(range(8)), abs, ordered=False)
+    enqueuer.load_state_dict(state | {"positions": [[0, 2]], "done": [4, 8]})
+    with enqueuer, pytest.raises(StateMismatch, match=r"ended after 8 tasks .* task 8 of"):
+        list(enqueuer)
 
 
 def test_an_iterable_is_resumed_by_reading_it_again(backend):
@@ -543,6 +771,37 @@ def test_reconfigure_loses_and_repeats_nothing(backend, whole, seed):
         assert seen == whole[0]
         enqueuer.reconfigure(workers=1)
         assert list(enqueuer) == whole[1]
+
+
+def read(enqueuer):
+    return list(enqueuer)
+
+
+def read_in_an_event_loop(enqueuer):
+    async def loop():
+        return [result async for result in enqueuer]
+
+    return asyncio.run(loop())
+
+
+@pytest.mark.parametrize("reader", [read, read_in_an_event_loop])
+@pytest.mark.parametrize("change", ["stop", "reconfigure"])
+def test_workers_that_go_while_an_element_is_read_end_no_loop_by_an_error(change, reader):
+    def elements():
+        yield from range(2)  # all that start() reads
+        tickets = enqueuer._backend._tickets
+        other.start()
+        wait_until(lambda: tickets.closed)
+        yield from range(2, 9)
+
+    enqueuer = make(elements(), double, max_queue_size=1)
+    calls = {"stop": enqueuer.stop, "reconfigure": lambda: enqueuer.reconfigure(2)}
+    other = threading.Thread(target=calls[change])
+    with enqueuer:
+        results = reader(enqueuer)
+        other.join(LIMIT)
+    expected = [double(number) for number in range(9)]
+    assert results == (expected if change == "reconfigure" else expected[: len(results)])
 
 
 def test_what_cannot_be_sent_is_named():

@@ -168,13 +168,14 @@ def test_bytes_of_arrays_are_told(backend, tmp_path):
     path = tmp_path / "run.json"
     with GeneratorEnqueuer(arrays, trace=path, **backend) as enqueuer:
         list(enqueuer)
-    assert [e["args"].get("bytes") for e in named(read(path), "send")] == [800, 1603, None]
+    assert [e["args"].get("bytes") for e in named(read(path), "send")] == [800, 1603, 4, None]
 
 
 def arrays():
     yield np.zeros(100)
     yield {"x": [np.zeros(100), np.zeros(100)], "name": b"abc"}
     yield "text"
+    yield object()
 
 
 def test_an_array_made_in_place_is_still_not_copied(process, tmp_path, caplog):
@@ -318,7 +319,8 @@ def test_copies_have_the_same_file_and_portions_one_each(tmp_path):
         for file in tmp_path.iterdir():
             assert len(named(read(file), "work")) == 6
             file.unlink()
-    with GeneratorEnqueuer(twelve, shards=4, rank=1, world_size=4, trace=path) as enqueuer:
+    options = dict(shards=4, rank=1, world_size=4, random_seed=7, trace=path)
+    with GeneratorEnqueuer(twelve, **options) as enqueuer:
         list(enqueuer)
     assert [p.name for p in tmp_path.iterdir()] == ["run.1-of-4.json"]
 
@@ -377,7 +379,8 @@ def test_what_is_dropped_at_the_stop_was_not_taken(process, tmp_path):
 def test_the_counter_falls_with_each_item_that_is_taken(backend, tmp_path):
     path = tmp_path / "run.json"
     with GeneratorEnqueuer(twelve, trace=path, max_queue_size=20, **backend) as enqueuer:
-        wait_until(lambda: enqueuer.queue.qsize() == 12)
+        # `queue.qsize()` would look into the queue, and so be told of.
+        wait_until(lambda: enqueuer.stats().queue_size == 12)
         list(enqueuer)
     told = [e["args"]["items"] for e in named(read(path), "queue")]
     assert (told[0], told[-1]) == (12, 0)

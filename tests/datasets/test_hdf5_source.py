@@ -1,11 +1,13 @@
 """Reading HDF5: every row once, in random order or that of the file, and what is refused."""
 
+import contextlib
 import json
 import multiprocessing
 import os
 import pickle
 import shutil
 import textwrap
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +23,7 @@ from enqueuer import (  # noqa: E402
     Shard,
     StateMismatch,
 )
+from enqueuer.datasets import h5source  # noqa: E402
 from enqueuer.datasets.h5reader import Reader  # noqa: E402
 from enqueuer.datasets.hdf5 import HDF5Source, describe, pack  # noqa: E402
 
@@ -122,7 +125,8 @@ def test_with_drop_last_all_ranks_have_equally_many_full_batches(path):
     source = HDF5Source(path, batch_size=3, shuffle=True, drop_last=True)
     for shards, each in ((2, 17), (4, 16), (6, 15)):  # of 6 shards some have 18 rows, others 17
         for rank in (0, 1):
-            enqueuer = GeneratorEnqueuer(source, shards=shards, rank=rank, world_size=2)
+            options = dict(shards=shards, rank=rank, world_size=2, random_seed=7)
+            enqueuer = GeneratorEnqueuer(source, **options)
             lengths = [len(batch["row"]) for batch in enqueuer]
             assert lengths == [3] * each
     plain = HDF5Source(path, batch_size=5, drop_last=True)
@@ -174,6 +178,41 @@ def test_an_epoch_reads_each_chunk_once(tmp_path, monkeypatch):
     # a window is two chunks, and what was left of the one before
     assert max(len(set(batch // 50)) for batch in batches) <= 3
     assert any(len(set(batch // 50)) >= 2 for batch in batches)
+
+
+@pytest.mark.parametrize(("shards", "least"), [(1, 45), (4, 35), (8, 35)])
+def test_a_batch_of_a_file_sorted_by_class_has_many_classes(tmp_path, shards, least):
+    """A shuffle of all rows would give 47 of the 100 in a batch of 64."""
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("y", data=np.repeat(np.arange(100), 500), chunks=(341,))
+    source = HDF5Source(tmp_path / "a.h5", "y", 64, shuffle=True)
+    for index in range(0, shards, 3):
+        batches = list(source(Shard(index, shards, 0, 7)))[:-1]
+        classes = [len(set(batch.tolist())) for batch in batches]
+        assert np.mean(classes) > least
+        assert min(classes) > least - 15  # nor are the last batches worse
+
+
+def test_by_default_large_rows_and_large_chunks_do_not_fill_the_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(h5source, "_WINDOW_BYTES", 1 << 20)
+    with h5py.File(tmp_path / "a.h5", "w") as file:  # of 40 MiB; none of its chunks is written
+        file.create_dataset("x", (640, 1 << 16), "u1", chunks=(16, 1 << 16))
+    batches = HDF5Source(tmp_path / "a.h5", "x", 2, shuffle=True)(Shard(0, 1, 0, 7))
+    tracemalloc.start()
+    try:
+        assert sum(map(len, batches)) == 640
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert most < 3.5 * (1 << 20)  # less than two windows, a chunk, and a batch
+
+
+def test_the_default_window_counts_text_by_the_size_of_its_file(tmp_path):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["text"] = ["x" * 20_000] * 100
+    shard = Shard(0, 1, 0, 7)
+    state = HDF5Source(tmp_path / "a.h5", "text", 8, shuffle=True)(shard).state_dict()
+    assert 3000 < state["window"] < (128 << 20) / 20_000
 
 
 def test_shards_of_a_file_with_one_chunk_have_other_rows_in_each_epoch(tmp_path):
@@ -272,6 +311,34 @@ def test_a_state_of_another_source_is_refused(simple, other, says):
     state = HDF5Source(simple, "data", **{**options, **other})(Shard(0, 1, 0, 7)).state_dict()
     with pytest.raises(StateMismatch, match=says):
         share.load_state_dict(state)
+
+
+def test_a_state_that_was_saved_with_another_window_says_how_to_load_it(simple):
+    def share(**window):
+        return HDF5Source(simple, "data", 4, shuffle=True, **window)(Shard(0, 1, 0, 7))
+
+    with (
+        contextlib.closing(share(window=20)) as before,
+        contextlib.closing(share(window=20)) as after,
+    ):
+        next(before)
+        state = before.state_dict()
+        with pytest.raises(StateMismatch, match="make the source with window=20"):
+            share().load_state_dict(state)
+        after.load_state_dict(state)
+        assert next(after).tolist() == next(before).tolist()
+
+
+def test_a_state_of_a_version_that_shuffled_otherwise_is_refused(simple):
+    shard = Shard(0, 1, 0, 7)
+    shuffled = HDF5Source(simple, "data", 4, shuffle=True, window=20)(shard)
+    old = {"batch": 3, "first": 0, "rows": 60, "batch_size": 4, "window": 20, "chunks": 3}
+    with pytest.raises(StateMismatch, match="another version of enqueuer"):
+        shuffled.load_state_dict(old)
+    plain = HDF5Source(simple, "data", 4)(shard)  # its order is that of the file, as before
+    plain.load_state_dict({**old, "window": 0, "chunks": 0})
+    with contextlib.closing(plain):
+        assert next(plain).tolist() == [12, 13, 14, 15]
 
 
 def test_a_state_of_a_file_that_was_packed_in_other_chunks_is_refused(tmp_path):
@@ -582,6 +649,105 @@ def test_what_is_not_made_of_whole_rows_is_refused_and_described(two, layout, ma
         HDF5Source(two / "v.h5")
     found = describe(two / "v.h5")
     assert (found.columns[0].shape, found.summaries[0].rows) == (layout, 0)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_virtual_datasets_that_show_each_other_are_told(tmp_path, length):
+    names = [f"{number}.h5" for number in range(length)]
+    for name, other in zip(names, [*names[1:], names[0]], strict=True):
+        with h5py.File(tmp_path / name, "w") as file:
+            layout = h5py.VirtualLayout((4,), int)
+            layout[:] = h5py.VirtualSource(tmp_path / other, "x", (4,), int)
+            file.create_virtual_dataset("x", layout)
+    for look in (HDF5Source, describe):
+        with pytest.raises(DataFileError, match=r"virtual dataset '/x' shows itself"):
+            look(tmp_path / "0.h5")
+
+
+def test_a_long_chain_of_virtual_datasets_is_refused(tmp_path):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["x0"] = np.arange(4)
+        for number in range(1, 400):
+            layout = h5py.VirtualLayout((4,), int)
+            layout[:] = h5py.VirtualSource(".", f"x{number - 1}", (4,), int)
+            file.create_virtual_dataset(f"x{number}", layout)
+    assert HDF5Source(tmp_path / "a.h5", "x20")[3] == 3
+    with pytest.raises(DataFileError, match="lies below 32 others"):
+        HDF5Source(tmp_path / "a.h5", "x399")
+
+
+def raw_outside(path, there):
+    there.write_bytes(np.arange(4).tobytes())
+    with h5py.File(path, "w") as file:
+        file.create_dataset("x", (4,), int, external=[(str(there), 0, h5py.h5f.UNLIMITED)])
+
+
+def virtual_outside(path, there):
+    with h5py.File(there, "w") as file:
+        file["y"] = np.arange(4)
+    layout = h5py.VirtualLayout((4,), int)
+    layout[:] = h5py.VirtualSource(there, "y", (4,), int)
+    with h5py.File(path, "w") as file:
+        file.create_virtual_dataset("x", layout)
+
+
+def linked_outside(path, there):
+    with h5py.File(there, "w") as file:
+        file["y"] = np.arange(4)
+    with h5py.File(path, "w") as file:
+        file["x"] = h5py.ExternalLink(there, "y")
+
+
+@pytest.mark.parametrize("leads", [raw_outside, virtual_outside, linked_outside])
+def test_rows_in_files_outside_of_the_folder_are_told_and_can_be_refused(tmp_path, leads):
+    for folder in ("inside", "elsewhere"):
+        (tmp_path / folder).mkdir()
+    path, there = tmp_path / "inside" / "a.h5", tmp_path / "elsewhere" / "b.h5"
+    leads(path, there)
+    source = HDF5Source(path, "x")
+    assert source[:].tolist() == [0, 1, 2, 3]
+    source.close()
+    with pytest.raises(DataFileError, match=r"rows lie in .*elsewhere/b\.h5, outside") as caught:
+        HDF5Source(path, "x", allow_outside=False)
+    assert caught.value.path == str(path)
+    if leads is not linked_outside:  # links are followed by name only
+        assert describe(path).outside == (str(there),)
+        with pytest.raises(DataFileError, match="allow_outside=False refuses"):
+            describe(path, allow_outside=False)
+        there.unlink()
+        with pytest.raises(DataFileError, match=r"b\.h5.* is missing"):
+            HDF5Source(path, "x")
+
+
+def test_parts_in_the_folder_are_not_outside_even_behind_a_link(simple, tmp_path):
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "a.h5").symlink_to(simple)
+    for path in (simple, tmp_path / "links" / "a.h5"):
+        assert describe(path, allow_outside=False).outside == ()
+        source = HDF5Source(path, "data", allow_outside=False)
+        assert len(source[:]) == 60
+        source.close()
+
+
+def test_rows_that_do_not_fit_into_memory_are_told(tmp_path):
+    with h5py.File(tmp_path / "a.h5", "w") as file:  # none of it is written
+        file.create_dataset("x", (4, 1 << 50), "u1", chunks=(2, 1 << 20))
+    source = HDF5Source(tmp_path / "a.h5", "x")
+    for read in (
+        lambda: source[1],
+        lambda: describe(tmp_path / "a.h5"),
+        lambda: next(HDF5Source(tmp_path / "a.h5", shuffle=True)(Shard(0, 1, 0, 7))),
+    ):
+        with pytest.raises(DataFileError, match=r"rows of 'x' need .* could not be allocated"):
+            read()
+    source.close()
+
+
+@pytest.mark.parametrize("look", [HDF5Source, describe])
+def test_a_pipe_is_refused_rather_than_waited_for(tmp_path, look):
+    os.mkfifo(tmp_path / "a.h5")
+    with pytest.raises(DataFileError, match="a pipe or a device, and no HDF5 file"):
+        look(tmp_path / "a.h5")
 
 
 def test_files_that_are_counted_by_a_pattern_are_refused(two):

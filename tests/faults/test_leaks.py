@@ -14,7 +14,7 @@ from enqueuer import GeneratorEnqueuer, WorkerDied, prefetch
 
 ROUNDS = int(os.environ.get("ENQUEUER_ROUNDS", "1"))
 
-pytestmark = [pytest.mark.repeats, pytest.mark.timeout(120 * ROUNDS)]
+pytestmark = [pytest.mark.thorough, pytest.mark.repeats, pytest.mark.timeout(120 * ROUNDS)]
 
 
 def times(options):

@@ -29,7 +29,12 @@ BEGIN = """
 """
 
 
-@pytest.fixture(params=METHODS)
+@pytest.fixture(
+    params=[
+        pytest.param(method, marks=() if method == "fork" else pytest.mark.thorough)
+        for method in METHODS
+    ]
+)
 def run(request, tmp_path):
     """Run a program that begins with the lines above, by each start method."""
 

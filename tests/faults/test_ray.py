@@ -18,6 +18,8 @@ from conftest import IS_RAY
 from helpers import LIMIT, Program, bytes_of, pid_of, random_batches, wait_until
 
 from enqueuer import (
+    BatchTimeout,
+    EnqueuerWarning,
     GeneratorEnqueuer,
     OrderedEnqueuer,
     StallWarning,
@@ -142,6 +144,19 @@ def test_options_go_through_to_the_actors():
         assert list(enqueuer) == [(2.0, "yes")]
 
 
+@pytest.mark.parametrize("kind", [GeneratorEnqueuer, OrderedEnqueuer])
+def test_options_that_no_node_can_satisfy_are_named(kind):
+    """An autoscaler may bring such a node, so they are no error."""
+    source = where if kind is GeneratorEnqueuer else range(3)
+    options = {"resources": {"tape": 2}}
+    enqueuer = kind(source, ray_options=options, timeout=0.1, **RAY)
+    with pytest.warns(EnqueuerWarning, match=r"ray_options ask for tape 2, which no node"):
+        enqueuer.start()
+    with pytest.raises(BatchTimeout, match=r"has not started: no node has tape 2"):
+        next(iter(enqueuer))
+    enqueuer.stop()
+
+
 def test_an_option_of_our_own_is_refused():
     with pytest.raises(ValueError, match="ray_options cannot set max_restarts, name"):
         GeneratorEnqueuer(where, ray_options={"max_restarts": 3, "name": "x"}, **RAY)
@@ -155,14 +170,14 @@ def test_actors_that_have_no_room_are_told_of():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with GeneratorEnqueuer(
-            where, ray_options={"resources": {"nobody has it": 1}}, stall_timeout=0.2, **RAY
+            where, workers=3, ray_options={"num_cpus": 8}, stall_timeout=0.2, **RAY
         ) as enqueuer:
             thread = threading.Thread(target=lambda: list(enqueuer))
             thread.start()
             wait_until(lambda: any(w.category is StallWarning for w in caught))
     thread.join(LIMIT)
-    (said,) = [str(w.message) for w in caught if w.category is StallWarning]
-    assert "worker 0 (Ray actor)" in said
+    said = [str(w.message) for w in caught if w.category is StallWarning][-1]
+    assert "(Ray actor)" in said
     assert "has not started yet: Ray looks for room" in said
 
 

@@ -1,5 +1,6 @@
 """What others call a dataset, as the sequence of an OrderedEnqueuer."""
 
+import itertools
 import os
 
 import numpy as np
@@ -95,6 +96,29 @@ def test_a_keras_py_dataset(backend, monkeypatch):
     seen = [np.concatenate([x for x, _ in epoch]).tolist() for epoch in epochs]
     assert sorted(seen[0]) == sorted(seen[1]) == list(range(12))
     assert seen[0] != seen[1]
+
+
+def test_a_keras_py_dataset_without_a_length(monkeypatch):
+    monkeypatch.setenv("KERAS_BACKEND", os.environ.get("KERAS_BACKEND", "torch"))
+    needs("torch")
+    keras = needs("keras")
+
+    class Squares(keras.utils.PyDataset):
+        count = None
+
+        @property
+        def num_batches(self):
+            return self.count
+
+        def __getitem__(self, index):
+            return index**2
+
+    with OrderedEnqueuer(Squares(), workers=2) as enqueuer:
+        assert list(itertools.islice(enqueuer, 5)) == [0, 1, 4, 9, 16]
+    Squares.count = 4
+    with OrderedEnqueuer(Squares(), workers=2) as enqueuer:
+        assert list(enqueuer) == [0, 1, 4, 9]
+        assert len(enqueuer) == 4
 
 
 def test_an_iterable_torch_dataset_is_read_and_not_indexed():

@@ -1,10 +1,12 @@
 """torch tensors: equal, out of band, without a copy, and without torch for who has none."""
 
+import sys
+
 import numpy as np
 import pytest
 from helpers import needs, run_program
 
-from enqueuer import GeneratorEnqueuer, empty
+from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, empty
 from enqueuer.transport import codec
 
 torch = needs("torch")
@@ -141,3 +143,34 @@ def test_who_has_no_tensors_needs_no_torch(tmp_path):
     assert "torch" not in sys.modules
     """
     assert run_program(tmp_path, text) == (0, "", "")
+
+
+def test_torch_that_the_generator_imports_is_seeded_by_shard():
+    def draws(shard):  # in here, as a worker that imports this file has torch
+        yield "torch" in sys.modules
+        import torch
+
+        for _ in range(2):
+            yield float(torch.rand(()))
+
+    found = []
+    for workers in (1, 2):
+        options = dict(backend="process", workers=workers, shards=4, random_seed=7)
+        with GeneratorEnqueuer(draws, **options) as enqueuer:
+            found.append([batch for _ in range(2) for batch in enqueuer])
+    assert found[0] == found[1]
+    assert [there for there in found[0] if isinstance(there, bool)] == [False] * 4 + [True] * 4
+    numbers = [number for number in found[0] if isinstance(number, float)]
+    assert len(set(numbers)) == len(numbers) == 16
+
+
+def test_torch_that_a_task_imports_is_seeded_by_element():
+    def drawn(element):
+        import torch
+
+        return float(torch.rand(()))
+
+    options = dict(backend="process", random_seed=7)
+    first = [list(OrderedEnqueuer(range(4), drawn, workers=n, **options)) for n in (1, 2)]
+    assert first[0] == first[1]
+    assert len(set(first[0])) == 4

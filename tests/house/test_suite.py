@@ -12,14 +12,23 @@ TESTS = Path(__file__).parents[1]
 FILES = [TESTS / "contract" / f"test_{name}.py" for name in ("order", "end", "failure", "bound")]
 
 
-@pytest.mark.parametrize("breakage", BREAKAGES)
+_QUICK = ("drops_an_item",)
+
+
+@pytest.mark.parametrize(
+    "breakage",
+    [
+        pytest.param(name, marks=() if name in _QUICK else pytest.mark.thorough)
+        for name in BREAKAGES
+    ],
+)
 def test_the_contract_suite_notices(breakage):
     command = [sys.executable, "-m", "pytest", "-p", "broken", "-x", "-q", "--timeout=5"]
     command += ["-p", "no:cacheprovider", "-k", "thread and not process", *map(str, FILES)]
     paths = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         command,
-        env={**os.environ, "BREAK": breakage, "PYTHONPATH": paths},
+        env={**os.environ, "BREAK": breakage, "PYTHONPATH": paths, "ENQUEUER_TESTS": "quick"},
         cwd=TESTS.parent,
         capture_output=True,
         text=True,

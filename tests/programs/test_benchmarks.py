@@ -54,6 +54,7 @@ def test_a_run_prints_a_table_and_saves_it(tmp_path):
         assert one["median"] > 0
 
 
+@pytest.mark.thorough
 def test_a_tree_is_compared_with_another(tmp_path):
     other = BENCHMARKS.parent
     done = run(other, "--repeats", 1, "--items", 200, program="against.py")

@@ -90,6 +90,7 @@ def group_members(process: "subprocess.Popen[str]") -> set[int]:
 
 
 @needs_extras
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", ["process", "thread"])
 def test_demo_reports_accuracy_and_times(program: Program, backend: str) -> None:
     code, output, errors = program.run(
@@ -107,6 +108,7 @@ def test_demo_reports_accuracy_and_times(program: Program, backend: str) -> None
 
 
 @needs_extras
+@pytest.mark.thorough
 def test_demo_with_default_settings_learns(program: Program) -> None:
     code, output, errors = program.run("demo")
     assert code == 0, errors
@@ -115,6 +117,7 @@ def test_demo_with_default_settings_learns(program: Program) -> None:
 
 
 @needs_extras
+@pytest.mark.thorough
 def test_demo_of_another_seed_is_another_training(program: Program) -> None:
     def result(seed: str) -> str:
         code, output, errors = program.run(
@@ -131,9 +134,14 @@ def test_demo_of_another_seed_is_another_training(program: Program) -> None:
 @needs_extras
 @needs_signals
 @pytest.mark.parametrize(
-    ("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "term"]
+    ("number", "exit_code", "to_group"),
+    [
+        pytest.param(signal.SIGINT, 130, True, id="group-ctrl-c"),
+        pytest.param(signal.SIGTERM, 143, False, id="parent-term", marks=pytest.mark.thorough),
+        pytest.param(signal.SIGINT, 130, False, id="parent-ctrl-c", marks=pytest.mark.thorough),
+        pytest.param(signal.SIGTERM, 143, True, id="group-term", marks=pytest.mark.thorough),
+    ],
 )
-@pytest.mark.parametrize("to_group", [True, False], ids=["group", "parent"])
 def test_interrupted_demo_leaves_nothing(
     program: Program, number: signal.Signals, exit_code: int, to_group: bool
 ) -> None:

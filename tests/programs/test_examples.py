@@ -53,6 +53,19 @@ def test_an_example_runs(path, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", NEEDS)
+def test_an_example_that_lacks_a_package_says_what_to_install(name, tmp_path):
+    program = shutil.copy(EXAMPLES / name, tmp_path)
+    for package in NEEDS[name]:
+        error = f'ModuleNotFoundError("No module named {package!r}", name={package!r})'
+        (tmp_path / f"{package}.py").write_text(f"raise {error}")
+    code, out, err = run_script(program, tmp_path, LIMIT, PYTHONDONTWRITEBYTECODE="1")
+    assert (code, out) == (2, "")  # 0 would say that it ran
+    assert ": pip install " in err
+    assert NEEDS[name][0] in err
+    assert "Traceback" not in err
+
+
 def test_what_was_packed_is_learnt_by_numpy_where_there_is_no_torch(tmp_path):
     needs_installed(*NEEDS["pack_and_train.py"])
     program = shutil.copy(EXAMPLES / "pack_and_train.py", tmp_path)

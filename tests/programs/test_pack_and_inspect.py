@@ -1,5 +1,6 @@
 """`enqueuer pack` and `enqueuer inspect`: what they print, write and return."""
 
+import json
 import os
 import shutil
 import signal
@@ -45,6 +46,12 @@ def slow(shard):
         time.sleep(100)
 
 listed = [np.arange(4)]
+
+def lists():
+    yield {"x": [[1], [2, 3]]}
+
+def single():
+    yield {"x": 1}
 """
 
 
@@ -155,6 +162,81 @@ def test_what_fails_is_told_in_a_line(run, arguments, says):
     assert says in done.stderr
     assert done.stderr.startswith("enqueuer: ")
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (
+            "mydata:lists",
+            "mydata:lists: the rows of 'x' differ in shape; pad them, or give --ragged x",
+        ),
+        ("mydata:single", "if the source yields one sample at a time, give --samples"),
+        ("mydata:pairs --keys x", "--keys x do not name the 2 members of a tuple"),
+        ("mydata:listed --shards 2", "can be split into --shards 2; write"),
+    ],
+)
+def test_what_helps_is_told_as_an_option_of_the_shell(
+    tmp_path, monkeypatch, capsys, arguments, says
+):
+    (tmp_path / "mydata.py").write_text(SOURCE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mydata", raising=False)
+    source, *options = arguments.split()
+    code = cli.main(["pack", source, "out.h5", "--quiet", "--backend", "thread", *options])
+    monkeypatch.delitem(sys.modules, "mydata", raising=False)
+    told = capsys.readouterr().err
+    assert code == 1
+    assert says in told
+    assert len(told.splitlines()) == 1
+
+
+def test_names_and_attributes_cannot_command_the_terminal(tmp_path, capsys):
+    path = tmp_path / "a\x1b[2J.h5"
+    with h5py.File(path, "w") as file:
+        file["x\x1b[31m"] = np.arange(3)
+        file["x\x1b[31m"].attrs["unit\x07"] = "m\x1b]0;title\x07"
+        file.attrs["by"] = "\u202emoc"
+    assert cli.main(["inspect", str(path)]) == 0
+    told = capsys.readouterr().out
+    assert told.replace("\n", "").isprintable()
+    assert r"x\x1b[31m@unit\x07 = m\x1b]0;title\x07" in told
+    assert r"by = \u202emoc" in told
+    assert cli.main(["inspect", str(tmp_path / "no\x1b[2J")]) == 1
+    assert r"no\x1b[2J: no such file" in capsys.readouterr().err
+
+
+def test_files_outside_of_the_folder_are_told_and_can_be_refused(tmp_path, capsys):
+    (tmp_path / "folder").mkdir()
+    path = str(tmp_path / "folder" / "a.h5")
+    (tmp_path / "raw").write_bytes(bytes(range(8)))
+    with h5py.File(path, "w") as file:
+        file.create_dataset("x", (8,), "u1", external=[(str(tmp_path / "raw"), 0, 8)])
+    assert cli.main(["inspect", path]) == 0
+    assert f"reads a file outside of its folder: {tmp_path / 'raw'}" in capsys.readouterr().out
+    assert cli.main(["inspect", path, "--refuse-outside"]) == 1
+    assert "outside of its folder, which --refuse-outside refuses" in capsys.readouterr().err
+
+
+def test_what_is_in_a_file_is_printed_as_json(tmp_path, capsys):
+    path = str(tmp_path / "a.h5")
+    with h5py.File(path, "w") as file:
+        file["x"] = np.arange(6.0).reshape(3, 2)
+        file["name"] = ["a", "b", "c"]
+        file["x"].attrs["unit"] = "m"
+        file.attrs["sizes"] = [1, 2]
+        file.attrs["odd"] = np.nan
+    assert cli.main(["inspect", path, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["path"], told["files"], told["outside"]) == (path, 1, [])
+    name, x = told["columns"]
+    assert (x["shape"], x["dtype"], x["attributes"]) == ([3, 2], "float64", {"unit": "m"})
+    assert x["statistics"] == {
+        "rows": 3, "minimum": 0, "mean": 2.5, "maximum": 5, "not_finite": 0,
+    }  # fmt: skip
+    assert (name["dtype"], name["statistics"]["mean"]) == ("text", None)
+    assert told["attributes"] == {"sizes": [1, 2], "odd": "nan"}
 
 
 def test_an_error_of_the_source_has_its_traceback(run, tmp_path):

@@ -2,12 +2,15 @@
 
 import html.parser
 import json
+import os
 import re
+import time
+import tracemalloc
 import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from enqueuer import GeneratorEnqueuer, cli, trace
+from enqueuer import GeneratorEnqueuer, cli, exports, formats, trace
 from enqueuer.report import page as pages
 from enqueuer.report import reading
 
@@ -118,15 +121,77 @@ def test_the_numbers_of_a_run_are_counted(tmp_path):
     numbers = reading.count(reading.read(write(tmp_path / "run.json")))
     assert numbers.items == 4
     assert numbers.seconds == 5
-    assert numbers.items_per_second == 0.8
+    assert numbers.items_per_second == 0.75  # 3 after the first, in 4 s
     assert numbers.first_batch == 1
-    assert numbers.waited == pytest.approx(2.998)
+    assert numbers.waited == 2
     assert numbers.waited_share == 0.5
-    assert numbers.percentiles == {50: 0.5, 90: 0.998, 99: 0.998}
+    assert numbers.percentiles == {50: 0.5, 90: 0.5, 99: 0.5}
     assert numbers.making == 3 / 8
     assert numbers.sending == 0.25 / 8
     assert numbers.waiting == 4.75 / 8
     assert (numbers.errors, numbers.skipped, numbers.restarts) == (0, 1, 1)
+
+
+def test_what_the_enqueuer_has_measured_is_told_rather_than_what_the_spans_say(tmp_path):
+    """It is what its verdict says."""
+    totals = dict(items=4, waiting_us=1_000_000, working_us=3_000_000)
+    events = [*STORY, instant("verdict", 5 * S, text="All is well.", **totals)]
+    numbers = reading.count(reading.read(write(tmp_path / "run.json", events)))
+    assert (numbers.waited, numbers.waited_share, numbers.items_per_second) == (1, 0.25, 0.75)
+
+
+def test_the_start_of_each_run_is_left_out(tmp_path):
+    """Also that of the second one, which was not stopped."""
+    later = [{**event, "ts": event["ts"] + 10 * S} for event in STORY if "ts" in event]
+    totals = dict(items=4, waiting_us=2_000_000, working_us=2_000_000)
+    events = [*STORY, instant("verdict", 5 * S, **totals), *later]
+    numbers = reading.count(reading.read(write(tmp_path / "run.json", events)))
+    assert (numbers.items, numbers.waited, numbers.waited_share) == (8, 4, 0.5)
+    assert numbers.items_per_second == 0.75
+
+
+@pytest.mark.parametrize("backend", ["thread", "process"])
+def test_one_run_has_one_share_of_waiting_and_one_rate(tmp_path, backend, capsys):
+    """In the statistics, the verdict, the log line, the bar and the report."""
+    path, bars = tmp_path / "run.json", []
+
+    def source(shard):
+        for number in range(12):
+            time.sleep(0.01)
+            yield number
+
+    class Bar:
+        def __init__(self, **options):
+            bars.append(self)
+
+        def update(self, more):
+            pass
+
+        def set_postfix_str(self, text, refresh):
+            self.text = text
+
+        def close(self):
+            pass
+
+    options = dict(workers=2, trace=path, progress=Bar, backend=backend)
+    with GeneratorEnqueuer(source, **options) as enqueuer:
+        for _ in enqueuer:
+            time.sleep(0.002)
+    [bar] = bars
+    stats = enqueuer.stats()
+    share, rate = formats.percent(stats.waiting_share), formats.rate(stats.items_per_s)
+    numbers = reading.count(reading.read(str(path)))
+    assert numbers.waited_share == pytest.approx(stats.waiting_share, rel=1e-3)
+    assert numbers.items_per_second == pytest.approx(stats.items_per_s, rel=1e-3)
+    assert cli.main(["report", str(path)]) == 0
+    said = [*capsys.readouterr().out.splitlines(), str(stats), exports.line(stats), bar.text]
+    said.append(pages.page(reading.read(str(path))))
+    words = "\n".join(said)
+    shares = re.findall(r"(?:loop wait\w*|it waited|^waiting) ([\d.]+ %)", words, re.MULTILINE)
+    assert len(shares) >= 6
+    assert set(shares) == {share}
+    rates = re.findall(r"([\d.,]+) (?:a second|batches/s)", words)
+    assert set(rates) == {rate}
 
 
 def test_a_worker_and_its_successor_are_one_row(tmp_path):
@@ -144,9 +209,9 @@ def test_the_page_stands_alone_and_says_it_all(tmp_path, capsys):
     path = write(tmp_path / "run.json")
     assert cli.main(["report", path]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "4 items in 5 s: 0.8 a second",
+        "4 items in 5 s, 0.75 a second after the first",
         "first batch after 1 s",
-        "after that the loop waited 50 % of its time (p50 500 ms, p90 998 ms, p99 998 ms)",
+        "after that the loop waited 50 % of its time (p50 500 ms, p90 500 ms, p99 500 ms)",
         "workers: 38 % making, 3.1 % sending, 59 % waiting",
         "0 errors, 1 skipped, 1 restart",
         str(tmp_path / "run.html"),
@@ -238,8 +303,110 @@ def test_what_is_no_trace_is_told_in_a_line(tmp_path, content, says, capsys):
 def test_the_page_does_not_take_the_place_of_the_trace(tmp_path, capsys):
     path = write(tmp_path / "run.html")
     assert cli.main(["report", path]) == 1
-    assert "give -o" in capsys.readouterr().err
+    assert "give a name for the page with -o" in capsys.readouterr().err
+    assert cli.main(["report", path, "-o", path]) == 1
+    assert "give another name for the page\n" in capsys.readouterr().err
     assert reading.read(path).waits
+
+
+NOBODY = {"pid": 3, "tid": 4}
+HUGE = 10**30
+BAD = {
+    "ts": span("next", 0, 5, NOBODY) | {"ts": "now"},
+    "dur": span("next", 0, 5, NOBODY) | {"dur": None},
+    "negative": span("work", 9, 5, LOOP),
+    "bool": span("work", 0, 5, LOOP) | {"ts": True},
+    "huge time": span("work", 0, 5, LOOP) | {"ts": HUGE},
+    "late time": instant("error", 10**17, error="late"),
+    "huge pid": span("work", 0, 5, LOOP) | {"pid": HUGE},
+    "tid": span("work", 0, 5, LOOP) | {"tid": [1]},
+    "name": span("work", 0, 5, LOOP) | {"name": {"a": 1}},
+    "args": span("work", 0, 5, LOOP) | {"args": [1]},
+    "bytes": span("send", 0, 5, worker(0), bytes="many"),
+    "huge bytes": span("send", 0, 5, worker(0), bytes=HUGE),
+    "items": fill(5, "three"),
+    "huge items": fill(5, HUGE),
+    "fraction": fill(5, 1.5),
+    "thread": name_of(worker(0), ["worker 0"]),
+    "workers": instant("reconfigured", 5, workers={"a": 1}),
+    "error": instant("error", 5, error=["x"]),
+    "start": instant("start", 0, workers=[2]),
+    "no phase": {"pid": 1, "ts": 5 * S},
+    "phase": instant("start", 0) | {"ph": ["i"]},
+    "a number": 7,
+    "deep": "DEEP",
+    "long": "x" * (3 << 20),
+}
+
+
+@pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
+def test_an_event_that_makes_no_sense_is_left_out_and_counted(tmp_path, bad, capsys):
+    path = write(tmp_path / "run.json", [*STORY[:6], bad, *STORY[6:]])
+    if bad == "DEEP":
+        text = (tmp_path / "run.json").read_text()
+        (tmp_path / "run.json").write_text(text.replace('"DEEP"', "[" * 100_000))
+    assert reading.count(reading.read(path)) == reading.count(
+        reading.read(write(tmp_path / "good.json"))
+    )
+    assert cli.main(["report", path]) == 0
+    assert "1 event could not be read and left out" in capsys.readouterr().out.splitlines()
+    assert "left out: 1." in (tmp_path / "run.html").read_text()
+
+
+def test_a_pipe_is_refused_rather_than_waited_for(tmp_path, capsys):
+    os.mkfifo(tmp_path / "run.json")
+    assert cli.main(["report", str(tmp_path / "run.json")]) == 1
+    assert "an ordinary file, and no pipe" in capsys.readouterr().err
+
+
+def test_what_a_terminal_would_obey_is_escaped(tmp_path, capsys):
+    told = "\x1b[2J\x07 \ud800 \u202e"
+    events = [
+        *STORY,
+        instant("error", S, error=told, worker=told),
+        instant("verdict", S, text=told),
+        name_of(worker(2), f"worker 2 ({told})"),
+    ]
+    path = write(tmp_path / "run\x1b[2J.json", events)
+    assert cli.main(["report", path]) == 0
+    out = capsys.readouterr().out
+    assert out.replace("\n", "").isprintable()
+    assert r"\x1b[2J\x07 \ud800 \u202e" in out
+    page = (tmp_path / "run\x1b[2J.html").read_text()
+    assert "\x1b" not in page
+    check(page)
+
+
+@pytest.mark.thorough
+def test_a_large_trace_takes_little_memory(tmp_path):
+    """As dicts its 60,000 events would take 60 MB."""
+    events = [name_of(worker(0), "worker 0 (thread)"), instant("start", 0, **ABOUT)]
+    for item in range(15_000):
+        at = 100 * item
+        events.append(span("next", at, at + 60, worker(0), shard=0, item=item))
+        events.append(span("send", at + 60, at + 100, worker(0), shard=0, item=item))
+        events.append(span("work", at, at + 90, LOOP, shard=0, item=item))
+        events.append(instant("skipped", at, error="ValueError('x')", worker="worker 0"))
+    path = write(tmp_path / "run.json", events)
+    del events
+    tracemalloc.start()
+    try:
+        recording = reading.read(path)
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(recording.loop) == recording.counts["skipped"] == 15_000
+    assert most < 6_000_000
+
+
+def test_the_numbers_are_printed_as_json(tmp_path, capsys):
+    path = write(tmp_path / "run.json", [*STORY, instant("verdict", 5 * S, text="Good.")])
+    assert cli.main(["report", path, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["items"], told["seconds"], told["errors"]) == (4, 5, 0)
+    assert (told["verdict"], told["is_whole"], told["left_out"]) == ("Good.", True, 0)
+    assert told["page"] == str(tmp_path / "run.html")
+    check((tmp_path / "run.html").read_text())
 
 
 def test_a_page_that_cannot_be_written_is_told(tmp_path, capsys):

@@ -34,12 +34,14 @@ class Road:
             self.map.add(block.number, [os.dup(block.fd)])
         self.pool.sent(block)
         view = self.map.lease(block.number)[: array.nbytes]
-        return block.number, np.frombuffer(view, array.dtype)
+        received = np.frombuffer(view, array.dtype)
+        self.map.in_hand.clear()  # the frame counts as read
+        return block.number, received
 
     def come_home(self):
         home = self.map.home
         while home:
-            self.pool.came_home([home.popleft()])
+            self.pool.came_home([home.popleft().number])
 
 
 def test_a_block_is_used_again_when_its_last_view_has_died():
@@ -141,6 +143,45 @@ def test_a_block_is_found_while_other_threads_add_some():
         sys.settrace(before)
     assert block is not None
     assert len(kept) > 3
+    road.pool.close()
+
+
+class Address(int):
+    """An address that counts what is computed with it."""
+
+    count = 0
+
+    def __lt__(self, other):
+        Address.count += 1
+        return int(self) < other
+
+    def __sub__(self, other):
+        Address.count += 1
+        return int(self) - other
+
+
+def test_a_block_is_found_among_many_in_few_steps():
+    road = Road()
+    arrays = [road.send(np.full(1000, n))[1] for n in range(60)]  # more would be copied
+    addresses = [array.__array_interface__["data"][0] for array in arrays]
+    found = [blocks.mapping_at(address + 100) for address in addresses]
+    assert [block.address for block in found] == addresses
+    Address.count = 0
+    assert blocks.mapping_at(Address(addresses[30])) is found[30]
+    assert Address.count <= 8  # 6 halve 60
+    road.pool.close()
+
+
+def test_a_block_that_is_gone_is_not_found():
+    road = Road()
+    number, array = road.send(np.ones(1000))
+    address = array.__array_interface__["data"][0]
+    assert blocks.mapping_at(address) is not None
+    assert blocks.mapping_at(address - 1) is None
+    road.map.drop(number)
+    del array
+    gc.collect()
+    assert blocks.mapping_at(address) is None
     road.pool.close()
 
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from enqueuer.merging import AsTheyCome
 from enqueuer.transport import codec
 from enqueuer.transport.channel import Credit
 from enqueuer.transport.consumer_end import ConsumerEnd
@@ -172,7 +173,7 @@ class Channel:
     def through(self, value):
         self.worker.send_item(0, 0, value)
         wait_until(lambda: self.consumer.has_message)
-        (item,) = self.consumer.items(1, lambda *_: None)
+        (item,) = self.consumer.items(1, AsTheyCome({}))
         self.consumer.settle()
         self.consumer.grant(100)
         return item.value

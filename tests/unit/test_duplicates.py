@@ -54,6 +54,23 @@ def test_what_differs_has_another_one(one, other):
     assert digest(one) != digest(other)
 
 
+class Stored:
+    """A large array of another library, which lies in a file."""
+
+    nbytes = 1 << 30
+    is_read = False
+
+    def __array__(self, *args, **options):
+        self.is_read = True
+        return np.zeros(100)
+
+
+def test_a_large_array_in_a_file_is_not_read():
+    array = Stored()
+    assert digest({"x": array}) is None
+    assert not array.is_read
+
+
 def test_a_large_array_is_looked_at_in_all_its_parts():
     """Images often have the same border."""
     for part in (slice(0, 1), slice(31, 33), slice(63, 64)):
@@ -61,20 +78,44 @@ def test_a_large_array_is_looked_at_in_all_its_parts():
 
 
 @pytest.mark.parametrize(
-    "value",
+    ("value", "size"),
     [
-        0,
-        "text" * 1000,
-        np.zeros(3),
-        {"x": np.zeros(2), "y": "name"},
-        np.array([object()] * 100),
-        [np.zeros(100), object()],
-        np.zeros((0, 100)),
-        None,
+        (0, 8),
+        ("text" * 1000, 4000),
+        (np.zeros(3), 24),
+        ({"x": np.zeros(2), "y": "name"}, 22),
+        ([True, None, 2.5], 16),
+        (np.zeros((0, 100)), 0),
+        (None, 0),
     ],
 )
-def test_what_is_small_or_unknown_has_none(value):
+def test_what_is_small_tells_how_small(value, size):
+    assert digest(value)[1] == size
+
+
+def circle():
+    found = []
+    found.append(found)
+    return found
+
+
+@pytest.mark.parametrize(
+    "value",
+    [np.array([object()] * 100), [np.zeros(100), object()], circle(), {1, "a"}],
+    ids=["objects", "an object", "a circle", "a set without an order"],
+)
+def test_what_is_unknown_has_none(value):
     assert digest(value) is None
+
+
+def test_of_what_is_huge_some_is_looked_at():
+    one = [[[number] * 1000] for number in range(1000)]
+    other = [[[number] * 1000] for number in range(1000)]
+    assert digest(one) == digest(other)
+    other[0] = 0
+    assert digest(one) != digest(other)
+    assert digest("a" * 10**6) != digest("b" * 10**6)
+    assert digest("a" * 10**6) != digest("a" * (10**6 + 1))
 
 
 def test_tensors_have_one():

@@ -219,3 +219,46 @@ def test_a_shutdown_that_was_broken_off_keeps_whoever_asks_only_once(ray, monkey
     monkeypatch.setattr(ray_session, "_SHUTDOWN_S", 3600)
     with pytest.raises(Gone):
         session.check()
+
+
+# --- what no node has ---
+
+
+def node(is_alive=True, **resources):
+    return {"Alive": is_alive, "Resources": resources}
+
+
+NODES = [node(CPU=8.0), node(CPU=2.0, GPU=1.0, disk=2.0), node(is_alive=False, CPU=64.0)]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({}, ""),
+        ({"num_cpus": 8, "runtime_env": {}}, ""),
+        ({"num_cpus": 2, "num_gpus": 0.5, "resources": {"disk": 1}}, ""),
+        ({"num_cpus": 9}, "CPU 9 (at most 8 on a node)"),
+        (
+            {"num_gpus": 2, "resources": {"tape": 1, "disk": 1}},
+            "GPU 2 (at most 1 on a node), tape 1",
+        ),
+        ({"num_cpus": 4, "num_gpus": 1}, "CPU 4 and GPU 1 on one node"),
+        ({"memory": 2**33}, "memory 8.6 GB"),
+        ({"accelerator_type": "A100"}, "accelerator_type:A100 0.001"),
+    ],
+)
+def test_what_no_node_has_is_named(options, says):
+    assert ray_session.missing(options, NODES) == says
+
+
+def test_a_cluster_without_a_node_has_nothing():
+    assert ray_session.missing({"num_cpus": 1}, []) == "CPU 1"
+
+
+def test_a_ray_that_is_gone_lacks_nothing(ray):
+    session = Session(Cluster(options={"num_gpus": 1}))
+    session.join()
+    ray.nodes = list
+    assert session.missing() == "GPU 1"
+    ray.shutdown()
+    assert session.missing() == ""

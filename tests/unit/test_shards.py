@@ -1,5 +1,6 @@
 """A shard, its share and its random numbers."""
 
+import ctypes
 import dataclasses
 import itertools
 import pickle
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enqueuer import Shard
+from enqueuer import Shard, Task
 from enqueuer.shards import GlobalStreams, fresh_seed, listen_to
 
 
@@ -60,7 +61,14 @@ def test_the_generator_is_that_of_the_seed_sequence():
 def test_seeds_differ_by_seed_epoch_and_index():
     seeds = {Shard(i, 4, e, s).seed for i in range(4) for e in range(4) for s in range(4)}
     assert len(seeds) == 64
-    assert all(0 <= seed < 2**64 for seed in seeds)
+    assert all(0 <= seed < 2**31 for seed in seeds)
+
+
+@pytest.mark.usefixtures("restored")
+def test_other_libraries_take_a_seed_as_it_is():
+    for seed in (Shard(1, 2, 3, 4).seed, Task(5, 6, 7).seed, fresh_seed()):
+        np.random.seed(seed)
+        assert ctypes.c_int32(seed).value == seed  # as OpenCV takes it
 
 
 def test_a_shard_is_frozen_and_travels():
@@ -73,6 +81,7 @@ def test_a_shard_is_frozen_and_travels():
 def test_a_fresh_seed_touches_no_generator():
     before = random.getstate(), np.random.get_state()[1].tobytes()
     assert fresh_seed() != fresh_seed()
+    assert all(0 <= fresh_seed() < 2**31 for _ in range(100))
     assert (random.getstate(), np.random.get_state()[1].tobytes()) == before
 
 

@@ -2,10 +2,11 @@
 
 import json
 import os
+import sys
 
 import pytest
 
-from enqueuer import trace
+from enqueuer import trace, tracing
 
 
 @pytest.fixture
@@ -104,3 +105,22 @@ def test_an_error_whose_text_fails_has_a_name():
 
     assert trace.text_of(Silent()) == "Silent"
     assert trace.text_of(ValueError("x" * 1000)).endswith("x...")
+
+
+@pytest.mark.parametrize("nth", range(3))
+def test_what_another_thread_takes_just_then_is_not_promised(nth):
+    ready = tracing._Ready(["batch"])
+    returned = []
+
+    def other_thread(frame, event, function):  # gets the interpreter after a call
+        if event == "c_return":
+            returned.append(function)
+            if len(returned) == nth + 1:
+                ready.clear()
+
+    sys.setprofile(other_thread)
+    try:
+        is_promised = bool(ready)
+    finally:
+        sys.setprofile(None)
+    assert is_promised == (len(ready) > 0)

@@ -115,6 +115,24 @@ def test_what_computes_gets_no_more_workers_than_there_are_cpus():
     assert load(1.0, 0.001, cpu_share=0.9, cpus=3.5).run(200)[-1] == 3
 
 
+@pytest.mark.parametrize(
+    ("cpu_share", "workers"), [(0.0, 32), (0.05, 32), (0.1, 20), (0.25, 8), (0.5, 4), (1.0, 2)]
+)
+def test_what_waits_gets_as_many_workers_as_there_are_cpus_for(cpu_share, workers):
+    """Each needs only a part of one."""
+    one = load(0.32, 0.01, most=64, cpu_share=cpu_share, cpus=2)
+    assert one.run(200)[-1] == workers
+
+
+def test_where_the_cpu_time_is_not_known_there_are_no_more_workers_than_cpus():
+    one = load(0.32, 0.01, most=64, cpus=4)
+    one.stats = lambda stats=one.stats: dataclasses.replace(
+        stats(),
+        workers=tuple(dataclasses.replace(w, cpu_s=None) for w in stats().workers),
+    )
+    assert one.run(200)[-1] == 4
+
+
 def test_waiting_for_a_cpu_is_computing_too():
     """As on a machine where others compute, too."""
     one = load(1.0, 0.001, cpu_share=0.4, cpus=2)

@@ -1,8 +1,11 @@
 """The verdict on numbers alone: each kind of load, and the sentences."""
 
 import dataclasses
+import re
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from enqueuer.verdict import Evidence, Work, judge
 
@@ -95,6 +98,95 @@ def test_threads_that_share_one_cpu_with_other_programs_should_be_processes_too(
     verdict = judge(evidence(*threads, in_threads=True))
     assert verdict.binds == "source"
     assert "backend='process'" in verdict.advice
+
+
+def files(threads, *, cpu, starved=0.0, switches, wall_s=10.0, **more):
+    """Return what threads did in ten seconds that read files, and compute a little for each."""
+    one = worker(
+        making=wall_s, waiting=10 - wall_s, cpu=cpu, starved=starved, switches=switches, **more
+    )
+    return evidence(*[one] * threads, waiting=9.9, working=0.1, in_threads=True, cpus=2)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        # As measured: they wait 35 ms a file and compute 3 ms.
+        pytest.param(files(8, cpu=0.73, switches=590), id="idle-machine"),
+        pytest.param(files(8, cpu=0.65, starved=0.98, switches=710), id="busy-machine"),
+        pytest.param(files(16, cpu=0.44, starved=0.46, switches=982, wall_s=8.2), id="more"),
+    ],
+)
+def test_threads_that_wait_for_files_are_told_to_be_more(found):
+    verdict = judge(found)
+    assert verdict.binds == "source"
+    assert "each worker more" in verdict.advice
+    assert "process" not in verdict.advice
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        pytest.param(files(32, cpu=0.27, switches=840, wall_s=7.3), id="they-wait-too"),
+        pytest.param(files(4, cpu=2.4, switches=900), id="idle-machine"),
+        pytest.param(files(8, cpu=0.6, starved=0.6, switches=1900), id="busy-machine"),
+        pytest.param(files(2, cpu=2.4, starved=2.4, switches=None), id="switches-unknown"),
+        pytest.param(files(1, cpu=9.8, switches=0), id="one"),
+    ],
+)
+def test_threads_that_wait_for_the_gil_are_told_to_be_processes(found):
+    assert "backend='process'" in judge(found).advice
+
+
+def test_without_a_gil_nothing_waits_for_it():
+    found = dataclasses.replace(files(2, cpu=4.9, switches=0), switch_s=None, cpus=8)
+    assert "process" not in judge(found).advice
+
+
+def test_the_loop_holds_the_gil_too():
+    found = files(2, cpu=3.0, switches=1900)
+    assert "process" not in judge(found).advice
+    found = dataclasses.replace(found, waiting_s=5.0, working_s=5.0, loop_cpu_s=9.5)
+    assert "backend='process'" in judge(dataclasses.replace(found, cpus=8)).advice
+
+
+def test_what_waits_most_of_the_time_gets_more_workers_than_cpus():
+    verdict = judge(evidence(worker(making=10.0, waiting=0.0, cpu=1.0), cpus=1))
+    assert verdict.advice == "About 5 workers would keep up with the loop (now 1)."
+
+
+def test_batches_that_cost_nothing_gain_nothing():
+    for in_threads in (True, False):
+        cheap = worker(making=1.5, sending=0.0, waiting=8.5, items=1_000_000, cpu=5.0)
+        found = evidence(cheap, items=1_000_000, in_threads=in_threads, waiting=5.0, working=5.0)
+        verdict = judge(found)
+        assert verdict.binds == "transport"
+        assert "1.5 us to make, and longer than that to hand over" in verdict.reason
+        assert "gain nothing" in verdict.advice
+
+
+@given(
+    st.lists(
+        st.tuples(*[st.floats(0, 100)] * 5, st.none() | st.integers(0, 10**6)),
+        min_size=1,
+        max_size=4,
+    ),
+    st.floats(0, 100),
+    st.floats(0, 100),
+    st.booleans(),
+    st.integers(1, 16),
+)
+def test_no_share_is_more_than_all(measured, waiting, working, in_threads, cpus):
+    """Whatever was measured: the system's clocks go by other phases than ours."""
+    workers = [
+        worker(making=m, sending=s, waiting=w, cpu=c, starved=x, switches=n)
+        for m, s, w, c, x, n in measured
+    ]
+    verdict = judge(
+        evidence(*workers, waiting=waiting, working=working, in_threads=in_threads, cpus=cpus)
+    )
+    shares = [float(share) for share in re.findall(r"([-\d.]+) %", str(verdict))]
+    assert all(0 <= share <= 100 for share in shares), verdict
 
 
 def test_a_loop_that_does_nothing_is_not_told_a_number_of_workers():

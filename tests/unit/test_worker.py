@@ -42,12 +42,18 @@ def ran(function, road, shards=2, enter=lambda shard: None, starts=None, on_erro
 
 def test_shards_go_in_turn_and_ended_ones_drop_out():
     road = ran(lambda shard: iter("ab"[: shard.index + 1]), Road())
-    assert road == [Item(0, 0, "a"), Item(1, 0, "a"), End(0), Item(1, 1, "b"), End(1)]
+    assert road == [
+        Item(0, 0, "a"),
+        Item(1, 0, "a"),
+        End(0, number=1),
+        Item(1, 1, "b"),
+        End(1, number=2),
+    ]
 
 
 def test_none_is_skipped_and_counted():
     road = ran(lambda: iter([None, "a", None, "b"]), Road(), shards=1)
-    assert road == [Item(0, 1, "a"), Item(0, 3, "b"), End(0)]
+    assert road == [Item(0, 1, "a"), Item(0, 3, "b"), End(0, number=4)]
 
 
 def test_a_source_of_nothing_but_none_can_be_stopped():
@@ -140,7 +146,7 @@ def test_serve_runs_epochs_until_there_are_no_orders():
     plan = Plan(as_source(lambda shard: iter([shard.epoch])), (1,), 2, 7)
     road = Road(epochs=[Epoch(0), Epoch(1)])
     serve(plan, road, road)
-    assert road == [Item(1, 0, 0), End(1), Item(1, 0, 1), End(1)]
+    assert road == [Item(1, 0, 0), End(1, number=1), Item(1, 0, 1), End(1, number=1)]
 
 
 def test_serve_goes_home_when_the_consumer_left():
@@ -163,7 +169,7 @@ def test_reports_go_before_the_item_they_came_before():
         Reported(0, 0, errors[1], nth=2, log=False),
         Item(0, 0, "a"),
         Reported(0, 1, errors[2], nth=1),
-        End(0),
+        End(0, number=1),
     ]
 
 

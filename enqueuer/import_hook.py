@@ -1,0 +1,55 @@
+"""Acting when a module has been imported, in a worker process or an actor.
+
+What must be set in a library can only be set once it is imported, and the user's code does that
+at any time, also in the middle of an item. So a finder in front of all others lets them find the
+module, and lets its loader run; then it acts, before the import statement ends.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+
+def after_import(names: Collection[str], act: Callable[[str], None]) -> None:
+    """Call `act` with the name of each of these modules that this process imports from now on."""
+    sys.meta_path.insert(0, _Finder(names, act))
+
+
+class _Finder(MetaPathFinder):
+    def __init__(self, names: Collection[str], act: Callable[[str], None]) -> None:
+        self._names = frozenset(names)
+        self._act = act
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in self._names:
+            return None
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(fullname, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _Loader(spec.loader, self._act)
+                return spec
+        return None
+
+
+class _Loader(Loader):
+    def __init__(self, loader: Loader, act: Callable[[str], None]) -> None:
+        self._loader = loader
+        self._act = act
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        # The module may ask its loader for data, and others may for its source.
+        module.__loader__ = self._loader
+        assert module.__spec__ is not None
+        module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        self._act(module.__name__)

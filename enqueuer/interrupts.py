@@ -1,0 +1,153 @@
+"""Holding back what signal handlers raise, while a step must not be left half done.
+
+Python runs signal handlers in the main thread, between two bytecodes of whatever runs there. A
+handler that raises (Ctrl-C, an alarm, a test's time limit) ends a step anywhere: between starting
+a worker and keeping its process, for example. Blocking the signals does not help: another thread
+of the process takes them, and the handler still runs in the main thread. So the handlers
+themselves are replaced, all that are written in Python, by one that only notes the signal.
+
+    held() ---- a signal: noted ---- interruptible(wait) ---- a signal: noted ---- its end
+                                     handlers run: noted ones,                     noted ones
+                                     and new ones at once                          are called
+
+A step in any other thread needs nothing of this: no handler runs there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+Handler = Callable[[int, "FrameType | None"], Any]
+
+_SIGNALS = tuple(range(1, signal.NSIG))
+
+# Only the main thread changes these.
+_is_held = False
+_handlers: dict[int, Handler] = {}  # the handlers that `_note` was put in the place of, ever
+_noted: dict[int, Handler] = {}  # what is still to be called, the earliest first
+
+
+@contextlib.contextmanager
+def held() -> Iterator[None]:
+    """Call signal handlers only after the block; one call for each kind of signal that came.
+
+    Blocks may be nested: the outermost one counts. In other threads than the main one this does
+    nothing.
+    """
+    global _is_held
+    if _is_held or not _is_main_thread():
+        yield
+        return
+    try:
+        _replace_handlers()
+        _is_held = True
+        yield
+    finally:
+        _is_held = False  # from here on `_note` passes on what still comes to it
+        try:
+            _put_handlers_back()
+        except BaseException:  # of a handler that is back in its place already
+            _put_handlers_back()
+            raise
+        finally:
+            _call_noted()
+
+
+def interruptible(wait: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call `wait` inside a `held()` block as if there were none: what handlers raise comes out.
+
+    It is for a wait that may take long, at a place where the block may be left by an exception.
+    """
+    global _is_held
+    if not _is_held or not _is_main_thread():
+        return wait(*args, **kwargs)
+    try:
+        _is_held = False
+        _call_noted()
+        return wait(*args, **kwargs)
+    finally:
+        try:
+            # A handler, or the garbage collector, may have been to `held()`, which puts them back.
+            _replace_handlers()
+        finally:
+            _is_held = True
+
+
+@contextlib.contextmanager
+def taken(lock: threading.RLock) -> Iterator[None]:
+    """Take a lock inside a `held()` block; the wait for it can be interrupted."""
+    while not lock.acquire(blocking=False):
+        interruptible(_wait_for, lock)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _wait_for(lock: threading.RLock) -> None:
+    with lock:
+        pass
+
+
+def check() -> None:
+    """Call, inside a `held()` block, the handlers of the signals that came until now."""
+    interruptible(lambda: None)
+
+
+def _is_main_thread() -> bool:
+    return threading.get_ident() == threading.main_thread().ident
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    """Stand in the place of a handler."""
+    if _is_held:
+        _noted[number] = _handlers[number]
+    else:
+        _handlers[number](number, frame)
+
+
+def _replace_handlers() -> None:
+    for number in _SIGNALS:
+        handler = signal.getsignal(number)
+        if callable(handler) and handler is not _note:
+            _handlers[number] = handler
+            with contextlib.suppress(ValueError):  # Python does not take us for the main thread
+                signal.signal(number, _note)
+
+
+def _put_handlers_back() -> None:
+    for number, handler in list(_handlers.items()):  # a handler may come to `held()` meanwhile
+        if signal.getsignal(number) is _note:
+            signal.signal(number, handler)
+
+
+def _call_noted() -> None:
+    if _noted:
+        number = next(iter(_noted))
+        handler = _noted.pop(number)
+        try:
+            handler(number, sys._getframe())
+        finally:
+            _call_noted()
+
+
+def _forget() -> None:
+    """In a forked child: forget a block that the parent is in, as nobody would end it here."""
+    global _is_held
+    _is_held = False
+    _noted.clear()
+    _put_handlers_back()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,142 @@
+"""The fork server outlives interrupted starts, full systems and raised limits."""
+
+import os
+import textwrap
+
+import pytest
+from helpers import METHODS, alive, pid_of, run_program, wait_until
+
+from enqueuer import GeneratorEnqueuer
+from enqueuer.backends import launching
+
+if "forkserver" not in METHODS:
+    pytest.skip("needs a fork server", allow_module_level=True)
+
+
+def pids(shard):
+    while True:
+        yield os.getpid()
+
+
+def serve():
+    return GeneratorEnqueuer(pids, backend="process", mp_context="forkserver")
+
+
+def test_an_interrupted_start_does_not_shift_the_answers_to_later_ones(monkeypatch):
+    """Each start would get the process of the one before it, and end another one's worker."""
+
+    def interrupted(*_):  # before the answer has come, or is read
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(launching._Server, "_wait_locked", interrupted)
+        serve().start()
+    with serve() as first, serve() as second:
+        own = [next(iter(enqueuer)) for enqueuer in (first, second)]
+        assert [pid_of(enqueuer) for enqueuer in (first, second)] == own
+        first.stop()
+        assert not alive(own[0]) and alive(own[1])
+
+
+def test_the_child_that_an_interrupted_start_asked_for_ends(monkeypatch):
+    answers = []
+    really = launching._Server._wait_locked
+
+    def interrupted(server, done, timeout):
+        really(server, done, timeout)
+        answers.extend(server._pids.values())
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(launching._Server, "_wait_locked", interrupted)
+        serve().start()
+    (pid,) = answers
+    wait_until(lambda: not alive(pid))
+    assert not launching._server._open
+
+
+FULL = """
+    import errno, os, sys
+    import helpers
+    from enqueuer import GeneratorEnqueuer, StartError
+    from enqueuer.backends import launching
+
+    def enqueuer():
+        return GeneratorEnqueuer(helpers.twelve, backend="process", mp_context="forkserver")
+
+    with enqueuer() as first:
+        batches = iter(first)
+        next(batches)
+        server = launching._server._popen.pid
+        open("full", "w").close()
+        try:
+            enqueuer().start()
+        except StartError as error:
+            assert os.strerror(errno.EAGAIN) in str(error), error
+        else:
+            raise AssertionError("no error")
+        os.unlink("full")
+        assert list(enqueuer()) == list(range(12))
+        assert list(batches) == list(range(1, 12))
+        assert launching._server._popen.pid == server
+"""
+
+
+def test_a_fork_that_fails_is_a_start_error_and_not_the_servers_end(tmp_path, monkeypatch):
+    site = tmp_path / "site"
+    site.mkdir()
+    text = """
+        import errno, os
+        really = os.fork
+        def fork():
+            if os.path.exists("full"):
+                raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+            return really()
+        os.fork = fork
+    """
+    (site / "sitecustomize.py").write_text(textwrap.dedent(text))
+    monkeypatch.syspath_prepend(site)
+    assert run_program(tmp_path, FULL) == (0, "", "")
+
+
+def test_a_limit_that_was_raised_since_holds_for_the_server_as_well(tmp_path):
+    text = """
+        import resource
+        import helpers
+        from enqueuer import GeneratorEnqueuer
+
+        def enqueuer(workers):
+            options = dict(backend="process", mp_context="forkserver", workers=workers)
+            return GeneratorEnqueuer(helpers.twelve, **options)
+
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (20, hard))
+        assert list(enqueuer(1)) == list(range(12))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (400, hard))
+        assert list(enqueuer(16)) == [*range(12)]
+    """
+    assert run_program(tmp_path, text) == (0, "", "")
+
+
+def test_a_start_goes_on_whose_answer_another_wait_has_read(monkeypatch):
+    """A signal handler, or the garbage collector, may stop another enqueuer at any moment."""
+    readable, woken = launching._readable, []
+    with serve() as other:
+        next(iter(other))
+
+        def interrupted(sock, timeout):
+            monkeypatch.setattr(launching, "_readable", readable)
+            assert readable(sock, timeout)
+            other.stop()  # reads what has come
+            woken.append(readable(sock, 5.0))
+            return True
+
+        with serve() as enqueuer:
+            for _ in range(50):
+                monkeypatch.setattr(launching, "_readable", interrupted)
+                with serve() as second:
+                    monkeypatch.setattr(launching, "_readable", readable)
+                    assert next(iter(second)) != next(iter(enqueuer))
+                if woken:
+                    break  # else the answer was there before it was waited for
+    assert woken == [True]

@@ -1,0 +1,179 @@
+"""Whatever ends a start(), reconfigure() or stop(), the next stop() leaves nothing behind."""
+
+import os
+import signal
+
+import pytest
+from helpers import alive, counting, run_program
+
+from enqueuer import GeneratorEnqueuer, OrderedEnqueuer
+from enqueuer.backends.processes import ProcessBackend
+from enqueuer.backends.threads import ThreadBackend
+
+
+class Interrupt(Exception):
+    """What the signal handler of these tests raises, as that of SIGINT does."""
+
+
+@pytest.fixture(autouse=True)
+def handler():
+    def interrupt(number, frame):
+        raise Interrupt
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    yield
+    assert signal.getsignal(signal.SIGUSR1) is interrupt
+    signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.fixture
+def interrupted_after(monkeypatch):
+    """Have starts interrupted after so many workers have come to life."""
+
+    def patch(count):
+        for kind in (ThreadBackend, ProcessBackend):
+            monkeypatch.setattr(kind, "_start_one", interrupting(kind._start_one, count))
+
+    def interrupting(start_one, count):
+        def start(*args):
+            nonlocal count
+            worker = start_one(*args)
+            count -= 1
+            if count == 0:
+                signal.raise_signal(signal.SIGUSR1)
+            return worker
+
+        return start
+
+    return patch
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_an_interrupted_start_leaves_nothing(backend, count, interrupted_after):
+    interrupted_after(count)
+    enqueuer = GeneratorEnqueuer(counting, workers=3, **backend)
+    with pytest.raises(Interrupt):
+        enqueuer.start()
+    assert "NEW" in repr(enqueuer)
+    with enqueuer:
+        assert next(iter(enqueuer)) == (0, 0)
+
+
+def test_an_iterable_that_keeps_a_start_waiting_can_be_interrupted(backend):
+    goes_on = []
+
+    def elements():
+        signal.raise_signal(signal.SIGINT)
+        goes_on.append(True)
+        yield 1
+
+    enqueuer = OrderedEnqueuer(elements(), str, **backend)
+    with pytest.raises(KeyboardInterrupt):
+        enqueuer.start()
+    assert not goes_on
+    assert "NEW" in repr(enqueuer)
+    assert enqueuer.stats().workers == ()
+
+
+def test_an_interrupted_reconfigure_leaves_the_old_workers_at_work(backend, interrupted_after):
+    with GeneratorEnqueuer(counting, shards=4, workers=2, **backend) as enqueuer:
+        batches = iter(enqueuer)
+        assert [next(batches) for _ in range(4)] == [(shard, 0) for shard in range(4)]
+        interrupted_after(2)
+        with pytest.raises(Interrupt):
+            enqueuer.reconfigure(4)
+        assert "2 workers" in repr(enqueuer)
+        assert [next(batches) for _ in range(4)] == [(shard, 1) for shard in range(4)]
+        enqueuer.reconfigure(3)
+        assert [next(batches) for _ in range(4)] == [(shard, 2) for shard in range(4)]
+
+
+class Stubborn:
+    """Yield its process; when closed first, interrupt the parent, and stay until let go."""
+
+    def __init__(self, folder):
+        self.parent = os.getpid()
+        self.gate = str(folder / "gate")
+        os.mkfifo(self.gate)
+
+    def __call__(self, shard):
+        try:
+            while True:
+                yield os.getpid()
+        finally:
+            if shard.index == 0 and os.path.exists(self.gate):
+                os.kill(self.parent, signal.SIGUSR1)
+                with open(self.gate):
+                    pass
+
+    def let_go(self):
+        with open(self.gate, "w"):
+            os.unlink(self.gate)
+
+
+@pytest.mark.parametrize("then", ["stop", "start"])
+def test_an_interrupted_stop_can_be_completed(backend, then, tmp_path):
+    source = Stubborn(tmp_path)
+    enqueuer = GeneratorEnqueuer(source, **backend)
+    with enqueuer:
+        pid = next(iter(enqueuer))
+        with pytest.raises(Interrupt):
+            enqueuer.stop(timeout=30)
+        assert "STOPPED" in repr(enqueuer)
+        source.let_go()
+        if then == "start":
+            enqueuer.start()
+            assert pid == os.getpid() or not alive(pid)
+            assert next(iter(enqueuer))
+    assert pid == os.getpid() or not alive(pid)
+
+
+def test_an_interrupted_end_of_replaced_workers_is_completed_by_stop(backend, tmp_path):
+    source = Stubborn(tmp_path)
+    with GeneratorEnqueuer(source, shards=2, **backend) as enqueuer:
+        batches = iter(enqueuer)
+        pid = next(batches)
+        with pytest.raises(Interrupt):
+            enqueuer.reconfigure(2)
+        assert "2 workers" in repr(enqueuer)
+        assert next(batches)
+        source.let_go()
+    assert pid == os.getpid() or not alive(pid)
+
+
+@pytest.mark.parametrize("name", ["stats", "_position"])
+def test_an_error_in_what_stop_reports_does_not_keep_the_workers(backend, name, monkeypatch):
+    with GeneratorEnqueuer(counting, workers=2, **backend) as enqueuer:
+        next(iter(enqueuer))
+
+        def fails(*_):
+            raise OSError("no such measure")
+
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="no such measure"):
+            patch.setattr(enqueuer, name, fails)
+            enqueuer.stop()
+        assert "STOPPED" in repr(enqueuer)
+        assert enqueuer._owned == []
+
+
+@pytest.mark.parametrize("options", ["", ", backend='process'", ", workers=2, backend='process'"])
+def test_an_endless_prefetch_kept_to_the_end_of_the_program_is_silent(options, tmp_path):
+    """Its stop() runs when the interpreter has taken down most of itself."""
+    text = f"""
+        from enqueuer import prefetch
+
+        def endless(shard):
+            while True:
+                yield shard.index
+
+        class Keeps:
+            def __init__(self):
+                self.batches = prefetch(endless{options})
+
+            def next(self):
+                return next(self.batches)
+
+        keeps = Keeps()
+        print(keeps.next(), next(prefetch(endless{options})))
+    """
+    assert run_program(tmp_path, text) == (0, "0 0\n", "")

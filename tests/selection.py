@@ -1,0 +1,134 @@
+"""Which tests run: the quick suite by default, all of it or the rest by `ENQUEUER_TESTS`.
+
+The quick suite holds every promise once on every backend and start method. It leaves out
+repetitions: further parameters of tests with processes, spawn beyond starts and ends and one
+test of each file of the contract, the portable path beyond what the transport itself promises, and
+what is marked `thorough`. `ENQUEUER_TESTS=all` runs everything, and
+`ENQUEUER_TESTS=rest` what the quick suite left out.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+_CHOICE = os.environ.get("ENQUEUER_TESTS", "quick")
+if _CHOICE not in ("quick", "rest", "all"):
+    raise pytest.UsageError(f"ENQUEUER_TESTS must be 'quick', 'rest' or 'all', got {_CHOICE!r}")
+_IS_RAY = bool(os.environ.get("ENQUEUER_RAY"))
+_IS_LONG_RUN = bool({"ENQUEUER_ROUNDS", "ENQUEUER_KILLS"} & set(os.environ))
+
+# The portable path replaces only the transport, and how the death of a worker is seen. In the
+# quick suite it runs the tests of these; the rest is the same code as on Linux.
+_PORTABLE_QUICK = {
+    "test_bound.py",
+    "test_death.py",
+    "test_failure.py",
+    "test_in_place.py",
+    "test_items.py",
+    "test_killed_worker.py",
+    "test_order.py",
+    "test_stop.py",
+}
+# The portable path runs the whole contract in the end; of the faults, which take longer, these.
+_PORTABLE_FAULTS = {
+    "test_killed_worker.py",
+    "test_killed_tasks.py",
+    "test_crash_matrix.py",
+    "test_resume_and_restart.py",
+}
+
+
+_ABOUT_STARTS = {
+    "test_death.py",
+    "test_logs.py",
+    "test_native_threads.py",
+    "test_seeds.py",
+    "test_source.py",
+    "test_stop.py",
+}
+
+# As the parameters of tests name them, the longer names first.
+_BACKENDS = ("process-fork-portable", "forkserver", "spawn", "fork", "thread", "ray")
+
+
+def chosen(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the tests that are to run, in their order."""
+    items = [item for item in items if not _is_never_run(item)]
+    if _IS_RAY or _CHOICE == "all":
+        return items
+    quick = set(_quick(items))
+    return [item for item in items if (item in quick) == (_CHOICE == "quick")]
+
+
+def _is_never_run(item: pytest.Item) -> bool:
+    if _IS_RAY and not _is_about_ray(item):
+        return True
+    if _is_portable(item) and item.path.parent.name == "faults":
+        return item.path.name not in _PORTABLE_FAULTS
+    # A spawned worker takes twelve times as long to start as one of the fork server, an actor
+    # longer still; what they repeat would prove nothing new.
+    if _is_spawn(item) or _IS_RAY:
+        return item.get_closest_marker("repeats") is not None and not _IS_LONG_RUN
+    return False
+
+
+def _is_about_ray(item: pytest.Item) -> bool:
+    is_local = item.get_closest_marker("local") is not None
+    return not is_local and ("[ray" in item.name or "-ray" in item.name or "ray" in item.path.stem)
+
+
+def _quick(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the quick suite: each promise once on each backend and start method."""
+    seen: set[tuple[str, str]] = set()
+    quick = []
+    for item in items:
+        if item.get_closest_marker("thorough") is not None:
+            continue
+        if _is_portable(item) and item.path.name not in _PORTABLE_QUICK:
+            continue
+        if _is_spawn(item):
+            once = _once_by_spawn(item)
+        elif item.get_closest_marker("repeats") is not None or _is_of_processes(item):
+            once = _function_and_backend(item)
+        else:
+            once = (item.nodeid, "")
+        if once is None or once in seen:
+            continue
+        seen.add(once)
+        quick.append(item)
+    return quick
+
+
+def _is_of_processes(item: pytest.Item) -> bool:
+    """Return whether the test is one of several start methods; threads run all parameters."""
+    return any(name in _function_and_backend(item)[1] for name in ("fork", "forkserver"))
+
+
+def _once_by_spawn(item: pytest.Item) -> tuple[str, str] | None:
+    """Return what the quick suite tests once by spawn; None if it leaves the test out.
+
+    Starting fresh interpreters is what takes the time. Once started, such a worker runs what one
+    of the fork server runs. So each test of a promise about the start or the end of workers is
+    run, of the other files of the contract one, and none of the faults.
+    """
+    # Those of the autoscaler start workers again and again.
+    if item.path.parent.name != "contract" or item.path.name == "test_auto.py":
+        return None
+    if item.path.name in _ABOUT_STARTS:
+        return _function_and_backend(item)
+    return item.path.name, "spawn"
+
+
+def _function_and_backend(item: pytest.Item) -> tuple[str, str]:
+    function, _, parameters = item.nodeid.partition("[")
+    return function, next((name for name in _BACKENDS if name in parameters), "")
+
+
+def _is_portable(item: pytest.Item) -> bool:
+    return "process-fork-portable" in item.name
+
+
+def _is_spawn(item: pytest.Item) -> bool:
+    return "process-spawn" in item.name or "[spawn" in item.name

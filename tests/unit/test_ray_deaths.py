@@ -1,0 +1,54 @@
+"""Why an actor is lost, and whether that counts as a restart; without Ray."""
+
+import threading
+import types
+
+import pytest
+
+from enqueuer.backends import WorkerState
+from enqueuer.backends.ray import Actor, RayBackend
+from enqueuer.backends.ray_worker import Credit
+
+
+class ActorDiedError(Exception):
+    """Ray's: it knows that the actor is dead."""
+
+
+class ActorUnavailableError(Exception):
+    """Ray's: the connection broke, and within a second Ray was told of no death."""
+
+
+def lost(error, state):
+    """Return an actor that was in this state when its stream raised."""
+    backend = object.__new__(RayBackend)
+    backend._session = types.SimpleNamespace(check=lambda: None, ray=None)
+    backend._lock = threading.RLock()
+    backend._news = threading.Condition(backend._lock)
+    actor = Actor(0, None, None, (0,), Credit(1, None, 0))
+    actor.state = state
+    backend._lose(actor, error)
+    assert actor.state is WorkerState.DEAD
+    return actor
+
+
+OF_ITS_NODE = [
+    ActorDiedError("The actor died because its node has died. Node Id: 1234"),
+    ActorUnavailableError("The actor 1234 is unavailable: RPC error: Socket closed"),
+]
+
+
+@pytest.mark.parametrize("error", OF_ITS_NODE)
+def test_an_actor_that_its_node_took_along_before_it_began_is_no_restart(error):
+    """Ray may choose a node that is dead, or about to be, until it has missed heartbeats of it."""
+    assert lost(error, WorkerState.STARTING).never_ran
+
+
+@pytest.mark.parametrize("error", OF_ITS_NODE)
+def test_one_that_had_begun_is(error):
+    assert not lost(error, WorkerState.RUNNING).never_ran
+
+
+def test_one_whose_process_died_is():
+    """An import that crashes must not be tried for ever."""
+    error = ActorDiedError("The actor is dead because its worker process has died.")
+    assert not lost(error, WorkerState.STARTING).never_ran

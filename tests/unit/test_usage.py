@@ -1,0 +1,111 @@
+"""What the system says, read from files as the kernel writes them."""
+
+import os
+import threading
+
+import pytest
+
+from enqueuer import usage
+
+GIB = 1 << 30
+MEMINFO = f"MemTotal: {64 * GIB // 1024} kB\nMemAvailable: {40 * GIB // 1024} kB\nHugePages: 0\n"
+
+
+class Machine:
+    """A tree of files in the place of /proc and /sys/fs/cgroup."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.write("proc/meminfo", MEMINFO)
+
+    def write(self, path, text):
+        target = self.folder / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(str(text))
+
+    def group(self, path, most, now, cached=0):
+        """Make a control group of version 2."""
+        self.write(f"cgroup/{path}/memory.max", most)
+        self.write(f"cgroup/{path}/memory.current", now)
+        self.write(f"cgroup/{path}/memory.stat", f"anon 7\nactive_file 0\ninactive_file {cached}\n")
+
+    def old_group(self, path, most, now, cached=0):
+        """Make a control group of version 1."""
+        self.write(f"cgroup/memory/{path}/memory.limit_in_bytes", most)
+        self.write(f"cgroup/memory/{path}/memory.usage_in_bytes", now)
+        self.write(f"cgroup/memory/{path}/memory.stat", f"total_active_file {cached}\n")
+
+    def available_bytes(self):
+        return usage.available_bytes(str(self.folder / "proc"), str(self.folder / "cgroup"))
+
+
+@pytest.fixture
+def machine(tmp_path):
+    return Machine(tmp_path)
+
+
+def test_without_groups_it_is_what_the_machine_has(machine):
+    assert machine.available_bytes() == 40 * GIB
+
+
+def test_a_group_without_a_limit_limits_nothing(machine):
+    machine.write("proc/self/cgroup", "0::/user.slice/mine\n")
+    machine.group("user.slice/mine", "max", 3 * GIB)
+    assert machine.available_bytes() == 40 * GIB
+
+
+def test_the_narrowest_group_around_it_counts(machine):
+    machine.write("proc/self/cgroup", "0::/pod/container\n")
+    machine.group("pod/container", 20 * GIB, 1 * GIB)
+    machine.group("pod", 10 * GIB, 4 * GIB)
+    assert machine.available_bytes() == 6 * GIB
+
+
+def test_files_in_the_cache_are_free(machine):
+    machine.write("proc/self/cgroup", "0::/\n")
+    machine.group("", 10 * GIB, 9 * GIB, cached=5 * GIB)
+    assert machine.available_bytes() == 6 * GIB
+
+
+def test_a_container_that_sees_only_its_own_group_is_limited(machine):
+    """Its path is that on the host, which is not there."""
+    machine.write("proc/self/cgroup", "0::/kubepods/pod/container\n")
+    machine.group("", 8 * GIB, 9 * GIB)
+    assert machine.available_bytes() == 0
+
+
+def test_groups_of_version_1_count_likewise(machine):
+    machine.write("proc/self/cgroup", "5:cpu,cpuacct:/a\n4:memory:/docker/abc\n0::/\n")
+    machine.old_group("docker/abc", 4 * GIB, 2 * GIB, cached=1 * GIB)
+    machine.old_group("", 1 << 62, 30 * GIB)
+    assert machine.available_bytes() == 3 * GIB
+
+
+def test_where_the_system_does_not_tell_nothing_is_known(tmp_path):
+    assert usage.available_bytes(str(tmp_path), str(tmp_path)) is None
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/smaps_rollup"), reason="of Linux")
+def test_of_this_process_it_is_known():
+    assert 1_000_000 < usage.own_bytes(os.getpid()) <= usage.of_process(os.getpid()).rss_bytes
+    assert usage.available_bytes() > 0
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="of Linux")
+def test_the_waits_of_a_thread_are_counted():
+    counts = []
+
+    def wait():
+        counts.append(usage.of_thread(threading.current_thread()).switches)
+        for _ in range(20):
+            threading.Event().wait(0.001)
+        counts.append(usage.of_thread(threading.current_thread()).switches)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    thread.join()
+    assert counts[1] - counts[0] >= 20
+
+
+def test_of_a_process_that_has_ended_nothing_is_known():
+    assert usage.own_bytes(2**22 + 1) is None
