@@ -13,7 +13,7 @@ import itertools
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import numpy as np
 
@@ -34,6 +34,10 @@ _Dataset: Any = torch.utils.data.Dataset
 _IterableDataset: Any = torch.utils.data.IterableDataset
 
 _MOST_WORKERS = 1024  # of one DataLoader
+
+# Of the 63 bits of an `_Entry`; the other 23 count epochs.
+_SEED_BITS = 24
+_ITERATION_BITS = 16
 
 
 def as_tensors(batch: Any) -> Any:
@@ -336,10 +340,11 @@ class _Here:
         self._enqueuer = enqueuer = ranks.part_of(enqueuer)
         self._whole = Epochs(enqueuer, steps)
         self._steps = steps
-        # How many epochs each worker of a DataLoader has begun (`_entry`): shared, as most
+        # How many epochs each worker of a DataLoader has begun (`_Entry`): shared, as most
         # DataLoaders make new workers, of new copies of the dataset, for each epoch.
         begun = torch.zeros(_MOST_WORKERS, dtype=torch.int64, device="cpu")
         self._begun = begun.share_memory_()
+        self._counted_in, self._iterations = 0, 0  # a process, and what has begun there
         self._count_from_loaded()
         self._pid = os.getpid()
         self._loader: TorchLoader | None = None
@@ -449,7 +454,7 @@ class _Here:
                     "and is at another epoch; call its stop() first, or let the dataset start it"
                 )
             own._begin_at(epoch)
-        self._begun.fill_(_entry(epoch))
+        self._begun.fill_(_Entry(epoch).number())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the loader of this process."""
@@ -469,7 +474,7 @@ class _Here:
             self._count_from_loaded()
         else:
             epoch = int(state["epoch"])
-            self._begun[info.id] = _entry(epoch - is_over)
+            self._begun[info.id] = _Entry(epoch - is_over).number()
             self._next_epoch = epoch if is_over else -1
             self._is_loaded = True
 
@@ -481,7 +486,7 @@ class _Here:
 
     def _count_from_loaded(self) -> None:
         if self._enqueuer._resumed:  # if that is within an epoch, DataLoader workers refuse it
-            self._begun.fill_(_entry(self._enqueuer._at_rest.number))
+            self._begun.fill_(_Entry(self._enqueuer._at_rest.number).number())
 
     def begin(self, worker: int) -> int:
         """Count an epoch of a DataLoader worker; return its number, from 0.
@@ -490,14 +495,23 @@ class _Here:
         the loop left before it began; it would deal out another order than the others.
         """
         info = torch.utils.data.get_worker_info()
-        iteration = (info.seed - worker) % 2**32  # of the DataLoader; the same for all workers
-        entries: list[int] = self._begun[: info.num_workers].tolist()
-        begun = [divmod(entry, 2**32) for entry in entries]
-        epoch = own = begun[worker][0]
+        if self._counted_in != os.getpid():
+            self._counted_in, self._iterations = os.getpid(), 0
+        # The seed is that of the DataLoader, and the same in all of its iterations if its
+        # workers are persistent. A worker that is late begins the first one after another
+        # worker has begun the second, so each entry tells which one it is of.
+        seed = (info.seed - worker) % (1 << _SEED_BITS) or 1  # 0 is that of no DataLoader
+        iteration, self._iterations = self._iterations, self._iterations + 1
+        entries = [_Entry.of(number) for number in self._begun[: info.num_workers].tolist()]
+        own = entries[worker]
+        epoch = own.begun
         if not self._is_loaded:
-            told = [count - 1 for count, mark in begun if mark == iteration and count > own]
-            epoch = max(told or [count for count, _ in begun])
-        self._begun[worker] = _entry(epoch + 1, iteration)
+            told = [entry.epoch_at(iteration) for entry in entries if entry.seed == seed]
+            # An epoch that this worker has begun before was of an earlier DataLoader, whose seed
+            # the caller had made the same.
+            told = [number for number in told if number >= own.begun or not own.seed]
+            epoch = max(told or [entry.begun for entry in entries])
+        self._begun[worker] = _Entry(epoch + 1, seed, iteration).number()
         return epoch
 
     def _epoch_of_worker(self, worker: int) -> Iterator[Any]:
@@ -640,9 +654,36 @@ class _Asked:
         )
 
 
-def _entry(begun: int, iteration: int = 0) -> int:
-    """Return a number of epochs and the iteration of the last one, to be written in one step."""
-    return begun << 32 | iteration
+class _Entry(NamedTuple):
+    """What a DataLoader worker tells the others: one number, to be written in one step.
+
+    Args:
+        begun: Number of epochs that it has begun.
+        seed: Of the DataLoader, `_SEED_BITS` of it; 0: no worker has written this.
+        iteration: Number of iterations of the DataLoader before this one.
+    """
+
+    begun: int
+    seed: int = 0
+    iteration: int = 0
+
+    @classmethod
+    def of(cls, number: int) -> _Entry:
+        """Return what a number stands for."""
+        rest, iteration = divmod(number, (1 << _ITERATION_BITS))
+        begun, seed = divmod(rest, (1 << _SEED_BITS))
+        return cls(begun, seed, iteration)
+
+    def number(self) -> int:
+        """Return the number that stands for this."""
+        iteration = self.iteration % (1 << _ITERATION_BITS)
+        return (self.begun << _SEED_BITS | self.seed) << _ITERATION_BITS | iteration
+
+    def epoch_at(self, iteration: int) -> int:
+        """Return the number of the epoch that an iteration of the same DataLoader begins."""
+        half = 1 << (_ITERATION_BITS - 1)
+        later = (iteration - self.iteration + half) % (2 * half) - half
+        return self.begun - 1 + later
 
 
 def _drop(items: Iterator[Any], count: int) -> None:

@@ -76,6 +76,13 @@ def worker_info(id, num_workers, seed=0):
     return types.SimpleNamespace(id=id, num_workers=num_workers, seed=seed + id)
 
 
+def in_its_own_process(dataset):
+    """Return a copy of a dataset, as a DataLoader worker has one."""
+    own = copy.copy(dataset)
+    own._here = copy.copy(dataset._here)
+    return own
+
+
 def seen(loader):
     return [batch.tolist() for batch in loader]
 
@@ -287,8 +294,7 @@ def test_dataloader_workers_agree_on_the_epoch(began, first, monkeypatch):
     def epoch_of(worker, workers, seed):
         info = worker_info(worker, workers, seed)
         monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: info)
-        own = copy.copy(dataset)  # as in a process of its own
-        own._here = copy.copy(dataset._here)
+        own = in_its_own_process(dataset)
         (epoch,) = {epoch for _, epoch in seen(own)}
         own.stop()
         return epoch
@@ -297,6 +303,30 @@ def test_dataloader_workers_agree_on_the_epoch(began, first, monkeypatch):
         assert epoch_of(worker, workers, seed=10) == 0
     for epoch, seed in ((1, 20), (2, 30)):
         assert [epoch_of(worker, 2, seed) for worker in (first, 1 - first)] == [epoch] * 2
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("after_set_epoch", [False, True])
+def test_a_persistent_worker_that_is_late_agrees_on_the_epoch(late, after_set_epoch, monkeypatch):
+    """The loop left before it had begun, and another worker has begun the next epoch already."""
+    dataset = EnqueuerIterableDataset(GeneratorEnqueuer(numbers, shards=4))
+    own = [in_its_own_process(dataset) for _ in range(2)]
+
+    def epoch_of(worker):
+        info = worker_info(worker, 2, seed=10)  # torch gives the same one for each epoch
+        monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: info)
+        (epoch,) = {epoch for _, epoch in seen(own[worker])}
+        return epoch
+
+    assert epoch_of(1 - late) == 0
+    if after_set_epoch:
+        dataset.set_epoch(1)
+    assert epoch_of(1 - late) == 1
+    epoch_of(late)  # what torch throws away
+    assert epoch_of(late) == 1
+    assert [epoch_of(late), epoch_of(1 - late)] == [2, 2]
+    for dataset in own:
+        dataset.stop()
 
 
 def test_set_epoch_reaches_dataloader_workers():
@@ -509,16 +539,17 @@ def test_dataloader_workers_warn_once_if_the_order_is_not_that_of_the_enqueuer(
     dataset = EnqueuerIterableDataset(own)
 
     def two_epochs():
-        for worker, _ in itertools.product(range(workers), range(2)):
+        for worker in range(workers):
             info = worker_info(id=worker, num_workers=workers)
             monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda info=info: info)
-            dataset.stop()
-            seen(dataset)
+            own = in_its_own_process(dataset)
+            for _ in range(2):
+                seen(own)
+            own.stop()
 
     with pytest.warns(EnqueuerWarning, match=says) as warned:
         two_epochs()
     assert len(warned) == 1
-    dataset.stop()
 
 
 @pytest.mark.parametrize(
