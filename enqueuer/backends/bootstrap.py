@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import faulthandler
 import fcntl
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -19,7 +20,7 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from enqueuer import arrays, logs, native_threads, usage, worker
@@ -123,9 +124,18 @@ def main_forked(
     _work(channel, setup, part, lambda: (source, on_error), counter, stack)
 
 
-def serve(fd: int) -> None:
-    """Be a fork server; in a child of it, a worker."""
+def serve(fd: int, preload: Sequence[str] = ()) -> None:
+    """Be a fork server; in a child of it, a worker.
+
+    Args:
+        fd: Descriptor of the socket to the parent.
+        preload: Names of modules to import now, once for all workers. One that fails is passed
+            over: a worker that needs it imports it again, and reports the error.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for name in preload:
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would take the exit codes away
     mine = serve_forks(fd)
     if mine is not None:

@@ -15,6 +15,7 @@ import atexit
 import contextlib
 import errno
 import multiprocessing.context
+import multiprocessing.forkserver
 import os
 import select
 import signal
@@ -325,7 +326,10 @@ class _Server:
             close_in_children(ours)
             with _silent_children():
                 self._popen = subprocess.Popen(
-                    [sys.executable, *_interpreter_flags(), "-c", _program("serve", its.fileno())],
+                    [
+                        *(sys.executable, *_interpreter_flags(), "-c"),
+                        _program("serve", its.fileno(), _modules_to_preload()),
+                    ],
                     stdin=subprocess.DEVNULL,
                     pass_fds=[its.fileno()],
                     env={**_SAME_HASHES, **native_threads.NO_SPINNING, **os.environ, **_ONE_THREAD},
@@ -381,12 +385,23 @@ def _readable(sock: socket.socket, timeout: float) -> bool:
     return bool(poller.poll(max(0, int(timeout * 1000) + 1)))
 
 
-def _program(function: str, *fds: int) -> str:
+def _modules_to_preload() -> list[str]:
+    """Return the names that the program gave to `multiprocessing.set_forkserver_preload()`.
+
+    multiprocessing has no public function that returns them. The main module, which is its
+    default, is left out: our workers do not import it.
+    """
+    server = getattr(multiprocessing.forkserver, "_forkserver", None)
+    names: list[str] = getattr(server, "_preload_modules", [])
+    return [name for name in names if name != "__main__"]
+
+
+def _program(function: str, *arguments: int | list[str]) -> str:
     """Return what a fresh interpreter runs; the search path first, or it might not find us."""
-    arguments = ", ".join(map(str, fds))
+    written = ", ".join(map(repr, arguments))
     return (
         f"import sys; sys.path[:] = {sys.path!r}; "
-        f"from enqueuer.backends.bootstrap import {function}; {function}({arguments})"
+        f"from enqueuer.backends.bootstrap import {function}; {function}({written})"
     )
 
 

@@ -55,6 +55,30 @@ def test_the_child_that_an_interrupted_start_asked_for_ends(monkeypatch):
     assert not launching._server._open
 
 
+PRELOADING = """
+    import multiprocessing, os, sys
+    from enqueuer import GeneratorEnqueuer
+
+    def imported(shard):
+        import counted
+        yield os.getpid(), counted.pid, "broken" in sys.modules
+
+    multiprocessing.set_forkserver_preload(["__main__", "missing", "broken", "counted"])
+    with GeneratorEnqueuer(imported, shards=2, workers=2, backend="process") as enqueuer:
+        workers = list(enqueuer)
+    assert len({worker for worker, _, _ in workers}) == 2, workers
+    ((server,),) = [{server for _, server, _ in workers}]
+    assert server not in {os.getpid(), *(worker for worker, _, _ in workers)}, workers
+    assert "counted" not in sys.modules
+"""
+
+
+def test_modules_are_imported_once_for_all_workers(tmp_path):
+    (tmp_path / "counted.py").write_text("import os\npid = os.getpid()\n")
+    (tmp_path / "broken.py").write_text("raise RuntimeError\n")
+    assert run_program(tmp_path, PRELOADING) == (0, "", "")
+
+
 FULL = """
     import errno, os, sys
     import helpers
