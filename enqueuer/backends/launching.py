@@ -332,7 +332,12 @@ class _Server:
                     ],
                     stdin=subprocess.DEVNULL,
                     pass_fds=[its.fileno()],
-                    env={**_SAME_HASHES, **native_threads.NO_SPINNING, **os.environ, **_ONE_THREAD},
+                    env={
+                        **_SAME_HASHES,
+                        **os.environ,
+                        **native_threads.short_spinning(os.environ),
+                        **_ONE_THREAD,
+                    },
                 )
         self._sock, self._packets, self._owner = ours, Packets(ours), os.getpid()
 
