@@ -23,7 +23,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from enqueuer import arrays, logs, native_threads, usage, worker
+from enqueuer import allocator, arrays, logs, native_threads, usage, worker
 from enqueuer.backends import stacks
 from enqueuer.backends.launching import serve_forks
 from enqueuer.import_hook import after_import
@@ -226,6 +226,7 @@ def _work(
     multiprocessing.current_process().name = f"enqueuer-worker-{part.index}"  # log records have it
     if stack is not None:
         stacks.answer(stack.fileno())
+    allocator.keep_freed_memory()
     arrays.make_in(channel.pool.make)
     if counter is not None:
         close_in_children(counter)

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from enqueuer import logs, usage, worker
+from enqueuer import allocator, logs, usage, worker
 from enqueuer.backends import WorkerThread
 from enqueuer.errors import Closed
 from enqueuer.import_hook import after_import
@@ -302,6 +302,7 @@ class RayWorker:
     """
 
     def __init__(self, part: Part, credit: Credit, payload: bytes) -> None:
+        allocator.keep_freed_memory()
         self._part = part
         self._payload = payload
         self._outbox = Outbox(credit, part.asks)

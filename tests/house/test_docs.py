@@ -17,7 +17,7 @@ README_COMMANDS = [
     "python3 -m venv .venv && .venv/bin/pip install -q -e '.[demo]'"
     " && .venv/bin/python -m enqueuer demo",
     "python3 -m venv .venv && .venv/bin/pip install -q -e '.[test]'"
-    " && .venv/bin/python -m pytest -n 4 --dist worksteal",
+    " && .venv/bin/python -m pytest -n 6 --dist worksteal",
 ]
 
 

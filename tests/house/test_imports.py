@@ -64,6 +64,7 @@ ORDER = [
     ["stats"],
     ["meters", "native_threads", "shards", "usage", "verdict"],
     [
+        "allocator",
         "duplicates",
         "formats",
         "frameworks",

@@ -1,0 +1,46 @@
+"""A worker keeps the memory that its batches free, unless the environment says otherwise."""
+
+import resource
+
+import pytest
+
+from enqueuer import GeneratorEnqueuer, allocator
+
+BYTES = 64 << 20  # more than glibc keeps by itself, whatever was freed before
+FRESH = 25  # page faults: fewer than fresh memory takes, be the pages as large as 2 MiB
+
+if allocator._mallopt is None:
+    pytest.skip("needs glibc", allow_module_level=True)
+
+
+def page_faults(shard):
+    """Yield how many page faults it takes to fill memory, time after time."""
+    for _ in range(8):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        bytearray(BYTES)
+        yield resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+@pytest.fixture(autouse=True)
+def nothing_set(monkeypatch):
+    for name in (*allocator._VARIABLES, "GLIBC_TUNABLES"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_the_memory_of_the_last_batch_is_used_again(process):
+    with GeneratorEnqueuer(page_faults, **process) as enqueuer:
+        assert min(enqueuer) < FRESH
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("MALLOC_TRIM_THRESHOLD_", "131072"),
+        ("MALLOC_MMAP_THRESHOLD_", "131072"),
+        ("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=131072"),
+    ],
+)
+def test_the_environment_comes_first(name, value, monkeypatch):
+    monkeypatch.setenv(name, value)
+    with GeneratorEnqueuer(page_faults, backend="process", mp_context="spawn") as enqueuer:
+        assert min(enqueuer) >= FRESH
