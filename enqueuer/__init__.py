@@ -6,6 +6,7 @@
 """
 
 from enqueuer.arrays import empty, empty_like
+from enqueuer.bottleneck import Bottleneck
 from enqueuer.buffer import Buffer
 from enqueuer.enqueuers import GeneratorEnqueuer, OrderedEnqueuer, imap, prefetch
 from enqueuer.errors import (
@@ -35,13 +36,13 @@ from enqueuer.reach import Headroom, headroom
 from enqueuer.replaying import replay
 from enqueuer.shards import Shard, Task
 from enqueuer.stats import Stats, WorkerStats
-from enqueuer.verdict import Verdict
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BatchTimeout",
     "BlockMemoryError",
+    "Bottleneck",
     "Buffer",
     "Closed",
     "DataFileError",
@@ -66,7 +67,6 @@ __all__ = [
     "StopWarning",
     "Task",
     "TransportError",
-    "Verdict",
     "WorkerDied",
     "WorkerError",
     "WorkerStats",

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, TypeVar, cast
 
 from enqueuer import arguments, backends, exports, interrupts, logs, state, usage
 from enqueuer.backends import ESCALATION_S, Backend, BackendName, Job
+from enqueuer.bottleneck import MANY_WORKERS
 from enqueuer.duplicates import FirstItems
 from enqueuer.errors import Closed, EmptyEpochWarning, InvalidState, StartError, WorkerError
 from enqueuer.formats import size
@@ -49,7 +50,6 @@ from enqueuer.stats import Stats
 from enqueuer.tasks import TaskSource
 from enqueuer.trace import part_of
 from enqueuer.tracing import Trace
-from enqueuer.verdict import MANY_WORKERS
 from enqueuer.worker import OnError
 
 if TYPE_CHECKING:
@@ -298,20 +298,20 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             self._stop(seconds, final)
 
     def _last_stats(self) -> Stats | None:
-        """Return the statistics of a run that is about to end, and record its verdict."""
+        """Return the statistics of a run that is about to end, and record its bottleneck."""
         try:
             final = self.stats()
         except InvalidState:  # the workers are those of another process
             return None
         if self._trace is not None and not self._is_idle():
-            verdict = final.verdict()
+            bottleneck = final.bottleneck()
             measured = dict(
                 items=final.items,
                 waiting_us=int(1e6 * final.waiting_s),
                 working_us=int(1e6 * final.working_s),
             )
-            told = {"binds": verdict.binds, "text": str(verdict), **measured}
-            self._trace.instant("verdict", told)
+            told = {"kind": bottleneck.kind, "text": str(bottleneck), **measured}
+            self._trace.instant("bottleneck", told)
         return final
 
     def _stop(self, seconds: float, final: Stats | None) -> None:

@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 from enqueuer import usage
 from enqueuer.backends import BackendName
+from enqueuer.bottleneck import HARDLY_WAITS
 from enqueuer.enqueuers import GeneratorEnqueuer
 from enqueuer.formats import duration, percent, rate, size, table
 from enqueuer.gil import Probe
@@ -32,7 +33,6 @@ from enqueuer.shards import Shard, fresh_seed
 from enqueuer.sizes import size_of
 from enqueuer.sources import FunctionSource, as_source, iterate, name_of
 from enqueuer.stats import Stats
-from enqueuer.verdict import HARDLY_WAITS
 
 HELPS = 1.15  # times as fast; twice the workers for less are not worth it
 AS_GOOD = 0.95  # of the best; it takes the fewest workers for that
@@ -324,7 +324,7 @@ def bench(
             if one.batches_per_s < HELPS * fastest or one.failed is not None:
                 break
             if report.step_s and one.waiting_share < HARDLY_WAITS:
-                break  # the loop itself binds
+                break  # the loop itself is the bottleneck
             fastest = max(fastest, one.batches_per_s)
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 from enqueuer import arguments, interrupts, state
 from enqueuer.backends import Backend, BackendName, Job, TaskBackend
 from enqueuer.base import BaseEnqueuer, Batch, Endless, State
+from enqueuer.bottleneck import HARDLY_WAITS
 from enqueuer.duplicates import FirstItems
 from enqueuer.errors import (
     DuplicateDataWarning,
@@ -49,7 +50,6 @@ from enqueuer.tasks import (
     stack,
     steps_in,
 )
-from enqueuer.verdict import HARDLY_WAITS
 from enqueuer.worker import OnError
 
 if TYPE_CHECKING:

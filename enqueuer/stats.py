@@ -1,6 +1,6 @@
 """Snapshots of what was measured: what the workers did, and how long the loop waited.
 
-    meters, usage --> WorkerStats (one a worker) --> Stats --> Stats.since(earlier) --> a verdict
+    meters, usage --> WorkerStats (one a worker) --> Stats --> Stats.since(earlier) --> Bottleneck
 
 A snapshot is plain data: it can be kept, compared, printed and pickled.
 """
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from enqueuer import gil, meters
+from enqueuer.bottleneck import Bottleneck, Evidence, Work, find_bottleneck
 from enqueuer.formats import duration, many, percent, rate, share_of, size, table
 from enqueuer.usage import Usage
-from enqueuer.verdict import Evidence, Verdict, Work, judge
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def worker_stats(
 
 
 def _since_ready(used_s: float | None, ready: int, before_ns: int) -> float | None:
-    """Return what of a time is not of the start, so that verdicts are on the work alone."""
+    """Return a time without that of the start, which is no part of the work."""
     if used_s is None:
         return None
     return max(0.0, used_s - before_ns / 1e9) if ready else 0.0
@@ -238,8 +238,8 @@ class Stats:
     def waiting_share(self) -> float:
         """How much of its time after the first batch the loop waited for others, from 0 to 1.
 
-        That time is `waiting_s` and `working_s`, so without `idle_s`. Verdict, progress bar, log
-        line and `enqueuer report` show this share, and `items_per_s` as the rate.
+        That time is `waiting_s` and `working_s`, so without `idle_s`. The bottleneck, the progress
+        bar, the log line and `enqueuer report` show this share, and `items_per_s` as the rate.
         """
         return share_of(self.waiting_s, self.waiting_s + self.working_s)
 
@@ -313,17 +313,17 @@ class Stats:
             ),
         )
 
-    def verdict(self) -> Verdict:
-        """Say what binds: what the loop waits for, and what would help.
+    def bottleneck(self) -> Bottleneck:
+        """Find the bottleneck: what the loop waits for, and what would help.
 
         Example:
             >>> from enqueuer import GeneratorEnqueuer
             >>> with GeneratorEnqueuer(lambda: iter(range(3))) as enqueuer:
             ...     _ = list(enqueuer)
-            ...     print(enqueuer.stats().verdict())
-            Too little was seen to tell what binds: 3 batches. Ask again after 8 or more.
+            ...     print(enqueuer.stats().bottleneck())
+            Not enough data to find the bottleneck: 3 batches. At least 8 are needed.
         """
-        return judge(
+        return find_bottleneck(
             Evidence(
                 seconds=self.seconds,
                 items=self.items,
@@ -358,7 +358,7 @@ class Stats:
         )
 
     def __str__(self) -> str:
-        """Return a table, with the verdict."""
+        """Return a table, with the bottleneck."""
         waits = [f"p{rank} {duration(self.wait_quantile(rank / 100))}" for rank in (50, 90, 99)]
         first = self.first_batch_s
         if first is not None:
@@ -371,7 +371,7 @@ class Stats:
                 f"{self.queue_size} of {many(self.max_queue_size, 'batch')} wait, "
                 f"{size(self.block_bytes)} in shared memory",
                 *table([_HEAD, *map(_row, self.workers)]),
-                str(self.verdict()),
+                str(self.bottleneck()),
             ]
         )
 

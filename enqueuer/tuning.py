@@ -17,9 +17,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from enqueuer.bottleneck import FEWEST_BATCHES, HARDLY_WAITS, OFTEN_WAITS, most_on
 from enqueuer.formats import percent, share_of
 from enqueuer.stats import Stats, WorkerStats
-from enqueuer.verdict import FEWEST_BATCHES, HARDLY_WAITS, OFTEN_WAITS, most_on
 
 WINDOW_S = 1.0  # the shortest look that tells something of loads that vary
 LONGEST_WINDOW_S = 16.0  # nothing changes any more, and looking costs a little

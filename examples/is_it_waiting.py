@@ -1,7 +1,7 @@
-"""Find out what a training loop waits for, and what helps: statistics, a verdict, a timeline.
+"""Find out what a training loop waits for, and what helps: statistics, the bottleneck, a timeline.
 
 A batch takes 20 ms to get, as from a slow disk, and 5 ms to train on. The loop runs with one
-worker, then with as many as the verdict asks for.
+worker, then with as many as the statistics ask for.
 """
 
 import sys

@@ -81,7 +81,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _as_dict(recording: Recording, target: Path) -> dict[str, Any]:
     return dataclasses.asdict(count(recording)) | {
-        "verdict": recording.verdict,
+        "bottleneck": recording.bottleneck,
         "is_whole": recording.is_whole,
         "left_out": recording.torn,
         "page": str(target),
@@ -109,5 +109,5 @@ def _lines(recording: Recording) -> Iterator[str]:
     )
     if recording.torn:
         yield f"{many(recording.torn, 'event')} could not be read and left out"
-    if recording.verdict:
-        yield recording.verdict
+    if recording.bottleneck:
+        yield recording.bottleneck

@@ -46,10 +46,10 @@ h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.1rem; margin: 2rem 0 .5re
 p.faint, td.faint, .legend, figcaption { color: var(--faint); }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr)); gap: .7rem;
   margin: 1rem 0; }
-.tiles div, .verdict, .warning { background: var(--card); border-radius: 8px;
+.tiles div, .bottleneck, .warning { background: var(--card); border-radius: 8px;
   padding: .6rem .9rem; }
 .tiles b { display: block; font-size: 1.3rem; } .tiles span { color: var(--faint); }
-.verdict { border-left: 4px solid var(--make); margin: 1rem 0; }
+.bottleneck { border-left: 4px solid var(--make); margin: 1rem 0; }
 .warning { border-left: 4px solid var(--idle); margin: 1rem 0; }
 figure { margin: 0; } svg { width: 100%; height: auto; display: block; }
 svg text { fill: var(--faint); font: 12px system-ui, sans-serif; }
@@ -84,7 +84,7 @@ def page(recording: Recording) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{escape(name)} - enqueuer</title><style>{_STYLE}</style></head><body>",
         *_head(recording, name),
-        *_verdict(recording),
+        *_bottleneck(recording),
         *_warnings(recording),
         *_tiles(numbers),
         *_timeline(recording),
@@ -110,9 +110,9 @@ def _head(recording: Recording, name: str) -> Iterator[str]:
     yield f'<p class="faint">{escape(", ".join(told))}. The file itself opens in Perfetto.</p>'
 
 
-def _verdict(recording: Recording) -> Iterator[str]:
-    if recording.verdict:
-        yield f'<div class="verdict">{escape(recording.verdict)}</div>'
+def _bottleneck(recording: Recording) -> Iterator[str]:
+    if recording.bottleneck:
+        yield f'<div class="bottleneck">{escape(recording.bottleneck)}</div>'
 
 
 def _warnings(recording: Recording) -> Iterator[str]:

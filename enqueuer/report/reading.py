@@ -171,7 +171,7 @@ class Recording:
         fill: How many items waited, from when on.
         marks: What else happened; of each kind the first thousand.
         counts: How often each kind of mark happened.
-        verdict: What binds, as the enqueuer itself said at its last stop; empty: it did not.
+        bottleneck: As the enqueuer itself found it at its last stop; empty if it did not.
         is_whole: Whether the enqueuer was stopped.
         torn: Lines that cannot be read, and events that make no sense.
     """
@@ -191,7 +191,7 @@ class Recording:
     fill: Table[tuple[int, int]] = field(default_factory=lambda: Table(_level, 2))
     marks: list[Mark] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
-    verdict: str = ""
+    bottleneck: str = ""
     is_whole: bool = False
     torn: int = 0
 
@@ -317,7 +317,7 @@ class _Events:
         self._numbers: dict[tuple[int, int | None], int] = {}  # of the worker of each track
         self._fill = Table(_level, 2)
         self._starts: list[tuple[int, dict[str, Any]]] = []
-        self._verdict = (0, "")
+        self._bottleneck = (0, "")
         self._measured: list[tuple[int, int, int]] = []
         self._marks: dict[str, list[Mark]] = {}
         self._counts: Counter[str] = Counter()
@@ -372,7 +372,7 @@ class _Events:
         self._starts.sort(key=lambda start: start[0])
         recording.starts = [at - zero for at, _ in self._starts]
         recording.about = next((args for _, args in self._starts if args), {})
-        recording.verdict, recording.measured = self._verdict[1], self._measured
+        recording.bottleneck, recording.measured = self._bottleneck[1], self._measured
         marks = [mark for kind in self._marks.values() for mark in _earliest(kind)]
         marks.sort(key=lambda mark: mark.at)
         recording.marks = [mark._replace(at=mark.at - zero) for mark in marks]
@@ -410,14 +410,14 @@ class _Events:
     def _note(self, name: str, at: int, args: dict[str, Any]) -> None:
         if name == "start":
             self._starts.append((at, {_text(key): _plain(args[key]) for key in args}))
-        elif name == "verdict":
+        elif name == "bottleneck":
             text = _text(args.get("text", ""))
             if "items" in args:
                 names = ("items", "waiting_us", "working_us")
                 items, waiting, working = (_number(args[name]) for name in names)
                 self._measured.append((items, waiting, working))
-            if at >= self._verdict[0]:
-                self._verdict = at, text
+            if at >= self._bottleneck[0]:
+                self._bottleneck = at, text
         elif name in _MARKS:
             kept = self._marks.setdefault(name, [])
             kept.append(Mark(name, at, _words(name, args)))
@@ -536,7 +536,7 @@ def count(recording: Recording) -> Numbers:
 def _after_the_first(recording: Recording) -> tuple[int, int, int]:
     """Return how many items the loop took after the first, how long it waited, and worked.
 
-    As the enqueuer has measured it, since that is what its verdict says, too; of a run that did
+    As the enqueuer has measured it, since that is what its bottleneck says, too; of a run that did
     not end by the spans, in which recording itself takes a little time.
     """
     if recording.measured and len(recording.measured) == len(recording.starts):

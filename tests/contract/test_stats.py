@@ -1,4 +1,4 @@
-"""Statistics: what is counted is what was, and the verdict is right on loads of each kind."""
+"""Statistics: what is counted is what was, and the bottleneck is found on loads of each kind."""
 
 import itertools
 import os
@@ -13,7 +13,7 @@ from conftest import IS_RAY, RAY
 from helpers import LIMIT, twelve, wait_until
 
 from enqueuer import GeneratorEnqueuer, OrderedEnqueuer
-from enqueuer.verdict import HARDLY_WAITS, STARVED
+from enqueuer.bottleneck import HARDLY_WAITS, STARVED
 
 BACKENDS = [
     pytest.param({"backend": "thread"}, id="thread"),
@@ -264,7 +264,7 @@ def test_a_worker_that_takes_the_place_of_a_dead_one_goes_on_with_its_numbers():
 def test_before_the_start_there_is_nothing():
     stats = GeneratorEnqueuer(twelve).stats()
     assert (stats.items, stats.workers, stats.seconds) == (0, (), 0.0)
-    assert stats.verdict().binds == "unknown"
+    assert stats.bottleneck().kind == "unknown"
 
 
 @pytest.mark.parametrize("options", BACKENDS)
@@ -334,10 +334,10 @@ def test_they_can_be_pickled_and_printed():
     text = str(stats)
     assert "12 batches" in text
     assert "worker 1 (thread)" in text
-    assert str(stats.verdict()) in text
+    assert str(stats.bottleneck()) in text
 
 
-# --- the verdict on real loads ---
+# --- the bottleneck of real loads ---
 
 
 def sleeping(make_s, count=30):
@@ -352,15 +352,15 @@ def sleeping(make_s, count=30):
 
 
 def is_crowded(stats):
-    """Tell whether others' work kept the workers from the CPUs, so that these bind, in truth."""
+    """Tell whether other processes kept the workers from the CPUs."""
     worked = sum(worker.making_s + worker.sending_s for worker in stats.workers)
     return sum(worker.starved_s or 0.0 for worker in stats.workers) > STARVED * worked
 
 
-def check(stats, binds):
-    """Check the verdict."""
-    found = stats.verdict().binds
-    assert found == binds or (found == "cpus" and is_crowded(stats)), str(stats)
+def check(stats, kind):
+    """Check the bottleneck."""
+    found = stats.bottleneck().kind
+    assert found == kind or (found == "cpus" and is_crowded(stats)), str(stats)
 
 
 @pytest.mark.parametrize("options", BACKENDS)
@@ -381,8 +381,8 @@ def test_elements_that_the_loop_reads_slowly_are_told(options):
     with OrderedEnqueuer(elements(), abs, workers=2, **options) as enqueuer:
         assert len(list(enqueuer)) == 30
         stats = enqueuer.stats()
-    assert stats.verdict().binds == "source", stats
-    assert "from the iterable" in stats.verdict().reason
+    assert stats.bottleneck().kind == "source", stats
+    assert "from the iterable" in stats.bottleneck().reason
     assert stats.waiting_s >= stats.reading_s > 0.1
     assert stats.wait_p50_s >= 0.01
 
@@ -404,7 +404,7 @@ def test_what_is_done_between_epochs_is_no_step_of_the_loop(options):
             time.sleep(1.0)  # tests the model, and saves it
         stats = enqueuer.stats()
     assert stats.idle_s >= 2.0
-    assert stats.verdict().binds == "source", stats
+    assert stats.bottleneck().kind == "source", stats
     assert stats.working_s < 1.0
 
 
@@ -467,7 +467,7 @@ def test_too_few_cpus_are_told():
     finally:
         os.sched_setaffinity(0, allowed)
     assert stats.cpus == 1
-    assert stats.verdict().binds == "cpus", stats
+    assert stats.bottleneck().kind == "cpus", stats
 
 
 def test_threads_that_compute_in_python_are_told_to_be_processes():
@@ -479,7 +479,7 @@ def test_threads_that_compute_in_python_are_told_to_be_processes():
     stats = stats_of(source, workers=2)
     check(stats, "source")
     if not is_crowded(stats):
-        assert "backend='process'" in stats.verdict().advice
+        assert "backend='process'" in stats.bottleneck().advice
 
 
 def test_threads_that_wait_outside_of_python_are_not_told_to_be_processes():
@@ -496,4 +496,4 @@ def test_threads_that_wait_outside_of_python_are_not_told_to_be_processes():
         assert len(list(enqueuer)) == 80
         stats = enqueuer.stats()
     assert all(worker.switches > 5 for worker in stats.workers)
-    assert "process" not in stats.verdict().advice, stats
+    assert "process" not in stats.bottleneck().advice, stats

@@ -109,8 +109,8 @@ def test_each_item_is_made_sent_and_taken(backend, tmp_path):
     for event in named(events, "next", shard=1):
         assert row_of(events, event).startswith("worker 1")
     assert named(events, "queue")
-    assert [e["name"] for e in events if e["name"] in ("verdict", "stop", "end")] == [
-        *("verdict", "stop", "end")
+    assert [e["name"] for e in events if e["name"] in ("bottleneck", "stop", "end")] == [
+        *("bottleneck", "stop", "end")
     ]
 
 

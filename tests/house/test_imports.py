@@ -62,7 +62,7 @@ ORDER = [
     ["buffer", "exports", "logs", "progress"],
     ["tuning"],
     ["stats"],
-    ["meters", "native_threads", "shards", "usage", "verdict"],
+    ["meters", "native_threads", "shards", "usage", "bottleneck"],
     [
         "allocator",
         "duplicates",

@@ -133,9 +133,9 @@ def test_the_numbers_of_a_run_are_counted(tmp_path):
 
 
 def test_what_the_enqueuer_has_measured_is_told_rather_than_what_the_spans_say(tmp_path):
-    """It is what its verdict says."""
+    """It is what its bottleneck says."""
     totals = dict(items=4, waiting_us=1_000_000, working_us=3_000_000)
-    events = [*STORY, instant("verdict", 5 * S, text="All is well.", **totals)]
+    events = [*STORY, instant("bottleneck", 5 * S, text="All is well.", **totals)]
     numbers = reading.count(reading.read(write(tmp_path / "run.json", events)))
     assert (numbers.waited, numbers.waited_share, numbers.items_per_second) == (1, 0.25, 0.75)
 
@@ -144,7 +144,7 @@ def test_the_start_of_each_run_is_left_out(tmp_path):
     """Also that of the second one, which was not stopped."""
     later = [{**event, "ts": event["ts"] + 10 * S} for event in STORY if "ts" in event]
     totals = dict(items=4, waiting_us=2_000_000, working_us=2_000_000)
-    events = [*STORY, instant("verdict", 5 * S, **totals), *later]
+    events = [*STORY, instant("bottleneck", 5 * S, **totals), *later]
     numbers = reading.count(reading.read(write(tmp_path / "run.json", events)))
     assert (numbers.items, numbers.waited, numbers.waited_share) == (8, 4, 0.5)
     assert numbers.items_per_second == 0.75
@@ -152,7 +152,7 @@ def test_the_start_of_each_run_is_left_out(tmp_path):
 
 @pytest.mark.parametrize("backend", ["thread", "process"])
 def test_one_run_has_one_share_of_waiting_and_one_rate(tmp_path, backend, capsys):
-    """In the statistics, the verdict, the log line, the bar and the report."""
+    """In the statistics, the bottleneck, the log line, the bar and the report."""
     path, bars = tmp_path / "run.json", []
 
     def source(shard):
@@ -224,12 +224,15 @@ def test_the_page_stands_alone_and_says_it_all(tmp_path, capsys):
     assert "KeyError('<b>') in worker 0 (thread), shard 0, item 3" in words
     assert "<b>'" not in text
     assert "worker 0: making items 75 %, sending 6.3 %, waiting 19 %" in words
-    assert "verdict" not in re.sub("<style>.*?</style>", "", text, flags=re.DOTALL)
+    assert "bottleneck" not in re.sub("<style>.*?</style>", "", text, flags=re.DOTALL)
 
 
-def test_the_last_verdict_has_its_place(tmp_path, capsys):
-    verdicts = [instant("verdict", 4 * S, text="Old."), instant("verdict", 5 * S, text="4 < 5.")]
-    path = write(tmp_path / "run.json", [*STORY, *verdicts])
+def test_the_last_bottleneck_has_its_place(tmp_path, capsys):
+    bottlenecks = [
+        instant("bottleneck", 4 * S, text="Old."),
+        instant("bottleneck", 5 * S, text="4 < 5."),
+    ]
+    path = write(tmp_path / "run.json", [*STORY, *bottlenecks])
     assert cli.main(["report", path]) == 0
     assert "4 < 5." in capsys.readouterr().out
     text = (tmp_path / "run.html").read_text()
@@ -364,7 +367,7 @@ def test_what_a_terminal_would_obey_is_escaped(tmp_path, capsys):
     events = [
         *STORY,
         instant("error", S, error=told, worker=told),
-        instant("verdict", S, text=told),
+        instant("bottleneck", S, text=told),
         name_of(worker(2), f"worker 2 ({told})"),
     ]
     path = write(tmp_path / "run\x1b[2J.json", events)
@@ -400,11 +403,11 @@ def test_a_large_trace_takes_little_memory(tmp_path):
 
 
 def test_the_numbers_are_printed_as_json(tmp_path, capsys):
-    path = write(tmp_path / "run.json", [*STORY, instant("verdict", 5 * S, text="Good.")])
+    path = write(tmp_path / "run.json", [*STORY, instant("bottleneck", 5 * S, text="Good.")])
     assert cli.main(["report", path, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["items"], told["seconds"], told["errors"]) == (4, 5, 0)
-    assert (told["verdict"], told["is_whole"], told["left_out"]) == ("Good.", True, 0)
+    assert (told["bottleneck"], told["is_whole"], told["left_out"]) == ("Good.", True, 0)
     assert told["page"] == str(tmp_path / "run.html")
     check((tmp_path / "run.html").read_text())
 

@@ -1,4 +1,4 @@
-"""What binds: from a few numbers to one sentence, and what to do about it.
+"""Find the bottleneck: from a few numbers to one sentence, and what to do about it.
 
     the loop hardly waits ------------------------------> the loop
     it waited for the first batch most of all ----------> start-up
@@ -11,7 +11,7 @@
     workers and loop both wait, for each other ---------> the queue
     else -----------------------------------------------> the source
 
-The first that holds is told. Every threshold stands at the head of this file.
+The first that holds is reported. Every threshold stands at the head of this file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Literal
 
 from enqueuer.formats import duration, many, percent, share_of, size
 
-Binds = Literal["unknown", "loop", "start-up", "slow shard", "queue", "transport", "cpus", "source"]
+Kind = Literal["unknown", "loop", "start-up", "slow shard", "queue", "transport", "cpus", "source"]
 
 FEWEST_BATCHES = 8  # fewer tell nothing
 HAND_OVER_S = 30e-6  # a loop that takes no longer for a batch does little but take it
@@ -46,11 +46,11 @@ IS_OUTSIDE = 0.1  # of the threads' time, spent waiting for something other than
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Bottleneck:
     """What the loop waits for, and what would help.
 
     Attributes:
-        binds: `"loop"`: the training itself, all is well. `"source"`: making batches.
+        kind: `"loop"`: the training itself, all is well. `"source"`: making batches.
             `"transport"`: sending them between processes. `"cpus"`: there are too few.
             `"slow shard"`: one worker, for which all wait. `"queue"`: it is too short for batches
             that take unequal times. `"start-up"`: the time to the first batch. `"unknown"`:
@@ -59,7 +59,7 @@ class Verdict:
         advice: What to change, in a sentence.
     """
 
-    binds: Binds
+    kind: Kind
     reason: str
     advice: str
 
@@ -129,7 +129,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Evidence:
-    """All that a verdict is made of; `seconds` of a run of which the rest is a part.
+    """All that the bottleneck is found from; `seconds` of a run of which the rest is a part.
 
     `switch_s` is after how long a thread that waits for the GIL asks for it again; None: there
     is no GIL.
@@ -215,16 +215,16 @@ def most_on(cpus: float, computing_share: float) -> int:
     return max(1, int(cpus / max(computing_share, 1e-6)))
 
 
-def judge(found: Evidence) -> Verdict:
-    """Say what binds."""
+def find_bottleneck(found: Evidence) -> Bottleneck:
+    """Find what limits the rate of the loop."""
     all_s = found.first_wait_s + found.waiting_s + found.working_s
     if found.first_wait_s > max(LONG_S, MOSTLY * all_s):
         return _start_up(found, all_s)
     if found.items < FEWEST_BATCHES or not found.workers:
-        return Verdict(
+        return Bottleneck(
             "unknown",
-            f"Too little was seen to tell what binds: {many(found.items, 'batch')}.",
-            f"Ask again after {FEWEST_BATCHES} or more.",
+            f"Not enough data to find the bottleneck: {many(found.items, 'batch')}.",
+            f"At least {FEWEST_BATCHES} are needed.",
         )
     if found.waiting_share < HARDLY_WAITS:
         return _hand_over(found) if found.use_s < HAND_OVER_S else _loop(found)
@@ -250,17 +250,18 @@ def judge(found: Evidence) -> Verdict:
     return _source(found)
 
 
-def _start_up(found: Evidence, all_s: float) -> Verdict:
-    return Verdict(
+def _start_up(found: Evidence, all_s: float) -> Bottleneck:
+    return Bottleneck(
         "start-up",
-        f"Start-up binds: the loop waited {duration(found.first_wait_s)} for the first batch, of "
+        "The bottleneck is the start: "
+        f"the loop waited {duration(found.first_wait_s)} for the first batch, of "
         f"{duration(all_s)} in all.",
         "Start the enqueuer before the model is built, keep it over epochs, and import less in "
         "the module of the generator.",
     )
 
 
-def _loop(found: Evidence) -> Verdict:
+def _loop(found: Evidence) -> Bottleneck:
     workers = len(found.workers)
     # with those that are busy a whole turn, and one in five to spare
     enough = math.ceil(1.2 * found.on_average("busy_s"))
@@ -269,18 +270,20 @@ def _loop(found: Evidence) -> Verdict:
         if max(1, enough) < workers
         else "Faster data would not make it faster."
     )
-    return Verdict(
+    return Bottleneck(
         "loop",
-        f"The loop binds: it waited {percent(found.waiting_share)} of its time for batches "
+        "The bottleneck is the loop itself: "
+        f"it waited {percent(found.waiting_share)} of its time for batches "
         f"(p99 {duration(found.wait_p99_s)}), and takes {duration(found.use_s)} for each itself.",
         spare,
     )
 
 
-def _hand_over(found: Evidence) -> Verdict:
-    return Verdict(
+def _hand_over(found: Evidence) -> Bottleneck:
+    return Bottleneck(
         "transport",
-        f"Handing over binds: the loop takes {duration(found.use_s)} for each batch, with what it "
+        "The bottleneck is handing over batches: "
+        f"the loop takes {duration(found.use_s)} for each batch, with what it "
         "takes to receive it, and hardly waits.",
         "Yield larger batches; if these are only tests, there is nothing to be changed.",
     )
@@ -293,21 +296,23 @@ def _is_cheap(found: Evidence) -> bool:
     return made < CHEAP_S * items and busy < HAND_OVER_S * items
 
 
-def _cheap(found: Evidence) -> Verdict:
+def _cheap(found: Evidence) -> Bottleneck:
     make_s = share_of(found.total("making_s"), found.total("items"))
-    return Verdict(
+    return Bottleneck(
         "transport",
-        f"Handing over binds: a batch takes {duration(make_s)} to make, and longer than that to "
+        "The bottleneck is handing over batches: "
+        f"a batch takes {duration(make_s)} to make, and longer than that to "
         "hand over.",
         "Batches this cheap gain nothing from workers, be they threads or processes: yield "
         "larger ones, or use a plain loop.",
     )
 
 
-def _reading(found: Evidence) -> Verdict:
-    return Verdict(
+def _reading(found: Evidence) -> Bottleneck:
+    return Bottleneck(
         "source",
-        f"Reading the elements binds: the loop waited {percent(found.waiting_share)} of its time, "
+        "The bottleneck is reading the elements: "
+        f"the loop waited {percent(found.waiting_share)} of its time, "
         f"most of that while it read them from the iterable, {duration(found.reading_s)} in all.",
         "That is done in the loop's own thread, so more workers would not help: let the iterable "
         "yield what is cheap, such as paths, and do the rest in `map`; or pass a sequence.",
@@ -331,11 +336,12 @@ def _slow_worker(found: Evidence) -> Work | None:
     return slow if is_slow else None
 
 
-def _slow_shard(found: Evidence, slow: Work) -> Verdict:
+def _slow_shard(found: Evidence, slow: Work) -> Bottleneck:
     others = statistics.median(w.per_item_s for w in found.workers if w is not slow)
-    return Verdict(
+    return Bottleneck(
         "slow shard",
-        f"One slow shard binds: {slow.name} takes {duration(slow.per_item_s)} for an item, the "
+        "The bottleneck is one slow shard: "
+        f"{slow.name} takes {duration(slow.per_item_s)} for an item, the "
         f"others {duration(others)}, and {percent(found.waiting_share)} of the loop's time goes "
         "into waiting, for it.",
         "Split the work more evenly (shard.split deals it out item by item), or take ordered=False "
@@ -343,17 +349,18 @@ def _slow_shard(found: Evidence, slow: Work) -> Verdict:
     )
 
 
-def _queue(found: Evidence) -> Verdict:
+def _queue(found: Evidence) -> Bottleneck:
     waited = share_of(found.total("waiting_s"), found.total("waiting_s") + found.total("busy_s"))
-    return Verdict(
+    return Bottleneck(
         "queue",
-        f"The queue binds: the loop waited {percent(found.waiting_share)} of its time for batches, "
+        "The bottleneck is the queue: "
+        f"the loop waited {percent(found.waiting_share)} of its time for batches, "
         f"and the workers {percent(waited)} of theirs for room, so that they wait for each other.",
         f"Give a larger max_queue_size than {found.max_queue_size}, or fewer and larger batches.",
     )
 
 
-def _transport(found: Evidence) -> Verdict:
+def _transport(found: Evidence) -> Bottleneck:
     items, sent = found.total("items"), found.total("bytes")
     each = share_of(sent, items)
     advice = (
@@ -361,9 +368,10 @@ def _transport(found: Evidence) -> Verdict:
         if each > 100_000
         else "Yield larger batches"
     )
-    return Verdict(
+    return Bottleneck(
         "transport",
-        f"The transport binds: {percent(found.waiting_share)} of the loop's time goes into "
+        "The bottleneck is the transport: "
+        f"{percent(found.waiting_share)} of the loop's time goes into "
         f"waiting; an item of {size(each)} takes "
         f"{duration(share_of(found.total('making_s'), items))} to make and "
         f"{duration(share_of(found.total('sending_s'), items))} to send.",
@@ -371,12 +379,13 @@ def _transport(found: Evidence) -> Verdict:
     )
 
 
-def _cpus(found: Evidence) -> Verdict:
+def _cpus(found: Evidence) -> Bottleneck:
     lacked, used = found.total("lacked_s"), found.total("cpu_s")
     missed = percent(share_of(lacked, lacked + used))
-    return Verdict(
+    return Bottleneck(
         "cpus",
-        f"The CPUs bind: the loop waited {percent(found.waiting_share)} of its time; it and the "
+        "The bottleneck is the CPUs: "
+        f"the loop waited {percent(found.waiting_share)} of its time; it and the "
         f"workers used {found.cpus_used:.1f} of {found.cpus:g} CPUs, and the workers had none for "
         f"{missed} of the time in which they could have run.",
         "More workers would not help here: make the work cheaper, do it beforehand (`enqueuer "
@@ -384,18 +393,19 @@ def _cpus(found: Evidence) -> Verdict:
     )
 
 
-def _source(found: Evidence) -> Verdict:
+def _source(found: Evidence) -> Bottleneck:
     workers, made = len(found.workers), found.total("items")
     # by what a batch takes, as there may have been fewer workers before; but it does wait
     make_s = share_of(found.total("busy_s"), made)
     wanted = max(workers + 1, math.ceil(make_s / max(found.use_s, 1e-9) - 0.05))
     reason = (
-        f"The source binds: the loop waited {percent(found.waiting_share)} of its time; a batch "
+        "The bottleneck is the source: "
+        f"the loop waited {percent(found.waiting_share)} of its time; a batch "
         f"takes {duration(share_of(found.total('making_s'), made))} to make, and "
         f"{duration(found.use_s)} to use."
     )
     if _holds_gil(found):
-        return Verdict(
+        return Bottleneck(
             "source",
             reason,
             f"The {many(workers, 'thread')} used {found.worker_cpus:.1f} CPUs in all, so the work "
@@ -405,21 +415,21 @@ def _source(found: Evidence) -> Verdict:
     most = found.most_that_help
     if wanted > MANY_WORKERS and most > workers and found.computing_share < IS_COMPUTING:
         limit = "memory" if most > MANY_WORKERS else f"memory, up to about {most}"
-        return Verdict(
+        return Bottleneck(
             "source",
             reason,
             f"The loop does next to nothing, so each worker more than the {workers} now would "
             f"help, as long as there is {limit}.",
         )
     if wanted > most:
-        return Verdict(
+        return Bottleneck(
             "source",
             reason,
             f"A worker computes {percent(found.computing_share)} of its time, so no more than "
             f"{many(most, 'worker')} would help on {found.cpus:g} CPUs, and about {wanted} would "
             f"be needed (now {workers}): make the work cheaper, too.",
         )
-    return Verdict(
+    return Bottleneck(
         "source",
         reason,
         f"About {many(wanted, 'worker')} would keep up with the loop (now {workers}).",

@@ -1,4 +1,4 @@
-"""The verdict on numbers alone: each kind of load, and the sentences."""
+"""The bottleneck by numbers alone: each kind of load, and the sentences."""
 
 import dataclasses
 import re
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enqueuer.verdict import Evidence, Work, judge
+from enqueuer.bottleneck import Evidence, Work, find_bottleneck
 
 
 def worker(making=1.0, sending=0.0, waiting=9.0, items=100, cpu=0.0, starved=0.0, **more):
@@ -47,57 +47,61 @@ def evidence(*workers, waiting=8.0, working=2.0, items=100, **more):
 
 
 def test_a_loop_that_hardly_waits_binds():
-    verdict = judge(evidence(worker(), worker(), waiting=0.1, working=9.9))
-    assert verdict.binds == "loop"
-    assert "waited 1.0 % of its time" in verdict.reason
-    assert "takes 99 ms for each" in verdict.reason
-    assert "1 worker would do as well as 2" in verdict.advice
+    bottleneck = find_bottleneck(evidence(worker(), worker(), waiting=0.1, working=9.9))
+    assert bottleneck.kind == "loop"
+    assert "waited 1.0 % of its time" in bottleneck.reason
+    assert "takes 99 ms for each" in bottleneck.reason
+    assert "1 worker would do as well as 2" in bottleneck.advice
 
 
 def test_where_no_worker_can_be_spared_faster_data_would_not_help():
-    verdict = judge(evidence(worker(making=9.0, waiting=1.0), waiting=0.1, working=9.9))
-    assert verdict.advice == "Faster data would not make it faster."
+    bottleneck = find_bottleneck(
+        evidence(worker(making=9.0, waiting=1.0), waiting=0.1, working=9.9)
+    )
+    assert bottleneck.advice == "Faster data would not make it faster."
 
 
 def test_a_source_that_waits_needs_as_many_workers_as_it_is_slower():
-    verdict = judge(evidence(worker(making=10.0, waiting=0.0)))
-    assert verdict.binds == "source"
-    assert "takes 100 ms to make, and 20 ms to use" in verdict.reason
-    assert verdict.advice == "About 5 workers would keep up with the loop (now 1)."
+    bottleneck = find_bottleneck(evidence(worker(making=10.0, waiting=0.0)))
+    assert bottleneck.kind == "source"
+    assert "takes 100 ms to make, and 20 ms to use" in bottleneck.reason
+    assert bottleneck.advice == "About 5 workers would keep up with the loop (now 1)."
 
 
 def test_a_source_is_judged_by_its_batches_and_not_by_how_few_workers_there_were_before():
     late = [worker(making=1.0, waiting=0.0, items=10) for _ in range(4)]
-    verdict = judge(evidence(*late))  # of 100 batches one worker had made 60
-    assert verdict.advice == "About 5 workers would keep up with the loop (now 4)."
+    bottleneck = find_bottleneck(evidence(*late))  # of 100 batches one worker had made 60
+    assert bottleneck.advice == "About 5 workers would keep up with the loop (now 4)."
 
 
 def test_a_loop_that_waits_is_never_told_to_take_as_many_as_there_are():
-    verdict = judge(evidence(*[worker(making=1.0, waiting=0.0, items=100) for _ in range(2)]))
-    assert verdict.advice == "About 3 workers would keep up with the loop (now 2)."
+    bottleneck = find_bottleneck(
+        evidence(*[worker(making=1.0, waiting=0.0, items=100) for _ in range(2)])
+    )
+    assert bottleneck.advice == "About 3 workers would keep up with the loop (now 2)."
 
 
 def test_a_source_that_computes_gets_no_more_workers_than_there_are_cpus():
-    verdict = judge(evidence(worker(making=10.0, waiting=0.0, cpu=9.8), cpus=4))
-    assert verdict.binds == "source"
-    assert "no more than 4 workers would help on 4 CPUs" in verdict.advice
+    bottleneck = find_bottleneck(evidence(worker(making=10.0, waiting=0.0, cpu=9.8), cpus=4))
+    assert bottleneck.kind == "source"
+    assert "no more than 4 workers would help on 4 CPUs" in bottleneck.advice
 
 
 def test_threads_that_share_one_cpu_should_be_processes():
     threads = [worker(making=10.0, waiting=0.0, cpu=0.45) for _ in range(2)]
     found = evidence(*threads, in_threads=True)
-    assert judge(found).binds == "source"
+    assert find_bottleneck(found).kind == "source"
     busy = [dataclasses.replace(thread, cpu_s=4.7) for thread in threads]
-    verdict = judge(dataclasses.replace(found, workers=busy))
-    assert verdict.binds == "source"
-    assert "backend='process'" in verdict.advice
+    bottleneck = find_bottleneck(dataclasses.replace(found, workers=busy))
+    assert bottleneck.kind == "source"
+    assert "backend='process'" in bottleneck.advice
 
 
 def test_threads_that_share_one_cpu_with_other_programs_should_be_processes_too():
     threads = [worker(making=10.0, waiting=0.0, cpu=2.4, starved=2.4) for _ in range(2)]
-    verdict = judge(evidence(*threads, in_threads=True))
-    assert verdict.binds == "source"
-    assert "backend='process'" in verdict.advice
+    bottleneck = find_bottleneck(evidence(*threads, in_threads=True))
+    assert bottleneck.kind == "source"
+    assert "backend='process'" in bottleneck.advice
 
 
 def files(threads, *, cpu, starved=0.0, switches, wall_s=10.0, **more):
@@ -118,10 +122,10 @@ def files(threads, *, cpu, starved=0.0, switches, wall_s=10.0, **more):
     ],
 )
 def test_threads_that_wait_for_files_are_told_to_be_more(found):
-    verdict = judge(found)
-    assert verdict.binds == "source"
-    assert "each worker more" in verdict.advice
-    assert "process" not in verdict.advice
+    bottleneck = find_bottleneck(found)
+    assert bottleneck.kind == "source"
+    assert "each worker more" in bottleneck.advice
+    assert "process" not in bottleneck.advice
 
 
 @pytest.mark.parametrize(
@@ -135,34 +139,34 @@ def test_threads_that_wait_for_files_are_told_to_be_more(found):
     ],
 )
 def test_threads_that_wait_for_the_gil_are_told_to_be_processes(found):
-    assert "backend='process'" in judge(found).advice
+    assert "backend='process'" in find_bottleneck(found).advice
 
 
 def test_without_a_gil_nothing_waits_for_it():
     found = dataclasses.replace(files(2, cpu=4.9, switches=0), switch_s=None, cpus=8)
-    assert "process" not in judge(found).advice
+    assert "process" not in find_bottleneck(found).advice
 
 
 def test_the_loop_holds_the_gil_too():
     found = files(2, cpu=3.0, switches=1900)
-    assert "process" not in judge(found).advice
+    assert "process" not in find_bottleneck(found).advice
     found = dataclasses.replace(found, waiting_s=5.0, working_s=5.0, loop_cpu_s=9.5)
-    assert "backend='process'" in judge(dataclasses.replace(found, cpus=8)).advice
+    assert "backend='process'" in find_bottleneck(dataclasses.replace(found, cpus=8)).advice
 
 
 def test_what_waits_most_of_the_time_gets_more_workers_than_cpus():
-    verdict = judge(evidence(worker(making=10.0, waiting=0.0, cpu=1.0), cpus=1))
-    assert verdict.advice == "About 5 workers would keep up with the loop (now 1)."
+    bottleneck = find_bottleneck(evidence(worker(making=10.0, waiting=0.0, cpu=1.0), cpus=1))
+    assert bottleneck.advice == "About 5 workers would keep up with the loop (now 1)."
 
 
 def test_batches_that_cost_nothing_gain_nothing():
     for in_threads in (True, False):
         cheap = worker(making=1.5, sending=0.0, waiting=8.5, items=1_000_000, cpu=5.0)
         found = evidence(cheap, items=1_000_000, in_threads=in_threads, waiting=5.0, working=5.0)
-        verdict = judge(found)
-        assert verdict.binds == "transport"
-        assert "1.5 us to make, and longer than that to hand over" in verdict.reason
-        assert "gain nothing" in verdict.advice
+        bottleneck = find_bottleneck(found)
+        assert bottleneck.kind == "transport"
+        assert "1.5 us to make, and longer than that to hand over" in bottleneck.reason
+        assert "gain nothing" in bottleneck.advice
 
 
 @given(
@@ -182,90 +186,96 @@ def test_no_share_is_more_than_all(measured, waiting, working, in_threads, cpus)
         worker(making=m, sending=s, waiting=w, cpu=c, starved=x, switches=n)
         for m, s, w, c, x, n in measured
     ]
-    verdict = judge(
+    bottleneck = find_bottleneck(
         evidence(*workers, waiting=waiting, working=working, in_threads=in_threads, cpus=cpus)
     )
-    shares = [float(share) for share in re.findall(r"([-\d.]+) %", str(verdict))]
-    assert all(0 <= share <= 100 for share in shares), verdict
+    shares = [float(share) for share in re.findall(r"([-\d.]+) %", str(bottleneck))]
+    assert all(0 <= share <= 100 for share in shares), bottleneck
 
 
 def test_a_loop_that_does_nothing_is_not_told_a_number_of_workers():
-    verdict = judge(evidence(worker(making=10.0, waiting=0.0), waiting=9.99, working=0.01))
-    assert verdict.binds == "source"
-    assert "does next to nothing" in verdict.advice
+    bottleneck = find_bottleneck(
+        evidence(worker(making=10.0, waiting=0.0), waiting=9.99, working=0.01)
+    )
+    assert bottleneck.kind == "source"
+    assert "does next to nothing" in bottleneck.advice
 
 
 @pytest.mark.parametrize(
     ("size", "advice"), [(10_000_000, "enqueuer.empty()"), (100, "larger batches")]
 )
 def test_workers_that_mostly_copy_are_bound_by_the_transport(size, advice):
-    verdict = judge(evidence(worker(making=1.0, sending=9.0, waiting=0.0, bytes=100 * size)))
-    assert verdict.binds == "transport"
-    assert "10 ms to make and 90 ms to send" in verdict.reason
-    assert advice in verdict.advice
+    bottleneck = find_bottleneck(
+        evidence(worker(making=1.0, sending=9.0, waiting=0.0, bytes=100 * size))
+    )
+    assert bottleneck.kind == "transport"
+    assert "10 ms to make and 90 ms to send" in bottleneck.reason
+    assert advice in bottleneck.advice
 
 
 def test_a_loop_that_only_takes_tiny_batches_is_bound_by_the_transport():
-    verdict = judge(evidence(worker(), items=5_000_000, waiting=0.1, working=9.9))
-    assert verdict.binds == "transport"
+    bottleneck = find_bottleneck(evidence(worker(), items=5_000_000, waiting=0.1, working=9.9))
+    assert bottleneck.kind == "transport"
 
 
 def test_a_loop_that_reads_slow_elements_itself_is_told_so():
     found = evidence(worker(making=0.1, waiting=9.9), reading_s=7.5, ordered=False)
-    verdict = judge(found)
-    assert verdict.binds == "source"
-    assert "while it read them from the iterable, 7.5 s in all" in verdict.reason
-    assert "more workers would not help" in verdict.advice
+    bottleneck = find_bottleneck(found)
+    assert bottleneck.kind == "source"
+    assert "while it read them from the iterable, 7.5 s in all" in bottleneck.reason
+    assert "more workers would not help" in bottleneck.advice
 
 
 def test_workers_that_came_late_are_measured_by_their_own_time():
     late = [worker(making=0.9, waiting=0.1) for _ in range(4)]
-    verdict = judge(evidence(*late, waiting=0.1, working=9.9))
-    assert verdict.advice == "Faster data would not make it faster."
+    bottleneck = find_bottleneck(evidence(*late, waiting=0.1, working=9.9))
+    assert bottleneck.advice == "Faster data would not make it faster."
     busy = [dataclasses.replace(one, cpu_s=0.95) for one in late]
-    assert judge(evidence(*busy, cpus=4)).binds == "cpus"
+    assert find_bottleneck(evidence(*busy, cpus=4)).kind == "cpus"
 
 
 def test_all_cpus_busy_bind():
     busy = [worker(making=10.0, waiting=0.0, cpu=9.5) for _ in range(4)]
-    verdict = judge(evidence(*busy, cpus=4, loop_cpu_s=1.0))
-    assert verdict.binds == "cpus"
-    assert "used 3.9 of 4 CPUs" in verdict.reason
+    bottleneck = find_bottleneck(evidence(*busy, cpus=4, loop_cpu_s=1.0))
+    assert bottleneck.kind == "cpus"
+    assert "used 3.9 of 4 CPUs" in bottleneck.reason
 
 
 def test_workers_that_do_not_get_a_cpu_are_bound_by_them():
     starved = [worker(making=10.0, waiting=0.0, cpu=5.0, starved=4.9) for _ in range(2)]
-    assert judge(evidence(*starved)).binds == "cpus"
+    assert find_bottleneck(evidence(*starved)).kind == "cpus"
 
 
 def test_a_worker_that_all_wait_for_is_a_slow_shard():
     slow = worker(name="worker 2", making=10.0, waiting=0.0, waited_for_s=7.5)
-    verdict = judge(evidence(worker(), worker(), slow))
-    assert verdict.binds == "slow shard"
-    assert "worker 2 takes 100 ms for an item, the others 10 ms" in verdict.reason
+    bottleneck = find_bottleneck(evidence(worker(), worker(), slow))
+    assert bottleneck.kind == "slow shard"
+    assert "worker 2 takes 100 ms for an item, the others 10 ms" in bottleneck.reason
 
 
 def test_without_order_no_shard_is_waited_for():
     slow = worker(making=10.0, waiting=0.0, waited_for_s=7.5)
-    assert judge(evidence(worker(), worker(), slow, ordered=False)).binds == "queue"
+    assert find_bottleneck(evidence(worker(), worker(), slow, ordered=False)).kind == "queue"
 
 
 def test_a_loop_and_workers_that_wait_for_each_other_are_bound_by_the_queue():
-    verdict = judge(evidence(worker(making=5.0, waiting=5.0), waiting=4.0, working=6.0))
-    assert verdict.binds == "queue"
-    assert "larger max_queue_size than 10" in verdict.advice
+    bottleneck = find_bottleneck(
+        evidence(worker(making=5.0, waiting=5.0), waiting=4.0, working=6.0)
+    )
+    assert bottleneck.kind == "queue"
+    assert "larger max_queue_size than 10" in bottleneck.advice
 
 
 def test_a_long_wait_for_the_first_batch_binds():
-    verdict = judge(evidence(worker(), first_wait_s=30.0))
-    assert verdict.binds == "start-up"
-    assert "waited 30 s for the first batch, of 40 s in all" in verdict.reason
+    bottleneck = find_bottleneck(evidence(worker(), first_wait_s=30.0))
+    assert bottleneck.kind == "start-up"
+    assert "waited 30 s for the first batch, of 40 s in all" in bottleneck.reason
 
 
 def test_one_batch_is_one():
-    assert "what binds: 1 batch." in judge(evidence(worker(), items=1)).reason
+    assert "the bottleneck: 1 batch." in find_bottleneck(evidence(worker(), items=1)).reason
 
 
 @pytest.mark.parametrize("found", [evidence(worker(), items=3), evidence(items=100)])
 def test_of_little_nothing_is_said(found):
-    assert judge(found).binds == "unknown"
+    assert find_bottleneck(found).kind == "unknown"
