@@ -1,6 +1,6 @@
 """What travels from a worker to the consumer, and the two ends it travels between.
 
-    worker --Sender.send(message)--> road --Backend.wait(), take()--> consumer
+    worker --Sender.send(message)--> ring --Backend.wait(), take()--> consumer
 
 The set is closed: an end and a failure are types of their own, so that no value which a
 generator yields can ever be taken for one.
@@ -127,7 +127,7 @@ class Epoch:
 
 
 class Sender(Protocol):
-    """A worker's end of its road."""
+    """A worker's end of what takes its messages to the consumer."""
 
     def send_item(self, shard: int, number: int, value: object, state: Any = None) -> None:
         """Hand over an `Item`, when there is room for it. Raises Closed if the consumer left."""

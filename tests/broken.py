@@ -5,50 +5,50 @@ import os
 from enqueuer.backends import threads
 from enqueuer.messages import End, Failure, Item
 
-_send, _send_item = threads.Road.send, threads.Road.send_item
+_send, _send_item = threads.ThreadSender.send, threads.ThreadSender.send_item
 
 
-def send(road, message):
+def send(sender, message):
     if isinstance(message, Item):
-        _send_item(road, message.shard, message.number, message.value, message.state)
+        _send_item(sender, message.shard, message.number, message.value, message.state)
     else:
-        _send(road, message)
+        _send(sender, message)
 
 
-def drops_an_item(road, message):
+def drops_an_item(sender, message):
     if not (isinstance(message, Item) and message.number == 2):
-        send(road, message)
+        send(sender, message)
 
 
-def sends_twice(road, message):
-    send(road, message)
+def sends_twice(sender, message):
+    send(sender, message)
     if isinstance(message, Item) and message.number == 1:
-        send(road, message)
+        send(sender, message)
 
 
-def swaps_two_items(road, message):
+def swaps_two_items(sender, message):
     match message:
         case Item(shard, 1, value):
-            road.kept = Item(shard, 1, value)
+            sender.kept = Item(shard, 1, value)
         case _:
-            send(road, message)
+            send(sender, message)
             if isinstance(message, Item) and message.number == 2:
-                send(road, road.kept)
+                send(sender, sender.kept)
 
 
-def ends_instead_of_failing(road, message):
-    send(road, End(message.shard) if isinstance(message, Failure) else message)
+def ends_instead_of_failing(sender, message):
+    send(sender, End(message.shard) if isinstance(message, Failure) else message)
 
 
-def never_waits_for_room(road, message):
-    road._buffer.max_size += 1
-    send(road, message)
+def never_waits_for_room(sender, message):
+    sender._buffer.max_size += 1
+    send(sender, message)
 
 
-def forgets_its_end(road, message):
+def forgets_its_end(sender, message):
     """Break the end: the consumer would hang, so the test's own limit must speak."""
     if not isinstance(message, End):
-        send(road, message)
+        send(sender, message)
 
 
 BREAKAGES = {
@@ -66,5 +66,5 @@ BREAKAGES = {
 
 def pytest_configure(config):
     broken = BREAKAGES[os.environ["BREAK"]]
-    threads.Road.send = broken
-    threads.Road.send_item = lambda road, *parts: broken(road, Item(*parts))
+    threads.ThreadSender.send = broken
+    threads.ThreadSender.send_item = lambda sender, *parts: broken(sender, Item(*parts))

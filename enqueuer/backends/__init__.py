@@ -141,7 +141,7 @@ class WorkerThread(threading.Thread):
 
 
 class Backend(Protocol):
-    """Workers, and the roads on which their messages come."""
+    """Workers, and what brings their messages."""
 
     def start(self) -> None:
         """Start all workers or none; raise StartError if it cannot be done."""

@@ -36,7 +36,7 @@ from enqueuer.tracing import traced
 from enqueuer.transport.blocks import read_whole
 from enqueuer.transport.channel import Credit
 from enqueuer.transport.packets import Descriptor, Packets, close_in_children
-from enqueuer.transport.road import Road
+from enqueuer.transport.ring import Ring
 from enqueuer.transport.worker_end import WorkerEnd, greet
 from enqueuer.worker import OnError
 
@@ -92,13 +92,13 @@ class Part:
 def main(sock_fd: int, lifeline_fd: int) -> None:
     """Be a worker that was spawned: the job comes over the channel."""
     packets = _begin(socket.socket(fileno=sock_fd), Descriptor(lifeline_fd))
-    part, payload, way, counter, stack = _receive_job(packets)
+    part, payload, ring, counter, stack = _receive_job(packets)
     setup, pickled = pickle.loads(payload)
     if setup.surroundings is not None:
         setup.surroundings.apply()
     os.environ.update(setup.thread_limits)
     native_threads.limit_loaded()
-    channel = WorkerEnd(packets, way, part.credit)
+    channel = WorkerEnd(packets, ring, part.credit)
     _work(channel, setup, part, lambda: pickle.loads(pickled), counter, stack)
     _leave()
 
@@ -106,7 +106,7 @@ def main(sock_fd: int, lifeline_fd: int) -> None:
 def main_forked(
     sock: socket.socket,
     lifeline: Descriptor,
-    way: Road,
+    ring: Ring,
     setup: Setup,
     loaded: native_threads.Loaded | None,
     part: Part,
@@ -120,7 +120,7 @@ def main_forked(
     os.environ.update(setup.thread_limits)
     if loaded is not None:
         loaded.limit()
-    channel = WorkerEnd(packets, way, part.credit)
+    channel = WorkerEnd(packets, ring, part.credit)
     _work(channel, setup, part, lambda: (source, on_error), counter, stack)
 
 
@@ -196,7 +196,7 @@ def _arm(lifeline: Descriptor) -> None:
 
 def _receive_job(
     packets: Packets,
-) -> tuple[Part, bytes, Road, socket.socket | None, Descriptor | None]:
+) -> tuple[Part, bytes, Ring, socket.socket | None, Descriptor | None]:
     poller = select.poll()
     poller.register(packets.fileno(), select.POLLIN)
     while not packets.received:
@@ -204,14 +204,14 @@ def _receive_job(
             os._exit(1)  # the parent changed its mind
         poller.poll()
         packets.drain()
-    data, (payload_fd, road_fd, *others) = packets.received.popleft()
+    data, (payload_fd, ring_fd, *others) = packets.received.popleft()
     part: Part = pickle.loads(data)
     stack = Descriptor(others.pop(0)) if part.is_asked else None
     payload = read_whole(b"", [payload_fd])
-    way = Road.of(road_fd)
-    os.close(road_fd)
+    ring = Ring.of(ring_fd)
+    os.close(ring_fd)
     counter = socket.socket(fileno=others[0]) if others else None
-    return part, payload, way, counter, stack
+    return part, payload, ring, counter, stack
 
 
 def _work(

@@ -185,7 +185,7 @@ class TaskProcesses(Shelved, ProcessBackend):
         return self._shelf.items(order, self._bunch)
 
     def settle(self) -> None:
-        pass  # what is on the shelf has left the roads
+        pass  # what is on the shelf has left the rings
 
     def has_news(self, order: Order) -> bool:
         assert isinstance(order, TaskOrder)
@@ -232,7 +232,7 @@ class TaskProcesses(Shelved, ProcessBackend):
         return worker.state is WorkerState.DEAD and worker not in self._mourned
 
     def _replace_one(self, dead: Watched, order: TaskOrder) -> None:
-        self._collect()  # what others have done meanwhile; nothing of the dead is left on its road
+        self._collect()  # what others have done meanwhile; nothing of the dead is left in its ring
         if dead in self._leaving:
             self._part_with(dead)
             return

@@ -1,4 +1,4 @@
-"""Workers as processes: start, watch and end them; channels are the roads.
+"""Workers as processes: start, watch and end them; the messages of each come over its channel.
 
     worker 0 (process) ==channel 0==> \\
     worker 1 (process) ==channel 1==>  > poll() in the consumer's own thread -> inboxes -> receive()
@@ -62,7 +62,7 @@ from enqueuer.transport.blocks import nameless_file, remove_names_of
 from enqueuer.transport.channel import Credit
 from enqueuer.transport.consumer_end import ConsumerEnd
 from enqueuer.transport.packets import Descriptor, Packets, close_in_children, pair
-from enqueuer.transport.road import LIMIT, Road, open_road
+from enqueuer.transport.ring import LIMIT, Ring, open_ring
 
 START_TIMEOUT_S = 60.0  # a first word that takes longer is a deadlock; imports come after it
 
@@ -180,7 +180,7 @@ class ProcessBackend:
             read, write = map(Descriptor, os.pipe())
             passing.callback(read.close)
             undo.callback(write.close)
-            memory = Descriptor(open_road())
+            memory = Descriptor(open_ring())
             passing.callback(memory.close)
             heard, its_stack = stacks.pipe() if part.is_asked else (None, None)
             if heard is not None and its_stack is not None:
@@ -191,13 +191,13 @@ class ProcessBackend:
                 passing.callback(counter.close)
             for thing in (ours, write):
                 close_in_children(thing)
-            packets, way = Packets(ours), Road.of(memory.fileno())
-            way.words[LIMIT] = part.credit.items  # now: it may have something to send at once
+            packets, ring = Packets(ours), Ring.of(memory.fileno())
+            ring.words[LIMIT] = part.credit.items  # now: it may have something to send at once
             forked = functools.partial(
                 main_forked,
                 its,
                 read,
-                way,
+                ring,
                 self._setup,
                 self._loaded,
                 part,
@@ -213,7 +213,7 @@ class ProcessBackend:
                 packets.send(pickle.dumps(part), fds)
             undo.pop_all()
         name = f"worker {index} (process {process.pid}, {job.start_method})"
-        channel = ConsumerEnd(packets, way, part.credit, name)
+        channel = ConsumerEnd(packets, ring, part.credit, name)
         pidfd = open_pidfd(process.pid)
         worker = Watched(
             index, job.start_method, process, channel, write, pidfd, plan.shards, heard

@@ -1,4 +1,4 @@
-"""Workers as Ray actors: start, watch and end them; streams of Ray's are the roads.
+"""Workers as Ray actors: start, watch and end them; a stream of Ray's brings the messages of each.
 
     actor 0 ==packets==> thread 0 -> inbox 0 \\
     actor 1 ==packets==> thread 1 -> inbox 1  > one condition -> wait(), take()

@@ -14,7 +14,7 @@ from queue import Empty as NothingYet
 
 from enqueuer.backends import Job, WorkerThread, bunch_of, until
 from enqueuer.backends.shelf import Look, Shelf, Shelved
-from enqueuer.backends.threads import Road, ThreadBackend
+from enqueuer.backends.threads import ThreadBackend, ThreadSender
 from enqueuer.buffer import Buffer
 from enqueuer.errors import Closed, StartError
 from enqueuer.merging import Order, TaskOrder
@@ -38,20 +38,20 @@ class TaskThreads(Shelved, ThreadBackend):
         self._tickets: Buffer[Ticket] = Buffer(_UNBOUNDED)
         self._results: Buffer[Message] = Buffer(_UNBOUNDED)
         self._shelf = Shelf(job.max_queue_bytes is not None)
-        self._hands: list[_TaskRoad] = []  # of those who work, and those who are about to leave
+        self._hands: list[_TaskSender] = []  # of those who work, and those who are about to leave
         self._staying = job.workers
 
     def _start_one(self, index: int, plan: Plan) -> threading.Thread:
-        road = _TaskRoad(index, self._results, self._tickets)
+        sender = _TaskSender(index, self._results, self._tickets)
         thread = WorkerThread(
             target=traced(serve_tasks, self._trace, index),
-            args=(plan, road, road),
+            args=(plan, sender, sender),
             name=f"enqueuer-worker-{index}",
             daemon=True,
         )
         thread.start()
-        self._roads.append(road)
-        self._hands.append(road)
+        self._senders.append(sender)
+        self._hands.append(sender)
         return thread
 
     def begin(self, epoch: Epoch) -> None:
@@ -87,7 +87,7 @@ class TaskThreads(Shelved, ThreadBackend):
             if hand.has_left:
                 thread.join()  # all that it has left to do is to return
                 self._hands.remove(hand)
-                self._roads.remove(hand)
+                self._senders.remove(hand)
                 self._threads.remove(thread)
                 self._plans.pop()
 
@@ -173,7 +173,7 @@ class TaskThreads(Shelved, ThreadBackend):
             buffer.clear()
 
 
-class _TaskRoad(Road):
+class _TaskSender(ThreadSender):
     """A worker thread's Sender and Tickets."""
 
     def __init__(self, index: int, results: Buffer[Message], tickets: Buffer[Ticket]) -> None:

@@ -1,4 +1,4 @@
-"""Workers as threads: start, watch and end them; buffers are the roads.
+"""Workers as threads: start, watch and end them; the messages of each come over its buffer.
 
     ordered:     one buffer a worker, read in turn     worker 0 -> [..] \\
                                                        worker 1 -> [..] -> the consumer
@@ -75,7 +75,7 @@ class ThreadBackend:
         self._trace = job.trace
         self._buffers = _buffers(job, len(self._plans))
         self._orders: list[Buffer[Epoch]] = [Buffer(_UNBOUNDED) for _ in self._plans]
-        self._roads: list[Road] = []
+        self._senders: list[ThreadSender] = []
         self._threads: list[threading.Thread] = []
         self._ending: tuple[Buffer[Message], End, Order] | None = None  # see _note_end
         self._next = self._buffers[0]  # whose message `wait` has returned
@@ -101,11 +101,11 @@ class ThreadBackend:
 
     def _start_one(self, index: int, plan: Plan) -> threading.Thread:
         buffer = self._buffers[index % len(self._buffers)]
-        road = Road(index, buffer, self._orders[index], self._measured)
-        self._roads.append(road)
+        sender = ThreadSender(index, buffer, self._orders[index], self._measured)
+        self._senders.append(sender)
         thread = WorkerThread(
             target=traced(serve, self._trace, index),
-            args=(plan, road, road),
+            args=(plan, sender, sender),
             name=f"enqueuer-worker-{index}",
             daemon=True,
         )
@@ -188,17 +188,17 @@ class ThreadBackend:
     def measures(self) -> list[WorkerStats]:
         return [
             worker_stats(
-                road.index,
-                _name(road),
+                sender.index,
+                _name(sender),
                 plan.shards,
-                road.meter.words,
-                road.sent,
+                sender.meter.words,
+                sender.sent,
                 usage.of_thread(thread),
                 self._began,
             )
-            for plan, road, thread in zip(
+            for plan, sender, thread in zip(
                 self._plans,
-                self._roads,
+                self._senders,
                 self._threads,
                 strict=False,  # it may be stopping
             )
@@ -215,8 +215,8 @@ class ThreadBackend:
     def look(self, order: Order) -> View:
         stacks = stacks_of_threads(self._threads)
         sights = [
-            Sight(_name(road), plan.shards, stack, "has ended")
-            for road, plan, stack in zip(self._roads, self._plans, stacks, strict=False)
+            Sight(_name(sender), plan.shards, stack, "has ended")
+            for sender, plan, stack in zip(self._senders, self._plans, stacks, strict=False)
         ]
         return View(self._awaited(order), self.waiting(), first_for(order, sights))
 
@@ -244,7 +244,7 @@ class ThreadBackend:
                 _warn_of(thread, timeout)
 
 
-class Road:
+class ThreadSender:
     """A worker thread's Sender and Orders."""
 
     def __init__(
@@ -350,8 +350,8 @@ class Road:
         return found
 
 
-def _name(road: Road) -> str:
-    return f"worker {road.index} (thread)"
+def _name(sender: ThreadSender) -> str:
+    return f"worker {sender.index} (thread)"
 
 
 def _buffers(job: Job, workers: int) -> list[Buffer[Message]]:
@@ -364,9 +364,9 @@ def _buffers(job: Job, workers: int) -> list[Buffer[Message]]:
     return [Buffer(size, share) for size in sizes]
 
 
-def _warn_of_reuse(road: Road, item: Item) -> None:
+def _warn_of_reuse(sender: ThreadSender, item: Item) -> None:
     warnings.warn(
-        f"{_name(road)}: item {item.number} of shard {item.shard} was changed after it was "
+        f"{_name(sender)}: item {item.number} of shard {item.shard} was changed after it was "
         "yielded, while it waited for the loop. The generator seems to use one buffer again and "
         "again, and threads hand over the very object: yield a copy (batch.copy()), or use "
         "backend='process', which copies",

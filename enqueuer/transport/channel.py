@@ -1,7 +1,7 @@
 """The private channel between one worker process and the consumer: what the two say.
 
     worker (WorkerEnd)                                           consumer (ConsumerEnd)
-      frames ITEM END FAILURE ...  ----- the road ------------>  take()
+      frames ITEM END FAILURE ...  ----- the ring ------------>  take()
       packets HELLO BLOCK DROP RECORD WAKE  ---- a socket ---->  blocks, records
       orders, wakes            <--- packets EPOCH STOP WAKE ---
 

@@ -1,10 +1,10 @@
-"""The consumer's end of a channel: takes what has come off the road; credits go back.
+"""The consumer's end of a channel: takes what has come off the ring; credits go back.
 
-the road   -> items(), other() -> messages, decoded
+the ring   -> items(), other() -> messages, decoded
 the socket -> pump() -> new blocks, records
 
 An exception out of a signal handler may strike on entry to a function, after a call and after a
-jump back. It loses no message and repeats none: what has been read stays on the road until it is
+jump back. It loses no message and repeats none: what has been read stays in the ring until it is
 in safe hands, and from there to the store that counts it as read there is no such place.
 """
 
@@ -23,7 +23,8 @@ import cloudpickle
 from enqueuer.errors import BlockMemoryError, ItemNotLoadable, TransportError
 from enqueuer.messages import Empty, End, Epoch, Failure, Item, Reported
 from enqueuer.meters import BYTES
-from enqueuer.transport import codec, road, tickets
+from enqueuer.transport import codec, tickets
+from enqueuer.transport import ring as layout
 from enqueuer.transport.blocks import BlockMap, nameless_file, read_whole
 from enqueuer.transport.channel import (
     FRAME,
@@ -36,7 +37,7 @@ from enqueuer.transport.channel import (
     Kind,
 )
 from enqueuer.transport.packets import Packets
-from enqueuer.transport.road import MOST_FRAME_BYTES, RING_BYTES, Road
+from enqueuer.transport.ring import MOST_FRAME_BYTES, RING_BYTES, Ring
 
 _ITEM, _STATED = int(Kind.ITEM), int(Kind.STATED)
 _HEAD = FRAME.size
@@ -60,14 +61,14 @@ class ConsumerEnd:
         meter: The words of the worker's meter.
         records: What the worker logged and nobody has handled yet.
         greeted: Whether the worker has said HELLO.
-        position: Bytes of the road that were read, ever.
+        position: Bytes of the ring that were read, ever.
     """
 
-    def __init__(self, packets: Packets, way: Road, credit: Credit, describe: str) -> None:
+    def __init__(self, packets: Packets, ring: Ring, credit: Credit, describe: str) -> None:
         self._packets = packets
-        self._road = way
-        self._words, self._frames = way.words, way.frames
-        self.meter = way.meter
+        self._ring = ring
+        self._words, self._frames = ring.words, ring.frames
+        self.meter = ring.meter
         self._quota = credit.items
         self._by_bytes = credit.waiting_bytes is not None
         # A worker that waits for credit is woken for so many at once, and so many items are
@@ -83,11 +84,11 @@ class ConsumerEnd:
         self._limit = credit.items
         self._sleeps = 0
         self._woken = 0  # the sleep of the worker that was ended last
-        self._was_full = False  # the road, when room was made on it last
+        self._was_full = False  # the ring, when room was made on it last
         self._blocks = BlockMap()
         self.records: deque[logging.LogRecord] = deque()
         self.greeted = False
-        self._words[road.LIMIT] = credit.items
+        self._words[layout.LIMIT] = credit.items
 
     @property
     def ended(self) -> bool:
@@ -96,9 +97,9 @@ class ConsumerEnd:
 
     @property
     def sent(self) -> tuple[int, int]:
-        """How many items the worker has sent, and about how many bytes: in blocks, on the road."""
+        """How many items the worker has sent, and about how many bytes: in blocks, in the ring."""
         words = self._words
-        return words[road.SENT], self.meter[BYTES] + words[road.WRITTEN]
+        return words[layout.SENT], self.meter[BYTES] + words[layout.WRITTEN]
 
     @property
     def memory(self) -> tuple[int, int]:
@@ -107,24 +108,24 @@ class ConsumerEnd:
 
     @property
     def waiting(self) -> int:
-        """How many items wait on the road."""
-        waiting: int = self._words[road.SENT] - self._given
+        """How many items wait in the ring."""
+        waiting: int = self._words[layout.SENT] - self._given
         return waiting
 
     @property
     def has_message(self) -> bool:
-        """Whether anything waits on the road."""
-        return bool(self._words[road.WRITTEN] != self.position)
+        """Whether anything waits in the ring."""
+        return bool(self._words[layout.WRITTEN] != self.position)
 
     @property
     def has_packets(self) -> bool:
         """Whether there is something to `pump`."""
-        return bool(self._words[road.PACKETS] > self._sequence)
+        return bool(self._words[layout.PACKETS] > self._sequence)
 
     @property
     def is_asking(self) -> bool:
         """Whether the worker has an item in hand and no credit to send it."""
-        return bool(self._words[road.ASKING] > self._words[road.SENT])
+        return bool(self._words[layout.ASKING] > self._words[layout.SENT])
 
     @property
     def load(self) -> int:
@@ -148,7 +149,7 @@ class ConsumerEnd:
     @property
     def claimed(self) -> int:
         """The token of the ticket that the worker took last; -1 if it took none."""
-        claimed: int = self._words[road.CLAIMED]
+        claimed: int = self._words[layout.CLAIMED]
         return claimed - 1
 
     def ask_to_stop(self) -> None:
@@ -158,33 +159,33 @@ class ConsumerEnd:
 
     @property
     def is_settled(self) -> bool:
-        """Whether all that was taken off the road, failures too, is counted as consumed."""
-        return bool(self._words[road.READ] == self.position)
+        """Whether all that was taken off the ring, failures too, is counted as consumed."""
+        return bool(self._words[layout.READ] == self.position)
 
     def settle(self) -> None:
-        """Count what was given away as consumed: its room on the road is free again."""
+        """Count what was given away as consumed: its room in the ring is free again."""
         self._taken = self._given
-        self._words[road.READ] = self.position
-        self._words[road.TAKEN] = self._given
+        self._words[layout.READ] = self.position
+        self._words[layout.TAKEN] = self._given
         home = self._blocks.home
         if home:
-            self._road.tell_home(home)
+            self._ring.tell_home(home)
 
     def make_room(self) -> None:
         """Settle, and wake the worker if it waits for room; for one that is granted nothing."""
         words = self._words
         # Kept until the worker is told: an exception may strike when the room is made already.
-        if words[road.WRITTEN] - words[road.READ] > RING_BYTES - MOST_FRAME_BYTES:
+        if words[layout.WRITTEN] - words[layout.READ] > RING_BYTES - MOST_FRAME_BYTES:
             self._was_full = True
         self.settle()
-        self._road.fence()
+        self._ring.fence()
         if self._was_full:
-            self._wake(words[road.WORKER_ASLEEP])
+            self._wake(words[layout.WORKER_ASLEEP])
         self._was_full = False
 
     def grant_all(self) -> None:
         """Let the worker send as it likes: its tickets are what bounds it."""
-        self._words[road.LIMIT] = _NO_LIMIT
+        self._words[layout.LIMIT] = _NO_LIMIT
 
     def grant(self, room: int, wanted: bool = False) -> None:
         """Give the worker the credits that are due to it, and wake it if it waits for them.
@@ -196,15 +197,15 @@ class ConsumerEnd:
         words, load = self._words, self.load
         credits = min(self._quota - load, room)
         if wanted:
-            words[road.WANTED] = self._given + 1
+            words[layout.WANTED] = self._given + 1
             credits = max(credits, 1 - load)
         if credits > 0:
             self._limit += credits
-            words[road.LIMIT] = self._limit
-        self._road.fence()
-        asleep = words[road.WORKER_ASLEEP]
+            words[layout.LIMIT] = self._limit
+        self._ring.fence()
+        asleep = words[layout.WORKER_ASLEEP]
         if asleep and asleep != self._woken:
-            is_worth_it = self._limit - words[road.SENT] >= self._batch
+            is_worth_it = self._limit - words[layout.SENT] >= self._batch
             if wanted or is_worth_it or self._by_bytes:
                 self._wake(asleep)
 
@@ -216,12 +217,12 @@ class ConsumerEnd:
     def fall_asleep(self) -> None:
         """Ask to be woken by a packet when something comes; look once more before sleeping."""
         self._sleeps += 1
-        self._words[road.CONSUMER_ASLEEP] = self._sleeps
-        self._road.fence()
+        self._words[layout.CONSUMER_ASLEEP] = self._sleeps
+        self._ring.fence()
 
     def wake_up(self) -> None:
         """Ask no more to be woken."""
-        self._words[road.CONSUMER_ASLEEP] = 0
+        self._words[layout.CONSUMER_ASLEEP] = 0
 
     # --- messages ---
 
@@ -237,8 +238,8 @@ class ConsumerEnd:
         """
         frames, unpack, loads = self._frames, FRAME.unpack_from, pickle.loads
         numbers, in_hand = taken.numbers, self._blocks.in_hand
-        written = self._words[road.WRITTEN]
-        self._road.order()
+        written = self._words[layout.WRITTEN]
+        self._ring.order()
         while most > 0 and self.position < written:
             position = self.position
             at = position % RING_BYTES
@@ -273,14 +274,14 @@ class ConsumerEnd:
                 in_hand.clear()
 
     def other(self) -> End | Failure | Empty | None:
-        """Return what is next on the road and is no item; None if it is an item.
+        """Return what is next in the ring and is no item; None if it is an item.
 
         It stays there until `pass_over`.
 
         Raises:
             TransportError: It makes no sense.
         """
-        self._road.order()
+        self._ring.order()
         at = self.position % RING_BYTES
         size, table, kind, shard, number = FRAME.unpack_from(self._frames, at)
         body = self._frames[at + _HEAD : at + size]
@@ -413,7 +414,7 @@ class ConsumerEnd:
         except OSError:
             return  # it is dead; the end of its channel says so in its turn
         self._orders += 1
-        self._words[road.ORDERS] = self._orders
+        self._words[layout.ORDERS] = self._orders
 
     def _sort(self, data: bytes, fds: list[int]) -> None:
         """Obey a packet. Repeats, after an interrupt, do no harm."""

@@ -1,9 +1,9 @@
 """The worker's end of a channel: items go out as credit allows, orders and logs pass by.
 
-    send_item() -> pickle -> large parts into blocks -> wait for credit -> a frame on the road
+    send_item() -> pickle -> large parts into blocks -> wait for credit -> a frame in the ring
     send_record(record) -> a queue -> packets, whenever the socket has room
 
-An item is on the road, where the consumer can take it, before this worker turns to the next
+An item is in the ring, where the consumer can take it, before this worker turns to the next
 one. Only the worker's own loop waits. Records may come from any thread, and even from a
 destructor that the garbage collector runs in the middle of a send: so the lock is only ever
 tried for them, and whoever holds it sends what has been queued.
@@ -27,7 +27,8 @@ import numpy as np
 from enqueuer.errors import Closed
 from enqueuer.messages import Empty, End, Epoch, Failure, Reported, Ticket
 from enqueuer.meters import BYTES, IDLE, SENDING, WAITING, Meter, clock
-from enqueuer.transport import codec, road, tickets
+from enqueuer.transport import codec, tickets
+from enqueuer.transport import ring as layout
 from enqueuer.transport.blocks import (
     ALIGNMENT,
     Block,
@@ -49,14 +50,14 @@ from enqueuer.transport.channel import (
 )
 from enqueuer.transport.codec import SCALARS
 from enqueuer.transport.packets import Packets, close_in_children
-from enqueuer.transport.road import (
+from enqueuer.transport.ring import (
     CONSUMER_ASLEEP,
     IS_STRONG,
     ORDERS,
     RING_BYTES,
     SENT,
     WRITTEN,
-    Road,
+    Ring,
 )
 
 _MOST_RECORDS = 10_000  # kept while the socket is full; then they are counted and dropped
@@ -85,12 +86,12 @@ def greet(packets: Packets) -> None:
 class WorkerEnd:
     """A process worker's Sender and Orders. `send_record` may be called by any thread."""
 
-    def __init__(self, packets: Packets, way: Road, credit: Credit) -> None:
+    def __init__(self, packets: Packets, ring: Ring, credit: Credit) -> None:
         self._packets = packets
-        self._road = way
-        self._words, self._frames, self._fence = way.words, way.frames, way.fence
-        self.meter = Meter(way.meter)
-        self._meter = way.meter
+        self._ring = ring
+        self._words, self._frames, self._fence = ring.words, ring.frames, ring.fence
+        self.meter = Meter(ring.meter)
+        self._meter = ring.meter
         self._timed = 0  # items that the times so far stand for
         self._credit = credit
         self._written = self._sent = self._read = 0
@@ -171,7 +172,7 @@ class WorkerEnd:
 
     def check(self) -> None:
         """Raise Closed if the consumer left."""
-        if self._words[road.ORDERS] != self._orders:
+        if self._words[layout.ORDERS] != self._orders:
             self._read_orders()
         if self._closed:
             raise Closed("the consumer left")
@@ -200,7 +201,7 @@ class WorkerEnd:
                 self._limit = 0  # the next result is timed
                 continue
             token, number = tickets.HEAD.unpack_from(found[0])
-            self._words[road.CLAIMED] = token + 1
+            self._words[layout.CLAIMED] = token + 1
             try:
                 return tickets.unpack(*found)
             except Exception as error:  # the user's class cannot be loaded here
@@ -271,24 +272,24 @@ class WorkerEnd:
         self.check()
         while not self._may_send():
             if self._credit.ask:
-                self._words[road.ASKING] = self._sent + 1
+                self._words[layout.ASKING] = self._sent + 1
                 self._fence()
                 self._wake_consumer()
             self._sleep(self._may_send)
             self.check()
 
     def _may_send(self) -> bool:
-        words, limit = self._words, self._words[road.LIMIT]
+        words, limit = self._words, self._words[layout.LIMIT]
         if self._sent >= limit:
             return False
         most = self._credit.waiting_bytes
         if most is None:
             self._limit = limit
             return True
-        waiting = self._sent - words[road.TAKEN] + 1  # with the one in hand
+        waiting = self._sent - words[layout.TAKEN] + 1  # with the one in hand
         while len(self._sizes) > waiting:
             self._bytes -= self._sizes.popleft()
-        return self._bytes <= most or words[road.WANTED] > self._sent
+        return self._bytes <= most or words[layout.WANTED] > self._sent
 
     def _lay_out(self, data: bytes, buffers: Sequence[codec.Buffer]) -> tuple[bytes, list[Segment]]:
         """Put all that is large into a block, except for what lies in one already.
@@ -297,7 +298,7 @@ class WorkerEnd:
             The pickle, if it is small enough for the frame; the segments, of which the pickle
             is the first if it is not.
         """
-        numbers = self._road.came_home()
+        numbers = self._ring.came_home()
         if numbers:
             self.pool.came_home(numbers)
         inline = len(data) <= INLINE_BYTES
@@ -341,7 +342,7 @@ class WorkerEnd:
                 _log.warning(_COPIED)
         return found
 
-    # --- the road ---
+    # --- the ring ---
 
     def _put(self, kind: int, shard: int, number: int, table: int, body: bytes) -> None:
         """Write a frame, wait for room if need be, and wake the consumer if it waits for it."""
@@ -373,7 +374,7 @@ class WorkerEnd:
 
     def _wait_for_room(self, size: int) -> None:
         def is_room() -> bool:
-            self._read = self._words[road.READ]
+            self._read = self._words[layout.READ]
             return self._written + size - self._read <= RING_BYTES
 
         while not is_room():
@@ -423,11 +424,11 @@ class WorkerEnd:
         if also is not None:
             self._readable.register(also, select.POLLIN)
         self._sleeps += 1
-        self._words[road.WORKER_ASLEEP] = self._sleeps
+        self._words[layout.WORKER_ASLEEP] = self._sleeps
         self._fence()
         if not enough():
             self._readable.poll()
-        self._words[road.WORKER_ASLEEP] = 0
+        self._words[layout.WORKER_ASLEEP] = 0
         if also is not None:
             self._readable.unregister(also)
         self.meter.resume()
@@ -476,7 +477,7 @@ class WorkerEnd:
         if not self._packets.send(packet, () if fd is None else (fd,), wait=wait):
             return False
         self._sequence += 1
-        self._words[road.PACKETS] = self._sequence
+        self._words[layout.PACKETS] = self._sequence
         return True
 
     def _send_records_locked(self, wait: bool) -> None:
@@ -501,7 +502,7 @@ class WorkerEnd:
 
 
 class _Severed:
-    """Keeps a forked copy of the worker, if its code runs on, from writing on the worker's road."""
+    """Keeps a forked copy of the worker, if its code runs on, from writing to the worker's ring."""
 
     def __init__(self, end: WorkerEnd) -> None:
         self._end = weakref.ref(end)

@@ -301,7 +301,7 @@ def test_a_loop_may_change_what_it_has(no_warnings):
 
 def test_a_loop_may_take_and_change_a_batch_while_that_is_looked_at(no_warnings, monkeypatch):
     buffer = Buffer(4)
-    road = threads.Road(0, buffer, Buffer(1), measured=False)
+    sender = threads.ThreadSender(0, buffer, Buffer(1), measured=False)
 
     def checksum(batch):
         if buffer.poll() is not None:
@@ -310,7 +310,7 @@ def test_a_loop_may_take_and_change_a_batch_while_that_is_looked_at(no_warnings,
 
     monkeypatch.setattr(threads, "checksum", checksum)
     for number in range(4):
-        road.send_item(0, number, np.zeros(3))
+        sender.send_item(0, number, np.zeros(3))
 
 
 class Lazy:

@@ -431,7 +431,7 @@ def test_a_disk_that_is_full_is_one_warning_and_the_run_goes_on(tmp_path):
         import logging, resource
         from enqueuer import GeneratorEnqueuer
         logging.basicConfig(format="%(levelname)s %(message)s")
-        resource.setrlimit(resource.RLIMIT_FSIZE, (700_000, 700_000))  # more than a road has
+        resource.setrlimit(resource.RLIMIT_FSIZE, (700_000, 700_000))  # more than a ring has
         def numbers(): yield from range(2000)
         for backend in ("thread", "process"):
             path = {str(tmp_path)!r} + "/" + backend + ".json"

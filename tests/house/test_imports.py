@@ -55,7 +55,7 @@ ORDER = [
     ["stalls"],
     ["merging"],
     ["trace", "transport.worker_end", "transport.consumer_end"],
-    ["transport.channel", "transport.road", "transport.tickets"],
+    ["transport.channel", "transport.ring", "transport.tickets"],
     ["transport.codec"],
     ["transport.tensors", "transport.tracebacks", "transport.blocks", "transport.packets"],
     ["transport.__init__"],

@@ -16,7 +16,7 @@ from enqueuer.transport import blocks
 from enqueuer.transport.blocks import BlockMap, BlockPool
 
 
-class Road:
+class Transfer:
     """A worker's pool and the consumer's map, with the channel between them left out."""
 
     def __init__(self, keep=3):
@@ -45,34 +45,34 @@ class Road:
 
 
 def test_a_block_is_used_again_when_its_last_view_has_died():
-    road = Road()
-    number, array = road.send(np.arange(1000))
+    transfer = Transfer()
+    number, array = transfer.send(np.arange(1000))
     half = array[500:]
     view = memoryview(half)
     del array, half
-    assert road.send(np.zeros(1000))[0] != number
+    assert transfer.send(np.zeros(1000))[0] != number
     assert view[0] == 500
     del view
     gc.collect()
-    assert road.send(np.zeros(1000))[0] in (number, number + 1)
+    assert transfer.send(np.zeros(1000))[0] in (number, number + 1)
 
 
 def test_a_lease_may_end_in_another_thread():
-    road = Road()
-    number, array = road.send(np.arange(1000))
+    transfer = Transfer()
+    number, array = transfer.send(np.arange(1000))
     kept = [array]
     del array
     thread = threading.Thread(target=kept.clear)
     thread.start()
     thread.join()
-    assert road.send(np.zeros(1000))[0] == number
+    assert transfer.send(np.zeros(1000))[0] == number
 
 
 def test_arrays_are_writable_and_outlive_both_sides():
-    road = Road()
-    _, array = road.send(np.arange(10_000))
-    road.pool.close()
-    del road
+    transfer = Transfer()
+    _, array = transfer.send(np.arange(10_000))
+    transfer.pool.close()
+    del transfer
     gc.collect()
     array += 1
     assert (array == np.arange(1, 10_001)).all()
@@ -127,12 +127,12 @@ def test_a_block_that_nobody_needs_any_more_is_given_back(monkeypatch):
 
 def test_a_block_is_found_while_other_threads_add_some():
     """Another thread may have its turn at any line of the search."""
-    road, kept = Road(), []
-    _, array = road.send(np.ones(5000))
+    transfer, kept = Transfer(), []
+    _, array = transfer.send(np.ones(5000))
 
     def trace(frame, event, _):
         if len(kept) < 50:
-            kept.append(road.send(np.ones(5000)))
+            kept.append(transfer.send(np.ones(5000)))
         return trace
 
     before = sys.gettrace()
@@ -143,7 +143,7 @@ def test_a_block_is_found_while_other_threads_add_some():
         sys.settrace(before)
     assert block is not None
     assert len(kept) > 3
-    road.pool.close()
+    transfer.pool.close()
 
 
 class Address(int):
@@ -161,28 +161,28 @@ class Address(int):
 
 
 def test_a_block_is_found_among_many_in_few_steps():
-    road = Road()
-    arrays = [road.send(np.full(1000, n))[1] for n in range(60)]  # more would be copied
+    transfer = Transfer()
+    arrays = [transfer.send(np.full(1000, n))[1] for n in range(60)]  # more would be copied
     addresses = [array.__array_interface__["data"][0] for array in arrays]
     found = [blocks.mapping_at(address + 100) for address in addresses]
     assert [block.address for block in found] == addresses
     Address.count = 0
     assert blocks.mapping_at(Address(addresses[30])) is found[30]
     assert Address.count <= 8  # 6 halve 60
-    road.pool.close()
+    transfer.pool.close()
 
 
 def test_a_block_that_is_gone_is_not_found():
-    road = Road()
-    number, array = road.send(np.ones(1000))
+    transfer = Transfer()
+    number, array = transfer.send(np.ones(1000))
     address = array.__array_interface__["data"][0]
     assert blocks.mapping_at(address) is not None
     assert blocks.mapping_at(address - 1) is None
-    road.map.drop(number)
+    transfer.map.drop(number)
     del array
     gc.collect()
     assert blocks.mapping_at(address) is None
-    road.pool.close()
+    transfer.pool.close()
 
 
 def test_a_want_of_memory_has_a_name(monkeypatch):
@@ -196,8 +196,8 @@ def test_a_want_of_memory_has_a_name(monkeypatch):
 
 def test_who_keeps_many_gets_copies(monkeypatch):
     monkeypatch.setattr(blocks, "_MOST_LEASED", 2)
-    road = Road()
-    arrays = [road.send(np.full(1000, n))[1] for n in range(6)]
+    transfer = Transfer()
+    arrays = [transfer.send(np.full(1000, n))[1] for n in range(6)]
     assert [int(array[0]) for array in arrays] == list(range(6))
     assert all((array == array[0]).all() for array in arrays)
 
@@ -205,8 +205,8 @@ def test_who_keeps_many_gets_copies(monkeypatch):
 def test_without_memfd_an_unlinked_file_serves(monkeypatch, tmp_path):
     monkeypatch.delattr(os, "memfd_create", raising=False)
     monkeypatch.setattr(blocks.tempfile, "tempdir", str(tmp_path))
-    road = Road()
-    _, array = road.send(np.arange(1000))
+    transfer = Transfer()
+    _, array = transfer.send(np.arange(1000))
     assert (array == np.arange(1000)).all()
     assert list(tmp_path.iterdir()) == []
 
@@ -216,14 +216,14 @@ class Blocks(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.road = Road(keep=2)
+        self.transfer = Transfer(keep=2)
         self.kept = {}
         self.count = 0
 
     @rule(size=st.integers(1, 40_000), keep=st.booleans())
     def send(self, size, keep):
         self.count += 1
-        number, array = self.road.send(np.full(size, self.count % 256, np.uint8))
+        number, array = self.transfer.send(np.full(size, self.count % 256, np.uint8))
         assert number not in {kept for kept, _, _ in self.kept.values()}
         if keep:
             self.kept[self.count] = number, array, self.count % 256
@@ -239,7 +239,7 @@ class Blocks(RuleBasedStateMachine):
 
     def teardown(self):
         self.kept.clear()
-        self.road.pool.close()
+        self.transfer.pool.close()
 
 
 TestBlocks = Blocks.TestCase

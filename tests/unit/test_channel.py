@@ -15,11 +15,12 @@ from enqueuer import Closed, TransportError
 from enqueuer.errors import ItemNotLoadable
 from enqueuer.merging import AsTheyCome
 from enqueuer.messages import End, Epoch, Failure, Item, Start
-from enqueuer.transport import road, worker_end
+from enqueuer.transport import ring as layout
+from enqueuer.transport import worker_end
 from enqueuer.transport.channel import PACKET, Credit, Kind
 from enqueuer.transport.consumer_end import ConsumerEnd
 from enqueuer.transport.packets import Descriptor, Packets, pair
-from enqueuer.transport.road import RING_BYTES, Road, open_road
+from enqueuer.transport.ring import RING_BYTES, Ring, open_ring
 from enqueuer.transport.worker_end import WorkerEnd, greet
 
 LARGE = 50_000
@@ -30,11 +31,11 @@ class Channel:
 
     def __init__(self, kind, credit):
         ours, its = pair(kind)
-        memory = Descriptor(open_road())
+        memory = Descriptor(open_ring())
         self.raw = Packets(its)
         greet(self.raw)
-        self.worker = WorkerEnd(self.raw, Road.of(memory.fileno()), credit)
-        self.consumer = ConsumerEnd(Packets(ours), Road.of(memory.fileno()), credit, "worker 0")
+        self.worker = WorkerEnd(self.raw, Ring.of(memory.fileno()), credit)
+        self.consumer = ConsumerEnd(Packets(ours), Ring.of(memory.fileno()), credit, "worker 0")
         memory.close()
         self.errors = []
         self.thread = None
@@ -343,7 +344,7 @@ def test_many_laps_of_the_ring_with_frames_of_every_size(open_channel):
 def test_a_full_ring_makes_the_worker_wait(open_channel):
     channel = open_channel(items=1000)
     channel.send(*items(*[bytes(10_000)] * 100))
-    wait_until(lambda: channel.consumer._words[road.WORKER_ASLEEP])
+    wait_until(lambda: channel.consumer._words[layout.WORKER_ASLEEP])
     assert 10 < channel.consumer.waiting < 100
     for number in range(100):
         assert channel.take().number == number
@@ -434,7 +435,7 @@ class Interrupts:
         return interrupted, ()
 
 
-def test_a_forked_copy_cannot_write_on_the_road(open_channel):
+def test_a_forked_copy_cannot_write_to_the_ring(open_channel):
     channel = open_channel()
     pid = os.fork()
     if not pid:

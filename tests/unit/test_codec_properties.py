@@ -16,7 +16,7 @@ from enqueuer.transport import codec
 from enqueuer.transport.channel import Credit
 from enqueuer.transport.consumer_end import ConsumerEnd
 from enqueuer.transport.packets import Descriptor, Packets, pair
-from enqueuer.transport.road import Road, open_road
+from enqueuer.transport.ring import Ring, open_ring
 from enqueuer.transport.worker_end import WorkerEnd, greet
 
 Pair = namedtuple("Pair", "a b")
@@ -163,11 +163,11 @@ class Channel:
 
     def __init__(self):
         ours, its = pair()
-        memory, packets = Descriptor(open_road()), Packets(its)
+        memory, packets = Descriptor(open_ring()), Packets(its)
         greet(packets)
         credit = Credit(100, None, False)
-        self.worker = WorkerEnd(packets, Road.of(memory.fileno()), credit)
-        self.consumer = ConsumerEnd(Packets(ours), Road.of(memory.fileno()), credit, "worker 0")
+        self.worker = WorkerEnd(packets, Ring.of(memory.fileno()), credit)
+        self.consumer = ConsumerEnd(Packets(ours), Ring.of(memory.fileno()), credit, "worker 0")
         memory.close()
 
     def through(self, value):

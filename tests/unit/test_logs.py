@@ -194,13 +194,13 @@ def test_a_record_that_cannot_be_formatted_does_not_stop_the_generator(capsys):
     assert "Logging error" in capsys.readouterr().err
 
 
-def test_a_road_that_fails_does_not_stop_the_generator(logger, capsys):
+def test_a_sender_that_fails_does_not_stop_the_generator(logger, capsys):
     def send(record):
-        raise OSError("the road is closed")
+        raise OSError("the ring is closed")
 
     logger.addHandler(Forwarder(send))
     logger.info("text")
-    assert "the road is closed" in capsys.readouterr().err
+    assert "the ring is closed" in capsys.readouterr().err
 
 
 # --- forward: what happens in a worker process ---

@@ -1,4 +1,4 @@
-"""The loop of a worker, with a list as its road."""
+"""The loop of a worker, with a list as its sender."""
 
 import logging
 
@@ -10,7 +10,7 @@ from enqueuer.sources import as_source
 from enqueuer.worker import Plan, run, serve
 
 
-class Road(list):
+class Sender(list):
     """A Sender that keeps what is sent, and closes after `limit` messages."""
 
     def __init__(self, limit=1000, epochs=()):
@@ -33,16 +33,16 @@ class Road(list):
         return self.epochs.pop(0) if self.epochs else None
 
 
-def ran(function, road, shards=2, enter=lambda shard: None, starts=None, on_error="raise"):
+def ran(function, sender, shards=2, enter=lambda shard: None, starts=None, on_error="raise"):
     starts = starts or dict.fromkeys(range(shards), Start())
     shards = {Shard(index, shards, 0, 7): start for index, start in starts.items()}
-    run(as_source(function), shards, road, enter, on_error)
-    return road
+    run(as_source(function), shards, sender, enter, on_error)
+    return sender
 
 
 def test_shards_go_in_turn_and_ended_ones_drop_out():
-    road = ran(lambda shard: iter("ab"[: shard.index + 1]), Road())
-    assert road == [
+    sender = ran(lambda shard: iter("ab"[: shard.index + 1]), Sender())
+    assert sender == [
         Item(0, 0, "a"),
         Item(1, 0, "a"),
         End(0, number=1),
@@ -52,13 +52,13 @@ def test_shards_go_in_turn_and_ended_ones_drop_out():
 
 
 def test_none_is_skipped_and_counted():
-    road = ran(lambda: iter([None, "a", None, "b"]), Road(), shards=1)
-    assert road == [Item(0, 1, "a"), Item(0, 3, "b"), End(0, number=4)]
+    sender = ran(lambda: iter([None, "a", None, "b"]), Sender(), shards=1)
+    assert sender == [Item(0, 1, "a"), Item(0, 3, "b"), End(0, number=4)]
 
 
 def test_a_source_of_nothing_but_none_can_be_stopped():
     with pytest.raises(Closed):
-        ran(lambda: iter(lambda: None, 1), Road(limit=0), shards=1)
+        ran(lambda: iter(lambda: None, 1), Sender(limit=0), shards=1)
 
 
 def test_the_first_exception_ends_the_run_and_closes_all():
@@ -74,7 +74,7 @@ def test_the_first_exception_ends_the_run_and_closes_all():
         finally:
             closed.append(shard.index)
 
-    *items, failure = ran(source, Road())
+    *items, failure = ran(source, Sender())
     assert [(item.shard, item.number) for item in items] == [(0, 0), (1, 0), (0, 1)]
     assert isinstance(failure, Failure)
     assert (failure.shard, failure.number, str(failure.error)) == (1, 1, "bad")
@@ -92,7 +92,7 @@ def test_closed_closes_the_generators_and_goes_up():
             closed.append(shard.index)
 
     with pytest.raises(Closed, match="enough"):
-        ran(source, Road(limit=3))
+        ran(source, Sender(limit=3))
     assert sorted(closed) == [0, 1]
 
 
@@ -101,14 +101,14 @@ def test_closed_by_the_users_own_code_is_a_failure():
         yield 1
         raise Closed("the user's")
 
-    assert isinstance(ran(source, Road(), shards=1)[-1], Failure)
+    assert isinstance(ran(source, Sender(), shards=1)[-1], Failure)
 
 
 def test_stop_iteration_of_the_function_is_a_failure_and_no_end():
     def source():
         raise StopIteration(5)
 
-    (failure,) = ran(source, Road(), shards=1)
+    (failure,) = ran(source, Sender(), shards=1)
     assert (failure.shard, failure.number) == (0, 0)
     assert type(failure.error) is RuntimeError
     assert type(failure.error.__cause__) is StopIteration
@@ -129,30 +129,30 @@ def test_what_goes_wrong_in_finally_is_logged(caplog):
             except GeneratorExit:
                 yield 2
 
-    assert isinstance(ran(source, Road(), shards=1)[-1].error, ValueError)
+    assert isinstance(ran(source, Sender(), shards=1)[-1].error, ValueError)
     with caplog.at_level(logging.ERROR), pytest.raises(Closed):
-        ran(stubborn, Road(limit=2), shards=1)
+        ran(stubborn, Sender(limit=2), shards=1)
     assert "closing the generator of shard 0 failed" in caplog.text
     assert "generator ignored GeneratorExit" in caplog.text
 
 
 def test_the_shards_code_runs_in_its_own_global_state():
     entered = []
-    ran(lambda: iter("ab"), Road(), enter=lambda shard: entered.append(shard.index))
+    ran(lambda: iter("ab"), Sender(), enter=lambda shard: entered.append(shard.index))
     assert entered == [0, 1, 0, 1, 0, 1]
 
 
 def test_serve_runs_epochs_until_there_are_no_orders():
     plan = Plan(as_source(lambda shard: iter([shard.epoch])), (1,), 2, 7)
-    road = Road(epochs=[Epoch(0), Epoch(1)])
-    serve(plan, road, road)
-    assert road == [Item(1, 0, 0), End(1, number=1), Item(1, 0, 1), End(1, number=1)]
+    sender = Sender(epochs=[Epoch(0), Epoch(1)])
+    serve(plan, sender, sender)
+    assert sender == [Item(1, 0, 0), End(1, number=1), Item(1, 0, 1), End(1, number=1)]
 
 
 def test_serve_goes_home_when_the_consumer_left():
-    road = Road(limit=1, epochs=[Epoch(0), Epoch(1)])
-    serve(Plan(as_source(lambda: iter("abc")), (0,), 1, 7), road, road)
-    assert road == [Item(0, 0, "a")]
+    sender = Sender(limit=1, epochs=[Epoch(0), Epoch(1)])
+    serve(Plan(as_source(lambda: iter("abc")), (0,), 1, 7), sender, sender)
+    assert sender == [Item(0, 0, "a")]
 
 
 def test_reports_go_before_the_item_they_came_before():
@@ -164,7 +164,7 @@ def test_reports_go_before_the_item_they_came_before():
         yield "a"
         shard.report(errors[2])
 
-    assert ran(source, Road(), shards=1) == [
+    assert ran(source, Sender(), shards=1) == [
         Reported(0, 0, errors[0], nth=1),
         Reported(0, 0, errors[1], nth=2, log=False),
         Item(0, 0, "a"),
@@ -178,7 +178,7 @@ def test_a_consumer_that_leaves_at_a_report_is_no_failure():
         shard.report(KeyError("bad"))
         yield "a"
 
-    road = Road(limit=0)
+    sender = Sender(limit=0)
     with pytest.raises(Closed, match="enough"):
-        ran(source, road, shards=1)
-    assert road == []
+        ran(source, sender, shards=1)
+    assert sender == []

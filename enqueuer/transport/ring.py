@@ -1,4 +1,4 @@
-"""The road from one worker to the consumer: a ring of frames in memory that both have mapped.
+"""The ring buffer from one worker to the consumer: frames in memory that both have mapped.
 
     worker   --- frames: items, ends, failures --->   consumer
     worker   --- WRITTEN, SENT, ...     | words |
@@ -57,12 +57,12 @@ SIZE_BYTES = _FRAMES_AT + RING_BYTES + MOST_FRAME_BYTES
 IS_STRONG = platform.machine().lower() in {"x86_64", "amd64", "i686", "i386"}
 
 
-class Road:
-    """One side's view of the road.
+class Ring:
+    """One side's view of the ring.
 
     Attributes:
         words: The numbers above, by index.
-        frames: The ring. A frame begins at its position modulo `RING_BYTES` and may run on
+        frames: The ring buffer. A frame begins at its position modulo `RING_BYTES` and may run on
             beyond that, so that each lies in one piece; behind one that does a new lap begins.
         home: The ring of the numbers of blocks that came home.
         meter: The words of the worker's meter.
@@ -78,7 +78,7 @@ class Road:
         self.fence = _make_fence()
 
     @classmethod
-    def of(cls, fd: int) -> Road:
+    def of(cls, fd: int) -> Ring:
         """Map the memory behind a descriptor, which stays the caller's.
 
         Raises:
@@ -140,8 +140,8 @@ def _make_fence() -> Callable[[], None]:
     return fence if IS_STRONG else fence_twice
 
 
-def open_road() -> int:
-    """Return a descriptor of the memory for a road.
+def open_ring() -> int:
+    """Return a descriptor of the memory for a ring.
 
     Raises:
         OSError: There is no memory or no descriptor left.
