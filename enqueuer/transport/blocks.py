@@ -3,7 +3,7 @@
     worker (BlockPool)                              consumer (BlockMap)
     FREE --take()--> FILLING --sent()--> SENT ----> LEASED: arrays are views of it
      ^                                                |
-     +---------- the number comes home <--------------+ the last view has died
+     +---------- the number is released <--------------+ the last view has died
 
 Fresh shared memory costs a page fault for each 4 kB; a block that is used again costs none. A
 block is a file without a name (a memfd, elsewhere an unlinked temporary file): nothing appears
@@ -13,7 +13,7 @@ then both sides close theirs and only the mappings remain.
 A lease ends in whatever thread the garbage collector happens to run in, perhaps while a lock is
 held: so it only appends to a deque. A function in C does that, so that no exception of a signal
 handler can lose it. Until the frame that names a block counts as read, the map itself keeps the
-lease: an exception that strikes in the middle of a frame must not let the block come home.
+lease: an exception that strikes in the middle of a frame must not release the block.
 
 A generator may fill a block itself (`make`). It is sent without a copy if every array that
 shows it is known, and these become read-only; it is not used again while one of them lives.
@@ -258,7 +258,9 @@ class BlockPool:
         self._free: list[Block] = []  # the last one used at the end
         self._busy: dict[int, Block] = {}
         self._made: dict[int, Made] = {}
-        self._home: set[int] = set()  # came home, but an array of the worker still shows them
+        self._released: set[int] = (
+            set()
+        )  # by the consumer, but an array of the worker still shows them
         self._dropped: list[int] = []
         self._count = 0
 
@@ -307,13 +309,13 @@ class BlockPool:
         if block.state is BlockState.FILLING:
             block.move(BlockState.SENT)
 
-    def came_home(self, numbers: Iterable[int]) -> None:
+    def reclaim(self, numbers: Iterable[int]) -> None:
         """Note that the consumer's last views of some blocks are gone."""
         with self._lock:
             for number in numbers:
                 made = self._made.get(number)
                 if made is not None and made.root() is not None:
-                    self._home.add(number)
+                    self._released.add(number)
                 else:
                     self._free_locked(self._busy.pop(number))
 
@@ -353,8 +355,8 @@ class BlockPool:
             if made.root() is not None:
                 continue
             del self._made[number]
-            if number in self._home or made.block.state is BlockState.FILLING:
-                self._home.discard(number)
+            if number in self._released or made.block.state is BlockState.FILLING:
+                self._released.discard(number)
                 self._free_locked(self._busy.pop(number))
 
     def _free_locked(self, block: Block) -> None:
@@ -488,7 +490,7 @@ class BlockMap:
     Attributes:
         in_hand: Blocks of the frame that is being read, by number. The reader empties it when the
             frame counts as read.
-        home: Leases that have ended and of which the worker does not know it yet.
+        released: Leases that have ended and of which the worker does not know it yet.
     """
 
     def __init__(self) -> None:
@@ -496,7 +498,7 @@ class BlockMap:
         self._missing: dict[int, BlockMemoryError] = {}
         self._leases: dict[int, Lease] = {}
         self.in_hand: dict[int, np.ndarray] = {}
-        self.home: deque[Lease] = deque()
+        self.released: deque[Lease] = deque()
 
     def __contains__(self, number: int) -> bool:
         return number in self._memory or number in self._missing
@@ -547,7 +549,7 @@ class BlockMap:
             self.in_hand[number] = anchor  # before its end can be noticed
         lease = self._leases.get(number)
         if lease is None or lease() is not anchor:
-            lease = Lease(anchor, self.home.append)
+            lease = Lease(anchor, self.released.append)
             lease.number = number
             self._leases[number] = lease
         return anchor.copy().data if are_many else anchor.data

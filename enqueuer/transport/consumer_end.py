@@ -167,9 +167,9 @@ class ConsumerEnd:
         self._taken = self._given
         self._words[layout.READ] = self.position
         self._words[layout.TAKEN] = self._given
-        home = self._blocks.home
-        if home:
-            self._ring.tell_home(home)
+        released = self._blocks.released
+        if released:
+            self._ring.release(released)
 
     def make_room(self) -> None:
         """Settle, and wake the worker if it waits for room; for one that is granted nothing."""

@@ -3,7 +3,7 @@
     worker   --- frames: items, ends, failures --->   consumer
     worker   --- WRITTEN, SENT, ...     | words |
                                         | words |     READ, LIMIT, ... --- consumer
-    worker   <-- numbers of blocks that came home --- consumer
+    worker   <-- numbers of released blocks ------- consumer
 
 Nothing here is a system call, and there is no lock. Each word has one writer. A frame counts
 once WRITTEN says so, and that is stored last: a worker that is killed in the middle of a frame
@@ -32,7 +32,7 @@ SENT = 1  # items, ever
 PACKETS = 2  # on the socket, ever: look there
 WORKER_ASLEEP = 3  # 0, or a number that is new with each sleep
 ASKING = 4  # 1 + the number of the item that it holds without credit
-HOME_READ = 5  # numbers of blocks read, ever
+RELEASED_READ = 5  # numbers of blocks read, ever
 CLAIMED = 6  # 1 + the token of the ticket that was taken last
 # The consumer's, in another:
 READ = 8  # bytes of frames, ever
@@ -41,13 +41,13 @@ LIMIT = 10  # how many items may be sent, ever: the credits
 WANTED = 11  # 1 + the number of the item that the consumer waits for
 ORDERS = 12  # on the socket, ever: look there
 CONSUMER_ASLEEP = 13
-HOME_WRITTEN = 14  # numbers of blocks, ever
+RELEASED_WRITTEN = 14  # numbers of blocks, ever
 # The worker's again, in a third: its meter.
 
 _METER_AT = 128
 _WORDS_BYTES = _METER_AT + 8 * meters.WORDS
-_HOME_PLACES = 4096  # numbers of 4 bytes
-_FRAMES_AT = _WORDS_BYTES + 4 * _HOME_PLACES
+_RELEASED_PLACES = 4096  # numbers of 4 bytes
+_FRAMES_AT = _WORDS_BYTES + 4 * _RELEASED_PLACES
 
 RING_BYTES = 448 * 1024  # of frames that wait; the cache of a core holds them all
 MOST_FRAME_BYTES = 64 * 1024
@@ -64,7 +64,7 @@ class Ring:
         words: The numbers above, by index.
         frames: The ring buffer. A frame begins at its position modulo `RING_BYTES` and may run on
             beyond that, so that each lies in one piece; behind one that does a new lap begins.
-        home: The ring of the numbers of blocks that came home.
+        released: The ring buffer of the numbers of blocks that the consumer has released.
         meter: The words of the worker's meter.
         fence: Has everything stored before it seen by others before anything is loaded after.
     """
@@ -74,7 +74,7 @@ class Ring:
         self.words = view[:_METER_AT].cast("Q")
         self.meter = view[_METER_AT:_WORDS_BYTES].cast("Q")
         self.frames = view[_FRAMES_AT:]
-        self.home = view[_WORDS_BYTES:_FRAMES_AT].cast("I")
+        self.released = view[_WORDS_BYTES:_FRAMES_AT].cast("I")
         self.fence = _make_fence()
 
     @classmethod
@@ -91,31 +91,31 @@ class Ring:
         if not IS_STRONG:
             self.fence()
 
-    def tell_home(self, leases: deque[Lease]) -> None:
-        """Tell the worker which blocks came home, and forget those; as many as there is room for.
+    def release(self, leases: deque[Lease]) -> None:
+        """Tell the worker which blocks are released, as many as there is room for; forget those.
 
         Called by the consumer only.
         """
         words = self.words
         while leases:
-            written = words[HOME_WRITTEN]
-            if written - words[HOME_READ] == _HOME_PLACES:
+            written = words[RELEASED_WRITTEN]
+            if written - words[RELEASED_READ] == _RELEASED_PLACES:
                 return
-            self.home[written % _HOME_PLACES] = leases[0].number
+            self.released[written % _RELEASED_PLACES] = leases[0].number
             self.order()
             # Between these two is no call, so that no exception of a signal handler can strike
             # there. A number that is told twice would free a block that is in use again.
-            words[HOME_WRITTEN] = written + 1
+            words[RELEASED_WRITTEN] = written + 1
             del leases[0]
 
-    def came_home(self) -> list[int]:
-        """Read the numbers of blocks that came home. Called by the worker only."""
-        read, written = self.words[HOME_READ], self.words[HOME_WRITTEN]
+    def take_released(self) -> list[int]:
+        """Read the numbers of blocks that were released. Called by the worker only."""
+        read, written = self.words[RELEASED_READ], self.words[RELEASED_WRITTEN]
         if read == written:
             return []
         self.order()
-        numbers = [self.home[place % _HOME_PLACES] for place in range(read, written)]
-        self.words[HOME_READ] = written
+        numbers = [self.released[place % _RELEASED_PLACES] for place in range(read, written)]
+        self.words[RELEASED_READ] = written
         return numbers
 
 

@@ -298,9 +298,9 @@ class WorkerEnd:
             The pickle, if it is small enough for the frame; the segments, of which the pickle
             is the first if it is not.
         """
-        numbers = self._ring.came_home()
+        numbers = self._ring.take_released()
         if numbers:
-            self.pool.came_home(numbers)
+            self.pool.reclaim(numbers)
         inline = len(data) <= INLINE_BYTES
         parts: list[codec.Buffer] = [*buffers] if inline else [memoryview(data), *buffers]
         found = self._in_place(parts) if self.pool.has_made else {}

@@ -25,7 +25,7 @@ class Transfer:
 
     def send(self, array):
         """Return `array` as it arrives: a view of a block."""
-        self.come_home()
+        self.release()
         block = self.pool.take(array.nbytes)
         block.memory[: array.nbytes] = array.tobytes()
         for number in self.pool.dropped():
@@ -38,10 +38,10 @@ class Transfer:
         self.map.in_hand.clear()  # the frame counts as read
         return block.number, received
 
-    def come_home(self):
-        home = self.map.home
-        while home:
-            self.pool.came_home([home.popleft().number])
+    def release(self):
+        released = self.map.released
+        while released:
+            self.pool.reclaim([released.popleft().number])
 
 
 def test_a_block_is_used_again_when_its_last_view_has_died():
@@ -87,7 +87,7 @@ def sent(pool, size):
 def test_the_smallest_that_fits_is_taken():
     pool = BlockPool(keep=5)
     small, large = sent(pool, 5000), sent(pool, 50_000)
-    pool.came_home([large.number, small.number])
+    pool.reclaim([large.number, small.number])
     assert pool.take(4000) is small
     assert pool.take(30_000) is large
     pool.close()
@@ -96,7 +96,7 @@ def test_the_smallest_that_fits_is_taken():
 def test_a_far_too_large_block_is_not_wasted_on_a_small_item():
     pool = BlockPool(keep=5)
     large = sent(pool, 1_000_000)
-    pool.came_home([large.number])
+    pool.reclaim([large.number])
     assert pool.take(5000) is not large
     pool.close()
 
@@ -104,7 +104,7 @@ def test_a_far_too_large_block_is_not_wasted_on_a_small_item():
 def test_no_more_free_blocks_are_kept_than_asked():
     pool = BlockPool(keep=2)
     taken = [sent(pool, 5000) for _ in range(5)]
-    pool.came_home([block.number for block in taken])
+    pool.reclaim([block.number for block in taken])
     assert pool.dropped() == [block.number for block in taken[:3]]
     assert pool.dropped() == []
     pool.close()
@@ -113,11 +113,11 @@ def test_no_more_free_blocks_are_kept_than_asked():
 def test_a_block_that_nobody_needs_any_more_is_given_back(monkeypatch):
     pool = BlockPool(keep=5)
     many = [sent(pool, 5000) for _ in range(4)]
-    pool.came_home([block.number for block in many])
+    pool.reclaim([block.number for block in many])
     for _ in range(3):
         block = sent(pool, 5000)
         assert block is many[-1]  # the one whose memory is still in the cache
-        pool.came_home([block.number])
+        pool.reclaim([block.number])
     assert pool.dropped() == []
     monkeypatch.setattr(blocks, "_IDLE_S", 0.0)
     assert sent(pool, 5000) is many[-1]

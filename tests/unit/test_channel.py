@@ -365,7 +365,7 @@ def test_an_exception_of_a_signal_handler_in_the_middle_of_an_item_loses_nothing
     assert [item.value for item in taken] == ["a", "whole", "c"]
 
 
-def test_an_interrupted_item_is_whole_at_the_next_try_and_its_block_comes_home_once(open_channel):
+def test_an_interrupted_item_is_whole_at_the_next_try_and_its_block_is_released_once(open_channel):
     channel = open_channel(items=2)
     channel.send(*items((np.full(LARGE, 0), Interrupts()), *[np.full(LARGE, n) for n in (1, 2, 3)]))
     channel.wait(2)
@@ -382,7 +382,7 @@ def test_an_interrupted_item_is_whole_at_the_next_try_and_its_block_comes_home_o
     assert [int(array[0]) for array in kept] == [0, 1, 2, 3]
     assert all((array == array[0]).all() for array in kept)
     del first, kept
-    assert sorted(lease.number for lease in channel.consumer._blocks.home) == [1, 2, 3, 4]
+    assert sorted(lease.number for lease in channel.consumer._blocks.released) == [1, 2, 3, 4]
 
 
 def test_a_block_that_was_being_added_at_an_interrupt_is_there_at_the_next_try(open_channel):
