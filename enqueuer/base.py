@@ -1228,7 +1228,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         while not self._knows_next():
             is_late, backend = False, self._backend
             try:
-                backend.settle()
+                backend.acknowledge()
                 self._feed()
                 failure = backend.wait(self._order, until)
             except Closed:
@@ -1276,7 +1276,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             if self._waits.since:
                 return False  # likewise, if this thread does, and a signal handler asks
             while not self._knows_next():
-                self._backend.settle()
+                self._backend.acknowledge()
                 self._feed()
                 if not self._backend.has_news(self._order):
                     return False
@@ -1320,7 +1320,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             if self._first_items is not None:
                 self._compare(self._first_items)
         if len(self._ready) == 1:  # else those behind the first one still wait
-            self._backend.settle()
+            self._backend.acknowledge()
         return is_time
 
     def _raise(self, failure: Failure) -> NoReturn:
@@ -1572,7 +1572,7 @@ def _watch(reference: weakref.ref[BaseEnqueuer[Any]]) -> bool:
             return True
         patience, epoch = enqueuer._patience, enqueuer._epoch
         try:
-            backend.settle()
+            backend.acknowledge()
             enqueuer._feed()
             del enqueuer
             failure = _wait_patiently(backend, order, patience, epoch)

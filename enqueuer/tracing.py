@@ -395,9 +395,9 @@ class _Watched:
         self._trace.began(epoch.number)
         self._backend.begin(epoch)
 
-    def settle(self) -> None:
+    def acknowledge(self) -> None:
         self._asked = _now()
-        self._backend.settle()
+        self._backend.acknowledge()
 
     def wait(self, order: Order, deadline: float | None) -> Failure | None:
         since = _now()

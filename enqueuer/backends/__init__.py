@@ -178,7 +178,7 @@ class Backend(Protocol):
         signal handler cannot strike while an item is in nobody's hands.
         """
 
-    def settle(self) -> None:
+    def acknowledge(self) -> None:
         """Count all that was taken as consumed, so that as many others may be made."""
 
     def waiting(self) -> int:

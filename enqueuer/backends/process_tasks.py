@@ -184,7 +184,7 @@ class TaskProcesses(Shelved, ProcessBackend):
         assert isinstance(order, TaskOrder)
         return self._shelf.items(order, self._bunch)
 
-    def settle(self) -> None:
+    def acknowledge(self) -> None:
         pass  # what is on the shelf has left the rings
 
     def has_news(self, order: Order) -> bool:

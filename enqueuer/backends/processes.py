@@ -311,10 +311,10 @@ class ProcessBackend:
                 return
             yield from worker.channel.items(1, order)
 
-    def settle(self) -> None:
+    def acknowledge(self) -> None:
         for worker in self._workers:
             if not worker.channel.is_settled:
-                worker.channel.settle()
+                worker.channel.acknowledge()
                 worker.channel.grant(self._room())
 
     def cpus(self) -> float:

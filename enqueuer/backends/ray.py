@@ -2,7 +2,7 @@
 
     actor 0 ==packets==> thread 0 -> inbox 0 \\
     actor 1 ==packets==> thread 1 -> inbox 1  > one condition -> wait(), take()
-    actor 0 <--epochs, credit-- settle(), wait()
+    actor 0 <--epochs, credit-- acknowledge(), wait()
 
 Ray places the actors, moves the packets and tells of deaths; a thread for each actor waits for
 its next packet and unpacks it, ahead of the loop. What an actor had sent belongs to this process,
@@ -91,7 +91,7 @@ class Actor:
         inbox: What has come and was not taken.
         received: How many items came, all in all.
         taken: How many of them were taken.
-        settled: How many of those are consumed.
+        acknowledged: How many of those are consumed.
         credit: What it was told last.
         granted: When it was told that.
         is_asking: Whether it has an item that it may not send.
@@ -111,8 +111,8 @@ class Actor:
     sizes: deque[int] = field(default_factory=deque)
     received: int = 0
     taken: int = 0
-    settled: int = 0
-    settled_bytes: int = 0
+    acknowledged: int = 0
+    acknowledged_bytes: int = 0
     taken_bytes: int = 0
     is_asking: bool = False
     where: str = ""
@@ -513,10 +513,10 @@ class RayBackend:
                 order.last = shard
                 yield item
 
-    def settle(self) -> None:
+    def acknowledge(self) -> None:
         for actor in self._actors:
-            if actor.settled != actor.taken:
-                actor.settled, actor.settled_bytes = actor.taken, actor.taken_bytes
+            if actor.acknowledged != actor.taken:
+                actor.acknowledged, actor.acknowledged_bytes = actor.taken, actor.taken_bytes
                 self._grant(actor)
 
     def _grant(self, actor: Actor, wanted: bool = False) -> None:
@@ -529,8 +529,8 @@ class RayBackend:
         if actor.state in (WorkerState.DEAD, WorkerState.ENDED):
             return
         quota, before = self._quotas[actor.index], actor.credit
-        items = actor.settled + quota
-        size = None if self._share is None else actor.settled_bytes + self._share
+        items = actor.acknowledged + quota
+        size = None if self._share is None else actor.acknowledged_bytes + self._share
         at_least = before.wanted
         if wanted and (quota == 0 or size is not None):
             at_least = actor.received + 1

@@ -196,7 +196,7 @@ class RayTasks(Shelved, RayBackend):
         assert isinstance(order, TaskOrder)
         return self._shelf.items(order, self._bunch)
 
-    def settle(self) -> None:
+    def acknowledge(self) -> None:
         pass  # tickets are the bound
 
     def waiting(self) -> int:

@@ -56,7 +56,7 @@ class Shelf:
         """Return the numbers of the tasks that have no result yet."""
         return [number for number in self.tickets if number not in self._results]
 
-    def settle(self, order: TaskOrder) -> None:
+    def acknowledge(self, order: TaskOrder) -> None:
         """Forget the task whose result was given away last; again does nothing."""
         if self._going >= 0:
             order.advance()
@@ -103,7 +103,7 @@ class Shelf:
         """Return the failure that is next; or whether an item is, or nothing."""
         found = Look.NOTHING
         if self._going >= 0:
-            self.settle(order)
+            self.acknowledge(order)
         self._told = -1
         while (number := self._ready(order)) is not None:
             errors = self._skipped.get(number)
@@ -118,14 +118,14 @@ class Shelf:
                     return Look.ITEM
             order.taken[number] = None
             self._going = number
-            self.settle(order)
+            self.acknowledge(order)
             found = Look.ROOM
         return found
 
     def items(self, order: TaskOrder, most: int) -> Iterator[Item]:
         """Take items as long as they are next: at most so many."""
         if self._going >= 0:
-            self.settle(order)
+            self.acknowledge(order)
         taken = order.taken
         for _ in range(most):
             number = self._ready(order)
@@ -139,7 +139,7 @@ class Shelf:
             order.items += 1
             self._going = number
             yield result
-            self.settle(order)
+            self.acknowledge(order)
 
     def _ready(self, order: TaskOrder) -> int | None:
         if order.ordered:

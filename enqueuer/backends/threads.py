@@ -176,7 +176,7 @@ class ThreadBackend:
             yield item
             buffer._wake_putters_locked()
 
-    def settle(self) -> None:
+    def acknowledge(self) -> None:
         pass  # what is taken from a buffer makes room in it at once
 
     def cpus(self) -> float:

@@ -3,7 +3,7 @@
     worker (BlockPool)                              consumer (BlockMap)
     FREE --take()--> FILLING --sent()--> SENT ----> LEASED: arrays are views of it
      ^                                                |
-     +---------- the number is released <--------------+ the last view has died
+     +---------- the number is released <------------+ the last view has died
 
 Fresh shared memory costs a page fault for each 4 kB; a block that is used again costs none. A
 block is a file without a name (a memfd, elsewhere an unlinked temporary file): nothing appears
@@ -258,9 +258,8 @@ class BlockPool:
         self._free: list[Block] = []  # the last one used at the end
         self._busy: dict[int, Block] = {}
         self._made: dict[int, Made] = {}
-        self._released: set[int] = (
-            set()
-        )  # by the consumer, but an array of the worker still shows them
+        # Released by the consumer, but an array of the worker still shows them.
+        self._released: set[int] = set()
         self._dropped: list[int] = []
         self._count = 0
 

@@ -162,7 +162,7 @@ class ConsumerEnd:
         """Whether all that was taken off the ring, failures too, is counted as consumed."""
         return bool(self._words[layout.READ] == self.position)
 
-    def settle(self) -> None:
+    def acknowledge(self) -> None:
         """Count what was given away as consumed: its room in the ring is free again."""
         self._taken = self._given
         self._words[layout.READ] = self.position
@@ -172,12 +172,12 @@ class ConsumerEnd:
             self._ring.release(released)
 
     def make_room(self) -> None:
-        """Settle, and wake the worker if it waits for room; for one that is granted nothing."""
+        """Acknowledge what was taken, and wake the worker if it waits for room without credit."""
         words = self._words
         # Kept until the worker is told: an exception may strike when the room is made already.
         if words[layout.WRITTEN] - words[layout.READ] > RING_BYTES - MOST_FRAME_BYTES:
             self._was_full = True
-        self.settle()
+        self.acknowledge()
         self._ring.fence()
         if self._was_full:
             self._wake(words[layout.WORKER_ASLEEP])

@@ -76,7 +76,7 @@ class Channel:
             taken = [self.consumer.other()]
             self.consumer.pass_over()
         (message,) = taken
-        self.consumer.settle()
+        self.consumer.acknowledge()
         return message
 
     def join(self):

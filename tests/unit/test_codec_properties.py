@@ -174,7 +174,7 @@ class Channel:
         self.worker.send_item(0, 0, value)
         wait_until(lambda: self.consumer.has_message)
         (item,) = self.consumer.items(1, AsTheyCome({}))
-        self.consumer.settle()
+        self.consumer.acknowledge()
         self.consumer.grant(100)
         return item.value
 
