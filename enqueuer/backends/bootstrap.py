@@ -1,9 +1,9 @@
 """What a worker process does before and after its loop; runs in the child only.
 
-    signals -> lifeline -> HELLO -> the job -> logs -> the source -> serve() -> last logs -> exit
+    signals -> lifeline -> READY -> the job -> logs -> the source -> serve() -> last logs -> exit
 
 Everything that can fail because of the user's code (importing it, unpickling the source) comes
-after HELLO, so that it reaches the consumer as an error with a traceback.
+after READY, so that it reaches the consumer as an error with a traceback.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from enqueuer.trace import Place
 from enqueuer.tracing import traced
 from enqueuer.transport.blocks import read_whole
 from enqueuer.transport.channel import Credit
+from enqueuer.transport.item_sender import ItemSender, send_ready
 from enqueuer.transport.packets import Descriptor, Packets, close_in_children
 from enqueuer.transport.ring import Ring
-from enqueuer.transport.worker_end import WorkerEnd, greet
 from enqueuer.worker import OnError
 
 _GRANDCHILD = 70  # exit code of a copy that the user's code forked and let run on
@@ -98,7 +98,7 @@ def main(sock_fd: int, lifeline_fd: int) -> None:
         setup.surroundings.apply()
     os.environ.update(setup.thread_limits)
     native_threads.limit_loaded()
-    channel = WorkerEnd(packets, ring, part.credit)
+    channel = ItemSender(packets, ring, part.credit)
     _work(channel, setup, part, lambda: pickle.loads(pickled), counter, stack)
     _leave()
 
@@ -120,7 +120,7 @@ def main_forked(
     os.environ.update(setup.thread_limits)
     if loaded is not None:
         loaded.limit()
-    channel = WorkerEnd(packets, ring, part.credit)
+    channel = ItemSender(packets, ring, part.credit)
     _work(channel, setup, part, lambda: (source, on_error), counter, stack)
 
 
@@ -163,7 +163,7 @@ def _begin(sock: socket.socket, lifeline: Descriptor) -> Packets:
     with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):  # no stderr
         faulthandler.enable()  # a crash in C then shows the Python stack on stderr
     packets = Packets(sock)
-    greet(packets)
+    send_ready(packets)
     return packets
 
 
@@ -215,7 +215,7 @@ def _receive_job(
 
 
 def _work(
-    channel: WorkerEnd,
+    channel: ItemSender,
     setup: Setup,
     part: Part,
     load: Callable[[], tuple[Source | TaskSource, OnError]],
@@ -257,7 +257,7 @@ def _work(
 
 
 def _fail(
-    channel: WorkerEnd, part: Part, counter: socket.socket | None, error: BaseException
+    channel: ItemSender, part: Part, counter: socket.socket | None, error: BaseException
 ) -> None:
     """Tell that there is no source, and stay until the consumer has heard it."""
     if counter is None:
@@ -273,7 +273,7 @@ def _fail(
 class _Counter:
     """Where this worker takes its tickets."""
 
-    channel: WorkerEnd
+    channel: ItemSender
     counter: socket.socket
 
     def next_ticket(self) -> Ticket | None:

@@ -60,7 +60,7 @@ from enqueuer.stalls import Late, Sight, View, awaited, first_for
 from enqueuer.stats import WorkerStats
 from enqueuer.transport.blocks import nameless_file, remove_names_of
 from enqueuer.transport.channel import Credit
-from enqueuer.transport.consumer_end import ConsumerEnd
+from enqueuer.transport.item_receiver import ItemReceiver
 from enqueuer.transport.packets import Descriptor, Packets, close_in_children, pair
 from enqueuer.transport.ring import LIMIT, Ring, open_ring
 
@@ -83,8 +83,8 @@ class ProcessBackend:
         self._workers: list[Watched] = []
         self._by_fd: dict[int, Watched] = {}
         self._found = 0  # the last worker whose message was next
-        self._ending: tuple[ConsumerEnd, int, End, Order] | None = None  # see _note_end
-        self._failed: ConsumerEnd | None = None  # the channel of the failure that was returned
+        self._ending: tuple[ItemReceiver, int, End, Order] | None = None  # see _note_end
+        self._failed: ItemReceiver | None = None  # the channel of the failure that was returned
         self._bunch = bunch_of(job)
         self._poller = select.poll()
         self._closed = False
@@ -213,7 +213,7 @@ class ProcessBackend:
                 packets.send(pickle.dumps(part), fds)
             undo.pop_all()
         name = f"worker {index} (process {process.pid}, {job.start_method})"
-        channel = ConsumerEnd(packets, ring, part.credit, name)
+        channel = ItemReceiver(packets, ring, part.credit, name)
         pidfd = open_pidfd(process.pid)
         worker = Watched(
             index, job.start_method, process, channel, write, pidfd, plan.shards, heard
@@ -457,12 +457,12 @@ class ProcessBackend:
         """Sleep until something comes, and read it. Woken by packets, deaths and close()."""
         try:
             for worker in watched:
-                worker.channel.fall_asleep()
+                worker.channel.arm_wake_up()
             if not any(_has_news(worker, is_coming) for worker in watched):
                 self._poll(deadline)
         finally:
             for worker in watched:
-                worker.channel.wake_up()
+                worker.channel.disarm_wake_up()
 
     def _poll(self, deadline: float | None) -> None:
         starting = [w for w in self._workers if w.state is WorkerState.STARTING]
@@ -491,7 +491,7 @@ class ProcessBackend:
         self._deliver_records(worker)
         if self._closed:  # a handler of the user's may have stopped us
             return
-        if worker.channel.greeted and worker.state is WorkerState.STARTING:
+        if worker.channel.is_ready and worker.state is WorkerState.STARTING:
             worker.move(WorkerState.RUNNING)
         if worker.gone or worker.channel.ended:
             self._bury(worker)

@@ -48,12 +48,12 @@ from enqueuer.backends.ray_session import Gone, Session
 from enqueuer.backends.ray_worker import (
     GROUPS,
     Asking,
-    Bye,
     Credit,
+    Ended,
     Frame,
-    Hello,
     Part,
     RayWorker,
+    Ready,
     Sent,
     Told,
 )
@@ -324,7 +324,7 @@ class RayBackend:
                         error = decode_error(pickled)
                         message = dataclasses.replace(message, error=error, worker=str(actor))
                     messages.append(message)
-                case Hello(pid=pid, node=node):
+                case Ready(pid=pid, node=node):
                     actor.where = f", process {pid} on {node}"
         with self._lock:
             for frame in frames:
@@ -334,9 +334,9 @@ class RayBackend:
                         actor.is_asking = False
                     case Asking():
                         actor.is_asking = True
-                    case Hello():
+                    case Ready():
                         actor.move(WorkerState.RUNNING)
-                    case Bye(why=""):
+                    case Ended(why=""):
                         actor.move(WorkerState.ENDED)
                     case logging.LogRecord():
                         self._records.append(frame)
@@ -344,7 +344,7 @@ class RayBackend:
             self._arrived(actor, messages)
             self._news.notify_all()
         for frame in frames:
-            if isinstance(frame, Bye) and frame.why:
+            if isinstance(frame, Ended) and frame.why:
                 raise Gone(frame.why)
 
     def _arrived(self, actor: Actor, messages: list[Message]) -> None:

@@ -90,7 +90,7 @@ class Credit(NamedTuple):
     wanted: int
 
 
-class Hello(NamedTuple):
+class Ready(NamedTuple):
     """The first frame: who and where the worker is."""
 
     pid: int
@@ -118,7 +118,7 @@ class Asking(NamedTuple):
     """A frame that says: there is an item, and no right to send it."""
 
 
-class Bye(NamedTuple):
+class Ended(NamedTuple):
     """The last frame: the worker's loop is over.
 
     Attributes:
@@ -128,7 +128,7 @@ class Bye(NamedTuple):
     why: str = ""
 
 
-Frame = Hello | Sent | Told | Asking | Bye | LogRecord
+Frame = Ready | Sent | Told | Asking | Ended | LogRecord
 
 
 class Outbox:
@@ -245,7 +245,7 @@ class Outbox:
                 self.meter.resume()
             return None if self._closed else queue.popleft()
 
-    def say(self, frame: Hello | Bye) -> None:
+    def say(self, frame: Ready | Ended) -> None:
         """Send a frame about the worker itself."""
         with self._lock:
             self._put_locked(frame)
@@ -320,18 +320,18 @@ class RayWorker:
         self._thread.join()
 
     def _work(self) -> None:
-        bye = Bye()
+        ended = Ended()
         try:
             self._serve()
         except BaseException as error:  # or the driver would wait for ever
             traceback.print_exc()
-            bye = Bye(f"Its loop ended by {error!r}")
+            ended = Ended(f"Its loop ended by {error!r}")
         finally:
-            self._outbox.say(bye)
+            self._outbox.say(ended)
 
     def _serve(self) -> None:
         part, outbox = self._part, self._outbox
-        outbox.say(Hello(os.getpid(), _node()))
+        outbox.say(Ready(os.getpid(), _node()))
         if part.levels is not None:
             logs.forward(outbox.send_record, part.levels)
         try:
@@ -370,7 +370,7 @@ class RayWorker:
         for _ in range(_MOST_PACKETS):
             frames = self._outbox.take()
             yield frames
-            if isinstance(frames[-1], Bye):
+            if isinstance(frames[-1], Ended):
                 return
             del frames  # or an item would live on while the next one is made
 

@@ -1,6 +1,6 @@
 """One worker process as the consumer's process sees it: its state, its place, its end.
 
-STARTING --HELLO--> RUNNING --its process ends--> DRAINING --all read--> DEAD
+STARTING --READY--> RUNNING --its process ends--> DRAINING --all read--> DEAD
     \\__________________\\_____________ was asked to stop _______________\\--> ENDED
 """
 
@@ -19,7 +19,7 @@ from enqueuer.backends.stacks import Stacks
 from enqueuer.meters import clock
 from enqueuer.stats import WorkerStats, worker_stats
 from enqueuer.transport import is_portable
-from enqueuer.transport.consumer_end import ConsumerEnd
+from enqueuer.transport.item_receiver import ItemReceiver
 from enqueuer.transport.packets import Descriptor, close_in_children
 
 _NEXT_STATE = {
@@ -38,7 +38,7 @@ class Watched:
     index: int
     method: str
     process: Launched
-    channel: ConsumerEnd
+    channel: ItemReceiver
     lifeline: Descriptor
     pidfd: Descriptor | None
     shards: tuple[int, ...]

@@ -1,8 +1,8 @@
 """The private channel between one worker process and the consumer: what the two say.
 
-    worker (WorkerEnd)                                           consumer (ConsumerEnd)
+    worker (ItemSender)                                           consumer (ItemReceiver)
       frames ITEM END FAILURE ...  ----- the ring ------------>  take()
-      packets HELLO BLOCK DROP RECORD WAKE  ---- a socket ---->  blocks, records
+      packets READY BLOCK DROP RECORD WAKE  ---- a socket ---->  blocks, records
       orders, wakes            <--- packets EPOCH STOP WAKE ---
 
 One writer in each direction and no lock that both sides share, so a worker that is killed
@@ -31,7 +31,7 @@ class Kind(enum.IntEnum):
     SKIPPED = 5  # a failure after which the worker goes on
     EMPTY = 6  # a task without a result
     REPORTED = 7  # a failure that the generator has caught itself; REPORT comes before the error
-    HELLO = 10
+    READY = 10
     BLOCK = 11
     DROP = 12
     RECORD = 13

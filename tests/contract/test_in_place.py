@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from enqueuer import GeneratorEnqueuer, arrays, empty, empty_like
-from enqueuer.transport import worker_end
+from enqueuer.transport import item_sender
 
 SHAPE = (100, 1000)
 
@@ -55,8 +55,8 @@ def test_the_same_batches_arrive_on_every_backend(backend, source):
 
 def counts_copies(shard):
     copies = []
-    copy = worker_end._copy
-    worker_end._copy = lambda part, *place: (copies.append(part.nbytes), copy(part, *place))
+    copy = item_sender._copy
+    item_sender._copy = lambda part, *place: (copies.append(part.nbytes), copy(part, *place))
     yield from SOURCES[os.environ["SOURCE"]]()
     yield copies
 

@@ -15,13 +15,13 @@ from enqueuer import Closed, TransportError
 from enqueuer.errors import ItemNotLoadable
 from enqueuer.merging import AsTheyCome
 from enqueuer.messages import End, Epoch, Failure, Item, Start
+from enqueuer.transport import item_sender
 from enqueuer.transport import ring as layout
-from enqueuer.transport import worker_end
 from enqueuer.transport.channel import PACKET, Credit, Kind
-from enqueuer.transport.consumer_end import ConsumerEnd
+from enqueuer.transport.item_receiver import ItemReceiver
+from enqueuer.transport.item_sender import ItemSender, send_ready
 from enqueuer.transport.packets import Descriptor, Packets, pair
 from enqueuer.transport.ring import RING_BYTES, Ring, open_ring
-from enqueuer.transport.worker_end import WorkerEnd, greet
 
 LARGE = 50_000
 
@@ -33,9 +33,9 @@ class Channel:
         ours, its = pair(kind)
         memory = Descriptor(open_ring())
         self.raw = Packets(its)
-        greet(self.raw)
-        self.worker = WorkerEnd(self.raw, Ring.of(memory.fileno()), credit)
-        self.consumer = ConsumerEnd(Packets(ours), Ring.of(memory.fileno()), credit, "worker 0")
+        send_ready(self.raw)
+        self.worker = ItemSender(self.raw, Ring.of(memory.fileno()), credit)
+        self.consumer = ItemReceiver(Packets(ours), Ring.of(memory.fileno()), credit, "worker 0")
         memory.close()
         self.errors = []
         self.thread = None
@@ -241,7 +241,7 @@ def test_records_come_in_their_order_among_items(open_channel):
 
 
 def test_a_flood_of_records_never_waits_and_is_counted(open_channel, monkeypatch):
-    monkeypatch.setattr(worker_end, "_MOST_RECORDS", 50)
+    monkeypatch.setattr(item_sender, "_MOST_RECORDS", 50)
     channel = open_channel()
     for number in range(20_000):
         channel.worker.send_record(record(str(number)))
@@ -306,7 +306,7 @@ def test_a_gap_in_the_sequence_is_an_error(open_channel):
     channel.raw.send(PACKET.pack(Kind.WAKE, 2))
     with pytest.raises(TransportError, match="sent packet 2, but 1 was due"):
         wait_until(lambda: channel.consumer.pump())
-    assert channel.consumer.greeted
+    assert channel.consumer.is_ready
 
 
 def test_a_repeated_packet_is_passed_over(open_channel):

@@ -14,10 +14,10 @@ from hypothesis.extra import numpy as hnp
 from enqueuer.merging import AsTheyCome
 from enqueuer.transport import codec
 from enqueuer.transport.channel import Credit
-from enqueuer.transport.consumer_end import ConsumerEnd
+from enqueuer.transport.item_receiver import ItemReceiver
+from enqueuer.transport.item_sender import ItemSender, send_ready
 from enqueuer.transport.packets import Descriptor, Packets, pair
 from enqueuer.transport.ring import Ring, open_ring
-from enqueuer.transport.worker_end import WorkerEnd, greet
 
 Pair = namedtuple("Pair", "a b")
 
@@ -164,10 +164,10 @@ class Channel:
     def __init__(self):
         ours, its = pair()
         memory, packets = Descriptor(open_ring()), Packets(its)
-        greet(packets)
+        send_ready(packets)
         credit = Credit(100, None, False)
-        self.worker = WorkerEnd(packets, Ring.of(memory.fileno()), credit)
-        self.consumer = ConsumerEnd(Packets(ours), Ring.of(memory.fileno()), credit, "worker 0")
+        self.worker = ItemSender(packets, Ring.of(memory.fileno()), credit)
+        self.consumer = ItemReceiver(Packets(ours), Ring.of(memory.fileno()), credit, "worker 0")
         memory.close()
 
     def through(self, value):

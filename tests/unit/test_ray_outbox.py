@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from helpers import LIMIT
 
-from enqueuer.backends.ray_worker import Bye, Credit, Outbox, Sent
+from enqueuer.backends.ray_worker import Credit, Ended, Outbox, Sent
 from enqueuer.transport.codec import decode
 
 
@@ -25,10 +25,10 @@ class Stream:
             frames = self.outbox.take()
             sent = [frame for frame in frames if isinstance(frame, Sent)]
             self.packets.append([(frame.data, [*map(bytearray, frame.buffers)]) for frame in sent])
-            is_over = isinstance(frames[-1], Bye)
+            is_over = isinstance(frames[-1], Ended)
 
     def values(self):
-        self.outbox.say(Bye())
+        self.outbox.say(Ended())
         self.thread.join(LIMIT)
         assert not self.thread.is_alive()
         return [decode(*packed) for packet in self.packets for packed in packet]

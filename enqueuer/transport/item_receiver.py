@@ -54,13 +54,13 @@ class Taken(Protocol):
         """Keep the state of an iterator after an item that is about to be taken."""
 
 
-class ConsumerEnd:
+class ItemReceiver:
     """The consumer's end of one worker's channel. Called by one thread at a time.
 
     Attributes:
         meter: The words of the worker's meter.
         records: What the worker logged and nobody has handled yet.
-        greeted: Whether the worker has said HELLO.
+        is_ready: Whether the packet READY has come.
         position: Bytes of the ring that were read, ever.
     """
 
@@ -87,7 +87,7 @@ class ConsumerEnd:
         self._was_full = False  # the ring, when room was made on it last
         self._blocks = BlockMap()
         self.records: deque[logging.LogRecord] = deque()
-        self.greeted = False
+        self.is_ready = False
         self._words[layout.LIMIT] = credit.items
 
     @property
@@ -214,13 +214,13 @@ class ConsumerEnd:
             self._tell(Kind.WAKE)
             self._woken = asleep  # only now: an exception may have struck before it was told
 
-    def fall_asleep(self) -> None:
+    def arm_wake_up(self) -> None:
         """Ask to be woken by a packet when something comes; look once more before sleeping."""
         self._sleeps += 1
         self._words[layout.CONSUMER_ASLEEP] = self._sleeps
         self._ring.fence()
 
-    def wake_up(self) -> None:
+    def disarm_wake_up(self) -> None:
         """Ask no more to be woken."""
         self._words[layout.CONSUMER_ASLEEP] = 0
 
@@ -430,8 +430,8 @@ class ConsumerEnd:
             )
         body = data[PACKET.size :]
         match kind:
-            case Kind.HELLO:
-                self.greeted = True
+            case Kind.READY:
+                self.is_ready = True
             case Kind.BLOCK:
                 self._blocks.add(NUMBER.unpack(body)[0], fds)
             case Kind.DROP:

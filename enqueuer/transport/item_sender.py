@@ -78,12 +78,12 @@ Segment = tuple[Block, int, int]
 """A part of an item: the block that it lies in, where, and its bytes."""
 
 
-def greet(packets: Packets) -> None:
+def send_ready(packets: Packets) -> None:
     """Tell that a worker lives, before it knows anything."""
-    packets.send(PACKET.pack(Kind.HELLO, 0))
+    packets.send(PACKET.pack(Kind.READY, 0))
 
 
-class WorkerEnd:
+class ItemSender:
     """A process worker's Sender and Orders. `send_record` may be called by any thread."""
 
     def __init__(self, packets: Packets, ring: Ring, credit: Credit) -> None:
@@ -99,7 +99,7 @@ class WorkerEnd:
         self._sizes: deque[int] = deque()  # of what was sent and is not known to be taken
         self._bytes = 0
         self._lock = threading.Lock()  # of the socket's sending side, and of the records
-        self._sequence = 1  # after greet()
+        self._sequence = 1  # after send_ready()
         self._records: deque[bytes] = deque()
         self._lost_records = 0
         self._readable = select.poll()
@@ -504,7 +504,7 @@ class WorkerEnd:
 class _Severed:
     """Keeps a forked copy of the worker, if its code runs on, from writing to the worker's ring."""
 
-    def __init__(self, end: WorkerEnd) -> None:
+    def __init__(self, end: ItemSender) -> None:
         self._end = weakref.ref(end)
 
     def close(self) -> None:
