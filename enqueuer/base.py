@@ -53,7 +53,7 @@ from enqueuer.tracing import Trace
 from enqueuer.worker import OnError
 
 if TYPE_CHECKING:
-    from enqueuer.tuning import Tuner
+    from enqueuer.autoscaler import Autoscaler
 
 _log = logging.getLogger("enqueuer")
 
@@ -168,7 +168,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         self._final: Stats | None = None  # of a run that was ended
         self._watchers: list[_Watcher] = []
         self._is_news = False  # for some of them
-        self._tuner: Tuner | None = None  # with workers="auto"
+        self._autoscaler: Autoscaler | None = None  # with workers="auto"
         self._epoch_began: Stats | None = None  # likewise
         self._first_items: FirstItems | None = None  # while shards are compared
         self._lock = threading.RLock()  # one consumer at a time
@@ -265,7 +265,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
                         self._restarts = 0
                         if not self._resumed:
                             self._error_count = 0
-                        self._tuner = self._new_tuner() if self._is_auto else None
+                        self._autoscaler = self._new_autoscaler() if self._is_auto else None
                         self._begin(self._at_rest if self._resumed else Epoch(0))
                         interrupts.check()
                         self._resumed = False
@@ -365,7 +365,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
                 self._replace_workers(workers)
             else:
                 self._workers = workers
-            self._tuner, self._is_auto = None, False
+            self._autoscaler, self._is_auto = None, False
             self._end_workers(STOP_S, but=self._backend)
 
     def _replace_workers(self, workers: int) -> None:
@@ -517,14 +517,14 @@ class BaseEnqueuer(ABC, Generic[Batch]):
 
     # --- workers="auto" ---
 
-    def _new_tuner(self) -> Tuner:
+    def _new_autoscaler(self) -> Autoscaler:
         """Return what decides on the number of workers."""
-        return self._tuner_for(self._most_workers(), None)
+        return self._autoscaler_for(self._most_workers(), None)
 
-    def _tuner_for(self, most: int, shards: int | None) -> Tuner:
-        from enqueuer.tuning import Tuner  # only here: most runs need none
+    def _autoscaler_for(self, most: int, shards: int | None) -> Autoscaler:
+        from enqueuer.autoscaler import Autoscaler  # only here: most runs need none
 
-        return Tuner(self._workers, most, shards, self._patience.first_s)
+        return Autoscaler(self._workers, most, shards, self._patience.first_s)
 
     def _most_workers(self) -> int:
         if self._max_workers is not None:
@@ -538,8 +538,10 @@ class BaseEnqueuer(ABC, Generic[Batch]):
 
     def _retune(self, between_epochs: bool = False) -> None:
         """Add or retire workers if that is better, and due. Lock held, by who may wait."""
-        tuner, waits = self._tuner, self._waits
-        if tuner is None or (clock() < waits.began + 1e9 * tuner.due_s and not between_epochs):
+        autoscaler, waits = self._autoscaler, self._waits
+        if autoscaler is None or (
+            clock() < waits.began + 1e9 * autoscaler.due_s and not between_epochs
+        ):
             return
         # start(), stop() and reconfigure() take this lock before ours, and come before us
         if not self._state_lock.acquire(blocking=False):
@@ -548,28 +550,28 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             if self._state is not State.RUNNING or not self._may_change():
                 return
             stats, before = self.stats(), self._workers
-            workers = tuner.next(stats, None if between_epochs else self._again_s(stats))
-            self._tell_of_limit(tuner)
+            workers = autoscaler.next(stats, None if between_epochs else self._again_s(stats))
+            self._tell_of_limit(autoscaler)
             if workers > before:
-                workers = self._fitting(workers, before, tuner)
+                workers = self._fitting(workers, before, autoscaler)
             if workers == before:
                 return
             waits.pause(None)  # what it takes is a wait
             try:
                 self._change_workers(workers)
             except StartError as error:
-                tuner.refused(before)
+                autoscaler.refused(before)
                 # as text: a record may be kept, and should not keep descriptors
                 _log.warning("workers='auto' stays at %d: %s", before, str(error))
             else:
-                _log.info("%d -> %d workers: %s", before, self._workers, tuner.reason)
+                _log.info("%d -> %d workers: %s", before, self._workers, autoscaler.reason)
             finally:
                 waits.resume()
         finally:
             self._state_lock.release()
 
-    def _fitting(self, workers: int, before: int, tuner: Tuner) -> int:
-        """Return how many of so many workers there is memory for; tell the tuner if not all."""
+    def _fitting(self, workers: int, before: int, autoscaler: Autoscaler) -> int:
+        """Return for how many of `workers` there is memory; tell `autoscaler` if not for all."""
         assert self._backend is not None
         each, free = self._backend.worker_bytes(), usage.available_bytes()
         if not each or free is None:
@@ -577,7 +579,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         most = max(before, self._most_with(usage.room_for(free, each), before))
         if most >= workers:
             return workers
-        tuner.refused(most)
+        autoscaler.refused(most)
         _log.warning(
             "workers='auto' stays at %d: a worker takes %s of memory, and %s is available",
             most,
@@ -603,7 +605,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         """Return how much work a change would do again; None if that is nothing to speak of."""
         return None
 
-    def _tell_of_limit(self, tuner: Tuner) -> None:
+    def _tell_of_limit(self, autoscaler: Autoscaler) -> None:
         """Say so if the source does not allow what would help."""
 
     # --- position ---
@@ -1072,7 +1074,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         is_whole = goes_on or epoch.starts is None
         self._waits.go_on()
         taken = self._waits.taken
-        if self._tuner is not None:
+        if self._autoscaler is not None:
             self._epoch_began = self.stats()
         self._backend.begin(Epoch(epoch.number) if goes_on else epoch)
         # Only now, and without a call, so that an exception which strikes before has all of it

@@ -53,7 +53,7 @@ from enqueuer.tasks import (
 from enqueuer.worker import OnError
 
 if TYPE_CHECKING:
-    from enqueuer.tuning import Tuner
+    from enqueuer.autoscaler import Autoscaler
 
 _log = logging.getLogger("enqueuer")
 
@@ -358,10 +358,10 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
             self._shards = self._all_shards()  # what they have been so far
         return dataclasses.replace(self._job(), workers=workers)
 
-    def _new_tuner(self) -> Tuner:
+    def _new_autoscaler(self) -> Autoscaler:
         shards = len(self._own_shards())
         most = min(self._most_workers(), shards)
-        return self._tuner_for(most, shards)
+        return self._autoscaler_for(most, shards)
 
     def _again_s(self, stats: Stats) -> float | None:
         if any(start.state is not None for start in self._order.rest().values()):
@@ -369,8 +369,8 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
         since = stats if self._epoch_began is None else stats.since(self._epoch_began)
         return sum(worker.making_s for worker in since.workers)
 
-    def _tell_of_limit(self, tuner: Tuner) -> None:
-        waits = tuner.waiting_share >= HARDLY_WAITS and tuner.wanted > 1
+    def _tell_of_limit(self, autoscaler: Autoscaler) -> None:
+        waits = autoscaler.waiting_share >= HARDLY_WAITS and autoscaler.wanted > 1
         if self._is_limit_told or not waits or len(self._own_shards()) > 1:
             return
         self._is_limit_told = True
@@ -382,7 +382,7 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
         )
         _log.warning(
             "workers='auto' stays at 1, though the loop waits %s of its time: %s",
-            percent(tuner.waiting_share),
+            percent(autoscaler.waiting_share),
             what,
         )
 

@@ -45,7 +45,7 @@ class Failure:
 
     If `skipped`, the worker goes on, as it was told to; otherwise nothing more comes of its
     shards. `worker` says who it was, once that is known. Of a task, `shard` is the place of the
-    element in its ticket, and on the shelf its index.
+    element in its ticket, and in the reorder buffer its index.
     """
 
     shard: int

@@ -92,14 +92,14 @@ class Part:
 def main(sock_fd: int, lifeline_fd: int) -> None:
     """Be a worker that was spawned: the job comes over the channel."""
     packets = _begin(socket.socket(fileno=sock_fd), Descriptor(lifeline_fd))
-    part, payload, ring, counter, stack = _receive_job(packets)
+    part, payload, ring, task_socket, stack = _receive_job(packets)
     setup, pickled = pickle.loads(payload)
     if setup.surroundings is not None:
         setup.surroundings.apply()
     os.environ.update(setup.thread_limits)
     native_threads.limit_loaded()
     channel = ItemSender(packets, ring, part.credit)
-    _work(channel, setup, part, lambda: pickle.loads(pickled), counter, stack)
+    _work(channel, setup, part, lambda: pickle.loads(pickled), task_socket, stack)
     _leave()
 
 
@@ -112,7 +112,7 @@ def main_forked(
     part: Part,
     source: Source | TaskSource,
     on_error: OnError,
-    counter: socket.socket | None,
+    task_socket: socket.socket | None,
     stack: Descriptor | None,
 ) -> None:
     """Be a worker that was forked: everything is here."""
@@ -121,7 +121,7 @@ def main_forked(
     if loaded is not None:
         loaded.limit()
     channel = ItemSender(packets, ring, part.credit)
-    _work(channel, setup, part, lambda: (source, on_error), counter, stack)
+    _work(channel, setup, part, lambda: (source, on_error), task_socket, stack)
 
 
 def serve(fd: int, preload: Sequence[str] = ()) -> None:
@@ -210,8 +210,8 @@ def _receive_job(
     payload = read_whole(b"", [payload_fd])
     ring = Ring.of(ring_fd)
     os.close(ring_fd)
-    counter = socket.socket(fileno=others[0]) if others else None
-    return part, payload, ring, counter, stack
+    task_socket = socket.socket(fileno=others[0]) if others else None
+    return part, payload, ring, task_socket, stack
 
 
 def _work(
@@ -219,7 +219,7 @@ def _work(
     setup: Setup,
     part: Part,
     load: Callable[[], tuple[Source | TaskSource, OnError]],
-    counter: socket.socket | None,
+    task_socket: socket.socket | None,
     stack: Descriptor | None,
 ) -> None:
     pid = os.getpid()
@@ -228,19 +228,19 @@ def _work(
         stacks.answer(stack.fileno())
     allocator.keep_freed_memory()
     arrays.make_in(channel.pool.make)
-    if counter is not None:
-        close_in_children(counter)
+    if task_socket is not None:
+        close_in_children(task_socket)
     if setup.levels is not None:
         logs.forward(channel.send_record, setup.levels)
     try:
         source, on_error = load()
     except BaseException as error:
-        _fail(channel, part, counter, error)
+        _fail(channel, part, task_socket, error)
     else:
         used = usage.of_process(os.getpid())
         channel.meter.begin(used.cpu_s or 0.0, used.starved_s or 0.0)
         plan = worker.Plan(source, part.shards, setup.count, setup.random_seed, on_error)
-        if counter is None:
+        if task_socket is None:
             serve = traced(worker.serve, setup.trace, part.index)
             streams = GlobalStreams()
             after_import(FRAMEWORKS, streams.seed_imported)
@@ -249,7 +249,7 @@ def _work(
             serve = traced(worker.serve_tasks, setup.trace, part.index)
             seeds = TaskSeeds()
             after_import(FRAMEWORKS, seeds.seed_imported)
-            serve(plan, _Counter(channel, counter), channel, seeds.enter)
+            serve(plan, _TaskSocket(channel, task_socket), channel, seeds.enter)
     if os.getpid() != pid:
         # the generator forked, and the copy came out of its loop as if it were the worker
         os._exit(_GRANDCHILD)
@@ -257,24 +257,24 @@ def _work(
 
 
 def _fail(
-    channel: ItemSender, part: Part, counter: socket.socket | None, error: BaseException
+    channel: ItemSender, part: Part, task_socket: socket.socket | None, error: BaseException
 ) -> None:
     """Tell that there is no source, and stay until the consumer has heard it."""
-    if counter is None:
+    if task_socket is None:
         channel.send(Failure(part.shards[0], 0, error))
         while channel.next_epoch() is not None:
             pass
     else:
-        while (ticket := channel.next_ticket(counter)) is not None:
+        while (ticket := channel.next_ticket(task_socket)) is not None:
             channel.send(Failure(0, ticket.number, error))
 
 
 @dataclass
-class _Counter:
+class _TaskSocket:
     """Where this worker takes its tickets."""
 
     channel: ItemSender
-    counter: socket.socket
+    task_socket: socket.socket
 
     def next_ticket(self) -> Ticket | None:
-        return self.channel.next_ticket(self.counter)
+        return self.channel.next_ticket(self.task_socket)

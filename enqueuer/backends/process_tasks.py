@@ -1,12 +1,12 @@
 """Tasks on processes: idle workers take tickets from one pair of sockets; channels bring results.
 
     consumer -> tickets -> worker 0 ==channel 0==> \\
-                        -> worker 1 ==channel 1==>  > the shelf -> in order
+                        -> worker 1 ==channel 1==>  > the reorder buffer -> in order
 
 When a worker dies, the tickets that it had taken are told by what is left: those that are not
 done, do not lie in the socket and are not in a living worker's hand. Its successor does them
 before it takes others. If one of them was in somebody's hand after all, it is done twice, and
-the shelf drops the second result.
+the reorder buffer drops the second result.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from enqueuer import interrupts
 from enqueuer.backends import Job, WorkerState, check_owner, until
 from enqueuer.backends.processes import ProcessBackend
-from enqueuer.backends.shelf import Look, Shelf, Shelved
+from enqueuer.backends.reorder_buffer import Look, ReorderBuffer, Reordering
 from enqueuer.backends.watched import Watched
 from enqueuer.errors import Closed, StartError
 from enqueuer.merging import AsTheyCome, Order, TaskOrder
@@ -30,26 +30,28 @@ from enqueuer.messages import End, Epoch, Failure, Item, Ticket
 from enqueuer.meters import Waits
 from enqueuer.stalls import Late, awaited_task
 from enqueuer.stats import WorkerStats
-from enqueuer.transport import tickets
+from enqueuer.transport import task_queue
 from enqueuer.transport.channel import Credit
-from enqueuer.transport.tickets import TicketOffice
+from enqueuer.transport.task_queue import TaskQueue
 
 _ALL = 1 << 62
 
 
-class TaskProcesses(Shelved, ProcessBackend):
+class TaskProcesses(Reordering, ProcessBackend):
     """See `enqueuer.backends.TaskBackend`."""
 
     def __init__(self, job: Job, waits: Waits) -> None:
         super().__init__(job, waits)
-        self._shelf = Shelf(job.max_queue_bytes is not None)
+        self._reorder_buffer = ReorderBuffer(job.max_queue_bytes is not None)
         self._arrived: deque[Any] = deque()
-        self._noted = AsTheyCome({})  # nobody asks it: the shelf and the order keep the account
-        self._office: TicketOffice | None = None
+        self._noted = AsTheyCome(
+            {}
+        )  # nobody asks it: the reorder buffer and the order keep the account
+        self._task_queue: TaskQueue | None = None
         self._unsent: deque[tuple[int, bytes]] = deque()  # numbers and tickets
         self._last_token = 0
         self._last = -1  # the number of the last ticket
-        self._offered: dict[int, int] = {}  # token -> number, of what went to the office
+        self._offered: dict[int, int] = {}  # token -> number, of what went to the task queue
         self._handed: dict[Watched, dict[int, int]] = {}  # the same, of what one worker alone got
         self._mourned: set[Watched] = set()  # dead workers whose death was told
         self._leaving: set[Watched] = set()  # those who were one too many, until they are gone
@@ -58,12 +60,12 @@ class TaskProcesses(Shelved, ProcessBackend):
 
     def _open_wake_up(self) -> None:
         super()._open_wake_up()
-        self._office = TicketOffice()
-        self._resources.callback(self._office.close)
+        self._task_queue = TaskQueue()
+        self._resources.callback(self._task_queue.close)
 
-    def _counter(self) -> socket.socket | None:
-        assert self._office is not None
-        return self._office.counter()
+    def _task_socket(self) -> socket.socket | None:
+        assert self._task_queue is not None
+        return self._task_queue.worker_socket()
 
     def _credit(self, index: int) -> Credit:
         # tickets are the bound: one worker may do all of them
@@ -112,8 +114,8 @@ class TaskProcesses(Shelved, ProcessBackend):
         """Let others do what a worker that was sent home had left to do."""
         self._leaving.discard(leaver)
         for number in sorted(self._lost(leaver), reverse=True):
-            self._shelf.begin_again(number)
-            self._unsent.appendleft((number, self._pack(self._shelf.tickets[number])))
+            self._reorder_buffer.begin_again(number)
+            self._unsent.appendleft((number, self._pack(self._reorder_buffer.tickets[number])))
         self._handed.pop(leaver, None)
         self._workers.remove(leaver)
         self._end(leaver)
@@ -125,32 +127,32 @@ class TaskProcesses(Shelved, ProcessBackend):
 
     def submit(self, ticket: Ticket) -> None:
         packed = self._pack(ticket)
-        self._shelf.tickets[ticket.number] = ticket
+        self._reorder_buffer.tickets[ticket.number] = ticket
         self._last = ticket.number
         self._unsent.append((ticket.number, packed))
         self._offer()
 
     def fail(self, failure: Failure) -> None:
         self._last = failure.number
-        self._shelf.fail(failure.number, failure)
+        self._reorder_buffer.fail(failure.number, failure)
 
     def poll(self, order: TaskOrder) -> bool:
         self._collect()
-        return self._shelf.has_next(order)
+        return self._reorder_buffer.has_next(order)
 
     def _pack(self, ticket: Ticket) -> bytes:
-        return tickets.pack(ticket, are_forked=self._job.start_method == "fork")
+        return task_queue.pack(ticket, are_forked=self._job.start_method == "fork")
 
     def _offer(self) -> None:
         """Send tickets as long as there is room for them; the rest goes when results come."""
-        assert self._office is not None
+        assert self._task_queue is not None
         while self._unsent:
             token = self._last_token + 1
-            if not self._office.send(token, *self._unsent[0]):
+            if not self._task_queue.send(token, *self._unsent[0]):
                 return
             self._last_token = token
             self._offered[token] = self._unsent.popleft()[0]
-        if len(self._offered) > 2 * len(self._shelf.tickets) + 1000:
+        if len(self._offered) > 2 * len(self._reorder_buffer.tickets) + 1000:
             self._forget_done()
 
     # --- results ---
@@ -167,7 +169,7 @@ class TaskProcesses(Shelved, ProcessBackend):
                 continue
             self._replace_the_dead(order)
             self._offer()
-            found = self._shelf.look(order)
+            found = self._reorder_buffer.look(order)
             if isinstance(found, Failure):
                 return found
             if found is not Look.NOTHING or order.done:
@@ -182,24 +184,24 @@ class TaskProcesses(Shelved, ProcessBackend):
 
     def take(self, order: Order) -> Iterator[Item]:
         assert isinstance(order, TaskOrder)
-        return self._shelf.items(order, self._bunch)
+        return self._reorder_buffer.items(order, self._bunch)
 
     def acknowledge(self) -> None:
-        pass  # what is on the shelf has left the rings
+        pass  # what is in the reorder buffer has left the rings
 
     def has_news(self, order: Order) -> bool:
         assert isinstance(order, TaskOrder)
         return super().has_news(order) or self.poll(order)
 
     def waiting(self) -> int:
-        return super().waiting() + self._shelf.waiting
+        return super().waiting() + self._reorder_buffer.waiting
 
     def _awaited(self, order: Order) -> str:
         assert isinstance(order, TaskOrder)
-        return awaited_task(order, self._shelf.tickets.get(order.next))
+        return awaited_task(order, self._reorder_buffer.tickets.get(order.next))
 
     def _collect(self) -> None:
-        """Put on the shelf all that has come."""
+        """Put in the reorder buffer all that has come."""
         for worker in self._workers:
             channel = worker.channel
             if channel.has_packets or channel.records:
@@ -216,7 +218,7 @@ class TaskProcesses(Shelved, ProcessBackend):
         while self._arrived:
             message = self._arrived[0]
             assert not isinstance(message, End)
-            self._shelf.put(message)
+            self._reorder_buffer.put(message)
             self._arrived.popleft()
 
     # --- deaths ---
@@ -238,35 +240,35 @@ class TaskProcesses(Shelved, ProcessBackend):
             return
         lost, in_hand = self._lost(dead), self._number_in_hand(dead)
         number = in_hand if in_hand in lost else min(lost, default=order.next)
-        ticket = self._shelf.tickets.get(number)
+        ticket = self._reorder_buffer.tickets.get(number)
         index = ticket.indices[0] if ticket is not None else 0
         with interrupts.held():
             new = self._successor(dead, (index, number), f"task {number - order.first}")
             if isinstance(new, Failure):
                 self._mourned.add(dead)
-                self._shelf.fail(self._when_to_tell(lost), new)
+                self._reorder_buffer.fail(self._when_to_tell(lost), new)
             elif new is not None:
                 mine = self._handed[new] = {}
                 for number in lost:
-                    self._shelf.begin_again(number)
+                    self._reorder_buffer.begin_again(number)
                     self._last_token += 1
                     mine[self._last_token] = number
-                    packed = self._pack(self._shelf.tickets[number])
+                    packed = self._pack(self._reorder_buffer.tickets[number])
                     new.channel.hand(self._last_token, number, packed)
             self._handed.pop(dead, None)
 
     def _lost(self, dead: Watched) -> list[int]:
         """Return the numbers of the tasks that nobody has and that are not done."""
-        assert self._office is not None
+        assert self._task_queue is not None
         self._forget_done()
-        first = self._office.first()
+        first = self._task_queue.first()
         safe = {number for number, _ in self._unsent}
         if first is not None:
             safe.update(number for token, number in self._offered.items() if token >= first)
         for worker in self._alive():
             safe.add(self._number_in_hand(worker))
             safe.update(self._handed.get(worker, {}).values())
-        return [number for number in self._shelf.undone() if number not in safe]
+        return [number for number in self._reorder_buffer.undone() if number not in safe]
 
     def _number_in_hand(self, worker: Watched) -> int:
         """Return the number of the task that a worker took last; -1 if that is done."""
@@ -275,12 +277,12 @@ class TaskProcesses(Shelved, ProcessBackend):
 
     def _when_to_tell(self, lost: list[int]) -> int:
         """Return the number of the task in whose place a death is told."""
-        candidates = lost if self._alive() else self._shelf.undone()
+        candidates = lost if self._alive() else self._reorder_buffer.undone()
         return min(candidates, default=self._last + 1)
 
     def _alive(self) -> list[Watched]:
         return [worker for worker in self._workers if worker.state is not WorkerState.DEAD]
 
     def _forget_done(self) -> None:
-        undone = set(self._shelf.undone())
+        undone = set(self._reorder_buffer.undone())
         self._offered = {t: number for t, number in self._offered.items() if number in undone}

@@ -186,9 +186,9 @@ class ProcessBackend:
             if heard is not None and its_stack is not None:
                 passing.callback(its_stack.close)
                 undo.callback(heard.close)
-            counter = self._counter()
-            if counter is not None:
-                passing.callback(counter.close)
+            task_socket = self._task_socket()
+            if task_socket is not None:
+                passing.callback(task_socket.close)
             for thing in (ours, write):
                 close_in_children(thing)
             packets, ring = Packets(ours), Ring.of(memory.fileno())
@@ -203,12 +203,12 @@ class ProcessBackend:
                 part,
                 job.source,
                 job.on_error,
-                counter,
+                task_socket,
                 its_stack,
             )
             process = launch(job.start_method, its, read, forked, self._thread_limits)
             if self._payload is not None:
-                passed = [self._payload, memory, its_stack, counter]
+                passed = [self._payload, memory, its_stack, task_socket]
                 fds = [thing.fileno() for thing in passed if thing is not None]
                 packets.send(pickle.dumps(part), fds)
             undo.pop_all()
@@ -229,7 +229,7 @@ class ProcessBackend:
         share = None if job.max_queue_bytes is None else job.max_queue_bytes // len(self._plans)
         return Credit(quota, share, ask=not job.ordered)
 
-    def _counter(self) -> socket.socket | None:
+    def _task_socket(self) -> socket.socket | None:
         """Return where a worker takes tickets, if it lives on them; to be closed."""
         return None
 

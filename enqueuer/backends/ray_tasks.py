@@ -1,6 +1,6 @@
 """Tasks on Ray actors: each is handed a few tickets at a time; its stream brings the results.
 
-    consumer -> tickets that wait -> a few to each actor -> results -> the shelf -> in order
+    consumer -> tickets that wait -> a few to each actor -> results -> reorder buffer -> in order
 
 A ticket is handed out when one comes back, by whichever thread receives that; so nobody idles
 while the loop is busy. Fast tasks are handed out several at a time, so that the way to the actor
@@ -17,13 +17,13 @@ from collections.abc import Iterator
 from enqueuer.backends import Job, WorkerState, check_owner
 from enqueuer.backends.ray import Actor, RayBackend
 from enqueuer.backends.ray_worker import Credit
-from enqueuer.backends.shelf import Look, Shelf, Shelved
+from enqueuer.backends.reorder_buffer import Look, ReorderBuffer, Reordering
 from enqueuer.merging import Order, TaskOrder
 from enqueuer.messages import End, Epoch, Failure, Item, Message, Ticket
 from enqueuer.meters import Waits, clock
 from enqueuer.stalls import awaited_task
 from enqueuer.stats import WorkerStats
-from enqueuer.transport import tickets
+from enqueuer.transport import task_queue
 
 _ALL = 1 << 62
 _WAY_NS = 5_000_000  # to an actor and back, of which none is idle
@@ -61,12 +61,12 @@ class _Hand:
         return min(_MOST_AHEAD, 1 + math.ceil(_WAY_NS / self.pace_ns))
 
 
-class RayTasks(Shelved, RayBackend):
+class RayTasks(Reordering, RayBackend):
     """See `enqueuer.backends.TaskBackend`."""
 
     def __init__(self, job: Job, waits: Waits) -> None:
         super().__init__(job, waits)
-        self._shelf = Shelf(job.max_queue_bytes is not None)
+        self._reorder_buffer = ReorderBuffer(job.max_queue_bytes is not None)
         self._unsent: deque[tuple[int, bytes]] = deque()  # numbers and tickets
         self._hands: dict[Actor, _Hand] = {}
         self._last = -1  # the number of the last ticket
@@ -118,9 +118,9 @@ class RayTasks(Shelved, RayBackend):
         check_owner(self._owner)  # the tickets tell the rest
 
     def submit(self, ticket: Ticket) -> None:
-        packed = tickets.pack(ticket, are_forked=False)
+        packed = task_queue.pack(ticket, are_forked=False)
         with self._lock:
-            self._shelf.tickets[ticket.number] = ticket
+            self._reorder_buffer.tickets[ticket.number] = ticket
             self._last = ticket.number
             self._unsent.append((ticket.number, packed))
             self._hand_out()
@@ -128,7 +128,7 @@ class RayTasks(Shelved, RayBackend):
     def fail(self, failure: Failure) -> None:
         with self._lock:
             self._last = failure.number
-            self._shelf.fail(failure.number, failure)
+            self._reorder_buffer.fail(failure.number, failure)
 
     def _hand_out(self) -> None:
         """Give tickets to those who should have more. Lock held."""
@@ -150,13 +150,13 @@ class RayTasks(Shelved, RayBackend):
 
     def _take_back(self, actor: Actor) -> list[int]:
         """Let others do what an actor has not done. Lock held."""
-        undone = set(self._shelf.undone())
+        undone = set(self._reorder_buffer.undone())
         done = {message.number for message in actor.inbox if not isinstance(message, End)}
         lost = [n for n in self._hands[actor].numbers if n in undone and n not in done]
         self._hands[actor].numbers.clear()
         for number in reversed(lost):
-            self._shelf.begin_again(number)
-            packed = tickets.pack(self._shelf.tickets[number], are_forked=False)
+            self._reorder_buffer.begin_again(number)
+            packed = task_queue.pack(self._reorder_buffer.tickets[number], are_forked=False)
             self._unsent.appendleft((number, packed))
         return lost
 
@@ -173,41 +173,43 @@ class RayTasks(Shelved, RayBackend):
     def _look_for(self, order: Order) -> Failure | bool:
         assert isinstance(order, TaskOrder)
         self._collect()
-        found = self._shelf.look(order)
+        found = self._reorder_buffer.look(order)
         return found if isinstance(found, Failure) else found is not Look.NOTHING
 
     def poll(self, order: TaskOrder) -> bool:
         with self._lock:
             self._collect()
-            return self._shelf.has_next(order)
+            return self._reorder_buffer.has_next(order)
 
     def _collect(self) -> None:
-        """Put on the shelf all that has come. Lock held."""
+        """Put in the reorder buffer all that has come. Lock held."""
         for actor in self._actors:
             while actor.inbox:
                 message = actor.inbox[0]
                 assert not isinstance(message, End)
-                self._shelf.put(message)  # again does no harm, if an exception strikes here
+                self._reorder_buffer.put(
+                    message
+                )  # again does no harm, if an exception strikes here
                 if isinstance(message, Item):
                     del actor.sizes[0]
                 del actor.inbox[0]
 
     def take(self, order: Order) -> Iterator[Item]:
         assert isinstance(order, TaskOrder)
-        return self._shelf.items(order, self._bunch)
+        return self._reorder_buffer.items(order, self._bunch)
 
     def acknowledge(self) -> None:
         pass  # tickets are the bound
 
     def waiting(self) -> int:
-        return super().waiting() + self._shelf.waiting
+        return super().waiting() + self._reorder_buffer.waiting
 
     def _ask_for(self, wanted: Actor | None) -> None:
         pass
 
     def _awaited(self, order: Order) -> str:
         assert isinstance(order, TaskOrder)
-        return awaited_task(order, self._shelf.tickets.get(order.next))
+        return awaited_task(order, self._reorder_buffer.tickets.get(order.next))
 
     # --- deaths ---
 
@@ -236,13 +238,13 @@ class RayTasks(Shelved, RayBackend):
             lost = self._take_back(dead)
         number = in_hand if in_hand in lost else min(lost, default=order.next)
         assert number is not None
-        ticket = self._shelf.tickets.get(number)
+        ticket = self._reorder_buffer.tickets.get(number)
         index = ticket.indices[0] if ticket is not None else 0
         new = self._successor(dead, (index, number), f"task {number - order.first}")
         with self._lock:
             if isinstance(new, Failure):
                 self._mourned.add(dead)
-                self._shelf.fail(self._when_to_tell(number, lost), new)
+                self._reorder_buffer.fail(self._when_to_tell(number, lost), new)
             self._hand_out()
         return None
 
@@ -253,4 +255,4 @@ class RayTasks(Shelved, RayBackend):
             return number
         if any(self._can_work(actor) for actor in self._actors):
             return self._last + 1
-        return min(self._shelf.undone(), default=self._last + 1)
+        return min(self._reorder_buffer.undone(), default=self._last + 1)

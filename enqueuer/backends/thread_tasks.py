@@ -1,6 +1,6 @@
 """Tasks on threads: one buffer of tickets for all workers, one of results for the consumer.
 
-consumer -> [tickets] -> workers -> [results] -> the shelf -> in order
+consumer -> [tickets] -> workers -> [results] -> the reorder buffer -> in order
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from queue import Empty as NothingYet
 
 from enqueuer.backends import Job, WorkerThread, bunch_of, until
-from enqueuer.backends.shelf import Look, Shelf, Shelved
+from enqueuer.backends.reorder_buffer import Look, ReorderBuffer, Reordering
 from enqueuer.backends.threads import ThreadBackend, ThreadSender
 from enqueuer.buffer import Buffer
 from enqueuer.errors import Closed, StartError
@@ -29,7 +29,7 @@ _UNBOUNDED = 1 << 62  # whoever hands out the tickets keeps the bound
 _GO_HOME = Ticket(-1, 0, ())  # whoever takes it is one too many
 
 
-class TaskThreads(Shelved, ThreadBackend):
+class TaskThreads(Reordering, ThreadBackend):
     """See `enqueuer.backends.TaskBackend`."""
 
     def __init__(self, job: Job, waits: Waits) -> None:
@@ -37,7 +37,7 @@ class TaskThreads(Shelved, ThreadBackend):
         self._bunch = bunch_of(job)
         self._tickets: Buffer[Ticket] = Buffer(_UNBOUNDED)
         self._results: Buffer[Message] = Buffer(_UNBOUNDED)
-        self._shelf = Shelf(job.max_queue_bytes is not None)
+        self._reorder_buffer = ReorderBuffer(job.max_queue_bytes is not None)
         self._hands: list[_TaskSender] = []  # of those who work, and those who are about to leave
         self._staying = job.workers
 
@@ -59,7 +59,7 @@ class TaskThreads(Shelved, ThreadBackend):
 
     def submit(self, ticket: Ticket) -> None:
         self._tickets.put(ticket)
-        self._shelf.tickets[ticket.number] = ticket
+        self._reorder_buffer.tickets[ticket.number] = ticket
 
     def resize(self, workers: int) -> None:
         self._part_with_leavers()
@@ -106,11 +106,11 @@ class TaskThreads(Shelved, ThreadBackend):
         return dataclasses.replace(view, sights=sights)
 
     def fail(self, failure: Failure) -> None:
-        self._shelf.fail(failure.number, failure)
+        self._reorder_buffer.fail(failure.number, failure)
 
     def poll(self, order: TaskOrder) -> bool:
         self._fetch(0.0)
-        return self._shelf.has_next(order)
+        return self._reorder_buffer.has_next(order)
 
     def wait(self, order: Order, deadline: float | None) -> Failure | None:
         assert isinstance(order, TaskOrder)
@@ -118,7 +118,7 @@ class TaskThreads(Shelved, ThreadBackend):
             if self._results.closed:
                 raise Closed("the enqueuer was stopped")
             self._fetch(0.0)
-            found = self._shelf.look(order)
+            found = self._reorder_buffer.look(order)
             if isinstance(found, Failure):
                 return found
             if found is not Look.NOTHING:
@@ -133,7 +133,7 @@ class TaskThreads(Shelved, ThreadBackend):
         return None
 
     def _fetch(self, timeout: float | None) -> bool:
-        """Put what has come on the shelf; wait for the first of it."""
+        """Put what has come in the reorder buffer; wait for the first of it."""
         results = self._results
         message = results.look()
         if message is None and timeout == 0:
@@ -145,14 +145,14 @@ class TaskThreads(Shelved, ThreadBackend):
                 return False
         while message is not None:
             assert not isinstance(message, End)
-            self._shelf.put(message)  # again does no harm, if an exception strikes here
+            self._reorder_buffer.put(message)  # again does no harm, if an exception strikes here
             results.drop()
             message = results.look()
         return True
 
     def take(self, order: Order) -> Iterator[Item]:
         assert isinstance(order, TaskOrder)
-        return self._shelf.items(order, self._bunch)
+        return self._reorder_buffer.items(order, self._bunch)
 
     def has_news(self, order: Order) -> bool:
         assert isinstance(order, TaskOrder)
@@ -160,11 +160,11 @@ class TaskThreads(Shelved, ThreadBackend):
 
     def waiting(self) -> int:
         on_their_way = sum(isinstance(message, Item) for message in self._results.snapshot())
-        return on_their_way + self._shelf.waiting
+        return on_their_way + self._reorder_buffer.waiting
 
     def _awaited(self, order: Order) -> str:
         assert isinstance(order, TaskOrder)
-        return awaited_task(order, self._shelf.tickets.get(order.next))
+        return awaited_task(order, self._reorder_buffer.tickets.get(order.next))
 
     def close(self) -> None:
         super().close()

@@ -23,7 +23,7 @@ import cloudpickle
 from enqueuer.errors import BlockMemoryError, ItemNotLoadable, TransportError
 from enqueuer.messages import Empty, End, Epoch, Failure, Item, Reported
 from enqueuer.meters import BYTES
-from enqueuer.transport import codec, tickets
+from enqueuer.transport import codec, task_queue
 from enqueuer.transport import ring as layout
 from enqueuer.transport.blocks import BlockMap, nameless_file, read_whole
 from enqueuer.transport.channel import (
@@ -144,7 +144,7 @@ class ItemReceiver:
 
     def hand(self, token: int, number: int, ticket: bytes) -> None:
         """Give the worker a ticket, packed, that no other may take."""
-        self._tell_whole(Kind.TASK, tickets.HEAD.pack(token, number), ticket)
+        self._tell_whole(Kind.TASK, task_queue.HEAD.pack(token, number), ticket)
 
     @property
     def claimed(self) -> int:

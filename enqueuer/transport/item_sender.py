@@ -27,7 +27,7 @@ import numpy as np
 from enqueuer.errors import Closed
 from enqueuer.messages import Empty, End, Epoch, Failure, Reported, Ticket
 from enqueuer.meters import BYTES, IDLE, SENDING, WAITING, Meter, clock
-from enqueuer.transport import codec, tickets
+from enqueuer.transport import codec, task_queue
 from enqueuer.transport import ring as layout
 from enqueuer.transport.blocks import (
     ALIGNMENT,
@@ -188,22 +188,22 @@ class ItemSender:
             self._sleep(phase=IDLE)
         return None if self._closed else self._epochs.popleft()
 
-    def next_ticket(self, counter: socket.socket) -> Ticket | None:
+    def next_ticket(self, task_socket: socket.socket) -> Ticket | None:
         """Wait for a task, for this worker or for anyone; None when there will be none."""
         while True:
             if self._words[ORDERS] != self._orders:
                 self._read_orders()
             if self._closed:
                 return None
-            found = self._tasks.popleft() if self._tasks else tickets.take(counter)
+            found = self._tasks.popleft() if self._tasks else task_queue.take(task_socket)
             if found is None:
-                self._sleep(also=counter.fileno())
+                self._sleep(also=task_socket.fileno())
                 self._limit = 0  # the next result is timed
                 continue
-            token, number = tickets.HEAD.unpack_from(found[0])
+            token, number = task_queue.HEAD.unpack_from(found[0])
             self._words[layout.CLAIMED] = token + 1
             try:
-                return tickets.unpack(*found)
+                return task_queue.unpack(*found)
             except Exception as error:  # the user's class cannot be loaded here
                 self.send(Failure(0, number, error))
 

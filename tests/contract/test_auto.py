@@ -16,7 +16,7 @@ import pytest
 from conftest import IS_RAY, RAY, actors
 from helpers import LIMIT, bytes_of, random_batches, twelve
 
-from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, StartError, imap, prefetch, tuning
+from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, StartError, autoscaler, imap, prefetch
 
 BACKENDS = [
     pytest.param({"backend": "thread"}, id="thread"),
@@ -36,8 +36,8 @@ def options(request):
 @pytest.fixture(autouse=True)
 def short_windows(monkeypatch):
     """Decide sooner than anybody would want to, but after windows that last."""
-    monkeypatch.setattr(tuning, "WINDOW_S", 0.3)
-    monkeypatch.setattr(tuning, "LONGEST_WINDOW_S", 0.6)
+    monkeypatch.setattr(autoscaler, "WINDOW_S", 0.3)
+    monkeypatch.setattr(autoscaler, "LONGEST_WINDOW_S", 0.6)
 
 
 def sleepy(shard):
@@ -152,7 +152,7 @@ def test_what_computes_has_no_more_processes_than_cpus(monkeypatch):
 @pytest.mark.local  # for actors it is the cluster's CPUs, as their memory is not known
 @pytest.mark.parametrize(("kind", "most"), [("tasks", 64), ("shards", 16)])
 def test_the_cpus_alone_are_no_limit(options, monkeypatch, kind, most):
-    """How many there are CPUs for follows from what the workers do, so the tuner says it."""
+    """How many there are CPUs for follows from what the workers do, so the autoscaler says it."""
     given = []
 
     class Told(Given):
@@ -160,7 +160,7 @@ def test_the_cpus_alone_are_no_limit(options, monkeypatch, kind, most):
             given.append(most)
 
     monkeypatch.setattr("enqueuer.usage.cpus", lambda: 2.0)
-    monkeypatch.setattr("enqueuer.tuning.Tuner", Told)
+    monkeypatch.setattr("enqueuer.autoscaler.Autoscaler", Told)
     if kind == "tasks":
         made = OrderedEnqueuer(range(3), sleepy_task, workers="auto", **options)
     else:
@@ -207,7 +207,7 @@ def test_it_comes_to_rest(options):
 
 
 class Given:
-    """Stands for the tuner: the number that it is given."""
+    """Stands for the autoscaler: the number that it is given."""
 
     reason, wanted, waiting_share, due_s = "as it was told", 1, 0.0, 0.0
     workers = 1
@@ -229,7 +229,7 @@ def test_it_decides_from_the_first_batch_on(options, monkeypatch, count):
             asked.append(stats.items)
             return 1
 
-    monkeypatch.setattr("enqueuer.tuning.Tuner", Asked)
+    monkeypatch.setattr("enqueuer.autoscaler.Autoscaler", Asked)
     source = functools.partial(numbered, count)
     with GeneratorEnqueuer(source, workers="auto", shards=16, **options) as enqueuer:
         next(iter(enqueuer))
@@ -243,7 +243,7 @@ def numbered(count, shard):
 
 
 def test_those_who_are_retired_go_home(options, monkeypatch):
-    monkeypatch.setattr("enqueuer.tuning.Tuner", Given)
+    monkeypatch.setattr("enqueuer.autoscaler.Autoscaler", Given)
     tasks = OrderedEnqueuer(range(100_000), sleepy_task, workers="auto", **options)
     shards = GeneratorEnqueuer(sleepy, workers="auto", **options)
     for made in (tasks, shards):
@@ -256,7 +256,7 @@ def test_those_who_are_retired_go_home(options, monkeypatch):
 
 
 def test_each_change_is_in_the_trace(options, monkeypatch, tmp_path):
-    monkeypatch.setattr("enqueuer.tuning.Tuner", Given)
+    monkeypatch.setattr("enqueuer.autoscaler.Autoscaler", Given)
     tasks = OrderedEnqueuer(
         range(100_000), sleepy_task, workers="auto", trace=tmp_path / "tasks.json", **options
     )
@@ -272,7 +272,7 @@ def test_each_change_is_in_the_trace(options, monkeypatch, tmp_path):
 
 
 def test_a_stall_is_told_of_the_workers_in_the_statistics(monkeypatch):
-    monkeypatch.setattr("enqueuer.tuning.Tuner", Given)
+    monkeypatch.setattr("enqueuer.autoscaler.Autoscaler", Given)
     with OrderedEnqueuer(range(100_000), sleepy_task, workers="auto") as enqueuer:
         loop = Loop(enqueuer, 0)
         for Given.workers in (3, 2, 4, 1):  # who goes home is any of them
@@ -296,7 +296,7 @@ def nobody_else(alone):
 
 
 class Erratic:
-    """Stands for the tuner: another number every few times that it is asked."""
+    """Stands for the autoscaler: another number every few times that it is asked."""
 
     reason, wanted, waiting_share, due_s = "as it likes", 2, 0.5, 0.0
 
@@ -312,7 +312,7 @@ class Erratic:
 
 @pytest.fixture
 def erratic(monkeypatch):
-    monkeypatch.setattr("enqueuer.tuning.Tuner", Erratic)
+    monkeypatch.setattr("enqueuer.autoscaler.Autoscaler", Erratic)
 
 
 def test_the_batches_are_those_of_any_number_of_workers(backend, erratic):
@@ -438,12 +438,12 @@ def test_what_cannot_be_split_stays_at_one_and_says_so_if_the_loop_waits(caplog,
 def test_a_number_at_the_start_or_later_takes_its_place(options):
     enqueuer = GeneratorEnqueuer(twelve, workers="auto", **options)
     enqueuer.start(workers=2)
-    assert (len(enqueuer.stats().workers), enqueuer._tuner) == (2, None)
+    assert (len(enqueuer.stats().workers), enqueuer._autoscaler) == (2, None)
     enqueuer.stop()
     enqueuer.start(workers="auto")
     assert len(enqueuer.stats().workers) == 1
     enqueuer.reconfigure(workers=3)
-    assert (len(enqueuer.stats().workers), enqueuer._tuner) == (3, None)
+    assert (len(enqueuer.stats().workers), enqueuer._autoscaler) == (3, None)
     assert sorted(enqueuer) == list(range(12))
     enqueuer.stop()
 

@@ -17,14 +17,14 @@ from enqueuer.sizes import size_of
 
 
 class Look(enum.Enum):
-    """What is on the shelf."""
+    """What is in the reorder buffer."""
 
     ITEM = 1  # the next one
     NOTHING = 2  # that could be taken now
     ROOM = 3  # nothing either; but some that had no result are gone, and others can be handed out
 
 
-class Shelf:
+class ReorderBuffer:
     """Called by one thread at a time.
 
     Attributes:
@@ -149,21 +149,21 @@ class Shelf:
         return next(with_ticket, None if self.tickets else next(iter(self._results), None))
 
 
-class Shelved:
-    """What every backend of tasks answers from its shelf."""
+class Reordering:
+    """What every backend of tasks answers from its reorder buffer."""
 
-    _shelf: Shelf
+    _reorder_buffer: ReorderBuffer
 
     def tickets(self) -> list[Ticket]:
-        return list(self._shelf.tickets.values())
+        return list(self._reorder_buffer.tickets.values())
 
     @property
     def outstanding(self) -> int:
-        return self._shelf.outstanding
+        return self._reorder_buffer.outstanding
 
     def pass_over(self) -> None:
-        self._shelf.pass_over()
+        self._reorder_buffer.pass_over()
 
     @property
     def largest_bytes(self) -> int:
-        return self._shelf.largest_bytes
+        return self._reorder_buffer.largest_bytes

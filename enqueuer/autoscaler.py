@@ -1,6 +1,6 @@
 """How many workers: a decision after each window of a run, for `workers="auto"`.
 
-    Stats, now and then --> Tuner.next(stats) --> how many workers
+    Stats, now and then --> Autoscaler.next(stats) --> how many workers
 
                      the loop waits, and the workers do not
         n workers --------------------------------------------> up to 2 n
@@ -32,7 +32,7 @@ DOUBTS = 2  # windows in which a step up hardly helped, before it is taken back
 OTHER = 2.0  # times the time for a batch, twice in a row: it is another load
 
 
-class Tuner:
+class Autoscaler:
     """Decides how many workers there should be.
 
     Args:

@@ -1,4 +1,4 @@
-"""The tuner on numbers alone: a clock that only counts, and loads whose answer is known."""
+"""The autoscaler on numbers alone: a clock that only counts, and loads whose answer is known."""
 
 import dataclasses
 import itertools
@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from enqueuer import tuning
+from enqueuer import autoscaler
+from enqueuer.autoscaler import Autoscaler
 from enqueuer.stats import Stats, WorkerStats
-from enqueuer.tuning import Tuner
 
 ALL_TIMES = dict(starting_s=0.0, sending_s=0.0, idle_s=0.0, rss_bytes=None)
 
@@ -19,15 +19,22 @@ class Load:
     Args:
         make_s: What a worker needs for a batch; called with how many there are.
         use_s: What the loop needs for a batch.
-        tuner: Asked every quarter of a second.
+        autoscaler: Asked every quarter of a second.
         cpu_share: How much of the making is computing.
         shards: Dealt out to the workers, the slowest of which the loop waits for.
         again_s: What a change would do again; called with the time and how many workers there are.
     """
 
-    def __init__(self, make_s, use_s, tuner, cpu_share=0.0, cpus=64, shards=None, again_s=None):
+    def __init__(
+        self, make_s, use_s, autoscaler, cpu_share=0.0, cpus=64, shards=None, again_s=None
+    ):
         self.make_s, self.use_s = make_s, use_s
-        self.tuner, self.cpu_share, self.cpus, self.shards = tuner, cpu_share, cpus, shards
+        self.autoscaler, self.cpu_share, self.cpus, self.shards = (
+            autoscaler,
+            cpu_share,
+            cpus,
+            shards,
+        )
         self.again_s = again_s or (lambda time_s, workers: None)
         self.workers, self.time_s = 1, 0.0
         self.items = self.waiting_s = self.working_s = 0.0
@@ -39,7 +46,7 @@ class Load:
         """Let time pass; return how many workers there were, without repetitions."""
         for _ in range(int(seconds * 4)):
             self._pass(0.25)
-            if self.time_s >= self.tuner.due_s:
+            if self.time_s >= self.autoscaler.due_s:
                 self._ask(self.again_s(self.time_s, self.workers))
         return self.history
 
@@ -49,7 +56,7 @@ class Load:
         return self.history
 
     def _ask(self, again_s):
-        workers = self.tuner.next(self.stats(), again_s)
+        workers = self.autoscaler.next(self.stats(), again_s)
         if workers != self.workers:
             self.workers, self.generation = workers, self.generation + 1
             self.each = {}
@@ -87,7 +94,7 @@ class Load:
 
 def load(make_s, use_s, most=32, shards=None, **options):
     make = make_s if callable(make_s) else lambda workers: make_s
-    return Load(make, use_s, Tuner(1, most, shards), shards=shards, **options)
+    return Load(make, use_s, Autoscaler(1, most, shards), shards=shards, **options)
 
 
 @pytest.mark.parametrize(("times", "workers"), [(0.1, 1), (1, 1), (2, 2), (3, 3), (4, 4), (7, 7)])
@@ -230,9 +237,9 @@ def all_again(time_s, workers):
 
 
 def test_a_change_is_no_reason_for_a_stall():
-    patient = Load(lambda workers: 0.04, 0.01, Tuner(1, 32, None, 60.0), again_s=all_again)
+    patient = Load(lambda workers: 0.04, 0.01, Autoscaler(1, 32, None, 60.0), again_s=all_again)
     assert patient.run(20) == [1, 2, 4]
-    hasty = Load(lambda workers: 0.04, 0.01, Tuner(1, 32, None, 0.5), again_s=all_again)
+    hasty = Load(lambda workers: 0.04, 0.01, Autoscaler(1, 32, None, 0.5), again_s=all_again)
     assert hasty.run(20) == [1]
 
 
@@ -269,7 +276,7 @@ def test_workers_that_take_long_to_start_are_changed_between_epochs():
 
 
 def _slow_to_start(stats):
-    workers = [dataclasses.replace(w, starting_s=2 * tuning.MOST_COST_S) for w in stats.workers]
+    workers = [dataclasses.replace(w, starting_s=2 * autoscaler.MOST_COST_S) for w in stats.workers]
     return dataclasses.replace(stats, workers=tuple(workers))
 
 
@@ -301,7 +308,7 @@ def test_too_few_batches_say_nothing():
 def test_what_was_refused_is_not_asked_for_again():
     one = load(0.04, 0.01)
     one.run(30)
-    one.tuner.refused(2)
+    one.autoscaler.refused(2)
     one.workers, one.each, one.history = 2, {}, [2]
     assert one.run(600) == [2]
 
@@ -310,5 +317,5 @@ def test_the_reason_has_the_numbers():
     one = load(0.04, 0.01)
     one.run(2)
     assert one.history == [1, 2]
-    assert one.tuner.reason == "the loop waited 75 % of its time"
-    assert (one.tuner.wanted, one.tuner.waiting_share) == (4, pytest.approx(0.75))
+    assert one.autoscaler.reason == "the loop waited 75 % of its time"
+    assert (one.autoscaler.wanted, one.autoscaler.waiting_share) == (4, pytest.approx(0.75))

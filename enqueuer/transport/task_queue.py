@@ -33,7 +33,7 @@ _ANCILLARY = socket.CMSG_SPACE(array.array("i").itemsize)
 _FLAGS = int(socket.MSG_DONTWAIT | getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 
 
-class TicketOffice:
+class TaskQueue:
     """The consumer's side."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class TicketOffice:
             end.setblocking(False)
             close_in_children(end)
 
-    def counter(self) -> socket.socket:
+    def worker_socket(self) -> socket.socket:
         """Return the end that a worker takes tickets from; a copy, to be closed."""
         return self._theirs.dup()
 
@@ -83,10 +83,10 @@ class TicketOffice:
         self._theirs.close()
 
 
-def take(counter: socket.socket) -> tuple[bytes, list[int]] | None:
+def take(task_socket: socket.socket) -> tuple[bytes, list[int]] | None:
     """Take a ticket, if there is one: the packet, and the descriptor beside it."""
     try:
-        data, ancillary, _, _ = counter.recvmsg(_MOST_BYTES, _ANCILLARY, _FLAGS)
+        data, ancillary, _, _ = task_socket.recvmsg(_MOST_BYTES, _ANCILLARY, _FLAGS)
     except (BlockingIOError, ConnectionResetError):
         return None
     fds = array.array("i")
