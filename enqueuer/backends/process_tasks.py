@@ -148,8 +148,14 @@ class TaskProcesses(Reordering, ProcessBackend):
         assert self._task_queue is not None
         while self._unsent:
             token = self._last_token + 1
-            if not self._task_queue.send(token, *self._unsent[0]):
-                return
+            try:
+                if not self._task_queue.send(token, *self._unsent[0]):
+                    return
+            except OSError:
+                # stop() has closed the sockets while the loop's thread read an iterable.
+                if self._closed:
+                    return
+                raise
             self._last_token = token
             self._offered[token] = self._unsent.popleft()[0]
         if len(self._offered) > 2 * len(self._reorder_buffer.tickets) + 1000:
