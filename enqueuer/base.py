@@ -173,7 +173,8 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         self._first_items: FirstItems | None = None  # while shards are compared
         self._lock = threading.RLock()  # one consumer at a time
         self._state_lock = threading.RLock()  # one start() or stop() at a time
-        self._changing = False  # the backend is being replaced
+        # Started workers that are about to take over, and how many they are.
+        self._successor: tuple[Backend, int] | None = None
         self._changed = threading.Condition(self._lock)
         self._bell: Any = None  # of event loops, if there are some
         self.queue: Queue[Batch] = Queue(self)
@@ -255,7 +256,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             with interrupts.held():
                 backend = self._start_backend(self._job())
                 try:
-                    with self._lock:
+                    with interrupts.taken(self._lock):
                         self._final = None
                         self._backend = backend
                         self._failure = self._raised = None
@@ -319,7 +320,9 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             self._close()  # wakes the consumer, which then lets go of its lock
             with interrupts.taken(self._state_lock):
                 self._close()  # another backend, perhaps, if it has just been replaced
+                self._successor = None
                 if self._lock.acquire(timeout=max(seconds, 0.1)):
+                    self._changed.notify_all()
                     self._lock.release()
                 try:
                     if not self._is_idle():
@@ -359,6 +362,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         """
         workers = arguments.positive("workers", workers)
         with self._state_lock, interrupts.held():
+            self._finish_change()
             if self._state is State.FAILED:
                 raise InvalidState("cannot reconfigure after an error; call stop() first")
             if self._state is State.RUNNING and workers != self._workers:
@@ -377,19 +381,47 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         with interrupts.held():
             new, old = self._start_backend(job), self._backend
             assert old is not None
-            self._changing = True
+            self._successor = new, workers
             old.close()  # wakes the consumer, which then waits for the change
-            with self._lock:
-                try:
-                    self._workers = workers
-                    self._restarts += old.restarts
-                    self._waits.by_worker = {}
-                    self._backend = new
-                    self._hand_over(old, new)
-                    self._tell_of_change()
-                finally:
-                    self._changing = False
-                    self._changed.notify_all()
+            self._finish_change()
+
+    def _finish_change(self) -> None:
+        """Let new workers take over, if there are some. State lock held.
+
+        The consumer may hold the lock for long: code of the user's, such as an iterable, runs
+        under it. The old workers are closed and cannot go on. So if a signal handler ends this
+        wait, another thread waits in its place.
+        """
+        if self._successor is None:
+            return
+        try:
+            with interrupts.taken(self._lock):
+                self._take_over()
+        except BaseException:
+            if self._successor is not None:
+                name = "enqueuer-reconfigure"
+                threading.Thread(target=self._finish_change_later, name=name, daemon=True).start()
+            raise
+
+    def _finish_change_later(self) -> None:
+        with contextlib.suppress(Closed), self._lock:  # Closed: it is being stopped
+            self._take_over()
+        with self._state_lock:
+            self._end_workers(STOP_S, but=self._backend)
+
+    def _take_over(self) -> None:
+        """Replace the backend by its successor, if that is still to be done. Lock held."""
+        old, successor = self._backend, self._successor
+        try:
+            if old is not None and successor is not None:
+                self._backend, self._workers = successor
+                self._restarts += old.restarts
+                self._waits.by_worker = {}
+                self._hand_over(old, self._backend)
+                self._tell_of_change()
+        finally:
+            self._successor = None
+            self._changed.notify_all()
 
     def __repr__(self) -> str:
         size = self._max_queue_size
@@ -547,7 +579,8 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         if not self._state_lock.acquire(blocking=False):
             return
         try:
-            if self._state is not State.RUNNING or not self._may_change():
+            is_changing = self._successor is not None
+            if self._state is not State.RUNNING or is_changing or not self._may_change():
                 return
             stats, before = self.stats(), self._workers
             workers = autoscaler.next(stats, None if between_epochs else self._again_s(stats))
@@ -1059,7 +1092,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         # A thread that does not exist here may have held them when the parent forked.
         self._lock, self._state_lock = _usable(self._lock), _usable(self._state_lock)
         self._changed = threading.Condition(self._lock)
-        self._changing = False
+        self._successor = None
 
     def _begin(self, epoch: Epoch, goes_on: bool = False) -> None:
         """Have the workers run an epoch, or the rest of one. Lock held.
@@ -1174,9 +1207,9 @@ class BaseEnqueuer(ABC, Generic[Batch]):
                     self._retune(between_epochs=True)
                 self._begin(self._next_epoch(), goes_on=True)
             except Closed:
-                if not self._changing:
+                if self._successor is None:
                     return
-                self._changed.wait_for(lambda: not self._changing)
+                self._changed.wait_for(lambda: self._successor is None)
 
     def _poll(self, ready: deque[Item]) -> tuple[Batch, ...]:
         if self._is_news:
@@ -1235,9 +1268,9 @@ class BaseEnqueuer(ABC, Generic[Batch]):
                 failure = backend.wait(self._order, until)
             except Closed:
                 # Another one may be there already: a signal handler has called reconfigure().
-                if not self._changing and self._backend is backend:
+                if self._successor is None and self._backend is backend:
                     return False
-                self._changed.wait_for(lambda: not self._changing)
+                self._changed.wait_for(lambda: self._successor is None)
                 continue
             except Late:
                 if deadline is not None:
@@ -1580,9 +1613,9 @@ def _watch(reference: weakref.ref[BaseEnqueuer[Any]]) -> bool:
             failure = _wait_patiently(backend, order, patience, epoch)
         except Closed:
             enqueuer = reference()
-            if enqueuer is None or not enqueuer._changing:
+            if enqueuer is None or enqueuer._successor is None:
                 return False
-            enqueuer._changed.wait_for(lambda: enqueuer is None or not enqueuer._changing)
+            enqueuer._changed.wait_for(lambda: enqueuer is None or enqueuer._successor is None)
             return True
         finally:
             if waits.since:

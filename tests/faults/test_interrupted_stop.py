@@ -2,9 +2,10 @@
 
 import os
 import signal
+import threading
 
 import pytest
-from helpers import alive, counting, run_program
+from helpers import LIMIT, alive, counting, run_program, wait_until
 
 from enqueuer import GeneratorEnqueuer, OrderedEnqueuer
 from enqueuer.backends.processes import ProcessBackend
@@ -86,6 +87,107 @@ def test_an_interrupted_reconfigure_leaves_the_old_workers_at_work(backend, inte
         assert [next(batches) for _ in range(4)] == [(shard, 1) for shard in range(4)]
         enqueuer.reconfigure(3)
         assert [next(batches) for _ in range(4)] == [(shard, 2) for shard in range(4)]
+
+
+class Gated:
+    """Read the numbers below 8; wait at one of them until `gate` is set."""
+
+    def __init__(self):
+        self.reached, self.gate = threading.Event(), threading.Event()
+
+    def __iter__(self):
+        for number in range(8):
+            if number == 5:
+                self.reached.set()
+                self.gate.wait(LIMIT)
+            yield number
+
+
+@pytest.fixture
+def consumed_elsewhere(backend):
+    """Yield an enqueuer whose iterable keeps another thread waiting, and what that has read."""
+    elements, read = Gated(), []
+    with OrderedEnqueuer(elements, str, max_queue_size=1, **backend) as enqueuer:
+        thread = threading.Thread(target=lambda: read.extend(enqueuer))
+        thread.start()
+        assert elements.reached.wait(LIMIT)
+
+        def let_go():
+            elements.gate.set()
+            thread.join(LIMIT)
+            return read
+
+        yield enqueuer, let_go
+        let_go()
+
+
+def interrupting(function):
+    """Return a function that calls another one and then interrupts."""
+
+    def interrupts(*args):
+        result = function(*args)
+        signal.raise_signal(signal.SIGUSR1)
+        return result
+
+    return interrupts
+
+
+def test_a_stop_ends_a_loop_whose_iterable_keeps_it_waiting(consumed_elsewhere):
+    enqueuer, let_go = consumed_elsewhere
+    enqueuer.stop(timeout=1)
+    assert enqueuer._owned == []
+    read = let_go()
+    assert read == [str(number) for number in range(len(read))]
+
+
+def test_a_start_that_waits_for_an_iterable_of_the_last_run_can_be_interrupted(
+    consumed_elsewhere, monkeypatch
+):
+    enqueuer, _ = consumed_elsewhere
+    enqueuer.stop(timeout=0.2)
+    monkeypatch.setattr(enqueuer, "_start_backend", interrupting(enqueuer._start_backend))
+    with pytest.raises(Interrupt):
+        enqueuer.start()
+    assert not enqueuer._lock.acquire(blocking=False), "the iterable was waited for"
+    assert "STOPPED" in repr(enqueuer)
+    assert enqueuer._owned == []
+
+
+def test_a_reconfigure_that_waits_for_an_iterable_can_be_interrupted(
+    consumed_elsewhere, monkeypatch
+):
+    enqueuer, let_go = consumed_elsewhere
+    old = enqueuer._backend
+    monkeypatch.setattr(old, "close", interrupting(old.close))
+    with pytest.raises(Interrupt):
+        enqueuer.reconfigure(3)
+    monkeypatch.undo()
+    assert enqueuer._backend is old, "the iterable was not waited for"
+    assert let_go() == [str(number) for number in range(8)]
+    assert "3 workers" in repr(enqueuer)
+    wait_until(lambda: len(enqueuer._owned) == 1)  # the old workers have ended
+
+
+@pytest.mark.parametrize("then", ["stop", "reconfigure"])
+def test_after_an_interrupted_reconfigure(consumed_elsewhere, monkeypatch, then):
+    enqueuer, let_go = consumed_elsewhere
+    old = enqueuer._backend
+    monkeypatch.setattr(old, "close", interrupting(old.close))
+    with pytest.raises(Interrupt):
+        enqueuer.reconfigure(3)
+    monkeypatch.undo()
+    if then == "stop":
+        enqueuer.stop(timeout=1)
+        assert enqueuer._owned == []
+        read = let_go()
+        assert read == [str(number) for number in range(len(read))]
+    else:
+        timer = threading.Thread(target=let_go)
+        timer.start()
+        enqueuer.reconfigure(2)
+        assert "2 workers" in repr(enqueuer)
+        timer.join(LIMIT)
+        assert let_go() == [str(number) for number in range(8)]
 
 
 class Stubborn:
