@@ -45,7 +45,7 @@ from enqueuer.progress import Progress, Shown, bar_class
 from enqueuer.replaying import ATTRIBUTE, Origin, origin_of
 from enqueuer.shards import fresh_seed
 from enqueuer.sources import Source
-from enqueuer.stalls import Late, Patience, Wait, level_of_user
+from enqueuer.stalls import DeadlineExpired, Patience, Wait, level_of_user
 from enqueuer.stats import Stats
 from enqueuer.tasks import TaskSource
 from enqueuer.trace import part_of
@@ -1228,7 +1228,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
                     return ()
                 if not self._has_item(time.monotonic()):
                     raise StopAsyncIteration
-            except Late:
+            except DeadlineExpired:
                 return ()
             finally:
                 self._lock.release()
@@ -1242,7 +1242,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         That is so at the end of the epoch, and if the enqueuer was stopped.
 
         Raises:
-            Late: Nothing came until `deadline`.
+            DeadlineExpired: Nothing came until `deadline`.
             BatchTimeout: There is none, and nothing came for `timeout` seconds.
             Exception: The failure, if that is next; again and again.
         """
@@ -1255,7 +1255,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         """Wait until an item or the failure is ready; return whether one is. Lock held.
 
         Raises:
-            Late: Nothing came until `deadline`.
+            DeadlineExpired: Nothing came until `deadline`.
             BatchTimeout: There is none, and nothing came for `timeout` seconds.
         """
         assert self._backend is not None
@@ -1272,7 +1272,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
                     return False
                 self._changed.wait_for(lambda: self._successor is None)
                 continue
-            except Late:
+            except DeadlineExpired:
                 if deadline is not None:
                     raise
                 is_late = True
@@ -1280,7 +1280,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
                 if self._waits.since:
                     self._waits.resume()
             if is_late:
-                # Not in the handler, or BatchTimeout would have `Late` as its context.
+                # Not in the handler, or BatchTimeout would have `DeadlineExpired` as its context.
                 long_wait = long_wait or Wait(self._patience, self._patience.first_s or 0.0)
                 long_wait.cut(self._backend, self._order, self._epoch)
                 until = long_wait.until
@@ -1324,7 +1324,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
                     return True  # an item that has just come
                 self._found(failure)
             return self._peek(time.monotonic())
-        except (Late, Closed):
+        except (DeadlineExpired, Closed):
             return False
         finally:
             self._lock.release()
@@ -1460,7 +1460,7 @@ class Queue(Generic[Batch]):
             if enqueuer._waits.since:
                 return True  # likewise, if this thread does, and a signal handler asks
             return not enqueuer._peek(time.monotonic())
-        except Late:
+        except DeadlineExpired:
             return True
         finally:
             enqueuer._lock.release()
@@ -1507,7 +1507,7 @@ class Queue(Generic[Batch]):
                 raise Empty
             try:
                 has_item = enqueuer._has_item(deadline)
-            except Late:
+            except DeadlineExpired:
                 raise Empty from None
             finally:
                 enqueuer._lock.release()
@@ -1649,11 +1649,11 @@ def _wait_patiently(
     """Wait as `_peek` does for whoever has no deadline."""
     try:
         return backend.wait(order, None)
-    except Late:
+    except DeadlineExpired:
         wait = Wait(patience, patience.first_s or 0.0)
     while True:
         wait.cut(backend, order, epoch)
-        with contextlib.suppress(Late):
+        with contextlib.suppress(DeadlineExpired):
             return backend.wait(order, wait.until)
 
 

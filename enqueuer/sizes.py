@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Collection, Iterable
 from typing import Any
 
-AT_SIGHT = 256  # objects that are looked at where a glance must do
+SAMPLED = 256  # objects that are looked at where an estimate will do
 
 _MOST = 100_000  # objects that are looked at: more would take longer than most batches
 _NUMBER_BYTES = 8

@@ -2,7 +2,7 @@
 
     backend.wait() --Late--> Wait.cut() --> a StallWarning, and the wait goes on
                                  |     \\-> BatchTimeout
-                           backend.look() --> View --> the report
+                           backend.look() --> WaitSnapshot --> the report
 
 Nobody watches the clock: the wait itself is cut where it sleeps, and goes on afterwards. Called
 by the thread that waits, which is one at a time.
@@ -49,46 +49,46 @@ _CUT = "  ..."  # that there are more; Python 3.13 does not say so
 _MOST_FRAMES = 100  # that faulthandler writes
 
 
-class Late(TimeoutError):
+class DeadlineExpired(TimeoutError):
     """Nothing came until the deadline of a wait; a type of its own, as the user's code has that."""
 
 
 @dataclass(frozen=True)
-class Sight:
-    """One worker as it was seen.
+class WorkerSnapshot:
+    """State of one worker.
 
     Attributes:
-        worker: Who.
-        shards: That it runs; none, if it does tasks.
-        stack: Where it is; None, if that is not known.
-        why: Why not.
+        name: Name of the worker.
+        shards: Indices of its shards; empty if it does tasks.
+        stack: Python stack of the worker; None if that is not known.
+        why: Reason why the stack is not known.
     """
 
-    worker: str
+    name: str
     shards: tuple[int, ...]
     stack: Stack | None
     why: str = ""
 
 
 @dataclass(frozen=True)
-class View:
-    """What a backend sees while nothing comes.
+class WaitSnapshot:
+    """State of a backend while the loop waits.
 
     Attributes:
         awaited: What the loop waits for.
         waiting: How many finished batches wait that are not next.
-        sights: The workers, whom it waits for first.
+        workers: Snapshots of the workers, the awaited worker first.
     """
 
     awaited: str
     waiting: int
-    sights: list[Sight]
+    workers: list[WorkerSnapshot]
 
 
 class Seen(Protocol):
     """What a report asks of a backend."""
 
-    def look(self, order: Order) -> View:
+    def look(self, order: Order) -> WaitSnapshot:
         """Return what can be seen, within about a second."""
 
 
@@ -158,11 +158,12 @@ class Wait:
             )
 
 
-def report(seconds: float, view: View, epoch: int) -> str:
+def report(seconds: float, view: WaitSnapshot, epoch: int) -> str:
     """Say for what the loop has waited so long, and what each worker does meanwhile.
 
     Example:
-        >>> view = View("shard 1, item 4", 3, [Sight("worker 1 (thread)", (1,), None, "is gone")])
+        >>> worker = WorkerSnapshot("worker 1 (thread)", (1,), None, "is gone")
+        >>> view = WaitSnapshot("shard 1, item 4", 3, [worker])
         >>> print(report(60.0, view, epoch=0))
         no batch came for 60 s: the loop waits for shard 1, item 4, of epoch 0
         (3 finished batches wait behind it)
@@ -170,7 +171,7 @@ def report(seconds: float, view: View, epoch: int) -> str:
     """
     head = f"no batch came for {seconds:g} s: the loop waits for {view.awaited}, of epoch {epoch}"
     waiting = f"({many(view.waiting, 'finished batch')} wait{'s' * (view.waiting == 1)} behind it)"
-    return "\n".join([head, *([waiting] if view.waiting else []), *map(_line, view.sights)])
+    return "\n".join([head, *([waiting] if view.waiting else []), *map(_line, view.workers)])
 
 
 def awaited(order: Order) -> str:
@@ -193,10 +194,10 @@ def awaited_task(order: Order, ticket: Ticket | None) -> str:
     return f"{text} (element{'' if len(ticket.indices) == 1 else 's'} {elements})"
 
 
-def first_for(order: Order, sights: Iterable[Sight]) -> list[Sight]:
-    """Return the sights, those of whom it is the turn first."""
+def first_for(order: Order, workers: Iterable[WorkerSnapshot]) -> list[WorkerSnapshot]:
+    """Return the worker snapshots, the awaited worker first."""
     turn = order.turn()
-    return sorted(sights, key=lambda sight: turn not in sight.shards)
+    return sorted(workers, key=lambda worker: turn not in worker.shards)
 
 
 def stacks_of_threads(threads: Iterable[threading.Thread]) -> list[Stack | None]:
@@ -242,11 +243,11 @@ def level_of_user() -> int:
     return level
 
 
-def _line(sight: Sight) -> str:
-    shards = ", ".join(map(str, sight.shards))
-    of = f", shard{'' if len(sight.shards) == 1 else 's'} {shards}," if shards else ""
-    does = sight.why if sight.stack is None else _what_it_does(sight.stack)
-    return f"{sight.worker}{of} {does}"
+def _line(worker: WorkerSnapshot) -> str:
+    shards = ", ".join(map(str, worker.shards))
+    of = f", shard{'' if len(worker.shards) == 1 else 's'} {shards}," if shards else ""
+    does = worker.why if worker.stack is None else _what_it_does(worker.stack)
+    return f"{worker.name}{of} {does}"
 
 
 def _what_it_does(stack: Stack) -> str:

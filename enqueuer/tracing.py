@@ -26,7 +26,7 @@ from enqueuer.backends import Backend, BackendName, Job
 from enqueuer.merging import Order
 from enqueuer.messages import Empty, End, Epoch, Failure, Item, Sender, Ticket
 from enqueuer.meters import Waits
-from enqueuer.sizes import AT_SIGHT, size_of
+from enqueuer.sizes import SAMPLED, size_of
 from enqueuer.tasks import TaskSource
 from enqueuer.trace import Lines, Place, Track, begin, full_text, text_of
 from enqueuer.worker import Plan
@@ -89,7 +89,7 @@ class _Worker:
         self._waits: list[tuple[int, int]] = []  # while it sends
 
     def send_item(self, shard: int, number: int, value: object, state: Any = None) -> None:
-        at, size = _now(), size_of(value, AT_SIGHT)
+        at, size = _now(), size_of(value, SAMPLED)
         args = self._what(shard, number)
         self._track.span("next", self._since, at, args)
         self._is_sending, was_sent = True, False

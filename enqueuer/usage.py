@@ -82,7 +82,7 @@ def available_bytes(proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> int
         try:
             most, now = (int((folder / name).read_text()) for name in (limit, used))
             stat = _numbers(folder / "memory.stat")
-        except (OSError, ValueError):  # there is no such group in sight, or its limit is "max"
+        except (OSError, ValueError):  # there is no such group, or its limit is "max"
             continue
         left = max(0, most - now + sum(stat.get(name, 0) for name in cached))
         free = left if free is None else min(free, left)

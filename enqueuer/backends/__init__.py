@@ -21,7 +21,7 @@ from enqueuer.merging import Order, TaskOrder
 from enqueuer.messages import Epoch, Failure, Item, Ticket
 from enqueuer.meters import Waits
 from enqueuer.sources import Source
-from enqueuer.stalls import View
+from enqueuer.stalls import WaitSnapshot
 from enqueuer.stats import WorkerStats
 from enqueuer.tasks import TaskSource
 from enqueuer.trace import Place
@@ -163,8 +163,8 @@ class Backend(Protocol):
             The failure, if that is what is next; until `pass_over`, again and again.
 
         Raises:
-            Late: Nothing came until `deadline`, of `time.monotonic()`; without one, for so long
-                as the job's patience lasts.
+            DeadlineExpired: Nothing came until `deadline`, of `time.monotonic()`; without one, for
+                as long as the job's patience lasts.
             Closed: `close()` was called.
         """
 
@@ -202,7 +202,7 @@ class Backend(Protocol):
         Takes some milliseconds.
         """
 
-    def look(self, order: Order) -> View:
+    def look(self, order: Order) -> WaitSnapshot:
         """Return what can be seen of the workers, within about a second.
 
         Called by the consumer, after a `wait()` that brought nothing.

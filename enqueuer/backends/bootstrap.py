@@ -44,7 +44,7 @@ _GRANDCHILD = 70  # exit code of a copy that the user's code forked and let run 
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class ParentEnvironment:
     """What a process that was not forked must be told of its parent."""
 
     path: list[str]
@@ -53,7 +53,7 @@ class Surroundings:
     environment: dict[str, str]
 
     @classmethod
-    def of_this_process(cls) -> Surroundings:
+    def of_this_process(cls) -> ParentEnvironment:
         """Read them."""
         return cls(list(sys.path), list(sys.argv), os.getcwd(), dict(os.environ))
 
@@ -74,7 +74,7 @@ class Setup:
     count: int
     random_seed: int
     levels: logs.Levels | None
-    surroundings: Surroundings | None
+    parent_environment: ParentEnvironment | None
     trace: Place | None
     thread_limits: dict[str, str]  # environment variables
 
@@ -94,8 +94,8 @@ def main(sock_fd: int, lifeline_fd: int) -> None:
     packets = _begin(socket.socket(fileno=sock_fd), Descriptor(lifeline_fd))
     part, payload, ring, task_socket, stack = _receive_job(packets)
     setup, pickled = pickle.loads(payload)
-    if setup.surroundings is not None:
-        setup.surroundings.apply()
+    if setup.parent_environment is not None:
+        setup.parent_environment.apply()
     os.environ.update(setup.thread_limits)
     native_threads.limit_loaded()
     channel = ItemSender(packets, ring, part.credit)

@@ -28,7 +28,7 @@ from enqueuer.errors import Closed, StartError
 from enqueuer.merging import AsTheyCome, Order, TaskOrder
 from enqueuer.messages import End, Epoch, Failure, Item, Ticket
 from enqueuer.meters import Waits
-from enqueuer.stalls import Late, awaited_task
+from enqueuer.stalls import DeadlineExpired, awaited_task
 from enqueuer.stats import WorkerStats
 from enqueuer.transport import task_queue
 from enqueuer.transport.channel import Credit
@@ -53,7 +53,7 @@ class TaskProcesses(Reordering, ProcessBackend):
         self._last = -1  # the number of the last ticket
         self._offered: dict[int, int] = {}  # token -> number, of what went to the task queue
         self._handed: dict[Watched, dict[int, int]] = {}  # the same, of what one worker alone got
-        self._mourned: set[Watched] = set()  # dead workers whose death was told
+        self._reported: set[Watched] = set()  # dead workers whose death was reported
         self._leaving: set[Watched] = set()  # those who were one too many, until they are gone
 
     # --- start ---
@@ -181,7 +181,7 @@ class TaskProcesses(Reordering, ProcessBackend):
             if found is not Look.NOTHING or order.done:
                 return None
             if expired:
-                raise Late("no batch in time")
+                raise DeadlineExpired("no batch in time")
             self._waits.pause(None)
             deadline = until(deadline, self._job.patience_s)
             self._sleep(self._workers, False, deadline)
@@ -237,7 +237,7 @@ class TaskProcesses(Reordering, ProcessBackend):
             self._replace_one(dead, order)
 
     def _is_to_be_replaced(self, worker: Watched) -> bool:
-        return worker.state is WorkerState.DEAD and worker not in self._mourned
+        return worker.state is WorkerState.DEAD and worker not in self._reported
 
     def _replace_one(self, dead: Watched, order: TaskOrder) -> None:
         self._collect()  # what others have done meanwhile; nothing of the dead is left in its ring
@@ -251,7 +251,7 @@ class TaskProcesses(Reordering, ProcessBackend):
         with interrupts.held():
             new = self._successor(dead, (index, number), f"task {number - order.first}")
             if isinstance(new, Failure):
-                self._mourned.add(dead)
+                self._reported.add(dead)
                 self._reorder_buffer.fail(self._when_to_tell(lost), new)
             elif new is not None:
                 mine = self._handed[new] = {}

@@ -41,12 +41,12 @@ from enqueuer.backends import (
     stacks,
     until,
 )
-from enqueuer.backends.bootstrap import Part, Setup, Surroundings, main_forked
+from enqueuer.backends.bootstrap import ParentEnvironment, Part, Setup, main_forked
 from enqueuer.backends.launching import launch
 from enqueuer.backends.payload import pickled_payload
 from enqueuer.backends.watched import (
     Watched,
-    epitaph,
+    death_message,
     has_ended,
     how_it_ended,
     open_pidfd,
@@ -56,7 +56,7 @@ from enqueuer.errors import Closed, StartError, StopWarning, WorkerDied
 from enqueuer.merging import ANY, Order, ShardOrder
 from enqueuer.messages import End, Epoch, Failure, Item
 from enqueuer.meters import Waits
-from enqueuer.stalls import Late, Sight, View, awaited, first_for
+from enqueuer.stalls import DeadlineExpired, WaitSnapshot, WorkerSnapshot, awaited, first_for
 from enqueuer.stats import WorkerStats
 from enqueuer.transport.blocks import nameless_file, remove_names_of
 from enqueuer.transport.channel import Credit
@@ -147,7 +147,7 @@ class ProcessBackend:
         job = self._job
         levels = logs.Levels.of_this_process() if job.forward_logs is True else None
         fork = job.start_method == "fork"
-        around = None if fork else Surroundings.of_this_process()
+        around = None if fork else ParentEnvironment.of_this_process()
         return Setup(job.shards, job.random_seed, levels, around, job.trace, self._thread_limits)
 
     @functools.cached_property
@@ -267,12 +267,12 @@ class ProcessBackend:
                 continue
             dead = self._dead(wanted, order)
             if dead is not None:
-                obituary = self._replace(dead, order)
-                if obituary is not None:
-                    return obituary
+                death = self._replace(dead, order)
+                if death is not None:
+                    return death
                 continue
             if expired:
-                raise Late("no batch in time")
+                raise DeadlineExpired("no batch in time")
             self._waits.pause(None if wanted is None else wanted.index)
             deadline = until(deadline, self._job.patience_s)
             watched = self._workers if wanted is None else [wanted]
@@ -338,10 +338,10 @@ class ProcessBackend:
             for worker in self._workers
         )
 
-    def look(self, order: Order) -> View:
+    def look(self, order: Order) -> WaitSnapshot:
         able = stacks.ask([w for w in self._workers if w.state is WorkerState.RUNNING])
-        sights = [_sight_of(worker, worker.stacks in able) for worker in self._workers]
-        return View(self._awaited(order), self.waiting(), first_for(order, sights))
+        workers = [_snapshot_of(worker, worker.stacks in able) for worker in self._workers]
+        return WaitSnapshot(self._awaited(order), self.waiting(), first_for(order, workers))
 
     def _awaited(self, order: Order) -> str:
         return awaited(order)
@@ -408,7 +408,7 @@ class ProcessBackend:
             are being stopped.
         """
         often = history(self._deaths, place, self._job.max_restarts)
-        error = WorkerDied(epitaph(dead) + often, dead.index, dead.exitcode)
+        error = WorkerDied(death_message(dead) + often, dead.index, dead.exitcode)
         failure = Failure(*place, error, worker=str(dead))
         if len(self._deaths) + self._job.restarts >= self._job.max_restarts:
             return failure
@@ -494,9 +494,9 @@ class ProcessBackend:
         if worker.channel.is_ready and worker.state is WorkerState.STARTING:
             worker.move(WorkerState.RUNNING)
         if worker.gone or worker.channel.ended:
-            self._bury(worker)
+            self._reap_dead(worker)
 
-    def _bury(self, worker: Watched) -> None:
+    def _reap_dead(self, worker: Watched) -> None:
         """Take leave of a process that has ended; all that it sent is in its inbox now."""
         worker.move(WorkerState.DRAINING)
         self._forget(worker)
@@ -536,12 +536,12 @@ class ProcessBackend:
         self.close()
         end = time.monotonic() + timeout
         escalation = min(ESCALATION_S, timeout / 2)
-        self._see_off(end - escalation)
+        self._reap_until(end - escalation)
         for number, limit in ((signal.SIGTERM, end - escalation / 2), (signal.SIGKILL, end)):
             for worker in self._left():
                 worker.send_signal(number)
-            self._see_off(limit)
-        self._see_off(end + ESCALATION_S)  # a kill is obeyed at once, but for a hanging disk
+            self._reap_until(limit)
+        self._reap_until(end + ESCALATION_S)  # a kill is obeyed at once, but for a hanging disk
         for worker in self._left():
             warnings.warn(
                 f"{worker} could not be killed; it may hang in a system call",
@@ -557,7 +557,7 @@ class ProcessBackend:
     def _left(self) -> list[Watched]:
         return [worker for worker in self._workers if worker.state is not WorkerState.ENDED]
 
-    def _see_off(self, deadline: float) -> None:
+    def _reap_until(self, deadline: float) -> None:
         """Read and forget what the workers still send, until all have ended or time is over."""
         for worker in self._left():
             if worker.state is WorkerState.DEAD:
@@ -575,9 +575,9 @@ class ProcessBackend:
             if not interrupts.interruptible(poller.poll, remaining * 1000 + 1):
                 return
             for worker in left:
-                self._see_off_one(worker)
+                self._reap(worker)
 
-    def _see_off_one(self, worker: Watched) -> None:
+    def _reap(self, worker: Watched) -> None:
         with contextlib.suppress(Exception):  # it is leaving: what it says makes no difference
             worker.channel.pump()
         self._deliver_records(worker)
@@ -617,7 +617,7 @@ def _has_news(worker: Watched, is_coming: bool) -> bool:
     return channel.has_packets or (channel.is_asking and not is_coming)
 
 
-def _sight_of(worker: Watched, was_asked: bool) -> Sight:
+def _snapshot_of(worker: Watched, was_asked: bool) -> WorkerSnapshot:
     if worker.state in (WorkerState.DEAD, WorkerState.ENDED):
         why = "has ended"
     elif was_asked:
@@ -628,7 +628,7 @@ def _sight_of(worker: Watched, was_asked: bool) -> Sight:
     else:
         why = "cannot tell its stack: it is starting, or its code has reset the signal for that"
     stack = worker.stacks.stack if worker.stacks is not None and was_asked else None
-    return Sight(str(worker), worker.shards, stack, why)
+    return WorkerSnapshot(str(worker), worker.shards, stack, why)
 
 
 # --- the end of the interpreter ----------------------------------------------------------------

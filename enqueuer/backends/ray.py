@@ -61,7 +61,7 @@ from enqueuer.errors import Closed, EnqueuerWarning, ItemNotLoadable, StopWarnin
 from enqueuer.merging import ANY, Order, ShardOrder
 from enqueuer.messages import End, Epoch, Failure, Item, Message
 from enqueuer.meters import Waits, clock
-from enqueuer.stalls import Late, Sight, View, awaited, first_for
+from enqueuer.stalls import DeadlineExpired, WaitSnapshot, WorkerSnapshot, awaited, first_for
 from enqueuer.stats import WorkerStats
 from enqueuer.transport.codec import decode, decode_error
 
@@ -430,7 +430,7 @@ class RayBackend:
                 dead = self._dead(wanted, order)
                 if dead is None:
                     if expired:
-                        raise Late("no batch in time")
+                        raise DeadlineExpired("no batch in time")
                     self._waits.pause(None if wanted is None else wanted.index)
                     deadline = until(deadline, self._job.patience_s)
                     self._ask_for(wanted)
@@ -438,9 +438,9 @@ class RayBackend:
                         self._sleep(deadline)
                     expired = deadline is not None and time.monotonic() >= deadline
                     continue
-            obituary = self._replace(dead, order)
-            if obituary is not None:
-                return obituary
+            death = self._replace(dead, order)
+            if death is not None:
+                return death
         return None
 
     def _look_for(self, order: Order) -> Failure | bool:
@@ -589,15 +589,17 @@ class RayBackend:
     def has_news(self, order: Order) -> bool:
         return True  # the death of an actor is noticed by wait() alone
 
-    def look(self, order: Order) -> View:
+    def look(self, order: Order) -> WaitSnapshot:
         stacks = self._answers("look", _LOOK_S)
         is_starting = any(actor.state is WorkerState.STARTING for actor in self._actors)
         missing = self._session.missing() if is_starting else ""
-        sights = [
-            Sight(str(actor), actor.shards, stacks.get(actor), _why_no_stack(actor, missing))
+        workers = [
+            WorkerSnapshot(
+                str(actor), actor.shards, stacks.get(actor), _why_no_stack(actor, missing)
+            )
             for actor in self._actors
         ]
-        return View(self._awaited(order), self.waiting(), first_for(order, sights))
+        return WaitSnapshot(self._awaited(order), self.waiting(), first_for(order, workers))
 
     def _answers(self, question: str, limit: float) -> dict[Actor, Any]:
         """Call a method of all actors; return what those answer that do so in time."""
@@ -663,7 +665,7 @@ class RayBackend:
         """
         job = self._job
         often = history(self._deaths, place, job.max_restarts)
-        error = WorkerDied(self._epitaph(dead, often), dead.index)
+        error = WorkerDied(self._death_message(dead, often), dead.index)
         failure = Failure(*place, error, worker=str(dead))
         if not dead.never_ran:
             if len(self._deaths) + job.restarts >= job.max_restarts:
@@ -696,7 +698,7 @@ class RayBackend:
             dead.move(WorkerState.ENDED)
             return new
 
-    def _epitaph(self, dead: Actor, history: str) -> str:
+    def _death_message(self, dead: Actor, history: str) -> str:
         """Say how an actor died, and what to do."""
         if not dead.where:
             return (
@@ -741,10 +743,10 @@ class RayBackend:
     def _stop(self, timeout: float) -> None:
         self.close()
         end = time.monotonic() + timeout
-        self._see_off(end - min(ESCALATION_S, timeout / 2))
+        self._reap_until(end - min(ESCALATION_S, timeout / 2))
         for actor in self._actors:
             self._dismiss(actor)
-        self._see_off(end + ESCALATION_S)
+        self._reap_until(end + ESCALATION_S)
         for actor in self._actors:
             if _is_at_work(actor):
                 warnings.warn(
@@ -756,7 +758,7 @@ class RayBackend:
         _running.discard(self)
         self._session.leave()
 
-    def _see_off(self, deadline: float) -> None:
+    def _reap_until(self, deadline: float) -> None:
         """Wait until the threads of all actors have ended, or time is over."""
         for actor in self._actors:
             if _is_at_work(actor):

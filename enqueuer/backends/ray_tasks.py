@@ -71,7 +71,7 @@ class RayTasks(Reordering, RayBackend):
         self._hands: dict[Actor, _Hand] = {}
         self._last = -1  # the number of the last ticket
         self._leaving: set[Actor] = set()  # those who were one too many, until they are gone
-        self._mourned: set[Actor] = set()  # dead actors whose death was told
+        self._reported: set[Actor] = set()  # dead actors whose death was reported
 
     def _start_one(self, index: int) -> Actor:
         while len(self._plans) <= index:
@@ -220,7 +220,7 @@ class RayTasks(Reordering, RayBackend):
                 for actor in self._actors
                 if actor.state is WorkerState.DEAD
                 and not actor.inbox
-                and actor not in self._mourned
+                and actor not in self._reported
             ),
             None,
         )
@@ -243,7 +243,7 @@ class RayTasks(Reordering, RayBackend):
         new = self._successor(dead, (index, number), f"task {number - order.first}")
         with self._lock:
             if isinstance(new, Failure):
-                self._mourned.add(dead)
+                self._reported.add(dead)
                 self._reorder_buffer.fail(self._when_to_tell(number, lost), new)
             self._hand_out()
         return None

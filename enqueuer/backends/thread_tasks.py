@@ -20,7 +20,7 @@ from enqueuer.errors import Closed, StartError
 from enqueuer.merging import Order, TaskOrder
 from enqueuer.messages import End, Epoch, Failure, Item, Message, Ticket
 from enqueuer.meters import WAITING, Waits
-from enqueuer.stalls import Late, View, awaited_task
+from enqueuer.stalls import DeadlineExpired, WaitSnapshot, awaited_task
 from enqueuer.stats import WorkerStats
 from enqueuer.tracing import traced
 from enqueuer.worker import Plan, serve_tasks
@@ -99,11 +99,11 @@ class TaskThreads(Reordering, ThreadBackend):
         gone = {hand.index for hand in list(self._hands) if hand.has_left}
         return [worker for worker in super().measures() if worker.index not in gone]
 
-    def look(self, order: Order) -> View:
+    def look(self, order: Order) -> WaitSnapshot:
         view = super().look(order)
         here = {worker.name for worker in self.measures()}
-        sights = [sight for sight in view.sights if sight.worker in here]
-        return dataclasses.replace(view, sights=sights)
+        workers = [worker for worker in view.workers if worker.name in here]
+        return dataclasses.replace(view, workers=workers)
 
     def fail(self, failure: Failure) -> None:
         self._reorder_buffer.fail(failure.number, failure)
@@ -129,7 +129,7 @@ class TaskThreads(Reordering, ThreadBackend):
             deadline = until(deadline, self._patience_s)
             timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
             if not self._fetch(timeout):
-                raise Late("no batch in time")
+                raise DeadlineExpired("no batch in time")
         return None
 
     def _fetch(self, timeout: float | None) -> bool:

@@ -36,12 +36,12 @@ from enqueuer.errors import Closed, OverwrittenDataWarning, StartError, StopWarn
 from enqueuer.merging import Order, ShardOrder
 from enqueuer.messages import Empty, End, Epoch, Failure, Item, Message
 from enqueuer.meters import BEGAN, BYTES, IDLE, WAITING, Meter, Waits, clock
-from enqueuer.sizes import AT_SIGHT, size_of
+from enqueuer.sizes import SAMPLED, size_of
 from enqueuer.sources import LiveSource
 from enqueuer.stalls import (
-    Late,
-    Sight,
-    View,
+    DeadlineExpired,
+    WaitSnapshot,
+    WorkerSnapshot,
     awaited,
     first_for,
     level_of_user,
@@ -130,7 +130,7 @@ class ThreadBackend:
                 try:
                     message = buffer.peek(timeout)
                 except NothingYet:
-                    raise Late("no batch in time") from None
+                    raise DeadlineExpired("no batch in time") from None
             self._next = buffer
             match message:
                 case Item():
@@ -212,13 +212,13 @@ class ThreadBackend:
         messages = (message for buffer in self._buffers for message in buffer.snapshot())
         return any(not isinstance(message, Item) for message in messages)
 
-    def look(self, order: Order) -> View:
+    def look(self, order: Order) -> WaitSnapshot:
         stacks = stacks_of_threads(self._threads)
-        sights = [
-            Sight(_name(sender), plan.shards, stack, "has ended")
+        workers = [
+            WorkerSnapshot(_name(sender), plan.shards, stack, "has ended")
             for sender, plan, stack in zip(self._senders, self._plans, stacks, strict=False)
         ]
-        return View(self._awaited(order), self.waiting(), first_for(order, sights))
+        return WaitSnapshot(self._awaited(order), self.waiting(), first_for(order, workers))
 
     def _awaited(self, order: Order) -> str:
         return awaited(order)
@@ -284,7 +284,7 @@ class ThreadSender:
 
     def _weigh(self, value: object) -> None:
         """Note the size of an item, which stands for those since the last one that was weighed."""
-        self.meter.words[BYTES] += size_of(value, AT_SIGHT) * self._step
+        self.meter.words[BYTES] += size_of(value, SAMPLED) * self._step
         few = self._weighed < _WATCHED
         self._step = self._left = 1 if few else min(self._weighed, _WEIGHED_EVERY)
         self._weighed += self._left

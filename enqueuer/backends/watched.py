@@ -145,7 +145,7 @@ def how_it_ended(worker: Watched) -> str:
     return f"ended with exit code {code} and said nothing"
 
 
-def epitaph(worker: Watched) -> str:
+def death_message(worker: Watched) -> str:
     """Say who died, how, and what to do about it."""
     advice = {
         -signal.SIGKILL: "If nobody killed it, the system was out of memory: try fewer workers, "

@@ -277,9 +277,9 @@ def test_a_stall_is_told_of_the_workers_in_the_statistics(monkeypatch):
         loop = Loop(enqueuer, 0)
         for Given.workers in (3, 2, 4, 1):  # who goes home is any of them
             loop.run_until(lambda: len(enqueuer.stats().workers) == Given.workers)
-            seen = enqueuer._backend.look(enqueuer._order).sights
+            seen = enqueuer._backend.look(enqueuer._order).workers
             names = {worker.name for worker in enqueuer.stats().workers}
-            assert {sight.worker for sight in seen} == names
+            assert {worker.name for worker in seen} == names
 
 
 def everybody():

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from enqueuer.sizes import AT_SIGHT, size_of
+from enqueuer.sizes import SAMPLED, size_of
 
 KILO = np.zeros(1000, np.uint8)
 
@@ -96,7 +96,7 @@ def test_a_nest_that_contains_itself_has_a_size():
 def test_a_glance_looks_at_so_many_objects():
     # The last ones come first.
     assert size_of([bytearray(1), *[{"x": bytes([n])} for n in range(4)]], most=3) == 1
-    assert size_of([object()] * 10**6, most=AT_SIGHT) == 0
+    assert size_of([object()] * 10**6, most=SAMPLED) == 0
 
 
 def test_objects_that_come_and_go_while_it_looks_are_not_taken_for_each_other():

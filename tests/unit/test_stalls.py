@@ -10,7 +10,16 @@ import pytest
 from enqueuer import stalls
 from enqueuer.merging import AsTheyCome, RoundRobin, TaskOrder
 from enqueuer.messages import Start, Ticket
-from enqueuer.stalls import Patience, Sight, View, Wait, awaited, awaited_task, parse, report
+from enqueuer.stalls import (
+    Patience,
+    Wait,
+    WaitSnapshot,
+    WorkerSnapshot,
+    awaited,
+    awaited_task,
+    parse,
+    report,
+)
 
 WORKER = os.path.join(os.path.dirname(stalls.__file__), "worker.py")
 ANSWER = f"""
@@ -53,7 +62,7 @@ def test_what_faulthandler_of_this_python_writes_is_understood():
 
 def test_a_report_shows_the_frames_within_the_worker():
     stack, _ = parse(ANSWER)
-    view = View("shard 0, item 3", 1, [Sight("worker 0 (thread)", (0, 2), stack)])
+    view = WaitSnapshot("shard 0, item 3", 1, [WorkerSnapshot("worker 0 (thread)", (0, 2), stack)])
     assert report(2.5, view, epoch=4) == (
         "no batch came for 2.5 s: the loop waits for shard 0, item 3, of epoch 4\n"
         "(1 finished batch waits behind it)\n"
