@@ -33,7 +33,7 @@ from enqueuer import arguments
 from enqueuer.adapters.loading import Ahead, mapped
 from enqueuer.adapters.pinning import PINS, Cuda, Driver, Pins, StagingPool, beside_captures
 from enqueuer.adapters.ranks import Ranks
-from enqueuer.adapters.torch import as_tensors
+from enqueuer.adapters.torch.loader import as_tensors
 from enqueuer.base import BaseEnqueuer
 from enqueuer.frameworks import framework
 

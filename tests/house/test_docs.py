@@ -40,13 +40,15 @@ def error_classes() -> set[str]:
 def drawn_files() -> set[str]:
     """Return the paths in the tree of design.rst."""
     tree = read("docs", "design.rst").split("\n   enqueuer/\n", 1)[1].split("\n\n", 1)[0]
-    found, folder = set(), ""
+    found, folders = set(), []
     for line in tree.splitlines():
         indent, name = re.match(r"^( +)(\S+)", line).groups()
-        if len(indent) == 5:
-            folder = name if name.endswith("/") else ""
-        if not name.endswith("/"):
-            found.add((folder if len(indent) > 5 else "") + name)
+        depth = (len(indent) - 5) // 2
+        folders = folders[:depth]
+        if name.endswith("/"):
+            folders.append(name)
+        else:
+            found.add("".join(folders) + name)
     return found
 
 

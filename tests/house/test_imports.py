@@ -20,7 +20,10 @@ ORDER = [
     ["report.__init__"],
     ["__init__"],
     ["adapters.cuda"],
-    ["adapters.torch"],
+    ["adapters.torch.__init__"],
+    ["adapters.torch.datasets"],
+    ["adapters.torch.local"],
+    ["adapters.torch.entries", "adapters.torch.indexed", "adapters.torch.loader"],
     ["adapters.pinning", "adapters.ranks"],
     ["adapters.tensorflow"],
     ["adapters.jax"],
@@ -80,7 +83,7 @@ RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
 
 THIRD_PARTIES = {
     "numpy": {
-        "adapters.torch",
+        "adapters.torch.loader",
         "adapters.tensorflow",
         "adapters.jax",
         "datasets.h5files",

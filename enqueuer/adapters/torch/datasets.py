@@ -1,0 +1,197 @@
+"""Datasets for torch's DataLoader, whose items an enqueuer makes.
+
+A dataset is copied into each DataLoader worker. Its `LocalLoader` knows in which process it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from enqueuer import arguments
+from enqueuer.adapters.ranks import Ranks
+from enqueuer.adapters.torch.local import LocalLoader
+from enqueuer.base import BaseEnqueuer
+from enqueuer.frameworks import framework
+
+torch = framework("torch", "torch", "2.1")
+
+_Dataset: Any = torch.utils.data.Dataset
+_IterableDataset: Any = torch.utils.data.IterableDataset
+
+
+class EnqueuerIterableDataset(_IterableDataset):
+    """An iterable dataset whose items are the batches of an enqueuer.
+
+    For `DataLoader(dataset, batch_size=None)`, where torch wants a DataLoader. Without DataLoader
+    workers the enqueuer's own make the batches, which is the faster way. With `num_workers` each
+    DataLoader worker has an enqueuer of its own and makes its part: together they give what one
+    enqueuer gives, and nothing twice. An `OrderedEnqueuer` keeps its order, too. So does a
+    `GeneratorEnqueuer` whose `shards` are given, equally long and divided by `num_workers`; for
+    others a warning says that the order is another one.
+
+    Each DataLoader worker begins a new epoch whenever the DataLoader is iterated; epochs are
+    counted, so that each has random numbers of its own, with persistent workers and without.
+
+    Args:
+        enqueuer: Which makes the batches; for DataLoader workers one that does not run.
+        steps_per_epoch: As for `TorchLoader`.
+        rank: As for `TorchLoader`; taken from `torch.distributed` now, in this process.
+        world_size: As for `TorchLoader`.
+
+    Raises:
+        ValueError: As for `TorchLoader`.
+        InvalidState: As for `TorchLoader`.
+
+    Example:
+        >>> import numpy as np
+        >>> from torch.utils.data import DataLoader
+        >>> from enqueuer import GeneratorEnqueuer
+        >>> def batches(shard):
+        ...     for number in shard.split(range(2)):
+        ...         yield np.full(2, number)
+        >>> dataset = EnqueuerIterableDataset(GeneratorEnqueuer(batches))
+        >>> list(DataLoader(dataset, batch_size=None))
+        [tensor([0, 0]), tensor([1, 1])]
+    """
+
+    def __init__(
+        self,
+        enqueuer: BaseEnqueuer[Any],
+        steps_per_epoch: int | None = None,
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        super().__init__()
+        self._here = LocalLoader(enqueuer, steps_per_epoch, Ranks(rank, world_size))
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over an epoch: all of it, or the part of this DataLoader worker."""
+        return self._here.epoch()
+
+    def __len__(self) -> int:
+        """Return how many batches an epoch has, over all DataLoader workers.
+
+        Raises:
+            TypeError: Nobody knows: give `steps_per_epoch`.
+        """
+        return len(self._here)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Have the next iteration be that epoch, counted from 0.
+
+        It may be called before each epoch, as is usual with torch; it reaches the workers of a
+        DataLoader, too. After an epoch that was read to its end the next one costs nothing. Any
+        other one, and a new beginning after a `break`, restart the enqueuer. A position within
+        that epoch that was loaded is kept.
+
+        Raises:
+            InvalidState: The caller has started the enqueuer, and it is at another epoch.
+        """
+        self._here.set_epoch(arguments.count("epoch", epoch))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in this process: of all batches, or of a DataLoader worker's part.
+
+        A DataLoader with workers has no position; torchdata's StatefulDataLoader asks them.
+        """
+        return self._here.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken, at the next iteration in this process.
+
+        Raises:
+            InvalidState: It runs in this process.
+            StateMismatch: The state is of another source, or of another part.
+        """
+        self._here.load_state_dict(state_dict)
+
+    def stop(self) -> None:
+        """Stop the enqueuer of this process, if this has started it."""
+        self._here.stop()
+
+
+class EnqueuerMapDataset(_Dataset):
+    """A map-style dataset whose items come from an enqueuer.
+
+    For what wants `__len__` and `__getitem__`. The items may be samples, which a DataLoader then
+    batches, or batches, for `batch_size=None`. The enqueuer decides on their order:
+    `OrderedEnqueuer(shuffle=True)` shuffles, the DataLoader cannot.
+
+    Without DataLoader workers each call takes the enqueuer's next item, epoch after epoch without
+    an end, whatever the index. It is the pattern in which reader threads fill a buffer and
+    `__getitem__` takes from it.
+
+    With `num_workers` each DataLoader worker has an enqueuer of its own, and `dataset[i]` is item
+    `i` of the epoch, so that each item comes once, for any `batch_size` and `num_workers`. The
+    indices must come in order: `shuffle=True` and samplers are refused. For an `OrderedEnqueuer`
+    of a sequence without `length`, each worker makes only the items that it is asked for. Any
+    other enqueuer makes all items in each worker, with a warning; `EnqueuerIterableDataset`
+    shares that work, and so does `num_workers=0`.
+
+    Args:
+        enqueuer: Which makes the items; for DataLoader workers one that does not run.
+        length: How many items an epoch of the DataLoader takes. By default as many as the
+            enqueuer has, if it has a length. In DataLoader workers an epoch of the enqueuer
+            begins with each one of the DataLoader; if it has fewer items, those of the next
+            epoch fill up.
+        rank: As for `TorchLoader`.
+        world_size: As for `TorchLoader`.
+
+    Raises:
+        TypeError: There is no `length`, and the enqueuer has none either.
+        ValueError: As for `TorchLoader`.
+        InvalidState: As for `TorchLoader`.
+
+    Example:
+        >>> import numpy as np
+        >>> from torch.utils.data import DataLoader
+        >>> from enqueuer import GeneratorEnqueuer
+        >>> def samples(shard):
+        ...     for number in shard.split(range(3)):
+        ...         yield np.array(number)
+        >>> dataset = EnqueuerMapDataset(GeneratorEnqueuer(samples), length=4)
+        >>> list(DataLoader(dataset, batch_size=2))
+        [tensor([0, 1]), tensor([2, 0])]
+    """
+
+    def __init__(
+        self,
+        enqueuer: BaseEnqueuer[Any],
+        length: int | None = None,
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        self._here = LocalLoader(enqueuer, None, Ranks(rank, world_size))
+        self._length = len(self._here) if length is None else length
+        arguments.positive("length", self._length)
+
+    def __getitem__(self, index: int) -> Any:
+        """Return the enqueuer's next item, as tensors; in a DataLoader worker item `index`.
+
+        Raises:
+            IndexError: `index` is out of range.
+            ValueError: In a DataLoader worker, the indices do not come in order.
+        """
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Return the items of a batch, as torch asks for them."""
+        for index in indices:
+            if not -self._length <= index < self._length:
+                raise IndexError(f"index {index} is out of range: the length is {self._length}")
+        info = torch.utils.data.get_worker_info()
+        if info is None:
+            items = self._here.endless()
+            return [next(items) for _ in indices]
+        asked = self._here.asked(self._length, info.id, info.num_workers)
+        return asked.items([index % self._length for index in indices])
+
+    def __len__(self) -> int:
+        return self._length
+
+    def stop(self) -> None:
+        """Stop the enqueuer of this process, if this has started it."""
+        self._here.stop()
