@@ -37,6 +37,7 @@ from enqueuer.backends import ESCALATION_S, Backend, BackendName, Job
 from enqueuer.bottleneck import MANY_WORKERS
 from enqueuer.duplicates import FirstItems
 from enqueuer.errors import Closed, EmptyEpochWarning, InvalidState, StartError, WorkerError
+from enqueuer.finalizers import Finalizer
 from enqueuer.formats import size
 from enqueuer.merging import Order, RoundRobin
 from enqueuer.messages import Epoch, Failure, Item, Reported, Start
@@ -146,7 +147,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         self._backend: Backend | None = None
         self._owner = 0  # process that has the workers
         # backends whose workers have not all ended, the one in use last, and what ends them
-        self._owned: list[tuple[Backend, weakref.finalize[Any, Any]]] = []
+        self._owned: list[tuple[Backend, Finalizer]] = []
         self._order: Order = RoundRobin({})
         self._epoch = 0
         self._over = False
@@ -1054,7 +1055,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
     def _own(self, backend: Backend) -> None:
         """Have a backend ended with this enqueuer."""
         # A function that does not know the enqueuer, or it could never be collected.
-        finalizer = weakref.finalize(self, backends.forget, backend, STOP_S)
+        finalizer = Finalizer(self, backends.forget, backend, STOP_S)
         self._owned.append((backend, finalizer))
         self._owner = os.getpid()
         _started.add(self)

@@ -18,7 +18,6 @@ import os
 import signal
 import sys
 import threading
-import weakref
 from pathlib import Path
 
 import enqueuer
@@ -197,5 +196,4 @@ def _whose(code):
     name = code.co_filename
     if name.startswith(_FOREIGN) or any(part in name for part in _FOREIGN_PARTS):
         return "program"
-    # Python calls a finalizer of the package out of the program's own frames.
-    return "package" if name.startswith((_PACKAGE, weakref.__file__)) else ""
+    return "package" if name.startswith(_PACKAGE) else ""

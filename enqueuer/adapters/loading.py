@@ -24,6 +24,7 @@ from enqueuer import arguments, backends
 from enqueuer.base import STOP_S, BaseEnqueuer
 from enqueuer.enqueuers import GeneratorEnqueuer
 from enqueuer.errors import InvalidState
+from enqueuer.finalizers import Finalizer
 from enqueuer.tasks import with_items
 
 Batch = TypeVar("Batch")
@@ -56,7 +57,7 @@ class Loader(Generic[Batch]):
     def __init__(self, loader: Iterable[Any], steps_per_epoch: int | None = None) -> None:
         self._loader = loader
         self._epochs = Epochs(loader, steps_per_epoch)
-        self._finalizer: weakref.finalize[Any, Any] | None = None
+        self._finalizer: Finalizer | None = None
         # Attributes, as libraries look for methods of these names and call what they find.
         # They do not know this object, or it would be part of a circle and not end at once.
         if hasattr(loader, "state_dict"):
@@ -96,10 +97,14 @@ class Loader(Generic[Batch]):
         Args:
             timeout: As for the enqueuer's `stop`.
         """
-        if self._finalizer is not None:
-            self._finalizer.detach()
-            self._finalizer = None
-            self._loader.stop(timeout)  # type: ignore[attr-defined]  # as it was started
+        finalizer, self._finalizer = self._finalizer, None
+        if finalizer is not None:
+            try:
+                self._loader.stop(timeout)  # type: ignore[attr-defined]  # as it was started
+            except BaseException:
+                self._finalizer = finalizer  # so that another call completes it
+                raise
+            finalizer.detach()
 
     def __enter__(self: Self) -> Self:
         self._start()
@@ -131,7 +136,7 @@ class Loader(Generic[Batch]):
         self._epochs.begin()
         if not is_owned:
             # Not the loader itself: it may hold an error, and that, by its traceback, this object.
-            self._finalizer = weakref.finalize(self, _forget, weakref.ref(self._loader))
+            self._finalizer = Finalizer(self, _forget, weakref.ref(self._loader))
 
 
 class Ahead(Loader[Batch]):

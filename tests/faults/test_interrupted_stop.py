@@ -8,6 +8,7 @@ import pytest
 from helpers import LIMIT, alive, counting, run_program, wait_until
 
 from enqueuer import GeneratorEnqueuer, OrderedEnqueuer
+from enqueuer.adapters.loading import Loader
 from enqueuer.backends.processes import ProcessBackend
 from enqueuer.backends.threads import ThreadBackend
 
@@ -228,6 +229,24 @@ def test_an_interrupted_stop_can_be_completed(backend, then, tmp_path):
             assert pid == os.getpid() or not alive(pid)
             assert next(iter(enqueuer))
     assert pid == os.getpid() or not alive(pid)
+
+
+class Plain(Loader):
+    def _convert(self, batch):
+        return batch
+
+
+def test_an_interrupted_stop_of_a_loader_can_be_completed(backend, tmp_path):
+    source = Stubborn(tmp_path)
+    loader = Plain(GeneratorEnqueuer(source, **backend))
+    pid = next(iter(loader))
+    with pytest.raises(Interrupt):
+        loader.stop(timeout=30)
+    source.let_go()
+    loader.stop()
+    assert pid == os.getpid() or not alive(pid)
+    assert next(iter(loader))
+    loader.stop()
 
 
 def test_an_interrupted_end_of_replaced_workers_is_completed_by_stop(backend, tmp_path):

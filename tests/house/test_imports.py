@@ -69,6 +69,7 @@ ORDER = [
     [
         "allocator",
         "duplicates",
+        "finalizers",
         "formats",
         "frameworks",
         "gil",
