@@ -13,12 +13,10 @@ one of them. The position belongs to the enqueuer and not to an iterator.
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import enum
 import functools
 import logging
-import math
 import os
 import threading
 import time
@@ -32,22 +30,24 @@ from queue import Empty
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, TypeVar, cast
 
-from enqueuer import arguments, backends, exports, interrupts, logs, state, usage
+from enqueuer import arguments, backends, interrupts, state, usage
 from enqueuer.backends import ESCALATION_S, Backend, BackendName, Job
 from enqueuer.bottleneck import MANY_WORKERS
 from enqueuer.duplicates import FirstItems
-from enqueuer.errors import Closed, EmptyEpochWarning, InvalidState, StartError, WorkerError
+from enqueuer.errors import Closed, EmptyEpochWarning, InvalidState, StartError
+from enqueuer.failures import FailurePolicy
 from enqueuer.finalizers import Finalizer
 from enqueuer.formats import size
 from enqueuer.merging import Order, RoundRobin
-from enqueuer.messages import Epoch, Failure, Item, Reported, Start
+from enqueuer.messages import Epoch, Failure, Item, Start
 from enqueuer.meters import Waits, clock, top_of
 from enqueuer.progress import Progress, Shown, bar_class
-from enqueuer.replaying import ATTRIBUTE, Origin, origin_of
+from enqueuer.replaying import Origin, origin_of
 from enqueuer.shards import fresh_seed
 from enqueuer.sources import Source
 from enqueuer.stalls import DeadlineExpired, Patience, Wait, level_of_user
 from enqueuer.stats import Stats
+from enqueuer.stats_callbacks import StatsCallbacks
 from enqueuer.tasks import TaskSource
 from enqueuer.trace import part_of
 from enqueuer.tracing import Trace
@@ -130,6 +130,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         self._forward_logs = arguments.forward_logs(forward_logs, self._start_method)
         self._on_error = arguments.on_error(on_error)
         self._max_errors = None if max_errors is None else arguments.count("max_errors", max_errors)
+        self._failures = FailurePolicy(self._on_error, self._max_errors)
         self._max_restarts = arguments.count("max_restarts", max_restarts)
         self._rank, self._world_size = arguments.rank(rank, world_size)
         self._drop_last = bool(drop_last)
@@ -155,19 +156,14 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         self._is_empty_told = False
         self._ready: deque[Item] = deque()  # taken and not given away; new with each epoch
         self._failure: Failure | None = None  # what comes after them
-        self._raised: _Raised | None = None
         self._at_rest = Epoch(0)  # where it stands while it does not run
         self._resumed = False  # whether that was loaded
         self._at_rest_in: dict[str, Any] | None = None  # the identity then; None: as now
-        self._error_count = 0
-        # the last item of each shard of this epoch that was, and which of its reports
-        self._skipped: dict[int, tuple[int, float]] = {}
-        self._told: set[str] = set()  # reports that were logged
         self._restarts = 0  # of backends that are gone
         self._waits = Waits()
         self._taken_before = 0  # this epoch, since the start
         self._final: Stats | None = None  # of a run that was ended
-        self._watchers: list[_Watcher] = []
+        self._callbacks = StatsCallbacks()
         self._is_news = False  # for some of them
         self._autoscaler: Autoscaler | None = None  # with workers="auto"
         self._epoch_began: Stats | None = None  # likewise
@@ -193,7 +189,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
 
         Counted since the start; if a state was loaded, also those until it was saved.
         """
-        return self._error_count
+        return self._failures.count
 
     @property
     def restart_count(self) -> int:
@@ -260,13 +256,13 @@ class BaseEnqueuer(ABC, Generic[Batch]):
                     with interrupts.taken(self._lock):
                         self._final = None
                         self._backend = backend
-                        self._failure = self._raised = None
-                        for watcher in self._watchers:
-                            watcher.earlier, watcher.due = None, clock() + watcher.every
+                        self._failure = None
+                        self._failures.begin_run()
+                        self._callbacks.begin_run()
                         self._is_news = False
                         self._restarts = 0
                         if not self._resumed:
-                            self._error_count = 0
+                            self._failures.count = 0
                         self._autoscaler = self._new_autoscaler() if self._is_auto else None
                         self._begin(self._at_rest if self._resumed else Epoch(0))
                         interrupts.check()
@@ -484,7 +480,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             queue_size=0 if backend is None else backend.waiting() + len(self._ready),
             max_queue_size=self._max_queue_size,
             fill=tuple([((at - waits.began) / 1e9, size) for at, size in list(waits.samples)]),
-            error_count=self._error_count,
+            error_count=self._failures.count,
             restart_count=self.restart_count,
             cpus=self._cpus(),
             loop_cpu_s=0.0 if backend is None else time.process_time() - waits.cpu_s,
@@ -521,32 +517,22 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         seconds = arguments.seconds("every", every)
         if not (callback is None or callable(callback)):
             raise TypeError(f"on_stats() calls a function with the statistics, got {callback!r}")
-        self._watchers.append(_Watcher(callback or _log_line, int(seconds * 1e9), clock()))
+        self._callbacks.add(callback, seconds)
 
-    def _tell_watchers(self, may_wait: bool = True) -> None:
-        """Call whoever is to be told now.
+    def _make_callbacks(self, may_wait: bool = True) -> None:
+        """Call the callbacks of `on_stats` that are due.
 
         Called before a batch is taken, so that none is lost if that is interrupted; and without
-        the lock, since whom they wait for may want it.
+        the lock, since another thread that a callback waits for may want it.
         """
         if not self._lock.acquire(blocking=may_wait):
             return
         try:
-            self._is_news, now = False, clock()
-            told = []
-            for watcher in [watcher for watcher in self._watchers if now >= watcher.due]:
-                stats, earlier = self.stats(), watcher.earlier
-                watcher.due, watcher.earlier = now + watcher.every, stats
-                told.append((watcher, stats if earlier is None else stats.since(earlier)))
+            self._is_news = False
+            calls = self._callbacks.due(self.stats)
         finally:
             self._lock.release()
-        for watcher, stats in told:
-            try:
-                watcher.callback(stats)
-            except Exception:
-                _log.exception("a callback of on_stats() failed; it is not called again")
-                with contextlib.suppress(ValueError):  # it failed in two threads
-                    self._watchers.remove(watcher)
+        self._callbacks.make(calls)
 
     # --- workers="auto" ---
 
@@ -676,7 +662,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
                 identity, epoch = self._identity(), self._position(self._ready.copy())
             else:
                 identity, epoch = self._at_rest_in or self._identity(), self._at_rest
-            return state.save(identity, epoch, self._error_count, _shards_in(identity))
+            return state.save(identity, epoch, self._failures.count, _shards_in(identity))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken, at the next start.
@@ -707,7 +693,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             epoch, error_count = state.load(state_dict, fixed)
             self._adopt(state_dict, epoch)
             self._at_rest, self._at_rest_in, self._resumed = epoch, None, True
-            self._error_count, self._seed_is_shared = error_count, True
+            self._failures.count, self._seed_is_shared = error_count, True
 
     def replay(self, error: BaseException) -> Any:
         """Run the item that an error came from once more, here: see `enqueuer.replay`.
@@ -922,7 +908,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
     def _begin_at(self, epoch: int) -> None:
         """Have the next start begin with an epoch, as if those before it had been read."""
         self._at_rest, self._at_rest_in, self._resumed = Epoch(epoch), None, True
-        self._error_count = 0
+        self._failures.count = 0
 
     def _comes_next(self, epoch: int) -> bool:
         """Return whether the next iteration is this epoch, or what is left of it in a state."""
@@ -971,7 +957,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
 
     def _why_empty(self) -> str | None:
         """Return why an epoch, which is over, had no items; None if that may be meant so."""
-        if not self._is_whole or self._skipped or not self._order.yielded:
+        if not self._is_whole or self._failures.has_skipped or not self._order.yielded:
             return None
         return (
             f"all {self._order.yielded} of them were None, which is skipped; "
@@ -1110,12 +1096,12 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         taken = self._waits.taken
         if self._autoscaler is not None:
             self._epoch_began = self.stats()
+        self._failures.begin_epoch()
         self._backend.begin(Epoch(epoch.number) if goes_on else epoch)
         # Only now, and without a call, so that an exception which strikes before has all of it
         # done again. Workers that were told already know the number of the epoch.
         self._order, self._epoch, self._taken_before = order, epoch.number, taken
         self._ready = ready  # iterators that have another one are over
-        self._skipped = {}
         self._is_whole = is_whole
         self._over = False
 
@@ -1153,7 +1139,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         return {
             "_at_rest": self._at_rest,
             "_resumed": self._resumed,
-            "_error_count": self._error_count,
+            "_failures": self._failures.new(),
             "_progress": self._progress,
             "_seed_is_shared": self._seed_is_shared,
         }
@@ -1172,7 +1158,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         Another thread may have taken it when this returns.
         """
         if self._is_news:
-            self._tell_watchers()
+            self._make_callbacks()
         with self._lock:
             if ready is not self._ready or self._state is State.STOPPED:
                 raise StopIteration
@@ -1214,7 +1200,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
 
     def _poll(self, ready: deque[Item]) -> tuple[Batch, ...]:
         if self._is_news:
-            self._tell_watchers(may_wait=False)
+            self._make_callbacks(may_wait=False)
         while True:
             if ready:
                 item = ready[0]  # as in _Batches
@@ -1343,7 +1329,8 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         assert self._backend is not None
         is_time = False
         if failure is not None:
-            self._note(failure)
+            if not self._failures.skips(failure, self._where):
+                self._failure = failure
             self._backend.pass_over()
         elif not self._order.done:
             self._ready.extend(self._backend.take(self._order))
@@ -1352,7 +1339,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             if waits.left <= 0:  # that is every few milliseconds, or at each batch
                 waits.sample(self._waiting() - 1)  # without the one that is about to be given
                 is_time = True
-                self._is_news = bool(self._watchers)
+                self._is_news = bool(self._callbacks)
             if self._first_items is not None:
                 self._compare(self._first_items)
         if len(self._ready) == 1:  # else those behind the first one still wait
@@ -1364,63 +1351,23 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         assert self._backend is not None
         self._move(State.FAILED)
         self._waits.rest()
-        if self._raised is None:
-            self._raised = _Raised(self._presentable(failure))
-        error = self._raised.once_more()
-        self._failure = dataclasses.replace(failure, error=self._raised.error)
-        del failure
+        where, origin = self._where(failure), functools.partial(self._replayable, failure)
+        error, next_error = self._failures.error_of(failure, where, origin)
+        self._failure = dataclasses.replace(failure, error=next_error)
+        del failure, next_error, origin
         try:
             raise error
         finally:
             del error  # or it and its traceback would be a circle
 
-    def _note(self, failure: Failure) -> None:
-        """Keep a failure for its turn; or log and count it, if it is to be skipped. Lock held."""
-        if not failure.skipped:
-            self._failure = failure
-            return
-        # reports come before the item
-        nth = failure.nth if isinstance(failure, Reported) else math.inf
-        place = failure.number, nth
-        if place <= self._skipped.get(failure.shard, (-1, 0)):
-            return  # said once more, by a worker that came to it in another one's place
-        self._skipped[failure.shard] = place
-        self._error_count += 1
-        if self._max_errors is not None and self._error_count > self._max_errors:
-            self._failure = failure
-            return
-        text = "; ".join([repr(failure.error), *getattr(failure.error, "__notes__", ())])
-        if isinstance(failure, Reported):
-            if not failure.log or text in self._told:
-                return
-            self._told.add(text)
-        elif self._on_error != "skip":
-            return
-        logs.tell_of(failure.error, f"skipped {self._where(failure)}: {text}")
+    def _replayable(self, failure: Failure) -> Origin:
+        """Return where a failure came from, with what makes its item again."""
+        origin = self._origin_of(failure)
+        origin.again = self._again(origin)
+        return origin
 
     def _where(self, failure: Failure) -> str:
         return f"in {failure.worker}, shard {failure.shard}, item {failure.number}"
-
-    def _presentable(self, failure: Failure) -> BaseException:
-        """Return what may be raised in the loop, with a note on where it came from."""
-        error, where = failure.error, self._where(failure)
-        if isinstance(error, Exception) and not isinstance(
-            error, (StopIteration, StopAsyncIteration)
-        ):
-            shown: BaseException = error
-        else:
-            # raised as itself it would end the loop, or the program, as if all were well
-            shown = WorkerError(f"the generator raised {error!r} {where}")
-            shown.__cause__ = error
-        notes = [*getattr(shown, "__notes__", ()), where]
-        if failure.skipped:
-            notes.append(f"{self._error_count} errors are more than max_errors={self._max_errors}")
-        origin = self._origin_of(failure)
-        origin.again = self._again(origin)
-        with contextlib.suppress(Exception):  # a class may forbid it
-            shown.__notes__ = notes  # add_note() is of Python 3.11
-            setattr(shown, ATTRIBUTE, origin)
-        return shown
 
     def _waiting(self) -> int:
         assert self._backend is not None
@@ -1492,7 +1439,7 @@ class Queue(Generic[Batch]):
         enqueuer = self._enqueuer()
         enqueuer._check_started("get() from its queue")
         if enqueuer._is_news:
-            enqueuer._tell_watchers(may_wait=False)
+            enqueuer._make_callbacks(may_wait=False)
         limit = None if timeout is None else arguments.seconds("timeout", timeout)
         deadline = None if limit is None else time.monotonic() + limit
         if not block:
@@ -1627,23 +1574,6 @@ def _watch(reference: weakref.ref[BaseEnqueuer[Any]]) -> bool:
     return True
 
 
-@dataclasses.dataclass(eq=False)
-class _Watcher:
-    """Whoever wants to know the statistics, and when next."""
-
-    callback: Callable[[Stats], object]
-    every: int  # nanoseconds
-    due: int
-    earlier: Stats | None = None
-
-    def __post_init__(self) -> None:
-        self.due += self.every
-
-
-def _log_line(stats: Stats) -> None:
-    _log.info("%s", exports.line(stats))
-
-
 def _wait_patiently(
     backend: Backend, order: Order, patience: Patience, epoch: int
 ) -> Failure | None:
@@ -1656,26 +1586,3 @@ def _wait_patiently(
         wait.cut(backend, order, epoch)
         with contextlib.suppress(DeadlineExpired):
             return backend.wait(order, wait.until)
-
-
-class _Raised:
-    """A failure that was raised once and will be again: each time as an exception of its own."""
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
-        self._traceback = error.__traceback__
-
-    def once_more(self) -> BaseException:
-        """Return the error itself, later a copy with the frames of the worker only.
-
-        What was returned is not kept: its traceback grows frames of the loop, and with them all
-        that the loop knows would be kept.
-        """
-        error = self.error
-        with contextlib.suppress(Exception):  # not every class can be copied
-            twin = copy.copy(error)
-            if type(twin) is type(error) and str(twin) == str(error):
-                twin.__cause__, twin.__context__ = error.__cause__, error.__context__
-                twin.__suppress_context__ = error.__suppress_context__
-                self.error = twin
-        return error.with_traceback(self._traceback)

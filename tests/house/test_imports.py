@@ -43,6 +43,7 @@ ORDER = [
     ["enqueuers"],
     ["base"],
     ["reach"],
+    ["failures", "stats_callbacks"],
     ["arguments", "asynchronous", "replaying", "state"],
     ["backends.process_tasks", "backends.ray_tasks", "backends.thread_tasks"],
     ["backends.processes", "backends.ray", "backends.threads"],
