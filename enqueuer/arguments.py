@@ -10,6 +10,7 @@ from multiprocessing.context import BaseContext
 from typing import TypeVar
 
 from enqueuer.backends import METHODS, BackendName, Cluster, default_method
+from enqueuer.formats import an
 from enqueuer.logs import MULTIPROCESSING_LOGGING
 from enqueuer.progress import Progress
 from enqueuer.sources import LiveSource, Source, is_indexable, name_of
@@ -89,7 +90,7 @@ def elements(sequence: object, map: object, shuffle: object) -> None:
     """Raise TypeError or ValueError unless tasks can be made of these."""
     if isinstance(sequence, (Mapping, Set)):
         raise TypeError(
-            f"OrderedEnqueuer needs elements with an order, got a {type(sequence).__name__}; "
+            f"OrderedEnqueuer needs elements with an order, got {an(type(sequence).__name__)}; "
             "pass sorted(...) or list(...) of it"
         )
     function("map", map, "of an element")

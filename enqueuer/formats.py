@@ -50,6 +50,16 @@ def many(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 'es' if what.endswith('ch') else 's'}"
 
 
+def an(noun: str) -> str:
+    """Return a noun, such as the name of a class, behind the indefinite article.
+
+    Example:
+        >>> an("OrderedEnqueuer"), an("dict"), an("io.BytesIO"), an("uint8")
+        ('an OrderedEnqueuer', 'a dict', 'an io.BytesIO', 'a uint8')
+    """
+    return f"an {noun}" if noun[:1] in set("AEIOaeio") else f"a {noun}"
+
+
 def printable(text: str) -> str:
     """Return text whose control characters, and others that are not shown, are escaped.
 

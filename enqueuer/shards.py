@@ -22,6 +22,8 @@ from typing import Any, ClassVar, NamedTuple, TypeVar, overload
 import numpy as np
 import numpy.random  # here, since it is loaded lazily: the fork server then has it for all workers
 
+from enqueuer.formats import an
+
 T = TypeVar("T")
 
 _log = logging.getLogger("enqueuer")
@@ -153,7 +155,7 @@ class Shard(Seeded):
         """
         if isinstance(items, (Set, Mapping)):
             raise TypeError(
-                f"split() needs items with an order, got a {type(items).__name__}; "
+                f"split() needs items with an order, got {an(type(items).__name__)}; "
                 "pass sorted(items) instead"
             )
         if isinstance(items, Sequence) or hasattr(items, "ndim"):

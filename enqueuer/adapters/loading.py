@@ -25,6 +25,7 @@ from enqueuer.base import STOP_S, BaseEnqueuer
 from enqueuer.enqueuers import GeneratorEnqueuer
 from enqueuer.errors import InvalidState
 from enqueuer.finalizers import Finalizer
+from enqueuer.formats import an
 from enqueuer.tasks import with_items
 
 Batch = TypeVar("Batch")
@@ -69,8 +70,8 @@ class Loader(Generic[Batch]):
 
         def __getattr__(self, name: str) -> Any:
             if name in ("state_dict", "load_state_dict") and "_loader" in vars(self):
-                kind = type(self._loader).__name__
-                raise AttributeError(f"a {kind} tells no position: it has no {name}", name=name)
+                kind = an(type(self._loader).__name__)
+                raise AttributeError(f"{kind} tells no position: it has no {name}", name=name)
             raise AttributeError(
                 f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self
             )
@@ -322,9 +323,9 @@ class Epochs:
         try:
             return len(self._loader)  # type: ignore[arg-type]  # it says so itself
         except TypeError as error:
+            kind = an(type(self._loader).__name__)
             raise TypeError(
-                f"a {type(self._loader).__name__} does not tell how many batches it has ({error}); "
-                "give steps_per_epoch"
+                f"{kind} does not tell how many batches it has ({error}); give steps_per_epoch"
             ) from None
 
     @property

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from enqueuer.adapters.loading import Epochs, Loader
+from enqueuer.formats import an
 from enqueuer.frameworks import framework
 
 tf = framework("tensorflow", "tensorflow", "2.14")
@@ -260,8 +261,8 @@ def _shown(value: Any) -> str:
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"of shape {tuple(value.shape)} and dtype {value.dtype} ({name})"
     if isinstance(value, Mapping):
-        return f"a {name} with the keys {list(value)}"
+        return f"{an(name)} with the keys {list(value)}"
     if isinstance(value, tuple):
-        return f"a {name} of length {len(value)}"
+        return f"{an(name)} of length {len(value)}"
     text = repr(value)
     return f"{text if len(text) < 80 else text[:80] + '...'} ({name})"

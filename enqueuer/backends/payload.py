@@ -17,6 +17,7 @@ import cloudpickle
 
 from enqueuer.backends.bootstrap import Setup
 from enqueuer.errors import SourceNotPicklable
+from enqueuer.formats import an
 from enqueuer.sources import LiveSource, Source, name_of
 from enqueuer.tasks import TaskSource
 from enqueuer.transport.codec import find_culprit, is_picklable, parts_of
@@ -130,7 +131,8 @@ def _first(step: str) -> str:
 
 
 def _with_type(where: str, value: object) -> str:
-    return f"{where} (a {type(value).__module__}.{type(value).__qualname__})"
+    name = an(f"{type(value).__module__}.{type(value).__qualname__}")
+    return f"{where} ({name})"
 
 
 def _references(value: object) -> Iterator[tuple[str, object]]:

@@ -21,6 +21,7 @@ from enqueuer.arrays import empty
 from enqueuer.datasets.lists import FileEntry, Path, find_files, read_list
 from enqueuer.datasets.loaders import load_array, load_audio, load_image
 from enqueuer.errors import FrameworkUnavailable, StateMismatch
+from enqueuer.formats import an
 from enqueuer.shards import Shard, Task
 from enqueuer.tasks import permutation, stack, steps_in, takes_two
 from enqueuer.worker import OnError
@@ -253,7 +254,7 @@ def _entries(files: Iterable[Path | tuple[Path, Any]]) -> list[FileEntry]:
     if isinstance(files, (str, os.PathLike)):
         raise TypeError(f"files must be a list of paths, got {files!r}; see find_files, read_list")
     if isinstance(files, (Set, Mapping)):
-        raise TypeError(f"files must have an order, got a {type(files).__name__}; sort them")
+        raise TypeError(f"files must have an order, got {an(type(files).__name__)}; sort them")
     entries = [_entry(file) for file in files]
     if not entries:
         raise ValueError("there are no files")

@@ -25,6 +25,7 @@ import numpy as np
 from enqueuer.datasets.h5files import parts_of
 from enqueuer.datasets.h5rows import sync
 from enqueuer.errors import DataFileError, InvalidState, StateMismatch
+from enqueuer.formats import an
 from enqueuer.shards import fresh_seed
 
 _MANIFEST, _FINISHED, _PART = "pack.json", "finished", "shard-*.h5"  # in the folder of the parts
@@ -98,7 +99,7 @@ def _plain(value: Any) -> Any:
         return [(_plain(key), _plain(item)) for key, item in value.items()]
     if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
         return value.dtype.str, value.shape, hashlib.sha256(value.tobytes()).hexdigest()
-    raise TypeError(f"no two runs need write a {type(value).__name__} alike")
+    raise TypeError(f"no two runs need write {an(type(value).__name__)} alike")
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from enqueuer.datasets.h5files import CHUNK_BYTES, guarded, h5py, kind_of
+from enqueuer.formats import an
 
 _APART = {"text": 64, "ragged": 4096}  # bytes that are taken for the size of such a row
 _MOST_CHUNK_ROWS = 1024  # or whole chunks in random order would leave neighbours together
@@ -77,7 +78,7 @@ def named(item: Any, keys: tuple[str, ...] | None) -> dict[str, Any]:
     for key, value in found.items():
         if isinstance(value, (Mapping, tuple)):
             raise TypeError(
-                f"{key!r} is a {type(value).__name__}, and only a flat dict or tuple of arrays "
+                f"{key!r} is {an(type(value).__name__)}, and only a flat dict or tuple of arrays "
                 "can be packed; give its members keys of their own"
             )
     return found

@@ -38,6 +38,7 @@ import numpy as np
 from tblib import pickling_support
 
 from enqueuer.errors import ItemNotPicklable, WorkerError
+from enqueuer.formats import an
 from enqueuer.transport import tensors, tracebacks
 from enqueuer.transport.blocks import OUT_OF_BAND_BYTES
 
@@ -229,7 +230,7 @@ def _culprit(value: object, error: BaseException) -> str:
     """Say which part of a nest cannot be pickled, and why."""
     path, part = find_culprit("item", value)
     return (
-        f"{path} is a {_name_of(type(part))}, which cannot be sent between processes ({error}); "
+        f"{path} is {an(_name_of(type(part)))}, which cannot be sent between processes ({error}); "
         "yield arrays and plain data, or use backend='thread', which pickles nothing"
     )
 

@@ -20,6 +20,7 @@ import struct
 import cloudpickle
 
 from enqueuer.errors import ItemNotPicklable
+from enqueuer.formats import an
 from enqueuer.messages import Ticket
 from enqueuer.transport import is_portable
 from enqueuer.transport.blocks import nameless_file, read_whole
@@ -115,7 +116,7 @@ def pack(ticket: Ticket, are_forked: bool) -> bytes:
     except Exception as error:
         culprit, part = find_culprit("element", (ticket.elements or ("",))[0])
         raise ItemNotPicklable(
-            f"{culprit} is a {type(part).__qualname__}, which cannot be sent to a process "
+            f"{culprit} is {an(type(part).__qualname__)}, which cannot be sent to a process "
             f"({error}); let the iterable give paths or plain data, or use backend='thread'"
         ) from error
     return by_value

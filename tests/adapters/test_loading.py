@@ -301,6 +301,16 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict): ...
 
 
+def test_messages_have_the_article_of_the_class(kind):
+    class Odd(list):
+        __len__ = None
+
+    with pytest.raises(TypeError, match=r"^an Odd does not tell how many batches it has"):
+        len(kind(Odd([1])))
+    with pytest.raises(AttributeError, match=r"^an Odd tells no position"):
+        kind(Odd([1])).state_dict()
+
+
 def test_a_list_tells_no_position(kind):
     loader = kind([1])
     for name in ("state_dict", "load_state_dict"):
