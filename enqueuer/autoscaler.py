@@ -18,7 +18,7 @@ import math
 from dataclasses import dataclass
 
 from enqueuer.bottleneck import FEWEST_BATCHES, HARDLY_WAITS, OFTEN_WAITS, most_on
-from enqueuer.formats import percent, share_of
+from enqueuer.formats import percent, ratio
 from enqueuer.stats import Stats, WorkerStats
 
 WINDOW_S = 1.0  # the shortest look that tells something of loads that vary
@@ -246,7 +246,7 @@ class _Look:
             use_s=seen.working_s / max(seen.items, 1),
             busy=busy_s / max(seen.seconds - seen.idle_s, 1e-9),
             idle_share=waiting_s / max(waiting_s + busy_s, 1e-9),
-            most_that_help=most_on(seen.cpus, share_of(computed_s, busy_s) if is_known else 1.0),
+            most_that_help=most_on(seen.cpus, ratio(computed_s, busy_s) if is_known else 1.0),
         )
 
     @property

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from enqueuer.formats import duration, many, percent, share_of, size
+from enqueuer.formats import duration, percent, pluralize, ratio, size
 
 Kind = Literal["unknown", "loop", "start-up", "slow shard", "queue", "transport", "cpus", "source"]
 
@@ -91,12 +91,12 @@ class Work:
     @property
     def waiting_share(self) -> float:
         """How much of its time it waited, from 0 to 1."""
-        return share_of(self.waiting_s, self.busy_s + self.waiting_s)
+        return ratio(self.waiting_s, self.busy_s + self.waiting_s)
 
     @property
     def per_item_s(self) -> float:
         """Seconds of work for each item."""
-        return share_of(self.busy_s, self.items)
+        return ratio(self.busy_s, self.items)
 
     @property
     def lacked_s(self) -> float:
@@ -153,23 +153,23 @@ class Evidence:
     @property
     def waiting_share(self) -> float:
         """How much of its time the loop waited, after the first batch."""
-        return share_of(self.waiting_s, self.waiting_s + self.working_s)
+        return ratio(self.waiting_s, self.waiting_s + self.working_s)
 
     def on_average(self, name: str) -> float:
         """Return how many workers, or CPUs of theirs, did something at a time."""
         # not in the time of the run: they may be idle between epochs, or younger than that
         times = [worker.busy_s + worker.waiting_s for worker in self.workers]
-        return share_of(self.total(name), max(times, default=0.0))
+        return ratio(self.total(name), max(times, default=0.0))
 
     @property
     def use_s(self) -> float:
         """Seconds that the loop takes for each batch, without its waits."""
-        return share_of(self.working_s, self.items)
+        return ratio(self.working_s, self.items)
 
     @property
     def computing_share(self) -> float:
         """How much of its work a worker computes, on average, from 0 to 1."""
-        return share_of(self.total("computed_s"), self.total("busy_s"))
+        return ratio(self.total("computed_s"), self.total("busy_s"))
 
     @property
     def most_that_help(self) -> int:
@@ -180,7 +180,7 @@ class Evidence:
     def loop_gil_share(self) -> float:
         """How much of the time the loop may have held the GIL: not while it waited."""
         by_loop = max(0.0, self.loop_cpu_s - self.total("cpu_s"))
-        return share_of(min(by_loop, self.working_s), self.seconds)
+        return ratio(min(by_loop, self.working_s), self.seconds)
 
     def total(self, name: str) -> float:
         """Return the sum of something over the workers."""
@@ -189,7 +189,7 @@ class Evidence:
     @property
     def cpus_used(self) -> float:
         """How many CPUs were busy with the loop and the workers, on average."""
-        by_loop = share_of(self.loop_cpu_s, self.seconds)
+        by_loop = ratio(self.loop_cpu_s, self.seconds)
         return by_loop if self.in_threads else by_loop + self.on_average("cpu_s")
 
     @property
@@ -200,7 +200,7 @@ class Evidence:
     def per_s(self, name: str) -> float:
         """Return the sum of something over the workers, for each second of the longest at work."""
         longest = max((worker.busy_s + worker.waiting_s for worker in self.workers), default=0.0)
-        return share_of(self.total(name), longest)
+        return ratio(self.total(name), longest)
 
 
 def most_on(cpus: float, computing_share: float) -> int:
@@ -223,7 +223,7 @@ def find_bottleneck(found: Evidence) -> Bottleneck:
     if found.items < FEWEST_BATCHES or not found.workers:
         return Bottleneck(
             "unknown",
-            f"Not enough data to find the bottleneck: {many(found.items, 'batch')}.",
+            f"Not enough data to find the bottleneck: {pluralize(found.items, 'batch')}.",
             f"At least {FEWEST_BATCHES} are needed.",
         )
     if found.waiting_share < HARDLY_WAITS:
@@ -266,7 +266,7 @@ def _loop(found: Evidence) -> Bottleneck:
     # with those that are busy a whole turn, and one in five to spare
     enough = math.ceil(1.2 * found.on_average("busy_s"))
     spare = (
-        f"{many(max(1, enough), 'worker')} would do as well as {workers}."
+        f"{pluralize(max(1, enough), 'worker')} would do as well as {workers}."
         if max(1, enough) < workers
         else "Faster data would not make it faster."
     )
@@ -297,7 +297,7 @@ def _is_cheap(found: Evidence) -> bool:
 
 
 def _cheap(found: Evidence) -> Bottleneck:
-    make_s = share_of(found.total("making_s"), found.total("items"))
+    make_s = ratio(found.total("making_s"), found.total("items"))
     return Bottleneck(
         "transport",
         "The bottleneck is handing over batches: "
@@ -350,7 +350,7 @@ def _slow_shard(found: Evidence, slow: Work) -> Bottleneck:
 
 
 def _queue(found: Evidence) -> Bottleneck:
-    waited = share_of(found.total("waiting_s"), found.total("waiting_s") + found.total("busy_s"))
+    waited = ratio(found.total("waiting_s"), found.total("waiting_s") + found.total("busy_s"))
     return Bottleneck(
         "queue",
         "The bottleneck is the queue: "
@@ -362,7 +362,7 @@ def _queue(found: Evidence) -> Bottleneck:
 
 def _transport(found: Evidence) -> Bottleneck:
     items, sent = found.total("items"), found.total("bytes")
-    each = share_of(sent, items)
+    each = ratio(sent, items)
     advice = (
         "Make the large arrays with enqueuer.empty(), which are not copied"
         if each > 100_000
@@ -373,15 +373,15 @@ def _transport(found: Evidence) -> Bottleneck:
         "The bottleneck is the transport: "
         f"{percent(found.waiting_share)} of the loop's time goes into "
         f"waiting; an item of {size(each)} takes "
-        f"{duration(share_of(found.total('making_s'), items))} to make and "
-        f"{duration(share_of(found.total('sending_s'), items))} to send.",
+        f"{duration(ratio(found.total('making_s'), items))} to make and "
+        f"{duration(ratio(found.total('sending_s'), items))} to send.",
         f"{advice}; or take backend='thread', which sends nothing, if the work leaves Python.",
     )
 
 
 def _cpus(found: Evidence) -> Bottleneck:
     lacked, used = found.total("lacked_s"), found.total("cpu_s")
-    missed = percent(share_of(lacked, lacked + used))
+    missed = percent(ratio(lacked, lacked + used))
     return Bottleneck(
         "cpus",
         "The bottleneck is the CPUs: "
@@ -396,20 +396,20 @@ def _cpus(found: Evidence) -> Bottleneck:
 def _source(found: Evidence) -> Bottleneck:
     workers, made = len(found.workers), found.total("items")
     # by what a batch takes, as there may have been fewer workers before; but it does wait
-    make_s = share_of(found.total("busy_s"), made)
+    make_s = ratio(found.total("busy_s"), made)
     wanted = max(workers + 1, math.ceil(make_s / max(found.use_s, 1e-9) - 0.05))
     reason = (
         "The bottleneck is the source: "
         f"the loop waited {percent(found.waiting_share)} of its time; a batch "
-        f"takes {duration(share_of(found.total('making_s'), made))} to make, and "
+        f"takes {duration(ratio(found.total('making_s'), made))} to make, and "
         f"{duration(found.use_s)} to use."
     )
     if _holds_gil(found):
         return Bottleneck(
             "source",
             reason,
-            f"The {many(workers, 'thread')} used {found.worker_cpus:.1f} CPUs in all, so the work "
-            "is probably in Python, which runs in one thread at a time: take "
+            f"The {pluralize(workers, 'thread')} used {found.worker_cpus:.1f} CPUs in all, so the "
+            "work is probably in Python, which runs in one thread at a time: take "
             "backend='process'.",
         )
     most = found.most_that_help
@@ -426,13 +426,13 @@ def _source(found: Evidence) -> Bottleneck:
             "source",
             reason,
             f"A worker computes {percent(found.computing_share)} of its time, so no more than "
-            f"{many(most, 'worker')} would help on {found.cpus:g} CPUs, and about {wanted} would "
-            f"be needed (now {workers}): make the work cheaper, too.",
+            f"{pluralize(most, 'worker')} would help on {found.cpus:g} CPUs, and about {wanted} "
+            f"would be needed (now {workers}): make the work cheaper, too.",
         )
     return Bottleneck(
         "source",
         reason,
-        f"About {many(wanted, 'worker')} would keep up with the loop (now {workers}).",
+        f"About {pluralize(wanted, 'worker')} would keep up with the loop (now {workers}).",
     )
 
 
@@ -446,7 +446,7 @@ def _holds_gil(found: Evidence) -> bool:
     # the time that it can have been held, and what follows is the least.
     if used + found.per_s("lacked_s") + by_loop < GIL_IS_BUSY:
         return False
-    on_a_free_machine = used * share_of(worked, worked - found.total("lacked_s"))
+    on_a_free_machine = used * ratio(worked, worked - found.total("lacked_s"))
     if on_a_free_machine + by_loop >= GIL_IS_BUSY:
         return True
     # Others take the CPUs, so that either may be: then it is the GIL unless the threads have

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from enqueuer.errors import DataFileError, FrameworkUnavailable, InvalidState, StateMismatch
-from enqueuer.formats import many, printable, size, table
+from enqueuer.formats import pluralize, printable, size, table
 from enqueuer.progress import bar
 from enqueuer.shards import Shard, fresh_seed
 
@@ -304,8 +304,8 @@ def _dry_run(options: argparse.Namespace, source: Any, form: dict[str, Any]) -> 
     parts = target.with_name(target.name + ".parts")
     goes_on = f"; goes on with {parts}" if parts.exists() else ""
     print(
-        f"{target}: would be written by {many(options.workers, 'worker')}, "
-        f"{many(shards, 'shard')}{goes_on}; the first item has {rows} rows"
+        f"{target}: would be written by {pluralize(options.workers, 'worker')}, "
+        f"{pluralize(shards, 'shard')}{goes_on}; the first item has {rows} rows"
     )
     print("\n".join(map(printable, _table(found))))
     return 0
@@ -351,7 +351,7 @@ def _inspect(options: argparse.Namespace) -> int:
         print(json.dumps(_as_dict(found), indent=2))
         return 0
     lines = [
-        f"{found.path}: {size(found.bytes)} in {many(found.files, 'file')}",
+        f"{found.path}: {size(found.bytes)} in {pluralize(found.files, 'file')}",
         *_table(found),
         *(f"reads a file outside of its folder: {path}" for path in found.outside),
         *_attributes(found),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from enqueuer.formats import percent, rate, share_of, size
+from enqueuer.formats import percent, rate, ratio, size
 from enqueuer.stats import Stats
 
 __all__ = ["line", "prometheus", "tensorboard"]
@@ -26,7 +26,7 @@ def line(stats: Stats) -> str:
         '0 batches/s, 0 B/s, the loop waits 0 %, 0/10 in the queue, workers busy -'
     """
     made = sum(worker.items for worker in stats.workers)
-    bytes_per_s = stats.items_per_s * share_of(stats.bytes, made)
+    bytes_per_s = stats.items_per_s * ratio(stats.bytes, made)
     busy = " ".join(percent(worker.busy_share) for worker in stats.workers) or "-"
     parts = [
         f"{rate(stats.items_per_s)} batches/s",

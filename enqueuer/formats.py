@@ -40,11 +40,11 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02} h"
 
 
-def many(count: int, what: str) -> str:
+def pluralize(count: int, what: str) -> str:
     """Return how many there are of something.
 
     Example:
-        >>> many(1, "batch"), many(2, "batch"), many(0, "worker")
+        >>> pluralize(1, "batch"), pluralize(2, "batch"), pluralize(0, "worker")
         ('1 batch', '2 batches', '0 workers')
     """
     return f"{count} {what}{'' if count == 1 else 'es' if what.endswith('ch') else 's'}"
@@ -94,11 +94,11 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %" if 0 < share < 0.095 else f"{100 * share:.0f} %"
 
 
-def share_of(part: float, whole: float) -> float:
+def ratio(part: float, whole: float) -> float:
     """Return what share a part is of a whole; of nothing 0.
 
     Example:
-        >>> share_of(1, 4), share_of(0, 0)
+        >>> ratio(1, 4), ratio(0, 0)
         (0.25, 0.0)
     """
     return part / whole if whole > 0 else 0.0

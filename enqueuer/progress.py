@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
-from enqueuer.formats import many, percent
+from enqueuer.formats import percent, pluralize
 from enqueuer.frameworks import framework
 from enqueuer.meters import clock
 from enqueuer.stats import Stats
@@ -168,7 +168,7 @@ def postfix(stats: Stats) -> str:
         busy = [worker.busy_share for worker in stats.workers]
         shares = " ".join(f"{100 * share:.0f}" for share in busy[:_MOST_WORKERS])
         more = " ..." if len(busy) > _MOST_WORKERS else ""
-        text += f", {many(len(busy), 'worker')} busy {shares}{more} %"
+        text += f", {pluralize(len(busy), 'worker')} busy {shares}{more} %"
     if stats.restart_count:
         text += f", {stats.restart_count} restarted"
     return text

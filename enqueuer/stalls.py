@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from enqueuer.errors import BatchTimeout, StallWarning
-from enqueuer.formats import many
+from enqueuer.formats import pluralize
 from enqueuer.merging import ANY, Order, TaskOrder
 from enqueuer.messages import Ticket
 
@@ -170,7 +170,9 @@ def report(seconds: float, view: WaitSnapshot, epoch: int) -> str:
         worker 1 (thread), shard 1, is gone
     """
     head = f"no batch came for {seconds:g} s: the loop waits for {view.awaited}, of epoch {epoch}"
-    waiting = f"({many(view.waiting, 'finished batch')} wait{'s' * (view.waiting == 1)} behind it)"
+    waiting = (
+        f"({pluralize(view.waiting, 'finished batch')} wait{'s' * (view.waiting == 1)} behind it)"
+    )
     return "\n".join([head, *([waiting] if view.waiting else []), *map(_line, view.workers)])
 
 

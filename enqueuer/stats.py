@@ -14,7 +14,7 @@ from typing import Any
 
 from enqueuer import gil, meters
 from enqueuer.bottleneck import Bottleneck, Evidence, Work, find_bottleneck
-from enqueuer.formats import duration, many, percent, rate, share_of, size, table
+from enqueuer.formats import duration, percent, pluralize, rate, ratio, size, table
 from enqueuer.usage import Usage
 
 
@@ -69,7 +69,7 @@ class WorkerStats:
     def busy_share(self) -> float:
         """How much of its time, without starting and idling, it did not wait; 0 to 1."""
         busy = self.making_s + self.sending_s
-        return share_of(busy, busy + self.waiting_s)
+        return ratio(busy, busy + self.waiting_s)
 
     def since(self, earlier: WorkerStats) -> WorkerStats:
         """Return what it has done since an earlier snapshot."""
@@ -228,7 +228,7 @@ class Stats:
 
         That time is `waiting_s` and `working_s`, so without `idle_s`.
         """
-        return share_of(self._later_items, self.waiting_s + self.working_s)
+        return ratio(self._later_items, self.waiting_s + self.working_s)
 
     @property
     def _later_items(self) -> int:
@@ -241,7 +241,7 @@ class Stats:
         That time is `waiting_s` and `working_s`, so without `idle_s`. The bottleneck, the progress
         bar, the log line and `enqueuer report` show this share, and `items_per_s` as the rate.
         """
-        return share_of(self.waiting_s, self.waiting_s + self.working_s)
+        return ratio(self.waiting_s, self.waiting_s + self.working_s)
 
     @property
     def wait_p50_s(self) -> float:
@@ -365,10 +365,10 @@ class Stats:
             waits.append(f"first batch {duration(first)}")
         return "\n".join(
             [
-                f"{many(self.items, 'batch')} in {duration(self.seconds)}, "
+                f"{pluralize(self.items, 'batch')} in {duration(self.seconds)}, "
                 f"{rate(self.items_per_s)} a second",
                 f"the loop waited {percent(self.waiting_share)} of its time; {', '.join(waits)}",
-                f"{self.queue_size} of {many(self.max_queue_size, 'batch')} wait, "
+                f"{self.queue_size} of {pluralize(self.max_queue_size, 'batch')} wait, "
                 f"{size(self.block_bytes)} in shared memory",
                 *table([_HEAD, *map(_row, self.workers)]),
                 str(self.bottleneck()),
@@ -391,7 +391,7 @@ def _row(worker: WorkerStats) -> tuple[str, ...]:
         worker.name,
         f"{worker.items:,}",
         size(worker.bytes),
-        *(f"{share_of(part, whole):.0%}" for part in shares),
-        "-" if cpu is None else f"{share_of(cpu, whole):.0%}",
+        *(f"{ratio(part, whole):.0%}" for part in shares),
+        "-" if cpu is None else f"{ratio(cpu, whole):.0%}",
         "-" if worker.rss_bytes is None else size(worker.rss_bytes),
     )

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from enqueuer import arguments
-from enqueuer.adapters.loading import Ahead, mapped
+from enqueuer.adapters.loading import PrefetchLoader, tree_map
 from enqueuer.adapters.pinning import PINS, Cuda, Driver, Pins, StagingPool, beside_captures
 from enqueuer.adapters.ranks import Ranks
 from enqueuer.adapters.torch.loader import as_tensors
@@ -45,7 +45,7 @@ _MOST_COPYING = 2  # batches whose copies are not known to be done: one runs, th
 _NOT_QUEUED = 2  # batches beside those in the queue: one in the thread's hand, one in the loop's
 
 
-class CudaDataLoader(Ahead[Any]):
+class CudaDataLoader(PrefetchLoader[Any]):
     """A loader whose batches are on the GPU already when the loop asks for them.
 
     A thread takes batches from `loader`, and copies their tensors and arrays to the GPU on a
@@ -245,7 +245,7 @@ class CudaDevice:
                 leaf.record_stream(current)
             return leaf
 
-        mapped(record, batch)
+        tree_map(record, batch)
 
 
 def _event_of(stream: Any) -> Event:
@@ -401,7 +401,7 @@ class _Transfer:
                 return leaf
 
             try:
-                moved = mapped(move, as_tensors(batch))
+                moved = tree_map(move, as_tensors(batch))
             finally:  # copies that were queued go on, whatever is raised
                 event = self._device.record()
                 self._copying.append((event, held, buffers))
@@ -415,7 +415,7 @@ class _Transfer:
         self._used.append((copied.number - 1, device.reached()))
         if not copied.is_moved:
             # What other classes hold is not known, so it is made on the loop's own stream.
-            batch = mapped(
+            batch = tree_map(
                 lambda leaf: _moved(leaf, device.device) if _is_late(leaf) else leaf, batch
             )
         if self._transform is not None:

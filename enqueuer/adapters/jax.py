@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from enqueuer.adapters.loading import Ahead, mapped
+from enqueuer.adapters.loading import PrefetchLoader, tree_map
 from enqueuer.frameworks import framework
 
 __all__ = ["JaxLoader"]
@@ -19,7 +19,7 @@ __all__ = ["JaxLoader"]
 jax: Any = framework("jax", "jax", "0.4.26")
 
 
-class JaxLoader(Ahead[Any]):
+class JaxLoader(PrefetchLoader[Any]):
     """Batches as JAX arrays on a device, or dealt out over several, `queue_size` ahead.
 
     Numpy arrays and numpy scalars become JAX arrays; as JAX has it, 64-bit types become 32-bit
@@ -72,7 +72,7 @@ def _put(sharding: Any, batch: Any) -> Any:
 
     def put(where: Any, part: Any) -> Any:
         # what JAX takes for a leaf may still be a nest, such as a dataclass it does not know
-        put_leaf = functools.partial(mapped, functools.partial(_put_one, where))
+        put_leaf = functools.partial(tree_map, functools.partial(_put_one, where))
         return jax.tree_util.tree_map(put_leaf, part)
 
     return jax.tree_util.tree_map(put, sharding, batch, is_leaf=lambda where: where is None)

@@ -1,7 +1,7 @@
 """What the adapters share: an enqueuer, or any other iterable, as a framework's loader.
 
     Loader:  loader -> convert -> the training loop
-    Ahead:   loader -> [a thread: change, up to queue_size batches] -> receive -> the loop
+    PrefetchLoader:   loader -> [a thread: change, up to queue_size batches] -> receive -> the loop
 
 Who starts an enqueuer stops it: one that does not run yet is started by the first iteration and
 stopped when its Loader is dropped; one that runs already is its owner's.
@@ -140,7 +140,7 @@ class Loader(Generic[Batch]):
             self._finalizer = Finalizer(self, _forget, weakref.ref(self._loader))
 
 
-class Ahead(Loader[Batch]):
+class PrefetchLoader(Loader[Batch]):
     """A loader that keeps changed batches ready, made by a thread of its own.
 
     After a `break` it does what `loader` does. An enqueuer goes on with the next batch, and so
@@ -406,26 +406,26 @@ def _forget(reference: weakref.ref[Any]) -> None:
         backends.forget(loader, STOP_S)
 
 
-def mapped(function: Callable[[Any], Any], nest: Any) -> Any:
+def tree_map(function: Callable[[Any], Any], nest: Any) -> Any:
     """Return a nest of the same build with `function` of each leaf.
 
     Mappings, tuples, named tuples, lists and dataclasses are gone into. An object that moves
     itself to a GPU is a leaf.
 
     Example:
-        >>> mapped(str, {"x": (1, 2), "y": [3]})
+        >>> tree_map(str, {"x": (1, 2), "y": [3]})
         {'x': ('1', '2'), 'y': ['3']}
     """
     if _moves_itself(nest):
         return function(nest)
     if isinstance(nest, Mapping):
-        return with_items(nest, {key: mapped(function, value) for key, value in nest.items()})
+        return with_items(nest, {key: tree_map(function, value) for key, value in nest.items()})
     if isinstance(nest, (tuple, list)):
-        values = (mapped(function, value) for value in nest)
+        values = (tree_map(function, value) for value in nest)
         return type(nest)(*values) if hasattr(nest, "_fields") else type(nest)(values)
     if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
         fields = [field.name for field in dataclasses.fields(nest) if field.init]
-        values_of = {name: mapped(function, getattr(nest, name)) for name in fields}
+        values_of = {name: tree_map(function, getattr(nest, name)) for name in fields}
         return dataclasses.replace(nest, **values_of)
     return function(nest)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from enqueuer.commands import Commands, reporting
 from enqueuer.errors import DataFileError
-from enqueuer.formats import duration, many, percent, printable, rate
+from enqueuer.formats import duration, percent, pluralize, printable, rate
 from enqueuer.report.page import page
 from enqueuer.report.reading import Recording, count, read
 
@@ -104,10 +104,10 @@ def _lines(recording: Recording) -> Iterator[str]:
         f"{percent(numbers.waiting)} waiting"
     )
     yield (
-        f"{many(numbers.errors, 'error')}, {numbers.skipped} skipped, "
-        f"{many(numbers.restarts, 'restart')}"
+        f"{pluralize(numbers.errors, 'error')}, {numbers.skipped} skipped, "
+        f"{pluralize(numbers.restarts, 'restart')}"
     )
     if recording.torn:
-        yield f"{many(recording.torn, 'event')} could not be read and left out"
+        yield f"{pluralize(recording.torn, 'event')} could not be read and left out"
     if recording.bottleneck:
         yield recording.bottleneck

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 
-from enqueuer.formats import duration, many, percent, printable, rate, size
+from enqueuer.formats import duration, percent, pluralize, printable, rate, size
 from enqueuer.report.reading import (
     Numbers,
     Recording,
@@ -100,7 +100,7 @@ def page(recording: Recording) -> str:
 def _head(recording: Recording, name: str) -> Iterator[str]:
     about = recording.about
     told = [
-        f"{many(about.get('workers', 0), 'worker')} ({about.get('backend')})",
+        f"{pluralize(about.get('workers', 0), 'worker')} ({about.get('backend')})",
         f"max_queue_size={about.get('max_queue_size')}",
         f"{about.get('cpus')} CPUs",
     ]

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from enqueuer.errors import DataFileError
-from enqueuer.formats import many, printable, share_of
+from enqueuer.formats import pluralize, printable, ratio
 from enqueuer.trace import HEAD
 
 _WORKER = re.compile(r"worker (\d{1,9})\b")
@@ -490,7 +490,7 @@ def _words(name: str, args: dict[str, Any]) -> str:
         case "restart":
             return f"a worker was replaced (restart {told.get('restarts')})"
         case "reconfigured":
-            return f"from here on {many(_number(args.get('workers', 0)), 'worker')}"
+            return f"from here on {pluralize(_number(args.get('workers', 0)), 'worker')}"
         case _:
             return "the file was as large as it may be; nothing more was recorded"
 
@@ -519,14 +519,14 @@ def count(recording: Recording) -> Numbers:
     return Numbers(
         items=recording.items,
         seconds=seconds,
-        items_per_second=1e6 * share_of(later, waited + worked),
+        items_per_second=1e6 * ratio(later, waited + worked),
         first_batch=None if first is None else (first - start) / 1e6,
         waited=waited / 1e6,
-        waited_share=share_of(waited, waited + worked),
+        waited_share=ratio(waited, waited + worked),
         percentiles={p: percentile(recording.waits, p) / 1e6 for p in (50, 90, 99)},
-        making=share_of(by_kind["make"], sum(by_kind.values())),
-        sending=share_of(by_kind["send"], sum(by_kind.values())),
-        waiting=share_of(by_kind["wait"], sum(by_kind.values())),
+        making=ratio(by_kind["make"], sum(by_kind.values())),
+        sending=ratio(by_kind["send"], sum(by_kind.values())),
+        waiting=ratio(by_kind["wait"], sum(by_kind.values())),
         errors=recording.counts["error"],
         skipped=recording.counts["skipped"],
         restarts=recording.counts["restart"],

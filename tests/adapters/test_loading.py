@@ -18,7 +18,7 @@ import pytest
 from helpers import LIMIT, counting, twelve, wait_until
 
 from enqueuer import FrameworkUnavailable, GeneratorEnqueuer, InvalidState, OrderedEnqueuer
-from enqueuer.adapters.loading import Ahead, Loader, mapped
+from enqueuer.adapters.loading import Loader, PrefetchLoader, tree_map
 from enqueuer.frameworks import framework
 
 
@@ -29,7 +29,7 @@ class Plain(Loader):
         return batch
 
 
-class Later(Ahead):
+class Later(PrefetchLoader):
     """A loader that works ahead and changes nothing."""
 
     def __init__(self, loader, queue_size=2, steps_per_epoch=None, change=lambda batch: batch):
@@ -465,7 +465,7 @@ class Pair:
 
 def test_a_nest_keeps_its_build():
     nest = {"p": Point(1, (2, [3])), "d": Pair(4, [5]), "e": defaultdict(list, k=6), "n": ()}
-    twin = mapped(lambda leaf: -leaf, nest)
+    twin = tree_map(lambda leaf: -leaf, nest)
     assert twin == {
         "p": Point(-1, (-2, [-3])),
         "d": Pair(-4, [-5]),
@@ -488,7 +488,7 @@ class Movable(tuple):
 @pytest.mark.parametrize("kind", [Labels, OrderedDict, UserDict, MappingProxyType])
 def test_every_mapping_is_gone_into_and_keeps_its_class(kind):
     nest = kind({"x": 1, "y": [2]})
-    twin = mapped(lambda leaf: -leaf, nest)
+    twin = tree_map(lambda leaf: -leaf, nest)
     assert type(twin) is kind
     assert dict(twin) == {"x": -1, "y": [-2]}
     assert dict(nest) == {"x": 1, "y": [2]}
@@ -497,7 +497,7 @@ def test_every_mapping_is_gone_into_and_keeps_its_class(kind):
 def test_a_tuple_that_moves_itself_is_a_leaf():
     """A PackedSequence, for example, cannot be made anew of its parts."""
     movable = Movable([1, 2])
-    assert mapped(lambda leaf: leaf, [movable])[0] is movable
+    assert tree_map(lambda leaf: leaf, [movable])[0] is movable
 
 
 def test_a_missing_framework_says_what_to_install():

@@ -9,9 +9,5 @@ In the workers of a DataLoader each has an enqueuer of its own, for its part of 
 
 from enqueuer.adapters.torch.datasets import EnqueuerIterableDataset, EnqueuerMapDataset
 from enqueuer.adapters.torch.loader import TorchLoader, as_tensors
-from enqueuer.adapters.torch.local import LocalLoader
 
 __all__ = ["EnqueuerIterableDataset", "EnqueuerMapDataset", "TorchLoader", "as_tensors"]
-
-# Earlier pickles of datasets name the class so.
-_Here = LocalLoader

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from enqueuer.adapters import pinning
-from enqueuer.adapters.loading import Loader, mapped
+from enqueuer.adapters.loading import Loader, tree_map
 from enqueuer.adapters.ranks import Ranks
 from enqueuer.base import BaseEnqueuer
 from enqueuer.errors import EnqueuerWarning
@@ -33,7 +33,7 @@ def as_tensors(batch: Any) -> Any:
         >>> as_tensors({"x": np.arange(3), "name": "a"})
         {'x': tensor([0, 1, 2]), 'name': 'a'}
     """
-    return mapped(_as_tensor, batch)
+    return tree_map(_as_tensor, batch)
 
 
 def _as_tensor(leaf: Any) -> Any:
@@ -113,7 +113,7 @@ class TorchLoader(Loader[Any]):
 
     def _convert(self, batch: Any) -> Any:
         tensors = as_tensors(batch)
-        return mapped(_pinned, tensors) if self._pin_memory else tensors
+        return tree_map(_pinned, tensors) if self._pin_memory else tensors
 
 
 def _pinned(leaf: Any) -> Any:
