@@ -3,8 +3,8 @@
     RoundRobin, AsTheyCome   for shards
     TaskOrder                for tasks, which are one shard of which anybody makes the items
 
-An order is asked `turn()`, is told `took(shard, number)` and `ended(shard)`, and is `done` when
-all shards have ended. The waiting is the backend's.
+An order is asked `turn()`, is told `ended(shard)`, and is `done` when all shards have ended. The
+backend waits, takes the items, and writes down which it has taken.
 """
 
 from __future__ import annotations
@@ -29,9 +29,6 @@ class Order(Protocol):
 
     def turn(self) -> int | None:
         """Return the shard to read next, or ANY."""
-
-    def took(self, shard: int, number: int, state: Any = None) -> None:
-        """Note that item `number` of `shard` was taken, after which its iterator's state was so."""
 
     def ended(self, shard: int, state: Any = None, number: int = 0) -> None:
         """Note that `shard` will give nothing more.
@@ -70,8 +67,9 @@ class Order(Protocol):
 class ShardOrder(ABC):
     """The shards that have not ended, the next item of each, and the last states of iterators.
 
-    Code that takes an item may write `numbers` and `last` itself. These two stores need no call,
-    so that no exception of a signal handler can strike between them and what it stores beside.
+    Code that takes an item calls `remember` if the item has a state, and then writes `numbers` and
+    `last` itself. These two stores need no call, so that no exception of a signal handler can
+    strike between them and what it stores beside.
 
     Attributes:
         numbers: Number of the next item of each shard.
@@ -94,12 +92,6 @@ class ShardOrder(ABC):
     @property
     def done(self) -> bool:
         return not self._open
-
-    def took(self, shard: int, number: int, state: Any = None) -> None:
-        if state is not None:
-            self.remember(shard, number, state)
-        self.numbers[shard] = number + 1
-        self.last = shard
 
     def remember(self, shard: int, number: int, state: Any) -> None:
         """Keep the state of an iterator after an item that is about to be taken."""
@@ -162,7 +154,7 @@ class RoundRobin(ShardOrder):
 
     Example:
         >>> order = RoundRobin(dict.fromkeys(range(3), Start()))
-        >>> for _ in range(2): order.took(order.turn(), 0)
+        >>> for shard in range(2): order.numbers[shard], order.last = 1, shard  # one was taken
         >>> order.turn()
         2
         >>> order.ended(2); order.ended(0); order.turn()
@@ -257,7 +249,7 @@ class TaskOrder:
         >>> order = TaskOrder(first=100, start=Start(2), done=(), ordered=True)
         >>> order.was_taken(101), order.was_taken(102)
         (True, False)
-        >>> order.took(0, 102); order.end_at(103); order.done
+        >>> order.taken[102] = None; order.end_at(103); order.done
         True
     """
 
@@ -266,8 +258,8 @@ class TaskOrder:
         self.ordered = ordered
         self.next = first + start.number  # all before it were taken
         self.items = 0  # that were taken, and not only passed over
-        # Numbers that were taken, until `next` has gone past them. Code that takes a result may
-        # write to it itself: that needs no call, see `ShardOrder`.
+        # Numbers that were taken, until `next` has gone past them. Code that takes a result writes
+        # to it itself: that needs no call, see `ShardOrder`.
         self.taken: dict[int, None] = dict.fromkeys(first + number for number in done)
         self._end: int | None = None
         self.ends: dict[int, Any] = {}
@@ -307,10 +299,6 @@ class TaskOrder:
 
     def turn(self) -> None:
         return ANY
-
-    def took(self, shard: int, number: int, state: Any = None) -> None:
-        self.taken[number] = None
-        self.advance()
 
     def ended(self, shard: int, state: Any = None, number: int = 0) -> None:
         raise AssertionError("tasks end with the reader")

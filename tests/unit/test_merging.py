@@ -13,6 +13,14 @@ def fresh(shards):
     return dict.fromkeys(shards, Start())
 
 
+def take(order, shard, number, state=None):
+    """Note that an item was taken, as the backends do."""
+    if state is not None:
+        order.remember(shard, number, state)
+    order.numbers[shard] = number + 1
+    order.last = shard
+
+
 LENGTHS = st.lists(st.integers(0, 5), max_size=6)
 
 
@@ -26,7 +34,7 @@ def test_round_robin_reads_by_round_and_shard(lengths):
         else:
             seen.append((numbers[shard], shard))
             numbers[shard] += 1
-            order.took(shard, numbers[shard] - 1)
+            take(order, shard, numbers[shard] - 1)
     assert seen == sorted((n, shard) for shard, size in enumerate(lengths) for n in range(size))
 
 
@@ -41,7 +49,7 @@ def test_a_workers_own_turns_are_those_of_the_whole(lengths, workers):
             if left[shard]:
                 left[shard] -= 1
                 seen.append(shard)
-                order.took(shard, 0)
+                take(order, shard, 0)
             else:
                 order.ended(shard)
         return seen
@@ -55,7 +63,7 @@ def test_a_workers_own_turns_are_those_of_the_whole(lengths, workers):
 def test_as_they_come_takes_any_until_all_have_ended():
     order = AsTheyCome(fresh(range(2)))
     assert order.turn() is ANY
-    order.took(1, 0)
+    take(order, 1, 0)
     order.ended(1)
     assert not order.done
     order.ended(0)
@@ -72,7 +80,7 @@ def test_the_rest_after_what_was_given_away_is_what_had_not_come(lengths, data):
             if numbers[shard] == lengths[shard]:
                 order.ended(shard)
             else:
-                order.took(shard, numbers[shard])
+                take(order, shard, numbers[shard])
                 yield Item(shard, numbers[shard], None)
                 numbers[shard] += 1
 
@@ -92,7 +100,7 @@ def test_the_rest_after_what_was_given_away_is_what_had_not_come(lengths, data):
 def test_the_state_of_the_last_item_given_away_is_the_one_that_is_told():
     order = RoundRobin(fresh([0]), recent=4)
     for number in range(9):
-        order.took(0, number, f"after {number}")
+        take(order, 0, number, f"after {number}")
     ready = [Item(0, number, None) for number in (6, 7, 8)]
     assert order.rest() == {0: Start(9, "after 8")}
     assert order.rest(ready) == {0: Start(6, "after 5")}
@@ -102,11 +110,11 @@ def test_a_state_may_be_behind_its_position():
     """Some items tell no state: what stands for one that failed, say."""
     order = RoundRobin({0: Start(5, "after 3", 1)}, recent=9)
     assert order.rest() == {0: Start(5, "after 3", 1)}
-    order.took(0, 5, None)
+    take(order, 0, 5, None)
     assert order.rest() == {0: Start(6, "after 3", 2)}
-    order.took(0, 6, "after 6")
+    take(order, 0, 6, "after 6")
     assert order.rest() == {0: Start(7, "after 6")}
-    order.took(0, 7, None)
+    take(order, 0, 7, None)
     assert order.rest() == {0: Start(8, "after 6", 1)}
     ready = [Item(0, number, None) for number in (6, 7)]
     assert order.rest(ready) == {0: Start(6, "after 3", 2)}
@@ -114,8 +122,8 @@ def test_a_state_may_be_behind_its_position():
 
 def test_before_the_first_state_a_shard_is_run_from_its_start():
     order = RoundRobin(fresh([0]), recent=9)
-    order.took(0, 0, None)
-    order.took(0, 1, "after 1")
+    take(order, 0, 0, None)
+    take(order, 0, 1, "after 1")
     assert order.rest([Item(0, 1, None)]) == {0: Start(1)}
     assert order.rest() == {0: Start(2, "after 1")}
 
@@ -130,7 +138,7 @@ def dealt(lengths, shards):
         if number == lengths[shard]:
             order.ended(shard)
         else:
-            order.took(shard, number)
+            take(order, shard, number)
             taken.append((shard, number))
     return taken, order.is_even
 
