@@ -25,6 +25,8 @@ from enqueuer.errors import Closed
 
 T = TypeVar("T")
 
+UNBOUNDED = 1 << 62  # as `max_size`, where something else keeps the bound
+
 
 class Buffer(Generic[T]):
     """A bounded, closable, thread-safe first-in first-out buffer.
@@ -114,14 +116,10 @@ class Buffer(Generic[T]):
         """
         end = None if timeout is None else time.monotonic() + timeout
         while True:
-            is_late = not self._wait_for_item(end)
+            self._wait_for_item(end)
             with self._lock:
-                if self._items:
+                if self._items:  # else another thread has taken it
                     return self._get_locked()
-                if self._closed:
-                    raise Closed("the buffer is closed and empty")
-                if is_late:
-                    raise Empty
 
     def peek(self, timeout: float | None = None) -> T:
         """Return the oldest item and leave it there; wait while there is none.
@@ -135,14 +133,10 @@ class Buffer(Generic[T]):
         """
         end = None if timeout is None else time.monotonic() + timeout
         while True:
-            is_late = not self._wait_for_item(end)
+            self._wait_for_item(end)
             with self._lock:
-                if self._items:
+                if self._items:  # as in get()
                     return self._items[0][0]
-                if self._closed:
-                    raise Closed("the buffer is closed and empty")
-                if is_late:
-                    raise Empty
 
     def look(self) -> T | None:
         """Return the oldest item that is there now and leave it there; None if none is."""
@@ -235,17 +229,28 @@ class Buffer(Generic[T]):
             if not self._putters:
                 self._wake_getters_locked()
 
-    def _wait_for_item(self, end: float | None) -> bool:
-        """Wait until there is an item, or the buffer is closed; return False after `end`."""
-        if self._items or self._closed:
-            return True
+    def _wait_for_item(self, end: float | None) -> None:
+        """Wait until there is an item.
+
+        Raises:
+            Closed: The buffer is closed and nothing is left in it.
+            queue.Empty: Nothing came until `end`.
+        """
+        if self._items:
+            return
         bell = threading.Lock()
         bell.acquire()
+        is_late = False
         try:
             while True:
                 with self._lock:
-                    if self._items or self._closed:
-                        return True
+                    if self._items:
+                        return
+                    if self._closed:
+                        raise Closed("the buffer is closed and empty")
+                    if is_late:
+                        del self._getters[bell]  # or put() would go beyond the bound for it
+                        raise Empty
                     self._getters[bell] = None
                     self._wake_putters_locked()
                     # Whoever waits in put() hands over now, so that get_nowait() finds its item.
@@ -253,8 +258,7 @@ class Buffer(Generic[T]):
                     if end is not None and not self._putters:
                         left = max(0.0, end - time.monotonic())
                 # Woken by put(), by close() and by the last putter that leaves.
-                if not bell.acquire(True, left):
-                    return False
+                is_late = not bell.acquire(True, left)
         finally:
             self._getters.pop(bell, None)  # in one step, and before anything can strike
 

@@ -15,7 +15,7 @@ from queue import Empty as NothingYet
 from enqueuer.backends import Job, WorkerThread, bunch_of, until
 from enqueuer.backends.reorder_buffer import Look, ReorderBuffer, Reordering
 from enqueuer.backends.threads import ThreadBackend, ThreadSender
-from enqueuer.buffer import Buffer
+from enqueuer.buffer import UNBOUNDED, Buffer
 from enqueuer.errors import Closed, StartError
 from enqueuer.merging import Order, TaskOrder
 from enqueuer.messages import End, Epoch, Failure, Item, Message, Ticket
@@ -25,7 +25,6 @@ from enqueuer.stats import WorkerStats
 from enqueuer.tracing import traced
 from enqueuer.worker import Plan, serve_tasks
 
-_UNBOUNDED = 1 << 62  # whoever hands out the tickets keeps the bound
 _GO_HOME = Ticket(-1, 0, ())  # whoever takes it is one too many
 
 
@@ -35,8 +34,9 @@ class TaskThreads(Reordering, ThreadBackend):
     def __init__(self, job: Job, waits: Waits) -> None:
         super().__init__(job, waits)
         self._bunch = bunch_of(job)
-        self._tickets: Buffer[Ticket] = Buffer(_UNBOUNDED)
-        self._results: Buffer[Message] = Buffer(_UNBOUNDED)
+        # The enqueuer keeps the bound: it hands out no more tickets than that.
+        self._tickets: Buffer[Ticket] = Buffer(UNBOUNDED)
+        self._results: Buffer[Message] = Buffer(UNBOUNDED)
         self._reorder_buffer = ReorderBuffer(job.max_queue_bytes is not None)
         self._hands: list[_TaskSender] = []  # of those who work, and those who are about to leave
         self._staying = job.workers

@@ -30,7 +30,7 @@ from enqueuer.backends import (
     split_bound,
     until,
 )
-from enqueuer.buffer import Buffer
+from enqueuer.buffer import UNBOUNDED, Buffer
 from enqueuer.duplicates import checksum
 from enqueuer.errors import Closed, OverwrittenDataWarning, StartError, StopWarning
 from enqueuer.merging import Order, ShardOrder
@@ -54,9 +54,6 @@ from enqueuer.worker import Plan, serve
 _WATCHED = 16  # first items of a worker, each of which is weighed and may turn out to be reused
 _WEIGHED_EVERY = 64  # of so many items; to look at each would take longer than to send it
 
-# Of orders: an order that is given again, after an interrupt, must not wait for room.
-_UNBOUNDED = 1 << 62
-
 T = TypeVar("T")
 
 
@@ -74,7 +71,8 @@ class ThreadBackend:
         self._measured = job.max_queue_bytes is not None
         self._trace = job.trace
         self._buffers = _buffers(job, len(self._plans))
-        self._orders: list[Buffer[Epoch]] = [Buffer(_UNBOUNDED) for _ in self._plans]
+        # Unbounded, as an order that is given again after an interrupt must not wait for room.
+        self._orders: list[Buffer[Epoch]] = [Buffer(UNBOUNDED) for _ in self._plans]
         self._senders: list[ThreadSender] = []
         self._threads: list[threading.Thread] = []
         self._ending: tuple[Buffer[Message], End, Order] | None = None  # see _note_end
