@@ -141,7 +141,7 @@ def seconds(name: str, value: float) -> float:
     return min(float(value), threading.TIMEOUT_MAX / 2)
 
 
-def patience(name: str, value: float | None) -> float | None:
+def wait_limit(name: str, value: float | None) -> float | None:
     """Return how long to wait at most; raise TypeError or ValueError unless None or a time > 0."""
     if value is None:
         return None

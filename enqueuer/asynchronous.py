@@ -3,7 +3,7 @@
     the task:    poll() --> a batch
                    | ^
       nothing yet  v |
-                  Bell <-- call_soon_threadsafe -- one thread an enqueuer: watch(), and it ends
+                  Notifier <-- call_soon_threadsafe -- one thread an enqueuer: watch(), and it ends
 
 The thread waits and takes nothing: batches are taken by the thread of the event loop, with no
 `await` between taking one and returning it. So a task that is cancelled loses none. It is not
@@ -52,7 +52,7 @@ class Polled(Protocol[BatchOut]):
         """
 
 
-class Bell:
+class Notifier:
     """What wakes the tasks that wait for an enqueuer; they may be of several event loops."""
 
     def __init__(self) -> None:
@@ -92,9 +92,9 @@ class Bell:
 class Batches(AsyncIterator[Batch]):
     """An asynchronous iterator over one epoch of an enqueuer, which it keeps alive."""
 
-    def __init__(self, enqueuer: Polled[Batch], bell: Bell) -> None:
+    def __init__(self, enqueuer: Polled[Batch], notifier: Notifier) -> None:
         self._enqueuer = enqueuer
-        self._bell = bell
+        self._notifier = notifier
         # as it is now: tasks that begin at once share an epoch, however short it is
         self._ready = enqueuer._ready
         self._has_begun = enqueuer._has_begun()
@@ -107,7 +107,7 @@ class Batches(AsyncIterator[Batch]):
             self._ready = await in_thread(functools.partial(self._enqueuer._join, self._ready))
             self._has_begun = True
         while not (polled := self._enqueuer._poll(self._ready)):
-            if not await self._bell.wait(self._enqueuer._watcher()):
+            if not await self._notifier.wait(self._enqueuer._watcher()):
                 raise StopAsyncIteration
         return polled[0]
 

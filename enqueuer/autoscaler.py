@@ -39,7 +39,7 @@ class Autoscaler:
         workers: How many there are at first.
         most: How many there may be.
         shards: How many shards they share; None of tasks, which any number can share.
-        patience_s: For how long the loop waits for a batch before something is said, or raised;
+        longest_wait_s: For how long the loop waits for a batch before something is said, or raised;
             a change takes at most half of it. None: for ever.
 
     Attributes:
@@ -54,7 +54,7 @@ class Autoscaler:
         workers: int,
         most: int,
         shards: int | None = None,
-        patience_s: float | None = None,
+        longest_wait_s: float | None = None,
     ) -> None:
         self.due_s = 0.0
         self.reason = ""
@@ -62,7 +62,9 @@ class Autoscaler:
         self.waiting_share = 0.0
         self._workers = workers
         self._shards = shards
-        self._most_cost_s = min(MOST_COST_S, math.inf if patience_s is None else patience_s / 2)
+        self._most_cost_s = min(
+            MOST_COST_S, math.inf if longest_wait_s is None else longest_wait_s / 2
+        )
         self._most_ever = self._as_fast_as(most)
         self._window_s = WINDOW_S
         self._arrived: Stats | None = None  # since then there are so many workers

@@ -40,12 +40,12 @@ from enqueuer.finalizers import Finalizer
 from enqueuer.formats import size
 from enqueuer.merging import Order, RoundRobin
 from enqueuer.messages import Epoch, Failure, Item, Start
-from enqueuer.meters import Waits, clock, top_of
+from enqueuer.meters import LoopMeter, clock, top_of
 from enqueuer.progress import Progress, Shown, bar_class
 from enqueuer.replaying import Origin, origin_of
 from enqueuer.shards import fresh_seed
 from enqueuer.sources import Source
-from enqueuer.stalls import DeadlineExpired, Patience, Wait, level_of_user
+from enqueuer.stalls import DeadlineExpired, Wait, WaitLimits, level_of_user
 from enqueuer.stats import Stats
 from enqueuer.stats_callbacks import StatsCallbacks
 from enqueuer.tasks import TaskSource
@@ -135,9 +135,9 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         self._rank, self._world_size = arguments.rank(rank, world_size)
         self._drop_last = bool(drop_last)
         self._progress = arguments.progress(progress)
-        self._stall_timeout = arguments.patience("stall_timeout", stall_timeout)
-        self._timeout = arguments.patience("timeout", timeout)
-        self._patience = Patience(self._stall_timeout, self._timeout)
+        self._stall_timeout = arguments.wait_limit("stall_timeout", stall_timeout)
+        self._timeout = arguments.wait_limit("timeout", timeout)
+        self._wait_limits = WaitLimits(self._stall_timeout, self._timeout)
         self._trace_path = arguments.path("trace", trace)
         self._trace: Trace | None = None
         self._record_as(self._rank, self._world_size)
@@ -160,7 +160,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         self._resumed = False  # whether that was loaded
         self._at_rest_in: dict[str, Any] | None = None  # the identity then; None: as now
         self._restarts = 0  # of backends that are gone
-        self._waits = Waits()
+        self._loop_meter = LoopMeter()
         self._taken_before = 0  # this epoch, since the start
         self._final: Stats | None = None  # of a run that was ended
         self._callbacks = StatsCallbacks()
@@ -173,7 +173,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         # Started workers that are about to take over, and how many they are.
         self._successor: tuple[Backend, int] | None = None
         self._changed = threading.Condition(self._lock)
-        self._bell: Any = None  # of event loops, if there are some
+        self._notifier: Any = None  # of event loops, if there are some
         self.queue: Queue[Batch] = Queue(self)
 
     # --- life cycle ---
@@ -248,7 +248,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             if not self._resumed:
                 self._rewind()
             self._end_workers(STOP_S)  # of a stop() that was interrupted
-            self._waits = Waits()
+            self._loop_meter = LoopMeter()
             before = self._backend, self._final
             with interrupts.held():
                 backend = self._start_backend(self._job())
@@ -291,7 +291,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             return
         final = None
         try:
-            final = self._last_stats()  # before the workers go home
+            final = self._last_stats()  # before the workers exit
         finally:
             self._stop(seconds, final)
 
@@ -413,7 +413,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             if old is not None and successor is not None:
                 self._backend, self._workers = successor
                 self._restarts += old.restarts
-                self._waits.by_worker = {}
+                self._loop_meter.by_worker = {}
                 self._hand_over(old, self._backend)
                 self._tell_of_change()
         finally:
@@ -458,7 +458,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         """
         if self._final is not None:
             return self._final
-        backend, waits = self._backend, self._waits
+        backend, waits = self._backend, self._loop_meter
         now, first, since, ended = clock(), waits.first, waits.since, waits.ended
         waiting = now - since if since else 0  # just now
         waited = waits.waited + (waiting if first else 0)
@@ -543,7 +543,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
     def _autoscaler_for(self, most: int, shards: int | None) -> Autoscaler:
         from enqueuer.autoscaler import Autoscaler  # only here: most runs need none
 
-        return Autoscaler(self._workers, most, shards, self._patience.first_s)
+        return Autoscaler(self._workers, most, shards, self._wait_limits.first_s)
 
     def _most_workers(self) -> int:
         if self._max_workers is not None:
@@ -557,7 +557,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
 
     def _retune(self, between_epochs: bool = False) -> None:
         """Add or retire workers if that is better, and due. Lock held, by who may wait."""
-        autoscaler, waits = self._autoscaler, self._waits
+        autoscaler, waits = self._autoscaler, self._loop_meter
         if autoscaler is None or (
             clock() < waits.began + 1e9 * autoscaler.due_s and not between_epochs
         ):
@@ -763,7 +763,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
     def _steps(self) -> tuple[int, int | None]:
         """Return how many batches of the epoch were given away, and how many it has, if known."""
         with self._lock:
-            return self._waits.taken - len(self._ready) - self._taken_before, None
+            return self._loop_meter.taken - len(self._ready) - self._taken_before, None
 
     def __aiter__(self) -> AsyncIterator[Batch]:
         """Iterate as `iter()` does, with `async for`, and without blocking the event loop.
@@ -788,9 +788,9 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             self._check_started("iterate over it")
         from enqueuer import asynchronous  # only here, as in __aenter__
 
-        if self._bell is None:
-            self._bell = asynchronous.Bell()
-        return asynchronous.Batches(self, self._bell)
+        if self._notifier is None:
+            self._notifier = asynchronous.Notifier()
+        return asynchronous.Batches(self, self._notifier)
 
     def get(self) -> Iterator[Batch]:
         """Return an iterator over the rest of the running epoch, as Keras does.
@@ -1022,13 +1022,13 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             on_error=self._on_error,
             max_restarts=self._max_restarts,
             may_grow=self._is_auto,
-            patience_s=self._patience.first_s,
+            longest_wait_s=self._wait_limits.first_s,
             cluster=self._cluster,
         )
 
     def _start_backend(self, job: Job) -> Backend:
         load = backends.load if self._trace is None else self._trace.load
-        backend = load(self._backend_name, job, self._waits)
+        backend = load(self._backend_name, job, self._loop_meter)
         # Before it is started: if that is interrupted, and the clean-up as well, stop() ends it.
         self._own(backend)
         try:
@@ -1092,8 +1092,8 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         order = self._order_of(epoch)
         ready = deque[Item]() if self._trace is None else self._trace.ready()
         is_whole = goes_on or epoch.starts is None
-        self._waits.go_on()
-        taken = self._waits.taken
+        self._loop_meter.go_on()
+        taken = self._loop_meter.taken
         if self._autoscaler is not None:
             self._epoch_began = self.stats()
         self._failures.begin_epoch()
@@ -1189,7 +1189,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         """Begin the next epoch if this one is over, and the enqueuer is not stopped. Lock held."""
         while self._over and self._state is State.RUNNING:
             try:
-                self._waits.go_on()
+                self._loop_meter.go_on()
                 if retune:
                     self._retune(between_epochs=True)
                 self._begin(self._next_epoch(), goes_on=True)
@@ -1264,24 +1264,24 @@ class BaseEnqueuer(ABC, Generic[Batch]):
                     raise
                 is_late = True
             finally:
-                if self._waits.since:
-                    self._waits.resume()
+                if self._loop_meter.since:
+                    self._loop_meter.resume()
             if is_late:
                 # Not in the handler, or BatchTimeout would have `DeadlineExpired` as its context.
-                long_wait = long_wait or Wait(self._patience, self._patience.first_s or 0.0)
+                long_wait = long_wait or Wait(self._wait_limits, self._wait_limits.first_s or 0.0)
                 long_wait.cut(self._backend, self._order, self._epoch)
                 until = long_wait.until
                 continue
             if failure is not None and until is None:  # if it is skipped, the wait goes on
-                long_wait = Wait(self._patience, 0.0)
+                long_wait = Wait(self._wait_limits, 0.0)
                 until = long_wait.until
             if self._found(failure) and deadline is None:
                 self._retune()
         is_over = not self._ready and self._failure is None
         if is_over and not self._over:
-            self._waits.rest()
+            self._loop_meter.rest()
             self._ended()
-            if self._waits.taken == self._taken_before:
+            if self._loop_meter.taken == self._taken_before:
                 self._tell_of_empty_epoch()
         self._over = is_over  # at last: if an exception strikes before, all of it is done again
         return not is_over
@@ -1295,7 +1295,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             return False  # another consumer waits, and will notice
         try:
             assert self._backend is not None
-            if self._waits.since:
+            if self._loop_meter.since:
                 return False  # likewise, if this thread does, and a signal handler asks
             while not self._knows_next():
                 self._backend.acknowledge()
@@ -1305,8 +1305,8 @@ class BaseEnqueuer(ABC, Generic[Batch]):
                 try:
                     failure = self._backend.wait(self._order, time.monotonic())
                 finally:
-                    if self._waits.since:
-                        self._waits.resume()
+                    if self._loop_meter.since:
+                        self._loop_meter.resume()
                 if failure is None and not self._order.done:
                     return True  # an item that has just come
                 self._found(failure)
@@ -1334,7 +1334,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
             self._backend.pass_over()
         elif not self._order.done:
             self._ready.extend(self._backend.take(self._order))
-            waits = self._waits
+            waits = self._loop_meter
             waits.left -= len(self._ready)
             if waits.left <= 0:  # that is every few milliseconds, or at each batch
                 waits.sample(self._waiting() - 1)  # without the one that is about to be given
@@ -1350,7 +1350,7 @@ class BaseEnqueuer(ABC, Generic[Batch]):
         """Raise a failure, each time an exception of its own. Lock held."""
         assert self._backend is not None
         self._move(State.FAILED)
-        self._waits.rest()
+        self._loop_meter.rest()
         where, origin = self._where(failure), functools.partial(self._replayable, failure)
         error, next_error = self._failures.error_of(failure, where, origin)
         self._failure = dataclasses.replace(failure, error=next_error)
@@ -1405,7 +1405,7 @@ class Queue(Generic[Batch]):
         if not enqueuer.is_running() or not enqueuer._lock.acquire(blocking=False):
             return True  # if another consumer waits for the next batch, there is none
         try:
-            if enqueuer._waits.since:
+            if enqueuer._loop_meter.since:
                 return True  # likewise, if this thread does, and a signal handler asks
             return not enqueuer._peek(time.monotonic())
         except DeadlineExpired:
@@ -1550,15 +1550,15 @@ def _watch(reference: weakref.ref[BaseEnqueuer[Any]]) -> bool:
     if enqueuer is None:
         return False
     with enqueuer._lock:
-        backend, order, waits = enqueuer._backend, enqueuer._order, enqueuer._waits
+        backend, order, waits = enqueuer._backend, enqueuer._order, enqueuer._loop_meter
         if enqueuer._knows_next() or enqueuer._is_idle() or backend is None:
             return True
-        patience, epoch = enqueuer._patience, enqueuer._epoch
+        limits, epoch = enqueuer._wait_limits, enqueuer._epoch
         try:
             backend.acknowledge()
             enqueuer._feed()
             del enqueuer
-            failure = _wait_patiently(backend, order, patience, epoch)
+            failure = _wait_within(backend, order, limits, epoch)
         except Closed:
             enqueuer = reference()
             if enqueuer is None or enqueuer._successor is None:
@@ -1574,14 +1574,12 @@ def _watch(reference: weakref.ref[BaseEnqueuer[Any]]) -> bool:
     return True
 
 
-def _wait_patiently(
-    backend: Backend, order: Order, patience: Patience, epoch: int
-) -> Failure | None:
+def _wait_within(backend: Backend, order: Order, limits: WaitLimits, epoch: int) -> Failure | None:
     """Wait as `_peek` does for whoever has no deadline."""
     try:
         return backend.wait(order, None)
     except DeadlineExpired:
-        wait = Wait(patience, patience.first_s or 0.0)
+        wait = Wait(limits, limits.first_s or 0.0)
     while True:
         wait.cut(backend, order, epoch)
         with contextlib.suppress(DeadlineExpired):

@@ -238,8 +238,8 @@ class Buffer(Generic[T]):
         """
         if self._items:
             return
-        bell = threading.Lock()
-        bell.acquire()
+        wake_up = threading.Lock()
+        wake_up.acquire()
         is_late = False
         try:
             while True:
@@ -249,23 +249,23 @@ class Buffer(Generic[T]):
                     if self._closed:
                         raise Closed("the buffer is closed and empty")
                     if is_late:
-                        del self._getters[bell]  # or put() would go beyond the bound for it
+                        del self._getters[wake_up]  # or put() would go beyond the bound for it
                         raise Empty
-                    self._getters[bell] = None
+                    self._getters[wake_up] = None
                     self._wake_putters_locked()
                     # Whoever waits in put() hands over now, so that get_nowait() finds its item.
                     left = -1.0
                     if end is not None and not self._putters:
                         left = max(0.0, end - time.monotonic())
                 # Woken by put(), by close() and by the last putter that leaves.
-                is_late = not bell.acquire(True, left)
+                is_late = not wake_up.acquire(True, left)
         finally:
-            self._getters.pop(bell, None)  # in one step, and before anything can strike
+            self._getters.pop(wake_up, None)  # in one step, and before anything can strike
 
     def _wake_getters_locked(self) -> None:
-        for bell in tuple(self._getters):
-            if bell.locked():
-                bell.release()
+        for wake_up in tuple(self._getters):
+            if wake_up.locked():
+                wake_up.release()
 
     def _wake_putters_locked(self) -> None:
         if not self._putters:

@@ -853,11 +853,11 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
         """Read on, and count it as a wait of the loop if it runs code of the user's."""
         if self._source.is_sequence:
             return reader.next()
-        self._waits.pause(None)
+        self._loop_meter.pause(None)
         try:
             return reader.next()
         finally:
-            self._waits.read()
+            self._loop_meter.read()
 
     def _fail(self, failure: Failure) -> None:
         """Let a task have failed that no worker can be given; nothing more is read."""

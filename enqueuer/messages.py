@@ -146,11 +146,11 @@ class Orders(Protocol):
     """Where a worker learns what to do next."""
 
     def next_epoch(self) -> Epoch | None:
-        """Wait for the next epoch; None means to go home."""
+        """Wait for the next epoch; None means to exit."""
 
 
 class Tickets(Protocol):
     """Where a worker takes its tasks from."""
 
     def next_ticket(self) -> Ticket | None:
-        """Wait for the next task; None means to go home."""
+        """Wait for the next task; None means to exit."""

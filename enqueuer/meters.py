@@ -1,7 +1,7 @@
 """What is measured while it runs: where a worker's time goes, and how long the loop waits.
 
     worker:    Meter, words of 8 bytes that only it writes and that the loop's process can read
-    consumer:  Waits, the waits of the loop and the fill of the queue
+    consumer:  LoopMeter, the waits of the loop and the fill of the queue
 
 An item that neither waits nor is waited for is not timed: a clock takes as long as a hundredth
 of sending a tiny item. Whoever has to wait looks at the clock, since that costs more anyway; what
@@ -69,7 +69,7 @@ class Meter:
             self.waited(since)
 
 
-class Waits:
+class LoopMeter:
     """The waits of the loop for its batches, and how many batches waited for the loop.
 
     One thread at a time writes it, any may read.

@@ -92,7 +92,7 @@ class Seen(Protocol):
         """Return what can be seen, within about a second."""
 
 
-class Patience(NamedTuple):
+class WaitLimits(NamedTuple):
     """How long the loop waits for a batch.
 
     Attributes:
@@ -100,8 +100,9 @@ class Patience(NamedTuple):
         most_s: Seconds until it gives up; None: for ever.
 
     Example:
-        >>> Patience(60.0, None).first_s, Patience(60.0, 5.0).first_s, Patience(None, None).first_s
-        (60.0, 5.0, None)
+        >>> limits = [WaitLimits(60.0, None), WaitLimits(60.0, 5.0), WaitLimits(None, None)]
+        >>> [limit.first_s for limit in limits]
+        [60.0, 5.0, None]
     """
 
     warn_s: float | None
@@ -117,18 +118,18 @@ class Wait:
     """A wait for one batch that has become long.
 
     Args:
-        patience: How long it may be.
+        limits: How long it may be.
         waited_s: How long it has been so far.
 
     Attributes:
         until: When it is to be cut next, by `time.monotonic()`; None: never.
     """
 
-    def __init__(self, patience: Patience, waited_s: float) -> None:
-        self._patience = patience
+    def __init__(self, limits: WaitLimits, waited_s: float) -> None:
+        self._limits = limits
         self._began = time.monotonic() - waited_s
         self._has_warned = False
-        first = patience.first_s
+        first = limits.first_s
         self.until = None if first is None else self._began + first
 
     def cut(self, backend: Seen, order: Order, epoch: int) -> None:
@@ -142,7 +143,7 @@ class Wait:
         Raises:
             BatchTimeout: That was all.
         """
-        warn, most = self._patience
+        warn, most = self._limits
         if warn is not None and not self._has_warned and (most is None or warn < most):
             self._has_warned = True
             # before it is said, since that may raise; and without a deadline it would be cut again

@@ -25,7 +25,7 @@ from enqueuer import backends
 from enqueuer.backends import Backend, BackendName, Job
 from enqueuer.merging import Order
 from enqueuer.messages import Empty, End, Epoch, Failure, Item, Sender, Ticket
-from enqueuer.meters import Waits
+from enqueuer.meters import LoopMeter
 from enqueuer.sizes import SAMPLED, size_of
 from enqueuer.tasks import TaskSource
 from enqueuer.trace import Lines, Place, Track, begin, full_text, text_of
@@ -86,7 +86,7 @@ class _Worker:
         self._ticket: Ticket | None = None
         self._since = _now()  # when the user's code began to run
         self._is_sending = False
-        self._waits: list[tuple[int, int]] = []  # while it sends
+        self._loop_meter: list[tuple[int, int]] = []  # while it sends
 
     def send_item(self, shard: int, number: int, value: object, state: Any = None) -> None:
         at, size = _now(), size_of(value, SAMPLED)
@@ -146,7 +146,7 @@ class _Worker:
     def waited(self, since: int) -> None:
         """Take note of a wait that is over. Called by the sender."""
         if self._is_sending:
-            self._waits.append((since, _now()))
+            self._loop_meter.append((since, _now()))
 
     def close(self) -> None:
         """Write what is left."""
@@ -164,9 +164,9 @@ class _Worker:
 
     def _tell_waits(self) -> None:
         """Tell of the waits within what was sent; after that, as its span is the outer one."""
-        for wait in self._waits:
+        for wait in self._loop_meter:
             self._track.span("wait", *wait, {"for": "room"})
-        self._waits.clear()
+        self._loop_meter.clear()
         self._is_sending = False
 
 
@@ -201,7 +201,7 @@ class Trace:
 
     # --- its life ---
 
-    def load(self, name: BackendName, job: Job, waits: Waits) -> Backend:
+    def load(self, name: BackendName, job: Job, loop_meter: LoopMeter) -> Backend:
         """Return a backend for a job that is recorded.
 
         Raises:
@@ -213,7 +213,7 @@ class Trace:
                 self._begin(name, job)
             self._users += 1
         try:
-            inner = backends.load(name, dataclasses.replace(job, trace=self._place), waits)
+            inner = backends.load(name, dataclasses.replace(job, trace=self._place), loop_meter)
         except BaseException:
             self.leave()
             raise

@@ -1,8 +1,8 @@
 """The loop that every worker runs, whatever runs the worker: shards -> items -> a sender.
 
-    serve: wait for an epoch -> run -> wait for the next one -> ... -> go home
+    serve: wait for an epoch -> run -> wait for the next one -> ... -> exit
     run:   one item of each shard in turn, until all have ended or one has failed
-    serve_tasks: take a ticket -> do it -> take the next one -> ... -> go home
+    serve_tasks: take a ticket -> do it -> take the next one -> ... -> exit
 
 The items leave in the order in which an ordered consumer reads them. This file knows no
 backend: the sender is a thread's buffer, a process's channel or, in a test, a list.

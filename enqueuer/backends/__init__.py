@@ -19,7 +19,7 @@ from typing import Any, Literal, NoReturn, Protocol, TypeVar
 from enqueuer.errors import InvalidState, StartError
 from enqueuer.merging import Order, TaskOrder
 from enqueuer.messages import Epoch, Failure, Item, Ticket
-from enqueuer.meters import Waits
+from enqueuer.meters import LoopMeter
 from enqueuer.sources import Source
 from enqueuer.stalls import WaitSnapshot
 from enqueuer.stats import WorkerStats
@@ -93,7 +93,7 @@ class Job:
         max_restarts: How many workers that died are replaced; not of threads.
         restarts: How many were replaced by an earlier backend, of these.
         may_grow: Whether there may be more workers later; tasks only.
-        patience_s: How long a wait without a deadline lasts at most; None: for ever.
+        longest_wait_s: How long a wait without a deadline lasts at most; None: for ever.
         trace: Where workers record what they do; None: nowhere.
         cluster: For Ray only.
     """
@@ -114,7 +114,7 @@ class Job:
     threads_per_worker: int | None = None
     restarts: int = 0
     may_grow: bool = False
-    patience_s: float | None = None
+    longest_wait_s: float | None = None
     trace: Place | None = None
     cluster: Cluster = Cluster()
 
@@ -164,7 +164,7 @@ class Backend(Protocol):
 
         Raises:
             DeadlineExpired: Nothing came until `deadline`, of `time.monotonic()`; without one, for
-                as long as the job's patience lasts.
+                the job's `longest_wait_s`.
             Closed: `close()` was called.
         """
 
@@ -209,7 +209,7 @@ class Backend(Protocol):
         """
 
     def close(self) -> None:
-        """Ask the workers to go home and wake whoever is in `wait()`; returns at once."""
+        """Ask the workers to exit and wake whoever is in `wait()`; returns at once."""
 
     def stop(self, timeout: float) -> None:
         """Close, then end the workers: ask, terminate, kill; within about `timeout` seconds."""
@@ -222,7 +222,7 @@ class TaskBackend(Backend, Protocol):
         """Let whichever worker is free do a task."""
 
     def resize(self, workers: int) -> None:
-        """Add workers, or let some go home; of a job that may grow.
+        """Add workers, or let some exit; of a job that may grow.
 
         Raises:
             StartError: One could not be started; there are as many as before, or a few more.
@@ -230,7 +230,7 @@ class TaskBackend(Backend, Protocol):
 
     @property
     def is_resizing(self) -> bool:
-        """Whether somebody who was sent home has not left yet."""
+        """Whether a worker that was told to exit still runs."""
 
     def fail(self, failure: Failure) -> None:
         """Let a task have failed that could not be read."""
@@ -260,8 +260,8 @@ def default_method() -> str:
     return "forkserver" if HAS_FORKSERVER else "spawn"
 
 
-def load(name: str, job: Job, waits: Waits | None = None) -> Backend:
-    """Return the backend called `name`, ready to start `job`; it tells `waits` of its waits.
+def load(name: str, job: Job, loop_meter: LoopMeter | None = None) -> Backend:
+    """Return the backend called `name`, ready to start `job`; it tells `loop_meter` of its waits.
 
     Raises:
         StartError: This system cannot run it.
@@ -269,7 +269,9 @@ def load(name: str, job: Job, waits: Waits | None = None) -> Backend:
     if name == "process" and not hasattr(os, "fork"):
         raise StartError("backend='process' needs a POSIX system; use backend='thread' here")
     module, kind = _CLASSES[name, isinstance(job.source, TaskSource)]
-    backend: Backend = getattr(importlib.import_module(module), kind)(job, waits or Waits())
+    backend: Backend = getattr(importlib.import_module(module), kind)(
+        job, loop_meter or LoopMeter()
+    )
     return backend
 
 
@@ -295,10 +297,10 @@ def forget(workers: Stoppable, timeout: float) -> None:
         helper.start()
 
 
-def until(deadline: float | None, patience_s: float | None) -> float | None:
-    """Return when a wait that is about to sleep is cut: at its deadline, or by the patience."""
-    if deadline is None and patience_s is not None:
-        return time.monotonic() + patience_s
+def until(deadline: float | None, longest_wait_s: float | None) -> float | None:
+    """Return when a wait that is about to sleep is cut: at its deadline, or the longest wait."""
+    if deadline is None and longest_wait_s is not None:
+        return time.monotonic() + longest_wait_s
     return deadline
 
 

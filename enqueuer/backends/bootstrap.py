@@ -68,7 +68,7 @@ class ParentEnvironment:
 
 
 @dataclass(frozen=True)
-class Setup:
+class WorkerConfig:
     """What all workers of an enqueuer are told, beside the source."""
 
     count: int
@@ -93,13 +93,13 @@ def main(sock_fd: int, lifeline_fd: int) -> None:
     """Be a worker that was spawned: the job comes over the channel."""
     packets = _begin(socket.socket(fileno=sock_fd), Descriptor(lifeline_fd))
     part, payload, ring, task_socket, stack = _receive_job(packets)
-    setup, pickled = pickle.loads(payload)
-    if setup.parent_environment is not None:
-        setup.parent_environment.apply()
-    os.environ.update(setup.thread_limits)
+    config, pickled = pickle.loads(payload)
+    if config.parent_environment is not None:
+        config.parent_environment.apply()
+    os.environ.update(config.thread_limits)
     native_threads.limit_loaded()
     channel = ItemSender(packets, ring, part.credit)
-    _work(channel, setup, part, lambda: pickle.loads(pickled), task_socket, stack)
+    _work(channel, config, part, lambda: pickle.loads(pickled), task_socket, stack)
     _leave()
 
 
@@ -107,7 +107,7 @@ def main_forked(
     sock: socket.socket,
     lifeline: Descriptor,
     ring: Ring,
-    setup: Setup,
+    config: WorkerConfig,
     loaded: native_threads.Loaded | None,
     part: Part,
     source: Source | TaskSource,
@@ -117,11 +117,11 @@ def main_forked(
 ) -> None:
     """Be a worker that was forked: everything is here."""
     packets = _begin(sock, lifeline)
-    os.environ.update(setup.thread_limits)
+    os.environ.update(config.thread_limits)
     if loaded is not None:
         loaded.limit()
     channel = ItemSender(packets, ring, part.credit)
-    _work(channel, setup, part, lambda: (source, on_error), task_socket, stack)
+    _work(channel, config, part, lambda: (source, on_error), task_socket, stack)
 
 
 def serve(fd: int, preload: Sequence[str] = ()) -> None:
@@ -216,7 +216,7 @@ def _receive_job(
 
 def _work(
     channel: ItemSender,
-    setup: Setup,
+    config: WorkerConfig,
     part: Part,
     load: Callable[[], tuple[Source | TaskSource, OnError]],
     task_socket: socket.socket | None,
@@ -230,8 +230,8 @@ def _work(
     arrays.make_in(channel.pool.make)
     if task_socket is not None:
         close_in_children(task_socket)
-    if setup.levels is not None:
-        logs.forward(channel.send_record, setup.levels)
+    if config.levels is not None:
+        logs.forward(channel.send_record, config.levels)
     try:
         source, on_error = load()
     except BaseException as error:
@@ -239,14 +239,14 @@ def _work(
     else:
         used = usage.of_process(os.getpid())
         channel.meter.begin(used.cpu_s or 0.0, used.starved_s or 0.0)
-        plan = worker.Plan(source, part.shards, setup.count, setup.random_seed, on_error)
+        plan = worker.Plan(source, part.shards, config.count, config.random_seed, on_error)
         if task_socket is None:
-            serve = traced(worker.serve, setup.trace, part.index)
+            serve = traced(worker.serve, config.trace, part.index)
             streams = GlobalStreams()
             after_import(FRAMEWORKS, streams.seed_imported)
             serve(plan, channel, channel, streams.enter)
         else:
-            serve = traced(worker.serve_tasks, setup.trace, part.index)
+            serve = traced(worker.serve_tasks, config.trace, part.index)
             seeds = TaskSeeds()
             after_import(FRAMEWORKS, seeds.seed_imported)
             serve(plan, _TaskSocket(channel, task_socket), channel, seeds.enter)

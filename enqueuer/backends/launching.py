@@ -223,7 +223,7 @@ class _Server:
         self._codes: dict[int, int] = {}
         self._errors: dict[int, int] = {}
         self._owner = 0
-        self._waits = 0  # of this thread, one within the other
+        self._loop_meter = 0  # of this thread, one within the other
 
     def fork(self, sock: socket.socket, lifeline: Descriptor) -> _Served:
         """Have a child forked that owns `sock` and `lifeline`.
@@ -286,7 +286,7 @@ class _Server:
     def _wait_locked(self, done: Callable[[], bool], timeout: float) -> None:
         """Read the server's words until `done`; raise EOFError or TimeoutError."""
         deadline = time.monotonic() + timeout
-        self._waits += 1
+        self._loop_meter += 1
         try:
             while not done():
                 if self._packets is None or self._sock is None or self._owner != os.getpid():
@@ -302,8 +302,8 @@ class _Server:
                 if not interrupts.interruptible(_readable, self._sock, left):
                     raise TimeoutError
         finally:
-            self._waits -= 1
-            if self._waits and self._packets is not None:
+            self._loop_meter -= 1
+            if self._loop_meter and self._packets is not None:
                 # A signal handler, or the garbage collector, has come to this wait from within
                 # another one, and its answer may have been read here. The answer to a request
                 # without descriptors, which asks for nothing, wakes that one.
@@ -361,7 +361,7 @@ class _Server:
     def renew(self) -> None:
         """In a forked child: forget the parent's server, and a lock that somebody may hold."""
         self._lock = threading.RLock()
-        self._waits = 0
+        self._loop_meter = 0
         self._leave_locked()
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import cloudpickle
 
-from enqueuer.backends.bootstrap import Setup
+from enqueuer.backends.bootstrap import WorkerConfig
 from enqueuer.errors import SourceNotPicklable
 from enqueuer.formats import an
 from enqueuer.sources import LiveSource, Source, name_of
@@ -29,16 +29,16 @@ _OTHERS = "backend='thread' or mp_context='fork'"
 
 
 def pickled_payload(
-    setup: Setup, source: Source | TaskSource, on_error: OnError, method: str
+    config: WorkerConfig, source: Source | TaskSource, on_error: OnError, method: str
 ) -> bytes:
-    """Return the pickle of `setup`, `source` and `on_error`.
+    """Return the pickle of `config`, `source` and `on_error`.
 
     Raises:
         SourceNotPicklable: One of these cannot be pickled; the message names the culprit.
     """
     # on its own, so that what fails to load in the worker is known to be the user's
     pickled = pickled_source(source, on_error, f"a process started by {method}", _OTHERS)
-    data: bytes = cloudpickle.dumps((setup, pickled), protocol=5)
+    data: bytes = cloudpickle.dumps((config, pickled), protocol=5)
     return data
 
 

@@ -27,7 +27,7 @@ from enqueuer.backends.watched import Watched
 from enqueuer.errors import Closed, StartError
 from enqueuer.merging import AsTheyCome, Order, TaskOrder
 from enqueuer.messages import End, Epoch, Failure, Item, Ticket
-from enqueuer.meters import Waits
+from enqueuer.meters import LoopMeter
 from enqueuer.stalls import DeadlineExpired, awaited_task
 from enqueuer.stats import WorkerStats
 from enqueuer.transport import task_queue
@@ -40,8 +40,8 @@ _ALL = 1 << 62
 class TaskProcesses(Reordering, ProcessBackend):
     """See `enqueuer.backends.TaskBackend`."""
 
-    def __init__(self, job: Job, waits: Waits) -> None:
-        super().__init__(job, waits)
+    def __init__(self, job: Job, loop_meter: LoopMeter) -> None:
+        super().__init__(job, loop_meter)
         self._reorder_buffer = ReorderBuffer(job.max_queue_bytes is not None)
         self._arrived: deque[Any] = deque()
         self._noted = AsTheyCome(
@@ -111,7 +111,7 @@ class TaskProcesses(Reordering, ProcessBackend):
         return worker
 
     def _part_with(self, leaver: Watched) -> None:
-        """Let others do what a worker that was sent home had left to do."""
+        """Let others do what a worker that was told to exit had left to do."""
         self._leaving.discard(leaver)
         for number in sorted(self._lost(leaver), reverse=True):
             self._reorder_buffer.begin_again(number)
@@ -182,8 +182,8 @@ class TaskProcesses(Reordering, ProcessBackend):
                 return None
             if expired:
                 raise DeadlineExpired("no batch in time")
-            self._waits.pause(None)
-            deadline = until(deadline, self._job.patience_s)
+            self._loop_meter.pause(None)
+            deadline = until(deadline, self._job.longest_wait_s)
             self._sleep(self._workers, False, deadline)
             expired = deadline is not None and time.monotonic() >= deadline
         return None

@@ -41,7 +41,7 @@ from enqueuer.backends import (
     stacks,
     until,
 )
-from enqueuer.backends.bootstrap import ParentEnvironment, Part, Setup, main_forked
+from enqueuer.backends.bootstrap import ParentEnvironment, Part, WorkerConfig, main_forked
 from enqueuer.backends.launching import launch
 from enqueuer.backends.payload import pickled_payload
 from enqueuer.backends.watched import (
@@ -55,7 +55,7 @@ from enqueuer.backends.watched import (
 from enqueuer.errors import Closed, StartError, StopWarning, WorkerDied
 from enqueuer.merging import ANY, Order, ShardOrder
 from enqueuer.messages import End, Epoch, Failure, Item
-from enqueuer.meters import Waits
+from enqueuer.meters import LoopMeter
 from enqueuer.stalls import DeadlineExpired, WaitSnapshot, WorkerSnapshot, awaited, first_for
 from enqueuer.stats import WorkerStats
 from enqueuer.transport.blocks import nameless_file, remove_names_of
@@ -74,9 +74,9 @@ _EXITCODE_S = 1.0  # between the end of a process and somebody's word on how it 
 class ProcessBackend:
     """See `enqueuer.backends.Backend`."""
 
-    def __init__(self, job: Job, waits: Waits) -> None:
+    def __init__(self, job: Job, loop_meter: LoopMeter) -> None:
         self._job = job
-        self._waits = waits
+        self._loop_meter = loop_meter
         self._plans = job.plans()
         self._owners = owners_of(self._plans)
         self._owner = os.getpid()
@@ -136,19 +136,21 @@ class ProcessBackend:
         job = self._job
         if job.start_method != "fork":
             # held: what a signal handler raised in there would be told as the source's error
-            data = pickled_payload(self._setup, job.source, job.on_error, job.start_method)
+            data = pickled_payload(self._config, job.source, job.on_error, job.start_method)
             interrupts.check()
             self._payload = Descriptor(nameless_file(data))
             self._resources.callback(self._payload.close)
 
     @functools.cached_property
-    def _setup(self) -> Setup:
+    def _config(self) -> WorkerConfig:
         """What all workers are told: once, as it takes a look at all loggers."""
         job = self._job
         levels = logs.Levels.of_this_process() if job.forward_logs is True else None
         fork = job.start_method == "fork"
         around = None if fork else ParentEnvironment.of_this_process()
-        return Setup(job.shards, job.random_seed, levels, around, job.trace, self._thread_limits)
+        return WorkerConfig(
+            job.shards, job.random_seed, levels, around, job.trace, self._thread_limits
+        )
 
     @functools.cached_property
     def _thread_limits(self) -> dict[str, str]:
@@ -172,7 +174,7 @@ class ProcessBackend:
 
     def _start_one(self, index: int) -> Watched:
         job, plan = self._job, self._plans[index]
-        part = Part(index, plan.shards, self._credit(index), job.patience_s is not None)
+        part = Part(index, plan.shards, self._credit(index), job.longest_wait_s is not None)
         with contextlib.ExitStack() as passing, contextlib.ExitStack() as undo:
             ours, its = pair()
             passing.callback(its.close)
@@ -198,7 +200,7 @@ class ProcessBackend:
                 its,
                 read,
                 ring,
-                self._setup,
+                self._config,
                 self._loaded,
                 part,
                 job.source,
@@ -273,8 +275,8 @@ class ProcessBackend:
                 continue
             if expired:
                 raise DeadlineExpired("no batch in time")
-            self._waits.pause(None if wanted is None else wanted.index)
-            deadline = until(deadline, self._job.patience_s)
+            self._loop_meter.pause(None if wanted is None else wanted.index)
+            deadline = until(deadline, self._job.longest_wait_s)
             watched = self._workers if wanted is None else [wanted]
             is_coming = self._ask_for(wanted)
             self._sleep(watched, is_coming, deadline)

@@ -60,7 +60,7 @@ from enqueuer.backends.ray_worker import (
 from enqueuer.errors import Closed, EnqueuerWarning, ItemNotLoadable, StopWarning, WorkerDied
 from enqueuer.merging import ANY, Order, ShardOrder
 from enqueuer.messages import End, Epoch, Failure, Item, Message
-from enqueuer.meters import Waits, clock
+from enqueuer.meters import LoopMeter, clock
 from enqueuer.stalls import DeadlineExpired, WaitSnapshot, WorkerSnapshot, awaited, first_for
 from enqueuer.stats import WorkerStats
 from enqueuer.transport.codec import decode, decode_error
@@ -153,9 +153,9 @@ class Actor:
 class RayBackend:
     """See `enqueuer.backends.Backend`."""
 
-    def __init__(self, job: Job, waits: Waits) -> None:
+    def __init__(self, job: Job, loop_meter: LoopMeter) -> None:
         self._job = job
-        self._waits = waits
+        self._loop_meter = loop_meter
         self._plans = job.plans()
         self._owners = owners_of(self._plans)
         self._quotas = split_bound(job.max_queue_size, len(self._plans))
@@ -431,8 +431,8 @@ class RayBackend:
                 if dead is None:
                     if expired:
                         raise DeadlineExpired("no batch in time")
-                    self._waits.pause(None if wanted is None else wanted.index)
-                    deadline = until(deadline, self._job.patience_s)
+                    self._loop_meter.pause(None if wanted is None else wanted.index)
+                    deadline = until(deadline, self._job.longest_wait_s)
                     self._ask_for(wanted)
                     if not self._records:
                         self._sleep(deadline)

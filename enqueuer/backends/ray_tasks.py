@@ -20,7 +20,7 @@ from enqueuer.backends.ray_worker import Credit
 from enqueuer.backends.reorder_buffer import Look, ReorderBuffer, Reordering
 from enqueuer.merging import Order, TaskOrder
 from enqueuer.messages import End, Epoch, Failure, Item, Message, Ticket
-from enqueuer.meters import Waits, clock
+from enqueuer.meters import LoopMeter, clock
 from enqueuer.stalls import awaited_task
 from enqueuer.stats import WorkerStats
 from enqueuer.transport import task_queue
@@ -64,8 +64,8 @@ class _Hand:
 class RayTasks(Reordering, RayBackend):
     """See `enqueuer.backends.TaskBackend`."""
 
-    def __init__(self, job: Job, waits: Waits) -> None:
-        super().__init__(job, waits)
+    def __init__(self, job: Job, loop_meter: LoopMeter) -> None:
+        super().__init__(job, loop_meter)
         self._reorder_buffer = ReorderBuffer(job.max_queue_bytes is not None)
         self._unsent: deque[tuple[int, bytes]] = deque()  # numbers and tickets
         self._hands: dict[Actor, _Hand] = {}

@@ -19,7 +19,7 @@ from enqueuer.buffer import UNBOUNDED, Buffer
 from enqueuer.errors import Closed, StartError
 from enqueuer.merging import Order, TaskOrder
 from enqueuer.messages import End, Epoch, Failure, Item, Message, Ticket
-from enqueuer.meters import WAITING, Waits
+from enqueuer.meters import WAITING, LoopMeter
 from enqueuer.stalls import DeadlineExpired, WaitSnapshot, awaited_task
 from enqueuer.stats import WorkerStats
 from enqueuer.tracing import traced
@@ -31,8 +31,8 @@ _GO_HOME = Ticket(-1, 0, ())  # whoever takes it is one too many
 class TaskThreads(Reordering, ThreadBackend):
     """See `enqueuer.backends.TaskBackend`."""
 
-    def __init__(self, job: Job, waits: Waits) -> None:
-        super().__init__(job, waits)
+    def __init__(self, job: Job, loop_meter: LoopMeter) -> None:
+        super().__init__(job, loop_meter)
         self._bunch = bunch_of(job)
         # The enqueuer keeps the bound: it hands out no more tickets than that.
         self._tickets: Buffer[Ticket] = Buffer(UNBOUNDED)
@@ -125,8 +125,8 @@ class TaskThreads(Reordering, ThreadBackend):
                 return None
             if order.done:
                 break
-            self._waits.pause(None)
-            deadline = until(deadline, self._patience_s)
+            self._loop_meter.pause(None)
+            deadline = until(deadline, self._longest_wait_s)
             timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
             if not self._fetch(timeout):
                 raise DeadlineExpired("no batch in time")

@@ -35,7 +35,7 @@ from enqueuer.duplicates import checksum
 from enqueuer.errors import Closed, OverwrittenDataWarning, StartError, StopWarning
 from enqueuer.merging import Order, ShardOrder
 from enqueuer.messages import Empty, End, Epoch, Failure, Item, Message
-from enqueuer.meters import BEGAN, BYTES, IDLE, WAITING, Meter, Waits, clock
+from enqueuer.meters import BEGAN, BYTES, IDLE, WAITING, LoopMeter, Meter, clock
 from enqueuer.sizes import SAMPLED, size_of
 from enqueuer.sources import LiveSource
 from enqueuer.stalls import (
@@ -60,13 +60,13 @@ T = TypeVar("T")
 class ThreadBackend:
     """See `enqueuer.backends.Backend`."""
 
-    def __init__(self, job: Job, waits: Waits) -> None:
+    def __init__(self, job: Job, loop_meter: LoopMeter) -> None:
         if isinstance(job.source, LiveSource) and job.shards > 1:
             raise AssertionError("a live iterator is one shard: threads cannot share it in order")
         self._plans = job.plans()
         self._owners = owners_of(self._plans)
-        self._waits = waits
-        self._patience_s = job.patience_s
+        self._loop_meter = loop_meter
+        self._longest_wait_s = job.longest_wait_s
         self._began = clock()
         self._measured = job.max_queue_bytes is not None
         self._trace = job.trace
@@ -122,8 +122,8 @@ class ThreadBackend:
             buffer = self._buffers[0 if worker is None else worker % len(self._buffers)]
             message = buffer.look()
             if message is None:
-                self._waits.pause(worker)
-                deadline = until(deadline, self._patience_s)
+                self._loop_meter.pause(worker)
+                deadline = until(deadline, self._longest_wait_s)
                 timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
                 try:
                     message = buffer.peek(timeout)
@@ -333,7 +333,7 @@ class ThreadSender:
         return self._get(self._orders, IDLE)
 
     def _get(self, buffer: Buffer[T], phase: int) -> T | None:
-        """Wait for what comes next from the consumer; None means to go home."""
+        """Wait for what comes next from the consumer; None means to exit."""
         meter = self.meter
         if not meter.words[BEGAN]:
             meter.begin()
@@ -378,7 +378,7 @@ def _warn_of(thread: threading.Thread, timeout: float) -> None:
     where = "".join(traceback.format_stack(frame)) if frame is not None else "  (unknown)\n"
     warnings.warn(
         f"{thread.name} did not end within {timeout:g} s and cannot be killed, as a thread; "
-        f"it goes home after its next batch. It is here:\n{where}",
+        f"it exits after its next batch. It is here:\n{where}",
         StopWarning,
         stacklevel=4,
     )

@@ -89,7 +89,7 @@ def page(recording: Recording) -> str:
         *_tiles(numbers),
         *_timeline(recording),
         *_fill(recording),
-        *_waits(recording, numbers),
+        *_loop_meter(recording, numbers),
         *_workers(recording),
         *_marks(recording),
         "</body></html>",
@@ -292,7 +292,7 @@ def _scale(most: float, top: int) -> Iterator[str]:
         yield f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{value:,.0f}</text>'
 
 
-def _waits(recording: Recording, numbers: Numbers) -> Iterator[str]:
+def _loop_meter(recording: Recording, numbers: Numbers) -> Iterator[str]:
     """Draw how many items were waited for how long, on a logarithmic scale."""
     if not recording.waits:
         return

@@ -153,7 +153,7 @@ class ItemReceiver:
         return claimed - 1
 
     def ask_to_stop(self) -> None:
-        """Tell the worker to go home."""
+        """Tell the worker to exit."""
         self._tell(Kind.STOP)
         self._packets.shutdown()
 

@@ -156,7 +156,7 @@ def test_the_cpus_alone_are_no_limit(options, monkeypatch, kind, most):
     given = []
 
     class Told(Given):
-        def __init__(self, workers, most, shards, patience_s):
+        def __init__(self, workers, most, shards, longest_wait_s):
             given.append(most)
 
     monkeypatch.setattr("enqueuer.usage.cpus", lambda: 2.0)
@@ -275,7 +275,7 @@ def test_a_stall_is_told_of_the_workers_in_the_statistics(monkeypatch):
     monkeypatch.setattr("enqueuer.autoscaler.Autoscaler", Given)
     with OrderedEnqueuer(range(100_000), sleepy_task, workers="auto") as enqueuer:
         loop = Loop(enqueuer, 0)
-        for Given.workers in (3, 2, 4, 1):  # who goes home is any of them
+        for Given.workers in (3, 2, 4, 1):  # who exits is any of them
             loop.run_until(lambda: len(enqueuer.stats().workers) == Given.workers)
             seen = enqueuer._backend.look(enqueuer._order).workers
             names = {worker.name for worker in enqueuer.stats().workers}
@@ -361,7 +361,7 @@ def test_a_worker_that_dies_meanwhile_is_replaced(erratic, tmp_path):
         max_restarts=1,
     ) as enqueuer:
         assert list(enqueuer) == list(range(200))
-        assert enqueuer.restart_count <= 1  # 0 if it was about to be sent home
+        assert enqueuer.restart_count <= 1  # 0 if it was about to be told to exit
 
 
 def test_an_error_comes_in_its_turn(options, erratic):

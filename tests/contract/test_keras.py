@@ -160,7 +160,7 @@ def test_the_size_is_told_while_another_thread_waits(tmp_path):
         assert enqueuer.queue.get() == (0, 0)
         waiting = threading.Thread(target=enqueuer.queue.get)
         waiting.start()
-        wait_until(lambda: enqueuer._waits.since)
+        wait_until(lambda: enqueuer._loop_meter.since)
         assert enqueuer.queue.qsize() == 0
         source.let_on()
         waiting.join(LIMIT)

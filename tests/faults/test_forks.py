@@ -85,7 +85,7 @@ def test_a_forked_child_is_told_even_if_a_thread_of_the_parent_waits(options, tm
         assert next(batches) == (0, 0)
         waiting = threading.Thread(target=next, args=(batches,))
         waiting.start()
-        wait_until(lambda: enqueuer._waits.since)
+        wait_until(lambda: enqueuer._loop_meter.since)
         assert in_a_child(lambda: next(batches)).startswith("InvalidState")
         assert in_a_child(enqueuer.stop) == "None"
         source.let_on()

@@ -24,6 +24,8 @@ INSTEAD = {
     r"came_home|tell_home": "release",
     r"sights?": "snapshot",
     r"surroundings": "parent environment",
+    r"(go|goes|sent) home": "exit",
+    r"bell": "notifier",
 }
 
 

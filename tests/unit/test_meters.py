@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from enqueuer import meters
-from enqueuer.meters import BEGAN, IDLE, WAITING, Meter, Waits, bucket_of, top_of
+from enqueuer.meters import BEGAN, IDLE, WAITING, LoopMeter, Meter, bucket_of, top_of
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_a_bucket_is_a_sixteenth_wide(nanoseconds):
 
 
 def test_the_wait_for_the_first_batch_is_apart(clock):
-    waits = Waits()
+    waits = LoopMeter()
     waits.pause(0)
     clock[0] += 500
     waits.resume()
@@ -49,7 +49,7 @@ def test_the_wait_for_the_first_batch_is_apart(clock):
 
 
 def test_a_pause_within_a_pause_is_one(clock):
-    waits = Waits()
+    waits = LoopMeter()
     waits.sample(0)
     waits.pause(1)
     clock[0] += 10
@@ -60,7 +60,7 @@ def test_a_pause_within_a_pause_is_one(clock):
 
 
 def test_what_was_taken_is_counted_whenever_samples_are_taken(clock):
-    waits = Waits()
+    waits = LoopMeter()
     taken = 0
     for bunch in [1, 3, 1, 7, 2] * 200:
         taken += bunch
@@ -72,7 +72,7 @@ def test_what_was_taken_is_counted_whenever_samples_are_taken(clock):
 
 
 def test_reading_is_waiting_and_known_apart(clock):
-    waits = Waits()
+    waits = LoopMeter()
     for nanoseconds in (500, 300, 2_000_000):
         waits.pause(None)
         clock[0] += nanoseconds
@@ -84,7 +84,7 @@ def test_reading_is_waiting_and_known_apart(clock):
 
 
 def test_between_epochs_the_loop_idles(clock):
-    waits = Waits()
+    waits = LoopMeter()
     waits.rest()
     clock[0] += 100
     waits.sample(0)  # that was before the first batch
@@ -99,7 +99,7 @@ def test_between_epochs_the_loop_idles(clock):
 
 
 def test_a_long_run_keeps_few_samples_spread_over_all_of_it(clock):
-    waits = Waits()
+    waits = LoopMeter()
     for number in range(20_000):
         clock[0] += 10_000_000
         waits.left -= 1
@@ -112,9 +112,9 @@ def test_a_long_run_keeps_few_samples_spread_over_all_of_it(clock):
     assert max(gaps) <= 3 * min(gaps)
 
 
-@pytest.mark.parametrize("end", [Waits.resume, Waits.read])
+@pytest.mark.parametrize("end", [LoopMeter.resume, LoopMeter.read])
 def test_after_a_long_wait_or_read_the_next_batch_is_looked_at(clock, end):
-    waits = Waits()
+    waits = LoopMeter()
     for _ in range(5000):  # very fast
         clock[0] += 100
         waits.left -= 1

@@ -11,8 +11,8 @@ from enqueuer import stalls
 from enqueuer.merging import AsTheyCome, RoundRobin, TaskOrder
 from enqueuer.messages import Start, Ticket
 from enqueuer.stalls import (
-    Patience,
     Wait,
+    WaitLimits,
     WaitSnapshot,
     WorkerSnapshot,
     awaited,
@@ -102,5 +102,5 @@ def test_a_thread_that_has_ended_has_no_stack():
 )
 def test_a_wait_is_cut_at_the_first_limit(monkeypatch, warn_s, most_s, waited_s, next_s):
     monkeypatch.setattr(stalls.time, "monotonic", lambda: 1000.0)
-    until = Wait(Patience(warn_s, most_s), waited_s).until
+    until = Wait(WaitLimits(warn_s, most_s), waited_s).until
     assert until == (None if next_s is None else 1000.0 + next_s)
