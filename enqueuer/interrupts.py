@@ -16,6 +16,7 @@ A step in any other thread needs nothing of this: no handler runs there.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import sys
@@ -31,10 +32,28 @@ Handler = Callable[[int, "FrameType | None"], Any]
 
 _SIGNALS = tuple(range(1, signal.NSIG))
 
+# Python has no getter for what `signal.siginterrupt` sets.
+_sigaction = getattr(ctypes.CDLL(None), "sigaction", None) if sys.platform == "linux" else None
+_SA_RESTART = 0x10000000
+
+
+class _SigAction(ctypes.Structure):
+    """The `struct sigaction` of glibc and musl."""
+
+    _fields_ = (
+        ("handler", ctypes.c_void_p),
+        ("mask", ctypes.c_char * 128),
+        ("flags", ctypes.c_int),
+        ("restorer", ctypes.c_void_p),
+    )
+
+
 # Only the main thread changes these.
 _is_held = False
 _handlers: dict[int, Handler] = {}  # the handlers that `_note` was put in the place of, ever
 _noted: dict[int, Handler] = {}  # what is still to be called, the earliest first
+# Replaced handlers after which system calls are restarted. `signal.signal` resets that.
+_restarting: set[int] = set()
 
 
 @contextlib.contextmanager
@@ -121,14 +140,30 @@ def _replace_handlers() -> None:
         handler = signal.getsignal(number)
         if callable(handler) and handler is not _note:
             _handlers[number] = handler
+            if _restarts(number):
+                _restarting.add(number)
             with contextlib.suppress(ValueError):  # Python does not take us for the main thread
                 signal.signal(number, _note)
+                if number in _restarting:
+                    signal.siginterrupt(number, False)
 
 
 def _put_handlers_back() -> None:
     for number, handler in list(_handlers.items()):  # a handler may come to `held()` meanwhile
         if signal.getsignal(number) is _note:
             signal.signal(number, handler)
+        if number in _restarting:
+            if signal.getsignal(number) is handler:  # else the user has set another one
+                signal.siginterrupt(number, False)
+            _restarting.discard(number)
+
+
+def _restarts(number: int) -> bool:
+    """Return whether system calls that a signal interrupts are restarted; False if unknown."""
+    action = _SigAction()
+    if _sigaction is None or _sigaction(number, None, ctypes.byref(action)):
+        return False
+    return bool(action.flags & _SA_RESTART)
 
 
 def _call_noted() -> None:

@@ -43,6 +43,27 @@ def test_a_block_is_not_interrupted(seen):
     assert seen == [signal.SIGUSR1]
 
 
+@pytest.mark.skipif(interrupts._sigaction is None, reason="only Linux tells")
+@pytest.mark.parametrize("interrupts_calls", [True, False])
+def test_what_siginterrupt_has_set_stays(seen, interrupts_calls):
+    signal.siginterrupt(signal.SIGUSR2, interrupts_calls)
+    assert interrupts._restarts(signal.SIGUSR2) is not interrupts_calls
+    with interrupts.held():
+        assert interrupts._restarts(signal.SIGUSR2) is not interrupts_calls
+        interrupts.check()
+    assert interrupts._restarts(signal.SIGUSR2) is not interrupts_calls
+    assert not interrupts._restarts(signal.SIGUSR1)
+
+
+def test_a_handler_that_is_set_in_a_block_has_its_own_siginterrupt(seen):
+    signal.siginterrupt(signal.SIGUSR2, False)
+    mine = signal.getsignal(signal.SIGUSR2)
+    with interrupts.held():
+        signal.signal(signal.SIGUSR2, lambda number, frame: None)
+    assert not interrupts._restarts(signal.SIGUSR2)
+    signal.signal(signal.SIGUSR2, mine)
+
+
 def test_signals_that_another_thread_takes_are_held_back_as_well(seen):
     thread = threading.Thread(target=signal.raise_signal, args=(signal.SIGUSR1,))
     with pytest.raises(Interrupt), interrupts.held():
@@ -164,6 +185,8 @@ def test_an_interrupt_anywhere_leaves_the_handlers_in_their_places(seen, monkeyp
     """Before the block, in it and after it."""
     few = (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)  # places, too
     monkeypatch.setattr(interrupts, "_SIGNALS", few)
+    signal.siginterrupt(signal.SIGUSR2, False)
+    restarts = interrupts._restarts(signal.SIGUSR2)  # False where nothing tells
     inside = []
 
     def act():
@@ -185,4 +208,5 @@ def test_an_interrupt_anywhere_leaves_the_handlers_in_their_places(seen, monkeyp
         assert not interrupts._noted
         handlers = map(signal.getsignal, signal.valid_signals())
         assert interrupts._note not in handlers, strike.where
+        assert interrupts._restarts(signal.SIGUSR2) == restarts, strike.where
     assert number > 50
