@@ -1,16 +1,16 @@
-"""Holding back what signal handlers raise, while a step must not be left half done.
+"""Holding signal handlers back, while a step must not be left half done.
 
-Python runs signal handlers in the main thread, between two bytecodes of whatever runs there. A
-handler that raises (Ctrl-C, an alarm, a test's time limit) ends a step anywhere: between starting
-a worker and keeping its process, for example. Blocking the signals does not help: another thread
-of the process takes them, and the handler still runs in the main thread. So the handlers
-themselves are replaced, all that are written in Python, by one that only notes the signal.
+Python runs signal handlers in the main thread, between two bytecodes of the running code. A
+handler that raises (Ctrl-C, an alarm, a test's time limit) can end a step anywhere: between
+starting a worker and keeping its process, for example. Blocking the signals does not help:
+another thread of the process takes them, and the handler still runs in the main thread. So
+`held()` replaces all handlers that are written in Python by one that only notes the signal.
 
     held() ---- a signal: noted ---- interruptible(wait) ---- a signal: noted ---- its end
                                      handlers run: noted ones,                     noted ones
                                      and new ones at once                          are called
 
-A step in any other thread needs nothing of this: no handler runs there.
+A step in any other thread needs no protection: no handler runs there.
 """
 
 from __future__ import annotations
@@ -50,18 +50,17 @@ class _SigAction(ctypes.Structure):
 
 # Only the main thread changes these.
 _is_held = False
-_handlers: dict[int, Handler] = {}  # the handlers that `_note` was put in the place of, ever
-_noted: dict[int, Handler] = {}  # what is still to be called, the earliest first
+_handlers: dict[int, Handler] = {}  # all handlers that `_note` has ever replaced
+_noted: dict[int, Handler] = {}  # handlers that are still to be called, the earliest first
 # Replaced handlers after which system calls are restarted. `signal.signal` resets that.
 _restarting: set[int] = set()
 
 
 @contextlib.contextmanager
 def held() -> Iterator[None]:
-    """Call signal handlers only after the block; one call for each kind of signal that came.
+    """Call signal handlers only after the block: one call for each kind of signal that came.
 
-    Blocks may be nested: the outermost one counts. In other threads than the main one this does
-    nothing.
+    Blocks may be nested: the outermost one counts. Outside the main thread it does nothing.
     """
     global _is_held
     if _is_held or not _is_main_thread():
@@ -72,10 +71,10 @@ def held() -> Iterator[None]:
         _is_held = True
         yield
     finally:
-        _is_held = False  # from here on `_note` passes on what still comes to it
+        _is_held = False  # from here on `_note` calls the handlers at once
         try:
             _put_handlers_back()
-        except BaseException:  # of a handler that is back in its place already
+        except BaseException:  # raised by a handler that is back in its place already
             _put_handlers_back()
             raise
         finally:
@@ -83,9 +82,9 @@ def held() -> Iterator[None]:
 
 
 def interruptible(wait: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call `wait` inside a `held()` block as if there were none: what handlers raise comes out.
+    """Call `wait` inside a `held()` block as if there were none: handlers may raise out of it.
 
-    It is for a wait that may take long, at a place where the block may be left by an exception.
+    Use it for a wait that may take long, where an exception may leave the block.
     """
     global _is_held
     if not _is_held or not _is_main_thread():
@@ -96,7 +95,7 @@ def interruptible(wait: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return wait(*args, **kwargs)
     finally:
         try:
-            # A handler, or the garbage collector, may have been to `held()`, which puts them back.
+            # A handler, or the garbage collector, may have called `held()`, which puts them back.
             _replace_handlers()
         finally:
             _is_held = True
@@ -104,7 +103,7 @@ def interruptible(wait: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
 @contextlib.contextmanager
 def taken(lock: threading.RLock) -> Iterator[None]:
-    """Take a lock inside a `held()` block; the wait for it can be interrupted."""
+    """Take a lock inside a `held()` block; a signal handler may end the wait for it."""
     while not lock.acquire(blocking=False):
         interruptible(_wait_for, lock)
     try:
@@ -128,7 +127,7 @@ def _is_main_thread() -> bool:
 
 
 def _note(number: int, frame: FrameType | None) -> None:
-    """Stand in the place of a handler."""
+    """Note a signal inside a `held()` block; else call the handler that this replaces."""
     if _is_held:
         _noted[number] = _handlers[number]
     else:
@@ -142,14 +141,15 @@ def _replace_handlers() -> None:
             _handlers[number] = handler
             if _restarts(number):
                 _restarting.add(number)
-            with contextlib.suppress(ValueError):  # Python does not take us for the main thread
+            # ValueError: the interpreter takes another thread for the main thread.
+            with contextlib.suppress(ValueError):
                 signal.signal(number, _note)
                 if number in _restarting:
                     signal.siginterrupt(number, False)
 
 
 def _put_handlers_back() -> None:
-    for number, handler in list(_handlers.items()):  # a handler may come to `held()` meanwhile
+    for number, handler in list(_handlers.items()):  # a handler may call `held()` meanwhile
         if signal.getsignal(number) is _note:
             signal.signal(number, handler)
         if number in _restarting:
@@ -177,7 +177,7 @@ def _call_noted() -> None:
 
 
 def _forget() -> None:
-    """In a forked child: forget a block that the parent is in, as nobody would end it here."""
+    """Forget, in a forked child, the parent's block: it does not end here."""
     global _is_held
     _is_held = False
     _noted.clear()

@@ -4,9 +4,9 @@
     forkserver    the same; the BLAS of numpy, which the server has loaded, by a call in the child
     fork          the same; each library that the parent has loaded, by a call in the child
 
-Without a limit each of n workers runs as many threads as there are CPUs, so that they take the
-CPUs from each other. Idle threads sleep instead of spinning. Nothing here is changed in the
-process of the training loop.
+Without a limit each worker runs as many threads as there are CPUs, and the workers compete for
+the CPUs. The same variables let idle threads sleep instead of spinning. The process of the
+training loop stays as it is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from threadpoolctl import ThreadpoolController
 
-# By the name that threadpoolctl has for a library.
+# The variable of each library, by the name that threadpoolctl has for it.
 _VARIABLE_OF = {
     "openmp": "OMP_NUM_THREADS",
     "openblas": "OPENBLAS_NUM_THREADS",
@@ -32,24 +32,24 @@ VARIABLES = (
     "OPENCV_FOR_THREADS_NUM",
     "VECLIB_MAXIMUM_THREADS",  # of Accelerate, on macOS
 )
-# Idle threads spin by default: OpenMP's for milliseconds, OpenBLAS's for about 25 ms. On a CPU that
-# other processes want, that keeps the very thread waiting that the others wait for.
+# By default idle threads spin: OpenMP's for milliseconds, OpenBLAS's for about 25 ms. Where other
+# processes want the same CPU, a spinning thread can delay the very thread that it waits for.
 _SHORT_SPINNING = {
     "OMP_WAIT_POLICY": "PASSIVE",
-    # GNU's OpenMP, which torch uses: about 10 us, as if there were more threads than CPUs. With 0,
-    # which PASSIVE means, resizing images with torch by two threads took 1.5 times as long, as
-    # each image wakes them.
+    # For GNU's OpenMP, which torch uses: about 10 us, as if there were more threads than CPUs.
+    # PASSIVE means 0. With 0, resizing images with torch by two threads took 1.5 times as long,
+    # since each image had to wake them.
     "GOMP_SPINCOUNT": "1000",
-    "OPENBLAS_THREAD_TIMEOUT": "4",  # log2 of CPU cycles, the least that it takes
+    "OPENBLAS_THREAD_TIMEOUT": "4",  # log2 of CPU cycles; the lowest value that OpenBLAS accepts
 }
 
 
 def short_spinning(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that have idle native threads sleep soon.
+    """Return the environment variables that let idle native threads sleep soon.
 
     Args:
-        environ: Environment of the process of the training loop. What it says is kept; GNU's
-            OpenMP would take `GOMP_SPINCOUNT` rather than an `OMP_WAIT_POLICY` that it has.
+        environ: Environment of the process of the training loop. Its values are kept. If it has
+            `OMP_WAIT_POLICY` alone, `GOMP_SPINCOUNT` is left out: GNU's OpenMP would prefer it.
     """
     idle = {name: environ.get(name, value) for name, value in _SHORT_SPINNING.items()}
     if "OMP_WAIT_POLICY" in environ and "GOMP_SPINCOUNT" not in environ:
@@ -62,8 +62,9 @@ def limits(threads: int, is_given: bool, environ: Mapping[str, str]) -> dict[str
 
     Args:
         threads: Number of threads that each library may run.
-        is_given: Whether the user gave this number. If not, what `environ` says is kept, and its
-            `OMP_NUM_THREADS`, which most libraries read, counts for all that it does not name.
+        is_given: Whether the user gave this number. If not, the values of `environ` are kept.
+            Its `OMP_NUM_THREADS`, which most libraries read, then counts for all variables that
+            it does not have.
         environ: Environment of the process of the training loop.
 
     Example:
@@ -79,13 +80,13 @@ def limits(threads: int, is_given: bool, environ: Mapping[str, str]) -> dict[str
 
 
 def limit_loaded() -> None:
-    """Have the libraries that this process has loaded obey its environment.
+    """Limit the libraries that this process has loaded, by its environment.
 
-    Called in a fresh interpreter, and in a child of the fork server, whose libraries have never
+    Called in a fresh interpreter and in a child of the fork server. Their libraries have never
     run a thread.
     """
     if all(os.environ.get(name) == "1" for name in VARIABLES):
-        return  # as they were loaded
+        return  # they were loaded with this limit
     for library in ThreadpoolController().lib_controllers:
         library.set_num_threads(_limit_of(library))
 
@@ -93,18 +94,18 @@ def limit_loaded() -> None:
 class Loaded:
     """The libraries that this process has loaded, to be limited in a child that it forks.
 
-    They are looked for here because the child must not wait for the lock of the dynamic loader,
-    which another thread may hold when the process is forked.
+    The parent looks for them. The child must not: it would wait for the lock of the dynamic
+    loader, which another thread may hold when the process is forked.
     """
 
     def __init__(self) -> None:
         self._libraries = ThreadpoolController().lib_controllers
 
     def limit(self) -> None:
-        """Have them obey the environment of this process, which was forked.
+        """Limit them in this process, which was forked, by its environment.
 
         The child has none of its parent's threads. OpenBLAS starts its own anew. OpenMP and
-        OpenCV wait for ever for those that their pools had, unless they run on one thread.
+        OpenCV wait for ever for the threads of their pools, unless they run on one thread.
         """
         for library in self._libraries:
             survives = getattr(library, "threading_layer", "") == "pthreads"
@@ -112,8 +113,8 @@ class Loaded:
             if library.num_threads > limit:
                 library.set_num_threads(limit)
                 # OpenBLAS has started its threads for this call, and they spin for 25 ms or more.
-                # This is what it calls itself before a fork; it starts threads again when it needs
-                # them.
+                # It calls this function itself before a fork, and starts threads again when it
+                # needs them.
                 end_threads = getattr(library.dynlib, "blas_thread_shutdown_", None)
                 if end_threads is not None:
                     end_threads()
@@ -130,6 +131,6 @@ def _limit_of(library: Any) -> int:
 
 
 def _number(value: str | None, default: int) -> int:
-    """Return the first number of "4" or "4,2"; the default if there is none."""
+    """Return the first number of a value such as "4" or "4,2"; the default if it has none."""
     found = re.match(r"\s*([1-9]\d*)", value or "")
     return int(found[1]) if found else default

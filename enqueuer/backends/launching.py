@@ -1,12 +1,12 @@
-"""Starting one worker process, by fork, forkserver or spawn, and hearing of its end.
+"""Starting one worker process, by fork, forkserver or spawn, and learning its exit code.
 
     fork        multiprocessing's own process: the child has everything, threads' locks included
     spawn       a fresh interpreter
-    forkserver  a fresh interpreter that stays alone and single-minded, and forks on request
+    forkserver  a fresh interpreter, which runs no user code and forks on request
 
-Forkserver and spawn are done here and not by multiprocessing because its own read and fix the
-global start method, import the user's main module in the child (so that scripts need a guard)
-and leave a socket in the temporary directory. What a child is to do reaches it over its channel.
+This file has a forkserver and a spawn of its own. Those of multiprocessing read and fix the
+global start method, import the user's main module in the child (so scripts need a guard), and
+leave a socket in the temporary directory. A child receives its job over its channel.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from enqueuer.errors import StartError
 from enqueuer.transport.packets import Descriptor, Packets, close_in_children, pair
 
 _SERVER_START_S = 60.0  # a fresh interpreter that imports numpy, on a busy machine
-# Of fresh interpreters: the order of a set of strings is then the same in all workers of all runs.
+# For fresh interpreters: a set of strings then has the same order in all workers of all runs.
 _SAME_HASHES = {"PYTHONHASHSEED": "0"}
-# Of the fork server, which runs no native code: threads of its BLAS would be stopped at each fork.
+# For the fork server, which runs no native code: each fork would have to stop threads of its BLAS.
 _ONE_THREAD = dict.fromkeys(native_threads.VARIABLES, "1")
-_STATUS_S = 1.0  # between a death and the server's word on how
+_STATUS_S = 1.0  # until a fork server whose socket was closed has ended
 
 _REQUEST = struct.Struct("<q")  # number
 _NOTHING = 0  # number of a request for nothing; the others begin with 1
@@ -52,7 +52,7 @@ class Launched(Protocol):
     pid: int
 
     def exitcode(self, timeout: float) -> int | None:
-        """Wait for the process to end; return its exit code, None if nobody knows it."""
+        """Wait for the process to end; return its exit code, None if it cannot be known."""
 
 
 def launch(
@@ -67,8 +67,8 @@ def launch(
     Args:
         method: "fork", "forkserver" or "spawn".
         sock: The worker's end of its channel.
-        lifeline: The reading end of a pipe whose other end only this process has.
-        forked: What a forked child calls; the others call `bootstrap.main`.
+        lifeline: Reading end of a pipe whose other end only this process has.
+        forked: Function that a forked child calls; the others call `bootstrap.main`.
         environment: Variables that a fresh interpreter must have before it imports anything.
     """
     if method == "fork":
@@ -82,11 +82,11 @@ def launch(
 
 @contextlib.contextmanager
 def _silent_children() -> Iterator[None]:
-    """Have children begin with SIGINT blocked, until they ignore it.
+    """Start children with SIGINT blocked, until they ignore it.
 
     Otherwise a Ctrl-C during the start prints a traceback for each child.
     """
-    with interrupts.held():  # or one could leave SIGINT blocked here
+    with interrupts.held():  # else a handler that raises could leave SIGINT blocked here
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
             yield
@@ -97,14 +97,14 @@ def _silent_children() -> Iterator[None]:
 class _Bookkeeping:
     """Guards multiprocessing's list of children.
 
-    Python 3.10 stumbles over a process that one thread closes while another starts one.
+    Python 3.10 fails if one thread closes a process while another one starts one.
     """
 
     def __init__(self) -> None:
         self.renew()
 
     def renew(self) -> None:
-        """In a forked child: forget a lock that somebody may hold."""
+        """Make a new lock in a forked child: a thread of the parent may hold the old one."""
         self.lock = threading.RLock()  # reentrant, for the garbage collector
 
 
@@ -115,8 +115,8 @@ os.register_at_fork(after_in_child=_bookkeeping.renew)
 class ForkProcess(multiprocessing.context.ForkProcess):
     """A child that only its parent joins.
 
-    At its exit, multiprocessing joins all children that it knows of; in a copy of this process
-    that os.fork() has made, these are children of another process, which is an error there.
+    At its exit, multiprocessing joins all children that it knows of. In a copy of this process
+    that os.fork() has made, these are children of another process, and joining them is an error.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -133,7 +133,7 @@ class _Forked:
 
     def __init__(self, target: Callable[[], None]) -> None:
         self._process = ForkProcess(target=target)
-        # Not daemonic, so that it may have children; that it dies with us is the lifeline's.
+        # Not daemonic, so that it may have children. The lifeline ends it with this process.
         self._process.daemon = False
         try:
             with _bookkeeping.lock, _silent_children():
@@ -148,8 +148,8 @@ class _Forked:
         self.pid: int = self._process.pid
 
     def exitcode(self, timeout: float) -> int | None:
-        # Not join(timeout): it waits for a pipe, which a grandchild may hold open; and without a
-        # limit once the user's code has closed that pipe in the worker.
+        # Not join(timeout): it waits for a pipe, which a grandchild may hold open. Once the user's
+        # code has closed that pipe in the worker, it waits without a limit.
         deadline = time.monotonic() + timeout
         while (code := self._process.exitcode) is None and _exists(self.pid):
             if time.monotonic() >= deadline:
@@ -202,22 +202,23 @@ class _Served:
 
 
 class _Server:
-    """This process's end of its fork server, which is started when first needed.
+    """The fork server as this process sees it; it is started when first needed.
 
-    It ends with this process, by the end of its socket. Any thread may call anything.
+    The server ends when its socket does, at the latest with this process. Any thread may call
+    anything.
 
-    Requests are numbered, and answers bear the number of theirs: the answer to a request that an
-    interrupt has ended is no other request's. The child of such a request ends by its lifeline.
+    Each answer bears the number of its request. So the answer to a request that an interrupt has
+    ended is taken for no other request. The child of such a request ends by its lifeline.
     """
 
     def __init__(self) -> None:
-        # reentrant, as the garbage collector may stop a forgotten enqueuer at any moment
+        # Reentrant, as the garbage collector may stop a forgotten enqueuer at any moment.
         self._lock = threading.RLock()
         self._popen: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
         self._packets: Packets | None = None
         self._requests = 0
-        # by request: those that wait for an answer or whose child lives, and what was said of them
+        # Requests that wait for an answer or whose child lives; then the answers, by request.
         self._open: set[int] = set()
         self._pids: dict[int, int] = {}
         self._codes: dict[int, int] = {}
@@ -226,7 +227,7 @@ class _Server:
         self._loop_meter = 0  # of this thread, one within the other
 
     def fork(self, sock: socket.socket, lifeline: Descriptor) -> _Served:
-        """Have a child forked that owns `sock` and `lifeline`.
+        """Let the server fork a child that owns `sock` and `lifeline`.
 
         Raises:
             OSError: The system has no room for another process, or for its descriptors.
@@ -238,7 +239,7 @@ class _Server:
                     number = self._ask_locked(sock, lifeline)
                     break
                 except (OSError, EOFError):
-                    self._leave_locked()  # it was killed; the next one is a new one
+                    self._leave_locked()  # it was killed; the next attempt starts a new one
                     if attempt:
                         raise StartError("the fork server ends as soon as it starts") from None
             if number in self._errors:
@@ -249,16 +250,16 @@ class _Server:
             return _Served(self, self._packets, number, self._pids.pop(number))
 
     def exitcode(self, connection: Packets, number: int, timeout: float) -> int | None:
-        """Wait for the server's word on how a child ended; None if there is none.
+        """Wait for a child's exit code from the server; None if none comes.
 
         Args:
-            connection: To the server that forked it.
-            number: Of the request for it.
+            connection: Connection to the server that forked the child.
+            number: Number of the request for the child.
             timeout: Seconds to wait at most.
         """
         with interrupts.held(), self._lock:
             if connection is not self._packets:
-                return None  # the server that forked it was killed, and knew its child alone
+                return None  # the server that forked it was killed, and no other one knows it
             try:
                 self._wait_locked(lambda: number in self._codes, timeout)
             except (OSError, EOFError, TimeoutError):
@@ -284,7 +285,7 @@ class _Server:
         return number
 
     def _wait_locked(self, done: Callable[[], bool], timeout: float) -> None:
-        """Read the server's words until `done`; raise EOFError or TimeoutError."""
+        """Read the server's answers until `done`; raise EOFError or TimeoutError."""
         deadline = time.monotonic() + timeout
         self._loop_meter += 1
         try:
@@ -304,9 +305,9 @@ class _Server:
         finally:
             self._loop_meter -= 1
             if self._loop_meter and self._packets is not None:
-                # A signal handler, or the garbage collector, has come to this wait from within
-                # another one, and its answer may have been read here. The answer to a request
-                # without descriptors, which asks for nothing, wakes that one.
+                # A signal handler, or the garbage collector, has called this within another wait,
+                # whose answer may have been read here. A request for nothing, which has no
+                # descriptors, is answered too, and that answer wakes the other wait.
                 with contextlib.suppress(OSError):
                     self._packets.send(_REQUEST.pack(_NOTHING))
 
@@ -317,7 +318,7 @@ class _Server:
             heard[number] = value
 
     def _join_locked(self) -> None:
-        """Start a server unless this very process has one that lives."""
+        """Start a server unless this process has one that lives."""
         if self._owner == os.getpid() and self._popen is not None and self._popen.poll() is None:
             return
         self._leave_locked()
@@ -359,7 +360,7 @@ class _Server:
             self._leave_locked()
 
     def renew(self) -> None:
-        """In a forked child: forget the parent's server, and a lock that somebody may hold."""
+        """Forget, in a forked child, the parent's server and its lock."""
         self._lock = threading.RLock()
         self._loop_meter = 0
         self._leave_locked()
@@ -376,7 +377,7 @@ def end_server() -> None:
 
 
 def _exists(pid: int) -> bool:
-    """Tell whether there is a process, be it a zombie; not if somebody else has reaped it."""
+    """Return whether a process exists, be it a zombie; False if other code has reaped it."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -402,7 +403,7 @@ def _modules_to_preload() -> list[str]:
 
 
 def _program(function: str, *arguments: int | list[str]) -> str:
-    """Return what a fresh interpreter runs; the search path first, or it might not find us."""
+    """Return the program of a fresh interpreter, which sets the search path to find us."""
     written = ", ".join(map(repr, arguments))
     return (
         f"import sys; sys.path[:] = {sys.path!r}; "
@@ -423,7 +424,7 @@ def _interpreter_flags() -> list[str]:
 
 
 def serve_forks(fd: int) -> tuple[int, int] | None:
-    """Fork a child whenever the parent asks, and tell the parent how each ended.
+    """Fork a child whenever the parent asks, and send the parent the exit code of each.
 
     Returns:
         In a child, its two descriptors; in the server, None once the parent is gone.
@@ -437,7 +438,7 @@ def serve_forks(fd: int) -> tuple[int, int] | None:
             poller.register(one, select.POLLIN)
         while True:
             poller.poll()
-            # read before anybody is looked for, so that a death from now on is one more
+            # Emptied before the children are looked at, so that a later death fills it again.
             with contextlib.suppress(BlockingIOError):
                 while deaths.recv(4096):
                     pass
@@ -465,8 +466,8 @@ def serve_forks(fd: int) -> tuple[int, int] | None:
 def _deaths() -> Iterator[socket.socket]:
     """Give a socket that can be read when a child has ended.
 
-    Not a pidfd for each child: older kernels have none, sandboxes forbid them, and they count
-    against the limit of descriptors.
+    It replaces a pidfd for each child: older kernels have none, sandboxes forbid them, and they
+    count against the limit of descriptors.
     """
     here, there = socket.socketpair()
     with here, there:
@@ -482,7 +483,7 @@ def _deaths() -> Iterator[socket.socket]:
 
 
 def _report(packets: Packets, children: dict[int, int]) -> None:
-    """Tell of all children that have ended."""
+    """Send the exit codes of all children that have ended."""
     while children:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
