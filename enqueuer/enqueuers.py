@@ -484,7 +484,9 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
             dataset, a Keras `Sequence` or `PyDataset`, whose `on_epoch_begin` and `on_epoch_end`
             are called before and after each epoch. `num_batches` may stand for `__len__`; if it
             is None, the sequence is endless, and so is its epoch. Workers fetch its elements
-            themselves, processes from their own copy. Or any other iterable, with `map`: its
+            themselves, processes from their own copy; those of a batch by one call of
+            `__getitems__`, if it has that, as torch's DataLoader does and as datasets of Hugging
+            Face want it. Or any other iterable, with `map`: its
             elements are read one after the other in the loop's thread, when a batch is asked for,
             and never further ahead than results may wait.
         map: A function of the element, or of the element and its `Task`, whose `rng` is the

@@ -11,7 +11,7 @@ from enqueuer.errors import InvalidState, StateMismatch
 from enqueuer.messages import Ticket
 from enqueuer.shards import Seeded, Shard, Task, borrowed_globals
 from enqueuer.sources import LiveSource, Source, iterate
-from enqueuer.tasks import TaskSource
+from enqueuer.tasks import FETCH, TaskSource
 
 ATTRIBUTE = "enqueuer_origin"
 
@@ -109,18 +109,25 @@ def redo(
         seed: Whether the global generators are seeded, as in a worker process.
         skip: Whether errors of other elements are skipped, as they were there.
     """
-    elements = ticket.elements or [None] * len(ticket.indices)
     results = []
+    failed_fetch: BaseException | None = None
     with _globals_of(Task(ticket.indices[0], ticket.epoch, random_seed), seed):
+        try:
+            elements = source.elements_of(ticket)
+        except BaseException as error:
+            elements, failed_fetch = [FETCH] * len(ticket.indices), error
         for index, element in zip(ticket.indices, elements, strict=True):
             try:
                 result = source.result(index, ticket.epoch, random_seed, element)
             except Exception:
+                failed_fetch = None
                 if index == at or not skip:
                     raise
                 result = None
             if result is not None:
                 results.append(result)
+        if failed_fetch is not None and not skip:
+            raise failed_fetch
         return results[0] if source.batch_size is None else source.collate(results)
 
 

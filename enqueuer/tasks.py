@@ -41,6 +41,10 @@ class Counted(Protocol):
     def __getitem__(self, index: Any, /) -> Any: ...
 
 
+# Stands for an element that is still to be fetched.
+FETCH: Any = object()
+
+
 @dataclass
 class TaskSource:
     """A sequence, or an iterable, and what is to be done with each element.
@@ -90,16 +94,43 @@ class TaskSource:
         """Leave an iterable at home: its elements come with the tickets."""
         return {**self.__dict__, "items": self.items if self.is_sequence else None}
 
-    def result(self, index: int, epoch: int, random_seed: int, element: Any = None) -> Any:
+    def elements_of(self, ticket: Ticket) -> Sequence[Any]:
+        """Return the elements of a ticket, with `FETCH` for those that `result` must fetch.
+
+        A sequence that has `__getitems__` fetches those of a batch in one call.
+
+        Raises:
+            ValueError: `__getitems__` returned more or fewer elements than indices.
+            Exception: `__getitems__` raised it.
+
+        Source: torch's DataLoader calls `__getitems__` of map-style datasets so.
+        """
+        if ticket.elements is not None:
+            return ticket.elements
+        indices = list(ticket.indices)
+        fetch = getattr(self.items, "__getitems__", None) if len(indices) > 1 else None
+        if not callable(fetch):
+            return [FETCH] * len(indices)
+        if self.begun <= ticket.epoch:
+            self.begin(ticket.epoch)
+        elements = list(fetch(indices))
+        if len(elements) != len(indices):
+            raise ValueError(
+                f"__getitems__ of {type(self.items).__name__} returned {len(elements)} elements "
+                f"for {len(indices)} indices; it must return one for each, in their order"
+            )
+        return elements
+
+    def result(self, index: int, epoch: int, random_seed: int, element: Any = FETCH) -> Any:
         """Do the task of one element.
 
         Args:
-            index: Of the element.
-            epoch: From 0.
-            random_seed: Of the enqueuer.
-            element: It; needless if this is a sequence.
+            index: Index of the element.
+            epoch: Number of the epoch, from 0.
+            random_seed: Seed of the enqueuer.
+            element: The element; by default it is fetched from the sequence.
         """
-        if self.is_sequence:
+        if element is FETCH:
             if self.begun <= epoch:
                 self.begin(epoch)
             element = self.items[index]

@@ -33,7 +33,7 @@ from enqueuer.messages import (
 )
 from enqueuer.shards import Seeded, Shard, Task, listen_to
 from enqueuer.sources import LiveSource, Source, Stateful, iterate
-from enqueuer.tasks import TaskSource
+from enqueuer.tasks import FETCH, TaskSource
 
 _log = logging.getLogger("enqueuer")
 
@@ -172,20 +172,32 @@ def _do(
     on_error: OnError,
 ) -> None:
     """Send the result of a ticket, or that it has none; and each error, by the element."""
-    elements = ticket.elements or [None] * len(ticket.indices)
     results = []
     seed = source.random_seed
+    failed_fetch: BaseException | None = None
     if enter is not _nothing:
         enter(Task(ticket.indices[0], ticket.epoch, seed))
+    try:
+        elements = source.elements_of(ticket)
+    except BaseException as error:
+        # Fetched one by one, the element at fault raises an error of its own.
+        elements, failed_fetch = [FETCH] * len(ticket.indices), error
     for place, (index, element) in enumerate(zip(ticket.indices, elements, strict=True)):
         try:
             result = source.result(index, ticket.epoch, seed, element)
         except BaseException as error:
+            failed_fetch = None
             goes_on, result = _instead(Failure(place, ticket.number, error), sender, on_error)
             if not goes_on:
                 return
         if result is not None:
             results.append(result)
+    if failed_fetch is not None:  # and no element is at fault
+        of_all, failed_fetch = Failure(0, ticket.number, failed_fetch), None
+        goes_on, _ = _instead(of_all, sender, on_error)
+        del of_all  # or its traceback would be a circle
+        if not goes_on:
+            return
     if not results:
         sender.send(Empty(ticket.number))
         return

@@ -973,3 +973,75 @@ def test_many_tasks_in_a_row_may_have_no_result(backend, kind, ordered):
     options = dict(max_queue_size=1, ordered=ordered, **backend)
     with OrderedEnqueuer(source, only_the_last, **options) as enqueuer:
         assert list(enqueuer) == [99]
+
+
+# --- elements that the sequence fetches in one call ---
+
+
+class Fetching:
+    """A dataset that fetches the elements of a batch in one call, as torch's protocol has it."""
+
+    def __init__(self, wrong=(), fails=False, short=False):
+        self.wrong, self.fails, self.short = wrong, fails, short
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        if index in self.wrong:
+            raise KeyError(index)
+        return index, "alone"
+
+    def __getitems__(self, indices):
+        assert type(indices) is list
+        if self.fails:
+            raise OSError("all of them")
+        together = [(self[index][0], "together") for index in indices]
+        return together[: len(together) - self.short]
+
+
+def fetched(dataset, batch_size, **options):
+    with OrderedEnqueuer(dataset, batch_size=batch_size, collate=list, **options) as enqueuer:
+        return [pair for batch in enqueuer for pair in batch]
+
+
+def test_the_elements_of_a_batch_are_fetched_in_one_call(backend):
+    together = [(index, "together") for index in range(9)]
+    # The last batch has one element.
+    assert fetched(Fetching(), 3, workers=2, **backend) == [*together, (9, "alone")]
+
+
+def test_elements_that_come_alone_are_fetched_alone(backend):
+    assert fetched(Fetching(), 1, **backend) == [(index, "alone") for index in range(10)]
+
+
+def test_shuffled_elements_are_fetched_in_one_call(backend):
+    found = fetched(Fetching(), 5, shuffle=True, random_seed=7, **backend)
+    assert sorted(found) == [(index, "together") for index in range(10)] != found
+
+
+def test_the_error_of_a_fetch_is_that_of_its_element(backend):
+    with pytest.raises(KeyError) as caught:
+        fetched(Fetching(wrong={4}), 5, **backend)
+    assert (caught.value.args, caught.value.enqueuer_origin.element) == ((4,), 4)
+    with pytest.raises(KeyError, match="4"):
+        replay(caught.value)
+
+
+def test_a_fetch_that_fails_as_a_whole_is_an_error(backend):
+    with pytest.raises(OSError, match="all of them") as caught:
+        fetched(Fetching(fails=True), 5, **backend)
+    with pytest.raises(OSError, match="all of them"):
+        replay(caught.value)
+
+
+def test_only_elements_that_fail_are_skipped(backend):
+    options = dict(on_error="skip", **backend)
+    rest = [(index, "alone" if index < 5 else "together") for index in range(10) if index != 4]
+    assert fetched(Fetching(wrong={4}), 5, **options) == rest
+    assert fetched(Fetching(fails=True), 5, **options) == [(i, "alone") for i in range(10)]
+
+
+def test_a_fetch_of_too_few_elements_is_an_error(backend):
+    with pytest.raises(ValueError, match=r"Fetching returned 4 elements for 5 indices"):
+        fetched(Fetching(short=True), 5, **backend)
