@@ -5,18 +5,17 @@
 The loop's thread calls `transform` when it takes a batch, so random numbers are drawn in the
 loop's order. Its kernels run on the copying stream.
 
-What keeps memory from being used too early or too late:
+These rules keep memory from being read too early, or reused too early:
 
-- The loop's stream waits for the event of a batch, not the loop.
-- The copying stream waits for the stream that has made what is on the GPU already.
-- The memory of a batch on the GPU belongs to the copying stream; it is recorded for the loop's
-  stream, so that it is not used again before the loop's kernels that were queued are done.
-- The host's memory is held until the event has come.
-- A pinned buffer is used again only after that, too.
+- The loop's stream waits for the event of a batch; the loop itself does not wait.
+- The copying stream waits for the stream that has made a tensor on the GPU.
+- The GPU memory of a batch belongs to the copying stream. It is recorded for the loop's stream, so
+  it is not reused before all kernels are done that the loop has queued.
+- The host memory of a batch, and its pinned buffers, are held until the event has come.
 - A copy begins when the GPU is done with the batch `queue_size + 2` before. Otherwise a loop that
   only queues kernels, and waits for none, would fill the GPU with batches.
 
-A CUDA graph may be captured meanwhile: the thread tells CUDA that its calls are not of a capture.
+The loop may capture a CUDA graph meanwhile: the thread tells CUDA that its calls are in no capture.
 """
 
 from __future__ import annotations
@@ -41,45 +40,45 @@ torch = framework("torch", "torch", "2.1")
 
 __all__ = ["CudaDataLoader"]
 
-_MOST_COPYING = 2  # batches whose copies are not known to be done: one runs, the next is queued
-_NOT_QUEUED = 2  # batches beside those in the queue: one in the thread's hand, one in the loop's
+_MOST_COPYING = 2  # batches whose copies may be unfinished: one runs, the next is queued
+_NOT_QUEUED = 2  # batches beside those in the queue: the thread holds one, the loop another one
 
 
 class CudaDataLoader(PrefetchLoader[Any]):
     """A loader whose batches are on the GPU already when the loop asks for them.
 
     A thread takes batches from `loader`, and copies their tensors and arrays to the GPU on a
-    stream of its own, while the loop's kernels run. Tensors that lie in a block of shared memory,
-    as large ones from worker processes do, are copied straight from there: the block is
-    registered with CUDA once. Others go through pinned buffers, which are used again, unless
-    they are pinned already.
+    stream of its own, while the loop's kernels run. Large tensors from worker processes lie in
+    blocks of shared memory. They are copied straight from there, as each block is registered with
+    CUDA once. Other tensors are copied through reused pinned buffers, unless they are pinned.
 
     One iteration is one epoch, for which `loader` is iterated once. The thread ends with the
-    epoch, so the next one begins with empty hands. After a `break` it does what
-    the loader does: an enqueuer goes on with the next batch, a DataLoader begins a new epoch.
+    epoch, so no batch of the next epoch is ready when that begins. After a `break` the next
+    iteration is that of the loader: an enqueuer goes on with the next batch, a DataLoader begins
+    a new epoch.
 
     Args:
-        loader: What gives batches: an enqueuer, a torch DataLoader, a list. Tensors and numpy
+        loader: Source of the batches: an enqueuer, a torch DataLoader, a list. Tensors and numpy
             arrays in nested mappings, tuples, lists and dataclasses are moved, and keep their
-            class. So are objects with a method `to`, by that: ahead of the loop if they have
-            `record_stream`, too, and otherwise when the loop takes the batch. Everything else
-            (strings, numbers) stays what it is, and so do tensors that are there already. An
+            class. Objects with a method `to` are moved by it: ahead of the loop if they also have
+            `record_stream`, else when the loop takes the batch. Everything else (strings,
+            numbers) is left as it is, and so are tensors that are on the device already. An
             enqueuer that does not run is started by the first iteration, and stopped when this is
             dropped, or by `stop()` or a `with` block.
-        device: Where to: `"cuda"`, the default, `"cuda:1"`, a number, a `torch.device`. To any
-            other kind of device, such as `"cpu"` or `"mps"`, the thread copies without a stream,
-            and waits for each copy.
-        queue_size: How many batches are kept ready on the GPU; 2 by default, which is enough to
-            overlap steady work. The thread holds one more, and the loop its own. However many
-            kernels the loop has queued, the GPU holds no more than `queue_size + 4`.
-        dtype: What tensors of floating-point numbers become, on the GPU; None, the default,
-            leaves them. Half of the bytes are then computed there, and not sent.
-        transform: Called with each batch on the GPU when the loop takes it: to normalise images
-            that came as bytes, for example. The loop's thread calls it, on the copying stream,
+        device: Target of the copies: `"cuda"`, the default, `"cuda:1"`, a number, or a
+            `torch.device`. To any other kind of device, such as `"cpu"` or `"mps"`, the thread
+            copies without a stream, and waits for each copy.
+        queue_size: Number of batches that are kept ready on the GPU; 2 by default, which is
+            enough to overlap steady work. The thread holds one more, and the loop its own.
+            However many kernels the loop has queued, the GPU holds no more than `queue_size + 4`.
+        dtype: Dtype that floating-point tensors get on the GPU; None, the default, leaves them.
+            The GPU converts them, so `float16` that becomes `float32` is half the bytes to copy.
+        transform: Function of a batch on the GPU, such as one that normalises images which came
+            as bytes. The loop's thread calls it when it takes the batch, on the copying stream,
             so random numbers come in the order of the loop. It returns a nest of the same kinds.
-            None, the default: nothing.
-        steps_per_epoch: How many batches an epoch has. None, the default: as many as `loader`
-            gives. A number serves a generator without an end.
+            None, the default: the batch is left as it is.
+        steps_per_epoch: Number of batches in an epoch. None, the default: as many as `loader`
+            gives. Give a number for a generator without an end.
         rank: Rank of this process among those that train together, for an enqueuer. By default
             that of `torch.distributed`, as for `TorchLoader`.
         world_size: Number of ranks; goes with `rank`.
@@ -152,20 +151,20 @@ class CudaDataLoader(PrefetchLoader[Any]):
 
 
 class Event(Protocol):
-    """A moment in a stream."""
+    """A moment in a stream, as `torch.cuda.Event`."""
 
     def query(self) -> bool: ...
     def synchronize(self) -> None: ...
 
 
 class Device(Protocol):
-    """Where batches go, and how.
+    """The device that batches are copied to, and its streams.
 
     Attributes:
-        device: torch's.
-        overlaps: Whether copies go on after they were queued, or are done there and then.
-        pins: Which memory of the host the device copies from by itself.
-        driver: Pins memory.
+        device: The `torch.device`.
+        overlaps: Whether copies go on after they were queued. If not, each is done at once.
+        pins: Host memory that is pinned, from which the device copies by itself.
+        driver: Driver that pins memory.
     """
 
     device: Any
@@ -177,23 +176,27 @@ class Device(Protocol):
         """Prepare the thread that copies, for as long as it runs."""
 
     def copying(self) -> AbstractContextManager[Any]:
-        """Have what follows in this thread happen on the copying stream; give the one before."""
+        """Make the copying stream this thread's current stream; give the stream before it."""
 
     def follow(self, stream: Any) -> None:
-        """Have the copying stream wait for all that was queued on another one."""
+        """Let the copying stream wait for all work that was queued on another stream."""
 
     def record(self) -> Event:
-        """Return the moment at which all that was queued on the copying stream is done."""
+        """Return the moment at which all work queued on the copying stream is done."""
 
     def reached(self) -> Event:
-        """Return the moment at which all that the calling thread has queued is done."""
+        """Return the moment at which all work that the calling thread has queued is done."""
 
     def hand_over(self, batch: Any, event: Event) -> None:
-        """Have the stream of the calling thread wait for a batch, and use it."""
+        """Let the stream of the calling thread wait for a batch, and record that it uses it."""
 
 
 class CudaDevice:
-    """A GPU, and the stream of one loader: a new one each epoch would strand its memory."""
+    """A GPU and the copying stream of one loader.
+
+    All epochs share the stream. With a new stream for each epoch, the memory of the old ones could
+    not be reused.
+    """
 
     overlaps = True
 
@@ -206,7 +209,7 @@ class CudaDevice:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """See `Device`."""
-        # A new thread is on the first GPU, and many calls give memory there to who makes them.
+        # A new thread starts on the first GPU, and many calls would allocate memory there.
         torch.cuda.set_device(self.device)
         with beside_captures():
             yield
@@ -215,7 +218,8 @@ class CudaDevice:
     def copying(self) -> Iterator[Any]:
         """See `Device`."""
         before = torch.cuda.current_stream(self.device)
-        # The device first: at its end, a stream sets the device of the one before, and so uses it.
+        # The device is set first: when the stream is left, torch sets the device of the stream
+        # before, and so uses that device.
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             yield before
 
@@ -249,13 +253,13 @@ class CudaDevice:
 
 
 def _event_of(stream: Any) -> Event:
-    event: Event = torch.cuda.Event(blocking=True)  # else who waits for it keeps a CPU busy
+    event: Event = torch.cuda.Event(blocking=True)  # else a wait for it keeps a CPU busy
     stream.record_event(event)
     return event
 
 
 class _Now:
-    """The event of what does not wait."""
+    """The event of a copy that was done at once."""
 
     def query(self) -> bool:
         return True
@@ -265,7 +269,7 @@ class _Now:
 
 
 class _NoDriver:
-    """What a device without streams needs of a driver: nothing is pinned, and nothing need be."""
+    """The driver of a device without streams: it pins nothing."""
 
     def register(self, address: int, size: int) -> int:
         return 0
@@ -281,7 +285,7 @@ class _NoDriver:
 
 
 class PlainDevice:
-    """The CPU, or another device, to which is copied there and then."""
+    """The CPU, or another device, to which each copy is done at once."""
 
     overlaps = False
 
@@ -322,7 +326,7 @@ def _device(device: Any) -> Device:
             f"device={str(device)!r} was asked for, but torch finds no GPU (torch "
             f"{torch.__version__}); give device='cpu' to run without one"
         )
-    if chosen.index is None:  # which one that is depends on the thread
+    if chosen.index is None:  # each thread has a current GPU of its own
         chosen = torch.device("cuda", torch.cuda.current_device())
     return CudaDevice(chosen)
 
@@ -332,9 +336,9 @@ class _Copied:
     """A batch on its way from the thread to the loop.
 
     Attributes:
-        batch: The nest; what is not moved ahead is still on the host.
-        event: When the copies are done.
-        number: Of the batch, over all epochs.
+        batch: The nest; objects that are not moved ahead are still on the host.
+        event: Moment at which the copies are done.
+        number: Number of the batch, over all epochs.
         is_moved: Whether the whole batch is on the device.
     """
 
@@ -345,13 +349,13 @@ class _Copied:
 
 
 class _Transfer:
-    """What the thread does with a batch, and what the loop does when it takes it.
+    """The steps of the thread with a batch, and of the loop when it takes the batch.
 
     Args:
-        device: Where batches go.
-        dtype: Of floating-point numbers there; None leaves them.
+        device: Device that batches are copied to.
+        dtype: Dtype of floating-point tensors there; None leaves them.
         transform: As for `CudaDataLoader`.
-        ahead: How many batches after the one that the GPU works at may be copied.
+        ahead: Number of batches that may be copied after the one that the GPU works on.
     """
 
     def __init__(
@@ -402,7 +406,7 @@ class _Transfer:
 
             try:
                 moved = tree_map(move, as_tensors(batch))
-            finally:  # copies that were queued go on, whatever is raised
+            finally:  # copies that were queued go on after an exception
                 event = self._device.record()
                 self._copying.append((event, held, buffers))
         self._let_go(_MOST_COPYING - 1)
@@ -414,7 +418,7 @@ class _Transfer:
         device, batch, event = self._device, copied.batch, copied.event
         self._used.append((copied.number - 1, device.reached()))
         if not copied.is_moved:
-            # What other classes hold is not known, so it is made on the loop's own stream.
+            # The contents of other classes are unknown, so they are moved on the loop's stream.
             batch = tree_map(
                 lambda leaf: _moved(leaf, device.device) if _is_late(leaf) else leaf, batch
             )
@@ -428,7 +432,7 @@ class _Transfer:
         return batch
 
     def _wait_until_used(self, number: int) -> None:
-        """Wait until the GPU is done with a batch, and with all before."""
+        """Wait until the GPU is done with a batch and all earlier ones."""
         while self._used and self._used[0][0] <= number:
             self._used.popleft()[1].synchronize()
 
@@ -436,7 +440,7 @@ class _Transfer:
         device, overlaps = self._device.device, self._device.overlaps
         if leaf.device.type != "cpu":
             if leaf.device == device:
-                # not for each batch: that stream is mostly the loop's, with the loop's kernels
+                # Only for such tensors: that stream is mostly the loop's, and has its kernels.
                 self._device.follow(before)
             held.append(leaf)
             moved = leaf.to(device, non_blocking=overlaps)
@@ -456,7 +460,7 @@ class _Transfer:
         return moved
 
     def _let_go(self, most: int) -> None:
-        """Let go of the host's memory where copies are done; wait until at most `most` are not."""
+        """Release the host memory of finished copies; wait until at most `most` are unfinished."""
         while self._copying and (len(self._copying) > most or self._copying[0][0].query()):
             event, held, buffers = self._copying.popleft()
             event.synchronize()
@@ -469,7 +473,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def _is_plain(tensor: Any) -> bool:
-    """Tell whether a tensor is strided memory and nothing more; it may be of another class."""
+    """Return whether a tensor is strided memory and nothing more, whatever its class."""
     return (
         tensor.layout is torch.strided
         and not (tensor.is_quantized or tensor.is_nested)
@@ -478,10 +482,10 @@ def _is_plain(tensor: Any) -> bool:
 
 
 def _plain_parts(tensor: Any) -> Iterable[Any]:
-    """Return plain tensors that have the memory of a tensor, of which a stream can be told."""
+    """Return plain tensors with the memory of a tensor; a stream can be recorded for them."""
     if _is_plain(tensor):
         return (tensor,)
-    if hasattr(type(tensor), "__tensor_flatten__"):  # it is made of others
+    if hasattr(type(tensor), "__tensor_flatten__"):  # it is made of other tensors
         parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
     elif tensor.layout is torch.sparse_coo:
         parts = [tensor._indices(), tensor._values()]
@@ -496,7 +500,7 @@ def _plain_parts(tensor: Any) -> Iterable[Any]:
 
 
 def _is_late(leaf: Any) -> bool:
-    """Tell whether an object moves itself, and knows nothing of streams."""
+    """Return whether an object has a method `to`, and none that records a stream."""
     kind = type(leaf)
     return (
         hasattr(kind, "to")
@@ -507,9 +511,9 @@ def _is_late(leaf: Any) -> bool:
 
 def _moved(leaf: Any, device: Any) -> Any:
     moved = leaf.to(device)
-    return leaf if moved is None else moved  # some move themselves, and return nothing
+    return leaf if moved is None else moved  # some objects move themselves, and return nothing
 
 
 def _is_dense(tensor: Any) -> bool:
-    """Tell whether a tensor's elements lie side by side, in whatever order of dimensions."""
+    """Return whether a tensor's elements lie side by side, in any order of dimensions."""
     return bool(torch.empty_like(tensor, device="meta").stride() == tensor.stride())
