@@ -5,9 +5,10 @@
       their deaths     ---pidfds---->  |
       close()          ---wake-up--->  /
 
-There is no helper thread: whoever wants the next item reads the channels. A death is seen by
-the end of the channel and by a pidfd, which no grandchild that holds the channel open, no
-stranger's waitpid and no ignored SIGCHLD can hide. What the dead had sent is read first.
+There is no helper thread: the thread that wants the next item reads the channels. Two things
+show a death: the end of the channel, and a pidfd. Neither a grandchild that holds the channel
+open, nor another waitpid in the program, nor an ignored SIGCHLD can hide it. All messages that the
+dead worker had sent are read first.
 """
 
 from __future__ import annotations
@@ -64,11 +65,12 @@ from enqueuer.transport.item_receiver import ItemReceiver
 from enqueuer.transport.packets import Descriptor, Packets, close_in_children, pair
 from enqueuer.transport.ring import LIMIT, Ring, open_ring
 
-START_TIMEOUT_S = 60.0  # a first word that takes longer is a deadlock; imports come after it
+# Until the first frame of a worker. A longer wait is a deadlock: imports come after that frame.
+START_TIMEOUT_S = 60.0
 
 _log = logging.getLogger("enqueuer")
 
-_EXITCODE_S = 1.0  # between the end of a process and somebody's word on how it ended
+_EXITCODE_S = 1.0  # between the end of a process and its exit code
 
 
 class ProcessBackend:
@@ -82,7 +84,7 @@ class ProcessBackend:
         self._owner = os.getpid()
         self._workers: list[Watched] = []
         self._by_fd: dict[int, Watched] = {}
-        self._found = 0  # the last worker whose message was next
+        self._found = 0  # index of the last worker whose message was next
         self._ending: tuple[ItemReceiver, int, End, Order] | None = None  # see _note_end
         self._failed: ItemReceiver | None = None  # the channel of the failure that was returned
         self._bunch = bunch_of(job)
@@ -93,7 +95,9 @@ class ProcessBackend:
         self._started = 0.0
         self._payload: Descriptor | None = None
         self._epoch = Epoch(0)
-        self._deaths: list[tuple[int, int]] = []  # the shard and item of those replaced
+        self._deaths: list[
+            tuple[int, int]
+        ] = []  # shard and item of each death after which a worker was replaced
 
     @property
     def restarts(self) -> int:
@@ -107,7 +111,7 @@ class ProcessBackend:
 
     def _start(self) -> None:
         try:
-            self._write_payload()  # the user's mistakes show before anything runs
+            self._write_payload()  # first, so that mistakes in the source show before a start
             self._open_wake_up()
             if self._job.forward_logs == logs.MULTIPROCESSING_LOGGING:
                 self._resources.enter_context(logs.multiprocessing_logging())
@@ -135,7 +139,7 @@ class ProcessBackend:
     def _write_payload(self) -> None:
         job = self._job
         if job.start_method != "fork":
-            # held: what a signal handler raised in there would be told as the source's error
+            # Handlers are held back: an exception of theirs would be reported as the source's.
             data = pickled_payload(self._config, job.source, job.on_error, job.start_method)
             interrupts.check()
             self._payload = Descriptor(nameless_file(data))
@@ -143,7 +147,7 @@ class ProcessBackend:
 
     @functools.cached_property
     def _config(self) -> WorkerConfig:
-        """What all workers are told: once, as it takes a look at all loggers."""
+        """The configuration of all workers; made once, as it reads the levels of all loggers."""
         job = self._job
         levels = logs.Levels.of_this_process() if job.forward_logs is True else None
         fork = job.start_method == "fork"
@@ -194,7 +198,7 @@ class ProcessBackend:
             for thing in (ours, write):
                 close_in_children(thing)
             packets, ring = Packets(ours), Ring.of(memory.fileno())
-            ring.words[LIMIT] = part.credit.items  # now: it may have something to send at once
+            ring.words[LIMIT] = part.credit.items  # before the start: the worker may send at once
             forked = functools.partial(
                 main_forked,
                 its,
@@ -232,7 +236,7 @@ class ProcessBackend:
         return Credit(quota, share, ask=not job.ordered)
 
     def _task_socket(self) -> socket.socket | None:
-        """Return where a worker takes tickets, if it lives on them; to be closed."""
+        """Return the socket from which a worker takes tickets, to be closed; None for shards."""
         return None
 
     # --- run ---
@@ -253,7 +257,7 @@ class ProcessBackend:
                 raise Closed("the enqueuer was stopped")
             wanted = self._worker_of(order.turn())
             found = self._with_message(wanted)
-            if self._closed:  # by a handler of a log record that has just come
+            if self._closed:  # a handler of a log record has called stop()
                 continue
             if found is not None:
                 match found.channel.other():
@@ -286,7 +290,7 @@ class ProcessBackend:
     def _note_end(self) -> None:
         """Note the end of a shard that is next, and pass over it; or finish that.
 
-        It must not stay behind after an interrupt: in the next epoch it would end the shard.
+        The end must not stay behind after an interrupt: it would end the shard in the next epoch.
         """
         if self._ending is not None:
             channel, position, end, order = self._ending
@@ -352,7 +356,7 @@ class ProcessBackend:
         return None if shard is None else self._workers[self._owners[shard]]
 
     def _with_message(self, wanted: Watched | None) -> Watched | None:
-        """Return the worker whose message is next, if there is one; read its packets first."""
+        """Return the worker whose message is next, if any; read its packets first."""
         for worker in in_rotation(self._workers, self._found) if wanted is None else (wanted,):
             if worker.channel.has_packets or worker.channel.records:
                 self._read(worker)
@@ -366,10 +370,10 @@ class ProcessBackend:
         return self._job.max_queue_size - sum(worker.channel.load for worker in self._workers)
 
     def _dead(self, wanted: Watched | None, order: Order) -> Watched | None:
-        """Return a worker whose death must be told now, as nothing of it is left to deliver.
+        """Return a worker whose death must be reported now; all that it sent was delivered.
 
-        In order, another worker's turn may come first; but if that means waiting, the death is
-        told at once.
+        With `ordered`, another worker's turn may come first. If the loop had to wait for that
+        worker, the death is reported at once.
         """
         for worker in self._workers:
             told = worker.state is not WorkerState.DEAD or worker.channel.has_message
@@ -378,16 +382,16 @@ class ProcessBackend:
         return None
 
     def _replace(self, dead: Watched, order: Order) -> Failure | None:
-        """Start a worker that goes on where a dead one was; return a failure if that must not be.
+        """Replace a dead worker; return a failure if that is not allowed, or fails.
 
-        Nothing of the dead one is left to deliver, so that each of its shards begins with the
-        item that was not sent.
+        All that the dead worker sent was delivered, so each of its shards begins with the first
+        item that it did not send.
         """
         shard = order.next_of(dead.shards)
         if shard is None:  # it had sent all of this epoch
             shard = dead.shards[0]
         number = order.number_of(shard)
-        with interrupts.held():  # or there might be a worker that nobody knows
+        with interrupts.held():  # else a worker might run that is in no list
             new = self._successor(dead, (shard, number), f"shard {shard}, item {number}")
             if isinstance(new, Failure):
                 return new
@@ -401,13 +405,13 @@ class ProcessBackend:
         """Start a worker in the place of a dead one. Called with interrupts held.
 
         Args:
-            dead: Of which nothing is left to deliver.
-            place: Of what it was at: shard and item.
-            name: The same in words.
+            dead: Worker that has ended, and whose messages were delivered.
+            place: Shard and item at which it died.
+            name: The same place in words.
 
         Returns:
-            The failure, if there must not be another one or it could not be started; None if we
-            are being stopped.
+            The new worker; the failure, if no more restarts are allowed or the start failed; None
+            if `stop()` was called meanwhile.
         """
         often = history(self._deaths, place, self._job.max_restarts)
         error = WorkerDied(death_message(dead) + often, dead.index, dead.exitcode)
@@ -420,7 +424,7 @@ class ProcessBackend:
             error.__cause__ = trouble
             return failure
         self._deaths.append(place)
-        if self._closed:  # whoever stops us does not know of this one
+        if self._closed:  # stop() was called, and does not know of this worker
             worker.send_signal(signal.SIGKILL)
             self._end(worker)
             return None
@@ -430,7 +434,7 @@ class ProcessBackend:
         self._end(dead)
         _log.warning(
             "%s %s; %s goes on with %s (restart %d, of max_restarts=%d)",
-            str(dead),  # a record may be kept, and should not keep descriptors
+            str(dead),  # as text: a handler may keep the record, and with it descriptors
             how_it_ended(dead),
             str(worker),
             name,
@@ -440,10 +444,10 @@ class ProcessBackend:
         return worker
 
     def _ask_for(self, wanted: Watched | None) -> bool:
-        """Let the item come for which the consumer is about to wait.
+        """Grant credit for the item that the consumer is about to wait for.
 
         Returns:
-            Whether a worker has one that it may send now.
+            Whether a worker has an item that it may send now.
         """
         if wanted is not None:
             wanted.channel.grant(self._room(), wanted=True)
@@ -481,17 +485,17 @@ class ProcessBackend:
                 self._read(worker)
         if starting and not ready and time.monotonic() >= self._started + START_TIMEOUT_S:
             raise StartError(
-                f"{starting[0]} has not said a word in {START_TIMEOUT_S:g} s; with fork, a lock "
-                "that another thread held is a likely cause: use mp_context='forkserver'"
+                f"{starting[0]} did not respond within {START_TIMEOUT_S:g} s. With fork, a likely "
+                "cause is a lock that another thread held: use mp_context='forkserver'"
             )
 
     def _read(self, worker: Watched) -> None:
-        """Read what a worker has sent, and see whether it was its last."""
+        """Read the messages of a worker, and reap it if it has ended."""
         if worker.state in (WorkerState.DEAD, WorkerState.ENDED):
             return
         worker.channel.pump()
         self._deliver_records(worker)
-        if self._closed:  # a handler of the user's may have stopped us
+        if self._closed:  # a handler of a log record has called stop()
             return
         if worker.channel.is_ready and worker.state is WorkerState.STARTING:
             worker.move(WorkerState.RUNNING)
@@ -499,13 +503,13 @@ class ProcessBackend:
             self._reap_dead(worker)
 
     def _reap_dead(self, worker: Watched) -> None:
-        """Take leave of a process that has ended; all that it sent is in its inbox now."""
+        """Read the last messages of a process that has ended, and find out how it ended."""
         worker.move(WorkerState.DRAINING)
         self._forget(worker)
-        worker.channel.pump()  # what it sent between the last reading and its end
+        worker.channel.pump()  # messages that it sent after the last reading
         self._deliver_records(worker)
         worker.exitcode = wait_for_exitcode(worker, _EXITCODE_S)
-        if worker.exitcode is None:  # it only hung up (the user's code closed all descriptors)
+        if worker.exitcode is None:  # it runs on: the user's code has closed all descriptors
             worker.send_signal(signal.SIGKILL)
             wait_for_exitcode(worker, _EXITCODE_S)
         worker.move(WorkerState.DEAD)
@@ -534,7 +538,7 @@ class ProcessBackend:
                 self._stop(timeout)
 
     def _stop(self, timeout: float) -> None:
-        """End the workers. Interrupts strike in the waits only, and then it can be called again."""
+        """End the workers. A signal handler may end a wait; then it can be called again."""
         self.close()
         end = time.monotonic() + timeout
         escalation = min(ESCALATION_S, timeout / 2)
@@ -543,7 +547,8 @@ class ProcessBackend:
             for worker in self._left():
                 worker.send_signal(number)
             self._reap_until(limit)
-        self._reap_until(end + ESCALATION_S)  # a kill is obeyed at once, but for a hanging disk
+        # SIGKILL ends a process at once, unless it waits for a disk that does not respond.
+        self._reap_until(end + ESCALATION_S)
         for worker in self._left():
             warnings.warn(
                 f"{worker} could not be killed; it may hang in a system call",
@@ -560,7 +565,7 @@ class ProcessBackend:
         return [worker for worker in self._workers if worker.state is not WorkerState.ENDED]
 
     def _reap_until(self, deadline: float) -> None:
-        """Read and forget what the workers still send, until all have ended or time is over."""
+        """Read and drop the messages of the workers, until all have ended or time is over."""
         for worker in self._left():
             if worker.state is WorkerState.DEAD:
                 self._end(worker)
@@ -569,7 +574,7 @@ class ProcessBackend:
             for worker in left:
                 end = worker.channel if worker.pidfd is None else worker.pidfd
                 poller.register(end.fileno(), select.POLLIN)
-                if not worker.channel.ended:  # what has ended would wake us again and again
+                if not worker.channel.ended:  # an ended channel would wake the poll every time
                     poller.register(worker.channel.fileno(), select.POLLIN)
             remaining = deadline - time.monotonic()
             if remaining <= 0:
@@ -580,7 +585,7 @@ class ProcessBackend:
                 self._reap(worker)
 
     def _reap(self, worker: Watched) -> None:
-        with contextlib.suppress(Exception):  # it is leaving: what it says makes no difference
+        with contextlib.suppress(Exception):  # it is ending: errors no longer matter
             worker.channel.pump()
         self._deliver_records(worker)
         if has_ended(worker):
@@ -594,23 +599,23 @@ class ProcessBackend:
                     worker.channel.pump()
                 self._deliver_records(worker)
                 worker.exitcode = wait_for_exitcode(worker, _EXITCODE_S)
-        finally:  # a handler of the user's for log records may raise anything
+        finally:  # the user's handler of a log record may raise anything
             worker.close()
             with contextlib.suppress(OSError):
                 remove_names_of(worker.process.pid)
-            # What runs in the wait above, a finalizer say, may have stopped us meanwhile.
+            # Code that runs in the wait above, such as a finalizer, may have called stop().
             if worker.state is not WorkerState.ENDED:
                 worker.move(WorkerState.ENDED)
 
     def _forget(self, worker: Watched) -> None:
-        """Wait no longer for anything of a worker."""
+        """Stop polling the descriptors of a worker."""
         for fd in [fd for fd, owner in self._by_fd.items() if owner is worker]:
             del self._by_fd[fd]
             self._poller.unregister(fd)
 
 
 def _has_news(worker: Watched, is_coming: bool) -> bool:
-    """Tell whether there is something that a worker said before it was asked to wake us."""
+    """Return whether a worker sent something before it was asked to wake the consumer."""
     channel = worker.channel
     if channel.has_message:
         return True
@@ -641,11 +646,11 @@ _EXIT_TIMEOUT_S = 2.0
 
 @functools.cache
 def _register_exit() -> None:
-    # multiprocessing joins its children at exit, without a limit; this comes before that
+    # multiprocessing joins its children at exit, without a limit. This runs before that.
     multiprocessing.util.Finalize(None, _stop_all, exitpriority=100)
 
 
-# multiprocessing forgets in its forked children what was registered with it
+# In forked children, multiprocessing forgets all registered finalizers.
 os.register_at_fork(after_in_child=_register_exit.cache_clear)
 
 
