@@ -3,8 +3,8 @@
 The quick suite holds every promise once on every backend and start method. It leaves out
 repetitions: further parameters of tests with processes, spawn beyond starts and ends and one
 test of each file of the contract, the portable path beyond what the transport itself promises, and
-what is marked `thorough`. `ENQUEUER_TESTS=all` runs everything, and
-`ENQUEUER_TESTS=rest` what the quick suite left out.
+what is marked `thorough`. `ENQUEUER_TESTS=all` runs everything, and so does `ENQUEUER_INTERRUPTS`;
+`ENQUEUER_TESTS=rest` runs what the quick suite left out.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import os
 
 import pytest
 
-_CHOICE = os.environ.get("ENQUEUER_TESTS", "quick")
+_CHOICE = os.environ.get(
+    "ENQUEUER_TESTS", "all" if "ENQUEUER_INTERRUPTS" in os.environ else "quick"
+)
 if _CHOICE not in ("quick", "rest", "all"):
     raise pytest.UsageError(f"ENQUEUER_TESTS must be 'quick', 'rest' or 'all', got {_CHOICE!r}")
 _IS_RAY = bool(os.environ.get("ENQUEUER_RAY"))
