@@ -318,6 +318,14 @@ CASES = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def ctrl_c():
+    """Let SIGINT raise; a shell has it ignored in what it starts in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.local
 @pytest.mark.timeout(0 if EVERY else 120)
 @pytest.mark.parametrize(("operation", "source", "backend"), CASES)
