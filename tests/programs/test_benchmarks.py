@@ -2,6 +2,8 @@
 
 import json
 import os
+import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +54,32 @@ def test_a_run_prints_a_table_and_saves_it(tmp_path):
     for one in results.values():
         assert (one["status"], len(one["repeats"])) == ("ok", 2)
         assert one["median"] > 0
+
+
+@pytest.mark.skipif(shutil.which("valgrind") is None, reason="needs valgrind")
+@pytest.mark.parametrize(
+    ("case", "parts"), [("ints-thread", [""]), ("ints-process", [" loop", " worker"])]
+)
+def test_an_instruction_too_many_fails(tmp_path, case, parts):
+    program = runpy.run_path(str(BENCHMARKS / "instructions.py"))
+    figures = tmp_path / "figures.json"
+    kept = {"taken_with": program["versions"](), "figures": {case + part: 1 for part in parts}}
+    figures.write_text(json.dumps(kept))
+    done = run("--only", case, "--figures", figures, program="instructions.py")
+    assert (done.returncode, done.stderr) == (1, "")
+    lines = done.stdout.splitlines()
+    counted = {line.split("  ")[0]: int(line[23:37].replace(",", "")) for line in lines[1:-2]}
+    assert [*counted] == [case + part for part in parts]
+    assert all(1_000 < each < 1_000_000 for each in counted.values())
+    above = ", ".join(counted)
+    assert lines[-2] == f"FAILED: more than 5% above the figure: {above}."
+
+
+def test_without_valgrind_that_is_said(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    done = run(program="instructions.py")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "valgrind is not installed" in done.stdout
 
 
 @pytest.mark.thorough
