@@ -134,7 +134,7 @@ def serve(fd: int, preload: Sequence[str] = ()) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in preload:
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(BaseException):  # sys.exit(), too
             importlib.import_module(name)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would take the exit codes away
     mine = serve_forks(fd)

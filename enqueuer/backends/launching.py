@@ -40,6 +40,13 @@ _SAME_HASHES = {"PYTHONHASHSEED": "0"}
 _ONE_THREAD = dict.fromkeys(native_threads.VARIABLES, "1")
 _STATUS_S = 1.0  # until a fork server whose socket was closed has ended
 
+_PRELOADED = "a module that was given to multiprocessing.set_forkserver_preload()"
+_NO_SERVER = f"the fork server ends as soon as it starts; a likely cause is {_PRELOADED}"
+_NO_ANSWER = (
+    f"the fork server did not respond within {_SERVER_START_S:.0f} s; a likely cause is "
+    f"{_PRELOADED} and takes longer to import"
+)
+
 _REQUEST = struct.Struct("<q")  # number
 _NOTHING = 0  # number of a request for nothing; the others begin with 1
 _ANSWER = struct.Struct("<Bqq")  # kind, number of the request, and what the kind says
@@ -238,10 +245,15 @@ class _Server:
                 try:
                     number = self._ask_locked(sock, lifeline)
                     break
+                except TimeoutError:  # it hangs, and so would another one
+                    if self._popen is not None and self._owner == os.getpid():
+                        self._popen.kill()
+                    self._leave_locked()
+                    raise StartError(_NO_ANSWER) from None
                 except (OSError, EOFError):
                     self._leave_locked()  # it was killed; the next attempt starts a new one
                     if attempt:
-                        raise StartError("the fork server ends as soon as it starts") from None
+                        raise StartError(_NO_SERVER) from None
             if number in self._errors:
                 self._open.discard(number)
                 code = self._errors.pop(number)
@@ -488,7 +500,9 @@ def _report(packets: Packets, children: dict[int, int]) -> None:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
             return
-        _say(packets, _EXIT, children.pop(pid), os.waitstatus_to_exitcode(status))
+        number = children.pop(pid, None)
+        if number is not None:  # else a module that was preloaded has started that process
+            _say(packets, _EXIT, number, os.waitstatus_to_exitcode(status))
 
 
 def _say(packets: Packets, kind: int, number: int, value: int) -> None:

@@ -79,6 +79,54 @@ def test_modules_are_imported_once_for_all_workers(tmp_path):
     assert run_program(tmp_path, PRELOADING) == (0, "", "")
 
 
+def start_with_preloaded(path, code, then=""):
+    (path / "preloaded.py").write_text(textwrap.dedent(code))
+    text = f"""
+        import multiprocessing, os
+        import helpers
+        from enqueuer import GeneratorEnqueuer, StartError
+        from enqueuer.backends import launching
+
+        {then}
+        multiprocessing.set_forkserver_preload(["preloaded"])
+        try:
+            for _ in range(2):
+                with GeneratorEnqueuer(helpers.twelve, backend="process", workers=2) as enqueuer:
+                    assert list(enqueuer) == list(range(12))
+                    server = launching._server._popen.pid
+            print(server == launching._server._popen.pid)
+        except StartError as error:
+            print(error)
+            try:
+                print(os.wait())
+            except ChildProcessError:  # none is left
+                pass
+    """
+    return run_program(path, text)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        pytest.param("import sys; sys.exit('no')", id="exits"),
+        pytest.param("import os; os.fork() or os._exit(0)", id="starts-a-process"),
+    ],
+)
+def test_the_server_outlives_a_module_that(code, tmp_path):
+    assert start_with_preloaded(tmp_path, code) == (0, "True\n", "")
+
+
+def test_a_module_that_ends_the_server_is_a_start_error(tmp_path):
+    message = launching._NO_SERVER + "\n"
+    assert start_with_preloaded(tmp_path, "import os; os._exit(1)") == (0, message, "")
+
+
+def test_a_server_that_hangs_is_killed(tmp_path):
+    soon = "launching._SERVER_START_S = 0.1"
+    found = start_with_preloaded(tmp_path, "import signal; signal.pause()", soon)
+    assert found == (0, launching._NO_ANSWER + "\n", "")
+
+
 FULL = """
     import errno, os, sys
     import helpers
