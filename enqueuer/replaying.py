@@ -110,11 +110,11 @@ def redo(
         skip: Whether errors of other elements are skipped, as they were there.
     """
     results = []
-    failed_fetch: BaseException | None = None
+    failed_fetch: Exception | None = None
     with _globals_of(Task(ticket.indices[0], ticket.epoch, random_seed), seed):
         try:
             elements = source.elements_of(ticket)
-        except BaseException as error:
+        except Exception as error:
             elements, failed_fetch = [FETCH] * len(ticket.indices), error
         for index, element in zip(ticket.indices, elements, strict=True):
             try:
@@ -127,7 +127,10 @@ def redo(
             if result is not None:
                 results.append(result)
         if failed_fetch is not None and not skip:
-            raise failed_fetch
+            try:
+                raise failed_fetch
+            finally:
+                failed_fetch = None  # or it and its traceback would be a circle
         return results[0] if source.batch_size is None else source.collate(results)
 
 

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from enqueuer.errors import StateMismatch
+from enqueuer.formats import an
 from enqueuer.messages import Start, Ticket
 from enqueuer.shards import EpochBegin, EpochEnd, Task, borrowed_globals
 from enqueuer.sources import Stateful, has_elements, is_indexable, iterate, name_of
@@ -97,9 +98,11 @@ class TaskSource:
     def elements_of(self, ticket: Ticket) -> Sequence[Any]:
         """Return the elements of a ticket, with `FETCH` for those that `result` must fetch.
 
-        A sequence that has `__getitems__` fetches those of a batch in one call.
+        A sequence that has `__getitems__` fetches those of a batch in one call, unless its class
+        overrides `__getitem__` alone.
 
         Raises:
+            TypeError: `__getitems__` returned a mapping or a string.
             ValueError: `__getitems__` returned more or fewer elements than indices.
             Exception: `__getitems__` raised it.
 
@@ -107,17 +110,23 @@ class TaskSource:
         """
         if ticket.elements is not None:
             return ticket.elements
-        indices = list(ticket.indices)
-        fetch = getattr(self.items, "__getitems__", None) if len(indices) > 1 else None
-        if not callable(fetch):
-            return [FETCH] * len(indices)
+        count = len(ticket.indices)
+        if count == 1 or not _fetches_many(type(self.items)):
+            return [FETCH] * count
         if self.begun <= ticket.epoch:
             self.begin(ticket.epoch)
-        elements = list(fetch(indices))
-        if len(elements) != len(indices):
+        returned = self.items.__getitems__(list(ticket.indices))
+        name = f"__getitems__ of {type(self.items).__name__}"
+        if isinstance(returned, (Mapping, str, bytes)):
+            raise TypeError(
+                f"{name} returned {an(type(returned).__name__)}; it must return a list with one "
+                "element for each index"
+            )
+        elements = list(returned)
+        if len(elements) != count:
             raise ValueError(
-                f"__getitems__ of {type(self.items).__name__} returned {len(elements)} elements "
-                f"for {len(indices)} indices; it must return one for each, in their order"
+                f"{name} returned {len(elements)} elements "
+                f"for {count} indices; it must return one for each, in their order"
             )
         return elements
 
@@ -346,6 +355,20 @@ def _skip(numbered: Iterator[tuple[int, Any]], count: int, reading: Reading) -> 
             f"the iterable ended after {had} elements when it was read again, but {count} had "
             "come of it before: it does not repeat itself"
         )
+
+
+def _fetches_many(kind: type) -> bool:
+    """Return whether elements of a sequence of this class come by its `__getitems__`.
+
+    A class that overrides `__getitem__` alone, or hands unknown names on to another sequence,
+    would otherwise lose its own work on the elements.
+    """
+    for base in kind.__mro__:
+        if "__getitems__" in vars(base):
+            return callable(vars(base)["__getitems__"])
+        if "__getitem__" in vars(base):
+            return False
+    return False
 
 
 # --- what is handed over -----------------------------------------------------------------------

@@ -1045,3 +1045,76 @@ def test_only_elements_that_fail_are_skipped(backend):
 def test_a_fetch_of_too_few_elements_is_an_error(backend):
     with pytest.raises(ValueError, match=r"Fetching returned 4 elements for 5 indices"):
         fetched(Fetching(short=True), 5, **backend)
+
+
+class Doubling(Fetching):
+    """A class that overrides `__getitem__` alone."""
+
+    def __getitem__(self, index):
+        return 2 * index, "own"
+
+
+class Delegating:
+    """A wrapper that hands on all that it does not know."""
+
+    def __init__(self):
+        self.dataset = Fetching()
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        return 2 * index, "own"
+
+    def __getattr__(self, name):
+        if name == "dataset":  # before it is unpickled
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+
+@pytest.mark.parametrize("kind", [Doubling, Delegating])
+def test_a_class_that_overrides_the_fetch_of_one_element_alone_keeps_its_work(kind, backend):
+    assert fetched(kind(), 5, **backend) == [(2 * index, "own") for index in range(10)]
+
+
+class Columns(Fetching):
+    def __getitems__(self, indices):
+        return dict.fromkeys(["id", "text", "label", "score", "split"], indices)
+
+
+def test_a_fetch_of_columns_is_an_error(backend):
+    with pytest.raises(TypeError, match=r"Columns returned a dict; it must return a list"):
+        fetched(Columns(), 5, **backend)
+
+
+class Consuming(Fetching):
+    def __getitems__(self, indices):
+        return [(indices.pop(0), "together") for _ in range(5)]
+
+
+def test_a_fetch_may_change_its_list_of_indices(backend):
+    assert fetched(Consuming(), 5, **backend) == [(index, "together") for index in range(10)]
+
+
+class Interrupted(Fetching):
+    fetches = 0
+
+    def __getitems__(self, indices):
+        self.fetches += 1
+        if self.fetches > 1:
+            raise KeyboardInterrupt
+        raise OSError("all of them")
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_an_interrupt_ends_the_replay_of_a_fetch(on_error):
+    def fail(results):
+        raise ValueError("collate")
+
+    options = dict(on_error=on_error, max_errors=0) if on_error == "skip" else {}
+    dataset = Interrupted()
+    with OrderedEnqueuer(dataset, batch_size=5, collate=fail, **options) as enqueuer:
+        with pytest.raises(OSError, match="all of them") as caught:
+            next(iter(enqueuer))
+        with pytest.raises(KeyboardInterrupt):
+            replay(caught.value)
