@@ -26,8 +26,8 @@ def keep_freed_memory() -> None:
     """Have the C library keep up to `KEPT_BYTES` of freed memory in this process.
 
     It serves allocations of up to this size from its heap, and returns memory to the system when
-    more than this is free at the heap's end. An environment that sets one of these limits is
-    left alone.
+    more than this is free at the heap's end. Several threads that allocate have several heaps
+    (arenas), each with this limit. An environment that sets one of these limits is left alone.
 
     Source: mallopt(3), `M_TRIM_THRESHOLD` and `M_MMAP_THRESHOLD`.
     """
