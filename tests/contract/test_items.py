@@ -225,7 +225,8 @@ def huge(shard):
 @pytest.mark.timeout(600)  # 30 s alone, but several times that where others want memory, too
 @pytest.mark.thorough
 def test_more_than_2_gib_come_through():
-    with GeneratorEnqueuer(huge, backend="process", max_queue_size=1) as enqueuer:
+    options = dict(max_queue_size=1, stall_timeout=None)  # fresh memory may take a minute
+    with GeneratorEnqueuer(huge, backend="process", **options) as enqueuer:
         batches = iter(enqueuer)
         batch = next(batches)
         assert batch["array"].shape == (9, 1 << 28)
