@@ -26,7 +26,7 @@ class FailurePolicy:
             of the run whose state was loaded.
 
     Example:
-        >>> policy = FailurePolicy(on_error="replace", max_errors=1)
+        >>> policy = FailurePolicy(on_error="skip", max_errors=1)
         >>> one, two = (Failure(0, number, KeyError(number), skipped=True) for number in (3, 5))
         >>> policy.skips(one, repr), policy.skips(one, repr)  # a new worker sends it again
         (True, True)

@@ -154,15 +154,21 @@ def test_a_start_that_waits_for_an_iterable_of_the_last_run_can_be_interrupted(
     assert enqueuer._owned == []
 
 
+def interrupt_reconfigure(enqueuer, monkeypatch):
+    """Have an exception strike while `reconfigure(3)` waits for the iterable."""
+    with monkeypatch.context() as patch:
+        old = enqueuer._backend
+        patch.setattr(old, "close", interrupting(old.close))
+        with pytest.raises(Interrupt):
+            enqueuer.reconfigure(3)
+
+
 def test_a_reconfigure_that_waits_for_an_iterable_can_be_interrupted(
     consumed_elsewhere, monkeypatch
 ):
     enqueuer, let_go = consumed_elsewhere
     old = enqueuer._backend
-    monkeypatch.setattr(old, "close", interrupting(old.close))
-    with pytest.raises(Interrupt):
-        enqueuer.reconfigure(3)
-    monkeypatch.undo()
+    interrupt_reconfigure(enqueuer, monkeypatch)
     assert enqueuer._backend is old, "the iterable was not waited for"
     assert let_go() == [str(number) for number in range(8)]
     assert "3 workers" in repr(enqueuer)
@@ -172,11 +178,7 @@ def test_a_reconfigure_that_waits_for_an_iterable_can_be_interrupted(
 @pytest.mark.parametrize("then", ["stop", "reconfigure"])
 def test_after_an_interrupted_reconfigure(consumed_elsewhere, monkeypatch, then):
     enqueuer, let_go = consumed_elsewhere
-    old = enqueuer._backend
-    monkeypatch.setattr(old, "close", interrupting(old.close))
-    with pytest.raises(Interrupt):
-        enqueuer.reconfigure(3)
-    monkeypatch.undo()
+    interrupt_reconfigure(enqueuer, monkeypatch)
     if then == "stop":
         enqueuer.stop(timeout=1)
         assert enqueuer._owned == []
