@@ -28,7 +28,7 @@ import numpy as np
 # Here each look at the clock takes 10 us. The package binds the function when it is imported.
 time.monotonic_ns = itertools.count(10**9, 10_000).__next__
 
-from enqueuer import GeneratorEnqueuer, OrderedEnqueuer  # noqa: E402
+from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, Processes  # noqa: E402
 
 ITEMS = 64  # in a round
 LARGE_ITEMS = 4
@@ -115,9 +115,8 @@ def take_items(
 
     enqueuer = GeneratorEnqueuer(
         source,
-        backend=backend,
+        backend=_forked(backend),
         max_queue_size=2 * count,
-        mp_context="fork" if backend == "process" else None,
     )
     enqueuer.start()
     turns.take(iter(enqueuer), count, backend)
@@ -136,12 +135,16 @@ def take_results(backend: Literal["thread", "process"], rounds: int) -> None:
     enqueuer = OrderedEnqueuer(
         range(ITEMS * (MOST_ROUNDS + 4)),
         task,
-        backend=backend,
+        backend=_forked(backend),
         max_queue_size=2 * ITEMS,
-        mp_context="fork" if backend == "process" else None,
     )
     enqueuer.start()
     turns.take(iter(enqueuer), ITEMS, backend)
+
+
+def _forked(backend: Literal["thread", "process"]) -> Literal["thread"] | Processes:
+    """Return the backend, with processes that fork: nothing but the loop and its workers runs."""
+    return Processes(start_method="fork") if backend == "process" else "thread"
 
 
 PROGRAMS: dict[str, Callable[[int], None]] = {

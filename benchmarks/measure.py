@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import sys
 
-from cases import CASES, Missing
+from cases import CASES
 from contestants import CONTESTANTS
+from measures import Missing
 
 
 def main(case_name: str, contestant_name: str, seconds: str, output: str, *rows: str) -> None:

@@ -151,7 +151,8 @@ def data(
         of_a_batch = 1 if is_tiny else sources.LABELS
         items = iter(rows.iter_batches(batch_size=of_a_batch, prefetch_batches=queue))
     yield items
-    del items, rows  # its tasks are cancelled when nobody iterates any more
+    # The tasks are cancelled when their iterators are gone.
+    del items, rows
 
 
 def _all_of(_: Any, make: Make) -> Iterator[Any]:

@@ -96,7 +96,8 @@ def _measure_all(options: argparse.Namespace) -> dict[str, Any]:
         if case in options.only
     }
     for repeat in range(options.repeats):
-        turn = repeat % max(1, len(names))  # nobody is always the first
+        # Each repeat begins with another contestant.
+        turn = repeat % max(1, len(names))
         for case in tries:
             for name in names[turn:] + names[:turn]:
                 if CASES[case].takes(case, CONTESTANTS[name]):

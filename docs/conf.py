@@ -19,14 +19,13 @@ nitpicky = True
 default_role = "literal"  # docstrings and pages write `name` as in Markdown
 
 html_theme = "alabaster"
-html_theme_options = {"description": "Any generator, fed ahead", "page_width": "60rem"}
+html_theme_options = {"description": "Prefetch batches from any generator", "page_width": "60rem"}
 html_sidebars = {"**": ["about.html", "searchfield.html", "navigation.html"]}
 
 python_maximum_signature_line_length = 90
 autodoc_mock_imports = ["h5py", "jax", "keras", "tensorflow", "torch"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
-autodoc_preserve_defaults = True
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 

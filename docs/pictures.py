@@ -8,7 +8,7 @@ import runpy
 import tempfile
 from pathlib import Path
 
-from enqueuer import cli
+import enqueuer.cli.main
 
 HERE = Path(__file__).parent
 EXAMPLE = runpy.run_path(str(HERE.parent / "examples" / "is_it_waiting.py"))
@@ -19,11 +19,11 @@ def main():
         for workers in (1, 4):
             trace = Path(folder, "run.json")
             print(EXAMPLE["run"](workers, trace=trace))
-            assert cli.main(["report", str(trace)]) == 0
+            assert enqueuer.cli.main.main(["report", str(trace)]) == 0
             page = trace.with_suffix(".html").read_text()
             style = re.search("<style>(.*?)</style>", page, re.DOTALL)[1]
             for name, picture in zip(
-                ("timeline", "fill"), re.findall("<svg .*?</svg>", page, re.DOTALL), strict=False
+                ("timeline", "queue"), re.findall("<svg .*?</svg>", page, re.DOTALL), strict=False
             ):
                 target = HERE / "howto" / f"waiting_{name}_{workers}.svg"
                 target.write_text(alone(picture, style))

@@ -5,10 +5,12 @@
 ['a', 'b', 'c']
 """
 
-from enqueuer.arrays import empty, empty_like
-from enqueuer.bottleneck import Bottleneck
-from enqueuer.buffer import Buffer
-from enqueuer.enqueuers import GeneratorEnqueuer, OrderedEnqueuer, imap, prefetch
+from enqueuer.backends.thread.buffer import Buffer
+from enqueuer.enqueuers.configs import Auto, Processes, Ray
+from enqueuer.enqueuers.generator import GeneratorEnqueuer
+from enqueuer.enqueuers.ordered import OrderedEnqueuer
+from enqueuer.enqueuers.replay import replay
+from enqueuer.enqueuers.shortcuts import imap, prefetch
 from enqueuer.errors import (
     BatchTimeout,
     BlockMemoryError,
@@ -32,14 +34,17 @@ from enqueuer.errors import (
     WorkerDied,
     WorkerError,
 )
-from enqueuer.reach import Headroom, headroom
-from enqueuer.replaying import replay
-from enqueuer.shards import Shard, Task
-from enqueuer.stats import Stats, WorkerStats
+from enqueuer.monitoring.findings import Bottleneck
+from enqueuer.monitoring.headroom import Headroom, headroom
+from enqueuer.monitoring.stats import Stats
+from enqueuer.monitoring.worker_stats import WorkerStats
+from enqueuer.workers.arrays import empty, empty_like
+from enqueuer.workers.shards import Shard, Task
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Auto",
     "BatchTimeout",
     "BlockMemoryError",
     "Bottleneck",
@@ -58,6 +63,8 @@ __all__ = [
     "ItemNotPicklable",
     "OrderedEnqueuer",
     "OverwrittenDataWarning",
+    "Processes",
+    "Ray",
     "Shard",
     "SourceNotPicklable",
     "StallWarning",

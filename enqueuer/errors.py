@@ -1,8 +1,8 @@
 """Every exception and warning of the package; imports nothing.
 
-One root, `EnqueuerError`, and beside it the built-in that fits, so that both
-`except EnqueuerError` and `except RuntimeError` do what one expects. An exception that the
-generator itself raises is none of these: it arrives as itself.
+All errors have one root, `EnqueuerError`, and beside it the built-in exception that fits, so that
+both `except EnqueuerError` and `except RuntimeError` catch them. An exception of the generator is
+none of these: the loop gets the original.
 """
 
 
@@ -11,11 +11,11 @@ class EnqueuerError(Exception):
 
 
 class InvalidState(EnqueuerError, RuntimeError):
-    """The enqueuer cannot do this now: it is new, running, stopped, or another process's."""
+    """The call is not possible now: the enqueuer is new, running, stopped, or was forked."""
 
 
 class Closed(EnqueuerError):
-    """The buffer or the enqueuer was closed: nothing more can be put, nothing more will come."""
+    """The buffer or the enqueuer is closed: nothing can be put into it, and nothing more comes."""
 
 
 class StartError(EnqueuerError, RuntimeError):
@@ -27,23 +27,23 @@ class StateMismatch(EnqueuerError, ValueError):
 
 
 class BatchTimeout(EnqueuerError, TimeoutError):
-    """No batch came within `timeout`; the message tells what each worker does.
+    """No batch came within `timeout`; the message shows what each worker does.
 
-    Nothing is lost: the workers go on, and so does iterating again, with the very next batch.
+    Nothing is lost: the workers go on, and iterating again continues with the very next batch.
     """
 
 
 class WorkerError(EnqueuerError, RuntimeError):
-    """The generator failed with an exception that cannot, or must not, be raised here as itself.
+    """The generator failed with an exception that cannot, or must not, be raised here.
 
-    It could not be pickled (`traceback_text` then holds what is known of it), or it is a
+    Either the exception could not be pickled; `traceback_text` then has its traceback. Or it is a
     `SystemExit`, `KeyboardInterrupt`, `GeneratorExit` or `StopIteration`, which would end the
-    training loop instead of telling it (`__cause__` is then the original).
+    training loop silently; `__cause__` is then the original.
 
-    If the generator raised an ordinary exception you get that one, not this.
+    If the generator raised any other exception, the loop gets that one.
 
     Attributes:
-        traceback_text: The worker's traceback as text.
+        traceback_text: Traceback of the worker as text.
     """
 
     def __init__(self, message: str, traceback_text: str = "") -> None:
@@ -58,13 +58,14 @@ class WorkerError(EnqueuerError, RuntimeError):
 class WorkerDied(EnqueuerError, ChildProcessError):
     """A worker process, or a Ray actor, ended without having reported an end or an error.
 
-    It was killed (by the system for want of memory, by a signal, by a crash in C code), it
-    called `os._exit`, or its node is gone. If the generator raised you get its exception, not
-    this one.
+    It was killed (by the system because memory ran out, by a signal, by a crash in C code), it
+    called `os._exit`, or its node was lost. If the generator raised an exception, the loop gets
+    that one.
 
     Attributes:
-        worker: Index of the worker, 0-based.
-        exitcode: Of the process; negative for a signal, None if nobody knows, as of an actor.
+        worker: Index of the worker, from 0.
+        exitcode: Exit code of the process; negative for a signal, None if it is not known, as for
+            an actor.
     """
 
     def __init__(self, message: str, worker: int = -1, exitcode: int | None = None) -> None:
@@ -81,26 +82,26 @@ class SourceNotPicklable(EnqueuerError, TypeError):
 
 
 class ItemNotPicklable(EnqueuerError, TypeError):
-    """The generator yielded something that cannot be sent to the training process."""
+    """The generator yielded an object that cannot be sent to the training process."""
 
 
 class ItemNotLoadable(EnqueuerError, RuntimeError):
-    """An item arrived, but loading it failed here; `__cause__` tells why."""
+    """An item arrived, but could not be loaded in this process; `__cause__` is the reason."""
 
 
 class TransportError(EnqueuerError, RuntimeError):
-    """What came over a worker's channel makes no sense: a packet is missing or malformed."""
+    """The data on a worker's channel are damaged: a packet is missing or malformed."""
 
 
 class FrameworkUnavailable(EnqueuerError, ImportError):
-    """What an adapter, or a backend, needs is not installed, or too old; the message says what."""
+    """A package that an adapter or a backend needs is not installed, or too old."""
 
 
 class DataFileError(EnqueuerError, OSError):
-    """A data file is missing, broken, still being written, or not what was expected of it.
+    """A data file is missing, broken, still being written, or has unexpected contents.
 
     Attributes:
-        path: Of the file.
+        path: Path of the file.
     """
 
     def __init__(self, message: str, path: str = "") -> None:
@@ -109,7 +110,7 @@ class DataFileError(EnqueuerError, OSError):
 
 
 class BlockMemoryError(EnqueuerError, MemoryError):
-    """No shared memory of the size of this item could be had."""
+    """Shared memory for an item could not be allocated."""
 
 
 class EnqueuerWarning(UserWarning):
@@ -117,26 +118,26 @@ class EnqueuerWarning(UserWarning):
 
 
 class DuplicateDataWarning(EnqueuerWarning):
-    """Several workers, or shards, make the same batches: every batch comes several times."""
+    """Several workers, or shards, make the same batches, so that each comes several times."""
 
 
 class EmptyEpochWarning(EnqueuerWarning):
-    """An epoch had no batches, although its source seems to be meant to give some."""
+    """An epoch had no batches, although its source seems to be meant to yield some."""
 
 
 class OverwrittenDataWarning(EnqueuerWarning):
-    """A batch was changed after it was yielded, before the loop had it."""
+    """A batch was changed after it was yielded, before the loop received it."""
 
 
 class StallWarning(EnqueuerWarning):
-    """The loop has waited long for one batch; the message tells what each worker does."""
+    """The loop has waited long for one batch; the message shows what each worker does."""
 
 
 class StopWarning(EnqueuerWarning):
-    """A worker could not be ended in time."""
+    """A worker did not end in time."""
 
 
 for _class in list(globals().values()):
     if isinstance(_class, type) and issubclass(_class, (EnqueuerError, EnqueuerWarning)):
-        # so that a traceback ends in the name that one imports
+        # So that a traceback ends in the name that users import.
         _class.__module__ = "enqueuer"

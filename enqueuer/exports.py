@@ -1,4 +1,4 @@
-"""Statistics for others to read: a log line, Prometheus, TensorBoard.
+"""Statistics in other formats: a log line, Prometheus, TensorBoard.
 
 Stats --line()--------> "40.1 batches/s, the loop waits 3 %, ..."
 Stats --prometheus()--> the text that a Prometheus server scrapes
@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from enqueuer.formats import percent, rate, ratio, size
-from enqueuer.stats import Stats
+from enqueuer.common.text import percent, rate, ratio, size
+from enqueuer.monitoring.stats import Stats
 
 __all__ = ["line", "prometheus", "tensorboard"]
 
 
 def line(stats: Stats) -> str:
-    """Return the most important numbers, in a line for a log.
+    """Return a line for a log with the most important numbers.
 
     Example:
         >>> from enqueuer import GeneratorEnqueuer
@@ -46,8 +46,8 @@ def prometheus(stats: Stats, labels: Mapping[str, str] | None = None) -> str:
     """Return the numbers in Prometheus' text format, version 0.0.4.
 
     Args:
-        stats: Those since the start, as counters must only grow: not a difference.
-        labels: Added to each line, such as `{"rank": "0"}`.
+        stats: Statistics since the start, not a difference, as counters must only grow.
+        labels: Labels of each line, such as `{"rank": "0"}`.
 
     Returns:
         Text for a page that a server scrapes, or for the text-file collector of its node exporter.
@@ -64,8 +64,8 @@ def prometheus(stats: Stats, labels: Mapping[str, str] | None = None) -> str:
     lines = []
     for name, kind, text, values in _metrics(stats):
         lines += [f"# HELP enqueuer_{name} {text}", f"# TYPE enqueuer_{name} {kind}"]
-        for own, value in values:
-            lines.append(f"enqueuer_{name}{_labels({**(labels or {}), **own})} {value:.9g}")
+        for extra, value in values:
+            lines.append(f"enqueuer_{name}{_labels({**(labels or {}), **extra})} {value:.9g}")
     return "\n".join(lines) + "\n"
 
 
@@ -87,6 +87,10 @@ def _metrics(stats: Stats) -> Iterator[_Metric]:
         ("block_bytes", "Shared memory of all workers", stats.block_bytes),
     ):
         yield name, "gauge", text, [({}, value)]
+    yield from _worker_metrics(stats)
+
+
+def _worker_metrics(stats: Stats) -> Iterator[_Metric]:
     per_worker = [(worker, {"worker": str(worker.index)}) for worker in stats.workers]
     yield (
         "worker_items_total",
@@ -130,8 +134,8 @@ def tensorboard(writer: Any, prefix: str = "data/") -> Callable[[Stats], None]:
     """Return a callback for `on_stats()` that writes scalars; steps are batches since the start.
 
     Args:
-        writer: `torch.utils.tensorboard.SummaryWriter`, or anything with its `add_scalar`.
-        prefix: Before each tag.
+        writer: `torch.utils.tensorboard.SummaryWriter`, or any object with its `add_scalar`.
+        prefix: Text before each tag.
 
     Example:
         >>> from enqueuer import GeneratorEnqueuer
@@ -149,7 +153,8 @@ def tensorboard(writer: Any, prefix: str = "data/") -> Callable[[Stats], None]:
 
     def write(stats: Stats) -> None:
         nonlocal step
-        step += stats.items  # they are those since the last call
+        # The statistics are those since the last call.
+        step += stats.items
         for tag, value in (
             ("batches_per_s", stats.items_per_s),
             ("waiting_share", stats.waiting_share),

@@ -1,6 +1,6 @@
 """Take batches in an asyncio program: a server that trains and answers at the same time.
 
-While the loop waits for a batch the event loop goes on, and a step that takes too long can be
+While the loop waits for a batch, the event loop is not blocked. A step that takes too long can be
 cancelled without losing a batch.
 """
 

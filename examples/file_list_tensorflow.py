@@ -1,8 +1,8 @@
 """A text file of 'path label' lines, in TensorFlow: as a pipeline of tf.data, and by an enqueuer.
 
-Both parse the lines, shuffle, load each file by a numpy function, make batches and repeat. In the
-first one that function is a tf.numpy_function, so all calls share this process and its lock; in
-the second one worker processes call it, and TensorFlow gets finished batches.
+Both parse the lines, shuffle, load each file with a numpy function, make batches and repeat. In
+tf.data, the function is a tf.numpy_function, so all calls share this process and its GIL. With the
+enqueuer, worker processes call it, and TensorFlow gets finished batches.
 """
 
 import sys

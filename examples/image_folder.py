@@ -1,4 +1,4 @@
-"""Learn from a folder of images: one folder a class, each epoch shuffled, a broken file left out.
+"""Train on a folder of images: one folder per class, shuffled in each epoch, without broken files.
 
 Worker processes load, turn and stack the images; the loop gets arrays. Each epoch has each file
 exactly once, whatever the number of workers.

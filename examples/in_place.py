@@ -1,6 +1,6 @@
-"""Fill shared memory directly: a large batch then reaches the loop without being copied.
+"""Fill shared memory directly, so that a large batch is not copied.
 
-The same function runs in threads and in a plain loop, where `empty` is numpy's.
+The same function runs in threads and in a plain loop, where `empty` is `numpy.empty`.
 """
 
 import time

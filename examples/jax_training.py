@@ -1,7 +1,7 @@
 """Train with JAX: processes make the batches, a thread puts them on the device ahead of the loop.
 
-A small network learns to tell the points inside a circle from those outside. What is learnt
-depends on `random_seed` and `shards` alone, not on who made the batches.
+A small network learns to classify points inside and outside of a circle. The result depends only
+on `random_seed` and `shards`, not on the workers.
 """
 
 import sys

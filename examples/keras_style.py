@@ -1,4 +1,4 @@
-"""The way of Keras 2: start, next(get()), stop."""
+"""Code in the style of Keras 2: start, next(get()), stop."""
 
 import numpy as np
 

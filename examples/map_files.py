@@ -1,7 +1,7 @@
 """Load files in parallel: a list of paths, a function for one of them, batches in a fixed order.
 
-Each file is a task for whichever worker is free. A broken one costs itself and nothing else,
-and the result is the same for threads, processes and Ray actors, however many there are.
+Each file is a task for the next free worker. If a file is broken, only this file is left out. The
+result is the same for any number of threads, processes or Ray actors.
 """
 
 import logging
@@ -17,7 +17,8 @@ logging.getLogger("enqueuer").setLevel(logging.CRITICAL)  # skipped errors are l
 
 def load(path, task):
     image = np.load(path)
-    if task.rng.random() < 0.5:  # the same for this file in this epoch, whoever loads it
+    # The number is the same for this file in this epoch, in any worker.
+    if task.rng.random() < 0.5:
         image = image[:, ::-1]
     return {"image": image, "name": path.stem}
 

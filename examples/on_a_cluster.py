@@ -1,4 +1,4 @@
-"""Let the machines of a Ray cluster make the batches: the loop and the generator stay as they are.
+"""Make the batches on the machines of a Ray cluster; the loop and the generator stay the same.
 
     python on_a_cluster.py                          # a Ray of its own, on this machine
     python on_a_cluster.py --address auto           # on a node of a cluster, or 10.0.0.1:6379
@@ -19,7 +19,7 @@ except ImportError as error:
     print(f"{error}. This needs Ray: pip install ray", file=sys.stderr)
     sys.exit(2)
 
-from enqueuer import GeneratorEnqueuer
+from enqueuer import GeneratorEnqueuer, Ray
 
 
 def make(rng):
@@ -64,8 +64,8 @@ print("the same batches as in a plain loop, in the same order")
 
 pixels = there[0]["pixels"]
 assert not pixels.flags.writeable  # it lies in the object store, uncopied
-for batch in epoch(workers=options.workers, backend="ray", writable=True):
+for batch in epoch(workers=options.workers, backend=Ray(copy_arrays=True)):
     batch["pixels"] //= 2  # a copy, which is ours to change
-print("changed in place, with writable=True")
+print("changed in place, with copy_arrays=True")
 
 ray.shutdown()

@@ -1,6 +1,6 @@
-"""Loose files are packed into one HDF5 file, in parallel; then a model learns from that.
+"""Pack single files into one HDF5 file, in parallel; then train a model on it.
 
-The model is torch's, or a few lines of numpy where there is no torch.
+The model uses torch, or a few lines of numpy if torch is not installed.
 """
 
 import csv

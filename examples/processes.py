@@ -1,4 +1,4 @@
-"""Make batches in processes: right where the generator itself computes, in Python.
+"""Make batches in processes, for generators that compute in Python.
 
 No `if __name__ == "__main__":` is needed, and the generator function may be a closure.
 """

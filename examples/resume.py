@@ -1,7 +1,7 @@
-"""Save the position with the model, crash, and go on elsewhere with the very next batch.
+"""Save the position with the model, crash, and continue with the very next batch.
 
-The first run has two threads, the second three processes; the result is that of a run which was
-never interrupted, to the last bit.
+The first run has two threads, the second three processes; the result is the same, bit for bit, as
+that of an uninterrupted run.
 """
 
 import json
@@ -26,7 +26,7 @@ class Crash(Exception):
 
 
 def train(path, crash_at=None, **options):
-    """Learn weights; go on from the checkpoint if there is one; save one every ten steps."""
+    """Learn weights; continue from a checkpoint, if one exists; save one every ten steps."""
     enqueuer = GeneratorEnqueuer(batches, shards=4, random_seed=7, **options)
     weights, step, first_epoch = np.zeros(4), 0, 0
     if path.exists():

@@ -1,7 +1,7 @@
-"""Outlive broken files: leave out the ones you expect, and bound those you do not.
+"""Skip broken files: catch the errors that you expect, and limit the others.
 
-A generator that has raised is over, so the `try` that leaves out one file is inside it.
-`on_error` is for the rest: it costs the shard in which it happens, and no more.
+A generator that has raised cannot continue, so the `try` that skips one file is inside it.
+`on_error` is for other errors: the rest of the shard is skipped, and nothing else.
 """
 
 import tempfile

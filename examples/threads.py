@@ -1,7 +1,7 @@
 """Read files ahead of the loop, in threads.
 
-Threads are right where the generator waits (for a disk, a network) or calls code that releases
-the GIL (numpy, Pillow, zlib). They start at once and share memory with the loop.
+Use threads if the generator waits (for a disk, a network) or calls code that releases the GIL
+(numpy, Pillow, zlib). They start at once and share memory with the loop.
 """
 
 import tempfile

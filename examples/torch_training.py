@@ -1,4 +1,4 @@
-"""Train with PyTorch, on batches from worker processes that are on the device already."""
+"""Train with PyTorch; batches from worker processes are copied to the device ahead of the loop."""
 
 import sys
 

@@ -2,10 +2,10 @@
 
 import os
 
-from enqueuer.backends import threads
-from enqueuer.messages import End, Failure, Item
+from enqueuer.backends.thread.sender import ThreadSender
+from enqueuer.workers.messages import End, Failure, Item
 
-_send, _send_item = threads.ThreadSender.send, threads.ThreadSender.send_item
+_send, _send_item = ThreadSender.send, ThreadSender.send_item
 
 
 def send(sender, message):
@@ -66,5 +66,5 @@ BREAKAGES = {
 
 def pytest_configure(config):
     broken = BREAKAGES[os.environ["BREAK"]]
-    threads.ThreadSender.send = broken
-    threads.ThreadSender.send_item = lambda sender, *parts: broken(sender, Item(*parts))
+    ThreadSender.send = broken
+    ThreadSender.send_item = lambda sender, *parts: broken(sender, Item(*parts))

@@ -21,26 +21,26 @@ import selection
 from _pytest.config import create_terminal_writer
 from helpers import twelve
 
-from enqueuer import GeneratorEnqueuer
-from enqueuer.backends import HAS_FORKSERVER
-from enqueuer.transport import PORTABLE
+from enqueuer import GeneratorEnqueuer, Processes, Ray
+from enqueuer.backends.job import HAS_FORKSERVER
+from enqueuer.common.descriptors import PORTABLE
 
 METHODS = [
     m for m in multiprocessing.get_all_start_methods() if m != "forkserver" or HAS_FORKSERVER
 ]
 BACKENDS = [pytest.param({"backend": "thread"}, id="thread")] + [
-    pytest.param({"backend": "process", "mp_context": m}, id=f"process-{m}") for m in METHODS
+    pytest.param({"backend": Processes(start_method=m)}, id=f"process-{m}") for m in METHODS
 ]
 # The same without what only Linux has: this is how other systems run it.
 BACKENDS.append(
     pytest.param(
-        {"backend": "process", "mp_context": "fork", PORTABLE: "1"}, id="process-fork-portable"
+        {"backend": Processes(start_method="fork"), PORTABLE: "1"}, id="process-fork-portable"
     )
 )
 PROCESSES = BACKENDS[1:]
 # With Ray in one's process nothing else can be counted: its tests run by themselves.
 IS_RAY = bool(os.environ.get("ENQUEUER_RAY"))
-RAY = [pytest.param({"backend": "ray"}, id="ray")] if IS_RAY else []
+RAY = [pytest.param({"backend": Ray()}, id="ray")] if IS_RAY else []
 if IS_RAY:
     BACKENDS = PROCESSES = RAY
 
@@ -79,7 +79,7 @@ def chosen(options, monkeypatch, test=None):
     """Return options for an enqueuer, after setting what belongs into the environment."""
     options = dict(options)
     if IS_RAY and test is not None and test.get_closest_marker("writes"):
-        options["writable"] = True
+        options["backend"] = Ray(copy_arrays=True)
     if PORTABLE in options:
         monkeypatch.setenv(PORTABLE, options.pop(PORTABLE))
     return options
@@ -90,7 +90,7 @@ def fork_server():
     """Start the fork server, which stays as long as this process, before the first census."""
     if HAS_FORKSERVER and not IS_RAY:
         multiprocessing.set_forkserver_preload(["hypothesis", "psutil", "pytest", "helpers"])
-        with GeneratorEnqueuer(twelve, backend="process", mp_context="forkserver") as enqueuer:
+        with GeneratorEnqueuer(twelve, backend=Processes(start_method="forkserver")) as enqueuer:
             list(enqueuer)
 
 

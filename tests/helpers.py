@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import faulthandler
 import importlib.util
 import multiprocessing
@@ -19,7 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
-from enqueuer.backends import HAS_FORKSERVER
+from enqueuer.backends.job import HAS_FORKSERVER
+from enqueuer.enqueuers.options import Options
 
 LIMIT = 30.0  # seconds; generous: only a hang reaches it
 LARGE_ROWS = 3000  # of 8 bytes: so large a batch crosses in shared memory
@@ -41,6 +43,21 @@ def needs_installed(*packages):
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing and not os.environ.get("ENQUEUER_NEEDS_ALL"):
         pytest.skip(f"not installed: {', '.join(missing)}")
+
+
+def backend_of(options):
+    """Return the name of the backend that options choose."""
+    return Options(backend=options.get("backend")).backend_name
+
+
+def start_method_of(options):
+    """Return the start method that options choose; None if they choose none."""
+    return getattr(options.get("backend"), "start_method", None)
+
+
+def with_backend(options, **changes):
+    """Return the same options with changes of the backend's own."""
+    return options | {"backend": dataclasses.replace(options["backend"], **changes)}
 
 
 def counting(shard):

@@ -13,7 +13,8 @@ from collections import deque
 
 import numpy as np
 
-from enqueuer.shards import Shard, borrowed_globals
+from enqueuer.workers.seeding import borrowed_globals
+from enqueuer.workers.shards import Shard
 
 SEED = 7
 

@@ -29,7 +29,7 @@ class Setup:
         queue_size: How many finished items may wait, or the nearest that there is.
         workers: How many processes, or threads.
         start_method: How processes are started; None is the contestant's own choice.
-        item_bytes: The size of an item, for those that must be told.
+        item_bytes: The size of an item, for contestants that need it.
         call: The same work as a function of an index, for those that map and do not iterate.
     """
 
@@ -91,7 +91,7 @@ class Contestant:
         needs: The package that must be installed; None if there is none.
         kind: Whether its workers are processes or threads; a loop has none.
         many: Whether it can have several workers.
-        methods: The start methods that it can be told to use.
+        methods: The start methods that it can be set to use.
         threads: Whether it has `open_threads(setup)`, for work that waits.
         tasks: Whether it has `open_tasks(tasks)`, for functions of an index.
         only: The cases that it takes part in; None means all that it can do.

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from contestants import Setup, Tasks
-from enqueuer import GeneratorEnqueuer, OrderedEnqueuer
-from enqueuer.backends import BackendName
+from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, Processes
+from enqueuer.backends.job import BackendName
 
 
 @contextmanager
@@ -17,10 +17,9 @@ def open(setup: Setup) -> Iterator[Iterator[Any]]:
     """Give the items of `setup`."""
     with GeneratorEnqueuer(
         setup.source,
-        backend="process",
+        backend=Processes(start_method=setup.start_method),
         workers=setup.workers,
         max_queue_size=setup.queue_size,
-        mp_context=setup.start_method,
     ) as enqueuer:
         yield iter(enqueuer)
 

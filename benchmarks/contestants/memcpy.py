@@ -1,4 +1,4 @@
-"""The limit of whoever copies once: numpy copies each batch into memory that is in use already."""
+"""The limit of a single copy: numpy copies each batch into memory that was written to before."""
 
 from __future__ import annotations
 

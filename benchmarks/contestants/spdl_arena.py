@@ -1,4 +1,4 @@
-"""SPDL with its pool of shared memory, which must be told the size of the items."""
+"""SPDL with its pool of shared memory, which needs the size of the items."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from spdl.pipeline import SharedMemorySegmentPool
 from contestants import Setup, spdl_
 
 _MORE = 64 * 1024  # bytes, for labels and for alignment
-_HELD = 2  # items that are in nobody's queue: one with the consumer, one being written
+# Items outside of the queue: the consumer has one, and one is being written.
+_HELD = 2
 
 
 def open(setup: Setup) -> AbstractContextManager[Any]:

@@ -89,7 +89,7 @@ _LOADERS = [
             f"enqueuer {method}",
             "enqueuer_process",
             "enqueuer",
-            {"mp_context": method},
+            {"start_method": method},
         )
         for method in ("fork", "forkserver", "spawn")
     ),

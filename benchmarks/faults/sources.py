@@ -1,7 +1,7 @@
 """What the workers run: six items, one of which goes wrong.
 
 An item takes a moment to make, so that whatever its loader sends from a thread of its own has
-been sent when the fault strikes: nobody loses an item by bad luck.
+been sent when the fault strikes: no loader loses an item by chance.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from faults import COUNT, STRIKES_AT, Fault
 
-_PROMPT_S = 10.0  # more than anybody's timer, and a machine may be busy
+# Longer than the timer of any loader, as the machine may be busy.
+_PROMPT_S = 10.0
 _SAYS_PICKLING = re.compile("pickl|serializ", re.IGNORECASE)
 _SAYS_DEATH = re.compile("worker|process|exit|kill|signal|died|terminated", re.IGNORECASE)
 

@@ -1,4 +1,4 @@
-"""JAX: batches as arrays on its devices, put there ahead of the loop.
+"""JAX: batches as arrays on its devices, copied there ahead of the loop.
 
 loader -> [a thread: jax.device_put, up to queue_size batches] -> the training loop
 """
@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from enqueuer.adapters.loading import PrefetchLoader, tree_map
-from enqueuer.frameworks import framework
+from enqueuer.adapters.prefetching import PrefetchLoader
+from enqueuer.common.extras import framework
+from enqueuer.common.trees import tree_map
 
 __all__ = ["JaxLoader"]
 
@@ -20,31 +21,31 @@ jax: Any = framework("jax", "jax", "0.4.26")
 
 
 class JaxLoader(PrefetchLoader[Any]):
-    """Batches as JAX arrays on a device, or dealt out over several, `queue_size` ahead.
+    """Batches as JAX arrays on a device, or distributed over several, `queue_size` ahead.
 
-    Numpy arrays and numpy scalars become JAX arrays; as JAX has it, 64-bit types become 32-bit
-    ones unless `jax_enable_x64` is set. What JAX has no type for (strings, arrays of objects or
-    dates) and Python's own numbers are left as they are. Batches may be any pytree of these;
+    Numpy arrays and numpy scalars become JAX arrays. As usual in JAX, 64-bit types become 32-bit
+    types unless `jax_enable_x64` is set. Values without a type in JAX (strings, arrays of objects
+    or dates) and Python's own numbers are left as they are. Batches can be any pytree of these;
     dataclasses need not be registered.
 
-    On a CPU no large array is copied: it stays in the shared memory in which it came, for as
-    long as the JAX array lives.
+    On a CPU no large array is copied: it stays in its block of shared memory as long as the JAX
+    array lives.
 
     Args:
-        loader: An enqueuer, or anything that can be iterated once an epoch: a list, another
+        loader: An enqueuer, or any object that can be iterated once an epoch: a list, another
             loader.
-        sharding: Where the batches go, as `jax.device_put` takes it: a device, a
+        sharding: Target of the batches, as in `jax.device_put`: a device, a
             `jax.sharding.Sharding` such as a `NamedSharding` over the batch's first axis, or a
             pytree of these and None that is a prefix of the batch. None, the default: the
-            default device, uncommitted. With a sharding over several processes, each gives the
-            rows of its own devices.
-        queue_size: How many batches are kept ready on the device; 2 by default, which is enough
-            to overlap steady work. The thread holds one more, and the loop the one it is at.
-        steps_per_epoch: How many batches an epoch has. None, the default: as many as `loader`
-            gives. A number serves a generator without an end.
+            default device, uncommitted. With a sharding over several processes, each process
+            gives the rows of its own devices.
+        queue_size: Number of batches that are kept ready on the device; 2 by default, which is
+            enough to overlap steady work. The thread holds one more, and the loop its own.
+        steps_per_epoch: Number of batches in an epoch. None, the default: as many as `loader`
+            gives. Give a number for a generator without an end.
 
     Raises:
-        TypeError: `loader` cannot be iterated, or a number is none.
+        TypeError: `loader` cannot be iterated, or a number has the wrong type.
         ValueError: `queue_size` or `steps_per_epoch` is less than 1.
 
     .. code-block:: python
@@ -63,15 +64,12 @@ class JaxLoader(PrefetchLoader[Any]):
     ) -> None:
         super().__init__(loader, functools.partial(_put, sharding), queue_size, steps_per_epoch)
 
-    def _receive(self, changed: Any) -> Any:
-        return changed
-
 
 def _put(sharding: Any, batch: Any) -> Any:
-    """Return a batch with its arrays where `sharding`, a prefix of it, says."""
+    """Return a batch with its arrays on the devices of `sharding`, which is a prefix of it."""
 
     def put(where: Any, part: Any) -> Any:
-        # what JAX takes for a leaf may still be a nest, such as a dataclass it does not know
+        # A leaf of JAX may still be a nest, such as a dataclass that is not registered.
         put_leaf = functools.partial(tree_map, functools.partial(_put_one, where))
         return jax.tree_util.tree_map(put_leaf, part)
 
@@ -89,7 +87,7 @@ def _put_one(where: Any, leaf: Any) -> Any:
 
 @functools.lru_cache
 def _is_known(dtype: np.dtype[Any]) -> bool:
-    """Tell whether JAX has arrays of a dtype, or of its 32-bit relative."""
+    """Return whether JAX has arrays of a dtype, or of the same with 32 bits."""
     try:
         jax.eval_shape(lambda array: array, np.zeros((), dtype))
     except TypeError:

@@ -1,10 +1,10 @@
 """Keras 3: batches for `fit`, `evaluate` and `predict`, on any of its backends.
 
-    EnqueuerDataset:  enqueuer -> [0], [1], ... whatever the index -> Keras
+    EnqueuerDataset:  enqueuer -> the next batch, for any index -> Keras
 
-Keras asks for batches by their indices, and asks for some twice: it looks at the first ones to
-learn their shapes or to build the model, and begins from [0] again. On TensorFlow it asks from a
-thread, ahead of the training. What was only looked at is given again; `_lock` is held meanwhile.
+Keras reads batches by index, and reads some twice: it inspects the first ones for their shapes, or
+to build the model, and begins with [0] again. On TensorFlow a thread reads ahead of the training.
+Inspected batches are given again. `_lock` is held meanwhile.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from enqueuer.adapters.loading import Loader
-from enqueuer.base import BaseEnqueuer
+from enqueuer.common.extras import framework
+from enqueuer.enqueuers.enqueuer import BaseEnqueuer
 from enqueuer.errors import InvalidState
-from enqueuer.frameworks import framework
 
 keras = framework("keras", "keras", "3.8")
 
 __all__ = ["EnqueuerDataset"]
 
-_HELD = 2  # batches: as many as Keras looks at
+_HELD = 2  # batches; Keras inspects as many
 
 
 class EnqueuerDataset(Loader[Any], keras.utils.PyDataset):  # type: ignore[name-defined]  # Any
     """An enqueuer as a `keras.utils.PyDataset`; an epoch of Keras is an epoch of the enqueuer.
 
-    The next epoch, and the next call, go on where the last one ended. An epoch that was broken
-    off (by an exception, a Ctrl-C, `steps_per_epoch` of `fit`) is over: the next call begins the
-    next one, or, if `steps_per_epoch` was given here, goes on with the next batch.
+    The next epoch, and the next call, continue where the last one ended. An epoch that was ended
+    early (by an exception, Ctrl-C, or `steps_per_epoch` of `fit`) is over. Then the next call
+    begins the next epoch or, if `steps_per_epoch` was given here, continues with the next batch.
 
-    Batches come in the order of the enqueuer, so that `predict` has its results in order, and
-    `shuffle` of `fit` has no effect.
+    Batches have the order of the enqueuer, so the results of `predict` are in order, and `shuffle`
+    of `fit` has no effect.
 
     Args:
-        loader: An enqueuer, or anything that can be iterated once an epoch. Its batches are what
-            Keras takes: `(x,)`, `(x, y)` or `(x, y, sample_weight)`, each an array or a nest of
+        loader: An enqueuer, or any object that can be iterated once an epoch. Its batches have a
+            form of Keras: `(x,)`, `(x, y)` or `(x, y, sample_weight)`, each an array or a nest of
             arrays, or a dict of inputs.
-        steps_per_epoch: How many batches an epoch has. None, the default: `len(loader)`. A
-            `GeneratorEnqueuer` has no length, and Keras would never end without one.
+        steps_per_epoch: Number of batches in an epoch. None, the default: `len(loader)`. A
+            `GeneratorEnqueuer` has no length, and without a number Keras would never end.
 
     Raises:
-        TypeError: Nobody knows how many batches an epoch has: give `steps_per_epoch`.
+        TypeError: The number of batches in an epoch is not known: give `steps_per_epoch`.
 
     Example:
         .. code-block:: python
@@ -58,60 +58,67 @@ class EnqueuerDataset(Loader[Any], keras.utils.PyDataset):  # type: ignore[name-
     def __init__(self, loader: Iterable[Any], steps_per_epoch: int | None = None) -> None:
         Loader.__init__(self, loader, steps_per_epoch)
         keras.utils.PyDataset.__init__(self)
-        len(self)  # raises, if nobody knows
-        self._reader: _Reader | None = None
+        # This raises TypeError if the length is not known.
+        len(self)
+        self._call: _Call | None = None
         self._follows_epochs = steps_per_epoch is None
         self._lock = threading.Lock()
-        self._batches: Iterator[Any] | None  # what follows, to the end of its epoch
-        self._given: int  # batches since Keras began with [0]
-        self._held: list[Any]  # all of them, while they are few
-        self._looked_at: collections.deque[Any]  # to be given again
-        self._was_asked: bool  # for num_batches, since the last batch
-        self._is_new: bool  # there was a call, or an epoch, since the last batch
-        self._within: bool  # an epoch
+        # The following batches, to the end of their epoch.
+        self._batches: Iterator[Any] | None
+        # Number of batches since Keras began with [0], and these batches while they are few.
+        self._given: int
+        self._held: list[Any]
+        # Batches that are given again.
+        self._inspected: collections.deque[Any]
+        # Since the last batch: whether Keras read num_batches, and whether a call or epoch began.
+        self._was_asked: bool
+        self._is_new: bool
+        self._in_epoch: bool
         self._forget_pass()
 
     @property
     def num_batches(self) -> int:
-        """How many batches an epoch has."""
-        self._was_asked = True  # whoever iterates over the indices asks first
+        """Number of batches in an epoch."""
+        # Keras reads this before it iterates over the indices.
+        self._was_asked = True
         return len(self)
 
     @property
     def workers(self) -> int:
-        """Always 1, as the enqueuer has the workers, and Keras is to have none of its own."""
-        self._is_new, self._within = True, False  # each call makes an adapter, which asks
-        # TensorFlow keeps each adapter as long as the program runs, and with it this object; and
-        # its thread may go on reading for a call that was broken off.
+        """Always 1: the enqueuer has workers, and Keras needs none of its own."""
+        # Each call makes an adapter, which reads this.
+        self._is_new, self._in_epoch = True, False
+        # TensorFlow keeps each adapter, and so this object, as long as the program runs. Its
+        # thread may continue to read for a call that was ended early.
         adapter = sys._getframe(1).f_locals.get("self")
         if getattr(adapter, "py_dataset", None) is self:
-            self._reader = _Reader(self)
-            adapter.py_dataset = self._reader  # type: ignore[union-attr]  # it is not None
+            self._call = _Call(self)
+            adapter.py_dataset = self._call  # type: ignore[union-attr]
         return 1
 
     @property
     def use_multiprocessing(self) -> bool:
-        """Always False, likewise."""
+        """Always False, for the same reason."""
         return False
 
     def __getitem__(self, index: int) -> Any:
-        """Return the next batch, whatever the index; called by Keras, from any thread.
+        """Return the next batch, for any index; Keras calls this from any thread.
 
         Raises:
-            InvalidState: `stop()` was called since Keras began to read.
+            InvalidState: `stop()` was called after Keras began to read.
             ValueError: The loader has no batches.
         """
-        return self._give(self._reader)
+        return self._give(self._call)
 
-    def _give(self, reader: _Reader | None) -> Any:
+    def _give(self, call: _Call | None) -> Any:
         with self._lock:
-            if reader is not self._reader:
+            if call is not self._call:
                 raise InvalidState("another call of Keras has begun to read the dataset")
-            if self._was_asked and (self._is_new or not self._within):
+            if self._was_asked and (self._is_new or not self._in_epoch):
                 self._begin_pass()
             self._was_asked = self._is_new = False
-            if self._looked_at:
-                return self._looked_at.popleft()
+            if self._inspected:
+                return self._inspected.popleft()
             batch = self._take()
             self._given += 1
             if self._given <= _HELD:
@@ -122,16 +129,17 @@ class EnqueuerDataset(Loader[Any], keras.utils.PyDataset):  # type: ignore[name-
 
     def on_epoch_begin(self) -> None:
         """Called by Keras."""
-        self._is_new = self._within = True
+        self._is_new = self._in_epoch = True
 
     def on_epoch_end(self) -> None:
-        """Called by Keras: after an epoch, and when it has looked at batches."""
+        """Called by Keras: after an epoch, and after it has inspected batches."""
         with self._lock:
-            if self._within and self._given - len(self._looked_at) >= len(self):
+            if self._in_epoch and self._given - len(self._inspected) >= len(self):
                 self._given = 0
-            if self._given == 0 or (self._within and not self._was_asked):
-                self._held.clear()  # it was trained with them
-            self._is_new, self._within = True, False
+            # The model was trained with these batches.
+            if self._given == 0 or (self._in_epoch and not self._was_asked):
+                self._held.clear()
+            self._is_new, self._in_epoch = True, False
 
     def stop(self, timeout: float | None = None) -> None:
         """Stop the enqueuer, if this has started it; the next call begins anew.
@@ -140,28 +148,28 @@ class EnqueuerDataset(Loader[Any], keras.utils.PyDataset):  # type: ignore[name-
             timeout: As for the enqueuer's `stop`.
         """
         self._batches = None
-        super().stop(timeout)  # wakes a thread that waits for a batch, and has the lock
+        # This wakes a thread that waits for a batch, and holds the lock.
+        super().stop(timeout)
         with self._lock:
-            super().stop(timeout)  # it may have been about to start the next epoch
+            # The thread may have been about to start the next epoch.
+            super().stop(timeout)
             self._forget_pass()
-            self._was_asked = False  # whoever is reading is not to begin anew amid an epoch
-
-    def _convert(self, batch: Any) -> Any:
-        return batch
+            # A call that still reads must not begin anew in the middle of an epoch.
+            self._was_asked = False
 
     def _forget_pass(self) -> None:
         self._batches = None
         self._given = 0
         self._held = []
-        self._looked_at = collections.deque()
+        self._inspected = collections.deque()
         self._was_asked = self._is_new = True
-        self._within = False
+        self._in_epoch = False
 
     def _begin_pass(self) -> None:
-        """Begin with [0]: with what was looked at, or with the next epoch. Lock held."""
-        is_a_look = self._given == len(self._held)
-        self._looked_at = collections.deque(self._held if is_a_look else ())
-        if self._looked_at:
+        """Begin with [0]: with inspected batches, or with the next epoch. Lock held."""
+        was_inspection = self._given == len(self._held)
+        self._inspected = collections.deque(self._held if was_inspection else ())
+        if self._inspected:
             return
         if 0 < self._given < len(self):
             self._skip()
@@ -171,32 +179,36 @@ class EnqueuerDataset(Loader[Any], keras.utils.PyDataset):  # type: ignore[name-
             self._batches = iter(())
 
     def _skip(self) -> None:
-        """Leave out the rest of an epoch that was broken off. Lock held."""
+        """Skip the rest of an epoch that was ended early. Lock held."""
         if not self._follows_epochs or not self._epochs.keeps_position:
             return
-        if self._finalizer is None or not isinstance(self._loader, BaseEnqueuer):
-            collections.deque(self._batches or (), maxlen=0)  # its owner's: it cannot be stopped
+        if not self._ownership.is_started or not isinstance(self._loader, BaseEnqueuer):
+            # The enqueuer is its owner's and cannot be stopped.
+            collections.deque(self._batches or (), maxlen=0)
             return
-        super().stop()  # to read the rest could take an hour
+        # To read the rest could take an hour.
+        super().stop()
         state = {k: v for k, v in self._loader.state_dict().items() if k not in ("states", "done")}
         self._loader.load_state_dict({**state, "epoch": state["epoch"] + 1, "positions": None})
         self._batches = iter(())
 
     def _take(self) -> Any:
         """Return the next batch of this epoch, or else of the next one. Lock held."""
-        for _ in range(3):  # the rest of an epoch may be nothing, twice
+        # The rest of an epoch may be empty, twice.
+        for _ in range(3):
             if self._batches is None:
                 raise InvalidState("the dataset was stopped while Keras was reading it")
             for batch in self._batches:
                 return batch
             if self._batches is not None:
-                self._start()
-                self._batches = iter(self._epochs)  # not of self, which it would keep alive
+                self._ownership.start()
+                # An iterator over `self` would keep it alive.
+                self._batches = iter(self._epochs)
         raise ValueError("the loader has no batches")
 
 
-class _Reader:
-    """The dataset for one call of Keras, whose adapter has this in its place."""
+class _Call:
+    """The dataset for one call of Keras: the adapter of the call holds this object."""
 
     use_multiprocessing = False
 
@@ -205,13 +217,14 @@ class _Reader:
 
     @property
     def num_batches(self) -> int:
-        return self._dataset.num_batches  # type: ignore[no-any-return]  # by a weak proxy
+        return self._dataset.num_batches  # type: ignore[no-any-return]
 
     def __getitem__(self, index: int) -> Any:
         return self._dataset._give(self)
 
     def on_epoch_begin(self) -> None:
-        self._dataset._reader = self  # of two that take turns: training and validation
+        # Two calls may take turns: training and validation.
+        self._dataset._call = self
         self._dataset.on_epoch_begin()
 
     def on_epoch_end(self) -> None:

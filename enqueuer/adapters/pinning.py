@@ -1,10 +1,10 @@
-"""Pinned host memory, from which a GPU copies by itself while the loop goes on.
+"""Pinned host memory, from which a GPU copies without the CPU.
 
     a tensor in a block of shared memory -> the block is registered with the driver, once
     any other tensor                     -> is copied into pinned memory
 
-Registering takes about as long as copying, so it pays for what is used again and again, as
-blocks are. It ends when the block is unmapped.
+Registering takes about as long as copying, so it pays only for memory that is reused, as blocks
+are. A registration ends when the block is unmapped.
 """
 
 from __future__ import annotations
@@ -19,27 +19,28 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from enqueuer.frameworks import framework
-from enqueuer.transport.blocks import Mapping, mapping_at
+from enqueuer.common.extras import framework
+from enqueuer.transport.mapping import Mapping, mapping_at
 from enqueuer.transport.tensors import copy_in_thread
 
 torch = framework("torch", "torch", "2.1")
 
-_PORTABLE = 1  # cudaHostRegisterPortable: for all GPUs of the process
+# cudaHostRegisterPortable: memory is pinned for all GPUs of the process.
+_PORTABLE = 1
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
-_CAPTURE_ERRORS = range(900, 909)  # cudaErrorStreamCaptureUnsupported and its like
+_CAPTURE_ERRORS = range(900, 909)  # cudaErrorStreamCaptureUnsupported and related errors
 
 _log = logging.getLogger("enqueuer")
 
 
 class Driver(Protocol):
-    """What of CUDA is needed here."""
+    """The functions of CUDA that are used here."""
 
     def register(self, address: int, size: int) -> int:
-        """Pin memory that is there; return 0, or the number of an error."""
+        """Pin existing memory; return 0, or the number of an error."""
 
     def unregister(self, address: int) -> None:
-        """End that."""
+        """End the pinning of memory."""
 
     def is_pinned(self, tensor: Any) -> bool:
         """Return whether a tensor lies in pinned memory."""
@@ -64,26 +65,28 @@ def beside_captures() -> Iterator[None]:
 
 @functools.lru_cache
 def _exchange() -> Callable[[Any], Any]:
-    """Return the driver's function that sets how a thread's calls concern captures of others."""
+    """Return the driver's function that sets how a thread's calls affect captures of others."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         return driver.cuThreadExchangeStreamCaptureMode
-    except (OSError, AttributeError):  # ROCm, or a driver from before 10.1
+    # ROCm has no such function, nor have drivers before 10.1.
+    except (OSError, AttributeError):
         return lambda mode: None
 
 
 class Cuda:
-    """The driver of the GPUs, by torch."""
+    """The driver of the GPUs, called by torch."""
 
     def __init__(self) -> None:
-        self._devices: dict[int, int] = {}  # on which a block was registered, by its address
+        # Device on which a block was registered, by the address of the block.
+        self._devices: dict[int, int] = {}
 
     def register(self, address: int, size: int) -> int:
         """See `Driver`."""
         device = torch.cuda.current_device()
         code = int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE))
         if code:
-            # CUDA keeps the last error until it is asked for it, as torch does after a kernel
+            # CUDA keeps the last error until it is read, as torch does after a kernel.
             with contextlib.suppress(RuntimeError):
                 torch.empty(1, device="cuda").zero_()
         else:
@@ -92,7 +95,7 @@ class Cuda:
 
     def unregister(self, address: int) -> None:
         """See `Driver`."""
-        # on that device, or a thread that uses no GPU would make itself known to the first one
+        # Without the device, a thread that uses no GPU would make a context on the first one.
         with torch.cuda.device(self._devices.pop(address)), beside_captures():
             torch.cuda.cudart().cudaHostUnregister(address)
 
@@ -106,10 +109,10 @@ class Cuda:
 
 
 class Pins:
-    """Which blocks of this process are pinned; any thread may ask.
+    """The blocks of this process that are pinned; any thread may call the methods.
 
     Args:
-        driver: Of the GPU.
+        driver: Driver of the GPU.
     """
 
     def __init__(self, driver: Driver) -> None:
@@ -117,17 +120,17 @@ class Pins:
         self._lock = threading.Lock()
         self._registered: weakref.WeakSet[Mapping] = weakref.WeakSet()
         self._refused: weakref.WeakSet[Mapping] = weakref.WeakSet()
-        self._is_said = False
+        self._has_warned = False
 
     @property
     def count(self) -> int:
-        """How many blocks are registered."""
+        """Number of registered blocks."""
         return len(self._registered)
 
     def holds(self, tensor: Any) -> bool:
-        """Return whether a GPU can copy from a tensor of the CPU by itself.
+        """Return whether a GPU can copy from a tensor of the CPU without the CPU.
 
-        Its block is registered if it lies in one and is not yet.
+        The block of the tensor is registered first, if there is one.
         """
         if tensor.numel() == 0:
             return False
@@ -150,11 +153,12 @@ class Pins:
         return True
 
     def _refuse_locked(self, block: Mapping, code: int) -> None:
+        # A CUDA graph is being captured, which takes only a moment.
         if code in _CAPTURE_ERRORS:
-            return  # a CUDA graph is being captured, and will be done soon
+            return
         self._refused.add(block)
-        if not self._is_said:
-            self._is_said = True
+        if not self._has_warned:
+            self._has_warned = True
             _log.warning(
                 "a block of %.1f MB could not be registered with CUDA (error %d; is `ulimit -l` "
                 "too low?): its batches are copied into pinned memory first",
@@ -164,24 +168,27 @@ class Pins:
 
 
 def _unregister(driver: Driver, address: int, pid: int) -> None:
-    if os.getpid() == pid:  # a forked process unmaps its copy, and has no CUDA
+    # A forked process unmaps its copy, and has no CUDA.
+    if os.getpid() == pid:
         driver.unregister(address)
 
 
 class StagingPool:
-    """Pinned buffers that are used again and again, for what does not lie in a block.
+    """Pinned buffers that are reused, for tensors that do not lie in a block.
 
     Args:
-        driver: Of the GPU.
+        driver: Driver of the GPU.
     """
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._free: list[Any] = []  # the one given back last at the end
+        # The buffer that was given back last is at the end.
+        self._free: list[Any] = []
 
     def copy_of(self, tensor: Any) -> tuple[Any, Any]:
         """Return a dense copy of a tensor in a buffer of the pool, and the buffer."""
-        like = torch.empty_like(tensor, device="meta")  # says how it lies in memory
+        # A tensor without memory has the strides of the copy.
+        like = torch.empty_like(tensor, device="meta")
         size = tensor.numel() * tensor.element_size()
         buffer = self._take(max(1, size))
         copy = torch.as_strided(buffer[:size].view(tensor.dtype), like.size(), like.stride())
@@ -189,7 +196,7 @@ class StagingPool:
         return copy, buffer
 
     def give_back(self, buffer: Any) -> None:
-        """Take a buffer back from which nobody copies any more."""
+        """Take back a buffer whose copies are done."""
         self._free.append(buffer)
         del self._free[:-_MOST_FREE]
 
@@ -203,7 +210,7 @@ class StagingPool:
 
 
 def pinned_like(tensor: Any) -> Any:
-    """Return pinned memory of torch's for a tensor like this one."""
+    """Return pinned memory of torch for a tensor like this one."""
     return torch.empty_like(tensor, pin_memory=True)
 
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from enqueuer import arguments
-from enqueuer.base import BaseEnqueuer
+from enqueuer.common import checks
+from enqueuer.common.extras import framework
+from enqueuer.enqueuers.enqueuer import BaseEnqueuer, core_of, part_of
+from enqueuer.enqueuers.workload import Part
 from enqueuer.errors import InvalidState
-from enqueuer.frameworks import framework
 
 torch = framework("torch", "torch", "2.1")
 
@@ -34,7 +35,7 @@ class Ranks:
         self.is_given = rank is not None
         self._own: tuple[int, int] | None = None
         if rank is not None:
-            self._own = arguments.rank(rank, world_size)
+            self._own = checks.rank(rank, world_size)
         elif _is_distributed():
             self._own = torch.distributed.get_rank(), torch.distributed.get_world_size()
 
@@ -52,21 +53,22 @@ class Ranks:
                 "wrap a generator in GeneratorEnqueuer(...)"
             )
         own = self._own
-        if own is None or (enqueuer._world_size > 1 and not self.is_given):
+        core = core_of(enqueuer)
+        if own is None or (core.options.world_size > 1 and not self.is_given):
             return enqueuer
-        if own[1] > 1 and not self.is_given and not enqueuer._seed_is_given:
+        if own[1] > 1 and not self.is_given and not core.workload.seed.is_given:
             raise ValueError(
                 f"torch.distributed has {own[1]} ranks, which must draw from the same seed: give "
                 "the enqueuer random_seed="
             )
-        if own in ((0, 1), (enqueuer._rank, enqueuer._world_size)):
+        if own in ((0, 1), (core.options.rank, core.options.world_size)):
             return enqueuer
-        if not enqueuer._is_idle():
+        if not core.is_idle:
             raise InvalidState(
                 f"the enqueuer was started and cannot be made that of rank {own[0]} of {own[1]}; "
                 "hand over one that was not, or give it rank and world_size yourself"
             )
-        return enqueuer._portion(*own)
+        return part_of(enqueuer, Part(*own))
 
     def check(self, loader: object) -> None:
         """Raise InvalidState if an enqueuer has no rank, but `torch.distributed` has several now.
@@ -75,7 +77,7 @@ class Ranks:
         """
         if self._own is not None or not isinstance(loader, BaseEnqueuer):
             return
-        if loader._world_size > 1 or not _is_distributed():
+        if core_of(loader).options.world_size > 1 or not _is_distributed():
             return
         ranks = torch.distributed.get_world_size()
         if ranks > 1:

@@ -2,8 +2,8 @@
 
     loader -> Loader: fit to the signature -> from_generator -> map, shuffle, ... -> the loop
 
-TensorFlow asks for each batch on a thread of its own, one after the other. It keeps whatever
-function makes a dataset as long as the program runs, so that function must not know the loader.
+TensorFlow reads one batch after the other in a thread of its own. It keeps the function that makes
+a dataset as long as the program runs, so that function must not hold the loader.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from enqueuer.adapters.loading import Epochs, Loader
-from enqueuer.formats import an
-from enqueuer.frameworks import framework
+from enqueuer.adapters.loading import Epochs, Ownership
+from enqueuer.common.extras import framework
+from enqueuer.common.text import an
 
 tf = framework("tensorflow", "tensorflow", "2.14")
 
@@ -33,29 +33,29 @@ def as_dataset(
 ) -> Any:
     """Return a `tf.data.Dataset` of an enqueuer's batches; each pass over it is an epoch.
 
-    An enqueuer that does not run is started here, and stopped when the dataset, all that was
-    made of it and their iterators are gone. After a `break`, or `take()`, the next pass goes on
-    with the next batch. The dataset takes a batch only when it is asked for one, but
-    transformations such as `map`, `shuffle` and `prefetch` ask ahead, and what they hold at a
-    `break` is lost.
+    An enqueuer that does not run is started here. It is stopped when the dataset, all datasets
+    made of it and their iterators are gone. After a `break`, or `take()`, the next pass continues
+    with the next batch. The dataset takes a batch only when it is asked for one. But
+    transformations such as `map`, `shuffle` and `prefetch` read ahead, and batches that they hold
+    at a `break` are lost.
 
     Batches are numbers, strings, arrays and tensors, and nests of them in dicts, tuples and
-    named tuples. A list of plain values is an array, as anywhere in TensorFlow; a list with
-    arrays or nests in it stands for a tuple.
+    named tuples. A list of plain values is an array, as usual in TensorFlow; a list with arrays
+    or nests in it stands for a tuple.
 
     Args:
-        enqueuer: An enqueuer, or anything that can be iterated once an epoch.
-        output_signature: A nest of `tf.TypeSpec`, as `from_generator` takes it. None, the
-            default: that of the first batch, which is taken at once, and is the first one of
-            the first pass. Then the first dimension of arrays is None, so that a smaller last
-            batch fits, and strings are `tf.string`; Python's int is int32, its float is float32.
-        steps_per_epoch: How many batches a pass has, for generators without an end, and so that
-            `len(dataset)` and Keras know it. Each pass then has so many, whatever the one before
-            had: where an epoch ends earlier, the next one follows. None, the default: a pass
-            is an epoch, or the rest of one, and its length is unknown.
+        enqueuer: An enqueuer, or any object that can be iterated once an epoch.
+        output_signature: A nest of `tf.TypeSpec`, as in `from_generator`. None, the default:
+            that of the first batch, which is taken at once, and is the first batch of the first
+            pass. Then the first dimension of arrays is None, so that a smaller last batch fits,
+            and strings are `tf.string`; Python's int is int32, its float is float32.
+        steps_per_epoch: Number of batches in a pass, for generators without an end, and for
+            `len(dataset)` and Keras. Each pass then has as many: where an epoch ends earlier,
+            the next one follows. None, the default: a pass is an epoch, or the rest of one, and
+            its length is unknown.
 
     Raises:
-        TypeError: The first batch has something in it that cannot be a tensor.
+        TypeError: The first batch has a value that cannot be a tensor.
         ValueError: There is no first batch.
 
     Example:
@@ -72,7 +72,7 @@ def as_dataset(
         [b'a']
     """
     passes = _Passes(enqueuer, steps_per_epoch)
-    # Here, and not when TensorFlow asks for it: then what goes wrong would be an error of its own.
+    # When TensorFlow calls it later, an exception would become an error of TensorFlow.
     passes.begin(output_signature)
     dataset = tf.data.Dataset.from_generator(
         _Weakly(passes), output_signature=passes.output_signature
@@ -80,26 +80,28 @@ def as_dataset(
     if steps_per_epoch is not None:
         dataset = dataset.apply(tf.data.experimental.assert_cardinality(steps_per_epoch))
     options = tf.data.Options()
-    # Else TensorFlow adds a prefetch() by itself, and each `break` loses a batch.
+    # Otherwise TensorFlow adds a prefetch() by itself, and each `break` loses a batch.
     options.experimental_optimization.inject_prefetch = False
     dataset = dataset.with_options(options)
-    # Datasets keep those that they are made of, and iterators keep their dataset.
+    # Datasets hold those that they are made of, and iterators hold their dataset.
     dataset._enqueuer_passes = passes
     return dataset
 
 
-class _Passes(Loader[Any]):
-    """What is iterated over for each pass; the dataset owns it, and so the workers."""
+class _Passes:
+    """The passes over a loader; the dataset owns this, and so the workers."""
 
     def __init__(self, loader: Iterable[Any], steps_per_epoch: int | None) -> None:
-        super().__init__(loader, steps_per_epoch)
         self.output_signature: Any = None
-        self._first: list[Any] = []  # the batch that was looked at, until it is given
-        self._rest: Iterator[Any] | None = None  # what follows it
+        self._epochs = Epochs(loader, steps_per_epoch)
+        self._ownership = Ownership(self._epochs)
+        # The batch that the signature was taken from, until it is given, and the following ones.
+        self._first: list[Any] = []
+        self._rest: Iterator[Any] | None = None
 
     def begin(self, output_signature: Any) -> None:
-        """Start the enqueuer; take the signature from the first batch, if it is not given."""
-        self._start()
+        """Start the enqueuer; take the signature from the first batch unless it is given."""
+        self._ownership.start()
         self.output_signature = output_signature
         if output_signature is not None:
             return
@@ -116,8 +118,8 @@ class _Passes(Loader[Any]):
     def __iter__(self) -> Iterator[Any]:
         """Iterate over a pass, without keeping this object.
 
-        Who iterates is a thread of TensorFlow, which may wait for a batch when the dataset is
-        dropped; then this object ends, stops the workers, and so wakes that thread.
+        A thread of TensorFlow iterates. It may wait for a batch when the dataset is dropped. Then
+        this object ends, stops the workers, and so wakes that thread.
         """
         rest, self._rest = self._rest or _pass(self._epochs), None
         batches = itertools.chain(_emptied(self._first), rest, _end(weakref.ref(self)))
@@ -125,7 +127,7 @@ class _Passes(Loader[Any]):
 
 
 class _Weakly:
-    """What TensorFlow calls for each pass, and keeps for ever."""
+    """The function that TensorFlow calls for each pass, and keeps forever."""
 
     def __init__(self, passes: _Passes) -> None:
         self._passes = weakref.ref(passes)
@@ -138,15 +140,17 @@ class _Weakly:
 def _pass(epochs: Epochs) -> Iterator[Any]:
     """Yield the batches of an epoch, or the rest of one if something is left of it."""
     for _ in range(2):
-        epochs.step = 0  # with steps_per_epoch each pass has as many
-        given = False
+        # With steps_per_epoch each pass has as many.
+        epochs.step = 0
+        is_empty = True
         for batch in epochs:
-            given = True
+            is_empty = False
             yield batch
-            del batch  # or it lives on while the next one is waited for
-        # Keras counts the batches of a pass, and begins the next one without having seen the end
-        # of this one. Then nothing is left of it, and the next epoch is meant.
-        if given:
+            # Otherwise the batch stays alive during the wait for the next one.
+            del batch
+        # Keras counts the batches of a pass, and begins the next one before it has seen the end of
+        # this one. Then the pass is empty, and the next epoch is meant.
+        if not is_empty:
             return
 
 
@@ -156,7 +160,7 @@ def _emptied(batches: list[Any]) -> Iterator[Any]:
 
 
 def _end(passes: weakref.ref[_Passes]) -> Iterator[Any]:
-    """Yield nothing; raise if the end is not the source's."""
+    """Yield nothing; raise if the dataset is gone."""
     if passes() is None:
         raise ReferenceError(
             "the dataset that as_dataset() returned is gone, and its workers with it; keep it as "
@@ -166,14 +170,15 @@ def _end(passes: weakref.ref[_Passes]) -> Iterator[Any]:
 
 
 def _signature(value: Any, where: str) -> Any:
-    """Return the signature of a batch, or of the part of one that lies at `where`."""
+    """Return the signature of a batch, or of its part at `where`."""
     if isinstance(value, Mapping):
         return {key: _signature(part, f"{where}[{key!r}]") for key, part in value.items()}
     if isinstance(value, tuple) or _is_tuple(value):
         parts = [_signature(part, f"{where}[{i}]") for i, part in enumerate(value)]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     try:
-        with tf.init_scope():  # eagerly, wherever this is called
+        # The scope makes this eager inside of graphs, too.
+        with tf.init_scope():
             plain = None if hasattr(value, "__array__") else tf.convert_to_tensor(value).dtype
         array = _array(value)
         dtype = tf.string if _is_text(array) else plain or tf.as_dtype(array.dtype)
@@ -186,7 +191,7 @@ def _signature(value: Any, where: str) -> Any:
 
 
 def _fitted(value: Any, spec: Any, where: str = "") -> Any:
-    """Return a batch, or a part of one, as `spec` wants it; an array of its dtype as it is."""
+    """Return a batch, or a part of one, in the form of `spec`."""
     if isinstance(spec, Mapping):
         if not isinstance(value, Mapping) or value.keys() != spec.keys():
             raise _misfit(value, spec, where)
@@ -195,10 +200,11 @@ def _fitted(value: Any, spec: Any, where: str = "") -> Any:
         if not isinstance(value, (tuple, list)) or len(value) != len(spec):
             raise _misfit(value, spec, where)
         pairs = zip(value, spec, strict=True)
-        parts = [_fitted(part, its, f"{where}[{i}]") for i, (part, its) in enumerate(pairs)]
+        parts = [_fitted(part, own, f"{where}[{i}]") for i, (part, own) in enumerate(pairs)]
         return type(spec)(*parts) if hasattr(spec, "_fields") else tuple(parts)
+    # TensorFlow itself checks ragged and sparse values.
     if not isinstance(spec, tf.TensorSpec):
-        return value  # ragged, sparse: TensorFlow looks at it
+        return value
     try:
         array = _cast(_array(value), spec.dtype)
     except (TypeError, ValueError) as error:
@@ -209,7 +215,7 @@ def _fitted(value: Any, spec: Any, where: str = "") -> Any:
 
 
 def _is_tuple(value: Any) -> bool:
-    """Tell whether a list is one of components, and not one of plain values."""
+    """Return whether a list has components, rather than plain values."""
     return isinstance(value, list) and any(
         isinstance(part, (Mapping, tuple)) or getattr(part, "ndim", 0) or _is_tuple(part)
         for part in value
@@ -217,8 +223,9 @@ def _is_tuple(value: Any) -> bool:
 
 
 def _array(value: Any) -> np.ndarray:
+    # A torch tensor.
     if hasattr(value, "detach"):
-        value = value.detach().cpu()  # a torch tensor
+        value = value.detach().cpu()
     array = np.asarray(value)
     if array.dtype.kind == "O" and not _is_text(array):
         raise TypeError("it holds Python objects")
@@ -232,7 +239,7 @@ def _is_text(array: np.ndarray) -> bool:
 
 
 def _cast(array: np.ndarray, dtype: Any) -> np.ndarray:
-    """Return an array as one of another dtype; numbers may lose precision, and nothing else."""
+    """Return an array with another dtype; numbers may lose precision, but nothing else."""
     wanted = np.dtype(dtype.as_numpy_dtype)
     if array.dtype == wanted:
         return array
@@ -256,7 +263,7 @@ def _misfit(value: Any, spec: Any, where: str) -> TypeError:
 
 
 def _shown(value: Any) -> str:
-    """Describe a value, in a line that may stand in an error."""
+    """Describe a value in one line, for an error."""
     name = type(value).__name__
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"of shape {tuple(value.shape)} and dtype {value.dtype} ({name})"

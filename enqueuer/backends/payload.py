@@ -15,21 +15,21 @@ from typing import Any
 
 import cloudpickle
 
-from enqueuer.backends.bootstrap import WorkerConfig
+from enqueuer.backends.process.child import ProcessConfig
+from enqueuer.common.text import an
 from enqueuer.errors import SourceNotPicklable
-from enqueuer.formats import an
-from enqueuer.sources import LiveSource, Source, name_of
-from enqueuer.tasks import TaskSource
-from enqueuer.transport.codec import find_culprit, is_picklable, parts_of
-from enqueuer.worker import OnError
+from enqueuer.transport.culprit import find_culprit, is_picklable, parts_of
+from enqueuer.workers.plan import OnError
+from enqueuer.workers.sources import LiveSource, Source, name_of
+from enqueuer.workers.tasks import TaskSource
 
 _lock = threading.Lock()  # of what cloudpickle is told
 
-_OTHERS = "backend='thread' or mp_context='fork'"
+_OTHERS = "backend='thread' or backend=Processes(start_method='fork')"
 
 
 def pickled_payload(
-    config: WorkerConfig, source: Source | TaskSource, on_error: OnError, method: str
+    config: ProcessConfig, source: Source | TaskSource, on_error: OnError, method: str
 ) -> bytes:
     """Return the pickle of `config`, `source` and `on_error`.
 

@@ -11,12 +11,12 @@ import enum
 from collections import deque
 from collections.abc import Iterator
 
-from enqueuer.merging import TaskOrder
-from enqueuer.messages import Empty, Failure, Item, Ticket
-from enqueuer.sizes import size_of
+from enqueuer.backends.order import TaskOrder
+from enqueuer.common.sizes import size_of
+from enqueuer.workers.messages import Empty, Failure, Item, Ticket
 
 
-class Look(enum.Enum):
+class Next(enum.Enum):
     """What is in the reorder buffer."""
 
     ITEM = 1  # the next one
@@ -38,7 +38,7 @@ class ReorderBuffer:
         self.tickets: dict[int, Ticket] = {}
         self._results: dict[int, Item | Empty | Failure] = {}  # in the order of their arrival
         self._skipped: dict[int, deque[Failure]] = {}
-        self._told = -1  # the number of the task whose skipped error was returned last
+        self._reported = -1  # the number of the task whose skipped error was returned last
         self._going = -1  # the number of the task whose result was given away last
 
     @property
@@ -66,9 +66,9 @@ class ReorderBuffer:
             self._going = -1
 
     def pass_over(self) -> None:
-        """Forget the skipped error that `look` returned last."""
-        if self._told >= 0:
-            errors, self._told = self._skipped[self._told], -1
+        """Forget the skipped error that `peek` returned last."""
+        if self._reported >= 0:
+            errors, self._reported = self._skipped[self._reported], -1
             errors.popleft()
 
     def put(self, message: Item | Empty | Failure) -> None:
@@ -99,27 +99,27 @@ class ReorderBuffer:
         """Return whether anything is next, an error too."""
         return self._ready(order) is not None
 
-    def look(self, order: TaskOrder) -> Failure | Look:
+    def peek(self, order: TaskOrder) -> Failure | Next:
         """Return the failure that is next; or whether an item is, or nothing."""
-        found = Look.NOTHING
+        found = Next.NOTHING
         if self._going >= 0:
             self.acknowledge(order)
-        self._told = -1
+        self._reported = -1
         while (number := self._ready(order)) is not None:
             errors = self._skipped.get(number)
             if errors:
                 failure = errors[0]
-                self._told = number
+                self._reported = number
                 return failure
             match self._results[number]:
                 case Failure() as failure:
                     return failure
                 case Item():
-                    return Look.ITEM
+                    return Next.ITEM
             order.taken[number] = None
             self._going = number
             self.acknowledge(order)
-            found = Look.ROOM
+            found = Next.ROOM
         return found
 
     def items(self, order: TaskOrder, most: int) -> Iterator[Item]:
@@ -144,26 +144,6 @@ class ReorderBuffer:
     def _ready(self, order: TaskOrder) -> int | None:
         if order.ordered:
             return order.next if order.next in self._results else None
-        # what failed without a ticket, in the reader's hands, comes after all that was read
+        # A failure without a ticket is the reader's: it comes after all that was read.
         with_ticket = (number for number in self._results if number in self.tickets)
         return next(with_ticket, None if self.tickets else next(iter(self._results), None))
-
-
-class Reordering:
-    """What every backend of tasks answers from its reorder buffer."""
-
-    _reorder_buffer: ReorderBuffer
-
-    def tickets(self) -> list[Ticket]:
-        return list(self._reorder_buffer.tickets.values())
-
-    @property
-    def outstanding(self) -> int:
-        return self._reorder_buffer.outstanding
-
-    def pass_over(self) -> None:
-        self._reorder_buffer.pass_over()
-
-    @property
-    def largest_bytes(self) -> int:
-        return self._reorder_buffer.largest_bytes

@@ -15,72 +15,30 @@ import array
 import os
 import socket
 import struct
-import weakref
 from collections import deque
 from collections.abc import Sequence
 from itertools import repeat, takewhile
 from operator import itemgetter
-from typing import Protocol
 
-from enqueuer.transport import is_portable
+from enqueuer.common.descriptors import is_portable
 
-MAX_PACKET = 64 * 1024  # bytes; well below the buffer of a socket, usually 208 KiB
+# Bytes; well below the buffer of a socket, usually 208 KiB.
+MAX_PACKET = 64 * 1024
 HAS_SEQPACKET = hasattr(socket, "SOCK_SEQPACKET") and hasattr(os, "pidfd_open")
 
-_MOST_FDS = 4  # with one packet
+# Descriptors that come with one packet.
+_MOST_FDS = 4
 _ANCILLARY = socket.CMSG_SPACE(_MOST_FDS * array.array("i").itemsize)
 _FLAGS = socket.MSG_DONTWAIT | getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 _LENGTH = struct.Struct("<I")
 _has_data = itemgetter(0)
 
 
-class Closable(Protocol):
-    """A socket or a descriptor."""
-
-    def close(self) -> None:
-        """Close it, if it is not closed yet."""
-
-
-# A forked child that kept one of these open would hide its owner's death from the other end.
-_not_for_children: weakref.WeakSet[Closable] = weakref.WeakSet()
-
-
-def close_in_children(thing: Closable) -> None:
-    """Have `thing` closed in every process that is forked from this one."""
-    _not_for_children.add(thing)
-
-
-def _close_inherited() -> None:
-    for thing in list(_not_for_children):
-        thing.close()
-    _not_for_children.clear()
-
-
-os.register_at_fork(after_in_child=_close_inherited)
-
-
-class Descriptor:
-    """A file descriptor that is closed once."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd: int | None = fd
-
-    def fileno(self) -> int:
-        if self._fd is None:
-            raise ValueError("the descriptor is closed")
-        return self._fd
-
-    def close(self) -> None:
-        fd, self._fd = self._fd, None
-        if fd is not None:
-            os.close(fd)
-
-
 def pair(kind: str = "auto") -> tuple[socket.socket, socket.socket]:
     """Return two connected sockets.
 
     Args:
-        kind: "seqpacket", "stream", or "auto" for the best that the platform has.
+        kind: Kind of the sockets: "seqpacket", "stream", or "auto" for the best that there is.
     """
     if kind == "seqpacket" or (kind == "auto" and HAS_SEQPACKET and not is_portable()):
         return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -88,10 +46,13 @@ def pair(kind: str = "auto") -> tuple[socket.socket, socket.socket]:
 
 
 class Packets:
-    """One end of a pair.
+    """One end of a pair of sockets.
+
+    Args:
+        sock: Socket of this end.
 
     Attributes:
-        received: Packets that have come, the oldest first: (data, descriptors).
+        received: Packets that have come, the oldest first: data and descriptors.
         ended: Whether the other end is closed and all that it sent is in `received`.
     """
 
@@ -108,7 +69,7 @@ class Packets:
         return self._sock.fileno()
 
     def send(self, data: bytes, fds: Sequence[int] = (), *, wait: bool = True) -> bool:
-        """Send one packet; return whether it went, which without `wait` it may not.
+        """Send one packet; return whether it was sent, which without `wait` may fail.
 
         Raises:
             OSError: The other end is gone (BrokenPipeError, ConnectionResetError).
@@ -122,7 +83,7 @@ class Packets:
         return True
 
     def drain(self) -> None:
-        """Move all that has come into `received`; waits for nothing."""
+        """Move all that has come into `received`; wait for nothing."""
         while not self.ended:
             try:
                 # Nothing but C runs between the system call and the deque, see the file's head.
@@ -141,13 +102,14 @@ class Packets:
             except BlockingIOError:
                 break
             except ConnectionResetError:
-                continue  # said once, before the last words of the dead; they can still be read
+                # Raised once, before the last packets of a dead sender, which can still be read.
+                continue
         while self._raw:
             self._unpack(*self._raw[0])
             self._raw.popleft()
 
     def shutdown(self) -> None:
-        """Say that nothing more will be sent; what comes can still be read."""
+        """End what is sent; what comes can still be read."""
         try:
             self._sock.shutdown(socket.SHUT_WR)
         except OSError:
@@ -185,8 +147,8 @@ class Packets:
         except BlockingIOError:
             return False
         if sent < len(packet):
-            # A packet once begun must be ended. The other end reads before it sends, so this
-            # cannot wait for ever.
+            # The rest of a packet must follow. The other end reads before it sends, so this cannot
+            # wait forever.
             self._sock.sendall(packet[sent:])
         return True
 

@@ -6,12 +6,12 @@
     worker   <-- numbers of released blocks ------- consumer
 
 Nothing here is a system call, and there is no lock. Each word has one writer. A frame counts
-once WRITTEN says so, and that is stored last: a worker that is killed in the middle of a frame
-leaves nothing half said, and what it had written before can be read after its death.
+once WRITTEN is beyond it, and that is stored last: a worker that is killed in the middle of a
+frame leaves no half frame, and what it had written before can be read after its death.
 
-Sleeping is the only thing that needs the socket. Who is about to sleep says so (a new number in
-its ASLEEP word), then looks once more; who has written something looks whether the other is
-asleep, and wakes it with a packet. A fence between the two steps, on either side, makes sure
+Only sleeping needs the socket. A side that is about to sleep stores a new number in its ASLEEP
+word, then checks the ring once more. A side that has written something checks whether the other
+is asleep, and wakes it with a packet. A fence between the two steps, on either side, makes sure
 that at least one of them sees what the other has stored.
 """
 
@@ -23,33 +23,50 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from enqueuer import meters
-from enqueuer.transport.blocks import Lease, map_shared, open_nameless
+from enqueuer.monitoring import meters
+from enqueuer.transport.block_map import Lease
+from enqueuer.transport.memory import map_shared, open_nameless
 
-# Words of 8 bytes. The worker's, in a cache line of their own:
-WRITTEN = 0  # bytes of frames, ever
-SENT = 1  # items, ever
-PACKETS = 2  # on the socket, ever: look there
-WORKER_ASLEEP = 3  # 0, or a number that is new with each sleep
-ASKING = 4  # 1 + the number of the item that it holds without credit
-RELEASED_READ = 5  # numbers of blocks read, ever
-CLAIMED = 6  # 1 + the token of the ticket that was taken last
-# The consumer's, in another:
-READ = 8  # bytes of frames, ever
-TAKEN = 9  # items, ever
-LIMIT = 10  # how many items may be sent, ever: the credits
-WANTED = 11  # 1 + the number of the item that the consumer waits for
-ORDERS = 12  # on the socket, ever: look there
+# Words of 8 bytes. Counts are since the start. The worker's words have a cache line of their own:
+# Bytes of frames that were written.
+WRITTEN = 0
+# Items that were sent.
+SENT = 1
+# Packets that were sent to the consumer: it reads the socket when there are more.
+PACKETS = 2
+# 0, or a number that is new with each sleep of the worker.
+WORKER_ASLEEP = 3
+# 1 + the number of the item that the worker holds without credit.
+ASKING = 4
+# Numbers of released blocks that were read.
+RELEASED_READ = 5
+# 1 + the token of the ticket that was taken last.
+CLAIMED = 6
+# The consumer's words have another cache line:
+# Bytes of frames that were read.
+READ = 8
+# Items that were taken.
+TAKEN = 9
+# Items that may be sent: the credits.
+LIMIT = 10
+# 1 + the number of the item that the consumer waits for.
+WANTED = 11
+# Packets that were sent to the worker: it reads the socket when there are more.
+ORDERS = 12
+# 0, or a number that is new with each sleep of the consumer.
 CONSUMER_ASLEEP = 13
-RELEASED_WRITTEN = 14  # numbers of blocks, ever
-# The worker's again, in a third: its meter.
+# Numbers of released blocks that were written.
+RELEASED_WRITTEN = 14
+# The worker's meter has a third cache line.
 
 _METER_AT = 128
 _WORDS_BYTES = _METER_AT + 8 * meters.WORDS
-_RELEASED_PLACES = 4096  # numbers of 4 bytes
+# Places for numbers of 4 bytes.
+_RELEASED_PLACES = 4096
 _FRAMES_AT = _WORDS_BYTES + 4 * _RELEASED_PLACES
 
-RING_BYTES = 448 * 1024  # of frames that wait; the cache of a core holds them all
+# Bytes of frames that wait; the cache of a core holds them all.
+RING_BYTES = 448 * 1024
 MOST_FRAME_BYTES = 64 * 1024
 SIZE_BYTES = _FRAMES_AT + RING_BYTES + MOST_FRAME_BYTES
 
@@ -61,12 +78,14 @@ class Ring:
     """One side's view of the ring.
 
     Attributes:
-        words: The numbers above, by index.
-        frames: The ring buffer. A frame begins at its position modulo `RING_BYTES` and may run on
-            beyond that, so that each lies in one piece; behind one that does a new lap begins.
-        released: The ring buffer of the numbers of blocks that the consumer has released.
-        meter: The words of the worker's meter.
-        fence: Has everything stored before it seen by others before anything is loaded after.
+        words: Words above, by index.
+        frames: Ring buffer of frames. A frame begins at its position modulo `RING_BYTES` and may
+            continue beyond that, so that each lies in one piece; behind such a frame a new lap
+            begins.
+        released: Ring buffer of the numbers of blocks that the consumer has released.
+        meter: Words of the worker's meter.
+        fence: Full memory barrier: the other side sees what was stored before it, before anything
+            is loaded after it.
     """
 
     def __init__(self, memory: mmap.mmap) -> None:
@@ -87,12 +106,12 @@ class Ring:
         return cls(map_shared(fd, SIZE_BYTES))
 
     def order(self) -> None:
-        """Keep stores before it before those after it, and loads likewise."""
+        """Keep stores before it ahead of those after it, and loads likewise."""
         if not IS_STRONG:
             self.fence()
 
     def release(self, leases: deque[Lease]) -> None:
-        """Tell the worker which blocks are released, as many as there is room for; forget those.
+        """Report released blocks to the worker, as many as there is room for, and forget them.
 
         Called by the consumer only.
         """
@@ -104,7 +123,7 @@ class Ring:
             self.released[written % _RELEASED_PLACES] = leases[0].number
             self.order()
             # Between these two is no call, so that no exception of a signal handler can strike
-            # there. A number that is told twice would free a block that is in use again.
+            # there. A number that is reported twice would free a block that is in use again.
             words[RELEASED_WRITTEN] = written + 1
             del leases[0]
 
@@ -130,7 +149,8 @@ def _make_fence() -> Callable[[], None]:
     take, release = lock.acquire, lock.release
 
     def fence() -> None:
-        take(False)  # tried, not waited for: an exception of a signal handler may have left it so
+        # Only tried, as an exception of a signal handler may have left the lock taken.
+        take(False)
         release()
 
     def fence_twice() -> None:

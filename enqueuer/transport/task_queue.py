@@ -1,10 +1,10 @@
-"""Where idle workers take their tasks from: one pair of sockets for all of them.
+"""The queue from which idle workers take their tasks: one pair of sockets for all of them.
 
-    consumer --- packets: token, task, ticket ---> whichever worker is free takes one, whole
+    consumer --- packets: token, task, ticket ---> a free worker takes one, whole
 
-A packet is taken by exactly one worker, and nobody holds a lock while taking it. What was taken
-by a worker that is dead now can be told by its token: tokens only grow, and the first one that
-still lies in the socket can be looked at.
+A packet is taken by exactly one worker, and no worker holds a lock while taking it. Tokens show
+which tickets a dead worker had taken: tokens only grow, and the first one that still lies in the
+socket can be read without taking it.
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ import struct
 
 import cloudpickle
 
+from enqueuer.common.descriptors import close_in_children, is_portable
+from enqueuer.common.text import an
 from enqueuer.errors import ItemNotPicklable
-from enqueuer.formats import an
-from enqueuer.messages import Ticket
-from enqueuer.transport import is_portable
-from enqueuer.transport.blocks import nameless_file, read_whole
-from enqueuer.transport.codec import find_culprit
-from enqueuer.transport.packets import HAS_SEQPACKET, close_in_children
+from enqueuer.transport.culprit import find_culprit
+from enqueuer.transport.memory import nameless_file, read_whole
+from enqueuer.transport.packets import HAS_SEQPACKET
+from enqueuer.workers.messages import Ticket
 
-HEAD = struct.Struct("=QQ")  # token, number of the task
-INLINE_BYTES = 1024  # a larger ticket goes beside the packet; macOS takes 2048 in a datagram
+# Token, number of the task.
+HEAD = struct.Struct("=QQ")
+# A larger ticket goes beside the packet; macOS takes 2048 bytes in a datagram.
+INLINE_BYTES = 1024
 _MOST_BYTES = HEAD.size + INLINE_BYTES
 _ANCILLARY = socket.CMSG_SPACE(array.array("i").itemsize)
 _FLAGS = int(socket.MSG_DONTWAIT | getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 
 
 class TaskQueue:
-    """The consumer's side."""
+    """The consumer's side of the task queue."""
 
     def __init__(self) -> None:
         packets = HAS_SEQPACKET and not is_portable()
@@ -46,7 +48,7 @@ class TaskQueue:
             close_in_children(end)
 
     def worker_socket(self) -> socket.socket:
-        """Return the end that a worker takes tickets from; a copy, to be closed."""
+        """Return a copy of the end from which a worker takes tickets; the caller closes it."""
         return self._theirs.dup()
 
     def send(self, token: int, number: int, body: bytes) -> bool:
@@ -64,13 +66,14 @@ class TaskQueue:
         except (BlockingIOError, InterruptedError):
             return False
         except OSError as error:
-            if error.errno != errno.ENOBUFS:  # what macOS says instead
+            # macOS reports a full socket by ENOBUFS.
+            if error.errno != errno.ENOBUFS:
                 raise
             return False
         return True
 
     def first(self) -> int | None:
-        """Return the token of the first ticket that nobody has taken; None if there is none."""
+        """Return the token of the first ticket that no worker has taken; None if there is none."""
         try:
             data = self._theirs.recv(HEAD.size, socket.MSG_PEEK)
         except BlockingIOError:
@@ -85,7 +88,7 @@ class TaskQueue:
 
 
 def take(task_socket: socket.socket) -> tuple[bytes, list[int]] | None:
-    """Take a ticket, if there is one: the packet, and the descriptor beside it."""
+    """Take a ticket, if there is one; return the packet and the descriptor beside it."""
     try:
         data, ancillary, _, _ = task_socket.recvmsg(_MOST_BYTES, _ANCILLARY, _FLAGS)
     except (BlockingIOError, ConnectionResetError):
@@ -100,9 +103,9 @@ def pack(ticket: Ticket, are_forked: bool) -> bytes:
     """Return a ticket as bytes.
 
     Args:
-        ticket: That is to be sent.
-        are_forked: Whether the workers have the classes of `__main__`, as forked ones do; others
-            must be sent them.
+        ticket: Ticket to be sent.
+        are_forked: Whether the workers are forked and so have the classes of `__main__`; to
+            others these must be sent.
 
     Raises:
         ItemNotPicklable: An element cannot be sent; the message names the culprit.
@@ -123,6 +126,6 @@ def pack(ticket: Ticket, are_forked: bool) -> bytes:
 
 
 def unpack(packet: bytes, fds: list[int]) -> Ticket:
-    """Return the ticket of a packet; closes the descriptors."""
+    """Return the ticket of a packet, and close the descriptors."""
     ticket: Ticket = pickle.loads(read_whole(packet[HEAD.size :], fds))
     return ticket

@@ -1,7 +1,7 @@
 """A torch tensor <-> a numpy array of the same memory, so that it crosses without a copy.
 
-torch is not imported here for those who have no tensors: the worker that yields one has
-imported it already, and the consumer imports it when the first one comes.
+torch is not imported unless there are tensors: the worker that yields one has imported it
+already, and the consumer imports it when the first one comes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-# numpy has no bfloat16 and no float8: a tensor travels as numbers of the same size
+# numpy has no bfloat16 and no float8, so a tensor travels as numbers of the same size.
 _CARRIERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
 
 

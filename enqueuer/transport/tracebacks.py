@@ -16,27 +16,29 @@ from types import CodeType, TracebackType
 from typing import Any, NamedTuple
 
 Columns = tuple[int | None, int | None, int | None]
-"""The last line, the first column and the last one, in bytes from 0; None: unknown."""
+"""The last line, the first column and the last one, in bytes from 0; None if unknown."""
 
 _UNKNOWN: Columns = (None, None, None)
 _STUB = compile("raise Exception", "<string>", "exec")
-_MOST_UNITS = 8  # of two bytes of code, that an entry of a line table tells of
+# Units of two bytes of code that an entry of a line table describes.
+_MOST_UNITS = 8
 # Kinds of entries, of Objects/locations.md of CPython.
 _WITHOUT_COLUMNS, _WITH_COLUMNS = 13, 14
 
 
 class _Place(NamedTuple):
-    """What is known of a frame."""
+    """The place of a frame."""
 
     file: str
     function: str
     line: int
     columns: Columns
-    names: dict[str, Any]  # of the globals: those from which the source is found
+    # Globals from which the source is found.
+    names: dict[str, Any]
 
 
 def reduce(tb: TracebackType) -> tuple[Any, tuple[Any, ...]]:
-    """Return what pickle needs: the function that rebuilds a traceback, and its arguments."""
+    """Reduce a traceback for pickle: to the function that rebuilds it, and its arguments."""
     return rebuild, (list(_places(tb)),)
 
 
@@ -86,7 +88,7 @@ def _raised_at(place: _Place) -> TracebackType:
 
 
 def _line_table(code: CodeType, line: int, columns: Columns) -> bytes:
-    """Return a line table that says the same place of all instructions."""
+    """Return a line table in which all instructions have the same place."""
     last, begin, end = columns
     if last is None or begin is None or end is None or last < line:
         kind, place = _WITHOUT_COLUMNS, b"\0"

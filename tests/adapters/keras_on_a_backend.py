@@ -19,15 +19,16 @@ from helpers import (
     sums,
 )
 
-from enqueuer import GeneratorEnqueuer, InvalidState, OrderedEnqueuer
+from enqueuer import GeneratorEnqueuer, InvalidState, OrderedEnqueuer, Processes
 from enqueuer.adapters.keras import EnqueuerDataset
+from enqueuer.enqueuers.enqueuer import core_of
 
 # of Keras with torch
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
 BOTH = pytest.mark.parametrize(
     "backend",
-    [{"backend": "thread"}, {"backend": "process", "mp_context": "forkserver"}],
+    [{"backend": "thread"}, {"backend": Processes(start_method="forkserver")}],
     ids=["thread", "process"],
 )
 
@@ -94,7 +95,7 @@ def predicted(model, dataset, **options):
 
 
 def runs(enqueuer):
-    return not enqueuer._is_idle()
+    return not core_of(enqueuer).is_idle
 
 
 def gone(enqueuer):
@@ -418,7 +419,7 @@ def test_an_error_in_the_first_batch_arrives_as_itself():
 
 def test_a_killed_worker_is_an_error():
     fatal = functools.partial(columns_then, kill_self, 5)
-    enqueuer = OrderedEnqueuer(range(9), fatal, backend="process", mp_context="forkserver")
+    enqueuer = OrderedEnqueuer(range(9), fatal, backend=Processes(start_method="forkserver"))
     with pytest.raises(Exception, match="SIGKILL"):
         recorder().fit(EnqueuerDataset(enqueuer), verbose=0)
 

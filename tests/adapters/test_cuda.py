@@ -23,14 +23,19 @@ import pytest
 from helpers import needs
 
 from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, empty
-from enqueuer.transport import blocks
+from enqueuer.enqueuers.enqueuer import core_of
+from enqueuer.transport.mapping import Mapping
+from enqueuer.transport.memory import open_nameless
 
 torch = needs("torch")
 torch.set_num_threads(1)  # its thread pool does not survive a fork
 DataLoader = torch.utils.data.DataLoader
 
-from enqueuer.adapters import cuda, pinning  # noqa: E402  (torch may be missing)
+from enqueuer.adapters import pinning  # noqa: E402  (torch may be missing)
 from enqueuer.adapters.cuda import CudaDataLoader  # noqa: E402
+from enqueuer.adapters.cuda.device import CudaDevice, PlainDevice  # noqa: E402
+from enqueuer.adapters.cuda.tensors import is_plain, plain_parts  # noqa: E402
+from enqueuer.adapters.cuda.transfer import Transfer  # noqa: E402
 from enqueuer.adapters.torch import TorchLoader  # noqa: E402
 
 on_gpu = [
@@ -228,8 +233,8 @@ def test_a_nested_tensor_is_moved(layout, device):
 def test_the_memory_of_every_tensor_is_found(make, of_it):
     """CUDA can be told of strided tensors alone which stream uses them."""
     tensor = make()
-    parts = list(cuda._plain_parts(tensor))
-    assert all(type(part) is torch.Tensor and cuda._is_plain(part) for part in parts)
+    parts = list(plain_parts(tensor))
+    assert all(type(part) is torch.Tensor and is_plain(part) for part in parts)
     assert {part.data_ptr() for part in of_it(tensor)} <= {part.data_ptr() for part in parts}
 
 
@@ -360,7 +365,7 @@ def test_a_break_ends_thread_and_workers(backend, device):
     enqueuer = GeneratorEnqueuer(endless, **backend)
     for _ in CudaDataLoader(enqueuer, device):
         break
-    assert enqueuer._is_idle()
+    assert core_of(enqueuer).is_idle
 
 
 # --- memory ------------------------------------------------------------------------------------
@@ -471,7 +476,7 @@ class Device:
 def fake(monkeypatch):
     """Have loaders use a device that writes down what it is asked for."""
     fake = Device(Driver())
-    monkeypatch.setattr(cuda, "_device", lambda device: fake)
+    monkeypatch.setattr("enqueuer.adapters.cuda.loader.device_of", lambda device: fake)
     return fake
 
 
@@ -500,9 +505,9 @@ def test_a_forked_process_unregisters_nothing(fake, monkeypatch):
 
 @contextlib.contextmanager
 def open_block():
-    fd = blocks.open_nameless(8192)
+    fd = open_nameless(8192)
     try:
-        yield blocks.Mapping(fd, 8192)
+        yield Mapping(fd, 8192)
     finally:
         os.close(fd)
 
@@ -726,7 +731,7 @@ class Copies(torch.utils._python_dispatch.TorchDispatchMode):
 @pytest.mark.parametrize("kind", ["cpu", "meta"])
 def test_without_streams_each_copy_is_waited_for(source, kind):
     """MPS and XPU, or a GPU's batches that go to the CPU: there is no event that says when."""
-    transfer = cuda._Transfer(cuda.PlainDevice(torch.device(kind)), None, None, 4)
+    transfer = Transfer(PlainDevice(torch.device(kind)), None, None, 4)
     with Copies() as copies:
         transfer(torch.ones(3, device=source))
     assert copies.not_waited_for == ([] if source == kind == "meta" else [False])
@@ -785,14 +790,14 @@ def log(monkeypatch):
 
 
 def test_a_thread_is_on_its_own_gpu_and_does_not_spoil_captures(log):
-    with cuda.CudaDevice(torch.device("cuda", 1)).running():
+    with CudaDevice(torch.device("cuda", 1)).running():
         log.append("copies")
     assert log == ["set cuda:1", "capture mode 2", "copies", "capture mode 0"]
 
 
 def test_a_stream_is_left_before_its_gpu_is(log):
     """Leaving a stream makes the GPU of the one before current, and so takes memory there."""
-    device = cuda.CudaDevice(torch.device("cuda", 1))
+    device = CudaDevice(torch.device("cuda", 1))
     with device.copying() as before:
         device.follow(before)
     assert log == [
@@ -809,7 +814,7 @@ def test_the_loops_stream_waits_for_a_batch_and_is_recorded_for_all_of_it(log):
         def record_stream(self, stream):
             log.append(f"{self.x} is used by {stream.name}")
 
-    device = cuda.CudaDevice(torch.device("cuda", 1))
+    device = CudaDevice(torch.device("cuda", 1))
     assert (device.record().stream, device.reached().stream) == ("copying", "loop")
     batch = [Recorded("a"), {"b": Encoding(c=Recorded("c"))}, torch.eye(2).to_sparse(), "text"]
     device.hand_over(batch, device.record())

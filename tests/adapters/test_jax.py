@@ -21,6 +21,7 @@ jax = needs("jax")
 
 from enqueuer import FrameworkUnavailable, GeneratorEnqueuer, OrderedEnqueuer  # noqa: E402
 from enqueuer.adapters.jax import JaxLoader  # noqa: E402
+from enqueuer.enqueuers.enqueuer import core_of  # noqa: E402
 
 DEVICE = jax.devices("cpu")[0]
 Pair = collections.namedtuple("Pair", "x y")
@@ -325,7 +326,7 @@ def test_a_model_learns_and_the_backend_makes_no_difference():
     for options in ({}, {"workers": 2}, {"backend": "process", "workers": 2}):
         enqueuer = GeneratorEnqueuer(linear, shards=4, random_seed=7, **options)
         weights, losses = train(JaxLoader(enqueuer))
-        assert enqueuer._is_idle()
+        assert core_of(enqueuer).is_idle
         runs[str(options)] = weights.tolist()
         assert len(losses) == 4 * 60
         assert losses[-1] < 0.01 * losses[0]
@@ -390,7 +391,7 @@ def test_a_break_ends_all(backend):
     for batch in JaxLoader(enqueuer):
         taken.append(batch)
         break
-    assert enqueuer._is_idle()
+    assert core_of(enqueuer).is_idle
     assert float(taken[0].mean()) == 0  # it is still there
 
 
@@ -404,7 +405,7 @@ def test_an_exception_in_the_loop_ends_all(backend):
     with pytest.raises(FloatingPointError):
         diverge()
     gc.collect()
-    assert enqueuer._is_idle()
+    assert core_of(enqueuer).is_idle
 
 
 def test_an_error_of_the_generator_comes_as_itself_after_its_batches(backend):

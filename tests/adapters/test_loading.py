@@ -1,6 +1,5 @@
 """What all adapters have in common: who stops whom, epochs, positions, working ahead."""
 
-import dataclasses
 import functools
 import gc
 import itertools
@@ -10,23 +9,16 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections import OrderedDict, UserDict, defaultdict, namedtuple
-from types import MappingProxyType
 from typing import Protocol, runtime_checkable
 
 import pytest
 from helpers import LIMIT, counting, twelve, wait_until
 
 from enqueuer import FrameworkUnavailable, GeneratorEnqueuer, InvalidState, OrderedEnqueuer
-from enqueuer.adapters.loading import Loader, PrefetchLoader, tree_map
-from enqueuer.frameworks import framework
-
-
-class Plain(Loader):
-    """A loader that changes nothing."""
-
-    def _convert(self, batch):
-        return batch
+from enqueuer.adapters.loading import Loader
+from enqueuer.adapters.prefetching import PrefetchLoader
+from enqueuer.common.extras import framework
+from enqueuer.enqueuers.enqueuer import core_of
 
 
 class Later(PrefetchLoader):
@@ -35,17 +27,14 @@ class Later(PrefetchLoader):
     def __init__(self, loader, queue_size=2, steps_per_epoch=None, change=lambda batch: batch):
         super().__init__(loader, change, queue_size, steps_per_epoch)
 
-    def _receive(self, changed):
-        return changed
 
-
-@pytest.fixture(params=[Plain, Later])
+@pytest.fixture(params=[Loader, Later])
 def kind(request):
     return request.param
 
 
 def runs(enqueuer):
-    return not enqueuer._is_idle()
+    return not core_of(enqueuer).is_idle
 
 
 def failing():
@@ -102,7 +91,7 @@ def test_a_with_block_ends_it(kind):
 
 def test_a_loader_of_a_loader_stops_it():
     enqueuer = GeneratorEnqueuer(counting)
-    outer = Later(Plain(enqueuer))
+    outer = Later(Loader(enqueuer))
     assert next(iter(outer)) == (0, 0)
     del outer
     assert not runs(enqueuer)
@@ -215,13 +204,16 @@ def test_a_loop_with_steps_ends_when_it_is_stopped_within(kind):
 def test_a_thread_that_is_stopped_does_not_start_the_loader_anew():
     """It sees the end that the stop makes, and begins the next of several passes."""
 
-    class Within(Plain):
-        def _iterator(self):
-            self.passes = getattr(self, "passes", 0) + 1
+    class Source(GeneratorEnqueuer):
+        passes = 0
+
+        def __iter__(self):
+            self.passes += 1
             if self.passes == 2:
                 began_again.set()
-            return super()._iterator()
+            return super().__iter__()
 
+    class Within(Loader):
         def stop(self, timeout=None):
             super().stop(timeout)
             stopped.set()
@@ -232,7 +224,7 @@ def test_a_thread_that_is_stopped_does_not_start_the_loader_anew():
         return number
 
     stopped, began_again = threading.Event(), threading.Event()
-    enqueuer = GeneratorEnqueuer(twelve)
+    enqueuer = Source(twelve)
     loader = Later(Within(enqueuer), steps_per_epoch=1000, change=change)
     assert next(iter(loader)) == 0
     loader.stop()
@@ -240,13 +232,14 @@ def test_a_thread_that_is_stopped_does_not_start_the_loader_anew():
 
 
 def test_a_loader_within_that_was_stopped_is_started_again(kind):
-    inner = Plain(GeneratorEnqueuer(twelve))
+    enqueuer = GeneratorEnqueuer(twelve)
+    inner = Loader(enqueuer)
     loader = kind(inner)
     for _ in range(2):
         assert list(loader) == list(range(12))
         inner.stop()
     loader.stop()
-    assert not runs(inner._loader)
+    assert not runs(enqueuer)
 
 
 def test_steps_of_an_empty_source_do_not_hang(kind):
@@ -425,7 +418,7 @@ def test_the_thread_keeps_queue_size_batches_and_one_in_hand():
         return batch
 
     loader = Later(itertools.count(), queue_size=3, change=change)
-    assert loader._ahead is None
+    assert not made
     batches = iter(loader)
     assert full.wait(LIMIT)
     assert made == [0, 1, 2, 3]
@@ -452,52 +445,7 @@ def test_what_is_no_loader_is_refused(kind):
         kind(5)
 
 
-# --- nests and frameworks ----------------------------------------------------------------------
-
-Point = namedtuple("Point", "x y")
-
-
-@dataclasses.dataclass
-class Pair:
-    a: int
-    b: list
-
-
-def test_a_nest_keeps_its_build():
-    nest = {"p": Point(1, (2, [3])), "d": Pair(4, [5]), "e": defaultdict(list, k=6), "n": ()}
-    twin = tree_map(lambda leaf: -leaf, nest)
-    assert twin == {
-        "p": Point(-1, (-2, [-3])),
-        "d": Pair(-4, [-5]),
-        "e": {"k": -6},
-        "n": (),
-    }
-    assert type(twin["e"]) is defaultdict
-    assert nest["d"] == Pair(4, [5])
-
-
-class Labels(dict):
-    pass
-
-
-class Movable(tuple):
-    def to(self, device):
-        raise NotImplementedError
-
-
-@pytest.mark.parametrize("kind", [Labels, OrderedDict, UserDict, MappingProxyType])
-def test_every_mapping_is_gone_into_and_keeps_its_class(kind):
-    nest = kind({"x": 1, "y": [2]})
-    twin = tree_map(lambda leaf: -leaf, nest)
-    assert type(twin) is kind
-    assert dict(twin) == {"x": -1, "y": [-2]}
-    assert dict(nest) == {"x": 1, "y": [2]}
-
-
-def test_a_tuple_that_moves_itself_is_a_leaf():
-    """A PackedSequence, for example, cannot be made anew of its parts."""
-    movable = Movable([1, 2])
-    assert tree_map(lambda leaf: leaf, [movable])[0] is movable
+# --- frameworks --------------------------------------------------------------------------------
 
 
 def test_a_missing_framework_says_what_to_install():

@@ -23,7 +23,8 @@ from helpers import (
     twelve,
 )
 
-from enqueuer import FrameworkUnavailable, GeneratorEnqueuer, OrderedEnqueuer
+from enqueuer import FrameworkUnavailable, GeneratorEnqueuer, OrderedEnqueuer, Processes
+from enqueuer.enqueuers.enqueuer import core_of
 
 tf = needs("tensorflow")
 from enqueuer.adapters.tensorflow import as_dataset  # noqa: E402
@@ -43,7 +44,7 @@ def threads_of_tensorflow():
 
 
 def runs(enqueuer):
-    return not enqueuer._is_idle()
+    return not core_of(enqueuer).is_idle
 
 
 def numbers(dataset):
@@ -313,7 +314,7 @@ def test_an_exception_in_the_loop_ends_them(backend):
 
 
 def test_a_break_while_a_batch_is_waited_for_ends_them():
-    enqueuer = GeneratorEnqueuer(Failing(2, hang), backend="process", mp_context="fork")
+    enqueuer = GeneratorEnqueuer(Failing(2, hang), backend=Processes(start_method="fork"))
     for _ in as_dataset(enqueuer).prefetch(4):
         break
     gc.collect()
@@ -379,7 +380,7 @@ def test_what_is_no_loader_is_refused():
 
 
 def test_an_old_tensorflow_is_refused(monkeypatch):
-    from enqueuer.frameworks import framework
+    from enqueuer.common.extras import framework
 
     monkeypatch.setattr(tf, "__version__", "2.13.1")
     with pytest.raises(FrameworkUnavailable, match=r"2\.13\.1 is installed"):
@@ -392,7 +393,7 @@ PROGRAM = """
     import os, sys, threading
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     import tensorflow as tf
-    from enqueuer import GeneratorEnqueuer
+    from enqueuer import GeneratorEnqueuer, Processes
     from enqueuer.adapters.tensorflow import as_dataset
 
     def counting(shard):
@@ -413,8 +414,8 @@ PROGRAM = """
 
 OPTIONS = {
     "thread": "",
-    "forkserver": "backend='process', workers=2, mp_context='forkserver'",
-    "fork": "backend='process', workers=2, mp_context='fork'",
+    "forkserver": "backend=Processes(start_method='forkserver'), workers=2",
+    "fork": "backend=Processes(start_method='fork'), workers=2",
 }
 BODIES = {
     "break": "for batch in dataset: break",
@@ -488,7 +489,7 @@ def test_the_first_lines_of_the_page_run(tmp_path, monkeypatch):
         np.save(tmp_path / f"{label}.npy", np.full(3, label))
     (tmp_path / "train.txt").write_text("0.npy 0\n1.npy 1\n" * 3)
     page = Path(__file__).parents[2].joinpath("docs", "howto", "feed_tensorflow.rst").read_text()
-    lines = page.split(".. code-block:: python\n\n", 1)[1].split("\n\n`as_dataset` turns", 1)[0]
+    lines = page.split(".. code-block:: python\n\n", 1)[1].split("\n\n`as_dataset` ", 1)[0]
     code, out, err = run_program(
         tmp_path,
         "\n".join(

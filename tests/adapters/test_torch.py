@@ -17,11 +17,14 @@ from enqueuer import (
     GeneratorEnqueuer,
     InvalidState,
     OrderedEnqueuer,
+    Processes,
     StateMismatch,
     empty,
     prefetch,
 )
-from enqueuer.transport.blocks import mapping_at
+from enqueuer.enqueuers.enqueuer import core_of, part_of
+from enqueuer.enqueuers.workload import Part
+from enqueuer.transport.mapping import mapping_at
 
 torch = needs("torch")
 torch.set_num_threads(1)  # its thread pool does not survive a fork
@@ -238,7 +241,7 @@ def test_a_dataset_in_a_dataloader_gives_what_the_enqueuer_gives(backend):
     [
         ("fork", False, {}),
         ("fork", True, {}),
-        ("fork", False, {"backend": "process", "mp_context": "forkserver"}),
+        ("fork", False, {"backend": Processes(start_method="forkserver")}),
         ("spawn", False, {}),
     ],
     ids=["fork", "persistent", "processes", "spawn"],
@@ -344,8 +347,8 @@ def test_which_shards_drop_last_leaves_out_does_not_depend_on_dataloader_workers
 
     own = GeneratorEnqueuer(shard_itself, shards=7, drop_last=True, random_seed=7)
     for rank in range(ranks):
-        whole = own._portion(rank, ranks)
-        shares = [own._portion(rank, ranks, part, parts) for part in range(parts)]
+        whole = part_of(own, Part(rank, ranks))
+        shares = [part_of(own, Part(rank, ranks, part, parts)) for part in range(parts)]
         assert sorted(had for share in shares for had in seen(share)) == seen(whole)
         for enqueuer in (whole, *shares):
             enqueuer.stop()
@@ -415,7 +418,7 @@ def test_set_epoch_to_the_next_one_keeps_the_workers_running():
     dataset = EnqueuerIterableDataset(enqueuer)
     assert len(seen(dataset)) == 12
     dataset.set_epoch(1)
-    assert not enqueuer._is_idle()
+    assert not core_of(enqueuer).is_idle
     assert seen(dataset)[0] == [0, 1]
     dataset.stop()
 
@@ -606,21 +609,21 @@ def test_a_dropped_dataset_stops_its_enqueuer(backend):
     for _ in DataLoader(EnqueuerIterableDataset(enqueuer), batch_size=None):
         break
     gc.collect()  # the DataLoader's own circles
-    assert enqueuer._is_idle()
+    assert core_of(enqueuer).is_idle
 
 
 def test_a_position_of_a_part_is_that_of_the_part():
     own = OrderedEnqueuer(range(10), noisy, shuffle=True, batch_size=2, random_seed=7)
-    parts = [own._portion(0, 1, part, 2) for part in range(2)]
+    parts = [part_of(own, Part(0, 1, part, 2)) for part in range(2)]
     with parts[1] as part:
         had = seen(itertools.islice(part, 1))
         state = part.state_dict()
         rest = seen(part)
     assert (len(had), len(rest)) == (1, 1)
-    other = own._portion(0, 1, 1, 2)
+    other = part_of(own, Part(0, 1, 1, 2))
     other.load_state_dict(state)
     assert seen(other) == rest
-    for wrong in (own, own._portion(0, 1, 1, 3)):
+    for wrong in (own, part_of(own, Part(0, 1, 1, 3))):
         with pytest.raises(StateMismatch):
             wrong.load_state_dict(state)
     other.stop()
@@ -648,7 +651,7 @@ def test_a_dataloader_worker_is_resumed_and_counts_on(in_a_worker):
 @pytest.mark.parametrize("part", [0, 1])
 def test_an_iterable_with_a_state_is_resumed_in_a_part(part, had):
     def make():
-        return OrderedEnqueuer(Reiterable(10), add_ten, batch_size=2)._portion(0, 1, part, 2)
+        return part_of(OrderedEnqueuer(Reiterable(10), add_ten, batch_size=2), Part(0, 1, part, 2))
 
     alone = make()
     everything = seen(alone)

@@ -4,7 +4,8 @@ import resource
 
 import pytest
 
-from enqueuer import GeneratorEnqueuer, allocator
+from enqueuer import GeneratorEnqueuer, Processes
+from enqueuer.workers import allocator
 
 # By itself glibc keeps less than twice the largest block that was freed. The heap of a thread,
 # which an actor of Ray's works in, has at most 64 MiB.
@@ -45,5 +46,5 @@ def test_the_memory_of_the_last_batch_is_used_again(process):
 )
 def test_the_environment_comes_first(name, value, monkeypatch):
     monkeypatch.setenv(name, value)
-    with GeneratorEnqueuer(page_faults, backend="process", mp_context="spawn") as enqueuer:
+    with GeneratorEnqueuer(page_faults, backend=Processes(start_method="spawn")) as enqueuer:
         assert min(enqueuer) >= FRESH

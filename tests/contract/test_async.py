@@ -10,6 +10,7 @@ import pytest
 from helpers import LIMIT, counting, hang, raise_value_error, twelve, wait_until
 
 from enqueuer import GeneratorEnqueuer, InvalidState, OrderedEnqueuer
+from enqueuer.enqueuers.enqueuer import core_of
 
 
 def slow_twenty():
@@ -222,7 +223,7 @@ def test_other_tasks_run_while_an_iterable_is_read():
 def test_what_is_ready_needs_no_thread(monkeypatch):
     with GeneratorEnqueuer(twelve, max_queue_size=12) as enqueuer:
         wait_until(lambda: enqueuer.queue.qsize() == 12)
-        monkeypatch.setattr("enqueuer.asynchronous._start", None)
+        monkeypatch.setattr("enqueuer.enqueuers.async_iteration._start", None)
         assert run(take(enqueuer, 12)) == list(range(12))
 
 
@@ -379,7 +380,7 @@ def test_stop_wakes_a_task_that_waits(process):
     async def main():
         enqueuer = GeneratorEnqueuer(three_and_hang, **process)
         task = asyncio.create_task(take(enqueuer, 99))
-        while enqueuer._is_idle() or not waiting_threads():
+        while core_of(enqueuer).is_idle or not waiting_threads():
             await asyncio.sleep(0)
         enqueuer.stop()
         return await task
@@ -402,7 +403,7 @@ def test_other_tasks_run_while_a_block_is_entered_and_left(process):
             assert await take(enqueuer, 3) == [0, 1, 2]
             before = turns
         task.cancel()
-        assert enqueuer._is_idle()
+        assert core_of(enqueuer).is_idle
         return turns - before
 
     assert run(main()) > 5  # it hangs, and has to be killed

@@ -16,12 +16,14 @@ import pytest
 from conftest import IS_RAY, RAY, actors
 from helpers import LIMIT, bytes_of, random_batches, twelve
 
-from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, StartError, autoscaler, imap, prefetch
+from enqueuer import Auto, GeneratorEnqueuer, OrderedEnqueuer, Processes, StartError, imap, prefetch
+from enqueuer.enqueuers.enqueuer import core_of
+from enqueuer.monitoring import autoscaler
 
 BACKENDS = [
     pytest.param({"backend": "thread"}, id="thread"),
-    pytest.param({"backend": "process", "mp_context": "fork"}, id="process-fork"),
-    pytest.param({"backend": "process", "mp_context": "forkserver"}, id="process-forkserver"),
+    pytest.param({"backend": Processes(start_method="fork")}, id="process-fork"),
+    pytest.param({"backend": Processes(start_method="forkserver")}, id="process-forkserver"),
     *RAY,
 ]
 MAKE_S = 0.02
@@ -83,7 +85,7 @@ class Loop:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             self.seen.append(next(self.batches))
-            self.workers.append(self.enqueuer._workers)
+            self.workers.append(core_of(self.enqueuer).run.workers)
             if self.use_s:
                 time.sleep(self.use_s)
 
@@ -99,40 +101,46 @@ class Loop:
 
 def test_a_producer_four_times_slower_than_the_loop_gets_about_four(options):
     """And the batches come in order. Ranges are wide, as other programs may run beside."""
-    with GeneratorEnqueuer(sleepy, workers="auto", max_workers=8, shards=8, **options) as enqueuer:
+    with GeneratorEnqueuer(sleepy, workers=Auto(most=8), shards=8, **options) as enqueuer:
         loop = Loop(enqueuer, MAKE_S / 4)
-        loop.run_until(lambda: enqueuer._workers >= 3)
+        loop.run_until(lambda: core_of(enqueuer).run.workers >= 3)
         loop.run(2)
         assert loop.seen == in_turn(len(loop.seen), 8)
         assert loop.workers[0] == 1
-        assert len(enqueuer.stats().workers) == enqueuer._workers
+        assert len(enqueuer.stats().workers) == core_of(enqueuer).run.workers
 
 
 def test_tasks_that_take_four_times_as_long_get_about_four(options):
-    enqueuer = OrderedEnqueuer(
-        range(100_000), sleepy_task, workers="auto", max_workers=8, **options
-    )
+    enqueuer = OrderedEnqueuer(range(100_000), sleepy_task, workers=Auto(most=8), **options)
     with enqueuer:
         loop = Loop(enqueuer, MAKE_S / 4)
-        loop.run_until(lambda: enqueuer._workers >= 3)
+        loop.run_until(lambda: core_of(enqueuer).run.workers >= 3)
         loop.run(2)
         assert loop.seen == list(range(len(loop.seen)))
-        assert len(enqueuer.stats().workers) == enqueuer._workers
+        assert len(enqueuer.stats().workers) == core_of(enqueuer).run.workers
+
+
+def test_a_loop_that_reads_from_the_queue_gets_as_many(options):
+    enqueuer = OrderedEnqueuer(range(100_000), sleepy_task, workers=Auto(most=4), **options)
+    with enqueuer:
+        loop = Loop(enqueuer, 0)
+        loop.batches = iter(enqueuer.queue.get, None)
+        loop.run_until(lambda: len(enqueuer.stats().workers) == 4)
 
 
 @pytest.mark.parametrize("tasks", [True, False])
 def test_latency_gets_as_many_threads_as_may_be(tasks):
     if tasks:
-        made = OrderedEnqueuer(range(100_000), sleepy_task, workers="auto", max_workers=16)
+        made = OrderedEnqueuer(range(100_000), sleepy_task, workers=Auto(most=16))
     else:
-        made = GeneratorEnqueuer(sleepy, workers="auto", max_workers=16)
+        made = GeneratorEnqueuer(sleepy, workers=Auto(most=16))
     with made as enqueuer:
         loop = Loop(enqueuer, 0)
-        loop.run_until(lambda: enqueuer._workers == 16)
+        loop.run_until(lambda: core_of(enqueuer).run.workers == 16)
 
 
 def test_a_loop_that_does_not_wait_stays_at_one(options):
-    with GeneratorEnqueuer(quick, workers="auto", max_workers=8, **options) as enqueuer:
+    with GeneratorEnqueuer(quick, workers=Auto(most=8), **options) as enqueuer:
         loop = Loop(enqueuer, 0.005)
         loop.run(3)
         assert set(loop.workers) == {1}
@@ -140,9 +148,9 @@ def test_a_loop_that_does_not_wait_stays_at_one(options):
 
 
 def test_what_computes_has_no_more_processes_than_cpus(monkeypatch):
-    monkeypatch.setattr("enqueuer.usage.cpus", lambda: 2.0)
+    monkeypatch.setattr("enqueuer.monitoring.usage.cpus", lambda: 2.0)
     with GeneratorEnqueuer(
-        computing, workers="auto", max_workers=8, shards=8, backend="process"
+        computing, workers=Auto(most=8), shards=8, backend="process"
     ) as enqueuer:
         loop = Loop(enqueuer, 0)
         loop.run(4)
@@ -159,8 +167,8 @@ def test_the_cpus_alone_are_no_limit(options, monkeypatch, kind, most):
         def __init__(self, workers, most, shards, longest_wait_s):
             given.append(most)
 
-    monkeypatch.setattr("enqueuer.usage.cpus", lambda: 2.0)
-    monkeypatch.setattr("enqueuer.autoscaler.Autoscaler", Told)
+    monkeypatch.setattr("enqueuer.monitoring.usage.cpus", lambda: 2.0)
+    monkeypatch.setattr("enqueuer.enqueuers.scaling.Autoscaler", Told)
     if kind == "tasks":
         made = OrderedEnqueuer(range(3), sleepy_task, workers="auto", **options)
     else:
@@ -172,23 +180,25 @@ def test_the_cpus_alone_are_no_limit(options, monkeypatch, kind, most):
 @pytest.mark.parametrize("kind", ["tasks", "shards"])
 def test_memory_is_a_limit(monkeypatch, caplog, kind):
     """A worker takes 1 kB, and there is room for 2; shards need it while the old ones live."""
-    monkeypatch.setattr("enqueuer.usage.own_bytes", lambda pid: 1000)
-    monkeypatch.setattr("enqueuer.usage.available_bytes", lambda: 2600 if workers() < 3 else 600)
+    monkeypatch.setattr("enqueuer.monitoring.usage.own_bytes", lambda pid: 1000)
+    monkeypatch.setattr(
+        "enqueuer.monitoring.usage.available_bytes", lambda: 2600 if workers() < 3 else 600
+    )
     if kind == "tasks":
         made = OrderedEnqueuer(
-            range(100_000), sleepy_task, workers="auto", backend="process", mp_context="fork"
+            range(100_000), sleepy_task, workers="auto", backend=Processes(start_method="fork")
         )
     else:
-        made = GeneratorEnqueuer(sleepy, workers="auto", backend="process", mp_context="fork")
+        made = GeneratorEnqueuer(sleepy, workers="auto", backend=Processes(start_method="fork"))
 
     def workers():
-        return made._workers
+        return core_of(made).run.workers
 
     with made as enqueuer:
         loop = Loop(enqueuer, 0)
         loop.run_until(lambda: caplog.records)
         loop.run(1)
-        assert enqueuer._workers == (4 if kind == "tasks" else 2)
+        assert core_of(enqueuer).run.workers == (4 if kind == "tasks" else 2)
     [record] = caplog.records
     assert "a worker takes 1.0 kB of memory, and " in record.message
 
@@ -196,11 +206,9 @@ def test_memory_is_a_limit(monkeypatch, caplog, kind):
 @pytest.mark.local  # a start of Ray's beside it takes the CPU that the loop is measured by
 def test_it_comes_to_rest(options):
     """One and the same load: at its end nothing changes any more."""
-    with OrderedEnqueuer(
-        range(100_000), sleepy_task, workers="auto", max_workers=4, **options
-    ) as enqueuer:
+    with OrderedEnqueuer(range(100_000), sleepy_task, workers=Auto(most=4), **options) as enqueuer:
         loop = Loop(enqueuer, 0)
-        loop.run_until(lambda: enqueuer._workers == 4)
+        loop.run_until(lambda: core_of(enqueuer).run.workers == 4)
         changes = len(loop.workers)
         loop.run(3)
         assert set(loop.workers[changes:]) == {4}
@@ -229,7 +237,7 @@ def test_it_decides_from_the_first_batch_on(options, monkeypatch, count):
             asked.append(stats.items)
             return 1
 
-    monkeypatch.setattr("enqueuer.autoscaler.Autoscaler", Asked)
+    monkeypatch.setattr("enqueuer.enqueuers.scaling.Autoscaler", Asked)
     source = functools.partial(numbered, count)
     with GeneratorEnqueuer(source, workers="auto", shards=16, **options) as enqueuer:
         next(iter(enqueuer))
@@ -243,7 +251,7 @@ def numbered(count, shard):
 
 
 def test_those_who_are_retired_go_home(options, monkeypatch):
-    monkeypatch.setattr("enqueuer.autoscaler.Autoscaler", Given)
+    monkeypatch.setattr("enqueuer.enqueuers.scaling.Autoscaler", Given)
     tasks = OrderedEnqueuer(range(100_000), sleepy_task, workers="auto", **options)
     shards = GeneratorEnqueuer(sleepy, workers="auto", **options)
     for made in (tasks, shards):
@@ -255,8 +263,23 @@ def test_those_who_are_retired_go_home(options, monkeypatch):
             loop.run_until(functools.partial(nobody_else, alone))
 
 
+def test_a_restart_begins_with_the_workers_that_the_last_run_had(options, monkeypatch):
+    monkeypatch.setattr("enqueuer.enqueuers.scaling.Autoscaler", Given)
+    enqueuer = OrderedEnqueuer(range(100_000), sleepy_task, workers="auto", **options)
+    Given.workers = 4
+    with enqueuer:
+        Loop(enqueuer, 0).run_until(lambda: len(enqueuer.stats().workers) == 4)
+    assert "4 workers" in repr(enqueuer)
+    enqueuer.start()
+    assert len(enqueuer.stats().workers) == 4
+    enqueuer.stop()
+    enqueuer.start(workers="auto")
+    assert len(enqueuer.stats().workers) == 1
+    enqueuer.stop()
+
+
 def test_each_change_is_in_the_trace(options, monkeypatch, tmp_path):
-    monkeypatch.setattr("enqueuer.autoscaler.Autoscaler", Given)
+    monkeypatch.setattr("enqueuer.enqueuers.scaling.Autoscaler", Given)
     tasks = OrderedEnqueuer(
         range(100_000), sleepy_task, workers="auto", trace=tmp_path / "tasks.json", **options
     )
@@ -272,12 +295,14 @@ def test_each_change_is_in_the_trace(options, monkeypatch, tmp_path):
 
 
 def test_a_stall_is_told_of_the_workers_in_the_statistics(monkeypatch):
-    monkeypatch.setattr("enqueuer.autoscaler.Autoscaler", Given)
+    monkeypatch.setattr("enqueuer.enqueuers.scaling.Autoscaler", Given)
     with OrderedEnqueuer(range(100_000), sleepy_task, workers="auto") as enqueuer:
         loop = Loop(enqueuer, 0)
         for Given.workers in (3, 2, 4, 1):  # who exits is any of them
             loop.run_until(lambda: len(enqueuer.stats().workers) == Given.workers)
-            seen = enqueuer._backend.look(enqueuer._order).workers
+            seen = (
+                core_of(enqueuer).run.backend.inspect(core_of(enqueuer).reader.work.order).workers
+            )
             names = {worker.name for worker in enqueuer.stats().workers}
             assert {worker.name for worker in seen} == names
 
@@ -312,7 +337,7 @@ class Erratic:
 
 @pytest.fixture
 def erratic(monkeypatch):
-    monkeypatch.setattr("enqueuer.autoscaler.Autoscaler", Erratic)
+    monkeypatch.setattr("enqueuer.enqueuers.scaling.Autoscaler", Erratic)
 
 
 def test_the_batches_are_those_of_any_number_of_workers(backend, erratic):
@@ -356,8 +381,7 @@ def test_a_worker_that_dies_meanwhile_is_replaced(erratic, tmp_path):
         range(200),
         functools.partial(dies_at_50, tmp_path / "died"),
         workers="auto",
-        backend="process",
-        mp_context="fork",
+        backend=Processes(start_method="fork"),
         max_restarts=1,
     ) as enqueuer:
         assert list(enqueuer) == list(range(200))
@@ -409,7 +433,7 @@ def test_a_position_is_resumed_with_another_number_of_workers(options, erratic):
 def test_without_shards_there_are_sixteen_on_any_machine(options):
     with GeneratorEnqueuer(lambda shard: [shard.count], workers="auto", **options) as enqueuer:
         assert list(enqueuer) == [16] * 16
-    enqueuer = GeneratorEnqueuer(twelve, workers="auto", rank=1, world_size=2, max_workers=3)
+    enqueuer = GeneratorEnqueuer(twelve, workers=Auto(most=3), rank=1, world_size=2)
     assert enqueuer.state_dict()["shards"] == 32
 
 
@@ -438,26 +462,25 @@ def test_what_cannot_be_split_stays_at_one_and_says_so_if_the_loop_waits(caplog,
 def test_a_number_at_the_start_or_later_takes_its_place(options):
     enqueuer = GeneratorEnqueuer(twelve, workers="auto", **options)
     enqueuer.start(workers=2)
-    assert (len(enqueuer.stats().workers), enqueuer._autoscaler) == (2, None)
+    assert (len(enqueuer.stats().workers), core_of(enqueuer).epochs.scaling) == (2, None)
     enqueuer.stop()
     enqueuer.start(workers="auto")
     assert len(enqueuer.stats().workers) == 1
     enqueuer.reconfigure(workers=3)
-    assert (len(enqueuer.stats().workers), enqueuer._autoscaler) == (3, None)
+    assert (len(enqueuer.stats().workers), core_of(enqueuer).epochs.scaling) == (3, None)
     assert sorted(enqueuer) == list(range(12))
     enqueuer.stop()
 
 
 def test_copies_are_tuned_too():
-    copy = pickle.loads(pickle.dumps(GeneratorEnqueuer(twelve, workers="auto", max_workers=3)))
-    assert copy._options()["workers"] == "auto"
-    assert copy._options()["max_workers"] == 3
+    copy = pickle.loads(pickle.dumps(GeneratorEnqueuer(twelve, workers=Auto(most=3))))
+    assert core_of(copy).options.workers == Auto(most=3)
     assert sorted(copy) == list(range(12))
 
 
 def test_the_short_forms_take_it_too():
     assert sorted(prefetch(twelve, workers="auto")) == list(range(12))
-    assert list(imap(abs, range(5), workers="auto", max_workers=2)) == list(range(5))
+    assert list(imap(abs, range(5), workers=Auto(most=2))) == list(range(5))
 
 
 # --- arguments and what is said ---
@@ -467,22 +490,23 @@ def test_the_short_forms_take_it_too():
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"workers": "many"}, "workers must be an int or 'auto', got 'many'"),
-        ({"workers": 2, "max_workers": 4}, "max_workers is about workers='auto'"),
-        ({"workers": "auto", "max_workers": 0}, "max_workers must be >= 1, got 0"),
+        ({"workers": "many"}, r"workers must be an int, 'auto' or Auto\(...\), got 'many'"),
+        ({"workers": 0}, "workers must be >= 1, got 0"),
     ],
 )
 def test_arguments_are_checked(kind, given, says):
     source = twelve if kind is GeneratorEnqueuer else [1]
     with pytest.raises(ValueError, match=says):
         kind(source, **given)
+    with pytest.raises(ValueError, match="most must be >= 1, got 0"):
+        Auto(most=0)
 
 
 def test_each_change_is_logged_with_its_numbers(caplog):
     caplog.set_level(logging.INFO, "enqueuer")
-    with GeneratorEnqueuer(sleepy, workers="auto", max_workers=2) as enqueuer:
+    with GeneratorEnqueuer(sleepy, workers=Auto(most=2)) as enqueuer:
         loop = Loop(enqueuer, 0)
-        loop.run_until(lambda: enqueuer._workers == 2)
+        loop.run_until(lambda: core_of(enqueuer).run.workers == 2)
     [record] = caplog.records
     assert record.message.startswith("1 -> 2 workers: the loop waited ")
     assert record.message.endswith("% of its time")
@@ -497,10 +521,10 @@ def test_workers_that_cannot_be_started_are_done_without(caplog, monkeypatch, op
         def refuse(*_):
             raise StartError("no more processes")
 
-        monkeypatch.setattr(enqueuer._backend, "_start_one", refuse)
+        monkeypatch.setattr(core_of(enqueuer).run.backend._pool, "start_worker", refuse)
         loop.run_until(lambda: caplog.records)
         loop.run(1)
         assert loop.seen == list(range(len(loop.seen)))
-        assert enqueuer._workers == 1
+        assert core_of(enqueuer).run.workers == 1
     [record] = caplog.records
     assert "workers='auto' stays at 1: " in record.message

@@ -13,9 +13,9 @@ import numpy as np
 import psutil
 import pytest
 from conftest import RAY
-from helpers import LIMIT, wait_until
+from helpers import LIMIT, backend_of, wait_until
 
-from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, StopWarning
+from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, Processes, StopWarning
 
 
 class Counter:
@@ -38,7 +38,7 @@ class Counter:
 
 FORK_OR_THREAD = [
     pytest.param({"backend": "thread"}, id="thread"),
-    pytest.param({"backend": "process", "mp_context": "fork"}, id="process-fork"),
+    pytest.param({"backend": Processes(start_method="fork")}, id="process-fork"),
     *RAY,
 ]
 
@@ -78,7 +78,7 @@ def test_bytes_are_bounded_too(options, ordered, tmp_path):
             next(iter(enqueuer))
             assert counter.made - taken - 1 <= 4 + 2
         # a loop that has just been fast leaves half of each actor's credit to be renewed
-        at_least = 2 if options["backend"] == "ray" else 4
+        at_least = 2 if backend_of(options) == "ray" else 4
         wait_until(lambda: at_least <= enqueuer.queue.qsize() <= 4)
 
 
@@ -191,7 +191,7 @@ def test_nobody_polls_while_nothing_happens(backend, ordered):
         with pytest.raises(queue.Empty):
             enqueuer.queue.get(timeout=0.5)  # the consumer waits
         assert used() - before < 0.2  # polling every millisecond would take longer
-        if backend["backend"] == "thread":
+        if backend_of(backend) == "thread":
             with pytest.warns(StopWarning):
                 enqueuer.stop(timeout=0)
             wait_until(lambda: "enqueuer-worker" not in str(threading.enumerate()))

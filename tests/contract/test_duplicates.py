@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from enqueuer import DuplicateDataWarning, GeneratorEnqueuer
+from enqueuer.enqueuers.enqueuer import core_of
 
 
 def same(count, seed=3):
@@ -48,7 +49,7 @@ def test_it_is_said_once_and_costs_later_epochs_nothing(backend, no_warnings):
     with GeneratorEnqueuer(numbered, workers=2, **backend) as enqueuer:
         with pytest.warns(DuplicateDataWarning):
             assert len(list(enqueuer)) == 8
-        assert enqueuer._first_items is None
+        assert core_of(enqueuer).reader.work.first_items is None
         assert len(list(enqueuer)) == 8
         enqueuer.stop()
         enqueuer.start()
@@ -176,7 +177,7 @@ def test_what_may_well_be_is_not_told_of(backend, source, no_warnings):
     with GeneratorEnqueuer(source, workers=2, **backend) as enqueuer:
         for _ in range(2):
             assert list(enqueuer)
-        assert enqueuer._first_items is None
+        assert core_of(enqueuer).reader.work.first_items is None
 
 
 def test_a_shard_that_gives_little_does_not_have_the_others_compared_for_ever(backend):
@@ -186,7 +187,7 @@ def test_a_shard_that_gives_little_does_not_have_the_others_compared_for_ever(ba
     with GeneratorEnqueuer(source, workers=2, **backend) as enqueuer:
         batches = iter(enqueuer)
         assert len(list(itertools.islice(batches, 500))) == 500
-        assert enqueuer._first_items is None
+        assert core_of(enqueuer).reader.work.first_items is None
         assert len(list(batches)) == 501
 
 

@@ -6,7 +6,7 @@ import helpers
 import pytest
 from helpers import Failing, TwoArguments
 
-from enqueuer import GeneratorEnqueuer, ItemNotPicklable, WorkerError
+from enqueuer import GeneratorEnqueuer, ItemNotPicklable, Processes, WorkerError
 
 needs_fidelity = pytest.mark.parametrize("workers", [1, 2])
 
@@ -196,7 +196,7 @@ def test_a_local_class_that_was_sent_along_arrives_as_itself(method):
         yield Batch(5)
         raise Odd("local")
 
-    with GeneratorEnqueuer(source, backend="process", mp_context=method) as enqueuer:
+    with GeneratorEnqueuer(source, backend=Processes(start_method=method)) as enqueuer:
         batches, error = until_error(enqueuer)
     assert type(batches[0]) is Batch
     assert batches[0].value == 5

@@ -26,7 +26,7 @@ def slow(shard):
 def measured(batches, step=lambda batch: None, **options):
     """Return what a loop is given, and the result."""
     found, given = [], []
-    for batch in headroom(batches, tell=found.append, **({"seconds": 0.3} | options)):
+    for batch in headroom(batches, report=found.append, **({"seconds": 0.3} | options)):
         given.append(batch)
         step(batch)
     assert len(found) == 1

@@ -6,8 +6,9 @@ import os
 import numpy as np
 import pytest
 
-from enqueuer import GeneratorEnqueuer, arrays, empty, empty_like
-from enqueuer.transport import item_sender
+from enqueuer import GeneratorEnqueuer, empty, empty_like
+from enqueuer.transport import block_writer
+from enqueuer.workers import arrays
 
 SHAPE = (100, 1000)
 
@@ -55,8 +56,8 @@ def test_the_same_batches_arrive_on_every_backend(backend, source):
 
 def counts_copies(shard):
     copies = []
-    copy = item_sender._copy
-    item_sender._copy = lambda part, *place: (copies.append(part.nbytes), copy(part, *place))
+    copy = block_writer._copy
+    block_writer._copy = lambda part, *place: (copies.append(part.nbytes), copy(part, *place))
     yield from SOURCES[os.environ["SOURCE"]]()
     yield copies
 
@@ -113,7 +114,7 @@ def test_only_what_could_be_written_to_unnoticed_is_copied(
         *batches, copied = enqueuer
     assert len(batches) == 5
     assert len(copied) == copies
-    assert caplog.text.count("`del` it before the yield") == bool(copies)
+    assert caplog.text.count("`del` that view before the yield") == bool(copies)
     if source == "keeps_a_view":
         assert all((batch == number).all() for number, batch in enumerate(batches))
 

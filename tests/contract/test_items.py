@@ -10,11 +10,13 @@ import threading
 import numpy as np
 import psutil
 import pytest
-from helpers import LIMIT, wait_until
+from helpers import LIMIT, backend_of, wait_until
 
-from enqueuer import GeneratorEnqueuer, OverwrittenDataWarning, duplicates
-from enqueuer.backends import threads
-from enqueuer.buffer import Buffer
+from enqueuer import GeneratorEnqueuer, OverwrittenDataWarning
+from enqueuer.backends.thread import sender as thread_sender
+from enqueuer.backends.thread.buffer import Buffer
+from enqueuer.backends.thread.work_queue import WorkQueue
+from enqueuer.monitoring import duplicates
 
 LARGE = 50_000
 
@@ -199,7 +201,7 @@ def test_what_is_kept_stays_as_it_was_after_a_death(process):
                 kept.append(pair)
     for number, (a, b) in enumerate(kept):
         assert (a == number).all() and (b == -number).all()
-    lost = 10 if process["backend"] == "ray" else 0  # which was still to be sent
+    lost = 10 if backend_of(process) == "ray" else 0  # which was still to be sent
     assert 100 - lost <= len(kept) <= 100
 
 
@@ -302,14 +304,14 @@ def test_a_loop_may_change_what_it_has(no_warnings):
 
 def test_a_loop_may_take_and_change_a_batch_while_that_is_looked_at(no_warnings, monkeypatch):
     buffer = Buffer(4)
-    sender = threads.ThreadSender(0, buffer, Buffer(1), measured=False)
+    sender = thread_sender.ThreadSender(0, buffer, WorkQueue(), WorkQueue(), measured=False)
 
     def checksum(batch):
         if buffer.poll() is not None:
             batch += 1
         return duplicates.checksum(batch)
 
-    monkeypatch.setattr(threads, "checksum", checksum)
+    monkeypatch.setattr(thread_sender, "checksum", checksum)
     for number in range(4):
         sender.send_item(0, number, np.zeros(3))
 

@@ -12,7 +12,15 @@ from functools import partial
 import pytest
 from helpers import LIMIT, Gated, counting, twelve, wait_until
 
-from enqueuer import DuplicateDataWarning, GeneratorEnqueuer, InvalidState, OrderedEnqueuer
+from enqueuer import (
+    DuplicateDataWarning,
+    GeneratorEnqueuer,
+    InvalidState,
+    OrderedEnqueuer,
+    Processes,
+    Ray,
+)
+from enqueuer.enqueuers.enqueuer import core_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::enqueuer.DuplicateDataWarning")
 
@@ -160,7 +168,7 @@ def test_the_size_is_told_while_another_thread_waits(tmp_path):
         assert enqueuer.queue.get() == (0, 0)
         waiting = threading.Thread(target=enqueuer.queue.get)
         waiting.start()
-        wait_until(lambda: enqueuer._loop_meter.since)
+        wait_until(lambda: core_of(enqueuer).run.meter.since)
         assert enqueuer.queue.qsize() == 0
         source.let_on()
         waiting.join(LIMIT)
@@ -207,26 +215,28 @@ def test_many_consumers_get_each_batch_once(backend):
 
 
 def test_wrong_options_are_refused():
-    with pytest.raises(ValueError, match="backend must be 'thread', 'process' or 'ray', got"):
+    with pytest.raises(ValueError, match="backend must be 'thread', 'process', 'ray', Processes"):
         GeneratorEnqueuer(twelve, backend="ray2")
     with pytest.raises(ValueError, match="contradict each other"):
         GeneratorEnqueuer(twelve, use_multiprocessing=True, backend="thread")
     with pytest.raises(TypeError, match="options such as workers go by name"):
         GeneratorEnqueuer(twelve, 4)
-    with pytest.raises(ValueError, match="mp_context must be one of 'fork'"):
-        GeneratorEnqueuer(twelve, backend="process", mp_context="thread")
-    with pytest.raises(ValueError, match="mp_context is about processes"):
+    with pytest.raises(ValueError, match="start_method must be one of 'fork'"):
+        GeneratorEnqueuer(twelve, backend=Processes(start_method="thread"))
+    with pytest.raises(ValueError, match="contradict each other"):
+        GeneratorEnqueuer(twelve, use_multiprocessing=True, backend=Ray())
+    with pytest.raises(TypeError, match=r"no option 'mp_context'; give backend=Processes\(start_"):
         GeneratorEnqueuer(twelve, mp_context="fork")
-    with pytest.raises(ValueError, match="address is about Ray; give backend='ray'"):
+    with pytest.raises(TypeError, match=r"no option 'address'; give backend=Ray\(address="):
         GeneratorEnqueuer(twelve, address="auto")
     with pytest.raises(ValueError, match="is that of Ray Client, which cannot stream"):
-        GeneratorEnqueuer(twelve, backend="ray", address="ray://head:10001")
-    with pytest.raises(ValueError, match="ray_options cannot set name"):
-        GeneratorEnqueuer(twelve, backend="ray", ray_options={"name": "mine"})
+        GeneratorEnqueuer(twelve, backend=Ray(address="ray://head:10001"))
+    with pytest.raises(ValueError, match="actor_options cannot set name"):
+        GeneratorEnqueuer(twelve, backend=Ray(actor_options={"name": "mine"}))
     with pytest.raises(ValueError, match="forward_logs must be True, False or"):
-        GeneratorEnqueuer(twelve, forward_logs="all")
+        GeneratorEnqueuer(twelve, backend=Processes(forward_logs="all"))
     with pytest.raises(ValueError, match="works with forked processes only"):
-        GeneratorEnqueuer(twelve, forward_logs="multiprocessing-logging")
+        GeneratorEnqueuer(twelve, backend=Processes(forward_logs="multiprocessing-logging"))
 
 
 def test_repr_is_a_status_line(backend):
@@ -251,7 +261,7 @@ def test_a_context_of_multiprocessing_is_taken():
     import multiprocessing
 
     context = multiprocessing.get_context("spawn")
-    with GeneratorEnqueuer(twelve, backend="process", mp_context=context) as enqueuer:
+    with GeneratorEnqueuer(twelve, backend=Processes(start_method=context)) as enqueuer:
         assert list(enqueuer) == list(range(12))
 
 
@@ -427,14 +437,16 @@ ROUNDS = [(number, batch) for batch in range(3) for number in range(3)]
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
-@pytest.mark.parametrize("options", [{"backend": "thread"}, {"mp_context": "fork"}])
+@pytest.mark.parametrize(
+    "options", [{"backend": "thread"}, {"backend": Processes(start_method="fork")}]
+)
 def test_several_iterators_as_the_error_says(options, workers):
     """One generator for each process, as code of Keras' time has it; each is read once."""
     iterators = [three_of_a_kind(number) for number in range(3)]
     with pytest.raises(TypeError, match="lambda shard: iterators") as caught:
         GeneratorEnqueuer(iterators)
     call = str(caught.value).split("`")[1].removesuffix(")")
-    options = {"backend": "process", "workers": workers, **options}
+    options = {"workers": workers, **options}
     scope = {"GeneratorEnqueuer": GeneratorEnqueuer, "iterators": iterators, "options": options}
     with eval(f"{call}, **options)", scope) as enqueuer:
         assert list(enqueuer) == ROUNDS

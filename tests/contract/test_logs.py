@@ -5,9 +5,9 @@ import multiprocessing
 
 import helpers
 import pytest
-from helpers import wait_until
+from helpers import start_method_of, wait_until, with_backend
 
-from enqueuer import GeneratorEnqueuer, WorkerDied
+from enqueuer import GeneratorEnqueuer, Processes, WorkerDied
 
 log = logging.getLogger("tests.worker")
 
@@ -110,14 +110,11 @@ def test_tracebacks_and_odd_arguments_arrive_as_text(process, caplog):
 
 
 def test_logs_can_be_left_in_the_worker(process, heard):
-    with GeneratorEnqueuer(chatty, forward_logs=False, **process) as enqueuer:
+    with GeneratorEnqueuer(chatty, **with_backend(process, forward_logs=False)) as enqueuer:
         list(enqueuer)
-        if process.get("mp_context") != "fork":  # whose inherited handler fills a copy of the list
+        if start_method_of(process) != "fork":  # whose inherited handler fills a copy of the list
             assert heard == []
     assert heard == []
-
-
-FORK = {"backend": "process", "mp_context": "fork"}
 
 
 @pytest.fixture
@@ -135,9 +132,8 @@ class TestMultiprocessingLogging:
     def test_it_is_installed_for_a_run_and_taken_off_again(self, heard):
         root = logging.getLogger()
         before = list(root.handlers)
-        with GeneratorEnqueuer(
-            chatty, workers=2, forward_logs="multiprocessing-logging", **FORK
-        ) as enqueuer:
+        forked = Processes(start_method="fork", forward_logs="multiprocessing-logging")
+        with GeneratorEnqueuer(chatty, workers=2, backend=forked) as enqueuer:
             assert root.handlers != before
             list(enqueuer)
         assert root.handlers == before
@@ -153,7 +149,8 @@ class TestMultiprocessingLogging:
         try:
             for forward_logs in (True, "multiprocessing-logging"):
                 heard.clear()
-                with GeneratorEnqueuer(chatty, forward_logs=forward_logs, **FORK) as enqueuer:
+                forked = Processes(start_method="fork", forward_logs=forward_logs)
+                with GeneratorEnqueuer(chatty, backend=forked) as enqueuer:
                     list(enqueuer)
                 assert root.handlers == installed
                 wait_until(lambda: len(heard) >= 4)

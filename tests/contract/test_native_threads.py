@@ -3,11 +3,12 @@
 import os
 
 import pytest
-from helpers import needs_installed, wait_until
+from helpers import needs_installed, start_method_of, wait_until, with_backend
 from threadpoolctl import ThreadpoolController
 
-from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, imap, prefetch, usage
-from enqueuer.backends import default_method
+from enqueuer import Auto, GeneratorEnqueuer, OrderedEnqueuer, Processes, imap, prefetch
+from enqueuer.backends.job import default_method
+from enqueuer.monitoring import usage
 
 VARIABLES = ["OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"]
 IDLE = {
@@ -26,7 +27,7 @@ def nothing_set(monkeypatch):
 @pytest.fixture(params=["fork", default_method()])
 def process(request):
     """Options for inherited libraries and for fresh ones; spawn is slow, and has a test below."""
-    return {"backend": "process", "mp_context": request.param}
+    return {"backend": Processes(start_method=request.param)}
 
 
 def threads_here(*_):
@@ -53,25 +54,25 @@ def test_each_worker_has_its_share_of_the_cpus(process, workers):
     with GeneratorEnqueuer(of_each_shard, workers=workers, **process) as enqueuer:
         found = list(enqueuer)
     share = max(1, int(usage.cpus()) // workers)
-    assert found == [expected(share, process["mp_context"])] * workers
+    assert found == [expected(share, start_method_of(process))] * workers
     assert threads_here() == before  # this process is left alone
 
 
 def test_fewer_workers_than_asked_for_share_the_cpus(process):
     with GeneratorEnqueuer(of_each_shard, workers=64, shards=1, **process) as enqueuer:
-        assert list(enqueuer) == [expected(max(1, int(usage.cpus())), process["mp_context"])]
+        assert list(enqueuer) == [expected(max(1, int(usage.cpus())), start_method_of(process))]
 
 
 def test_as_many_as_are_told(process):
-    options = dict(workers=2, threads_per_worker=3, **process)
+    options = dict(workers=2, **with_backend(process, threads=3))
     with GeneratorEnqueuer(of_each_shard, **options) as enqueuer:
-        assert list(enqueuer) == [expected(3, process["mp_context"])] * 2
+        assert list(enqueuer) == [expected(3, start_method_of(process))] * 2
     with OrderedEnqueuer(range(2), threads_here, **options) as enqueuer:
-        assert list(enqueuer) == [expected(3, process["mp_context"])] * 2
+        assert list(enqueuer) == [expected(3, start_method_of(process))] * 2
 
 
 def test_prefetch_and_imap_take_the_number(monkeypatch):
-    options = dict(backend="process", threads_per_worker=3)
+    options = dict(backend=Processes(threads=3))
     assert list(prefetch(of_each_shard, **options)) == [expected(3, "")]
     assert list(imap(threads_here, range(1), **options)) == [expected(3, "")]
 
@@ -83,14 +84,14 @@ def test_the_environment_comes_before_the_share(process, monkeypatch):
     with GeneratorEnqueuer(of_each_shard, workers=2, **process) as enqueuer:
         found = list(enqueuer)
     told = {"MKL_NUM_THREADS": "5,2", "OMP_WAIT_POLICY": "ACTIVE", "GOMP_SPINCOUNT": None}
-    assert found == [expected(2, process["mp_context"]) | told] * 2
+    assert found == [expected(2, start_method_of(process)) | told] * 2
 
 
 def test_what_is_told_comes_before_the_environment(process, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     monkeypatch.setenv("MKL_NUM_THREADS", "5")
-    with GeneratorEnqueuer(of_each_shard, threads_per_worker=1, **process) as enqueuer:
-        assert list(enqueuer) == [expected(1, process["mp_context"])]
+    with GeneratorEnqueuer(of_each_shard, **with_backend(process, threads=1)) as enqueuer:
+        assert list(enqueuer) == [expected(1, start_method_of(process))]
 
 
 def test_the_share_follows_the_number_of_workers():
@@ -102,21 +103,21 @@ def test_the_share_follows_the_number_of_workers():
 
 
 def test_workers_that_may_become_more_share_as_if_they_were():
-    options = dict(workers="auto", max_workers=1000, backend="process")
+    options = dict(workers=Auto(most=1000), backend="process")
     with OrderedEnqueuer(range(1), threads_here, **options) as enqueuer:
         assert list(enqueuer) == [expected(1, "")]
 
 
 @pytest.mark.parametrize("name", ["thread", "ray"])
 def test_other_backends_refuse_a_number(name):
-    with pytest.raises(ValueError, match="threads_per_worker is about processes"):
+    with pytest.raises(TypeError, match=r"'threads_per_worker'; give backend=Processes\(threads="):
         GeneratorEnqueuer(of_each_shard, backend=name, threads_per_worker=1)
 
 
 @pytest.mark.parametrize(("value", "error"), [(0, ValueError), (1.5, TypeError), ("1", TypeError)])
 def test_a_bad_number_is_refused(value, error):
-    with pytest.raises(error, match="threads_per_worker must be"):
-        GeneratorEnqueuer(of_each_shard, backend="process", threads_per_worker=value)
+    with pytest.raises(error, match="threads must be"):
+        Processes(threads=value)
 
 
 def of_frameworks(shard):
@@ -130,7 +131,7 @@ def of_frameworks(shard):
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_frameworks_that_the_generator_imports_have_their_share(method):
     needs_installed("torch", "cv2")
-    options = dict(backend="process", mp_context=method, threads_per_worker=1)
+    options = dict(backend=Processes(start_method=method, threads=1))
     with GeneratorEnqueuer(of_frameworks, **options) as enqueuer:
         assert list(enqueuer) == [(1, 1, expected(1, method))]
 
@@ -146,6 +147,6 @@ def test_a_limit_leaves_no_idle_threads_in_a_forked_worker():
     libraries = ThreadpoolController().select(internal_api="openblas").lib_controllers
     if not all(hasattr(library.dynlib, "blas_thread_shutdown_") for library in libraries):
         pytest.skip("this OpenBLAS does not let its threads be ended")
-    options = dict(backend="process", mp_context="fork", threads_per_worker=1)
+    options = dict(backend=Processes(start_method="fork", threads=1))
     with GeneratorEnqueuer(native_threads, **options) as enqueuer:
         assert list(enqueuer) == [1]

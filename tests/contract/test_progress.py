@@ -9,7 +9,8 @@ import time
 import pytest
 from helpers import needs, twelve
 
-from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, prefetch, progress
+from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, prefetch
+from enqueuer.monitoring import progress
 
 tqdm = needs("tqdm").tqdm
 
@@ -45,7 +46,7 @@ def _forget(monkeypatch):
 @pytest.fixture
 def often(monkeypatch):
     """Have the statistics looked at for each batch."""
-    monkeypatch.setattr(progress, "_LOOK_NS", 0)
+    monkeypatch.setattr(progress, "_SNAPSHOT_NS", 0)
 
 
 class Terminal(io.StringIO):

@@ -1,7 +1,9 @@
 """reconfigure(workers=...): nothing lost, nothing twice, nothing in another order."""
 
 import asyncio
+import contextlib
 import random
+import signal
 import sys
 import threading
 
@@ -9,6 +11,7 @@ import pytest
 from helpers import LIMIT, bytes_of, random_batches
 
 from enqueuer import GeneratorEnqueuer, InvalidState, OrderedEnqueuer
+from enqueuer.enqueuers.enqueuer import core_of
 
 
 def make(workers=1, **options):
@@ -121,13 +124,83 @@ def _change_meanwhile(change, is_async):
 def test_a_signal_handler_may_reconfigure_while_the_loop_waits(backend, whole, monkeypatch):
     """The loop goes on with the new workers; it must not take their change for its end."""
     with make(workers=2, **backend) as enqueuer:
-        old = enqueuer._backend
+        old = core_of(enqueuer).run.backend
         wait = old.wait
 
         def interrupted(*args):  # a handler runs in the thread that waits
-            if enqueuer._backend is old:
+            if core_of(enqueuer).run.backend is old:
                 enqueuer.reconfigure(workers=3)
             return wait(*args)
 
         monkeypatch.setattr(old, "wait", interrupted)
         assert [bytes_of(batch) for batch in enqueuer] == whole[0]
+
+
+@pytest.mark.local
+def test_the_number_that_auto_has_found_keeps_the_shards():
+    """They are as many as with "auto", in this epoch and in the next one."""
+    with GeneratorEnqueuer(_thirty_two, workers="auto") as enqueuer:
+        first, shards = list(enqueuer), enqueuer.state_dict()["shards"]
+        enqueuer.reconfigure(workers=1)
+        assert list(enqueuer) == first
+        assert enqueuer.state_dict()["shards"] == shards
+
+
+def _thirty_two(shard):
+    yield from shard.split(range(32))
+
+
+def test_a_stopped_enqueuer_shows_the_number_of_the_next_start():
+    enqueuer = GeneratorEnqueuer(_thirty_two, workers=2)
+    with enqueuer:
+        pass
+    enqueuer.reconfigure(workers=5)
+    assert "5 workers" in repr(enqueuer)
+
+
+@pytest.mark.local
+def test_a_change_that_was_interrupted_leaves_the_next_run_alone():
+    """Its thread waits for the code of an iterable, and goes on after stop() and start()."""
+    inside, gate, passes = threading.Event(), threading.Event(), []
+
+    class Elements:
+        def __iter__(self):
+            passes.append(self)
+            yield from range(20)
+            if len(passes) == 1:
+                inside.set()
+                gate.wait(LIMIT)
+            yield from range(20, 100)
+
+    enqueuer = OrderedEnqueuer(Elements(), str, max_queue_size=1)
+    enqueuer.start()
+    consumer = threading.Thread(target=lambda: list(enqueuer))
+    consumer.start()
+    assert inside.wait(LIMIT)
+    with signals_raising(KeyError, 0.1), pytest.raises(KeyError):
+        enqueuer.reconfigure(workers=3)
+    [changer] = [one for one in threading.enumerate() if one.name == "enqueuer-reconfigure"]
+    enqueuer.stop(timeout=0.1)
+    starter = threading.Thread(target=enqueuer.start)
+    starter.start()
+    gate.set()
+    for thread in (consumer, starter, changer):
+        thread.join(LIMIT)
+    with enqueuer:
+        assert list(enqueuer) == [str(number) for number in range(100)]
+
+
+@contextlib.contextmanager
+def signals_raising(error, after_s):
+    """Raise an exception in the main thread after some time, which must be in a wait by then."""
+
+    def handler(*_):
+        raise error
+
+    before = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, after_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

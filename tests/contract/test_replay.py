@@ -5,7 +5,7 @@ import random
 
 import numpy as np
 import pytest
-from helpers import kill_self
+from helpers import backend_of, kill_self
 
 from enqueuer import GeneratorEnqueuer, InvalidState, WorkerDied, replay
 
@@ -36,7 +36,7 @@ def test_the_item_is_made_again_with_the_same_numbers(backend):
     with pytest.raises(Drawn) as caught:
         replay(error)
     assert caught.value.args[0] == error.args[0]
-    if backend["backend"] == "process":  # threads share their globals with everybody
+    if backend_of(backend) == "process":  # threads share their globals with everybody
         assert caught.value.args == error.args
         assert (random.getstate(), np.random.get_state()[1].tolist()) == before
     origin = error.enqueuer_origin

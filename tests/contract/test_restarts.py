@@ -9,7 +9,8 @@ import helpers
 import pytest
 from helpers import bytes_of, pid_of, random_batches
 
-from enqueuer import GeneratorEnqueuer, WorkerDied
+from enqueuer import GeneratorEnqueuer, StartError, WorkerDied
+from enqueuer.enqueuers.enqueuer import core_of
 
 
 def pid_first(shard):
@@ -112,3 +113,19 @@ def test_threads_take_the_option_and_need_nothing_of_it():
     with GeneratorEnqueuer(random_batches, max_restarts=3) as enqueuer:
         assert len(list(enqueuer)) == 4
         assert enqueuer.restart_count == 0
+
+
+def test_a_replacement_that_cannot_be_started_is_named_as_the_reason(process, monkeypatch):
+    with GeneratorEnqueuer(pid_first, max_restarts=3, **process) as enqueuer:
+        pool = core_of(enqueuer).run.backend._pool
+
+        def refuse(index):
+            raise StartError("no more of them")
+
+        monkeypatch.setattr(pool, "start_worker", refuse)
+        os.kill(pid_of(enqueuer), signal.SIGKILL)
+        with pytest.raises(WorkerDied) as caught:
+            list(enqueuer)
+    assert "A replacement could not be started: no more of them" in str(caught.value)
+    assert "used up" not in str(caught.value)
+    assert isinstance(caught.value.__cause__, StartError)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from helpers import twelve
 
-from enqueuer import GeneratorEnqueuer
+from enqueuer import GeneratorEnqueuer, Processes
 
 
 def draws(shard):
@@ -100,7 +100,9 @@ def hashes(shard):
 def test_workers_that_are_not_forked_hash_alike():
     found = []
     for method in ("forkserver", "spawn"):
-        with GeneratorEnqueuer(hashes, workers=2, backend="process", mp_context=method) as enqueuer:
+        with GeneratorEnqueuer(
+            hashes, workers=2, backend=Processes(start_method=method)
+        ) as enqueuer:
             found += enqueuer
     assert len(set(map(str, found))) == 1
     given = os.environ.get("PYTHONHASHSEED")

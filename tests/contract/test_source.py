@@ -12,6 +12,7 @@ from enqueuer import (
     DuplicateDataWarning,
     GeneratorEnqueuer,
     OrderedEnqueuer,
+    Processes,
     SourceNotPicklable,
     prefetch,
 )
@@ -155,7 +156,7 @@ def test_a_function_that_gives_nothing_to_iterate_is_an_error(backend):
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_the_culprit_of_a_source_that_cannot_be_pickled_is_named(method):
     lock = threading.Lock()
-    options = {"backend": "process", "mp_context": method}
+    options = {"backend": Processes(start_method=method)}
 
     def closure():
         with lock:
@@ -165,7 +166,7 @@ def test_the_culprit_of_a_source_that_cannot_be_pickled_is_named(method):
         GeneratorEnqueuer(closure, **options).start()
     with pytest.raises(SourceNotPicklable, match="a live generator cannot be sent"):
         GeneratorEnqueuer((x for x in "ab"), **options).start()
-    with GeneratorEnqueuer(closure, backend="process", mp_context="fork") as enqueuer:
+    with GeneratorEnqueuer(closure, backend=Processes(start_method="fork")) as enqueuer:
         assert list(enqueuer) == [1]
 
 
@@ -180,7 +181,7 @@ def test_the_culprit_inside_an_object_is_named():
     with pytest.raises(
         SourceNotPicklable, match=r"the object.options\['lock'\] \(a _thread.lock\)"
     ):
-        GeneratorEnqueuer(Source(), backend="process", mp_context="spawn").start()
+        GeneratorEnqueuer(Source(), backend=Processes(start_method="spawn")).start()
 
 
 def nested_scope(lock):
@@ -256,7 +257,7 @@ def attribute_of_a_bound_object(lock):
 def test_the_culprit_is_found_wherever_it_is(make, says):
     says = re.escape(says).replace(r"\.\*", ".*")
     with pytest.raises(SourceNotPicklable, match=rf": {says} \(a _thread.lock\) cannot be pickled"):
-        GeneratorEnqueuer(make(threading.Lock()), backend="process", mp_context="spawn").start()
+        GeneratorEnqueuer(make(threading.Lock()), backend=Processes(start_method="spawn")).start()
 
 
 def test_the_culprit_of_a_map_is_found_in_its_helper():
@@ -265,7 +266,7 @@ def test_the_culprit_of_a_map_is_found_in_its_helper():
     def helper(element):
         return lock, element
 
-    enqueuer = OrderedEnqueuer([1, 2], lambda e: helper(e), backend="process", mp_context="spawn")
+    enqueuer = OrderedEnqueuer([1, 2], lambda e: helper(e), backend=Processes(start_method="spawn"))
     with pytest.raises(SourceNotPicklable, match=r"'helper': the variable 'lock' \(a _thread.lock"):
         enqueuer.start()
 

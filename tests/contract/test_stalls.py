@@ -17,6 +17,7 @@ import pytest
 from helpers import Gated, wait_until
 
 from enqueuer import BatchTimeout, GeneratorEnqueuer, OrderedEnqueuer, StallWarning, imap, prefetch
+from enqueuer.enqueuers.enqueuer import core_of
 
 ALL = [(shard, number) for number in range(3) for shard in range(2)]
 SHORT_S = 0.1  # how long the loop waits, where it is known to wait for ever
@@ -179,7 +180,7 @@ def test_a_stopped_process_is_waited_for_only_so_long(process):
         text = timeout_of(enqueuer)
         assert time.monotonic() - begin < helpers.LIMIT / 3
         assert f"worker 0 (process {pids[0]}, " in text
-        assert "did not tell its stack within 1 s: it is stopped" in text
+        assert "did not send its stack within 1 s: it is stopped" in text
         for _ in range(2):  # what is asked twice is answered twice, and late
             timeout_of(enqueuer)
         for pid in pids:
@@ -334,7 +335,7 @@ def test_a_copy_has_the_same_limits(tmp_path):
     enqueuer = copy.copy(GeneratorEnqueuer(Gated(tmp_path, stops=[(0, 0)]), timeout=SHORT_S))
     with enqueuer:
         timeout_of(enqueuer)
-        enqueuer._source.function.let_on()
+        core_of(enqueuer).workload.source.function.let_on()
         assert take(enqueuer, 3) == [(0, 0), (0, 1), (0, 2)]
 
 
@@ -364,5 +365,5 @@ def test_a_limit_that_cannot_be_is_refused(name, value, error):
 def test_whoever_sets_no_limit_waits_without_one(process):
     """And no worker has a pipe to answer on."""
     with GeneratorEnqueuer(helpers.twelve, stall_timeout=None, **process) as enqueuer:
-        assert enqueuer._backend._workers[0].stacks is None
+        assert core_of(enqueuer).run.backend._pool.workers[0].stacks is None
         assert list(enqueuer) == list(range(12))

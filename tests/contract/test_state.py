@@ -7,7 +7,7 @@ import pickle
 import pytest
 from helpers import Reiterable, bytes_of, random_batches
 
-from enqueuer import GeneratorEnqueuer, InvalidState, OrderedEnqueuer, StateMismatch
+from enqueuer import GeneratorEnqueuer, InvalidState, OrderedEnqueuer, Processes, StateMismatch
 
 THREADS = {"backend": "thread"}
 
@@ -307,7 +307,7 @@ class Epochs:
         self.at = state
 
 
-FORKED = {"backend": "process", "mp_context": "fork"}
+FORKED = {"backend": Processes(start_method="fork")}
 MAKERS = {
     "thread": lambda: GeneratorEnqueuer(Epochs(), **THREADS),
     "process": lambda: GeneratorEnqueuer(Epochs(), **FORKED),

@@ -10,15 +10,15 @@ import time
 import numpy as np
 import pytest
 from conftest import IS_RAY, RAY
-from helpers import LIMIT, twelve, wait_until
+from helpers import LIMIT, backend_of, twelve, wait_until
 
-from enqueuer import GeneratorEnqueuer, OrderedEnqueuer
-from enqueuer.bottleneck import HARDLY_WAITS, STARVED
+from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, Processes
+from enqueuer.monitoring.bottleneck import HARDLY_WAITS, OFTEN_LACKS_CPU
 
 BACKENDS = [
     pytest.param({"backend": "thread"}, id="thread"),
-    pytest.param({"backend": "process", "mp_context": "fork"}, id="process-fork"),
-    pytest.param({"backend": "process", "mp_context": "forkserver"}, id="process-forkserver"),
+    pytest.param({"backend": Processes(start_method="fork")}, id="process-fork"),
+    pytest.param({"backend": Processes(start_method="forkserver")}, id="process-forkserver"),
     *RAY,
 ]
 MEGABYTE = 1_000_000
@@ -56,7 +56,7 @@ def test_items_are_counted_for_each_worker_and_in_all(options):
     assert [worker.items for worker in stats.workers] == [4, 4, 4]
     assert [worker.shards for worker in stats.workers] == [(0,), (1,), (2,)]
     assert (stats.epoch, stats.queue_size, stats.max_queue_size) == (0, 0, 10)
-    assert stats.backend == options["backend"]
+    assert stats.backend == backend_of(options)
 
 
 @pytest.mark.parametrize("options", BACKENDS)
@@ -77,7 +77,7 @@ def test_bytes_are_those_of_the_batches(options):
 
     stats = stats_of(source, **options)
     assert 40 * MEGABYTE <= stats.bytes <= 41 * MEGABYTE
-    assert (stats.block_bytes >= MEGABYTE) == (options["backend"] == "process")
+    assert (stats.block_bytes >= MEGABYTE) == (backend_of(options) == "process")
 
 
 def test_an_item_that_has_no_size_is_none_the_worse_for_it():
@@ -178,10 +178,10 @@ def test_the_fill_is_known_at_several_times(options):
         yield from range(300)
 
     stats = stats_of(source, use_s=0.001, **options)
-    times = [at for at, _ in stats.fill]
+    times = [at for at, _ in stats.queue_depth]
     assert 2 <= len(times) <= 257
     assert times == sorted(times)
-    assert all(0 <= size <= 10 for _, size in stats.fill)
+    assert all(0 <= size <= 10 for _, size in stats.queue_depth)
 
 
 @pytest.mark.parametrize("options", BACKENDS[1:])
@@ -216,7 +216,7 @@ def _slow():
 
 
 def test_what_the_start_has_used_of_the_cpu_is_not_counted():
-    stats = stats_of(Slow(), backend="process", mp_context="forkserver")
+    stats = stats_of(Slow(), backend=Processes(start_method="forkserver"))
     (worker,) = stats.workers
     assert worker.starting_s >= 0.5
     assert worker.cpu_s < 0.4
@@ -299,7 +299,7 @@ def test_the_difference_of_two_is_what_was_between_them(options):
     assert stats.items == 12
     assert [worker.items for worker in stats.workers] == [6, 6]
     assert stats.epoch == 1
-    assert all(at > earlier.seconds for at, _ in stats.fill)
+    assert all(at > earlier.seconds for at, _ in stats.queue_depth)
 
 
 def test_the_rate_between_two_counts_all_batches_in_between():
@@ -354,7 +354,7 @@ def sleeping(make_s, count=30):
 def is_crowded(stats):
     """Tell whether other processes kept the workers from the CPUs."""
     worked = sum(worker.making_s + worker.sending_s for worker in stats.workers)
-    return sum(worker.starved_s or 0.0 for worker in stats.workers) > STARVED * worked
+    return sum(worker.cpu_wait_s or 0.0 for worker in stats.workers) > OFTEN_LACKS_CPU * worked
 
 
 def check(stats, kind):
@@ -463,7 +463,7 @@ def test_too_few_cpus_are_told():
     allowed = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(allowed)})  # forked workers inherit it
     try:
-        stats = stats_of(source, workers=2, backend="process", mp_context="fork")
+        stats = stats_of(source, workers=2, backend=Processes(start_method="fork"))
     finally:
         os.sched_setaffinity(0, allowed)
     assert stats.cpus == 1

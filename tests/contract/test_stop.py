@@ -1,14 +1,16 @@
 """Stop: bounded, idempotent, from anywhere; nothing is left (the census sees to that)."""
 
+import copy
 import gc
 import threading
 import time
 import warnings
 
 import pytest
-from helpers import LIMIT, counting, twelve, wait_until
+from helpers import LIMIT, backend_of, counting, twelve, wait_until
 
-from enqueuer import Closed, GeneratorEnqueuer, InvalidState, StopWarning
+from enqueuer import Closed, GeneratorEnqueuer, InvalidState, OrderedEnqueuer, StopWarning
+from enqueuer.enqueuers.enqueuer import core_of
 
 
 def test_stop_is_prompt_when_workers_are_cooperative(backend):
@@ -66,8 +68,13 @@ def test_stop_ends_a_consumer_that_waits(backend):
     with enqueuer:
         consumer = threading.Thread(target=lambda: seen.extend(enqueuer))
         consumer.start()
-        wait_until(lambda: not enqueuer._lock.acquire(blocking=False) or enqueuer._lock.release())
-        enqueuer.stop(timeout=0.1) if backend["backend"] == "process" else _stop_quietly(enqueuer)
+        wait_until(
+            lambda: (
+                not core_of(enqueuer).run.lock.acquire(blocking=False)
+                or core_of(enqueuer).run.lock.release()
+            )
+        )
+        enqueuer.stop(timeout=0.1) if backend_of(backend) == "process" else _stop_quietly(enqueuer)
         consumer.join(LIMIT)
         assert not consumer.is_alive()
     assert seen in ([], [1])
@@ -181,3 +188,26 @@ def test_a_bad_timeout_is_refused(timeout, error):
             enqueuer.stop(timeout=timeout)
         with pytest.raises(error, match="timeout must be"):
             enqueuer.queue.get(timeout=timeout)
+
+
+@pytest.mark.local
+def test_an_enqueuer_that_starts_anew_is_no_new_one():
+    """Code of the source, which runs in start(), cannot copy it, or start it once more."""
+    seen = []
+
+    class Elements:
+        def __iter__(self):
+            if seen:
+                assert "STOPPED" in repr(enqueuer)
+                with pytest.raises(TypeError, match="cannot be pickled"):
+                    copy.copy(enqueuer)
+                with pytest.raises(InvalidState, match="after stop"):
+                    iter(enqueuer)
+            seen.append(self)
+            yield from range(5)
+
+    enqueuer = OrderedEnqueuer(Elements(), str)
+    for _ in range(2):
+        with enqueuer:
+            assert list(enqueuer) == list("01234")
+    assert len(seen) == 2

@@ -14,18 +14,20 @@ from types import MappingProxyType
 
 import numpy as np
 import pytest
-from helpers import LIMIT, Reiterable, kill_self, wait_until
+from helpers import LIMIT, Reiterable, backend_of, kill_self, start_method_of, wait_until
 
 from enqueuer import (
     InvalidState,
     ItemNotPicklable,
     OrderedEnqueuer,
+    Processes,
     SourceNotPicklable,
     StateMismatch,
     WorkerDied,
     replay,
 )
-from enqueuer.tasks import stack
+from enqueuer.enqueuers.enqueuer import core_of
+from enqueuer.workers.collate import stack
 
 Pair = collections.namedtuple("Pair", "x y")
 
@@ -158,7 +160,7 @@ def test_results_are_made_from_the_start_on(backend):
 @pytest.mark.local
 def test_elements_of_a_class_of_main(process):
     done = subprocess.run(
-        [sys.executable, "-c", _OF_MAIN.format(process["mp_context"])],
+        [sys.executable, "-c", _OF_MAIN.format(start_method_of(process))],
         capture_output=True,
         text=True,
         timeout=LIMIT,
@@ -168,7 +170,7 @@ def test_elements_of_a_class_of_main(process):
 
 _OF_MAIN = """
 from dataclasses import dataclass
-from enqueuer import OrderedEnqueuer
+from enqueuer import OrderedEnqueuer, Processes
 
 @dataclass
 class Row:
@@ -178,7 +180,7 @@ def double(row):
     assert isinstance(row, Row)
     return 2 * row.x
 
-with OrderedEnqueuer(map(Row, range(3)), double, backend="process", mp_context="{}") as enqueuer:
+with OrderedEnqueuer(map(Row, range(3)), double, backend=Processes(start_method="{}")) as enqueuer:
     print(list(enqueuer))
 """
 
@@ -528,7 +530,7 @@ def test_results_that_cannot_be_stacked_say_what_to_do(backend):
 
 
 def test_the_form_of_keras(backend):
-    multiprocessing = backend["backend"] == "process"
+    multiprocessing = backend_of(backend) == "process"
     enqueuer = OrderedEnqueuer(Dataset(), multiprocessing, True)
     enqueuer.start(workers=2, max_queue_size=5)
     batches = enqueuer.get()
@@ -624,7 +626,7 @@ def test_a_task_is_done_again_by_replay(backend):
             with pytest.raises(KeyError) as again:
                 replay(caught.value)
         assert again.value.args[0] == caught.value.args[0]
-        if backend["backend"] == "process":
+        if backend_of(backend) == "process":
             assert again.value.args == caught.value.args
 
 
@@ -789,9 +791,9 @@ def read_in_an_event_loop(enqueuer):
 def test_workers_that_go_while_an_element_is_read_end_no_loop_by_an_error(change, reader):
     def elements():
         yield from range(2)  # all that start() reads
-        tickets = enqueuer._backend._tickets
+        backend = core_of(enqueuer).run.backend
         other.start()
-        wait_until(lambda: tickets.closed)
+        wait_until(lambda: backend._is_closed)
         yield from range(2, 9)
 
     enqueuer = make(elements(), double, max_queue_size=1)
@@ -809,7 +811,7 @@ def test_what_cannot_be_sent_is_named():
     with pytest.raises(
         SourceNotPicklable, match=r"map cannot be sent .*: the variable 'lock' \(a _thread.lock\)"
     ):
-        make(map=lambda x: lock, backend="process", mp_context="forkserver").start()
+        make(map=lambda x: lock, backend=Processes(start_method="forkserver")).start()
 
 
 @pytest.mark.parametrize(
@@ -882,7 +884,7 @@ def test_a_batch_is_replayed_as_often_as_one_likes(backend):
             with pytest.raises(KeyError) as again:
                 replay(caught.value)
             assert again.value.args[0] == caught.value.args[0]
-            if backend["backend"] == "process":
+            if backend_of(backend) == "process":
                 assert again.value.args == caught.value.args
 
 

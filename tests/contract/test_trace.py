@@ -20,7 +20,10 @@ from helpers import (
 )
 
 import enqueuer
-from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, WorkerDied, trace
+from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, WorkerDied
+from enqueuer.enqueuers.enqueuer import core_of, part_of
+from enqueuer.enqueuers.workload import Part
+from enqueuer.monitoring import trace_file
 
 SPANS = {"next", "send", "wait", "work", "read"}
 
@@ -182,7 +185,7 @@ def test_an_array_made_in_place_is_still_not_copied(process, tmp_path, caplog):
     path = tmp_path / "run.json"
     with GeneratorEnqueuer(in_place, trace=path, **process) as enqueuer:
         assert [batch[0] for batch in enqueuer] == [0, 1, 2]
-    assert "copied on its way" not in caplog.text
+    assert "is copied before it is sent" not in caplog.text
 
 
 def in_place():
@@ -310,7 +313,7 @@ def test_copies_have_the_same_file_and_portions_one_each(tmp_path):
         path.unlink()
     for maker in (made, OrderedEnqueuer(range(12), trace=path)):
         for part in range(2):
-            with maker._portion(0, 1, part, 2) as portion:
+            with part_of(maker, Part(0, 1, part, 2)) as portion:
                 list(portion)
         assert sorted(p.name for p in tmp_path.iterdir()) == [
             "run.0-of-2.json",
@@ -363,7 +366,7 @@ def test_spans_of_threads_that_were_slow_to_tell_do_not_overlap(tmp_path):
         batches = iter(enqueuer)
         for _ in range(3):
             next(batches)
-            enqueuer._trace.waited(1, 2, {})  # since long ago
+            core_of(enqueuer).timeline.waited(1, 2, {})  # since long ago
     check_rules(read(path))
 
 
@@ -372,7 +375,7 @@ def test_what_is_dropped_at_the_stop_was_not_taken(process, tmp_path):
     with GeneratorEnqueuer(counting, trace=path, max_queue_size=64, **process) as enqueuer:
         wait_until(lambda: enqueuer.queue.qsize() == 64)
         assert next(iter(enqueuer)) == (0, 0)
-        assert len(enqueuer._ready) > 2
+        assert len(core_of(enqueuer).reader.ready) > 2
     assert [e["args"]["item"] for e in named(read(path), "work")] == [0]
 
 
@@ -401,14 +404,14 @@ def test_the_queue_of_keras_is_recorded(backend, tmp_path):
 
 
 def test_a_large_trace_says_so_and_ends(monkeypatch, tmp_path):
-    monkeypatch.setattr(trace, "MOST_BYTES", 100_000)
+    monkeypatch.setattr(trace_file, "MOST_BYTES", 100_000)
     path = tmp_path / "run.json"
     with GeneratorEnqueuer(numbers, trace=path) as enqueuer:
         assert sum(1 for _ in enqueuer) == 2000
     events = read(path)
     check_rules(events, is_whole=False)
     assert len(named(events, "full")) == 1
-    assert path.stat().st_size < 100_000 + 3 * trace.FLUSH_BYTES
+    assert path.stat().st_size < 100_000 + 3 * trace_file.FLUSH_BYTES
     assert events[-1]["name"] == "end"
 
 
@@ -429,16 +432,14 @@ def test_a_disk_that_is_full_is_one_warning_and_the_run_goes_on(tmp_path):
         tmp_path,
         f"""
         import logging, resource
-        from enqueuer import GeneratorEnqueuer
+        from enqueuer import GeneratorEnqueuer, Processes
         logging.basicConfig(format="%(levelname)s %(message)s")
         resource.setrlimit(resource.RLIMIT_FSIZE, (700_000, 700_000))  # more than a ring has
         def numbers(): yield from range(2000)
-        for backend in ("thread", "process"):
-            path = {str(tmp_path)!r} + "/" + backend + ".json"
-            options = dict(backend=backend) | (
-                dict(mp_context="fork", forward_logs=False) if backend == "process" else {{}}
-            )
-            with GeneratorEnqueuer(numbers, trace=path, **options) as enqueuer:
+        forked = Processes(start_method="fork", forward_logs=False)
+        for name, backend in dict(thread="thread", process=forked).items():
+            path = {str(tmp_path)!r} + "/" + name + ".json"
+            with GeneratorEnqueuer(numbers, trace=path, backend=backend) as enqueuer:
                 print(sum(enqueuer))
         """,
     )
@@ -480,5 +481,5 @@ def test_a_forgotten_enqueuer_ends_its_file(tmp_path):
 def test_nothing_is_wrapped_without_a_trace(backend):
     with GeneratorEnqueuer(twelve, **backend) as enqueuer:
         list(enqueuer)
-        assert type(enqueuer._ready).__name__ == "deque"
-        assert type(enqueuer._backend).__module__.startswith("enqueuer.backends.")
+        assert type(core_of(enqueuer).reader.ready).__name__ == "deque"
+        assert type(core_of(enqueuer).run.backend).__module__.startswith("enqueuer.backends.")

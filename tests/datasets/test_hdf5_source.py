@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import re
 import shutil
 import textwrap
 import tracemalloc
@@ -23,9 +24,9 @@ from enqueuer import (  # noqa: E402
     Shard,
     StateMismatch,
 )
-from enqueuer.datasets import h5source  # noqa: E402
-from enqueuer.datasets.h5reader import Reader  # noqa: E402
 from enqueuer.datasets.hdf5 import HDF5Source, describe, pack  # noqa: E402
+from enqueuer.datasets.hdf5 import batches as h5batches  # noqa: E402
+from enqueuer.datasets.hdf5.reader import Reader  # noqa: E402
 
 ROWS = 103  # a prime: nothing divides it
 
@@ -194,7 +195,7 @@ def test_a_batch_of_a_file_sorted_by_class_has_many_classes(tmp_path, shards, le
 
 
 def test_by_default_large_rows_and_large_chunks_do_not_fill_the_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(h5source, "_WINDOW_BYTES", 1 << 20)
+    monkeypatch.setattr(h5batches, "_WINDOW_BYTES", 1 << 20)
     with h5py.File(tmp_path / "a.h5", "w") as file:  # of 40 MiB; none of its chunks is written
         file.create_dataset("x", (640, 1 << 16), "u1", chunks=(16, 1 << 16))
     batches = HDF5Source(tmp_path / "a.h5", "x", 2, shuffle=True)(Shard(0, 1, 0, 7))
@@ -947,7 +948,8 @@ def test_a_model_learns_from_it(tmp_path, method):
 
 def test_the_page_begins_with_what_works(tmp_path, monkeypatch):
     page = Path(__file__).parents[2] / "docs" / "howto" / "pack_into_hdf5.rst"
-    block = page.read_text().split(".. code-block:: python\n\n", 1)[1].split("\nWhat is slow", 1)[0]
+    block = page.read_text().split(".. code-block:: python\n\n", 1)[1]
+    block = re.split(r"\n(?=\S)", block, maxsplit=1)[0]  # up to the first line without indent
     monkeypatch.chdir(tmp_path)
     seen = []
 

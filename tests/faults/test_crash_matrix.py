@@ -8,7 +8,14 @@ import helpers
 import pytest
 from helpers import METHODS, CrashesWhenLoaded, Crashing
 
-from enqueuer import GeneratorEnqueuer, ItemNotLoadable, ItemNotPicklable, WorkerDied, WorkerError
+from enqueuer import (
+    GeneratorEnqueuer,
+    ItemNotLoadable,
+    ItemNotPicklable,
+    Processes,
+    WorkerDied,
+    WorkerError,
+)
 
 DEATHS = [
     (helpers.kill_self, -signal.SIGKILL, "was killed by SIGKILL"),
@@ -42,7 +49,7 @@ def rows(table):
 def run(source, method, error):
     """Return what arrives before `error`, and the error."""
     delivered = []
-    with GeneratorEnqueuer(source, backend="process", mp_context=method) as enqueuer:
+    with GeneratorEnqueuer(source, backend=Processes(start_method=method)) as enqueuer:
         with pytest.raises(error) as caught:
             for item in enqueuer:
                 delivered.append(item)  # it raises

@@ -6,8 +6,8 @@ import textwrap
 import pytest
 from helpers import METHODS, alive, pid_of, run_program, wait_until
 
-from enqueuer import GeneratorEnqueuer
-from enqueuer.backends import launching
+from enqueuer import GeneratorEnqueuer, Processes
+from enqueuer.backends.process import fork_server
 
 if "forkserver" not in METHODS:
     pytest.skip("needs a fork server", allow_module_level=True)
@@ -19,7 +19,7 @@ def pids(shard):
 
 
 def serve():
-    return GeneratorEnqueuer(pids, backend="process", mp_context="forkserver")
+    return GeneratorEnqueuer(pids, backend=Processes(start_method="forkserver"))
 
 
 def test_an_interrupted_start_does_not_shift_the_answers_to_later_ones(monkeypatch):
@@ -29,7 +29,7 @@ def test_an_interrupted_start_does_not_shift_the_answers_to_later_ones(monkeypat
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(launching._Server, "_wait_locked", interrupted)
+        patch.setattr(fork_server._Server, "_wait_locked", interrupted)
         serve().start()
     with serve() as first, serve() as second:
         own = [next(iter(enqueuer)) for enqueuer in (first, second)]
@@ -40,7 +40,7 @@ def test_an_interrupted_start_does_not_shift_the_answers_to_later_ones(monkeypat
 
 def test_the_child_that_an_interrupted_start_asked_for_ends(monkeypatch):
     answers = []
-    really = launching._Server._wait_locked
+    really = fork_server._Server._wait_locked
 
     def interrupted(server, done, timeout):
         really(server, done, timeout)
@@ -48,11 +48,11 @@ def test_the_child_that_an_interrupted_start_asked_for_ends(monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(launching._Server, "_wait_locked", interrupted)
+        patch.setattr(fork_server._Server, "_wait_locked", interrupted)
         serve().start()
     (pid,) = answers
     wait_until(lambda: not alive(pid))
-    assert not launching._server._open
+    assert not fork_server._server._open
 
 
 PRELOADING = """
@@ -85,7 +85,7 @@ def start_with_preloaded(path, code, then=""):
         import multiprocessing, os
         import helpers
         from enqueuer import GeneratorEnqueuer, StartError
-        from enqueuer.backends import launching
+        from enqueuer.backends.process import fork_server
 
         {then}
         multiprocessing.set_forkserver_preload(["preloaded"])
@@ -93,8 +93,8 @@ def start_with_preloaded(path, code, then=""):
             for _ in range(2):
                 with GeneratorEnqueuer(helpers.twelve, backend="process", workers=2) as enqueuer:
                     assert list(enqueuer) == list(range(12))
-                    server = launching._server._popen.pid
-            print(server == launching._server._popen.pid)
+                    server = fork_server._server._popen.pid
+            print(server == fork_server._server._popen.pid)
         except StartError as error:
             print(error)
             try:
@@ -117,29 +117,29 @@ def test_the_server_outlives_a_module_that(code, tmp_path):
 
 
 def test_a_module_that_ends_the_server_is_a_start_error(tmp_path):
-    message = launching._NO_SERVER + "\n"
+    message = fork_server._NO_SERVER + "\n"
     assert start_with_preloaded(tmp_path, "import os; os._exit(1)") == (0, message, "")
 
 
 def test_a_server_that_hangs_is_killed(tmp_path):
-    soon = "launching._SERVER_START_S = 0.1"
+    soon = "fork_server._SERVER_START_S = 0.1"
     found = start_with_preloaded(tmp_path, "import signal; signal.pause()", soon)
-    assert found == (0, launching._NO_ANSWER + "\n", "")
+    assert found == (0, fork_server._NO_ANSWER + "\n", "")
 
 
 FULL = """
     import errno, os, sys
     import helpers
-    from enqueuer import GeneratorEnqueuer, StartError
-    from enqueuer.backends import launching
+    from enqueuer import GeneratorEnqueuer, Processes, StartError
+    from enqueuer.backends.process import fork_server
 
     def enqueuer():
-        return GeneratorEnqueuer(helpers.twelve, backend="process", mp_context="forkserver")
+        return GeneratorEnqueuer(helpers.twelve, backend=Processes(start_method="forkserver"))
 
     with enqueuer() as first:
         batches = iter(first)
         next(batches)
-        server = launching._server._popen.pid
+        server = fork_server._server._popen.pid
         open("full", "w").close()
         try:
             enqueuer().start()
@@ -150,7 +150,7 @@ FULL = """
         os.unlink("full")
         assert list(enqueuer()) == list(range(12))
         assert list(batches) == list(range(1, 12))
-        assert launching._server._popen.pid == server
+        assert fork_server._server._popen.pid == server
 """
 
 
@@ -175,10 +175,10 @@ def test_a_limit_that_was_raised_since_holds_for_the_server_as_well(tmp_path):
     text = """
         import resource
         import helpers
-        from enqueuer import GeneratorEnqueuer
+        from enqueuer import GeneratorEnqueuer, Processes
 
         def enqueuer(workers):
-            options = dict(backend="process", mp_context="forkserver", workers=workers)
+            options = dict(backend=Processes(start_method="forkserver"), workers=workers)
             return GeneratorEnqueuer(helpers.twelve, **options)
 
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -192,12 +192,12 @@ def test_a_limit_that_was_raised_since_holds_for_the_server_as_well(tmp_path):
 
 def test_a_start_goes_on_whose_answer_another_wait_has_read(monkeypatch):
     """A signal handler, or the garbage collector, may stop another enqueuer at any moment."""
-    readable, woken = launching._readable, []
+    readable, woken = fork_server._readable, []
     with serve() as other:
         next(iter(other))
 
         def interrupted(sock, timeout):
-            monkeypatch.setattr(launching, "_readable", readable)
+            monkeypatch.setattr(fork_server, "_readable", readable)
             assert readable(sock, timeout)
             other.stop()  # reads what has come
             woken.append(readable(sock, 5.0))
@@ -205,9 +205,9 @@ def test_a_start_goes_on_whose_answer_another_wait_has_read(monkeypatch):
 
         with serve() as enqueuer:
             for _ in range(50):
-                monkeypatch.setattr(launching, "_readable", interrupted)
+                monkeypatch.setattr(fork_server, "_readable", interrupted)
                 with serve() as second:
-                    monkeypatch.setattr(launching, "_readable", readable)
+                    monkeypatch.setattr(fork_server, "_readable", readable)
                     assert next(iter(second)) != next(iter(enqueuer))
                 if woken:
                     break  # else the answer was there before it was waited for

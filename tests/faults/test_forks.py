@@ -20,7 +20,8 @@ from helpers import (
     wait_until,
 )
 
-from enqueuer import GeneratorEnqueuer, OrderedEnqueuer
+from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, Processes
+from enqueuer.enqueuers.enqueuer import core_of
 
 
 def in_a_child(function):
@@ -62,7 +63,7 @@ def test_a_forked_child_cannot_use_its_parents_enqueuer(backend):
         assert [next(batches) for _ in range(3)] == [(1, 0), (0, 1), (1, 1)]
 
 
-ONE_OF_EACH = [{"backend": "thread"}, {"backend": "process", "mp_context": "fork"}]
+ONE_OF_EACH = [{"backend": "thread"}, {"backend": Processes(start_method="fork")}]
 
 
 @pytest.mark.parametrize("options", ONE_OF_EACH)
@@ -85,7 +86,7 @@ def test_a_forked_child_is_told_even_if_a_thread_of_the_parent_waits(options, tm
         assert next(batches) == (0, 0)
         waiting = threading.Thread(target=next, args=(batches,))
         waiting.start()
-        wait_until(lambda: enqueuer._loop_meter.since)
+        wait_until(lambda: core_of(enqueuer).run.meter.since)
         assert in_a_child(lambda: next(batches)).startswith("InvalidState")
         assert in_a_child(enqueuer.stop) == "None"
         source.let_on()
@@ -112,10 +113,11 @@ def test_the_exit_of_a_forked_child_does_no_harm(method, end, tmp_path):
     text = f"""
         import os, sys, warnings
         from helpers import counting
-        from enqueuer import GeneratorEnqueuer
+        from enqueuer import GeneratorEnqueuer, Processes
 
         warnings.simplefilter("ignore", DeprecationWarning)
-        enqueuer = GeneratorEnqueuer(counting, backend="process", mp_context={method!r}, workers=2)
+        options = dict(backend=Processes(start_method={method!r}), workers=2)
+        enqueuer = GeneratorEnqueuer(counting, **options)
         batches = iter(enqueuer)
         next(batches)
         if os.fork() == 0:
@@ -133,7 +135,7 @@ def test_a_forked_child_that_lives_on_does_not_keep_the_workers_alive(method, tm
     text = f"""
         import os, time, warnings
         import helpers
-        from enqueuer import GeneratorEnqueuer
+        from enqueuer import GeneratorEnqueuer, Processes
 
         warnings.simplefilter("ignore", DeprecationWarning)
 
@@ -143,7 +145,7 @@ def test_a_forked_child_that_lives_on_does_not_keep_the_workers_alive(method, tm
             yield 1
 
         enqueuer = GeneratorEnqueuer(
-            source, backend="process", mp_context={method!r}, workers=2
+            source, backend=Processes(start_method={method!r}), workers=2
         )
         batches = iter(enqueuer)
         pids = [next(batches), next(batches)]
@@ -268,7 +270,7 @@ def test_starts_in_many_threads_at_once(backend):
 DAEMONIC = """
     import multiprocessing, warnings
     from helpers import twelve
-    from enqueuer import GeneratorEnqueuer
+    from enqueuer import GeneratorEnqueuer, Processes
 
     warnings.simplefilter("ignore", DeprecationWarning)
 
@@ -285,7 +287,7 @@ DAEMONIC = """
 @pytest.mark.parametrize("method", [None, *METHODS])
 def test_a_daemonic_host(method, tmp_path):
     """All but fork work there, and fork says what to do instead."""
-    options = "" if method is None else f", backend='process', mp_context={method!r}"
+    options = "" if method is None else f", backend=Processes(start_method={method!r})"
     body = textwrap.indent(
         textwrap.dedent(f"""
             try:
@@ -300,6 +302,6 @@ def test_a_daemonic_host(method, tmp_path):
     assert (code, err) == (0, "")
     if method == "fork":
         assert "StartError this process is a daemonic child" in out
-        assert "use mp_context='forkserver'" in out
+        assert "use backend=Processes(start_method='forkserver')" in out
     else:
         assert out == f"{list(range(12))}\n"

@@ -5,10 +5,11 @@ import threading
 from collections import deque
 
 import pytest
-from helpers import LIMIT, METHODS, counting, wait_until
+from helpers import LIMIT, METHODS, counting, start_method_of, wait_until
 
-from enqueuer import GeneratorEnqueuer
-from enqueuer.backends import launching
+from enqueuer import GeneratorEnqueuer, Processes
+from enqueuer.backends.process import fork_server
+from enqueuer.enqueuers.enqueuer import core_of
 
 
 def forgotten(**options):
@@ -20,11 +21,11 @@ def forgotten(**options):
 
 @pytest.mark.skipif("forkserver" not in METHODS, reason="there is no fork server")
 def test_an_enqueuer_is_collected_while_another_is_being_started(monkeypatch):
-    options = {"backend": "process", "mp_context": "forkserver"}
+    options = {"backend": Processes(start_method="forkserver")}
     gc.disable()
     try:
         forgotten(**options)
-        packets = launching._server._packets
+        packets = fork_server._server._packets
         send = packets.send
         monkeypatch.setattr(packets, "send", lambda *args: (send(*args), gc.collect()))
         started = []
@@ -56,8 +57,8 @@ def test_an_enqueuer_is_collected_by_its_own_worker_thread_inside_put():
         enqueuer.myself = enqueuer
         batches = iter(enqueuer)
         next(batches)
-        (buffer,) = enqueuer._backend._buffers
-        (thread,) = enqueuer._backend._threads
+        (worker,) = core_of(enqueuer).run.backend._pool.workers
+        buffer, thread = worker.inbox, worker.thread
         wait_until(lambda: len(buffer) == 2)
         with buffer._not_full:
             items = buffer._items = Collecting(buffer._items)
@@ -75,7 +76,7 @@ def test_enqueuers_are_collected_wherever_the_collector_strikes(backend):
     before = gc.get_threshold()
     gc.set_threshold(5)
     try:
-        for _ in range(5 if backend.get("mp_context") == "spawn" else 30):
+        for _ in range(5 if start_method_of(backend) == "spawn" else 30):
             forgotten(**backend)
     finally:
         gc.set_threshold(*before)
@@ -89,8 +90,8 @@ def test_an_enqueuer_is_collected_between_seeing_that_a_buffer_is_full_and_waiti
         enqueuer.myself = enqueuer
         batches = iter(enqueuer)
         next(batches)
-        (buffer,) = enqueuer._backend._buffers
-        (thread,) = enqueuer._backend._threads
+        (worker,) = core_of(enqueuer).run.backend._pool.workers
+        buffer, thread = worker.inbox, worker.thread
         may_put, armed = buffer._may_put_locked, threading.Event()
 
         def seeing(size_bytes):

@@ -9,8 +9,10 @@ from helpers import LIMIT, alive, counting, run_program, wait_until
 
 from enqueuer import GeneratorEnqueuer, OrderedEnqueuer
 from enqueuer.adapters.loading import Loader
-from enqueuer.backends.processes import ProcessBackend
-from enqueuer.backends.threads import ThreadBackend
+from enqueuer.backends.process.pool import ProcessPool
+from enqueuer.backends.thread.pool import ThreadPool
+from enqueuer.enqueuers.enqueuer import core_of
+from enqueuer.enqueuers.run import Run
 
 
 class Interrupt(Exception):
@@ -33,8 +35,8 @@ def interrupted_after(monkeypatch):
     """Have starts interrupted after so many workers have come to life."""
 
     def patch(count):
-        for kind in (ThreadBackend, ProcessBackend):
-            monkeypatch.setattr(kind, "_start_one", interrupting(kind._start_one, count))
+        for kind in (ThreadPool, ProcessPool):
+            monkeypatch.setattr(kind, "start_worker", interrupting(kind.start_worker, count))
 
     def interrupting(start_one, count):
         def start(*args):
@@ -136,7 +138,7 @@ def interrupting(function):
 def test_a_stop_ends_a_loop_whose_iterable_keeps_it_waiting(consumed_elsewhere):
     enqueuer, let_go = consumed_elsewhere
     enqueuer.stop(timeout=1)
-    assert enqueuer._owned == []
+    assert core_of(enqueuer).owned.is_empty
     read = let_go()
     assert read == [str(number) for number in range(len(read))]
 
@@ -146,18 +148,18 @@ def test_a_start_that_waits_for_an_iterable_of_the_last_run_can_be_interrupted(
 ):
     enqueuer, _ = consumed_elsewhere
     enqueuer.stop(timeout=0.2)
-    monkeypatch.setattr(enqueuer, "_start_backend", interrupting(enqueuer._start_backend))
+    monkeypatch.setattr(Run, "start", interrupting(Run.start))
     with pytest.raises(Interrupt):
         enqueuer.start()
-    assert not enqueuer._lock.acquire(blocking=False), "the iterable was waited for"
+    assert not core_of(enqueuer).lock.acquire(blocking=False), "the iterable was waited for"
     assert "STOPPED" in repr(enqueuer)
-    assert enqueuer._owned == []
+    assert core_of(enqueuer).owned.is_empty
 
 
 def interrupt_reconfigure(enqueuer, monkeypatch):
     """Have an exception strike while `reconfigure(3)` waits for the iterable."""
     with monkeypatch.context() as patch:
-        old = enqueuer._backend
+        old = core_of(enqueuer).run.backend
         patch.setattr(old, "close", interrupting(old.close))
         with pytest.raises(Interrupt):
             enqueuer.reconfigure(3)
@@ -167,12 +169,12 @@ def test_a_reconfigure_that_waits_for_an_iterable_can_be_interrupted(
     consumed_elsewhere, monkeypatch
 ):
     enqueuer, let_go = consumed_elsewhere
-    old = enqueuer._backend
+    old = core_of(enqueuer).run.backend
     interrupt_reconfigure(enqueuer, monkeypatch)
-    assert enqueuer._backend is old, "the iterable was not waited for"
+    assert core_of(enqueuer).run.backend is old, "the iterable was not waited for"
     assert let_go() == [str(number) for number in range(8)]
     assert "3 workers" in repr(enqueuer)
-    wait_until(lambda: len(enqueuer._owned) == 1)  # the old workers have ended
+    wait_until(lambda: len(core_of(enqueuer).owned) == 1)  # the old workers have ended
 
 
 @pytest.mark.parametrize("then", ["stop", "reconfigure"])
@@ -181,7 +183,7 @@ def test_after_an_interrupted_reconfigure(consumed_elsewhere, monkeypatch, then)
     interrupt_reconfigure(enqueuer, monkeypatch)
     if then == "stop":
         enqueuer.stop(timeout=1)
-        assert enqueuer._owned == []
+        assert core_of(enqueuer).owned.is_empty
         read = let_go()
         assert read == [str(number) for number in range(len(read))]
     else:
@@ -233,14 +235,9 @@ def test_an_interrupted_stop_can_be_completed(backend, then, tmp_path):
     assert pid == os.getpid() or not alive(pid)
 
 
-class Plain(Loader):
-    def _convert(self, batch):
-        return batch
-
-
 def test_an_interrupted_stop_of_a_loader_can_be_completed(backend, tmp_path):
     source = Stubborn(tmp_path)
-    loader = Plain(GeneratorEnqueuer(source, **backend))
+    loader = Loader(GeneratorEnqueuer(source, **backend))
     pid = next(iter(loader))
     with pytest.raises(Interrupt):
         loader.stop(timeout=30)
@@ -264,7 +261,7 @@ def test_an_interrupted_end_of_replaced_workers_is_completed_by_stop(backend, tm
     assert pid == os.getpid() or not alive(pid)
 
 
-@pytest.mark.parametrize("name", ["stats", "_position"])
+@pytest.mark.parametrize("name", ["stats", "position"])
 def test_an_error_in_what_stop_reports_does_not_keep_the_workers(backend, name, monkeypatch):
     with GeneratorEnqueuer(counting, workers=2, **backend) as enqueuer:
         next(iter(enqueuer))
@@ -273,10 +270,11 @@ def test_an_error_in_what_stop_reports_does_not_keep_the_workers(backend, name, 
             raise OSError("no such measure")
 
         with monkeypatch.context() as patch, pytest.raises(OSError, match="no such measure"):
-            patch.setattr(enqueuer, name, fails)
+            core = core_of(enqueuer)
+            patch.setattr(core if name == "stats" else core.reader, name, fails)
             enqueuer.stop()
         assert "STOPPED" in repr(enqueuer)
-        assert enqueuer._owned == []
+        assert core_of(enqueuer).owned.is_empty
 
 
 @pytest.mark.parametrize("options", ["", ", backend='process'", ", workers=2, backend='process'"])

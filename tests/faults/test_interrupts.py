@@ -26,13 +26,15 @@ import pytest
 from conftest import METHODS
 from strikes import Alarm, Strike
 
-from enqueuer import GeneratorEnqueuer, OrderedEnqueuer
-from enqueuer.base import State
+from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, Processes
+from enqueuer.adapters.loading import Loader
+from enqueuer.enqueuers.enqueuer import core_of
+from enqueuer.enqueuers.run import State
 
 EVERY = int(os.environ.get("ENQUEUER_INTERRUPTS", "0"))  # 0: a sample
 SAMPLE = {"thread": 6, "fork": 2, "forkserver": 1, "spawn": 0}  # places of an operation
 BACKENDS = {"thread": {"backend": "thread"}} | {
-    method: {"backend": "process", "mp_context": method} for method in METHODS
+    method: {"backend": Processes(start_method=method)} for method in METHODS
 }
 
 LIFE = ("start", "stop", "exit", "reconfigure", "collection")
@@ -82,6 +84,11 @@ class Loop:
                 self.held.append((self.seen[-1], batch))
                 if len(self.seen) >= count:
                     break
+
+    def first(self):
+        """Read one batch."""
+        self.read(1)
+        return self.seen[0]
 
     def check_held(self):
         """Fail if a batch that it holds has changed."""
@@ -133,7 +140,7 @@ def do_epoch(enqueuer, strike, source):
 def do_start(enqueuer, strike, source):
     strike(enqueuer.start)
     with contextlib.suppress(Exception):
-        if enqueuer._state is not State.RUNNING:
+        if core_of(enqueuer).state is not State.RUNNING:
             enqueuer.stop()
     go_on(Loop(enqueuer), source)
 
@@ -144,7 +151,7 @@ def do_stop(enqueuer, strike, source):
     began = time.monotonic()
     enqueuer.stop()
     assert time.monotonic() - began < STOP_S
-    assert enqueuer._state is State.STOPPED
+    assert core_of(enqueuer).state is State.STOPPED
     loop.check_held()
     enqueuer.start()  # anew
     go_on(Loop(enqueuer), source)
@@ -344,3 +351,25 @@ def test_after_an_interrupt_all_goes_on(operation, source, backend, record_prope
             break
     record_property("struck", struck)
     assert not failures, f"{len(failures)} of {struck} places:\n" + "\n".join(failures)
+
+
+@pytest.mark.local
+def test_a_loader_stops_the_enqueuer_that_it_was_starting_at_an_interrupt():
+    def start(strike):
+        enqueuer = SOURCES["shards"](workers=2, backend="thread", random_seed=1)
+        loader = Loader(enqueuer)
+        strike(lambda: iter(loader))
+        return enqueuer, loader
+
+    counted = Strike(None)
+    start(counted)[1].stop()
+    step = max(1, counted.places // 20)
+    # The loader takes note of a start after it, so all of the last places are struck.
+    chosen = {*range(0, counted.places, step), *range(counted.places - 20, counted.places)}
+    for nth in sorted(chosen):
+        strike = Strike(nth)
+        enqueuer, loader = start(strike)
+        loader.stop()
+        assert core_of(enqueuer).state in (State.NEW, State.STOPPED), strike.where
+        assert Loop(loader).first() == expected_of("shards")[0], strike.where
+        loader.stop()

@@ -18,7 +18,7 @@ STATES = {
 SCRIPT = """
     import itertools, os, sys, threading, time
     import helpers
-    from enqueuer import GeneratorEnqueuer
+    from enqueuer import GeneratorEnqueuer, Processes
 
     def source(shard):
         yield os.getpid()
@@ -26,7 +26,7 @@ SCRIPT = """
         yield
 
     enqueuer = GeneratorEnqueuer(
-        source, backend="process", mp_context={method!r}, workers=2, max_queue_size=2
+        source, backend=Processes(start_method={method!r}), workers=2, max_queue_size=2
     )
     starter = threading.Thread(target=enqueuer.start)
     starter.start()
@@ -61,11 +61,11 @@ def test_no_worker_outlives_a_killed_parent(method, state, victim, tmp_path):
 def test_no_worker_outlives_a_parent_that_is_killed_while_it_starts_them(method, tmp_path):
     text = f"""
         import helpers, os, threading, time
-        from enqueuer import GeneratorEnqueuer
+        from enqueuer import GeneratorEnqueuer, Processes
 
         print("now", flush=True)
         enqueuer = GeneratorEnqueuer(
-            helpers.counting, backend="process", mp_context={method!r}, workers=40
+            helpers.counting, backend=Processes(start_method={method!r}), workers=40
         )
         enqueuer.start()
         time.sleep(1000)

@@ -12,8 +12,9 @@ import helpers
 import numpy as np
 import psutil
 import pytest
+from helpers import start_method_of
 
-from enqueuer import OrderedEnqueuer, WorkerDied
+from enqueuer import OrderedEnqueuer, Processes, WorkerDied
 
 KILLS = int(os.environ.get("ENQUEUER_KILLS", "8"))  # of each test and start method
 
@@ -90,7 +91,7 @@ def test_a_task_that_kills_every_time_is_named(process, tmp_path, workers):
 
 def test_a_worker_that_dies_idle_is_replaced(process):
     """Also both at once, and a new one that finds tasks waiting before it is known."""
-    times = 3 if process["mp_context"] == "spawn" else 15
+    times = 3 if start_method_of(process) == "spawn" else 15
     with OrderedEnqueuer(range(6), pid_of, workers=2, max_restarts=99, **process) as enqueuer:
         for _ in range(times):
             pids = {pid for pid, _ in enqueuer}
@@ -113,10 +114,10 @@ def test_kills_at_random_moments_change_nothing(process, ordered):
     """Whatever is killed, whenever: the results are those of an undisturbed run, each once."""
     length, kills, run = 60, 0, 0
     with OrderedEnqueuer(
-        range(length), heavy, random_seed=7, backend="process", mp_context="fork"
+        range(length), heavy, random_seed=7, backend=Processes(start_method="fork")
     ) as enqueuer:
         wanted = [check(result) for result in enqueuer]
-    limit = KILLS if process["mp_context"] != "spawn" else max(2, KILLS // 4)
+    limit = KILLS if start_method_of(process) != "spawn" else max(2, KILLS // 4)
     while kills < limit:
         run += 1
         rng = random.Random(run)

@@ -12,10 +12,20 @@ import zlib
 import helpers
 import numpy as np
 import pytest
-from helpers import LIMIT, METHODS, Crashing, alive, counting, run_program, wait_until
+from helpers import (
+    LIMIT,
+    METHODS,
+    Crashing,
+    alive,
+    counting,
+    run_program,
+    start_method_of,
+    wait_until,
+)
 
-from enqueuer import GeneratorEnqueuer, WorkerDied
-from enqueuer.transport import PORTABLE
+from enqueuer import GeneratorEnqueuer, Processes, WorkerDied
+from enqueuer.common.descriptors import PORTABLE
+from enqueuer.enqueuers.enqueuer import core_of
 
 
 def tells_pid(shard):
@@ -48,7 +58,7 @@ def test_a_kill_from_outside_is_told_at_once(process, source, stopped):
             os.kill(pids[1], signal.SIGSTOP)
         os.kill(pids[1], signal.SIGKILL)
         took = expect_death(batches, r"worker 1 \(process \d+, \w+\) was killed by SIGKILL")
-        print(f"death -> error, {process['mp_context']}: {took * 1000:.0f} ms")
+        print(f"death -> error, {start_method_of(process)}: {took * 1000:.0f} ms")
         assert took < 1
         assert alive(pids[0])
 
@@ -80,7 +90,7 @@ def test_ctrl_c_does_not_end_a_worker(process):
 
 def test_a_worker_that_is_killed_before_its_first_word(process):
     with GeneratorEnqueuer(counting, workers=2, **process) as enqueuer:
-        os.kill(enqueuer._backend._workers[0].process.pid, signal.SIGKILL)
+        os.kill(core_of(enqueuer).run.backend._pool.workers[0].process.pid, signal.SIGKILL)
         expect_death(iter(enqueuer), r"worker 0 .* was killed by SIGKILL")
 
 
@@ -189,7 +199,7 @@ def dies_before_its_memory_is_nameless(shard):
 def test_where_memory_has_a_name_at_first_it_does_not_stay(method, monkeypatch):
     monkeypatch.setenv(PORTABLE, "1")
     with GeneratorEnqueuer(
-        dies_before_its_memory_is_nameless, backend="process", mp_context=method
+        dies_before_its_memory_is_nameless, backend=Processes(start_method=method)
     ) as enqueuer:
         expect_death(iter(enqueuer))
 
@@ -199,8 +209,8 @@ def test_where_memory_has_a_name_at_first_it_does_not_stay(method, monkeypatch):
 BEGIN = """
     import os, signal, time
     import helpers
-    from enqueuer import GeneratorEnqueuer, WorkerDied
-    from enqueuer.backends import launching
+    from enqueuer import GeneratorEnqueuer, Processes, WorkerDied
+    from enqueuer.backends.process import fork_server
 
     def source(shard):
         yield os.getpid()
@@ -221,7 +231,7 @@ BEGIN = """
 
 def program(text, method):
     lines = [line for line in text.splitlines() if line.strip()]
-    options = f"backend='process', mp_context={method!r}"
+    options = f"backend=Processes(start_method={method!r})"
     return BEGIN + "\n".join("    " + line for line in lines).replace("OPTIONS", options)
 
 
@@ -232,7 +242,7 @@ with GeneratorEnqueuer(source, OPTIONS) as enqueuer:
     pid = next(batches)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    assert "nobody knows how" in until_death(batches)
+    assert "unknown exit code" in until_death(batches)
 """
     assert run_program(tmp_path, program(text, "fork")) == (0, "", "")
 
@@ -262,7 +272,7 @@ def test_a_fork_server_that_was_killed_is_replaced(tmp_path):
 for _ in range(3):
     with GeneratorEnqueuer(helpers.counting, OPTIONS) as enqueuer:
         assert next(iter(enqueuer)) == (0, 0)
-    os.kill(launching._server._popen.pid, signal.SIGKILL)
+    os.kill(fork_server._server._popen.pid, signal.SIGKILL)
 """
     assert run_program(tmp_path, program(text, "forkserver")) == (0, "", "")
 
@@ -274,16 +284,16 @@ def test_workers_go_on_without_their_fork_server(replaced, tmp_path):
 with GeneratorEnqueuer(source, OPTIONS) as enqueuer:
     batches = iter(enqueuer)
     pid = next(batches)
-    os.kill(launching._server._popen.pid, signal.SIGKILL)
+    os.kill(fork_server._server._popen.pid, signal.SIGKILL)
     assert [next(batches) for _ in range(100)] == list(range(100))
     if REPLACED:
         with GeneratorEnqueuer(helpers.counting, OPTIONS) as second:
             assert next(iter(second)) == (0, 0)  # by a new server
     os.kill(pid, signal.SIGKILL)
-    assert "nobody knows how" in until_death(batches)
+    assert "unknown exit code" in until_death(batches)
 with GeneratorEnqueuer(source, OPTIONS) as enqueuer:
     pid = next(iter(enqueuer))
-    os.kill(launching._server._popen.pid, signal.SIGKILL)
+    os.kill(fork_server._server._popen.pid, signal.SIGKILL)
 assert not helpers.alive(pid)
 """.replace("REPLACED", str(replaced))
     assert run_program(tmp_path, program(text, "forkserver")) == (0, "", "")
@@ -305,7 +315,7 @@ def noted(shard):
 def test_kills_at_random_moments_tear_nothing(process, seed):
     """What arrives is a beginning of what there should be, bit for bit; then comes the death."""
     rng = random.Random(seed)
-    times = 2 if process["mp_context"] == "spawn" else 6
+    times = 2 if start_method_of(process) == "spawn" else 6
     for kill in range(times):
         workers = rng.choice([1, 2, 3])
         size = rng.choice([1, 4, 10])

@@ -8,7 +8,7 @@ import os
 
 import helpers
 import pytest
-from helpers import Failing, counting, twelve
+from helpers import Failing, counting, start_method_of, twelve
 
 from enqueuer import GeneratorEnqueuer, WorkerDied, prefetch
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.thorough, pytest.mark.repeats, pytest.mark.timeout(120
 
 def times(options):
     """Return how often; a spawned worker takes a fifth of a second, others a hundredth."""
-    return (10 if options.get("mp_context") == "spawn" else 100) * ROUNDS
+    return (10 if start_method_of(options) == "spawn" else 100) * ROUNDS
 
 
 def test_starts_and_early_breaks(backend):

@@ -11,7 +11,7 @@ BEGIN = """
     import gc, os, resource, sys, threading
     import numpy as np
     from helpers import counting, twelve
-    from enqueuer import BlockMemoryError, EnqueuerError, GeneratorEnqueuer, StartError
+    from enqueuer import BlockMemoryError, EnqueuerError, GeneratorEnqueuer, Processes, StartError
 
     def limit(what, soft):
         resource.setrlimit(what, (soft, resource.getrlimit(what)[1]))
@@ -20,8 +20,8 @@ BEGIN = """
         for number in range(40):
             yield np.full(10_000_000, number % 256, np.uint8)
 
-    def check(source, count, **options):
-        with GeneratorEnqueuer(source, backend="process", **options) as enqueuer:
+    def check(source, count, method):
+        with GeneratorEnqueuer(source, backend=Processes(start_method=method)) as enqueuer:
             for number, batch in enumerate(enqueuer):
                 assert (batch == number % 256).all()
             assert number == count - 1
@@ -50,14 +50,14 @@ def run(request, tmp_path):
 def test_a_start_without_enough_descriptors_leaves_nothing(run):
     """Whatever the limit: an error with advice, no worker, no descriptor; later it works."""
     text = """
-with GeneratorEnqueuer(twelve, backend="process", mp_context=METHOD) as enqueuer:
+with GeneratorEnqueuer(twelve, backend=Processes(start_method=METHOD)) as enqueuer:
     assert list(enqueuer) == list(range(12))
 full = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 refused = 0
 for more in range(0, 40, 3):
     gc.collect()
     before = set(os.listdir("/proc/self/fd"))
-    enqueuer = GeneratorEnqueuer(counting, backend="process", mp_context=METHOD, workers=8)
+    enqueuer = GeneratorEnqueuer(counting, backend=Processes(start_method=METHOD), workers=8)
     limit(resource.RLIMIT_NOFILE, len(before) + more)
     try:
         enqueuer.start()
@@ -73,7 +73,7 @@ for more in range(0, 40, 3):
     assert len(after) <= len(before) + lost, (more, before, after)
     assert threading.active_count() == 1
 assert refused > 5, refused
-with GeneratorEnqueuer(twelve, backend="process", mp_context=METHOD) as enqueuer:
+with GeneratorEnqueuer(twelve, backend=Processes(start_method=METHOD)) as enqueuer:
     assert list(enqueuer) == list(range(12))
 """
     code, out, err = run(text)
@@ -83,7 +83,7 @@ with GeneratorEnqueuer(twelve, backend="process", mp_context=METHOD) as enqueuer
 def test_a_consumer_that_runs_out_of_descriptors_gets_a_clear_error(run):
     text = """
 import contextlib
-with GeneratorEnqueuer(large, backend="process", mp_context=METHOD, max_queue_size=4) as enqueuer:
+with GeneratorEnqueuer(large, backend=Processes(start_method=METHOD), max_queue_size=4) as enqueuer:
     batches = iter(enqueuer)
     kept = [next(batches)]
     limit(resource.RLIMIT_NOFILE, 64)
@@ -108,7 +108,7 @@ with GeneratorEnqueuer(large, backend="process", mp_context=METHOD, max_queue_si
 
 def test_a_consumer_that_runs_out_of_address_space_gets_a_clear_error(run):
     text = """
-with GeneratorEnqueuer(large, backend="process", mp_context=METHOD, max_queue_size=4) as enqueuer:
+with GeneratorEnqueuer(large, backend=Processes(start_method=METHOD), max_queue_size=4) as enqueuer:
     batches = iter(enqueuer)
     kept = [next(batches)]
     with open("/proc/self/statm") as file:
@@ -145,7 +145,7 @@ def source(shard):
     }
     limit(resource.WHAT, enough[resource.WHAT])
     yield held
-with GeneratorEnqueuer(source, backend="process", mp_context=METHOD) as enqueuer:
+with GeneratorEnqueuer(source, backend=Processes(start_method=METHOD)) as enqueuer:
     batches = iter(enqueuer)
     assert (next(batches) == 0).all()
     try:
@@ -171,7 +171,7 @@ def test_a_tiny_or_read_only_dev_shm_makes_no_difference(run, how):
     script = f'mount -t tmpfs {how} tmpfs /dev/shm && exec "$@"'
     text = """
 assert os.statvfs("/dev/shm").f_blocks * 4096 <= 1 << 20
-check(large, 40, mp_context=METHOD)
+check(large, 40, METHOD)
 assert os.listdir("/dev/shm") == []
 """
     assert run(text, wrapper=["unshare", "-m", "sh", "-c", script, "sh"]) == (0, "", "")
@@ -180,7 +180,7 @@ assert os.listdir("/dev/shm") == []
 @pytest.mark.skipif(not has_namespaces(), reason="needs the right to mount")
 def test_a_full_temporary_directory_makes_no_difference(run):
     script = 'mount -t tmpfs -o size=4k,nr_inodes=2 tmpfs "$TMPDIR" && exec "$@"'
-    text = "check(large, 40, mp_context=METHOD)"
+    text = "check(large, 40, METHOD)"
     assert run(text, wrapper=["unshare", "-m", "sh", "-c", script, "sh"]) == (0, "", "")
 
 
@@ -189,7 +189,7 @@ def test_a_start_without_enough_processes_leaves_nothing(run):
     text = """
 limit(resource.RLIMIT_NPROC, 1)
 try:
-    GeneratorEnqueuer(counting, backend="process", mp_context=METHOD, workers=4).start()
+    GeneratorEnqueuer(counting, backend=Processes(start_method=METHOD), workers=4).start()
 except StartError as error:
     assert "ulimit -u" in str(error)
 else:
@@ -205,7 +205,7 @@ def source(shard):
     for number in shard.split(range(400)):
         yield np.full(100_000, number % 256, np.uint8)
 limit(resource.RLIMIT_NOFILE, 256)
-options = dict(backend="process", mp_context=METHOD, workers=2, max_queue_size=4)
+options = dict(backend=Processes(start_method=METHOD), workers=2, max_queue_size=4)
 for _ in range(2):
     with GeneratorEnqueuer(source, **options) as enqueuer:
         kept = list(enqueuer)

@@ -12,8 +12,9 @@ import time
 import pytest
 from helpers import LIMIT, counting
 
-from enqueuer import GeneratorEnqueuer, ItemNotLoadable, WorkerDied
-from enqueuer.backends.ray import RayBackend
+from enqueuer import GeneratorEnqueuer, ItemNotLoadable, Ray, WorkerDied
+from enqueuer.backends.ray.pool import RayPool
+from enqueuer.enqueuers.enqueuer import core_of
 
 pytestmark = pytest.mark.skipif(
     not os.environ.get("ENQUEUER_RAY"), reason="Ray's tests run by themselves"
@@ -22,9 +23,9 @@ pytestmark = pytest.mark.skipif(
 
 def breaking_the_loop():
     yield 1
-    import enqueuer.worker
+    import enqueuer.workers.loop
 
-    enqueuer.worker.End = None
+    enqueuer.workers.loop.End = None
 
 
 def test_a_loop_that_breaks_in_an_actor_is_a_death():
@@ -37,8 +38,8 @@ def test_a_loop_that_breaks_in_an_actor_is_a_death():
 
 def test_an_actor_that_cannot_start_is_said_not_to_have_started():
     options = {"runtime_env": {"working_dir": "gcs://is_not_there.zip"}}
-    with GeneratorEnqueuer(counting, backend="ray", ray_options=options) as enqueuer:
-        with pytest.raises(WorkerDied, match=r"could not be started.*runtime env.*ray_options"):
+    with GeneratorEnqueuer(counting, backend=Ray(actor_options=options)) as enqueuer:
+        with pytest.raises(WorkerDied, match=r"could not be started.*runtime env.*actor_options"):
             next(iter(enqueuer))
 
 
@@ -68,7 +69,7 @@ def test_a_replacement_that_cannot_be_started_is_told_as_the_cause(monkeypatch):
     with GeneratorEnqueuer(dying, backend="ray", max_restarts=3) as enqueuer:
         batches = iter(enqueuer)
         assert next(batches) == 1
-        monkeypatch.setattr(RayBackend, "_start_one", fails)
+        monkeypatch.setattr(RayPool, "start_worker", fails)
         with pytest.raises(WorkerDied) as caught:
             next(batches)
     assert str(caught.value.__cause__) == "no more of them"
@@ -88,8 +89,8 @@ def talking():
 def test_a_thread_of_the_users_that_logs_does_not_hold_up_the_end(caplog):
     with GeneratorEnqueuer(talking, backend="ray") as enqueuer:
         next(iter(enqueuer))
-        backend = enqueuer._backend
-        (actor,) = backend._actors
+        backend = core_of(enqueuer).run.backend
+        (actor,) = backend._pool.workers
         backend.close()
         actor.thread.join(LIMIT)
         assert not actor.thread.is_alive()  # and nobody killed the actor

@@ -15,13 +15,16 @@ import threading
 from collections import Counter
 
 import pytest
-from helpers import alive, wait_until
+from helpers import alive, backend_of, start_method_of, wait_until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from serial import SEED, Source, instead, plain, serial
 
-from enqueuer import GeneratorEnqueuer
-from enqueuer.backends import HAS_FORKSERVER, WorkerState, launching, processes
+from enqueuer import GeneratorEnqueuer, Processes
+from enqueuer.backends.job import HAS_FORKSERVER
+from enqueuer.backends.pool import WorkerState
+from enqueuer.backends.process import launching, starter
+from enqueuer.enqueuers.enqueuer import core_of
 
 ROUNDS = int(os.environ.get("ENQUEUER_ROUNDS", "1"))
 EPOCHS = 2
@@ -30,9 +33,9 @@ MANY = 10**6  # restarts
 
 pytestmark = pytest.mark.timeout(120 * ROUNDS)
 
-BACKENDS = [{"backend": "thread"}, {"backend": "process", "mp_context": "fork"}]
+BACKENDS = [{"backend": "thread"}, {"backend": Processes(start_method="fork")}]
 if HAS_FORKSERVER:
-    BACKENDS.append({"backend": "process", "mp_context": "forkserver"})
+    BACKENDS.append({"backend": Processes(start_method="forkserver")})
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +100,7 @@ def packed(state):
 
 def cost(options):
     """Return how many times as long as others a start method takes."""
-    return 4 if options.get("mp_context") == "spawn" else 1
+    return 4 if start_method_of(options) == "spawn" else 1
 
 
 # --- saved and loaded ---
@@ -240,8 +243,8 @@ class Killer:
 def kill_one(enqueuer, rng, starting=False):
     """Kill a worker that lives, if there is one; return how many were killed."""
     states = {WorkerState.STARTING} if starting else {WorkerState.STARTING, WorkerState.RUNNING}
-    backend = enqueuer._backend
-    living = [w for w in backend._workers if w.state in states] if backend else []
+    backend = core_of(enqueuer).run.backend
+    living = [w for w in backend._pool.workers if w.state in states] if backend else []
     if not living:
         return 0
     try:
@@ -402,7 +405,7 @@ def test_kills_states_and_other_numbers_of_workers_in_one_run(
                 options = dict(options, **drawn_sizes(rng), ordered=ordered, max_restarts=MANY)
                 count = ALL if link == links - 1 else rng.randint(1, 2 * sum(source.lengths) + 1)
                 with make(source, options, state) as enqueuer:
-                    if options["backend"] == "process":
+                    if backend_of(options) == "process":
                         killer.enqueuer = enqueuer
 
                     def change_sometimes():
@@ -511,12 +514,12 @@ def with_a_replacement_that_meets(act, process, monkeypatch):
             act(launched[-1])
         return launched[-1]
 
-    monkeypatch.setattr(processes, "launch", launch)
+    monkeypatch.setattr(starter, "launch", launch)
     options = dict(workers=2, max_queue_size=2, max_restarts=2, **process)
     with GeneratorEnqueuer(twenty, **options) as enqueuer:
         batches = iter(enqueuer)
         seen = [next(batches)]
-        enqueuer._backend._workers[1].send_signal(signal.SIGKILL)
+        core_of(enqueuer).run.backend._pool.workers[1].send_signal(signal.SIGKILL)
         while True:
             try:
                 seen.extend(batches)

@@ -6,7 +6,7 @@ import platform
 import pytest
 from helpers import METHODS, run_program
 
-from enqueuer.backends import default_method
+from enqueuer.backends.job import default_method
 
 DEFAULT = default_method()
 NUMBERS = {  # of x86_64 and of all others that have seccomp and are not older than pidfds
@@ -19,7 +19,7 @@ FILTER = """
     import ctypes, os, signal, struct
     import numpy as np
     import helpers
-    from enqueuer import GeneratorEnqueuer
+    from enqueuer import GeneratorEnqueuer, Processes
 
     def refuse(numbers, code):
         # load the number; for each: if it is that, return the error code; allow the rest
@@ -55,7 +55,7 @@ FILTER = """
 
 BODY = """
     refuse({numbers}, {code})
-    options = dict(backend="process", mp_context={method!r})
+    options = dict(backend=Processes(start_method={method!r}))
     for _ in range(2):
         with GeneratorEnqueuer(large, workers=2, **options) as enqueuer:
             assert [int(batch[0]) for batch in enqueuer] == list(range(40))

@@ -8,9 +8,10 @@ import warnings
 
 import helpers
 import pytest
-from helpers import LIMIT, counting, wait_until
+from helpers import LIMIT, counting, start_method_of, wait_until
 
-from enqueuer import GeneratorEnqueuer, StopWarning
+from enqueuer import GeneratorEnqueuer, InvalidState, OrderedEnqueuer, StopWarning
+from enqueuer.enqueuers.enqueuer import core_of
 
 PROMPT_S = 0.5  # 0.1 s, with nothing else to do
 SLACK_S = 0.7  # over `timeout`
@@ -27,7 +28,7 @@ def timed_stop(enqueuer, what, process, **options):
     before = time.monotonic()
     enqueuer.stop(**options)
     took = time.monotonic() - before
-    print(f"stop {what} {process['mp_context']}: {took * 1000:.0f} ms")
+    print(f"stop {what} {start_method_of(process)}: {took * 1000:.0f} ms")
     return took
 
 
@@ -112,7 +113,7 @@ def test_no_time_at_all_kills_at_once(process):
 def test_workers_that_have_just_begun_are_stopped(process):
     enqueuer = GeneratorEnqueuer(counting, workers=2, **process)
     enqueuer.start()
-    limit = 3 if process["mp_context"] == "spawn" else PROMPT_S  # it must have come to listen
+    limit = 3 if start_method_of(process) == "spawn" else PROMPT_S  # it must have come to listen
     assert timed_stop(enqueuer, "just begun", process) < limit
 
 
@@ -126,7 +127,12 @@ def test_stop_from_another_thread_ends_a_consumer_that_waits(process):
             target=lambda: ended_at.append((list(batches), time.monotonic()))
         )
         consumer.start()
-        wait_until(lambda: not enqueuer._lock.acquire(blocking=False) or enqueuer._lock.release())
+        wait_until(
+            lambda: (
+                not core_of(enqueuer).run.lock.acquire(blocking=False)
+                or core_of(enqueuer).run.lock.release()
+            )
+        )
         before = time.monotonic()
         enqueuer.stop(timeout=1)
         consumer.join(LIMIT)
@@ -184,3 +190,71 @@ def test_a_thread_that_hangs_is_left_with_a_warning_that_shows_where():
                 enqueuer.stop(timeout=0.2)
             assert time.monotonic() - before < 0.2 + SLACK_S
         gate.set()
+
+
+def with_eight_ready():
+    """Return an enqueuer whose loop has two batches, and eight are ready, the last ones."""
+    first_is_taken = threading.Event()
+
+    def number(element):
+        if element:
+            first_is_taken.wait(LIMIT)
+        return element
+
+    enqueuer = OrderedEnqueuer(range(10), number, max_queue_size=256, random_seed=1)
+    enqueuer.start()
+    batches = iter(enqueuer)
+    assert next(batches) == 0
+    first_is_taken.set()
+    wait_until(lambda: enqueuer.stats().queue_size == 9)
+    assert next(batches) == 1
+    # More than one at once is taken only with a long queue.
+    assert len(core_of(enqueuer).reader.ready) == 8
+    return enqueuer
+
+
+@pytest.mark.parametrize("act", ["state_dict", "next", "get"])
+def test_what_another_thread_does_during_stop_loses_no_batch(act, monkeypatch):
+    """Batches were ready; stop() has taken them away, and has not yet recorded where it ends."""
+    states = []
+
+    def interfere():
+        try:
+            if act == "state_dict":
+                states.append(enqueuer.state_dict())
+            elif act == "next":
+                next(batches)
+            else:
+                enqueuer.queue.get()
+        except (StopIteration, InvalidState):
+            pass
+
+    def position(ready):
+        other.start()
+        other.join(0.2)  # it may wait until stop() has recorded the position
+        return find_position(ready)
+
+    other = threading.Thread(target=interfere)
+    enqueuer = with_eight_ready()
+    batches = iter(enqueuer)
+    expected = enqueuer.state_dict()
+    assert expected["positions"] == [[0, 2]]
+    reader = core_of(enqueuer).reader
+    find_position = reader.position
+    with monkeypatch.context() as patch:
+        patch.setattr(reader, "position", position)
+        enqueuer.stop()
+    other.join(LIMIT)
+    assert enqueuer.state_dict() == expected
+    assert states in ([], [expected])
+
+
+def test_a_queue_of_a_stopped_enqueuer_ends_no_epoch():
+    """A signal handler stops it while `get()` is on its way to the workers."""
+    enqueuer = with_eight_ready()
+    reader = core_of(enqueuer).reader
+    expected = enqueuer.state_dict()
+    enqueuer.stop()
+    assert not reader.has_item(None)  # as `get()` calls it after the handler
+    assert not reader.is_over
+    assert enqueuer.state_dict() == expected

@@ -5,14 +5,14 @@ import os
 
 import numpy as np
 import pytest
-from helpers import needs
+from helpers import backend_of, needs, start_method_of
 
-from enqueuer import OrderedEnqueuer, SourceNotPicklable
+from enqueuer import OrderedEnqueuer, Processes, SourceNotPicklable
 
 
 def test_a_torch_dataset(backend):
     torch = needs("torch")
-    if backend.get("mp_context") == "fork":
+    if start_method_of(backend) == "fork":
         pytest.skip("torch hangs in a fork once it has used its threads")
 
     dataset = torch.utils.data.TensorDataset(torch.arange(10.0).reshape(5, 2), torch.arange(5))
@@ -62,14 +62,14 @@ def test_an_open_h5py_dataset_cannot_be_sent(tmp_path):
     with h5py.File(tmp_path / "data.h5", "w") as file:
         file["x"] = np.arange(20)
         with pytest.raises(SourceNotPicklable, match="the sequence"):
-            OrderedEnqueuer(file["x"], backend="process", mp_context="spawn").start()
+            OrderedEnqueuer(file["x"], backend=Processes(start_method="spawn")).start()
 
 
 def test_a_keras_py_dataset(backend, monkeypatch):
     monkeypatch.setenv("KERAS_BACKEND", os.environ.get("KERAS_BACKEND", "torch"))
     needs("torch")
     keras = needs("keras")
-    if backend.get("mp_context") == "fork":
+    if start_method_of(backend) == "fork":
         pytest.skip("torch hangs in a fork once it has used its threads")
 
     class Squares(keras.utils.PyDataset):
@@ -87,7 +87,7 @@ def test_a_keras_py_dataset(backend, monkeypatch):
         def on_epoch_end(self):
             np.random.shuffle(self.order)
 
-    enqueuer = OrderedEnqueuer(Squares(), backend["backend"] == "process", True)
+    enqueuer = OrderedEnqueuer(Squares(), backend_of(backend) == "process", True)
     enqueuer.start(workers=2, max_queue_size=5)
     batches = enqueuer.get()
     epochs = [[next(batches) for _ in range(4)] for _ in range(2)]

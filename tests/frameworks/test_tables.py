@@ -5,7 +5,7 @@ import pytest
 from helpers import needs
 
 from enqueuer import GeneratorEnqueuer
-from enqueuer.transport import codec
+from enqueuer.transport import item_codec
 
 ROWS = 20_000
 
@@ -63,6 +63,8 @@ def test_tables_come_through_equal(backend, source):
 def test_large_columns_are_beside_the_pickle(source):
     needs(PACKAGES[source])
     first = next(source())
-    data, buffers = codec.Encoder().encode(first[["int", "float"]] if source is frames else first)
+    data, buffers = item_codec.Encoder().encode(
+        first[["int", "float"]] if source is frames else first
+    )
     assert len(data) < 2000
     assert sum(buffer.nbytes for buffer in buffers) >= ROWS * 16

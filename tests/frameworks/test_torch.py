@@ -7,7 +7,7 @@ import pytest
 from helpers import needs, run_program
 
 from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, empty
-from enqueuer.transport import codec
+from enqueuer.transport import item_codec
 
 torch = needs("torch")
 torch.set_num_threads(1)  # its thread pool does not survive a fork
@@ -78,22 +78,22 @@ def test_every_tensor_comes_through_equal(backend):
 )
 def test_large_tensors_are_beside_the_pickle_and_not_copied_again(make):
     tensor = make()
-    data, (buffer,) = codec.Encoder().encode(tensor)
+    data, (buffer,) = item_codec.Encoder().encode(tensor)
     assert len(data) < 1000
     place = np.empty(buffer.nbytes, np.uint8)
     if isinstance(buffer, np.ndarray):
         place.view(buffer.dtype).reshape(buffer.shape)[...] = buffer
     else:
         place[:] = np.frombuffer(buffer, np.uint8)
-    got = codec.decode(data, [place.data])
+    got = item_codec.decode(data, [place.data])
     assert_same(got, tensor)
     assert got.data_ptr() == place.ctypes.data
 
 
 def test_a_tensor_of_read_only_memory_is_a_copy_that_can_be_written_to(no_warnings):
-    data, (buffer,) = codec.Encoder().encode(filled("bfloat16").reshape(200, 200).T)
+    data, (buffer,) = item_codec.Encoder().encode(filled("bfloat16").reshape(200, 200).T)
     memory = bytes(memoryview(buffer).cast("B"))
-    got = codec.decode(data, [memoryview(memory)])
+    got = item_codec.decode(data, [memoryview(memory)])
     got += 1
     assert memory == bytes(memoryview(buffer).cast("B"))
     assert_same(got, filled("bfloat16").reshape(200, 200).T + 1)
@@ -131,14 +131,14 @@ def test_who_has_no_tensors_needs_no_torch(tmp_path):
     text = """
     import sys
     import numpy as np
-    from enqueuer import GeneratorEnqueuer
+    from enqueuer import GeneratorEnqueuer, Processes
 
     def source(shard):
         yield np.zeros(100_000)
         yield "torch" in sys.modules
 
     for method in ("fork", "spawn"):
-        with GeneratorEnqueuer(source, backend="process", mp_context=method) as enqueuer:
+        with GeneratorEnqueuer(source, backend=Processes(start_method=method)) as enqueuer:
             assert list(enqueuer)[1] is False
     assert "torch" not in sys.modules
     """

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 import enqueuer
-from enqueuer import cli, errors
+from enqueuer import errors
+from enqueuer.cli import main
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(enqueuer.__file__).parent
@@ -62,11 +63,11 @@ def test_every_error_and_warning_is_explained():
 
 
 @pytest.mark.parametrize("name", sorted(error_classes() - {"EnqueuerError", "EnqueuerWarning"}))
-def test_an_explanation_tells_cause_and_cure(name):
+def test_an_explanation_names_cause_and_solution(name):
     page = read("docs", "reference", "errors.rst")
     body = page.split(f".. autoexception:: {name}\n", 1)[1].split(".. autoexception::", 1)[0]
     assert "**Cause:**" in body
-    assert "**Cure:**" in body
+    assert "**Solution:**" in body
 
 
 def test_the_tree_in_design_is_the_package():
@@ -102,7 +103,7 @@ def test_contributing_names_the_commands_that_tox_runs():
 @pytest.mark.parametrize("command", ["demo", "pack", "inspect", "bench", "report"])
 def test_every_option_of_the_command_line_is_described(command, capsys):
     with pytest.raises(SystemExit):
-        cli.main([command, "--help"])
+        main.main([command, "--help"])
     options = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out))
     assert options <= set(re.findall(r"--[a-z][a-z-]+", read("docs", "reference", "cli.rst")))
 
@@ -110,6 +111,14 @@ def test_every_option_of_the_command_line_is_described(command, capsys):
 def test_the_changelog_knows_this_version_or_what_comes_after_it():
     headings = re.findall(r"^## \[(.+?)\]", read("CHANGELOG.md"), re.MULTILINE)
     assert headings[0] in ("Unreleased", enqueuer.__version__)
+
+
+def test_entries_of_the_changelog_are_short():
+    """Each is one line of at most 25 words."""
+    lines = [line for line in read("CHANGELOG.md").splitlines() if line[:1] not in ("", "#")]
+    entries = [line for line in lines[2:] if line.startswith("- ")]
+    assert entries == lines[2:]
+    assert [entry for entry in entries if len(entry.split()) > 26] == []
 
 
 def text_files() -> list[Path]:

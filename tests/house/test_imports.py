@@ -1,6 +1,7 @@
 """The architecture as a test: imports point down the list, and everything has one place."""
 
 import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -9,118 +10,87 @@ import enqueuer
 
 PACKAGE = Path(enqueuer.__file__).parent
 
-# From the top down; what shares a line does not import each other.
-ORDER = [
+# Folders, and modules that lie beside them, from the top down: imports point down this list.
+# Folders that share a line do not import each other.
+RANKS = [
     ["__main__"],
     ["cli"],
-    ["bench_cli", "report.command"],
-    ["commands", "demo"],
-    ["chart", "report.page"],
-    ["bench", "report.reading"],
-    ["report.__init__"],
+    ["tools"],
     ["__init__"],
-    ["adapters.cuda"],
-    ["adapters.torch.__init__"],
-    ["adapters.torch.datasets"],
-    ["adapters.torch.local"],
-    ["adapters.torch.entries", "adapters.torch.indexed", "adapters.torch.loader"],
-    ["adapters.pinning", "adapters.ranks"],
-    ["adapters.tensorflow"],
-    ["adapters.jax"],
-    ["adapters.keras"],
-    ["adapters.loading"],
-    ["adapters.__init__"],
-    ["datasets.hdf5"],
-    ["datasets.h5inspect", "datasets.h5pack", "datasets.h5source"],
-    ["datasets.h5resume"],
-    ["datasets.h5reader", "datasets.h5rows"],
-    ["datasets.h5layout"],
-    ["datasets.h5files"],
-    ["datasets.files"],
-    ["datasets.loaders"],
-    ["datasets.lists"],
-    ["datasets.__init__"],
+    ["adapters", "datasets"],
     ["enqueuers"],
-    ["base"],
-    ["reach"],
-    ["failures", "stats_callbacks"],
-    ["arguments", "asynchronous", "replaying", "state"],
-    ["backends.process_tasks", "backends.ray_tasks", "backends.thread_tasks"],
-    ["backends.processes", "backends.ray", "backends.threads"],
-    ["backends.payload", "backends.ray_session", "backends.reorder_buffer", "backends.watched"],
-    ["backends.bootstrap"],
-    ["arrays"],
-    ["backends.launching", "backends.ray_worker", "backends.stacks"],
-    ["tracing"],
-    ["backends.__init__"],
-    ["worker"],
-    ["tasks"],
-    ["sources"],
-    ["stalls"],
-    ["merging"],
-    ["trace", "transport.item_sender", "transport.item_receiver"],
-    ["transport.channel", "transport.ring", "transport.task_queue"],
-    ["transport.codec"],
-    ["transport.tensors", "transport.tracebacks", "transport.blocks", "transport.packets"],
-    ["transport.__init__"],
-    ["buffer", "exports", "logs", "progress"],
-    ["autoscaler"],
-    ["stats"],
-    ["meters", "native_threads", "shards", "usage", "bottleneck"],
-    [
-        "allocator",
-        "duplicates",
-        "finalizers",
-        "formats",
-        "frameworks",
-        "gil",
-        "import_hook",
-        "interrupts",
-        "messages",
-        "sizes",
-    ],
+    ["backends"],
+    ["transport"],
+    ["workers"],
+    ["exports"],
+    ["monitoring"],
+    ["common"],
     ["errors"],
 ]
-RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
+RANK = {name: rank for rank, names in enumerate(RANKS) for name in names}
 
 THIRD_PARTIES = {
     "numpy": {
         "adapters.torch.loader",
         "adapters.tensorflow",
         "adapters.jax",
-        "datasets.h5files",
-        "datasets.h5inspect",
-        "datasets.h5layout",
-        "datasets.h5reader",
-        "datasets.h5resume",
-        "datasets.h5rows",
-        "datasets.h5source",
-        "datasets.files",
-        "datasets.loaders",
-        "shards",
-        "tasks",
-        "transport.blocks",
-        "transport.codec",
+        "datasets.hdf5.files",
+        "datasets.hdf5.inspect",
+        "datasets.hdf5.layout",
+        "datasets.hdf5.reader",
+        "datasets.hdf5.resume",
+        "datasets.hdf5.columns",
+        "datasets.hdf5.writer",
+        "datasets.hdf5.batches",
+        "datasets.files.batches",
+        "datasets.files.loaders",
+        "workers.shards",
+        "workers.seeding",
+        "enqueuers.task_order",
+        "workers.tasks",
+        "workers.collate",
+        "transport.block_map",
+        "transport.block_pool",
+        "transport.mapping",
+        "transport.user_block",
+        "transport.item_codec",
         "transport.tensors",
-        "transport.item_sender",
-        "arrays",
-        "backends.ray_worker",
-        "demo",
-        "duplicates",
-        "report.reading",
+        "transport.block_writer",
+        "workers.arrays",
+        "backends.ray.outbox",
+        "tools.demo",
+        "monitoring.duplicates",
+        "tools.trace.recording",
     },
     "cloudpickle": {
-        "transport.codec",
-        "transport.item_receiver",
+        "transport.culprit",
+        "transport.error_codec",
+        "transport.item_codec",
+        "transport.receiver_control",
         "transport.task_queue",
         "backends.payload",
     },
-    "ray": {"backends.ray_worker"},
-    "tblib": {"transport.codec"},
-    "PIL": {"demo", "datasets.loaders"},
-    "sklearn": {"demo"},
-    "threadpoolctl": {"demo", "native_threads"},
-    "tqdm": {"demo"},
+    "ray": {"backends.ray.actor"},
+    "tblib": {"transport.error_codec"},
+    "PIL": {"tools.demo", "datasets.files.loaders"},
+    "sklearn": {"tools.demo"},
+    "threadpoolctl": {"tools.demo", "workers.native_threads"},
+    "tqdm": {"tools.demo"},
+    "typing_extensions": {"enqueuers.options"},
+}
+
+
+# Imports inside functions, apart from third parties: costly ones that most programs never need,
+# and modules that are missing on some systems.
+INNER = {
+    ("backends.ray.pool", "atexit"),
+    ("cli.inspect", "enqueuer"),
+    ("cli.pack", "enqueuer"),
+    ("datasets.hdf5.resume", "fcntl"),
+    ("enqueuers.enqueuer", "enqueuer"),
+    ("enqueuers.options", "difflib"),
+    ("monitoring.duplicates", "hashlib"),
+    ("monitoring.gil", "resource"),
 }
 
 
@@ -141,28 +111,55 @@ def imported(tree):
                 yield f"{node.module}.{alias.name}"
 
 
-def ours(name):
-    """Return the module of the package that a full name lies in."""
-    parts = name.split(".")[1:]
-    for end in range(len(parts), 0, -1):
-        for module in (".".join(parts[:end]), ".".join([*parts[:end], "__init__"])):
-            if module in RANK:
-                return module
-    return "__init__"
+def edges():
+    """Yield (importing module, imported module) for each import within the package."""
+    trees = dict(modules())
+    for here, tree in trees.items():
+        for name in imported(tree):
+            if name.split(".")[0] != "enqueuer":
+                continue
+            parts = name.split(".")[1:]
+            ends = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+            found = (m for end in ends for m in (end, f"{end}.__init__".lstrip(".")) if m in trees)
+            there = next(found, "__init__")
+            if there != here:
+                yield here, there
 
 
-def test_every_module_is_in_the_list():
-    assert sorted(name for name, _ in modules()) == sorted(RANK)
+def folder_of(module):
+    return module.split(".")[0]
 
 
-def test_imports_point_down():
-    climbs = [
+def test_every_folder_has_a_rank():
+    assert {folder_of(name) for name, _ in modules()} == set(RANK)
+
+
+def test_imports_between_folders_point_down():
+    climbs = {
         f"{here} imports {there}"
+        for here, there in edges()
+        if folder_of(here) != folder_of(there) and RANK[folder_of(there)] <= RANK[folder_of(here)]
+    }
+    assert climbs == set()
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    graph = {}
+    for here, there in edges():
+        graph.setdefault(here, set()).add(there)
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+
+
+def test_imports_stand_at_the_top_of_the_file():
+    inner = {
+        (here, name.split(".")[0])
         for here, tree in modules()
-        for there in {ours(name) for name in imported(tree) if name.split(".")[0] == "enqueuer"}
-        if there != here and RANK[there] <= RANK[here]
-    ]
-    assert climbs == []
+        for function in ast.walk(tree)
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for name in imported(function)
+    }
+    extras = {(here, name) for here, name in inner if here in THIRD_PARTIES.get(name, ())}
+    assert inner - extras == INNER
 
 
 def test_third_parties_are_imported_where_they_belong():

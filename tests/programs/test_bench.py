@@ -11,7 +11,7 @@ import threading
 import pytest
 from helpers import LIMIT, Program
 
-from enqueuer.bench import Unmeasurable, bench
+from enqueuer.tools.bench import Unmeasurable, bench
 
 SOURCE = """
 import os, threading, time
@@ -80,7 +80,7 @@ def source(tmp_path, monkeypatch):
 
 
 def last(*arguments, **options):
-    options = dict(seconds=0.3, patience_s=LIMIT, max_workers=4) | options
+    options = dict(seconds=0.3, wait_limit_s=LIMIT, max_workers=4) | options
     *_, report = bench(*arguments, **options)
     return report
 
@@ -139,10 +139,10 @@ def test_a_step_may_compute(source):
 def test_more_workers_that_do_not_help_end_the_search(source, monkeypatch):
     """With rates that are given: how fast a busy machine is, no test can say."""
 
-    def measured(source, one, loop, patience_s):
+    def measured(source, one, loop, wait_limit_s):
         return dataclasses.replace(one, batches=min(one.workers, 4) * 100, seconds=1.0)
 
-    monkeypatch.setattr("enqueuer.bench._measure", measured)
+    monkeypatch.setattr("enqueuer.tools.bench.run.measure_enqueued", measured)
     found = last(source("computing"), backends=["thread"], max_workers=64)
     assert [one.workers for one in found.measured] == [0, 1, 2, 4, 8]
 
@@ -165,7 +165,13 @@ def test_what_breaks_only_there_is_told_beside_the_setting(source):
 def test_each_report_has_one_more(source):
     told = []
     reports = list(
-        bench(source("unsplit"), seconds=0.05, max_workers=1, backends=["thread"], tell=told.append)
+        bench(
+            source("unsplit"),
+            seconds=0.05,
+            max_workers=1,
+            backends=["thread"],
+            announce=told.append,
+        )
     )
     assert [len(one.measured) for one in reports] == [1, 1, 2]
     assert [one.gil_share is None for one in reports] == [True, False, False]
@@ -199,18 +205,18 @@ def test_a_source_that_never_yields_is_told_with_its_place():
 
     try:
         with pytest.raises(Unmeasurable, match=r"first batch did not come(.|\n)*in stuck"):
-            last(stuck, patience_s=0.2)
+            last(stuck, wait_limit_s=0.2)
     finally:
         gate.set()
 
 
 def test_a_source_that_yields_nothing_but_none_is_left():
     with pytest.raises(Unmeasurable, match="first batch did not come"):
-        last(lambda: iter(lambda: None, 1), patience_s=0.2)
+        last(lambda: iter(lambda: None, 1), wait_limit_s=0.2)
 
 
 def test_a_setting_whose_workers_hang_is_told_and_ended(source):
-    found = last(source("hangs_if_split"), backends=["process"], patience_s=5.0, max_workers=2)
+    found = last(source("hangs_if_split"), backends=["process"], wait_limit_s=5.0, max_workers=2)
     assert "did not come within" in found.measured[-1].failed
 
 
@@ -249,7 +255,7 @@ def test_the_command_prints_json_and_nothing_else(run):
         (["benched:nothing"], 1, "module 'benched' has no 'nothing'"),
         (["benched:running"], 1, "benched:running: running can be run through only once"),
         (["benched:listed"], 1, "benched:listed: GeneratorEnqueuer needs a generator function"),
-        (["benched:hanging", "--patience", "0.2"], 1, "in hang_here"),
+        (["benched:hanging", "--wait-limit", "0.2"], 1, "in hang_here"),
         (["benched:breaks"], 1, "KeyError: 'no such file'"),
         (["benched:sleeping", "--consume", "20 miles"], 2, "must be a time such as 20ms"),
         (["benched:sleeping", "--plot", "out.png"], 2, "must be a file that ends in .svg"),
@@ -293,7 +299,7 @@ def test_on_a_terminal_it_says_what_it_is_at(tmp_path):
 def test_after_ctrl_c_what_is_known_is_printed(tmp_path):
     program = """
         import os, sys, time
-        from enqueuer import cli
+        from enqueuer.cli import main
 
         def hangs_if_split(shard):
             while True:
@@ -302,7 +308,7 @@ def test_after_ctrl_c_what_is_known_is_printed(tmp_path):
                     time.sleep(1000)
                 yield 1
 
-        sys.exit(cli.main("bench __main__:hangs_if_split --backend process --seconds 0.1".split()))
+        sys.exit(main.main("bench __main__:hangs_if_split --backend process --seconds 0.1".split()))
     """
     with Program(tmp_path, program) as running:
         assert running.line() == "here"

@@ -7,7 +7,7 @@ import time
 import pytest
 from helpers import METHODS, Program
 
-OPTIONS = ["backend='thread'"] + [f"backend='process', mp_context={m!r}" for m in METHODS]
+OPTIONS = ["backend='thread'"] + [f"backend=Processes(start_method={m!r})" for m in METHODS]
 
 
 @pytest.fixture(params=OPTIONS, ids=["thread", *METHODS])
@@ -24,7 +24,7 @@ PLACES = {
 
 SCRIPT = """
     import time
-    from enqueuer import GeneratorEnqueuer
+    from enqueuer import GeneratorEnqueuer, Processes
 
     def counting(shard):
         yield 0
@@ -40,7 +40,7 @@ SCRIPT = """
 
 @pytest.mark.parametrize("place", PLACES)
 def test_ctrl_c_is_one_keyboard_interrupt(options, place, tmp_path):
-    after = "time.sleep(1000)" if place == "wait" and "process" in options else "pass"
+    after = "time.sleep(1000)" if place == "wait" and "Processes" in options else "pass"
     if place == "wait" and "thread" in options:
         after = "[time.sleep(0.01) for _ in range(100)]"
     text = SCRIPT.format(options=options, after=after, body=PLACES[place])
@@ -62,7 +62,7 @@ def test_ctrl_c_is_one_keyboard_interrupt(options, place, tmp_path):
 def test_ctrl_c_at_any_moment_of_a_start_leaves_nothing(method, moment, tmp_path):
     """A first start, with all that comes to life for it."""
     text = SCRIPT.format(
-        options=f"backend='process', mp_context={method!r}",
+        options=f"backend=Processes(start_method={method!r})",
         after="pass",
         body="print(sum(zip(range(10), enqueuer), ()) and 'end', flush=True); time.sleep(1000)",
     ).replace("    enqueuer = Gen", "    print('here', flush=True)\n    enqueuer = Gen")

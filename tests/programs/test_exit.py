@@ -6,12 +6,12 @@ import time
 import pytest
 from helpers import METHODS, Program, run_program
 
-OPTIONS = ["backend='thread'"] + [f"backend='process', mp_context={m!r}" for m in METHODS]
+OPTIONS = ["backend='thread'"] + [f"backend=Processes(start_method={m!r})" for m in METHODS]
 
 SCRIPT = """
     import os, signal, sys, time
     import helpers
-    from enqueuer import GeneratorEnqueuer, prefetch
+    from enqueuer import GeneratorEnqueuer, Processes, prefetch
 
     def counting(shard):
         number = 0
@@ -96,7 +96,7 @@ sys.exit(3)
         took = time.monotonic() - before
         print(f"exit with a worker that is {source}: {took:.2f} s")
         assert code == 3
-        if "process" in options:
+        if "Processes" in options:
             assert err == ""
         else:
             assert "StopWarning: enqueuer-worker-0 did not end within" in err
@@ -111,7 +111,7 @@ def test_the_fork_servers_end_leaves_no_word(tmp_path):
 several = []
 for method in METHODS:
     for _ in range(2):
-        enqueuer = GeneratorEnqueuer(counting, backend="process", mp_context=method)
+        enqueuer = GeneratorEnqueuer(counting, backend=Processes(start_method=method))
         several.append(iter(enqueuer))
         assert next(several[-1]) == 0
 """.replace("METHODS", repr(METHODS))
@@ -125,12 +125,12 @@ def test_a_child_of_multiprocessing_may_forget_to_stop(method, tmp_path):
 import multiprocessing
 
 def child():
-    enqueuer = GeneratorEnqueuer(counting, backend="process", mp_context={method!r})
+    enqueuer = GeneratorEnqueuer(counting, backend=Processes(start_method={method!r}))
     keep.append(enqueuer)  # so that it is not collected
     assert next(iter(enqueuer)) == 0
 
 keep = []
-for batch in GeneratorEnqueuer(counting, backend="process", mp_context={method!r}):
+for batch in GeneratorEnqueuer(counting, backend=Processes(start_method={method!r})):
     break  # the parent has one, too
 process = multiprocessing.get_context("fork").Process(target=child)
 process.start()

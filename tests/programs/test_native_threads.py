@@ -9,7 +9,7 @@ USED = """
     import numpy as np
     import torch
 
-    from enqueuer import GeneratorEnqueuer, OrderedEnqueuer
+    from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, Processes
 
     torch.set_num_threads(2), cv2.setNumThreads(2)
 
@@ -30,9 +30,11 @@ USED = """
     *here, signal, image, product = work()
     assert here == [2, 2], here
     for number in (1, 2):
-        options = dict(backend="process", mp_context="fork", workers=number, timeout=30)
+        options = dict(
+            backend=Processes(start_method="fork", threads=2), workers=number, timeout=30
+        )
         for function in (work, work_in_a_thread):
-            with OrderedEnqueuer(range(2), function, threads_per_worker=2, **options) as batches:
+            with OrderedEnqueuer(range(2), function, **options) as batches:
                 assert list(batches) == [(1, 1, signal, image, product)] * 2
         live = (work() for _ in range(2))
         with GeneratorEnqueuer(live, True, random_seed=0, timeout=30) as batches:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from helpers import LIMIT, needs, terminal
 
-from enqueuer import cli
+from enqueuer.cli import main
 
 h5py = needs("h5py")
 needs("tqdm")
@@ -184,7 +184,7 @@ def test_what_helps_is_told_as_an_option_of_the_shell(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "mydata", raising=False)
     source, *options = arguments.split()
-    code = cli.main(["pack", source, "out.h5", "--quiet", "--backend", "thread", *options])
+    code = main.main(["pack", source, "out.h5", "--quiet", "--backend", "thread", *options])
     monkeypatch.delitem(sys.modules, "mydata", raising=False)
     told = capsys.readouterr().err
     assert code == 1
@@ -198,12 +198,12 @@ def test_names_and_attributes_cannot_command_the_terminal(tmp_path, capsys):
         file["x\x1b[31m"] = np.arange(3)
         file["x\x1b[31m"].attrs["unit\x07"] = "m\x1b]0;title\x07"
         file.attrs["by"] = "\u202emoc"
-    assert cli.main(["inspect", str(path)]) == 0
+    assert main.main(["inspect", str(path)]) == 0
     told = capsys.readouterr().out
     assert told.replace("\n", "").isprintable()
     assert r"x\x1b[31m@unit\x07 = m\x1b]0;title\x07" in told
     assert r"by = \u202emoc" in told
-    assert cli.main(["inspect", str(tmp_path / "no\x1b[2J")]) == 1
+    assert main.main(["inspect", str(tmp_path / "no\x1b[2J")]) == 1
     assert r"no\x1b[2J: no such file" in capsys.readouterr().err
 
 
@@ -213,9 +213,9 @@ def test_files_outside_of_the_folder_are_told_and_can_be_refused(tmp_path, capsy
     (tmp_path / "raw").write_bytes(bytes(range(8)))
     with h5py.File(path, "w") as file:
         file.create_dataset("x", (8,), "u1", external=[(str(tmp_path / "raw"), 0, 8)])
-    assert cli.main(["inspect", path]) == 0
+    assert main.main(["inspect", path]) == 0
     assert f"reads a file outside of its folder: {tmp_path / 'raw'}" in capsys.readouterr().out
-    assert cli.main(["inspect", path, "--refuse-outside"]) == 1
+    assert main.main(["inspect", path, "--refuse-outside"]) == 1
     assert "outside of its folder, which --refuse-outside refuses" in capsys.readouterr().err
 
 
@@ -227,7 +227,7 @@ def test_what_is_in_a_file_is_printed_as_json(tmp_path, capsys):
         file["x"].attrs["unit"] = "m"
         file.attrs["sizes"] = [1, 2]
         file.attrs["odd"] = np.nan
-    assert cli.main(["inspect", path, "--json"]) == 0
+    assert main.main(["inspect", path, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["path"], told["files"], told["outside"]) == (path, 1, [])
     name, x = told["columns"]
@@ -253,14 +253,14 @@ def test_an_error_of_the_source_has_its_traceback(run, tmp_path):
 )
 def test_wrong_arguments_are_2(arguments, capsys):
     with pytest.raises(SystemExit) as caught:
-        cli.main(arguments.split())
+        main.main(arguments.split())
     assert caught.value.code == 2
 
 
 @pytest.mark.parametrize("name", ["pack", "inspect"])
 def test_help_has_examples_and_exit_codes(name, capsys):
     with pytest.raises(SystemExit) as caught:
-        cli.main([name, "--help"])
+        main.main([name, "--help"])
     assert caught.value.code == 0
     told = capsys.readouterr().out
     assert f"examples:\n  enqueuer {name} " in told

@@ -10,9 +10,11 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from enqueuer import GeneratorEnqueuer, cli, exports, formats, trace
-from enqueuer.report import page as pages
-from enqueuer.report import reading
+from enqueuer import GeneratorEnqueuer, exports
+from enqueuer.cli import main
+from enqueuer.common import text
+from enqueuer.monitoring import trace_file
+from enqueuer.tools import trace
 
 LOOP = {"pid": 1, "tid": 1}
 S = 1_000_000  # microseconds
@@ -69,7 +71,7 @@ STORY = [
 
 
 def write(path, events=STORY, end="\n]\n"):
-    head = trace.HEAD.decode() + ', "pid": 1, "args": {"format": 1}},\n'
+    head = trace_file.HEAD.decode() + ', "pid": 1, "args": {"format": 1}},\n'
     path.write_text(head + ",\n".join(map(json.dumps, events)) + end)
     return str(path)
 
@@ -118,7 +120,7 @@ def check(text):
 
 
 def test_the_numbers_of_a_run_are_counted(tmp_path):
-    numbers = reading.count(reading.read(write(tmp_path / "run.json")))
+    numbers = trace.count(trace.read(write(tmp_path / "run.json")))
     assert numbers.items == 4
     assert numbers.seconds == 5
     assert numbers.items_per_second == 0.75  # 3 after the first, in 4 s
@@ -136,7 +138,7 @@ def test_what_the_enqueuer_has_measured_is_told_rather_than_what_the_spans_say(t
     """It is what its bottleneck says."""
     totals = dict(items=4, waiting_us=1_000_000, working_us=3_000_000)
     events = [*STORY, instant("bottleneck", 5 * S, text="All is well.", **totals)]
-    numbers = reading.count(reading.read(write(tmp_path / "run.json", events)))
+    numbers = trace.count(trace.read(write(tmp_path / "run.json", events)))
     assert (numbers.waited, numbers.waited_share, numbers.items_per_second) == (1, 0.25, 0.75)
 
 
@@ -145,7 +147,7 @@ def test_the_start_of_each_run_is_left_out(tmp_path):
     later = [{**event, "ts": event["ts"] + 10 * S} for event in STORY if "ts" in event]
     totals = dict(items=4, waiting_us=2_000_000, working_us=2_000_000)
     events = [*STORY, instant("bottleneck", 5 * S, **totals), *later]
-    numbers = reading.count(reading.read(write(tmp_path / "run.json", events)))
+    numbers = trace.count(trace.read(write(tmp_path / "run.json", events)))
     assert (numbers.items, numbers.waited, numbers.waited_share) == (8, 4, 0.5)
     assert numbers.items_per_second == 0.75
 
@@ -179,13 +181,13 @@ def test_one_run_has_one_share_of_waiting_and_one_rate(tmp_path, backend, capsys
             time.sleep(0.002)
     [bar] = bars
     stats = enqueuer.stats()
-    share, rate = formats.percent(stats.waiting_share), formats.rate(stats.items_per_s)
-    numbers = reading.count(reading.read(str(path)))
+    share, rate = text.percent(stats.waiting_share), text.rate(stats.items_per_s)
+    numbers = trace.count(trace.read(str(path)))
     assert numbers.waited_share == pytest.approx(stats.waiting_share, rel=1e-3)
     assert numbers.items_per_second == pytest.approx(stats.items_per_s, rel=1e-3)
-    assert cli.main(["report", str(path)]) == 0
+    assert main.main(["report", str(path)]) == 0
     said = [*capsys.readouterr().out.splitlines(), str(stats), exports.line(stats), bar.text]
-    said.append(pages.page(reading.read(str(path))))
+    said.append(trace.page(trace.read(str(path))))
     words = "\n".join(said)
     shares = re.findall(r"(?:loop wait\w*|it waited|^waiting) ([\d.]+ %)", words, re.MULTILINE)
     assert len(shares) >= 6
@@ -201,13 +203,13 @@ def test_a_worker_and_its_successor_are_one_row(tmp_path):
         span("send", 0, 10, worker(0)),
         span("send", 20, 30, worker(0, pid=11)),
     ]
-    rows = reading.read(write(tmp_path / "run.json", events)).rows
+    rows = trace.read(write(tmp_path / "run.json", events)).rows
     assert [(row.number, row.items, row.name) for row in rows] == [(0, 2, "worker 0 (process 11)")]
 
 
 def test_the_page_stands_alone_and_says_it_all(tmp_path, capsys):
     path = write(tmp_path / "run.json")
-    assert cli.main(["report", path]) == 0
+    assert main.main(["report", path]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "4 items in 5 s, 0.75 a second after the first",
         "first batch after 1 s",
@@ -233,7 +235,7 @@ def test_the_last_bottleneck_has_its_place(tmp_path, capsys):
         instant("bottleneck", 5 * S, text="4 < 5."),
     ]
     path = write(tmp_path / "run.json", [*STORY, *bottlenecks])
-    assert cli.main(["report", path]) == 0
+    assert main.main(["report", path]) == 0
     assert "4 < 5." in capsys.readouterr().out
     text = (tmp_path / "run.html").read_text()
     assert "4 &lt; 5." in text
@@ -243,11 +245,9 @@ def test_the_last_bottleneck_has_its_place(tmp_path, capsys):
 @pytest.mark.parametrize("backend", ["thread", "process"])
 def test_a_run_is_reported(tmp_path, backend, capsys):
     path, target = tmp_path / "run.json", tmp_path / "page.html"
-    with GeneratorEnqueuer(
-        lambda: iter(range(3000)), trace=path, backend=backend, mp_context=None
-    ) as enqueuer:
+    with GeneratorEnqueuer(lambda: iter(range(3000)), trace=path, backend=backend) as enqueuer:
         list(enqueuer)
-    assert cli.main(["report", str(path), "-o", str(target)]) == 0
+    assert main.main(["report", str(path), "-o", str(target)]) == 0
     assert capsys.readouterr().out.startswith("3,000 items in ")
     check(target.read_text())
     assert target.stat().st_size < 200_000
@@ -261,20 +261,20 @@ def test_many_events_make_no_large_page(tmp_path):
         events.append(span("send", at + 60, at + 100, worker(0)))
         events.append(span("work", at + (item % 7) * 5, at + 90, LOOP))
         events.append(fill(at, item % 9))
-    text = pages.page(reading.read(write(tmp_path / "run.json", events)))
+    text = trace.page(trace.read(write(tmp_path / "run.json", events)))
     check(text)
     assert len(text) < 150_000
 
 
 @pytest.mark.parametrize("events", [STORY[:4], STORY[:6], STORY[3:4], STORY[-1:]])
 def test_a_run_in_which_little_happened_has_a_page(tmp_path, events):
-    check(pages.page(reading.read(write(tmp_path / "run.json", events))))
+    check(trace.page(trace.read(write(tmp_path / "run.json", events))))
 
 
 def test_what_a_crash_left_is_shown(tmp_path, capsys):
     path = tmp_path / "run.json"
     write(path, end=',\n{"name": "wait", "ph": "X", "ts": 50')
-    assert cli.main(["report", str(path)]) == 0
+    assert main.main(["report", str(path)]) == 0
     text = (tmp_path / "run.html").read_text()
     check(text)
     assert "The trace has no end" in text
@@ -288,15 +288,15 @@ def test_what_a_crash_left_is_shown(tmp_path, capsys):
         (b"", "not a trace"),
         (b"\x89PNG\r\n", "not a trace"),
         (b'[{"name": "x", "ph": "X"}]', "not a trace"),
-        (trace.HEAD + b', "pid": 1},\n', "nothing was recorded"),
-        (trace.HEAD + b', "pid": 1},\n[1, 2],\n{"ph": "X", "pid": 3},\n7\n', "nothing was"),
+        (trace_file.HEAD + b', "pid": 1},\n', "nothing was recorded"),
+        (trace_file.HEAD + b', "pid": 1},\n[1, 2],\n{"ph": "X", "pid": 3},\n7\n', "nothing was"),
     ],
 )
 def test_what_is_no_trace_is_told_in_a_line(tmp_path, content, says, capsys):
     path = tmp_path / "run.json"
     if content is not None:
         path.write_bytes(content)
-    assert cli.main(["report", str(path)]) == 1
+    assert main.main(["report", str(path)]) == 1
     told = capsys.readouterr()
     assert told.out == ""
     assert re.fullmatch(rf"enqueuer: {re.escape(str(path))}: {says}.*\n", told.err)
@@ -305,11 +305,11 @@ def test_what_is_no_trace_is_told_in_a_line(tmp_path, content, says, capsys):
 
 def test_the_page_does_not_take_the_place_of_the_trace(tmp_path, capsys):
     path = write(tmp_path / "run.html")
-    assert cli.main(["report", path]) == 1
+    assert main.main(["report", path]) == 1
     assert "give a name for the page with -o" in capsys.readouterr().err
-    assert cli.main(["report", path, "-o", path]) == 1
+    assert main.main(["report", path, "-o", path]) == 1
     assert "give another name for the page\n" in capsys.readouterr().err
-    assert reading.read(path).waits
+    assert trace.read(path).waits
 
 
 NOBODY = {"pid": 3, "tid": 4}
@@ -348,18 +348,16 @@ def test_an_event_that_makes_no_sense_is_left_out_and_counted(tmp_path, bad, cap
     if bad == "DEEP":
         text = (tmp_path / "run.json").read_text()
         (tmp_path / "run.json").write_text(text.replace('"DEEP"', "[" * 100_000))
-    assert reading.count(reading.read(path)) == reading.count(
-        reading.read(write(tmp_path / "good.json"))
-    )
-    assert cli.main(["report", path]) == 0
+    assert trace.count(trace.read(path)) == trace.count(trace.read(write(tmp_path / "good.json")))
+    assert main.main(["report", path]) == 0
     assert "1 event could not be read and left out" in capsys.readouterr().out.splitlines()
     assert "left out: 1." in (tmp_path / "run.html").read_text()
 
 
 def test_a_pipe_is_refused_rather_than_waited_for(tmp_path, capsys):
     os.mkfifo(tmp_path / "run.json")
-    assert cli.main(["report", str(tmp_path / "run.json")]) == 1
-    assert "an ordinary file, and no pipe" in capsys.readouterr().err
+    assert main.main(["report", str(tmp_path / "run.json")]) == 1
+    assert "an ordinary file, not a pipe" in capsys.readouterr().err
 
 
 def test_what_a_terminal_would_obey_is_escaped(tmp_path, capsys):
@@ -371,7 +369,7 @@ def test_what_a_terminal_would_obey_is_escaped(tmp_path, capsys):
         name_of(worker(2), f"worker 2 ({told})"),
     ]
     path = write(tmp_path / "run\x1b[2J.json", events)
-    assert cli.main(["report", path]) == 0
+    assert main.main(["report", path]) == 0
     out = capsys.readouterr().out
     assert out.replace("\n", "").isprintable()
     assert r"\x1b[2J\x07 \ud800 \u202e" in out
@@ -394,7 +392,7 @@ def test_a_large_trace_takes_little_memory(tmp_path):
     del events
     tracemalloc.start()
     try:
-        recording = reading.read(path)
+        recording = trace.read(path)
         most = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -404,7 +402,7 @@ def test_a_large_trace_takes_little_memory(tmp_path):
 
 def test_the_numbers_are_printed_as_json(tmp_path, capsys):
     path = write(tmp_path / "run.json", [*STORY, instant("bottleneck", 5 * S, text="Good.")])
-    assert cli.main(["report", path, "--json"]) == 0
+    assert main.main(["report", path, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["items"], told["seconds"], told["errors"]) == (4, 5, 0)
     assert (told["bottleneck"], told["is_whole"], told["left_out"]) == ("Good.", True, 0)
@@ -414,13 +412,13 @@ def test_the_numbers_are_printed_as_json(tmp_path, capsys):
 
 def test_a_page_that_cannot_be_written_is_told(tmp_path, capsys):
     path = write(tmp_path / "run.json")
-    assert cli.main(["report", path, "-o", str(tmp_path / "no" / "run.html")]) == 1
+    assert main.main(["report", path, "-o", str(tmp_path / "no" / "run.html")]) == 1
     assert "cannot be written: No such file" in capsys.readouterr().err
 
 
 def test_help_has_examples_and_exit_codes(capsys):
     with pytest.raises(SystemExit) as caught:
-        cli.main(["report", "--help"])
+        main.main(["report", "--help"])
     assert caught.value.code == 0
     told = capsys.readouterr().out
     assert "examples:\n  enqueuer report run.json" in told

@@ -3,7 +3,7 @@
 import pytest
 from helpers import METHODS, run_program
 
-OPTIONS = ["backend='thread'"] + [f"backend='process', mp_context={m!r}" for m in METHODS]
+OPTIONS = ["backend='thread'"] + [f"backend=Processes(start_method={m!r})" for m in METHODS]
 
 
 @pytest.fixture(params=OPTIONS, ids=["thread", *METHODS])
@@ -17,7 +17,7 @@ UNGUARDED = """
 
     import numpy as np
 
-    from enqueuer import GeneratorEnqueuer
+    from enqueuer import GeneratorEnqueuer, Processes
 
     print("once")
     SCALE = 10
@@ -66,7 +66,7 @@ def test_the_process_stays_as_it_was(options, tmp_path):
         import logging, multiprocessing, os, random, signal, sys, threading
         import numpy as np
         import enqueuer
-        from enqueuer import GeneratorEnqueuer
+        from enqueuer import GeneratorEnqueuer, Processes
 
         logging.basicConfig(level="INFO")
         signal.signal(signal.SIGTERM, lambda *_: None)
@@ -109,7 +109,7 @@ def test_the_process_stays_as_it_was(options, tmp_path):
         for key in before:
             assert before[key] == during[key] == after[key], key
     """
-    text = text.replace("OPTIONS_ARE_PROCESSES", str("process" in options))
+    text = text.replace("OPTIONS_ARE_PROCESSES", str("Processes" in options))
     assert run_program(tmp_path, text.replace("OPTIONS", options)) == (0, "", "")
 
 
@@ -118,15 +118,15 @@ def test_the_process_stays_as_it_was(options, tmp_path):
 def test_the_global_start_method_is_the_users(method, choice, tmp_path):
     text = f"""
         import multiprocessing
-        from enqueuer import GeneratorEnqueuer
+        from enqueuer import GeneratorEnqueuer, Processes
 
         def batches():
             yield from range(5)
 
-        with GeneratorEnqueuer(batches, backend="process", mp_context={method!r}) as running:
+        with GeneratorEnqueuer(batches, backend=Processes(start_method={method!r})) as running:
             assert list(running) == list(range(5))
         multiprocessing.set_start_method({choice!r})
-        with GeneratorEnqueuer(batches, backend="process", mp_context={method!r}) as running:
+        with GeneratorEnqueuer(batches, backend=Processes(start_method={method!r})) as running:
             assert list(running) == list(range(5))
         assert multiprocessing.get_start_method() == {choice!r}
     """
@@ -143,7 +143,7 @@ def test_strict_interpreters_have_nothing_to_say(options, options_of_python, tmp
         import warnings
         # of Python itself, about fork with the threads of numpy; see the documentation
         warnings.filterwarnings("ignore", "This process .* is multi-threaded")
-        from enqueuer import GeneratorEnqueuer
+        from enqueuer import GeneratorEnqueuer, Processes
 
         def batches():
             yield from range(5)
@@ -165,7 +165,7 @@ def test_closed_standard_streams_do_no_harm(options, closed, tmp_path):
         import os
         for fd in {closed}:
             os.close(fd)
-        from enqueuer import GeneratorEnqueuer
+        from enqueuer import GeneratorEnqueuer, Processes
 
         def batches():
             yield from range(5)
@@ -180,7 +180,7 @@ def test_closed_standard_streams_do_no_harm(options, closed, tmp_path):
 SPAWNED = """
     import multiprocessing
 
-    from enqueuer import GeneratorEnqueuer
+    from enqueuer import GeneratorEnqueuer, Processes
 
     def doubled(number):
         return 2 * number
@@ -194,7 +194,7 @@ SPAWNED = """
 
     if __name__ == "__main__":
         for method in METHODS:
-            options = {"backend": "process", "mp_context": method}
+            options = {"backend": Processes(start_method=method)}
             spawn = multiprocessing.get_context("spawn")
             process = spawn.Process(target=child, args=(options,))
             process.start()

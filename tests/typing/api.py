@@ -4,10 +4,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from enqueuer import (
+    Auto,
     Buffer,
     GeneratorEnqueuer,
     Headroom,
     OrderedEnqueuer,
+    Processes,
+    Ray,
     Shard,
     Task,
     headroom,
@@ -36,11 +39,12 @@ def sum_of(enqueuer: GeneratorEnqueuer[int]) -> int:
     return total
 
 
-sum_of(GeneratorEnqueuer(numbers, workers="auto", max_workers=4))
+sum_of(GeneratorEnqueuer(numbers, workers=Auto(most=4)))
 sum_of(GeneratorEnqueuer(numbers, workers=2, backend="process", random_seed=7))
 sum_of(
     GeneratorEnqueuer(
-        numbers, backend="ray", address="auto", ray_options={"num_gpus": 0.5}, writable=True
+        numbers,
+        backend=Ray(address="auto", actor_options={"num_gpus": 0.5}, copy_arrays=True),
     )
 )
 first: str = next(GeneratorEnqueuer(words).get())
@@ -58,6 +62,17 @@ for word in prefetch(words, ordered=False, trace="run.json"):
     print(word.upper())
 for length in imap(len, ["one", "three"], workers=2, backend="process"):
     print(length + 1)
+forked = Processes(start_method="fork", threads=1, forward_logs="multiprocessing-logging")
+for number in prefetch(numbers, 4, shards=8, workers="auto", backend=forked, timeout=1.5):
+    print(number + 1)
+for length in imap(len, ["one"], workers=Auto(), backend=Ray(address="auto"), on_error="skip"):
+    print(length + 1)
+# An option that does not exist, or has another type, is found before the program runs.
+prefetch(words, worker=4)  # type: ignore[call-arg]
+imap(len, ["one"], backend="fork")  # type: ignore[arg-type]
+GeneratorEnqueuer(numbers, mp_context="fork")  # type: ignore[call-arg]
+OrderedEnqueuer(range(10), ordered="no")  # type: ignore[arg-type]
+Processes(start_methods="fork")  # type: ignore[call-arg]
 
 
 async def async_sum_of(enqueuer: GeneratorEnqueuer[int]) -> int:
@@ -73,6 +88,6 @@ buffer.put(1, timeout=0.5)
 taken: int = buffer.get()
 share: list[str] = list(Shard(0, 2, 0, 7).split(["a", "b"]))
 results: list[Headroom] = []
-for word in headroom(GeneratorEnqueuer(words), keep=4, tell=results.append):
+for word in headroom(GeneratorEnqueuer(words), keep=4, report=results.append):
     print(word.upper())
 could_reach: float = results[0].could_reach

@@ -6,9 +6,10 @@ import math
 
 import pytest
 
-from enqueuer import autoscaler
-from enqueuer.autoscaler import Autoscaler
-from enqueuer.stats import Stats, WorkerStats
+from enqueuer.monitoring import autoscaler
+from enqueuer.monitoring.autoscaler import Autoscaler
+from enqueuer.monitoring.stats import Stats
+from enqueuer.monitoring.worker_stats import WorkerStats
 
 ALL_TIMES = dict(starting_s=0.0, sending_s=0.0, idle_s=0.0, rss_bytes=None)
 
@@ -143,12 +144,12 @@ def test_where_the_cpu_time_is_not_known_there_are_no_more_workers_than_cpus():
 def test_waiting_for_a_cpu_is_computing_too():
     """As on a machine where others compute, too."""
     one = load(1.0, 0.001, cpu_share=0.4, cpus=2)
-    one.stats = lambda stats=one.stats: _starved(stats())
+    one.stats = lambda stats=one.stats: _waiting_for_cpus(stats())
     assert one.run(200)[-1] == 2
 
 
-def _starved(stats):
-    workers = [dataclasses.replace(w, starved_s=w.making_s / 2) for w in stats.workers]
+def _waiting_for_cpus(stats):
+    workers = [dataclasses.replace(w, cpu_wait_s=w.making_s / 2) for w in stats.workers]
     return dataclasses.replace(stats, workers=tuple(workers))
 
 

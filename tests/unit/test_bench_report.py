@@ -5,12 +5,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from enqueuer.bench import Measured, Report, ladder, longest_s
-from enqueuer.chart import svg
+from enqueuer.tools.bench import Measurement, Report, ladder, longest_s
+from enqueuer.tools.bench.chart import draw
 
 
 def one(backend, workers, rate, **more):
-    return Measured(backend, workers, max(10, 2 * workers), batches=rate, seconds=1.0, **more)
+    return Measurement(backend, workers, max(10, 2 * workers), batches=rate, seconds=1.0, **more)
 
 
 PLAIN = one("none", 0, 100)
@@ -36,7 +36,7 @@ def test_threads_are_preferred_to_as_many_processes():
 
 
 def test_what_failed_is_no_choice():
-    failed = Measured("process", 1, 10, failed="ItemNotPicklable: a lock")
+    failed = Measurement("process", 1, 10, failed="ItemNotPicklable: a lock")
     assert report(failed).best is None
     assert report(failed).line is None
     assert "1 process: ItemNotPicklable: a lock" in str(report(failed))
@@ -75,11 +75,11 @@ def test_a_generator_that_is_not_split_is_told():
 
 
 @pytest.mark.parametrize(
-    ("cpus_used", "starved_share", "is_told"),
+    ("cpus_used", "cpu_wait_share", "is_told"),
     [(0.5, 0.6, True), (1.9, 0.6, False), (0.5, 0.1, False), (None, None, False)],
 )
-def test_cpus_that_others_take_are_told(cpus_used, starved_share, is_told):
-    found = report(one("thread", 1, 90, cpus_used=cpus_used, starved_share=starved_share))
+def test_cpus_that_others_take_are_told(cpus_used, cpu_wait_share, is_told):
+    found = report(one("thread", 1, 90, cpus_used=cpus_used, cpu_wait_share=cpu_wait_share))
     assert ("Other programs kept the CPUs busy" in str(found)) is is_told
 
 
@@ -114,7 +114,7 @@ def test_an_interrupted_report_can_be_shown():
     ids=len,
 )
 def test_the_picture_has_a_point_for_each_setting(measured):
-    picture = ElementTree.fromstring(svg(report(*measured, name="a<b")))
+    picture = ElementTree.fromstring(draw(report(*measured, name="a<b")))
     points = [node for node in picture.iter() if node.get("r") == "4"]
     assert len(points) == len(measured)
     assert all(0 < float(point.get("cy")) < 400 for point in points)

@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+import tempfile
 import threading
 
 import numpy as np
@@ -12,8 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from enqueuer import BlockMemoryError
-from enqueuer.transport import blocks
-from enqueuer.transport.blocks import BlockMap, BlockPool
+from enqueuer.transport import block_map, block_pool
+from enqueuer.transport.block_map import BlockMap
+from enqueuer.transport.block_pool import BlockPool
+from enqueuer.transport.mapping import mapping_at
 
 
 class Transfer:
@@ -35,7 +38,7 @@ class Transfer:
         self.pool.sent(block)
         view = self.map.lease(block.number)[: array.nbytes]
         received = np.frombuffer(view, array.dtype)
-        self.map.in_hand.clear()  # the frame counts as read
+        self.map.current.clear()  # the frame counts as read
         return block.number, received
 
     def release(self):
@@ -119,7 +122,7 @@ def test_a_block_that_nobody_needs_any_more_is_given_back(monkeypatch):
         assert block is many[-1]  # the one whose memory is still in the cache
         pool.reclaim([block.number])
     assert pool.dropped() == []
-    monkeypatch.setattr(blocks, "_IDLE_S", 0.0)
+    monkeypatch.setattr(block_pool, "_IDLE_S", 0.0)
     assert sent(pool, 5000) is many[-1]
     assert sorted(pool.dropped()) == [block.number for block in many[:-1]]
     pool.close()
@@ -138,7 +141,7 @@ def test_a_block_is_found_while_other_threads_add_some():
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        block = blocks.mapping_at(array.__array_interface__["data"][0])
+        block = mapping_at(array.__array_interface__["data"][0])
     finally:
         sys.settrace(before)
     assert block is not None
@@ -164,10 +167,10 @@ def test_a_block_is_found_among_many_in_few_steps():
     transfer = Transfer()
     arrays = [transfer.send(np.full(1000, n))[1] for n in range(60)]  # more would be copied
     addresses = [array.__array_interface__["data"][0] for array in arrays]
-    found = [blocks.mapping_at(address + 100) for address in addresses]
+    found = [mapping_at(address + 100) for address in addresses]
     assert [block.address for block in found] == addresses
     Address.count = 0
-    assert blocks.mapping_at(Address(addresses[30])) is found[30]
+    assert mapping_at(Address(addresses[30])) is found[30]
     assert Address.count <= 8  # 6 halve 60
     transfer.pool.close()
 
@@ -176,12 +179,12 @@ def test_a_block_that_is_gone_is_not_found():
     transfer = Transfer()
     number, array = transfer.send(np.ones(1000))
     address = array.__array_interface__["data"][0]
-    assert blocks.mapping_at(address) is not None
-    assert blocks.mapping_at(address - 1) is None
+    assert mapping_at(address) is not None
+    assert mapping_at(address - 1) is None
     transfer.map.drop(number)
     del array
     gc.collect()
-    assert blocks.mapping_at(address) is None
+    assert mapping_at(address) is None
     transfer.pool.close()
 
 
@@ -189,13 +192,15 @@ def test_a_want_of_memory_has_a_name(monkeypatch):
     def full(size):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(blocks, "open_nameless", full)
-    with pytest.raises(BlockMemoryError, match=r"no shared memory of 1.0 MB .* No space left"):
+    monkeypatch.setattr(block_pool, "open_nameless", full)
+    with pytest.raises(
+        BlockMemoryError, match=r"could not allocate 1.0 MB of shared memory .* No space left"
+    ):
         BlockPool(1).take(1_000_000)
 
 
 def test_who_keeps_many_gets_copies(monkeypatch):
-    monkeypatch.setattr(blocks, "_MOST_LEASED", 2)
+    monkeypatch.setattr(block_map, "_MOST_LEASED", 2)
     transfer = Transfer()
     arrays = [transfer.send(np.full(1000, n))[1] for n in range(6)]
     assert [int(array[0]) for array in arrays] == list(range(6))
@@ -204,7 +209,7 @@ def test_who_keeps_many_gets_copies(monkeypatch):
 
 def test_without_memfd_an_unlinked_file_serves(monkeypatch, tmp_path):
     monkeypatch.delattr(os, "memfd_create", raising=False)
-    monkeypatch.setattr(blocks.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     transfer = Transfer()
     _, array = transfer.send(np.arange(1000))
     assert (array == np.arange(1000)).all()

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enqueuer.bottleneck import Evidence, Work, find_bottleneck
+from enqueuer.monitoring.bottleneck import find_bottleneck
+from enqueuer.monitoring.evidence import Evidence, Work
 
 
-def worker(making=1.0, sending=0.0, waiting=9.0, items=100, cpu=0.0, starved=0.0, **more):
+def worker(making=1.0, sending=0.0, waiting=9.0, items=100, cpu=0.0, cpu_wait=0.0, **more):
     """Return what a worker did in ten seconds."""
     facts = dict(name="worker 0", bytes=100 * items, waited_for_s=0.0, runs_shards=True)
     return Work(
@@ -20,7 +21,7 @@ def worker(making=1.0, sending=0.0, waiting=9.0, items=100, cpu=0.0, starved=0.0
         waiting_s=waiting,
         items=items,
         cpu_s=cpu,
-        starved_s=starved,
+        cpu_wait_s=cpu_wait,
     )
 
 
@@ -98,16 +99,16 @@ def test_threads_that_share_one_cpu_should_be_processes():
 
 
 def test_threads_that_share_one_cpu_with_other_programs_should_be_processes_too():
-    threads = [worker(making=10.0, waiting=0.0, cpu=2.4, starved=2.4) for _ in range(2)]
+    threads = [worker(making=10.0, waiting=0.0, cpu=2.4, cpu_wait=2.4) for _ in range(2)]
     bottleneck = find_bottleneck(evidence(*threads, in_threads=True))
     assert bottleneck.kind == "source"
     assert "backend='process'" in bottleneck.advice
 
 
-def files(threads, *, cpu, starved=0.0, switches, wall_s=10.0, **more):
+def files(threads, *, cpu, cpu_wait=0.0, switches, wall_s=10.0, **more):
     """Return what threads did in ten seconds that read files, and compute a little for each."""
     one = worker(
-        making=wall_s, waiting=10 - wall_s, cpu=cpu, starved=starved, switches=switches, **more
+        making=wall_s, waiting=10 - wall_s, cpu=cpu, cpu_wait=cpu_wait, switches=switches, **more
     )
     return evidence(*[one] * threads, waiting=9.9, working=0.1, in_threads=True, cpus=2)
 
@@ -117,14 +118,14 @@ def files(threads, *, cpu, starved=0.0, switches, wall_s=10.0, **more):
     [
         # As measured: they wait 35 ms a file and compute 3 ms.
         pytest.param(files(8, cpu=0.73, switches=590), id="idle-machine"),
-        pytest.param(files(8, cpu=0.65, starved=0.98, switches=710), id="busy-machine"),
-        pytest.param(files(16, cpu=0.44, starved=0.46, switches=982, wall_s=8.2), id="more"),
+        pytest.param(files(8, cpu=0.65, cpu_wait=0.98, switches=710), id="busy-machine"),
+        pytest.param(files(16, cpu=0.44, cpu_wait=0.46, switches=982, wall_s=8.2), id="more"),
     ],
 )
 def test_threads_that_wait_for_files_are_told_to_be_more(found):
     bottleneck = find_bottleneck(found)
     assert bottleneck.kind == "source"
-    assert "each worker more" in bottleneck.advice
+    assert "more workers than the" in bottleneck.advice
     assert "process" not in bottleneck.advice
 
 
@@ -133,8 +134,8 @@ def test_threads_that_wait_for_files_are_told_to_be_more(found):
     [
         pytest.param(files(32, cpu=0.27, switches=840, wall_s=7.3), id="they-wait-too"),
         pytest.param(files(4, cpu=2.4, switches=900), id="idle-machine"),
-        pytest.param(files(8, cpu=0.6, starved=0.6, switches=1900), id="busy-machine"),
-        pytest.param(files(2, cpu=2.4, starved=2.4, switches=None), id="switches-unknown"),
+        pytest.param(files(8, cpu=0.6, cpu_wait=0.6, switches=1900), id="busy-machine"),
+        pytest.param(files(2, cpu=2.4, cpu_wait=2.4, switches=None), id="switches-unknown"),
         pytest.param(files(1, cpu=9.8, switches=0), id="one"),
     ],
 )
@@ -183,7 +184,7 @@ def test_batches_that_cost_nothing_gain_nothing():
 def test_no_share_is_more_than_all(measured, waiting, working, in_threads, cpus):
     """Whatever was measured: the system's clocks go by other phases than ours."""
     workers = [
-        worker(making=m, sending=s, waiting=w, cpu=c, starved=x, switches=n)
+        worker(making=m, sending=s, waiting=w, cpu=c, cpu_wait=x, switches=n)
         for m, s, w, c, x, n in measured
     ]
     bottleneck = find_bottleneck(
@@ -242,8 +243,8 @@ def test_all_cpus_busy_bind():
 
 
 def test_workers_that_do_not_get_a_cpu_are_bound_by_them():
-    starved = [worker(making=10.0, waiting=0.0, cpu=5.0, starved=4.9) for _ in range(2)]
-    assert find_bottleneck(evidence(*starved)).kind == "cpus"
+    cpu_wait = [worker(making=10.0, waiting=0.0, cpu=5.0, cpu_wait=4.9) for _ in range(2)]
+    assert find_bottleneck(evidence(*cpu_wait)).kind == "cpus"
 
 
 def test_a_worker_that_all_wait_for_is_a_slow_shard():

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from enqueuer import ItemNotPicklable, WorkerError
-from enqueuer.transport import codec
-from enqueuer.transport.blocks import OUT_OF_BAND_BYTES
+from enqueuer.common.sizes import OUT_OF_BAND_BYTES
+from enqueuer.transport import error_codec, item_codec
 
 Pair = collections.namedtuple("Pair", "a b")
 
@@ -27,8 +27,8 @@ class Batch:
 
 
 def there_and_back(value):
-    data, buffers = codec.Encoder().encode(value)
-    return codec.decode(
+    data, buffers = item_codec.Encoder().encode(value)
+    return item_codec.decode(
         data, [memoryview(bytearray(np.asarray(view).tobytes())) for view in buffers]
     )
 
@@ -75,18 +75,18 @@ def test_masked_and_read_only_arrays_stay_so():
 
 def test_large_buffers_are_beside_the_pickle_and_not_copied():
     array = np.arange(100_000)
-    data, buffers = codec.Encoder().encode({"x": array, "y": 1})
+    data, buffers = item_codec.Encoder().encode({"x": array, "y": 1})
     assert len(data) < 1000
     (view,) = buffers
     assert np.shares_memory(np.frombuffer(view, array.dtype), array)
-    copy = codec.decode(data, [view])
+    copy = item_codec.decode(data, [view])
     assert np.shares_memory(copy["x"], array)
 
 
 def test_buffers_beyond_a_number_go_into_the_pickle():
     arrays = [np.full(OUT_OF_BAND_BYTES, n % 256, np.uint8) for n in range(1030)]
-    _, buffers = codec.Encoder().encode(arrays)
-    assert len(buffers) == codec._MOST_BUFFERS
+    _, buffers = item_codec.Encoder().encode(arrays)
+    assert len(buffers) == item_codec._MOST_BUFFERS
     assert all((a == b).all() for a, b in zip(there_and_back(arrays), arrays, strict=True))
 
 
@@ -134,14 +134,14 @@ def test_a_local_class_comes_back_as_itself():
 )
 def test_the_part_that_cannot_be_pickled_is_named(value, says):
     with pytest.raises(ItemNotPicklable, match=says):
-        codec.Encoder().encode(value)
+        item_codec.Encoder().encode(value)
 
 
 def test_the_culprit_is_found_in_a_nest_that_contains_itself():
     nest = []
     nest += [nest, threading.Lock()]
     with pytest.raises(ItemNotPicklable, match=r"item\[1\] is a _thread.lock"):
-        codec.Encoder().encode(nest)
+        item_codec.Encoder().encode(nest)
 
 
 def test_a_nest_that_is_too_deep_is_refused_as_an_item():
@@ -149,7 +149,7 @@ def test_a_nest_that_is_too_deep_is_refused_as_an_item():
     for _ in range(100_000):
         nest = [nest]
     with pytest.raises(ItemNotPicklable, match="recursion"):
-        codec.Encoder().encode(nest)
+        item_codec.Encoder().encode(nest)
     while nest:  # at once it would be too deep for Python 3.10, too
         nest = nest.pop()
 
@@ -168,7 +168,7 @@ def caught(act):
 def sent(act):
     """Return what `act` raises, and what arrives of it."""
     error = caught(act)
-    return error, codec.decode_error(codec.encode_error(error))
+    return error, error_codec.decode_error(error_codec.encode_error(error))
 
 
 def raises(error):
@@ -258,7 +258,7 @@ def test_frames_survive():
 def test_a_long_traceback_loses_its_middle():
     _, copy = sent(helpers.recurse)
     assert type(copy) is RecursionError
-    assert len(traceback.extract_tb(copy.__traceback__)) <= codec._MOST_FRAMES
+    assert len(traceback.extract_tb(copy.__traceback__)) <= error_codec._MOST_FRAMES
 
 
 def test_cause_context_and_notes_survive():
@@ -266,7 +266,7 @@ def test_cause_context_and_notes_survive():
     assert type(copy.__cause__) is KeyError
     assert copy.__cause__ is copy.__context__ or copy.__suppress_context__
     error.__notes__ = ["a note"]
-    assert codec.decode_error(codec.encode_error(error)).__notes__ == ["a note"]
+    assert error_codec.decode_error(error_codec.encode_error(error)).__notes__ == ["a note"]
 
 
 @pytest.mark.skipif(not hasattr(builtins, "ExceptionGroup"), reason="Python 3.10 has no groups")
@@ -337,7 +337,7 @@ def test_an_error_survives_a_long_chain_of_causes():
         following = ValueError(number)
         following.__context__ = error
         error = following
-    copy = codec.decode_error(codec.encode_error(error))
+    copy = error_codec.decode_error(error_codec.encode_error(error))
     assert (type(copy), copy.args) == (ValueError, (2999,))
     # as itself or, where the recursion limit is too low for that, as text
     assert type(copy.__context__) in (ValueError, WorkerError)
@@ -352,7 +352,7 @@ def test_nothing_is_registered_for_all_exceptions():
 
 def test_an_error_that_cannot_be_rebuilt_here_arrives_as_text():
     data = pickle.dumps((b"not a pickle", "ValueError: x", "Traceback ..."))
-    copy = codec.decode_error(data)
+    copy = error_codec.decode_error(data)
     assert type(copy) is WorkerError
     assert "ValueError: x" in str(copy)
     assert "Traceback ..." in str(copy)

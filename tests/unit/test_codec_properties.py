@@ -11,13 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from enqueuer.merging import AsTheyCome
-from enqueuer.transport import codec
-from enqueuer.transport.channel import Credit
+from enqueuer.backends.order import AsTheyCome
+from enqueuer.common.descriptors import Descriptor
+from enqueuer.transport import item_codec
 from enqueuer.transport.item_receiver import ItemReceiver
-from enqueuer.transport.item_sender import ItemSender, send_ready
-from enqueuer.transport.packets import Descriptor, Packets, pair
+from enqueuer.transport.item_sender import ItemSender
+from enqueuer.transport.packets import Packets, pair
+from enqueuer.transport.protocol import Credit
 from enqueuer.transport.ring import Ring, open_ring
+from enqueuer.transport.sender_control import send_ready
 
 Pair = namedtuple("Pair", "a b")
 
@@ -147,7 +149,7 @@ def same_arrays(got, sent):
     return got.tobytes() == sent.tobytes()
 
 
-ENCODER = codec.Encoder()  # one for all, as a worker has it
+ENCODER = item_codec.Encoder()  # one for all, as a worker has it
 
 
 @given(NESTS)
@@ -155,7 +157,7 @@ ENCODER = codec.Encoder()  # one for all, as a worker has it
 def test_any_nest_is_the_same_after_the_codec(value):
     data, buffers = ENCODER.encode(value)
     copies = [memoryview(bytearray(np.asarray(buffer).tobytes())) for buffer in buffers]
-    assert same(codec.decode(data, copies), value)
+    assert same(item_codec.decode(data, copies), value)
 
 
 class Channel:

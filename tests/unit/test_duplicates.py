@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from enqueuer.duplicates import FirstItems, digest
+from enqueuer.monitoring.duplicates import FirstItems, digest
 
 LARGE = np.random.default_rng(7).integers(0, 255, (64, 64, 64, 3), np.uint8)
 

@@ -10,8 +10,8 @@ import pytest
 from helpers import LIMIT, run_program
 from strikes import Alarm, Strike
 
-from enqueuer import finalizers
-from enqueuer.finalizers import Finalizer
+from enqueuer.common import finalizers
+from enqueuer.common.finalizers import Finalizer
 
 
 class Owner:
@@ -149,7 +149,7 @@ def test_a_forked_child_leaves_to_its_parent_what_was_missed():
 
 def test_functions_are_called_at_exit_the_newest_first(tmp_path):
     text = """
-        from enqueuer.finalizers import Finalizer
+        from enqueuer.common.finalizers import Finalizer
 
         class Owner:
             pass

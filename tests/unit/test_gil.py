@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from enqueuer.gil import Probe
+from enqueuer.monitoring.gil import Probe
 
 SECONDS = 0.4
 

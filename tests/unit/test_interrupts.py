@@ -9,7 +9,7 @@ import warnings
 import pytest
 from strikes import Alarm, Strike
 
-from enqueuer import interrupts
+from enqueuer.common import interrupts
 
 
 class Interrupt(Exception):

@@ -10,7 +10,14 @@ import threading
 import pytest
 
 from enqueuer import StartError
-from enqueuer.logs import Forwarder, Levels, deliver, forward, multiprocessing_logging, portable
+from enqueuer.workers.logs import (
+    Forwarder,
+    Levels,
+    deliver,
+    forward,
+    multiprocessing_logging,
+    portable,
+)
 
 NAME = "tests.unit.logs"
 log = logging.getLogger(NAME)

@@ -5,8 +5,8 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enqueuer.merging import ANY, AsTheyCome, RoundRobin
-from enqueuer.messages import Item, Start
+from enqueuer.backends.order import ANY, AsTheyCome, RoundRobin
+from enqueuer.workers.messages import Item, Start
 
 
 def fresh(shards):

@@ -1,11 +1,12 @@
-"""Meters: where time goes, how waits are sorted, when the fill is looked at."""
+"""Meters: where time goes, how waits are sorted, when the depth of the queue is sampled."""
 
 import itertools
 
 import pytest
 
-from enqueuer import meters
-from enqueuer.meters import BEGAN, IDLE, WAITING, LoopMeter, Meter, bucket_of, top_of
+from enqueuer.monitoring import loop_meter, meters
+from enqueuer.monitoring.loop_meter import LoopMeter, bucket_of, top_of
+from enqueuer.monitoring.meters import BEGAN, IDLE, WAITING, Meter
 
 
 @pytest.fixture
@@ -13,6 +14,7 @@ def clock(monkeypatch):
     """Stand for the clock: a list with the time in it."""
     now = [1_000_000_000]
     monkeypatch.setattr(meters, "clock", lambda: now[0])
+    monkeypatch.setattr(loop_meter, "clock", lambda: now[0])
     return now
 
 

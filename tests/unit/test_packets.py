@@ -7,7 +7,8 @@ import threading
 import pytest
 from helpers import LIMIT, wait_until
 
-from enqueuer.transport.packets import Packets, close_in_children, pair
+from enqueuer.common.descriptors import close_in_children
+from enqueuer.transport.packets import Packets, pair
 
 
 @pytest.fixture(params=["seqpacket", "stream"])

@@ -5,9 +5,9 @@ import types
 
 import pytest
 
-from enqueuer.backends import WorkerState
-from enqueuer.backends.ray import Actor, RayBackend
-from enqueuer.backends.ray_worker import Credit
+from enqueuer.backends.pool import WorkerState
+from enqueuer.backends.ray.handle import Actor
+from enqueuer.backends.ray.pool import RayPool
 
 
 class ActorDiedError(Exception):
@@ -20,13 +20,13 @@ class ActorUnavailableError(Exception):
 
 def lost(error, state):
     """Return an actor that was in this state when its stream raised."""
-    backend = object.__new__(RayBackend)
-    backend._session = types.SimpleNamespace(check=lambda: None, ray=None)
-    backend._lock = threading.RLock()
-    backend._news = threading.Condition(backend._lock)
-    actor = Actor(0, None, None, (0,), Credit(1, None, 0))
+    pool = object.__new__(RayPool)
+    pool._session = types.SimpleNamespace(check=lambda: None, ray=None, reason_of=str)
+    pool._lock = threading.RLock()
+    pool._news = threading.Condition(pool._lock)
+    actor = Actor(0, (0,), *[None] * 5)
     actor.state = state
-    backend._lose(actor, error)
+    pool._lose(actor, error)
     assert actor.state is WorkerState.DEAD
     return actor
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from helpers import LIMIT
 
-from enqueuer.backends.ray_worker import Credit, Ended, Outbox, Sent
-from enqueuer.transport.codec import decode
+from enqueuer.backends.ray.outbox import Credit, Ended, Outbox, Sent
+from enqueuer.transport.item_codec import decode
 
 
 class Stream:

@@ -8,8 +8,9 @@ import types
 import pytest
 from helpers import LIMIT
 
-from enqueuer.backends import Cluster, ray_session
-from enqueuer.backends.ray_session import Gone, Session
+from enqueuer.backends.job import RayOptions
+from enqueuer.backends.ray import session as ray_session
+from enqueuer.backends.ray.session import Gone, Session
 from enqueuer.errors import StartError
 
 
@@ -65,7 +66,7 @@ def ray(monkeypatch):
 
 
 def joined(address=None):
-    session = Session(Cluster(address))
+    session = Session(RayOptions(address))
     session.join()
     return session
 
@@ -175,7 +176,7 @@ def test_one_that_is_collected_while_another_joins_does_not_wait_for_it(ray):
 
 
 def test_what_belongs_to_a_ray_that_was_shut_down_is_gone_though_there_is_another_one(ray):
-    session = Session(Cluster())
+    session = Session(RayOptions())
     session.join()
     session.check()
     ray.shutdown()
@@ -187,7 +188,7 @@ def test_what_belongs_to_a_ray_that_was_shut_down_is_gone_though_there_is_anothe
 def test_who_asks_while_another_thread_shuts_ray_down_is_kept_until_that_is_over(ray):
     connection = types.SimpleNamespace(core_worker=object())
     ray._private = types.SimpleNamespace(worker=types.SimpleNamespace(global_worker=connection))
-    session = Session(Cluster())
+    session = Session(RayOptions())
     session.join()
     asked, told = threading.Event(), threading.Event()
 
@@ -211,7 +212,7 @@ def test_a_shutdown_that_was_broken_off_keeps_whoever_asks_only_once(ray, monkey
     monkeypatch.setattr(ray_session, "_SHUTDOWN_S", 0.01)
     connection = types.SimpleNamespace(core_worker=object())
     ray._private = types.SimpleNamespace(worker=types.SimpleNamespace(global_worker=connection))
-    session = Session(Cluster())
+    session = Session(RayOptions())
     session.join()
     ray.shutdown()
     with pytest.raises(Gone):
@@ -256,7 +257,7 @@ def test_a_cluster_without_a_node_has_nothing():
 
 
 def test_a_ray_that_is_gone_lacks_nothing(ray):
-    session = Session(Cluster(options={"num_gpus": 1}))
+    session = Session(RayOptions(options={"num_gpus": 1}))
     session.join()
     ray.nodes = list
     assert session.missing() == "GPU 1"

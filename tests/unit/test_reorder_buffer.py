@@ -1,8 +1,8 @@
 """Results between their arrival and their turn."""
 
-from enqueuer.backends.reorder_buffer import Look, ReorderBuffer
-from enqueuer.merging import TaskOrder
-from enqueuer.messages import Empty, Failure, Item, Start, Ticket
+from enqueuer.backends.order import TaskOrder
+from enqueuer.backends.reorder_buffer import Next, ReorderBuffer
+from enqueuer.workers.messages import Empty, Failure, Item, Start, Ticket
 
 
 def buffer_of(count, ordered=True, measure=False):
@@ -21,9 +21,9 @@ def test_results_come_by_their_numbers():
     buffer, order = buffer_of(4)
     for number in (2, 0, 1):
         buffer.put(Item(0, number, "x"))
-    assert buffer.look(order) is Look.ITEM
+    assert buffer.peek(order) is Next.ITEM
     assert taken(buffer, order) == [0, 1, 2]
-    assert buffer.look(order) is Look.NOTHING
+    assert buffer.peek(order) is Next.NOTHING
     assert buffer.undone() == list(buffer.tickets) == [3]
 
 
@@ -43,9 +43,9 @@ def test_a_task_without_a_result_is_passed_over():
     buffer, order = buffer_of(3)
     for message in (Empty(0), Item(0, 1, "x"), Empty(2)):
         buffer.put(message)
-    assert buffer.look(order) is Look.ITEM
+    assert buffer.peek(order) is Next.ITEM
     assert taken(buffer, order) == [1]
-    assert buffer.look(order) is Look.ROOM
+    assert buffer.peek(order) is Next.ROOM
     assert order.done
 
 
@@ -55,10 +55,10 @@ def test_skipped_errors_come_once_each_and_before_the_result():
     for message in (first, second, Item(0, 0, "rest"), Item(0, 1, "next")):
         buffer.put(message)
     for error in (first, second):
-        assert buffer.look(order) == buffer.look(order) == error
+        assert buffer.peek(order) == buffer.peek(order) == error
         assert taken(buffer, order) == []
         buffer.pass_over()
-    assert buffer.look(order) is Look.ITEM
+    assert buffer.peek(order) is Next.ITEM
     assert taken(buffer, order) == [0, 1]
 
 
@@ -69,9 +69,9 @@ def test_a_task_that_is_done_again_tells_its_errors_again_and_once():
     again = Failure(0, 0, KeyError(1), skipped=True)
     for message in (again, Empty(0)):
         buffer.put(message)
-    assert buffer.look(order) == again
+    assert buffer.peek(order) == again
     buffer.pass_over()
-    assert buffer.look(order) is Look.ROOM
+    assert buffer.peek(order) is Next.ROOM
     assert order.done
 
 
@@ -79,10 +79,10 @@ def test_a_failure_waits_for_its_turn_and_stays():
     buffer, order = buffer_of(2)
     failure = Failure(0, 1, KeyError())
     buffer.put(failure)
-    assert buffer.look(order) is Look.NOTHING
+    assert buffer.peek(order) is Next.NOTHING
     buffer.put(Item(0, 0, "x"))
     assert taken(buffer, order) == [0]
-    assert buffer.look(order) == buffer.look(order) == Failure(1, 1, failure.error)
+    assert buffer.peek(order) == buffer.peek(order) == Failure(1, 1, failure.error)
 
 
 def test_the_largest_result_is_known_if_they_are_measured():
@@ -98,4 +98,4 @@ def test_an_error_is_told_by_the_index_of_its_element():
     buffer.tickets[0] = Ticket(0, 0, (40, 41, 42))
     error = KeyError()
     buffer.put(Failure(2, 0, error))
-    assert buffer.look(order) == Failure(42, 0, error)
+    assert buffer.peek(order) == Failure(42, 0, error)

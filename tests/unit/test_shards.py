@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from enqueuer import Shard, Task
-from enqueuer.shards import GlobalStreams, fresh_seed, listen_to
+from enqueuer.workers.seeding import GlobalStreams
+from enqueuer.workers.shards import fresh_seed, listen_to
 
 
 def shards(count, epoch=0):

@@ -5,7 +5,7 @@ import functools
 import pytest
 
 from enqueuer import Shard
-from enqueuer.sources import FunctionSource, LiveSource, as_source
+from enqueuer.workers.sources import FunctionSource, LiveSource, as_source
 
 SHARD = Shard(1, 2, 0, 7)
 

@@ -1,16 +1,14 @@
 """What faulthandler writes, read in pieces; what is made of it."""
 
 import faulthandler
-import os
 import tempfile
 import threading
 
 import pytest
 
-from enqueuer import stalls
-from enqueuer.merging import AsTheyCome, RoundRobin, TaskOrder
-from enqueuer.messages import Start, Ticket
-from enqueuer.stalls import (
+from enqueuer.backends import stall
+from enqueuer.backends.order import AsTheyCome, RoundRobin, TaskOrder
+from enqueuer.backends.stall import (
     Wait,
     WaitLimits,
     WaitSnapshot,
@@ -20,8 +18,10 @@ from enqueuer.stalls import (
     parse,
     report,
 )
+from enqueuer.workers import loop
+from enqueuer.workers.messages import Start, Ticket
 
-WORKER = os.path.join(os.path.dirname(stalls.__file__), "worker.py")
+WORKER = loop.__file__
 ANSWER = f"""
 Stack (most recent call first):
   File "/data/train.py", line 12 in load
@@ -87,7 +87,7 @@ def test_a_thread_that_has_ended_has_no_stack():
     thread = threading.Thread(target=int)
     thread.start()
     thread.join()
-    assert stalls.stacks_of_threads([thread]) == [None]
+    assert stall.stacks_of_threads([thread]) == [None]
 
 
 @pytest.mark.parametrize(
@@ -101,6 +101,6 @@ def test_a_thread_that_has_ended_has_no_stack():
     ],
 )
 def test_a_wait_is_cut_at_the_first_limit(monkeypatch, warn_s, most_s, waited_s, next_s):
-    monkeypatch.setattr(stalls.time, "monotonic", lambda: 1000.0)
+    monkeypatch.setattr(stall.time, "monotonic", lambda: 1000.0)
     until = Wait(WaitLimits(warn_s, most_s), waited_s).until
     assert until == (None if next_s is None else 1000.0 + next_s)

@@ -6,12 +6,13 @@ import sys
 
 import pytest
 
-from enqueuer import trace, tracing
+from enqueuer.backends import timeline
+from enqueuer.monitoring import trace_file
 
 
 @pytest.fixture
 def place(tmp_path):
-    return trace.begin(str(tmp_path / "run.json"), run=0, last=None)
+    return trace_file.begin(str(tmp_path / "run.json"), run=0, last=None)
 
 
 def events(place):
@@ -24,7 +25,7 @@ def line(number):
 
 
 def test_what_several_write_is_one_list(place):
-    writers = [trace.Lines(place) for _ in range(3)]
+    writers = [trace_file.Lines(place) for _ in range(3)]
     for number in range(300):
         writers[number % 3].add(line(number), now=number)
         if number % 7 == 0:
@@ -39,18 +40,18 @@ def test_what_several_write_is_one_list(place):
 
 
 def test_what_comes_half_a_second_later_is_written_at_once(place):
-    writer = trace.Lines(place)
+    writer = trace_file.Lines(place)
     writer.add(line(0), now=0)
     begun = os.path.getsize(place.path)
-    writer.add(line(1), now=trace.FLUSH_NS)
+    writer.add(line(1), now=trace_file.FLUSH_NS)
     assert os.path.getsize(place.path) == begun
-    writer.add(line(2), now=trace.FLUSH_NS + 1)
+    writer.add(line(2), now=trace_file.FLUSH_NS + 1)
     assert os.path.getsize(place.path) > begun
     writer.close()
 
 
 def test_nothing_comes_after_the_end(place):
-    late, writer = trace.Lines(place), trace.Lines(place)
+    late, writer = trace_file.Lines(place), trace_file.Lines(place)
     late.add(line("late"), now=0)  # of a thread that hangs, say, and goes on after the stop
     writer.end(line("last"))
     writer.close()
@@ -59,7 +60,7 @@ def test_nothing_comes_after_the_end(place):
 
 
 def test_a_forked_copy_writes_nothing(place):
-    writer = trace.Lines(place)
+    writer = trace_file.Lines(place)
     writer.add(line("once"), now=0)
     pid = os.fork()
     if pid == 0:
@@ -76,11 +77,11 @@ def test_a_forked_copy_writes_nothing(place):
 
 
 def test_another_file_of_the_same_name_is_left_alone(place):
-    writer = trace.Lines(place)
+    writer = trace_file.Lines(place)
     writer.close()
-    other = trace.begin(place.path, run=0, last=None)
+    other = trace_file.begin(place.path, run=0, last=None)
     assert other.file != place.file or other == place
-    stranger = trace.Lines(trace.Place(place.path, (0, 0), 0, os.getpid()))
+    stranger = trace_file.Lines(trace_file.Place(place.path, (0, 0), 0, os.getpid()))
     assert stranger.trouble is not None
     stranger.add(line(0), now=0)
     stranger.close()
@@ -91,8 +92,8 @@ def test_another_file_of_the_same_name_is_left_alone(place):
 def test_a_file_that_was_ended_by_somebody_else_is_begun_anew(place):
     with open(place.path, "a") as file:
         file.write(line("torn")[:5])
-    again = trace.begin(place.path, run=1, last=place.file)
-    writer = trace.Lines(again)
+    again = trace_file.begin(place.path, run=1, last=place.file)
+    writer = trace_file.Lines(again)
     writer.end(line("last"))
     writer.close()
     assert [event["name"] for event in events(again)] == ["last"]
@@ -103,13 +104,13 @@ def test_an_error_whose_text_fails_has_a_name():
         def __repr__(self):
             raise RuntimeError
 
-    assert trace.text_of(Silent()) == "Silent"
-    assert trace.text_of(ValueError("x" * 1000)).endswith("x...")
+    assert trace_file.text_of(Silent()) == "Silent"
+    assert trace_file.text_of(ValueError("x" * 1000)).endswith("x...")
 
 
 @pytest.mark.parametrize("nth", range(3))
 def test_what_another_thread_takes_just_then_is_not_promised(nth):
-    ready = tracing._Ready(["batch"])
+    ready = timeline._Ready(["batch"])
     returned = []
 
     def other_thread(frame, event, function):  # gets the interpreter after a call

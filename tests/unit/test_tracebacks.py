@@ -6,7 +6,7 @@ import traceback
 
 import pytest
 
-from enqueuer.transport import codec, tracebacks
+from enqueuer.transport import error_codec, tracebacks
 
 
 def looks_up():
@@ -54,7 +54,10 @@ def test_it_reads_the_same(function):
 def test_that_of_an_error_which_crosses_does():
     error = raised_by(counts)
     whole = traceback.format_exception(error)
-    assert traceback.format_exception(codec.decode_error(codec.encode_error(error))) == whole
+    assert (
+        traceback.format_exception(error_codec.decode_error(error_codec.encode_error(error)))
+        == whole
+    )
     assert sys.version_info < (3, 11) or "~~~~~^^^^^^^^^^^" in "".join(whole)
 
 
@@ -62,7 +65,7 @@ def test_it_can_be_sent_on():
     error = raised_by(counts)
     whole = traceback.format_exception(error)
     for _ in range(2):
-        error = codec.decode_error(codec.encode_error(error))
+        error = error_codec.decode_error(error_codec.encode_error(error))
     assert traceback.format_exception(error) == whole
 
 

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from enqueuer import usage
+from enqueuer.monitoring import usage
 
 GIB = 1 << 30
 MEMINFO = f"MemTotal: {64 * GIB // 1024} kB\nMemAvailable: {40 * GIB // 1024} kB\nHugePages: 0\n"

@@ -5,9 +5,10 @@ import logging
 import pytest
 
 from enqueuer import Closed, Shard
-from enqueuer.messages import End, Epoch, Failure, Item, Reported, Start
-from enqueuer.sources import as_source
-from enqueuer.worker import Plan, run, serve
+from enqueuer.workers.loop import run, serve
+from enqueuer.workers.messages import End, Epoch, Failure, Item, Reported, Start
+from enqueuer.workers.plan import Plan
+from enqueuer.workers.sources import as_source
 
 
 class Sender(list):

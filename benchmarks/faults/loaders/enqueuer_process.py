@@ -6,12 +6,12 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-from enqueuer import GeneratorEnqueuer
+from enqueuer import GeneratorEnqueuer, Processes
 from faults import sources
 
 
-def items(fault: str, mp_context: str) -> Iterator[Any]:
+def items(fault: str, start_method: str) -> Iterator[Any]:
     """Yield what a worker makes."""
     source = functools.partial(sources.items, fault)
-    with GeneratorEnqueuer(source, backend="process", mp_context=mp_context) as enqueuer:
+    with GeneratorEnqueuer(source, backend=Processes(start_method=start_method)) as enqueuer:
         yield from enqueuer

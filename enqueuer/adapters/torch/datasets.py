@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from enqueuer import arguments
 from enqueuer.adapters.ranks import Ranks
 from enqueuer.adapters.torch.local import LocalLoader
-from enqueuer.base import BaseEnqueuer
-from enqueuer.frameworks import framework
+from enqueuer.common import checks
+from enqueuer.common.extras import framework
+from enqueuer.enqueuers.enqueuer import BaseEnqueuer
 
 torch = framework("torch", "torch", "2.1")
 
@@ -23,20 +23,20 @@ _IterableDataset: Any = torch.utils.data.IterableDataset
 class EnqueuerIterableDataset(_IterableDataset):
     """An iterable dataset whose items are the batches of an enqueuer.
 
-    For `DataLoader(dataset, batch_size=None)`, where torch wants a DataLoader. Without DataLoader
-    workers the enqueuer's own make the batches, which is the faster way. With `num_workers` each
-    DataLoader worker has an enqueuer of its own and makes its part: together they give what one
-    enqueuer gives, and nothing twice. An `OrderedEnqueuer` keeps its order, too. So does a
-    `GeneratorEnqueuer` whose `shards` are given, equally long and divided by `num_workers`; for
-    others a warning says that the order is another one.
+    Use it as `DataLoader(dataset, batch_size=None)`, where torch needs a DataLoader. Without
+    DataLoader workers the enqueuer's own workers make the batches, which is faster. With
+    `num_workers` each DataLoader worker has an enqueuer of its own and makes a part: together they
+    give each batch of one enqueuer once. An `OrderedEnqueuer` keeps its order, too. So does a
+    `GeneratorEnqueuer` with given `shards` that are equally long and a multiple of `num_workers`.
+    For others a warning says that the order changes.
 
-    Each DataLoader worker begins a new epoch whenever the DataLoader is iterated; epochs are
-    counted, so that each has random numbers of its own, with persistent workers and without.
+    Each DataLoader worker begins a new epoch when the DataLoader is iterated. Epochs are counted,
+    so that each has random numbers of its own, with persistent workers and without.
 
     Args:
-        enqueuer: Which makes the batches; for DataLoader workers one that does not run.
+        enqueuer: Enqueuer that makes the batches; for DataLoader workers it must not run.
         steps_per_epoch: As for `TorchLoader`.
-        rank: As for `TorchLoader`; taken from `torch.distributed` now, in this process.
+        rank: As for `TorchLoader`; read from `torch.distributed` now, in this process.
         world_size: As for `TorchLoader`.
 
     Raises:
@@ -71,38 +71,39 @@ class EnqueuerIterableDataset(_IterableDataset):
         return self._here.epoch()
 
     def __len__(self) -> int:
-        """Return how many batches an epoch has, over all DataLoader workers.
+        """Return the number of batches in an epoch, over all DataLoader workers.
 
         Raises:
-            TypeError: Nobody knows: give `steps_per_epoch`.
+            TypeError: It is not known: give `steps_per_epoch`.
         """
         return len(self._here)
 
     def set_epoch(self, epoch: int) -> None:
-        """Have the next iteration be that epoch, counted from 0.
+        """Set the epoch of the next iteration, counted from 0.
 
-        It may be called before each epoch, as is usual with torch; it reaches the workers of a
-        DataLoader, too. After an epoch that was read to its end the next one costs nothing. Any
-        other one, and a new beginning after a `break`, restart the enqueuer. A position within
-        that epoch that was loaded is kept.
+        You can call it before each epoch, as is usual with torch. It has an effect on the workers
+        of a DataLoader, too. After an epoch that was read to its end, the next one costs nothing.
+        Any other epoch, and the same one after a `break`, restart the enqueuer. A loaded position
+        within the epoch is kept.
 
         Raises:
-            InvalidState: The caller has started the enqueuer, and it is at another epoch.
+            InvalidState: The caller has started the enqueuer, which is at another epoch.
         """
-        self._here.set_epoch(arguments.count("epoch", epoch))
+        self._here.set_epoch(checks.count("epoch", epoch))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in this process: of all batches, or of a DataLoader worker's part.
 
-        A DataLoader with workers has no position; torchdata's StatefulDataLoader asks them.
+        A DataLoader with workers has no position. torchdata's StatefulDataLoader saves those of
+        its workers.
         """
         return self._here.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken, at the next iteration in this process.
+        """Continue where `state_dict` was taken, at the next iteration in this process.
 
         Raises:
-            InvalidState: It runs in this process.
+            InvalidState: The enqueuer runs in this process.
             StateMismatch: The state is of another source, or of another part.
         """
         self._here.load_state_dict(state_dict)
@@ -115,27 +116,26 @@ class EnqueuerIterableDataset(_IterableDataset):
 class EnqueuerMapDataset(_Dataset):
     """A map-style dataset whose items come from an enqueuer.
 
-    For what wants `__len__` and `__getitem__`. The items may be samples, which a DataLoader then
-    batches, or batches, for `batch_size=None`. The enqueuer decides on their order:
+    It is for code that needs `__len__` and `__getitem__`. The items can be samples, from which a
+    DataLoader makes batches, or batches, for `batch_size=None`. The enqueuer decides their order:
     `OrderedEnqueuer(shuffle=True)` shuffles, the DataLoader cannot.
 
-    Without DataLoader workers each call takes the enqueuer's next item, epoch after epoch without
-    an end, whatever the index. It is the pattern in which reader threads fill a buffer and
-    `__getitem__` takes from it.
+    Without DataLoader workers each call takes the enqueuer's next item, for any index, and one
+    epoch follows another without an end. It is the pattern in which reader threads fill a buffer
+    and `__getitem__` takes from it.
 
     With `num_workers` each DataLoader worker has an enqueuer of its own, and `dataset[i]` is item
     `i` of the epoch, so that each item comes once, for any `batch_size` and `num_workers`. The
-    indices must come in order: `shuffle=True` and samplers are refused. For an `OrderedEnqueuer`
-    of a sequence without `length`, each worker makes only the items that it is asked for. Any
-    other enqueuer makes all items in each worker, with a warning; `EnqueuerIterableDataset`
-    shares that work, and so does `num_workers=0`.
+    indices must be in order: `shuffle=True` and samplers are refused. For an `OrderedEnqueuer`
+    of a sequence without `length`, each worker makes only its own items. Any other enqueuer makes
+    all items in each worker, with a warning. `EnqueuerIterableDataset` divides that work, and
+    `num_workers=0` leaves it to the enqueuer's workers.
 
     Args:
-        enqueuer: Which makes the items; for DataLoader workers one that does not run.
-        length: How many items an epoch of the DataLoader takes. By default as many as the
-            enqueuer has, if it has a length. In DataLoader workers an epoch of the enqueuer
-            begins with each one of the DataLoader; if it has fewer items, those of the next
-            epoch fill up.
+        enqueuer: Enqueuer that makes the items; for DataLoader workers it must not run.
+        length: Number of items in an epoch of the DataLoader. By default that of the enqueuer,
+            if it has a length. In DataLoader workers an epoch of the enqueuer begins with each
+            epoch of the DataLoader. If it has fewer items, items of the next epoch follow.
         rank: As for `TorchLoader`.
         world_size: As for `TorchLoader`.
 
@@ -166,19 +166,19 @@ class EnqueuerMapDataset(_Dataset):
     ) -> None:
         self._here = LocalLoader(enqueuer, None, Ranks(rank, world_size))
         self._length = len(self._here) if length is None else length
-        arguments.positive("length", self._length)
+        checks.positive("length", self._length)
 
     def __getitem__(self, index: int) -> Any:
         """Return the enqueuer's next item, as tensors; in a DataLoader worker item `index`.
 
         Raises:
             IndexError: `index` is out of range.
-            ValueError: In a DataLoader worker, the indices do not come in order.
+            ValueError: In a DataLoader worker, the indices are not in order.
         """
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return the items of a batch, as torch asks for them."""
+        """Return the items of a batch; torch calls this."""
         for index in indices:
             if not -self._length <= index < self._length:
                 raise IndexError(f"index {index} is out of range: the length is {self._length}")

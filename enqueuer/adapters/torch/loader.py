@@ -1,32 +1,34 @@
-"""A loader of tensors, in the place of a DataLoader; the loop's thread makes the tensors."""
+"""A loader of tensors that replaces a DataLoader; the loop's thread makes the tensors."""
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any
 
 import numpy as np
 
 from enqueuer.adapters import pinning
-from enqueuer.adapters.loading import Loader, tree_map
+from enqueuer.adapters.loading import Loader
 from enqueuer.adapters.ranks import Ranks
-from enqueuer.base import BaseEnqueuer
+from enqueuer.common.extras import framework
+from enqueuer.common.trees import tree_map
+from enqueuer.enqueuers.enqueuer import BaseEnqueuer
 from enqueuer.errors import EnqueuerWarning
-from enqueuer.frameworks import framework
-from enqueuer.transport.blocks import mapping_at
+from enqueuer.transport.mapping import mapping_at
 
 torch = framework("torch", "torch", "2.1")
 
 
 def as_tensors(batch: Any) -> Any:
-    """Return a batch with tensors in the place of numpy arrays and numpy numbers.
+    """Return a batch with its numpy arrays and numpy numbers converted to tensors.
 
-    A tensor shares the memory of its array. Only what torch cannot show is copied: an array
-    that is read-only, runs backwards, or has the bytes of its numbers swapped. Arrays of
-    strings, objects and times stay arrays, and everything else stays what it is.
+    A tensor shares the memory of its array. Only arrays that torch cannot share are copied:
+    read-only arrays, and those with negative strides or swapped bytes. Arrays of strings, objects
+    and times stay arrays, and all other objects are left as they are.
 
     Args:
-        batch: Arrays in mappings, tuples, lists and dataclasses, nested as you like.
+        batch: Arrays in nested mappings, tuples, lists and dataclasses.
 
     Example:
         >>> import numpy as np
@@ -47,33 +49,34 @@ def _as_tensor(leaf: Any) -> Any:
         leaf = leaf.astype(leaf.dtype.newbyteorder("="), order="C", copy=True)
     try:
         return torch.from_numpy(leaf)
-    except TypeError:  # a dtype that torch has not, float128 for example
+    # torch lacks some dtypes, such as float128.
+    except TypeError:
         return leaf
 
 
 class TorchLoader(Loader[Any]):
-    """A loader of tensors, in the place of a DataLoader.
+    """A loader of tensors that replaces a DataLoader.
 
-    One iteration is one epoch. Tensors share the memory of the arrays that the enqueuer gives,
-    which for large ones from worker processes is the block of shared memory that the worker
-    wrote to: there is no copy in between.
+    One iteration is one epoch. Tensors share the memory of the enqueuer's arrays. For large arrays
+    from worker processes this is the block of shared memory that the worker wrote to, without a
+    copy.
 
     Args:
-        enqueuer: Which makes the batches. One that does not run is started by the first
+        enqueuer: Enqueuer that makes the batches. One that does not run is started by the first
             iteration, and stopped when this is dropped, or by `stop()` or a `with` block.
-        pin_memory: Whether tensors are copied into pinned memory of torch's, for
-            `tensor.to("cuda", non_blocking=True)`; `CudaDataLoader` does without that copy.
-            Without a GPU there is a warning and nothing is done.
-        steps_per_epoch: How many batches an epoch has; by default as many as the generator
-            makes, be that without an end.
-        rank: Of this process among those that train together. By default that of
-            `torch.distributed`, if it is initialised by now and the enqueuer has none of its own.
-        world_size: How many these are; goes with `rank`.
+        pin_memory: Whether tensors are copied into pinned memory of torch, for
+            `tensor.to("cuda", non_blocking=True)`; `CudaDataLoader` needs no such copy. Without
+            a GPU it has no effect but a warning.
+        steps_per_epoch: Number of batches in an epoch. By default as many as the generator
+            makes, which may be endless.
+        rank: Rank of this process among those that train together. By default that of
+            `torch.distributed`, if it is initialised by now and the enqueuer has no rank.
+        world_size: Number of ranks; goes with `rank`.
 
     Raises:
-        ValueError: `torch.distributed` has several ranks, and the enqueuer no `random_seed`
+        ValueError: `torch.distributed` has several ranks, and the enqueuer has no `random_seed`
             that they could share.
-        InvalidState: Another rank is to be taken, and the enqueuer was started. The first
+        InvalidState: The enqueuer was started, so it cannot get another rank. The first
             iteration raises it, too, if `torch.distributed` was initialised only after this was
             made.
 
@@ -96,32 +99,33 @@ class TorchLoader(Loader[Any]):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        self._ranks = Ranks(rank, world_size)
-        super().__init__(self._ranks.part_of(enqueuer), steps_per_epoch)
-        self._pin_memory = bool(pin_memory)
-        if self._pin_memory and not torch.cuda.is_available():
-            self._pin_memory = False
+        ranks = Ranks(rank, world_size)
+        own = ranks.part_of(enqueuer)
+        if pin_memory and not torch.cuda.is_available():
+            pin_memory = False
             warnings.warn(
                 "pin_memory=True does nothing here, as torch finds no GPU",
                 EnqueuerWarning,
                 stacklevel=2,
             )
+        super().__init__(
+            own,
+            steps_per_epoch,
+            convert=_as_pinned_tensors if pin_memory else as_tensors,
+            check=functools.partial(ranks.check, own),
+        )
 
-    def _start(self) -> None:
-        self._ranks.check(self._loader)
-        super()._start()
 
-    def _convert(self, batch: Any) -> Any:
-        tensors = as_tensors(batch)
-        return tree_map(_pinned, tensors) if self._pin_memory else tensors
+def _as_pinned_tensors(batch: Any) -> Any:
+    return tree_map(_pinned, as_tensors(batch))
 
 
 def _pinned(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor) or leaf.device.type != "cpu":
         return leaf
-    # A block is not pinned where it is. Whoever copies from torch's own pinned memory need not
-    # keep the tensor until the copy is done; of a block torch knows nothing, and the worker would
-    # write to it as soon as the last tensor is dropped.
+    # A block is not pinned in place. A loop need not keep a tensor in torch's own pinned memory
+    # until its copy is done. torch does not know of blocks, and the worker would write to one as
+    # soon as the last tensor is dropped.
     if leaf.layout is torch.strided and mapping_at(leaf.data_ptr()) is not None:
         return pinning.pinned_like(leaf).copy_(leaf)
     return leaf.pin_memory()

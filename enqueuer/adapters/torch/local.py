@@ -10,28 +10,30 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 from enqueuer.adapters.loading import Epochs
 from enqueuer.adapters.ranks import Ranks
-from enqueuer.adapters.torch.entries import SEED_BITS, Entry
+from enqueuer.adapters.torch.entries import SEED_BITS, Entry, agreed_epoch
 from enqueuer.adapters.torch.indexed import IndexedItems
 from enqueuer.adapters.torch.loader import TorchLoader
-from enqueuer.base import BaseEnqueuer
+from enqueuer.common.extras import framework
+from enqueuer.enqueuers.enqueuer import BaseEnqueuer, core_of, part_of
+from enqueuer.enqueuers.parts import begin_at, comes_next, has_kept_order
+from enqueuer.enqueuers.workload import Part
 from enqueuer.errors import EnqueuerWarning, InvalidState, StateMismatch
-from enqueuer.frameworks import framework
 
 torch = framework("torch", "torch", "2.1")
 
-_MOST_WORKERS = 1024  # of one DataLoader
+_MOST_WORKERS = 1024  # of a DataLoader
 
 
 class LocalLoader:
     """An enqueuer, and the loader that this process has of it: of all of it, or of a part.
 
     Args:
-        enqueuer: Of the process that makes the dataset.
-        steps: Of an epoch, over all DataLoader workers.
+        enqueuer: Enqueuer of the process that makes the dataset.
+        steps: Number of batches in an epoch, over all DataLoader workers.
         ranks: What decides which part of the batches is this process's.
     """
 
@@ -40,19 +42,22 @@ class LocalLoader:
         self._enqueuer = enqueuer = ranks.part_of(enqueuer)
         self._whole = Epochs(enqueuer, steps)
         self._steps = steps
-        # How many epochs each worker of a DataLoader has begun (`Entry`): shared, as most
-        # DataLoaders make new workers, of new copies of the dataset, for each epoch.
+        # The latest epoch of each worker of a DataLoader (`Entry`). It is shared, since most
+        # DataLoaders make new workers, with new copies of the dataset, for each epoch.
         begun = torch.zeros(_MOST_WORKERS, dtype=torch.int64, device="cpu")
         self._begun = begun.share_memory_()
-        self._counted_in, self._iterations = 0, 0  # a process, and what has begun there
+        # A process, and the number of iterations that have begun there.
+        self._counted_in, self._iterations = 0, 0
         self._count_from_loaded()
         self._pid = os.getpid()
+        # The loader of this process, and its enqueuer: the whole, or a part.
         self._loader: TorchLoader | None = None
+        self._part: BaseEnqueuer[Any] | None = None
         self._endless: Iterator[Any] | None = None
         self._asked: IndexedItems | None = None
         # Whether a warning was given, by any worker of a DataLoader.
         self._is_warned = torch.zeros(1, dtype=torch.int64, device="cpu").share_memory_()
-        # In a DataLoader worker that has given its whole part: number of the next epoch; else -1.
+        # Number of the next epoch in a DataLoader worker that has given its whole part; else -1.
         self._next_epoch = -1
         self._is_loaded = False
 
@@ -62,11 +67,12 @@ class LocalLoader:
     def __getstate__(self) -> dict[str, Any]:
         # A worker process that is not forked does not know of torch.distributed.
         self._ranks.check(self._enqueuer)
-        return {**self.__dict__, "_loader": None, "_endless": None, "_asked": None}
+        return {**self.__dict__, "_loader": None, "_part": None, "_endless": None, "_asked": None}
 
     def loader(self) -> TorchLoader:
         """Return the loader of this process."""
-        if self._pid != os.getpid():  # what a process inherits is another one's
+        # A loader that a process has inherited belongs to another process.
+        if self._pid != os.getpid():
             self._pid, self._loader, self._endless, self._asked = os.getpid(), None, None, None
         if self._loader is None:
             self._loader = self._new_loader()
@@ -106,26 +112,28 @@ class LocalLoader:
         own = self._enqueuer
         self._ranks.check(own)
         _check_idle(own)
-        rank = own._rank, own._world_size
+        options = core_of(own).options
+        rank = options.rank, options.world_size
         if block:
-            twin = own._portion(*rank, worker, workers, block)
+            twin = part_of(own, Part(*rank, worker, workers, block))
         else:
-            twin = own._portion(*rank)
-            twin._record_as(own._rank + own._world_size * worker, own._world_size * workers)
-        twin._begin_at(epoch)
+            twin = part_of(own, Part(*rank))
+            index, ranks = rank
+            core_of(twin).record_as(index + ranks * worker, ranks * workers)
+        begin_at(core_of(twin), epoch)
         self._loader = _loader_of(twin, None)
         return _endless(self._loader)
 
     def deals_out(self, length: int) -> bool:
         """Return whether each worker of a DataLoader can make its own items alone."""
-        return self._enqueuer._deals_out(length)
+        return core_of(self._enqueuer).workload.deals_out(length)
 
     def check_repeats(self, workers: int) -> None:
         """Raise ValueError if the workers of a DataLoader cannot make all items each; warn."""
         if workers == 1:
             return
         try:
-            self._enqueuer._check_repeats()
+            core_of(self._enqueuer).workload.check_repeats()
         except ValueError as error:
             raise ValueError(
                 f"each of num_workers={workers} workers of a DataLoader has to make all items of "
@@ -144,16 +152,16 @@ class LocalLoader:
             warnings.warn(text, EnqueuerWarning, stacklevel=2)
 
     def set_epoch(self, epoch: int) -> None:
-        """Have the next epoch be this one, here and in all DataLoader workers."""
+        """Set the next epoch, here and in all DataLoader workers."""
         own = self._enqueuer
-        if not own._comes_next(epoch):
+        if not comes_next(core_of(own), epoch):
             self.stop()
-            if not own._is_idle():
+            if not core_of(own).is_idle:
                 raise InvalidState(
                     f"set_epoch({epoch}) was called, but the enqueuer was started by its owner "
                     "and is at another epoch; call its stop() first, or let the dataset start it"
                 )
-            own._begin_at(epoch)
+            begin_at(core_of(own), epoch)
         self._begun.fill_(Entry(epoch).number())
 
     def state_dict(self) -> dict[str, Any]:
@@ -163,7 +171,7 @@ class LocalLoader:
         return {**state, "part_is_over": True} if self._next_epoch >= 0 else state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Have the loader of this process go on at a position."""
+        """Let the loader of this process continue at a position."""
         state = dict(state_dict)
         is_over = bool(state.pop("part_is_over", False))
         info = torch.utils.data.get_worker_info()
@@ -185,39 +193,37 @@ class LocalLoader:
         self._endless = self._asked = None
 
     def _count_from_loaded(self) -> None:
-        if self._enqueuer._resumed:  # if that is within an epoch, DataLoader workers refuse it
-            self._begun.fill_(Entry(self._enqueuer._at_rest.number).number())
+        saved = core_of(self._enqueuer).saved
+        # DataLoader workers refuse a position within an epoch.
+        if saved.is_loaded:
+            self._begun.fill_(Entry(saved.epoch.number).number())
 
     def begin(self, worker: int) -> int:
         """Count an epoch of a DataLoader worker; return its number, from 0.
 
-        All workers agree on it. One may have missed an epoch, because there were fewer workers or
-        the loop left before it began; it would deal out another order than the others.
+        All workers agree on it. A worker that counted by itself could differ: it may have missed
+        an epoch, because there were fewer workers, or the loop left before it began.
         """
         info = torch.utils.data.get_worker_info()
         if self._counted_in != os.getpid():
             self._counted_in, self._iterations = os.getpid(), 0
         # The seed is that of the DataLoader, and the same in all of its iterations if its
-        # workers are persistent. A worker that is late begins the first one after another
-        # worker has begun the second, so each entry tells which one it is of.
-        seed = (info.seed - worker) % (1 << SEED_BITS) or 1  # 0 is that of no DataLoader
+        # workers are persistent. A slow worker may begin the first iteration after another
+        # worker has begun the second, so each entry has the number of its iteration. An entry
+        # that no worker has written has the seed 0.
+        seed = (info.seed - worker) % (1 << SEED_BITS) or 1
         iteration, self._iterations = self._iterations, self._iterations + 1
         entries = [Entry.of(number) for number in self._begun[: info.num_workers].tolist()]
-        own = entries[worker]
-        epoch = own.begun
+        epoch = entries[worker].begun
         if not self._is_loaded:
-            told = [entry.epoch_at(iteration) for entry in entries if entry.seed == seed]
-            # An epoch that this worker has begun before was of an earlier DataLoader, whose seed
-            # the caller had made the same.
-            told = [number for number in told if number >= own.begun or not own.seed]
-            epoch = max(told or [entry.begun for entry in entries])
+            epoch = agreed_epoch(entries, worker, seed, iteration)
         self._begun[worker] = Entry(epoch + 1, seed, iteration).number()
         return epoch
 
     def _epoch_of_worker(self, worker: int) -> Iterator[Any]:
-        """Begin an epoch of a DataLoader worker, or go on where it was loaded; iterate over it.
+        """Begin an epoch of a DataLoader worker, or continue at a loaded position; iterate over it.
 
-        It begins at once, as torchdata asks for the position before the first batch.
+        It begins at once, since torchdata asks for the position before the first batch.
         """
         epoch = self.begin(worker)
         loader, is_loaded, self._is_loaded = self.loader(), self._is_loaded, False
@@ -233,8 +239,8 @@ class LocalLoader:
         yield from loader
         self._next_epoch = epoch + 1
         info = torch.utils.data.get_worker_info()
-        own = cast("BaseEnqueuer[Any]", loader._loader)
-        if info.num_workers > 1 and not own._has_kept_order():
+        own = self._part
+        if info.num_workers > 1 and own is not None and not has_kept_order(core_of(own)):
             self.warn(
                 f"the shards of the enqueuer differ in length, and each of the {info.num_workers} "
                 "workers of the DataLoader has several, so the order of the batches is another "
@@ -243,35 +249,38 @@ class LocalLoader:
             )
 
     def _new_loader(self, epoch: int = 0) -> TorchLoader:
-        """Return a loader for this process; `epoch` is where that of a DataLoader worker begins."""
+        """Return a loader for this process; that of a DataLoader worker begins with `epoch`."""
         self._ranks.check(self._enqueuer)
         info = torch.utils.data.get_worker_info()
         if info is None:
+            self._part = self._enqueuer
             return _loader_of(self._enqueuer, self._steps)
         own, part, parts = self._enqueuer, info.id, info.num_workers
         if parts > _MOST_WORKERS:
             raise ValueError(f"num_workers must be at most {_MOST_WORKERS}, got {parts}")
         _check_idle(own)
+        options = core_of(own).options
         try:
-            twin = own._portion(own._rank, own._world_size, part, parts)
+            twin = part_of(own, Part(options.rank, options.world_size, part, parts))
         except ValueError as error:
             raise ValueError(
                 f"the batches cannot be dealt out over num_workers={parts} workers of a "
-                f"DataLoader and {own._world_size} ranks: {error}"
+                f"DataLoader and {options.world_size} ranks: {error}"
             ) from error
-        reason = own._out_of_order(parts)
+        reason = core_of(own).workload.out_of_order(parts)
         if reason:
             self.warn(
                 f"{reason} workers of the DataLoader, so the order of the batches is another one "
                 "than with num_workers=0; give shards= a multiple of num_workers"
             )
-        twin._begin_at(epoch)
+        begin_at(core_of(twin), epoch)
         steps = None if self._steps is None else len(range(part, self._steps, parts))
+        self._part = twin
         return _loader_of(twin, steps)
 
 
 def _check_idle(enqueuer: BaseEnqueuer[Any]) -> None:
-    if not enqueuer._is_idle():
+    if not core_of(enqueuer).is_idle:
         raise InvalidState(
             "the enqueuer was started in the process that has the DataLoader, and its "
             "workers cannot share it: hand over one that was not started, or num_workers=0"
@@ -279,7 +288,8 @@ def _check_idle(enqueuer: BaseEnqueuer[Any]) -> None:
 
 
 def _loader_of(enqueuer: BaseEnqueuer[Any], steps: int | None) -> TorchLoader:
-    return TorchLoader(enqueuer, steps_per_epoch=steps, rank=0, world_size=1)  # as it is
+    # With rank 0 of 1 the enqueuer is left as it is.
+    return TorchLoader(enqueuer, steps_per_epoch=steps, rank=0, world_size=1)
 
 
 def _endless(loader: TorchLoader) -> Iterator[Any]:

@@ -1,0 +1,294 @@
+"""The only loop that waits for workers, and the only restart policy: what an enqueuer sees.
+
+    wait() -- what is next? -- a schedule decides ---> an item, or the end: return
+                    ^                            \\---> a failure: return it
+                    |                             \\--> a worker has died: replace it, or report it
+                    +--- the pool sleeps <-------------> nothing yet
+
+The engine joins a pool, which runs, wakes and ends workers, and a schedule, which decides what
+is next and what is done again after a death. `wait()` and what belongs to it are called by one
+consumer at a time; `close()`, `stop()`, `measures()` and `waiting()` by any thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from typing import Generic, Protocol
+
+from enqueuer.backends.job import Job
+from enqueuer.backends.lifecycle import check_owner
+from enqueuer.backends.order import Order
+from enqueuer.backends.pool import Death, NoRoom, W, Worker, WorkerPool
+from enqueuer.backends.restarts import Place, Restarts
+from enqueuer.backends.shard_schedule import Step
+from enqueuer.backends.stall import DeadlineExpired, WaitSnapshot, first_for
+from enqueuer.common import interrupts
+from enqueuer.errors import Closed, StartError, WorkerDied
+from enqueuer.monitoring.loop_meter import LoopMeter
+from enqueuer.monitoring.worker_stats import WorkerStats
+from enqueuer.workers.messages import Epoch, Failure, Item
+
+_log = logging.getLogger("enqueuer")
+
+_TAKE, _WAIT = Step.TAKE, Step.WAIT  # to look up a member of an enum takes long
+_FAILED_START_S = 1.0  # for the end of those that were started
+
+
+class Schedule(Protocol[W]):
+    """What the engine asks of `ShardSchedule` and `TaskSchedule`, which describe it."""
+
+    def waiting(self) -> int: ...
+    def begin(self, epoch: Epoch) -> None: ...
+    def next_step(self, order: Order) -> Step | Failure | W: ...
+    def awaited_worker(self, order: Order) -> W | None: ...
+    def awaited(self, order: Order) -> str: ...
+    def take(self, order: Order) -> Iterator[Item]: ...
+    def pass_over(self) -> None: ...
+    def acknowledge(self) -> None: ...
+    def place_of(self, dead: W, order: Order) -> Place: ...
+    def resume(self, dead: W, successor: W, order: Order) -> None: ...
+    def give_up(self, dead: W, failure: Failure) -> Failure | None: ...
+    def part_with(self, leaver: W) -> None: ...
+
+
+class Engine(Generic[W]):
+    """The workers of one run, and what brings their messages.
+
+    Args:
+        job: Description of what the workers run.
+        pool: Pool that runs the workers.
+        schedule: Decisions about the items or the tasks of the job.
+        loop_meter: Account of the waits.
+    """
+
+    def __init__(
+        self, job: Job, pool: WorkerPool[W], schedule: Schedule[W], loop_meter: LoopMeter
+    ) -> None:
+        self._job = job
+        self._pool = pool
+        self._schedule = schedule
+        self._loop_meter = loop_meter
+        self._restarts = Restarts(job.max_restarts, job.restarts)
+        self._before: dict[int, WorkerStats] = {}  # of replaced workers, by index
+        self._owner = os.getpid()
+        self._is_closed = False
+
+    @property
+    def restarts(self) -> int:
+        """How many workers died and were replaced."""
+        return self._restarts.count
+
+    def start(self) -> None:
+        """Start all workers or none.
+
+        Raises:
+            StartError: They cannot be started.
+        """
+        workers, count = self._pool.workers, len(self._job.plans())
+        with interrupts.held():  # or there might be a worker that is in no list
+            try:
+                self._pool.open()
+                for index in range(count):
+                    workers.append(self._pool.start_worker(index))
+                    interrupts.check()
+            except BaseException as error:
+                text = f"worker {len(workers)} of {count} could not be started: {error}"
+                self.stop(_FAILED_START_S)
+                if isinstance(error, NoRoom):
+                    raise StartError(f"{text}; none is running now") from error
+                raise
+
+    def begin(self, epoch: Epoch) -> None:
+        """Have the workers run their shards once more."""
+        check_owner(self._owner)
+        self._schedule.begin(epoch)
+
+    # --- the loop ---
+
+    def wait(self, order: Order, deadline: float | None) -> Failure | None:
+        """Wait until what is next in `order` can be taken; or until more tasks can be submitted.
+
+        Woken by a message, a death, and `close()`. Ends of shards are noted in `order`; when all
+        have ended there is nothing to wait for.
+
+        Returns:
+            The failure, if that is what is next; until `pass_over`, again and again.
+
+        Raises:
+            DeadlineExpired: Nothing came until `deadline`, of `time.monotonic()`; without one, for
+                the job's `longest_wait_s`.
+            Closed: `close()` was called.
+        """
+        schedule, is_expired = self._schedule, False
+        while not self._is_closed:
+            step = schedule.next_step(order)
+            if self._is_closed:  # a handler of a log record has called stop()
+                break
+            if step is _TAKE:
+                return None
+            if isinstance(step, Failure):
+                return step
+            if not isinstance(step, Step):
+                failure = self._replace(step, order)
+                if failure is not None:
+                    return failure
+                continue
+            if is_expired:
+                raise DeadlineExpired("no batch in time")
+            awaited = schedule.awaited_worker(order)
+            self._loop_meter.pause(None if awaited is None else awaited.index)
+            deadline = _cut_at(deadline, self._job.longest_wait_s)
+            self._pool.sleep(awaited, deadline)
+            is_expired = deadline is not None and time.monotonic() >= deadline
+        raise Closed("the enqueuer was stopped")
+
+    def take(self, order: Order) -> Iterator[Item]:
+        """Yield what is next in `order` and is there, at least one after a `wait()`.
+
+        To be read by something written in C, such as `deque.extend`, so that an exception of a
+        signal handler cannot strike between an item and the place where it is kept.
+        """
+        return self._schedule.take(order)
+
+    def pass_over(self) -> None:
+        """Forget the failure that `wait` has just returned, if it is skipped: it is noted."""
+        self._schedule.pass_over()
+
+    def acknowledge(self) -> None:
+        """Count all that was taken as consumed, so that as many others may be made."""
+        self._schedule.acknowledge()
+
+    def has_news(self, order: Order) -> bool:
+        """Return whether `wait()` might return at once, while no item waits.
+
+        Neither this nor asking before waiting may let a worker make more than it would.
+        """
+        self._pool.poll()
+        return not self._is_closed and self._schedule.next_step(order) is not _WAIT
+
+    # --- what is known of the workers ---
+
+    def waiting(self) -> int:
+        """Return how many finished items wait and were not taken."""
+        return self._schedule.waiting()
+
+    def cpus(self) -> float:
+        """Return how many CPUs there are for the workers and this process."""
+        return self._pool.cpus()
+
+    def worker_bytes(self) -> int | None:
+        """Return the memory of the largest worker, as one more would take it; None: unknown.
+
+        Takes some milliseconds.
+        """
+        return self._pool.worker_bytes()
+
+    def measures(self) -> list[WorkerStats]:
+        """Return what each worker has done so far, with those that it has replaced."""
+        return self._measures_of(self._staying())
+
+    def inspect(self, order: Order) -> WaitSnapshot:
+        """Return what can be seen of the workers, within about a second.
+
+        Called by the consumer, after a `wait()` that brought nothing.
+        """
+        snapshots = self._pool.snapshots(self._staying())
+        awaited = self._schedule.awaited(order)
+        return WaitSnapshot(awaited, self.waiting(), first_for(order, snapshots))
+
+    def _staying(self) -> list[W]:
+        return [worker for worker in list(self._pool.workers) if not worker.is_leaving]
+
+    def _measures_of(self, workers: list[W]) -> list[WorkerStats]:
+        measures, before = self._pool.measures(workers), self._before
+        return [now.after(before[now.index]) if now.index in before else now for now in measures]
+
+    # --- deaths ---
+
+    def _replace(self, worker: W, order: Order) -> Failure | None:
+        """Replace a worker that has ended; return its failure if that is not allowed, or fails."""
+        if worker.is_leaving:
+            self._part_with(worker)
+            return None
+        with interrupts.held():
+            place = self._schedule.place_of(worker, order)
+            successor = self._successor(worker, place)
+            if isinstance(successor, Failure):
+                return self._schedule.give_up(worker, successor)
+            if successor is not None:
+                self._schedule.resume(worker, successor, order)
+        return None
+
+    def _part_with(self, leaver: W) -> None:
+        with interrupts.held():
+            self._schedule.part_with(leaver)
+            self._pool.workers.remove(leaver)
+            self._before.pop(leaver.index, None)
+            self._pool.discard(leaver)
+
+    def _successor(self, dead: W, place: Place) -> W | Failure | None:
+        """Start a worker in the place of a dead one, whose messages were delivered.
+
+        Returns:
+            The new worker; the failure, if no more restarts are allowed or the start failed; None
+            if `stop()` was called meanwhile.
+        """
+        death, restarts, workers = dead.death(), self._restarts, self._pool.workers
+        if death.counts and not restarts.allowed:
+            return _failure_of(dead, place, death.message + restarts.history(place), death)
+        try:
+            new = self._pool.start_worker(dead.index)
+        except Exception as trouble:
+            text = f"{death.message} A replacement could not be started: {trouble}"
+            failure = _failure_of(dead, place, text, death)
+            failure.error.__cause__ = trouble
+            return failure
+        if self._is_closed:  # stop() was called, and does not know of this worker
+            self._pool.discard(new)
+            return None
+        if death.counts:
+            restarts.add(place)
+        (self._before[dead.index],) = self._measures_of([dead])
+        workers[workers.index(dead)] = new
+        self._pool.discard(dead)
+        _log.warning(
+            "%s %s; %s goes on with %s (restart %d, of max_restarts=%d)",
+            str(dead),  # as text: a handler may keep the record, and with it descriptors
+            death.how,
+            str(new),
+            place.text,
+            restarts.total,
+            restarts.most,
+        )
+        return new
+
+    # --- the end ---
+
+    def close(self) -> None:
+        """Ask the workers to exit and wake the thread that is in `wait()`; returns at once."""
+        if self._owner == os.getpid():
+            self._is_closed = True
+            self._pool.close()
+
+    def stop(self, timeout: float) -> None:
+        """Close, then end the workers: ask, terminate, kill; within about `timeout` seconds."""
+        if self._owner == os.getpid():
+            with interrupts.held():
+                self.close()
+                self._pool.stop(timeout)
+
+
+def _failure_of(dead: Worker, place: Place, text: str, death: Death) -> Failure:
+    """Return the failure of a worker that is not replaced, at the place of its death."""
+    error = WorkerDied(text, dead.index, death.exitcode)
+    return Failure(place.shard, place.number, error, worker=str(dead))
+
+
+def _cut_at(deadline: float | None, longest_wait_s: float | None) -> float | None:
+    """Return when a wait that is about to sleep is cut: at its deadline, or the longest wait."""
+    if deadline is None and longest_wait_s is not None:
+        return time.monotonic() + longest_wait_s
+    return deadline

@@ -1,0 +1,124 @@
+"""What a backend runs: the source, how many workers, and the options that concern them.
+
+A backend has at most as many workers as there are shards; of n workers, worker w runs every n-th
+shard from the w-th on, and sends their items in the order in which an ordered consumer reads them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from enqueuer.monitoring.trace_file import Place
+from enqueuer.workers.plan import OnError, Plan
+from enqueuer.workers.sources import Source
+from enqueuer.workers.tasks import TaskSource
+
+T = TypeVar("T")
+
+BackendName = Literal["thread", "process", "ray"]
+
+METHODS = ("fork", "forkserver", "spawn")
+HAS_FORKSERVER = hasattr(os, "fork") and hasattr(os, "pidfd_open")
+
+
+@dataclass(frozen=True)
+class RayOptions:
+    """Options of `backend="ray"`.
+
+    Attributes:
+        address: Address of the cluster; None for the one that is there, or a new one here.
+        options: Options of the actors.
+        writable: Whether large arrays are copied on arrival.
+    """
+
+    address: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    writable: bool = False
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that a backend must know to run a source.
+
+    Attributes:
+        source: Source that the user gave; if it is a TaskSource, there are no shards.
+        shards: How many shards there are, over all ranks.
+        own: The indices of those that are run here.
+        workers: How many workers run them; at most one a shard is started.
+        random_seed: Of the enqueuer.
+        ordered: Whether the consumer reads the shards in turn.
+        max_queue_size: The most finished items that may wait, over all workers.
+        max_queue_bytes: The same in bytes, or None.
+        start_method: "fork", "forkserver" or "spawn"; processes only.
+        most_workers: How many workers there may be later, if that is more than `workers`.
+        threads_per_worker: How many threads native libraries may run in each worker process;
+            None: its share of the CPUs, or what the environment says.
+        forward_logs: True, False or "multiprocessing-logging"; not of threads.
+        on_error: What to do about an exception of the source's.
+        max_restarts: How many workers that died are replaced; not of threads.
+        restarts: How many were replaced by an earlier backend, of these.
+        may_grow: Whether there may be more workers later; tasks only.
+        longest_wait_s: How long a wait without a deadline lasts at most; None: forever.
+        trace: Where workers record what they do; None: nowhere.
+        ray: Options of Ray; used by Ray only.
+    """
+
+    source: Source | TaskSource
+    shards: int
+    own: tuple[int, ...]
+    workers: int
+    random_seed: int
+    ordered: bool
+    max_queue_size: int
+    max_queue_bytes: int | None
+    start_method: str
+    forward_logs: bool | str
+    on_error: OnError
+    max_restarts: int
+    most_workers: int = 0
+    threads_per_worker: int | None = None
+    restarts: int = 0
+    may_grow: bool = False
+    longest_wait_s: float | None = None
+    trace: Place | None = None
+    ray: RayOptions = RayOptions()
+
+    def share_of(self, cpus: float) -> int:
+        """Return how many of the CPUs each worker has if they are dealt out evenly; at least 1."""
+        workers = max(self.workers, self.most_workers)
+        if not isinstance(self.source, TaskSource):
+            workers = min(workers, len(self.own))
+        return max(1, int(cpus) // workers)
+
+    def plans(self) -> list[Plan]:
+        """Deal the shards out: of n workers, worker w gets every n-th from the w-th on."""
+        workers = self.workers
+        if not isinstance(self.source, TaskSource):
+            workers = min(workers, len(self.own))
+        return [
+            Plan(self.source, self.own[w::workers], self.shards, self.random_seed, self.on_error)
+            for w in range(workers)
+        ]
+
+
+def default_method() -> str:
+    """Return the start method for what can be pickled: safe with threads in the parent."""
+    return "forkserver" if HAS_FORKSERVER else "spawn"
+
+
+def owners_of(plans: Sequence[Plan]) -> dict[int, int]:
+    """Return which worker runs each shard."""
+    return {shard: worker for worker, plan in enumerate(plans) for shard in plan.shards}
+
+
+def split_bound(total: int, workers: int) -> list[int]:
+    """Deal a bound out over workers: as even as can be, and never more than `total`.
+
+    Example:
+        >>> split_bound(10, 4), split_bound(1, 3)
+        ([3, 3, 2, 2], [1, 0, 0])
+    """
+    return [total // workers + (w < total % workers) for w in range(workers)]

@@ -1,0 +1,86 @@
+"""The end of a backend: the process and the thread that may stop it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from typing import NoReturn, Protocol
+
+from enqueuer.errors import InvalidState
+
+ESCALATION_S = 0.6  # terminate, wait half of this, kill, wait the other half
+
+
+class WorkerThread(threading.Thread):
+    """A thread that runs a worker."""
+
+
+class Stoppable(Protocol):
+    """What has workers that can be stopped."""
+
+    def stop(self, timeout: float) -> None:
+        """End them within `timeout` seconds."""
+
+
+def forget(workers: Stoppable, timeout: float) -> None:
+    """Stop a backend whose enqueuer is garbage, or an enqueuer whose loader is.
+
+    The collector runs in any thread, and in one of our workers it may strike in the middle of
+    what a stop would interrupt: between seeing that a buffer is full and waiting for room, say.
+    Then another thread does it.
+    """
+    if not isinstance(threading.current_thread(), WorkerThread):
+        workers.stop(timeout)
+        return
+    helper = threading.Thread(target=workers.stop, args=(timeout,), daemon=True)
+    with contextlib.suppress(RuntimeError):  # the interpreter ends, and daemonic threads with it
+        helper.start()
+
+
+class Restarted(Protocol):
+    """A backend, as far as a forked child uses it."""
+
+    @property
+    def restarts(self) -> int:
+        """How many workers died and were replaced."""
+
+
+class Inherited:
+    """The backend of an enqueuer that runs in the process from which this one was forked.
+
+    Its workers are not here. Threads do not exist in a forked child, and a lock that one of them
+    held would never be released, so the backend of the parent is not touched.
+
+    Args:
+        owner: The process that has the workers.
+        backend: What the parent reads from. It is kept, as its end might do harm here.
+    """
+
+    def __init__(self, owner: int, backend: Restarted) -> None:
+        self._owner = owner
+        self._kept = backend
+        self.restarts = backend.restarts
+
+    def close(self) -> None:
+        """Do nothing: the workers are the parent's."""
+
+    def stop(self, timeout: float) -> None:
+        """Do nothing: the workers are the parent's."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Raise InvalidState, whatever else is asked of the backend."""
+        raise _of_another_process(self._owner)
+
+
+def check_owner(owner: int) -> None:
+    """Raise InvalidState in a process that was forked from the one that started the workers."""
+    if owner != os.getpid():
+        raise _of_another_process(owner)
+
+
+def _of_another_process(owner: int) -> InvalidState:
+    return InvalidState(
+        f"this enqueuer belongs to process {owner}, and this one, "
+        f"{os.getpid()}, was forked from it; make a new enqueuer here"
+    )

@@ -1,0 +1,233 @@
+"""What the engine asks of a backend: a pool that runs, wakes and ends workers.
+
+    Engine --open(), start_worker(), sleep(), stop()--> WorkerPool
+           --begin(), death()-------------------------> Worker
+           --head(), items(), remove()------------------> its Inbox
+           --offer(), assign(), safe()----------------> Dispatch, for tasks
+
+A pool decides nothing: whose item is next, what is done after a death and how often a worker is
+replaced is the same for all backends. Only `WorkerPool.sleep` waits for messages.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from enqueuer.backends.stall import WorkerSnapshot
+from enqueuer.errors import StartError
+from enqueuer.monitoring.worker_stats import WorkerStats
+from enqueuer.workers.messages import Empty, End, Epoch, Failure, Item, Ticket
+
+
+class WorkerState(enum.Enum):
+    """Where a worker is in its life."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    DRAINING = "draining"  # its process has ended; what it had sent is still being read
+    ENDED = "ended"  # as it was asked to
+    DEAD = "dead"  # without having been asked
+
+
+HAS_ENDED = frozenset({WorkerState.ENDED, WorkerState.DEAD})
+
+
+class NoRoom(StartError):
+    """The system has no room for another worker; the message says of what."""
+
+
+@dataclass(frozen=True)
+class Death:
+    """How a worker ended.
+
+    Attributes:
+        how: How it ended, for the log: "was killed by SIGKILL".
+        message: Message of the `WorkerDied` that is raised if the worker is not replaced.
+        exitcode: Exit code of its process; None if it is not known.
+        counts: Whether its replacement counts as a restart.
+    """
+
+    how: str
+    message: str
+    exitcode: int | None = None
+    counts: bool = True
+
+
+class Taken(Protocol):
+    """Record of the items that were taken, see `order.ShardOrder`."""
+
+    numbers: dict[int, int]
+    last: int
+
+    def remember(self, shard: int, number: int, state: Any) -> None:
+        """Keep the state of an iterator after an item that is about to be taken."""
+
+
+class Inbox(Protocol):
+    """What a worker has sent and the loop has not taken. Several workers may share one.
+
+    Nothing here waits. Called by one consumer at a time, but for `waiting`.
+    """
+
+    @property
+    def waiting(self) -> int:
+        """How many items wait. Called by any thread."""
+
+    def head(self) -> bool | End | Failure | Empty:
+        """Return the next message and leave it there.
+
+        Returns:
+            True if an item is next, False if nothing has come, else the message itself: the same
+            object until it is removed.
+        """
+
+    def items(self, most: int, taken: Taken) -> Iterator[Item]:
+        """Take items as long as they are next: at most so many.
+
+        To be read by something written in C, such as `deque.extend`. Counting an item as taken
+        and yielding it must need no call and no jump in between, so that an exception of a
+        signal handler can neither lose nor repeat an item.
+
+        Args:
+            most: Most items to take.
+            taken: Record in which each item is noted that is yielded.
+        """
+
+    def remove(self, message: End | Failure | Empty) -> None:
+        """Forget the message that `head` returned; again does nothing."""
+
+    def acknowledge(self) -> None:
+        """Count what was taken as consumed, so that as much can be sent; again does nothing."""
+
+
+class Worker(Protocol):
+    """One worker as the process of the loop sees it. `str()` of it names it for messages."""
+
+    @property
+    def index(self) -> int:
+        """Index of the worker, from 0."""
+
+    @property
+    def shards(self) -> tuple[int, ...]:
+        """Indices of its shards; empty if it does tasks."""
+
+    @property
+    def inbox(self) -> Inbox:
+        """What it has sent."""
+
+    @property
+    def state(self) -> WorkerState:
+        """Where it is in its life. A dead worker has no messages left but those in its inbox."""
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it exits, or has exited, since `ask_to_exit` was called."""
+
+    def begin(self, epoch: Epoch) -> None:
+        """Have it run its shards for an epoch."""
+
+    def ask_to_exit(self) -> None:
+        """Have it exit after its task, or another worker of the same pool in its place."""
+
+    def death(self) -> Death:
+        """Return how it ended, once it is dead."""
+
+
+W = TypeVar("W", bound=Worker)
+W_contra = TypeVar("W_contra", bound=Worker, contravariant=True)
+
+
+class Dispatch(Protocol[W_contra]):
+    """How tickets reach the workers of a pool. Nothing here waits."""
+
+    def pack(self, ticket: Ticket) -> Any:
+        """Return a ticket as it travels.
+
+        Raises:
+            ItemNotPicklable: An element cannot be sent to a worker.
+        """
+
+    def offer(self, number: int, packed: Any) -> bool:
+        """Let a free worker do a task; return whether there was room for its ticket."""
+
+    def assign(self, worker: W_contra, number: int, packed: Any) -> None:
+        """Have one worker do a task, before those that were offered."""
+
+    def current(self, worker: W_contra) -> int:
+        """Return the number of the task that a worker does, or did when it died; -1 if none."""
+
+    def safe(self) -> Container[int]:
+        """Return the numbers of the tasks that no worker has begun or that a living worker has."""
+
+    def forget(self, worker: W_contra) -> None:
+        """Forget what a worker was assigned that has ended."""
+
+
+class WorkerPool(Protocol[W]):
+    """Runs, wakes and ends the workers of a backend.
+
+    Attributes:
+        workers: The workers that have not been discarded; the engine changes the list.
+        dispatch: How tickets reach the workers; used for tasks only.
+    """
+
+    workers: list[W]
+
+    @property
+    def dispatch(self) -> Dispatch[W]:
+        """How tickets reach the workers; used for tasks only."""
+
+    def open(self) -> None:
+        """Get what all workers need; called once, before the first worker is started.
+
+        Raises:
+            NoRoom: The system has no room for it.
+            StartError: It is not to be had for another reason.
+            SourceNotPicklable: The source cannot be sent to a worker.
+        """
+
+    def start_worker(self, index: int) -> W:
+        """Start a worker.
+
+        Raises:
+            NoRoom: The system has no room for it.
+            StartError: It could not be started for another reason.
+        """
+
+    def sleep(self, awaited: W | None, deadline: float | None) -> None:
+        """Wait until something comes that was not there when the inboxes were read last.
+
+        Woken by a message, a death, and `close()`. It may return early.
+
+        Args:
+            awaited: Worker whose next item the loop waits for. It may send one, whatever waits
+                already. None: the loop waits for any worker.
+            deadline: Time by `time.monotonic()` at which to return; None: never.
+        """
+
+    def poll(self) -> None:
+        """Take note of deaths and messages that `Inbox.head` does not see by itself."""
+
+    def discard(self, worker: W) -> None:
+        """End a worker at once, if it runs, and close all that this process has of it."""
+
+    def measures(self, workers: Sequence[W]) -> list[WorkerStats]:
+        """Return what each worker has done so far. Called by any thread."""
+
+    def snapshots(self, workers: Sequence[W]) -> list[WorkerSnapshot]:
+        """Return where each worker is, within about a second."""
+
+    def cpus(self) -> float:
+        """Return how many CPUs there are for the workers and this process."""
+
+    def worker_bytes(self) -> int | None:
+        """Return the memory of the largest worker; None if one more would not take as much."""
+
+    def close(self) -> None:
+        """Ask all workers to exit and wake `sleep()`; return at once. Called by any thread."""
+
+    def stop(self, timeout: float) -> None:
+        """Close, then end the workers: ask, terminate, kill; within about `timeout` seconds."""

@@ -1,0 +1,268 @@
+"""What a worker process does before and after its loop; runs in the child only.
+
+    signals -> lifeline -> READY -> the job -> logs -> the source -> serve() -> last logs -> exit
+
+Everything that can fail because of the user's code (importing it, unpickling the source) comes
+after READY, so that it reaches the consumer as an error with a traceback.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import fcntl
+import importlib
+import multiprocessing
+import os
+import pickle
+import select
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from enqueuer.backends.process import stack_dump
+from enqueuer.backends.process.fork_server import serve_forks
+from enqueuer.common.descriptors import Descriptor, close_in_children
+from enqueuer.monitoring import usage
+from enqueuer.transport.item_sender import ItemSender
+from enqueuer.transport.memory import read_whole
+from enqueuer.transport.packets import Packets
+from enqueuer.transport.protocol import Credit
+from enqueuer.transport.ring import Ring
+from enqueuer.transport.sender_control import send_ready
+from enqueuer.workers import allocator, arrays, logs, native_threads
+from enqueuer.workers.messages import Ticket
+from enqueuer.workers.plan import OnError
+from enqueuer.workers.remote import WorkerConfig, serve_failure
+from enqueuer.workers.sources import Source
+from enqueuer.workers.tasks import TaskSource
+
+_GRANDCHILD = 70  # exit code of a copy that the user's code forked and let run on
+
+
+@dataclass(frozen=True)
+class ParentEnvironment:
+    """State of the parent that a process which was not forked lacks."""
+
+    path: list[str]
+    argv: list[str]
+    directory: str
+    environment: dict[str, str]
+
+    @classmethod
+    def of_this_process(cls) -> ParentEnvironment:
+        """Read them."""
+        return cls(list(sys.path), list(sys.argv), os.getcwd(), dict(os.environ))
+
+    def apply(self) -> None:
+        """Make them this process's."""
+        sys.path[:] = self.path
+        sys.argv[:] = self.argv
+        os.environ.clear()
+        os.environ.update(self.environment)
+        with contextlib.suppress(OSError):  # the directory is gone; the code may not need it
+            os.chdir(self.directory)
+
+
+@dataclass(frozen=True)
+class ProcessConfig:
+    """Configuration of all worker processes of an enqueuer.
+
+    Attributes:
+        worker: Configuration that is not special to processes.
+        parent_environment: Environment of the parent; None if the workers are forked.
+        thread_limits: Environment variables that limit the threads of native libraries.
+    """
+
+    worker: WorkerConfig
+    parent_environment: ParentEnvironment | None
+    thread_limits: dict[str, str]
+
+
+@dataclass(frozen=True)
+class ProcessStart:
+    """Configuration of one worker process.
+
+    Attributes:
+        index: Index of the worker.
+        shards: Indices of its shards; empty for tasks.
+        credit: Credit that it begins with.
+        is_asked: Whether it is asked for its stack if the loop waits long.
+    """
+
+    index: int
+    shards: tuple[int, ...]
+    credit: Credit
+    is_asked: bool
+
+
+def main(sock_fd: int, lifeline_fd: int) -> None:
+    """Be a worker that was spawned: the job comes over the channel."""
+    packets = _begin(socket.socket(fileno=sock_fd), Descriptor(lifeline_fd))
+    start, payload, ring, task_socket, stack = _receive_job(packets)
+    config, pickled = pickle.loads(payload)
+    if config.parent_environment is not None:
+        config.parent_environment.apply()
+    os.environ.update(config.thread_limits)
+    native_threads.limit_loaded()
+    channel = ItemSender(packets, ring, start.credit)
+    _work(channel, config, start, lambda: pickle.loads(pickled), task_socket, stack)
+    _leave()
+
+
+def main_forked(
+    sock: socket.socket,
+    lifeline: Descriptor,
+    ring: Ring,
+    config: ProcessConfig,
+    loaded: native_threads.Loaded | None,
+    start: ProcessStart,
+    source: Source | TaskSource,
+    on_error: OnError,
+    task_socket: socket.socket | None,
+    stack: Descriptor | None,
+) -> None:
+    """Be a worker that was forked: everything is here."""
+    packets = _begin(sock, lifeline)
+    os.environ.update(config.thread_limits)
+    if loaded is not None:
+        loaded.limit()
+    channel = ItemSender(packets, ring, start.credit)
+    _work(channel, config, start, lambda: (source, on_error), task_socket, stack)
+
+
+def serve(fd: int, preload: Sequence[str] = ()) -> None:
+    """Be a fork server; in a child of it, a worker.
+
+    Args:
+        fd: Descriptor of the socket to the parent.
+        preload: Names of modules to import now, once for all workers. One that fails is passed
+            over: a worker that needs it imports it again, and reports the error.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for name in preload:
+        with contextlib.suppress(BaseException):  # sys.exit(), too
+            importlib.import_module(name)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would take the exit codes away
+    mine = serve_forks(fd)
+    if mine is not None:
+        main(*mine)
+
+
+def _leave() -> None:
+    """End the process as multiprocessing does: what was registered runs, nothing is taken apart.
+
+    Taking modules and threads apart would take longer than all the rest of a stop.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # None, full or closed
+            stream.flush()
+    os._exit(0)
+
+
+def _begin(sock: socket.socket, lifeline: Descriptor) -> Packets:
+    _reset_signals()
+    _arm(lifeline)
+    close_in_children(sock)
+    close_in_children(lifeline)
+    sock.setblocking(True)
+    with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):  # no stderr
+        faulthandler.enable()  # a crash in C then shows the Python stack on stderr
+    packets = Packets(sock)
+    send_ready(packets)
+    return packets
+
+
+def _reset_signals() -> None:
+    """Forget the parent's handlers: its checkpointing must not run here, nor outlive SIGTERM."""
+    signal.set_wakeup_fd(-1)
+    for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGCHLD"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the parent's to answer
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+
+
+def _arm(lifeline: Descriptor) -> None:
+    """Have the kernel kill this process when the parent's end of the pipe closes.
+
+    That works even if `next()` hangs in C. Who lives without F_SETSIG (macOS) learns of the
+    parent's death from the channel, between two items.
+    """
+    fd = lifeline.fileno()
+    if hasattr(fcntl, "F_SETSIG"):
+        fcntl.fcntl(fd, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
+    poller = select.poll()  # select() knows no descriptor beyond 1023
+    poller.register(fd, select.POLLIN)
+    if poller.poll(0):
+        os._exit(1)  # the parent died before the lifeline was armed
+
+
+def _receive_job(
+    packets: Packets,
+) -> tuple[ProcessStart, bytes, Ring, socket.socket | None, Descriptor | None]:
+    poller = select.poll()
+    poller.register(packets.fileno(), select.POLLIN)
+    while not packets.received:
+        if packets.ended:
+            os._exit(1)  # the parent changed its mind
+        poller.poll()
+        packets.drain()
+    data, (payload_fd, ring_fd, *others) = packets.received.popleft()
+    start: ProcessStart = pickle.loads(data)
+    stack = Descriptor(others.pop(0)) if start.is_asked else None
+    payload = read_whole(b"", [payload_fd])
+    ring = Ring.of(ring_fd)
+    os.close(ring_fd)
+    task_socket = socket.socket(fileno=others[0]) if others else None
+    return start, payload, ring, task_socket, stack
+
+
+def _work(
+    channel: ItemSender,
+    config: ProcessConfig,
+    start: ProcessStart,
+    load: Callable[[], tuple[Source | TaskSource, OnError]],
+    task_socket: socket.socket | None,
+    stack: Descriptor | None,
+) -> None:
+    pid = os.getpid()
+    multiprocessing.current_process().name = f"enqueuer-worker-{start.index}"  # log records have it
+    if stack is not None:
+        stack_dump.answer(stack.fileno())
+    allocator.keep_freed_memory()
+    arrays.make_in(channel.pool.make)
+    if task_socket is not None:
+        close_in_children(task_socket)
+    if config.worker.levels is not None:
+        logs.forward(channel.send_record, config.worker.levels)
+    orders = channel if task_socket is None else _TaskSocket(channel, task_socket)
+    try:
+        source, on_error = load()
+    except BaseException as error:
+        serve_failure(error, start.shards, orders, channel)
+    else:
+        used = usage.of_process(os.getpid())
+        channel.meter.begin(used.cpu_s or 0.0, used.cpu_wait_s or 0.0)
+        config.worker.serve(start.index, start.shards, source, on_error, orders, channel)
+    if os.getpid() != pid:
+        # the generator forked, and the copy came out of its loop as if it were the worker
+        os._exit(_GRANDCHILD)
+    channel.close()
+
+
+@dataclass
+class _TaskSocket:
+    """Where this worker takes its tickets."""
+
+    channel: ItemSender
+    task_socket: socket.socket
+
+    def next_ticket(self) -> Ticket | None:
+        return self.channel.next_ticket(self.task_socket)

@@ -1,0 +1,369 @@
+"""The fork server: a fresh interpreter that runs no user code and forks workers on request.
+
+    this process  _Server --request, the two descriptors of a worker--> serve_forks() --> workers
+                          <--pid, exit code, errno----------------------
+
+That of multiprocessing reads and fixes the global start method, imports the user's main module in
+the child (so scripts need a guard), and leaves a socket in the temporary directory.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import multiprocessing.forkserver
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+
+from enqueuer.backends.process.interpreter import (
+    SAME_HASHES,
+    interpreter_flags,
+    program,
+    silent_children,
+)
+from enqueuer.common import interrupts
+from enqueuer.common.descriptors import Descriptor, close_in_children
+from enqueuer.errors import StartError
+from enqueuer.transport.packets import Packets, pair
+from enqueuer.workers import native_threads
+
+_SERVER_START_S = 60.0  # a fresh interpreter that imports numpy, on a busy machine
+# For the fork server, which runs no native code: each fork would have to stop threads of its BLAS.
+_ONE_THREAD = dict.fromkeys(native_threads.VARIABLES, "1")
+_STATUS_S = 1.0  # until a fork server whose socket was closed has ended
+
+_PRELOADED = "a module that was given to multiprocessing.set_forkserver_preload()"
+_NO_SERVER = f"the fork server ends as soon as it starts; a likely cause is {_PRELOADED}"
+_NO_ANSWER = (
+    f"the fork server did not respond within {_SERVER_START_S:.0f} s; a likely cause is "
+    f"{_PRELOADED} and takes longer to import"
+)
+
+_REQUEST = struct.Struct("<q")  # number
+_NOTHING = 0  # number of a request for nothing; the others begin with 1
+_ANSWER = struct.Struct("<Bqq")  # kind, number of the request, and what the kind says
+_PID, _EXIT, _ERRNO = 1, 2, 3
+
+
+class _Served:
+    """A child of the fork server."""
+
+    def __init__(self, server: _Server, connection: Packets, number: int, pid: int) -> None:
+        self._server = server
+        self._connection = connection
+        self._number = number
+        self.pid: int = pid
+
+    def exitcode(self, timeout: float) -> int | None:
+        return self._server.exitcode(self._connection, self._number, timeout)
+
+
+class _Server:
+    """The fork server as this process sees it; it is started when first needed.
+
+    The server ends when its socket does, at the latest with this process. Any thread may call
+    anything.
+
+    Each answer bears the number of its request. So the answer to a request that an interrupt has
+    ended is taken for no other request. The child of such a request ends by its lifeline.
+    """
+
+    def __init__(self) -> None:
+        # Reentrant, as the garbage collector may stop a forgotten enqueuer at any moment.
+        self._lock = threading.RLock()
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._sock: socket.socket | None = None
+        self._packets: Packets | None = None
+        self._requests = 0
+        # Requests that wait for an answer or whose child lives; then the answers, by request.
+        self._open: set[int] = set()
+        self._pids: dict[int, int] = {}
+        self._codes: dict[int, int] = {}
+        self._errors: dict[int, int] = {}
+        self._owner = 0
+        self._loop_meter = 0  # of this thread, one within the other
+
+    def fork(self, sock: socket.socket, lifeline: Descriptor) -> _Served:
+        """Let the server fork a child that owns `sock` and `lifeline`.
+
+        Raises:
+            OSError: The system has no room for another process, or for its descriptors.
+            StartError: There is no server.
+        """
+        with interrupts.held(), self._lock:
+            for attempt in range(2):
+                try:
+                    number = self._ask_locked(sock, lifeline)
+                    break
+                except TimeoutError:  # it hangs, and so would another one
+                    if self._popen is not None and self._owner == os.getpid():
+                        self._popen.kill()
+                    self._leave_locked()
+                    raise StartError(_NO_ANSWER) from None
+                except (OSError, EOFError):
+                    self._leave_locked()  # it was killed; the next attempt starts a new one
+                    if attempt:
+                        raise StartError(_NO_SERVER) from None
+            if number in self._errors:
+                self._open.discard(number)
+                code = self._errors.pop(number)
+                raise OSError(code, os.strerror(code))
+            assert self._packets is not None
+            return _Served(self, self._packets, number, self._pids.pop(number))
+
+    def exitcode(self, connection: Packets, number: int, timeout: float) -> int | None:
+        """Wait for a child's exit code from the server; None if none comes.
+
+        Args:
+            connection: Connection to the server that forked the child.
+            number: Number of the request for the child.
+            timeout: Seconds to wait at most.
+        """
+        with interrupts.held(), self._lock:
+            if connection is not self._packets:
+                return None  # the server that forked it was killed, and no other one knows it
+            try:
+                self._wait_locked(lambda: number in self._codes, timeout)
+            except (OSError, EOFError, TimeoutError):
+                pass
+            if number in self._codes:
+                self._open.discard(number)
+            return self._codes.pop(number, None)
+
+    def _ask_locked(self, sock: socket.socket, lifeline: Descriptor) -> int:
+        """Ask for a child, and wait for the answer; return the number of the request."""
+        self._join_locked()
+        assert self._packets is not None
+        self._requests = number = self._requests + 1
+        self._open.add(number)
+        try:
+            self._packets.send(_REQUEST.pack(number), [sock.fileno(), lifeline.fileno()])
+            self._wait_locked(
+                lambda: number in self._pids or number in self._errors, _SERVER_START_S
+            )
+        except BaseException:
+            self._open.discard(number)
+            raise
+        return number
+
+    def _wait_locked(self, done: Callable[[], bool], timeout: float) -> None:
+        """Read the server's answers until `done`; raise EOFError or TimeoutError."""
+        deadline = time.monotonic() + timeout
+        self._loop_meter += 1
+        try:
+            while not done():
+                if self._packets is None or self._sock is None or self._owner != os.getpid():
+                    raise EOFError
+                self._packets.drain()
+                while self._packets.received:
+                    self._hear(self._packets.received.popleft()[0])
+                if done():
+                    return
+                if self._packets.ended:
+                    raise EOFError
+                left = deadline - time.monotonic()
+                if not interrupts.interruptible(_readable, self._sock, left):
+                    raise TimeoutError
+        finally:
+            self._loop_meter -= 1
+            if self._loop_meter and self._packets is not None:
+                # A signal handler, or the garbage collector, has called this within another wait,
+                # whose answer may have been read here. A request for nothing, which has no
+                # descriptors, is answered too, and that answer wakes the other wait.
+                with contextlib.suppress(OSError):
+                    self._packets.send(_REQUEST.pack(_NOTHING))
+
+    def _hear(self, answer: bytes) -> None:
+        kind, number, value = _ANSWER.unpack(answer)
+        if number in self._open:
+            heard = {_PID: self._pids, _EXIT: self._codes, _ERRNO: self._errors}[kind]
+            heard[number] = value
+
+    def _join_locked(self) -> None:
+        """Start a server unless this process has one that lives."""
+        if self._owner == os.getpid() and self._popen is not None and self._popen.poll() is None:
+            return
+        self._leave_locked()
+        ours, its = pair("seqpacket")
+        with its:
+            close_in_children(ours)
+            with silent_children():
+                self._popen = subprocess.Popen(
+                    [
+                        *(sys.executable, *interpreter_flags(), "-c"),
+                        program("serve", its.fileno(), _modules_to_preload()),
+                    ],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[its.fileno()],
+                    env={
+                        **SAME_HASHES,
+                        **os.environ,
+                        **native_threads.short_spinning(os.environ),
+                        **_ONE_THREAD,
+                    },
+                )
+        self._sock, self._packets, self._owner = ours, Packets(ours), os.getpid()
+
+    def _leave_locked(self) -> None:
+        if self._packets is not None:
+            self._packets.close()
+        if self._popen is not None and self._owner == os.getpid():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._popen.wait(_STATUS_S)
+        elif self._popen is not None:
+            self._popen.returncode = 0  # the parent's child, not ours: nothing to wait for
+        self._popen = self._sock = self._packets = None
+        for said in (self._open, self._pids, self._codes, self._errors):
+            said.clear()
+
+    def end(self) -> None:
+        """End the server, if there is one."""
+        with interrupts.held(), self._lock:
+            self._leave_locked()
+
+    def renew(self) -> None:
+        """Forget, in a forked child, the parent's server and its lock."""
+        self._lock = threading.RLock()
+        self._loop_meter = 0
+        self._leave_locked()
+
+
+_server = _Server()
+os.register_at_fork(after_in_child=_server.renew)
+
+
+def fork(sock: socket.socket, lifeline: Descriptor) -> _Served:
+    """Let this process's fork server fork a child that owns `sock` and `lifeline`."""
+    return _server.fork(sock, lifeline)
+
+
+@atexit.register
+def end_server() -> None:
+    """End this process's fork server; it is started again when needed."""
+    _server.end()
+
+
+def _readable(sock: socket.socket, timeout: float) -> bool:
+    poller = select.poll()
+    poller.register(sock, select.POLLIN)
+    return bool(poller.poll(max(0, int(timeout * 1000) + 1)))
+
+
+def _modules_to_preload() -> list[str]:
+    """Return the names that the program gave to `multiprocessing.set_forkserver_preload()`.
+
+    multiprocessing has no public function that returns them. The main module, which is its
+    default, is left out: our workers do not import it.
+    """
+    server = getattr(multiprocessing.forkserver, "_forkserver", None)
+    names: list[str] = getattr(server, "_preload_modules", [])
+    return [name for name in names if name != "__main__"]
+
+
+# --- the server's own process ------------------------------------------------------------------
+
+
+def serve_forks(fd: int) -> tuple[int, int] | None:
+    """Fork a child whenever the parent asks, and send the parent the exit code of each.
+
+    Returns:
+        In a child, its two descriptors; in the server, None once the parent is gone.
+    """
+    sock = socket.socket(fileno=fd)
+    packets = Packets(sock)
+    children: dict[int, int] = {}  # pid -> number of the request
+    with _deaths() as deaths:
+        poller = select.poll()
+        for one in (sock, deaths):
+            poller.register(one, select.POLLIN)
+        while True:
+            poller.poll()
+            # Emptied before the children are looked at, so that a later death fills it again.
+            with contextlib.suppress(BlockingIOError):
+                while deaths.recv(4096):
+                    pass
+            _report(packets, children)
+            packets.drain()
+            while packets.received:
+                data, fds = packets.received.popleft()
+                (number,) = _REQUEST.unpack(data)
+                try:
+                    pid = _fork(fds)
+                except OSError as error:
+                    _say(packets, _ERRNO, number, error.errno or 0)
+                    continue
+                if pid == 0:
+                    sock.close()
+                    return fds[0], fds[1]
+                children[pid] = number
+                _say(packets, _PID, number, pid)
+            if packets.ended:
+                sock.close()
+                return None
+
+
+@contextlib.contextmanager
+def _deaths() -> Iterator[socket.socket]:
+    """Give a socket that can be read when a child has ended.
+
+    It replaces a pidfd for each child: older kernels have none, sandboxes forbid them, and they
+    count against the limit of descriptors.
+    """
+    here, there = socket.socketpair()
+    with here, there:
+        here.setblocking(False)
+        there.setblocking(False)  # if it is full, there is enough to read
+        signal.set_wakeup_fd(there.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # else nothing is written there
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+        try:
+            yield here
+        finally:
+            signal.set_wakeup_fd(-1)
+
+
+def _report(packets: Packets, children: dict[int, int]) -> None:
+    """Send the exit codes of all children that have ended."""
+    while children:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        number = children.pop(pid, None)
+        if number is not None:  # else a module that was preloaded has started that process
+            _say(packets, _EXIT, number, os.waitstatus_to_exitcode(status))
+
+
+def _say(packets: Packets, kind: int, number: int, value: int) -> None:
+    with contextlib.suppress(OSError):
+        packets.send(_ANSWER.pack(kind, number, value))
+
+
+def _fork(fds: list[int]) -> int:
+    """Fork; only the child keeps `fds`.
+
+    Raises:
+        OSError: There is no room for a process, or there was none for the descriptors.
+    """
+    pid = -1
+    try:
+        if len(fds) != 2:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        with warnings.catch_warnings():
+            # Python 3.12 warns of other threads; numpy's BLAS has some, and stops them for a fork.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+    finally:
+        if pid != 0:
+            for fd in fds:
+                os.close(fd)
+    return pid

@@ -1,0 +1,363 @@
+"""Workers as processes: start, watch and end them; the messages of each come over its channel.
+
+    worker 0 (process) ==channel 0==> \\
+    worker 1 (process) ==channel 1==>  > poll() in the consumer's own thread -> inboxes
+      their deaths     ---pidfds---->  |
+      close()          ---wake-up--->  /
+
+There is no helper thread: the thread that wants the next item reads the channels. Two things
+show a death: the end of the channel, and a pidfd. Neither a grandchild that holds the channel
+open, nor another waitpid in the program, nor an ignored SIGCHLD can hide it. All messages that the
+dead worker had sent are read first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing.util
+import os
+import select
+import signal
+import socket
+import time
+import warnings
+import weakref
+from collections.abc import Sequence
+
+from enqueuer.backends.job import Job
+from enqueuer.backends.lifecycle import ESCALATION_S
+from enqueuer.backends.pool import NoRoom, WorkerState
+from enqueuer.backends.process import stack_dump
+from enqueuer.backends.process.dispatch import QueueDispatch
+from enqueuer.backends.process.handle import ProcessWorker, has_ended, wait_for_exitcode
+from enqueuer.backends.process.inbox import ProcessInbox
+from enqueuer.backends.process.starter import Starter
+from enqueuer.backends.stall import WorkerSnapshot, level_of_user
+from enqueuer.common import interrupts
+from enqueuer.common.descriptors import close_in_children
+from enqueuer.errors import StartError, StopWarning
+from enqueuer.monitoring import usage
+from enqueuer.monitoring.worker_stats import WorkerStats
+from enqueuer.transport.memory import remove_names_of
+from enqueuer.workers import logs
+from enqueuer.workers.tasks import TaskSource
+
+# Until the first frame of a worker. A longer wait is a deadlock: imports come after that frame.
+START_TIMEOUT_S = 60.0
+
+_EXITCODE_S = 1.0  # between the end of a process and its exit code
+
+
+class ProcessPool:
+    """See `enqueuer.backends.pool.WorkerPool`."""
+
+    def __init__(self, job: Job) -> None:
+        self.workers: list[ProcessWorker] = []
+        self.dispatch = QueueDispatch(self.workers, are_forked=job.start_method == "fork")
+        self._job = job
+        self._does_tasks = isinstance(job.source, TaskSource)
+        self._starter = Starter(job)
+        self._by_fd: dict[int, ProcessWorker] = {}
+        self._poller = select.poll()
+        self._is_closed = False
+        self._resources = contextlib.ExitStack()
+        self._wake: socket.socket | None = None
+        self._started = 0.0  # when the last worker was started
+        self._allowed = 0  # index of the worker that was allowed an item last for which it asked
+
+    # --- start ---
+
+    def open(self) -> None:
+        _running.add(self)
+        _register_exit()
+        try:
+            self._open()
+        except OSError as error:
+            raise _no_room(error) from error
+
+    def _open(self) -> None:
+        resources, queue = self._resources, None
+        if self._does_tasks:
+            resources.callback(self.dispatch.close)
+            queue = self.dispatch.open()
+        self._starter.open(resources, queue)
+        self._open_wake_up()
+        if self._job.forward_logs == logs.MULTIPROCESSING_LOGGING:
+            resources.enter_context(logs.multiprocessing_logging())
+
+    def _open_wake_up(self) -> None:
+        wake, woken = socket.socketpair()
+        wake.setblocking(False)
+        for end in (wake, woken):
+            close_in_children(end)
+            self._resources.callback(end.close)
+        self._wake = wake
+        self._poller.register(woken, select.POLLIN)
+
+    def start_worker(self, index: int) -> ProcessWorker:
+        try:
+            worker = self._starter.start(index, self._read_inbox, self._room)
+        except OSError as error:
+            raise _no_room(error) from error
+        self._started = time.monotonic()
+        pidfd = worker.pidfd
+        for fd in [worker.channel.fileno()] + ([] if pidfd is None else [pidfd.fileno()]):
+            self._by_fd[fd] = worker
+            self._poller.register(fd, select.POLLIN)
+        return worker
+
+    # --- run ---
+
+    def sleep(self, awaited: ProcessWorker | None, deadline: float | None) -> None:
+        watched = list(self.workers) if awaited is None else [awaited]
+        is_coming = not self._does_tasks and self._ask_for(awaited)
+        try:
+            for worker in watched:
+                worker.channel.arm_wake_up()
+            if not any(_has_news(worker, is_coming) for worker in watched):
+                self._poll(deadline)
+        finally:
+            for worker in watched:
+                worker.channel.disarm_wake_up()
+
+    def poll(self) -> None:
+        self._poll(time.monotonic())
+
+    def _room(self) -> int:
+        """Return how many more items may wait; an item that was wanted may have taken a place."""
+        return self._job.max_queue_size - sum(worker.channel.load for worker in self.workers)
+
+    def _ask_for(self, awaited: ProcessWorker | None) -> bool:
+        """Grant credit for the item that the consumer is about to wait for.
+
+        Returns:
+            Whether a worker has an item that it may send now.
+        """
+        if awaited is not None:
+            awaited.channel.grant(self._room(), wanted=True)
+            return True
+        is_coming, count = False, len(self.workers)
+        for index in range(self._allowed + 1, self._allowed + 1 + count):
+            worker = self.workers[index % count]
+            now = worker.channel.is_asking and not is_coming
+            if now:
+                is_coming, self._allowed = True, index % count
+            worker.channel.grant(self._room(), wanted=now)
+        return is_coming
+
+    def _poll(self, deadline: float | None) -> None:
+        starting = [w for w in self.workers if w.state is WorkerState.STARTING]
+        limits = [] if deadline is None else [deadline]
+        if starting:
+            limits.append(self._started + START_TIMEOUT_S)
+        timeout = None if not limits else max(0.0, min(limits) - time.monotonic()) * 1000
+        ready = self._poller.poll(timeout)
+        for fd, _ in ready:
+            worker = self._by_fd.get(fd)
+            if worker is not None:
+                if worker.pidfd is not None and fd == worker.pidfd.fileno():
+                    worker.gone = True
+                self._read(worker)
+        if starting and not ready and time.monotonic() >= self._started + START_TIMEOUT_S:
+            raise StartError(
+                f"{starting[0]} did not respond within {START_TIMEOUT_S:g} s. With fork, a likely "
+                "cause is a lock that another thread held: use "
+                "backend=Processes(start_method='forkserver')"
+            )
+
+    def _read_inbox(self, inbox: ProcessInbox) -> None:
+        for worker in self.workers:
+            if worker.inbox is inbox:
+                self._read(worker)
+                return
+
+    def _read(self, worker: ProcessWorker) -> None:
+        """Read the messages of a worker, and reap it if it has ended."""
+        if worker.state in (WorkerState.DEAD, WorkerState.ENDED):
+            return
+        worker.channel.pump()
+        self._deliver_records(worker)
+        if self._is_closed:  # a handler of a log record has called stop()
+            return
+        if worker.channel.is_ready and worker.state is WorkerState.STARTING:
+            worker.move(WorkerState.RUNNING)
+        if worker.gone or worker.channel.ended:
+            self._reap_dead(worker)
+
+    def _reap_dead(self, worker: ProcessWorker) -> None:
+        """Read the last messages of a process that has ended, and find out how it ended."""
+        worker.move(WorkerState.DRAINING)
+        self._forget(worker)
+        worker.channel.pump()  # messages that it sent after the last reading
+        self._deliver_records(worker)
+        worker.exitcode = wait_for_exitcode(worker, _EXITCODE_S)
+        if worker.exitcode is None:  # it runs on: the user's code has closed all descriptors
+            worker.send_signal(signal.SIGKILL)
+            wait_for_exitcode(worker, _EXITCODE_S)
+        worker.move(WorkerState.DEAD)
+
+    def _deliver_records(self, worker: ProcessWorker) -> None:
+        records = worker.channel.records
+        while records:
+            logs.deliver(records.popleft())
+
+    # --- what is known of the workers ---
+
+    def measures(self, workers: Sequence[ProcessWorker]) -> list[WorkerStats]:
+        return [worker.measure() for worker in workers]
+
+    def snapshots(self, workers: Sequence[ProcessWorker]) -> list[WorkerSnapshot]:
+        able = stack_dump.ask([w for w in workers if w.state is WorkerState.RUNNING])
+        return [_snapshot_of(worker, worker.stacks in able) for worker in workers]
+
+    def cpus(self) -> float:
+        return usage.cpus()
+
+    def worker_bytes(self) -> int | None:
+        found = (usage.own_bytes(worker.process.pid) for worker in list(self.workers))
+        return max((size for size in found if size is not None), default=None)
+
+    # --- stop ---
+
+    def close(self) -> None:
+        self._is_closed = True
+        for worker in list(self.workers):
+            if worker.state is not WorkerState.ENDED:
+                worker.channel.ask_to_stop()
+        with contextlib.suppress(OSError):
+            if self._wake is not None:
+                self._wake.send(b"\0")
+
+    def discard(self, worker: ProcessWorker) -> None:
+        if worker.state not in (WorkerState.DEAD, WorkerState.ENDED):
+            worker.send_signal(signal.SIGKILL)
+        self._end(worker)
+
+    def stop(self, timeout: float) -> None:
+        # A signal handler may end a wait; then it can be called again.
+        self.close()
+        end = time.monotonic() + timeout
+        escalation = min(ESCALATION_S, timeout / 2)
+        self._reap_until(end - escalation)
+        for number, limit in ((signal.SIGTERM, end - escalation / 2), (signal.SIGKILL, end)):
+            for worker in self._left():
+                worker.send_signal(number)
+            self._reap_until(limit)
+        # SIGKILL ends a process at once, unless it waits for a disk that does not respond.
+        self._reap_until(end + ESCALATION_S)
+        for worker in self._left():
+            warnings.warn(
+                f"{worker} could not be killed; it may hang in a system call",
+                StopWarning,
+                stacklevel=level_of_user(),
+            )
+        self.workers[:] = self._left()
+        if not self.workers:
+            _running.discard(self)
+            self._resources.close()
+            self._by_fd.clear()
+
+    def _left(self) -> list[ProcessWorker]:
+        return [worker for worker in self.workers if worker.state is not WorkerState.ENDED]
+
+    def _reap_until(self, deadline: float) -> None:
+        """Read and drop the messages of the workers, until all have ended or time is over."""
+        for worker in self._left():
+            if worker.state is WorkerState.DEAD:
+                self._end(worker)
+        while left := self._left():
+            poller = select.poll()
+            for worker in left:
+                end = worker.channel if worker.pidfd is None else worker.pidfd
+                poller.register(end.fileno(), select.POLLIN)
+                if not worker.channel.ended:  # an ended channel would wake the poll every time
+                    poller.register(worker.channel.fileno(), select.POLLIN)
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                return
+            if not interrupts.interruptible(poller.poll, remaining * 1000 + 1):
+                return
+            for worker in left:
+                self._reap(worker)
+
+    def _reap(self, worker: ProcessWorker) -> None:
+        with contextlib.suppress(Exception):  # it is ending: errors no longer matter
+            worker.channel.pump()
+        self._deliver_records(worker)
+        if has_ended(worker):
+            self._end(worker)
+
+    def _end(self, worker: ProcessWorker) -> None:
+        try:
+            if worker.state is not WorkerState.DEAD:
+                self._forget(worker)
+                with contextlib.suppress(Exception):
+                    worker.channel.pump()
+                self._deliver_records(worker)
+                worker.exitcode = wait_for_exitcode(worker, _EXITCODE_S)
+        finally:  # the user's handler of a log record may raise anything
+            worker.close()
+            with contextlib.suppress(OSError):
+                remove_names_of(worker.process.pid)
+            # Code that runs in the wait above, such as a finalizer, may have called stop().
+            if worker.state is not WorkerState.ENDED:
+                worker.move(WorkerState.ENDED)
+
+    def _forget(self, worker: ProcessWorker) -> None:
+        """Stop polling the descriptors of a worker."""
+        for fd in [fd for fd, owner in self._by_fd.items() if owner is worker]:
+            del self._by_fd[fd]
+            self._poller.unregister(fd)
+
+
+def _no_room(error: OSError) -> NoRoom:
+    return NoRoom(
+        f"{error}. A worker takes about 8 descriptors (`ulimit -n`) and a process "
+        "(`ulimit -u`): try fewer workers"
+    )
+
+
+def _has_news(worker: ProcessWorker, is_coming: bool) -> bool:
+    """Return whether a worker sent something before it was asked to wake the consumer."""
+    channel = worker.channel
+    if channel.has_message:
+        return True
+    if worker.state is WorkerState.DEAD:
+        return False
+    return channel.has_packets or (channel.is_asking and not is_coming)
+
+
+def _snapshot_of(worker: ProcessWorker, was_asked: bool) -> WorkerSnapshot:
+    if worker.state in (WorkerState.DEAD, WorkerState.ENDED):
+        why = "has ended"
+    elif was_asked:
+        why = (
+            f"did not send its stack within {stack_dump.ASK_S:g} s: it is stopped, has the signal "
+            "blocked, or hangs in the system"
+        )
+    else:
+        why = "cannot send its stack: it is starting, or its code has reset the signal for that"
+    stack = worker.stacks.stack if worker.stacks is not None and was_asked else None
+    return WorkerSnapshot(str(worker), worker.shards, stack, why)
+
+
+# --- the end of the interpreter ----------------------------------------------------------------
+
+_running: weakref.WeakSet[ProcessPool] = weakref.WeakSet()
+_EXIT_TIMEOUT_S = 2.0
+
+
+@functools.cache
+def _register_exit() -> None:
+    # multiprocessing joins its children at exit, without a limit. This runs before that.
+    multiprocessing.util.Finalize(None, _stop_all, exitpriority=100)
+
+
+# In forked children, multiprocessing forgets all registered finalizers.
+os.register_at_fork(after_in_child=_register_exit.cache_clear)
+
+
+def _stop_all() -> None:
+    for pool in list(_running):
+        pool.stop(_EXIT_TIMEOUT_S)

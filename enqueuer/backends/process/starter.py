@@ -1,0 +1,180 @@
+"""Starting the worker processes of a job; what they all need is made once.
+
+start(): channel, ring, lifeline, stack pipe -> launch() -> the ends that the worker has are
+         closed here -> ProcessWorker
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import pickle
+from collections.abc import Callable
+
+from enqueuer.backends.job import Job, split_bound
+from enqueuer.backends.payload import pickled_payload
+from enqueuer.backends.process import stack_dump
+from enqueuer.backends.process.child import (
+    ParentEnvironment,
+    ProcessConfig,
+    ProcessStart,
+    main_forked,
+)
+from enqueuer.backends.process.handle import ProcessWorker, open_pidfd
+from enqueuer.backends.process.inbox import ProcessInbox
+from enqueuer.backends.process.launching import launch
+from enqueuer.common import interrupts
+from enqueuer.common.descriptors import Descriptor, close_in_children
+from enqueuer.monitoring import usage
+from enqueuer.transport.item_receiver import ItemReceiver
+from enqueuer.transport.memory import nameless_file
+from enqueuer.transport.packets import Packets, pair
+from enqueuer.transport.protocol import Credit
+from enqueuer.transport.ring import LIMIT, Ring, open_ring
+from enqueuer.transport.task_queue import TaskQueue
+from enqueuer.workers import logs, native_threads
+from enqueuer.workers.remote import WorkerConfig
+
+
+class Starter:
+    """Starts worker processes.
+
+    Args:
+        job: Description of what they run.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._plans = job.plans()
+        self._queue: TaskQueue | None = None
+        self._payload: Descriptor | None = None
+
+    def open(self, resources: contextlib.ExitStack, queue: TaskQueue | None) -> None:
+        """Pickle the source, if the workers are not forked.
+
+        Args:
+            resources: What is closed after the last worker has ended.
+            queue: Queue from which the workers take tickets; None for shards.
+
+        Raises:
+            SourceNotPicklable: The source cannot be sent.
+        """
+        job, self._queue = self._job, queue
+        if job.start_method != "fork":
+            # Handlers are held back: an exception of theirs would be reported as the source's.
+            data = pickled_payload(self._config, job.source, job.on_error, job.start_method)
+            interrupts.check()
+            self._payload = Descriptor(nameless_file(data))
+            resources.callback(self._payload.close)
+
+    @functools.cached_property
+    def _config(self) -> ProcessConfig:
+        """The configuration of all workers; made once, as it reads the levels of all loggers."""
+        job = self._job
+        levels = logs.Levels.of_this_process() if job.forward_logs is True else None
+        fork = job.start_method == "fork"
+        around = None if fork else ParentEnvironment.of_this_process()
+        worker = WorkerConfig(job.shards, job.random_seed, levels, job.trace)
+        return ProcessConfig(worker, around, self._thread_limits)
+
+    @functools.cached_property
+    def _thread_limits(self) -> dict[str, str]:
+        given = self._job.threads_per_worker
+        threads = given or self._job.share_of(usage.cpus())
+        return native_threads.limits(threads, given is not None, os.environ)
+
+    @functools.cached_property
+    def _loaded(self) -> native_threads.Loaded | None:
+        """The native libraries that forked workers inherit."""
+        return native_threads.Loaded() if self._job.start_method == "fork" else None
+
+    def start(
+        self, index: int, read: Callable[[ProcessInbox], None], room: Callable[[], int]
+    ) -> ProcessWorker:
+        """Start a worker.
+
+        Args:
+            index: Index of the worker.
+            read: Function that its inbox calls to have the packets of its channel read.
+            room: Function that returns how many more items may wait, over all workers.
+
+        Raises:
+            OSError: The system has no room for it.
+            StartError: It cannot be started.
+        """
+        job, plan = self._job, self._plans[index % len(self._plans)]  # of tasks all are alike
+        start = ProcessStart(
+            index, plan.shards, self._credit(index), job.longest_wait_s is not None
+        )
+        with contextlib.ExitStack() as passing, contextlib.ExitStack() as undo:
+            ours, its = pair()
+            passing.callback(its.close)
+            undo.callback(ours.close)
+            its_lifeline, lifeline = map(Descriptor, os.pipe())
+            passing.callback(its_lifeline.close)
+            undo.callback(lifeline.close)
+            memory = Descriptor(open_ring())
+            passing.callback(memory.close)
+            heard, its_stack = stack_dump.pipe() if start.is_asked else (None, None)
+            if heard is not None and its_stack is not None:
+                passing.callback(its_stack.close)
+                undo.callback(heard.close)
+            task_socket = None if self._queue is None else self._queue.worker_socket()
+            if task_socket is not None:
+                passing.callback(task_socket.close)
+            for thing in (ours, lifeline):
+                close_in_children(thing)
+            packets, ring = Packets(ours), Ring.of(memory.fileno())
+            ring.words[LIMIT] = start.credit.items  # before the start: the worker may send at once
+            forked = functools.partial(
+                main_forked,
+                its,
+                its_lifeline,
+                ring,
+                self._config,
+                self._loaded,
+                start,
+                job.source,
+                job.on_error,
+                task_socket,
+                its_stack,
+            )
+            process = launch(job.start_method, its, its_lifeline, forked, self._thread_limits)
+            if self._payload is not None:
+                passed = [self._payload, memory, its_stack, task_socket]
+                fds = [thing.fileno() for thing in passed if thing is not None]
+                packets.send(pickle.dumps(start), fds)
+            undo.pop_all()
+        name = f"worker {index} (process {process.pid}, {job.start_method})"
+        channel = ItemReceiver(packets, ring, start.credit, name)
+        if task_socket is not None:
+            channel.grant_all()
+        inbox = ProcessInbox(channel, name, read, room if self._queue is None else None)
+        self._close_payload_after(index)
+        return ProcessWorker(
+            index,
+            job.start_method,
+            process,
+            channel,
+            inbox,
+            lifeline,
+            open_pidfd(process.pid),
+            plan.shards,
+            heard,
+        )
+
+    def _close_payload_after(self, index: int) -> None:
+        """Give the memory of the payload back once no other worker can need it."""
+        job = self._job
+        is_last = index + 1 == len(self._plans)
+        if self._payload is not None and is_last and not (job.max_restarts or job.may_grow):
+            self._payload.close()
+
+    def _credit(self, index: int) -> Credit:
+        job, count = self._job, len(self._plans)
+        if self._queue is not None:  # tickets are the bound: one worker may do all of them
+            return Credit(job.max_queue_size + job.workers, None, ask=False)
+        quota = split_bound(job.max_queue_size, count)[index]
+        share = None if job.max_queue_bytes is None else job.max_queue_bytes // count
+        return Credit(quota, share, ask=not job.ordered)

@@ -1,0 +1,136 @@
+"""What an actor has sent, as the engine reads it, and how much more it may send."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from enqueuer.backends.pool import Taken
+from enqueuer.backends.ray.outbox import Credit
+from enqueuer.monitoring.meters import clock
+from enqueuer.workers import logs
+from enqueuer.workers.messages import Empty, End, Failure, Item, Message
+
+_OFTEN_NS = 5_000_000  # between two grants, if each is to be worth its call
+
+
+class RayInbox:
+    """See `enqueuer.backends.pool.Inbox`. What the actor's thread shares with the loop is locked.
+
+    Args:
+        lock: Lock of the pool.
+        records: Log records of all workers, which the loop delivers.
+        credit: Credit that the actor begins with; of it, that many items and bytes may wait.
+        grant: Function that is called when what was taken is consumed.
+
+    Attributes:
+        is_asking: Whether the actor has an item that it may not send.
+    """
+
+    def __init__(
+        self,
+        lock: threading.RLock,
+        records: deque[logging.LogRecord],
+        credit: Credit,
+        grant: Callable[[], None],
+    ) -> None:
+        self.is_asking = False
+        self._lock = lock
+        self._records = records
+        self._quota, self._share = credit.items, credit.size
+        self._credit = credit  # what was granted last
+        self._granted = clock()  # time of the last grant
+        self._grant = grant
+        self._messages: deque[Message] = deque()
+        self._sizes: deque[int] = deque()  # of the items among them
+        # Items that came, that were taken, and that are consumed; then the bytes of the latter.
+        self._received = self._taken = self._acknowledged = 0
+        self._taken_bytes = self._acknowledged_bytes = 0
+
+    @property
+    def waiting(self) -> int:
+        return len(self._sizes)
+
+    def put_locked(self, messages: list[Message], sizes: list[int]) -> None:
+        """Add messages that have come, and the sizes of the items among them."""
+        self._messages.extend(messages)
+        self._sizes.extend(sizes)
+
+    def count_locked(self) -> None:
+        """Count an item that has come, also one that cannot be loaded."""
+        self._received += 1
+        self.is_asking = False
+
+    def head(self) -> bool | End | Failure | Empty:
+        while self._records:
+            deliver(self._records)
+        try:
+            message = self._messages[0]
+        except IndexError:
+            return False
+        return True if isinstance(message, Item) else message
+
+    def items(self, most: int, taken: Taken) -> Iterator[Item]:
+        with self._lock:
+            messages, sizes, numbers = self._messages, self._sizes, taken.numbers
+            while most and messages:
+                item = messages[0]
+                if not isinstance(item, Item):
+                    return
+                shard, number, size = item.shard, item.number, sizes[0]
+                if item.state is not None:
+                    taken.remember(shard, number, item.state)
+                most -= 1
+                # From here to the yield is no call and no jump, and so no signal handler runs.
+                del messages[0]
+                del sizes[0]
+                self._taken += 1
+                self._taken_bytes += size
+                numbers[shard] = number + 1
+                taken.last = shard
+                yield item
+
+    def remove(self, message: End | Failure | Empty) -> None:
+        with self._lock:
+            if self._messages and self._messages[0] is message:
+                self._messages.popleft()
+
+    def acknowledge(self) -> None:
+        if self._acknowledged != self._taken:
+            self._acknowledged, self._acknowledged_bytes = self._taken, self._taken_bytes
+            self._grant()
+
+    def due_credit(self, wanted: bool) -> Credit | None:
+        """Return the credit to grant now; None if it is not worth a call.
+
+        Args:
+            wanted: Whether the loop waits for the next item, so that it must come in any case.
+        """
+        quota, before = self._quota, self._credit
+        items = self._acknowledged + quota
+        size = None if self._share is None else self._acknowledged_bytes + self._share
+        at_least = before.wanted
+        if wanted and (quota == 0 or size is not None):
+            at_least = self._received + 1
+        # A call costs about as much as a packet: not for each of many small items, but in a slow
+        # loop for each, so that its queue is full whenever it turns to it.
+        now = clock()
+        is_worth_it = 2 * (items - before.items) >= quota or now - self._granted > _OFTEN_NS
+        if size is not None and before.size is not None:  # bytes may be used up long before items
+            is_worth_it |= 2 * (size - before.size) >= (self._share or 0)
+        if at_least == before.wanted and not (is_worth_it and (items, size) != before[:2]):
+            return None
+        self._credit, self._granted = Credit(items, size, at_least), now
+        return self._credit
+
+
+def deliver(records: deque[logging.LogRecord]) -> None:
+    """Have handlers see what workers logged; called in the thread of the loop, and at the stop."""
+    while records:
+        try:
+            record = records.popleft()
+        except IndexError:  # another thread stops the workers
+            return
+        logs.deliver(record)

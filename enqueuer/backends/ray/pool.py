@@ -1,0 +1,382 @@
+"""Workers as Ray actors: start, watch and end them; a stream of Ray's brings the messages of each.
+
+    actor 0 ==packets==> thread 0 -> inbox 0 \\
+    actor 1 ==packets==> thread 1 -> inbox 1  > one condition -> sleep()
+    actor 0 <--epochs, tickets, credit-- calls that answer nothing
+
+Ray places the actors, moves the packets and reports deaths; a thread for each actor waits for
+its next packet and unpacks it, ahead of the loop. What an actor had sent belongs to this process,
+and so it is still there when the actor is not. An actor whose stream breaks is dead for us, and
+is killed if it was not; the one that takes its place is a new one, wherever there is room.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import sys
+import threading
+import time
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from enqueuer.backends.job import Job, split_bound
+from enqueuer.backends.lifecycle import ESCALATION_S, WorkerThread
+from enqueuer.backends.payload import pickled_source
+from enqueuer.backends.pool import HAS_ENDED, WorkerState
+from enqueuer.backends.ray.actor import GROUPS, ActorConfig, RayWorker
+from enqueuer.backends.ray.dispatch import ActorDispatch
+from enqueuer.backends.ray.handle import Actor
+from enqueuer.backends.ray.inbox import RayInbox, deliver
+from enqueuer.backends.ray.outbox import Asking, Credit, Ended, Frame, Ready, Sent
+from enqueuer.backends.ray.receiver import Receiver, unpack
+from enqueuer.backends.ray.session import Gone, Session, is_of_its_node, unwrapped
+from enqueuer.backends.stall import WorkerSnapshot, level_of_user
+from enqueuer.common import interrupts
+from enqueuer.errors import EnqueuerWarning, StopWarning
+from enqueuer.monitoring import usage
+from enqueuer.monitoring.worker_stats import WorkerStats
+from enqueuer.workers import logs
+from enqueuer.workers.messages import Epoch, Failure
+from enqueuer.workers.remote import WorkerConfig
+from enqueuer.workers.tasks import TaskSource
+
+_STACKS_S = 1.0  # for the stacks of all workers
+_ACCOUNT_S = 0.3  # for their accounts; what does not come in time is as it was last
+_ALL = 1 << 62
+
+
+class RayPool:
+    """See `enqueuer.backends.pool.WorkerPool`."""
+
+    def __init__(self, job: Job) -> None:
+        self.workers: list[Actor] = []
+        # Taken by itself: a condition enters and leaves it in Python, where a signal handler may
+        # raise, and the lock would stay locked.
+        self._lock = threading.RLock()
+        self._news = threading.Condition(self._lock)
+        self._has_news = False  # whether something has come since the last sleep
+        self.dispatch = ActorDispatch(self.workers, self._lock, self._send_tickets)
+        self._job = job
+        self._plans = job.plans()
+        self._does_tasks = isinstance(job.source, TaskSource)
+        self._allowed = 0  # index of the worker that was allowed an item last for which it asked
+        self._is_closed = False
+        self._session = Session(job.ray)
+        self._class: Any = None
+        self._payload: Any = None
+        self._records: deque[logging.LogRecord] = deque()
+
+    # --- start ---
+
+    def open(self) -> None:
+        interrupts.interruptible(self._open)  # Ray takes its time
+
+    def _open(self) -> None:
+        job = self._job
+        # the user's mistakes show before anything runs
+        payload = pickled_source(job.source, job.on_error, "a Ray actor", "backend='thread'")
+        ray = self._session.join()
+        _running.add(self)
+        _register_exit()
+        self._class = ray.remote(concurrency_groups=GROUPS)(RayWorker).options(
+            **{"scheduling_strategy": "SPREAD", **job.ray.options}
+        )
+        self._payload = ray.put(payload)
+        self._warn_of_missing()
+
+    def _warn_of_missing(self) -> None:
+        missing = self._session.missing()
+        if missing:
+            warnings.warn(
+                f"actor_options ask for {missing}, which no node of the Ray cluster has; no worker "
+                "starts until such a node joins. Ask for less, or look at `ray status`",
+                EnqueuerWarning,
+                stacklevel=level_of_user(),
+            )
+
+    @functools.cached_property
+    def _levels(self) -> logs.Levels | None:
+        return logs.Levels.of_this_process() if self._job.forward_logs else None
+
+    def start_worker(self, index: int) -> Actor:
+        job, plan = self._job, self._plans[index % len(self._plans)]  # of tasks all are alike
+        self._session.check()
+        config = ActorConfig(
+            index,
+            plan.shards,
+            WorkerConfig(job.shards, job.random_seed, self._levels, job.trace),
+            tuple(path for path in sys.path if path),
+            asks=not job.ordered,
+        )
+        credit = self._credit(index)
+        handle = self._class.remote(config, credit, self._payload)
+        allow = handle.allow.options(concurrency_group="tell", num_returns=0)
+        inbox = RayInbox(self._lock, self._records, credit, functools.partial(self._grant, index))
+        actor = Actor(index, plan.shards, handle, allow, self._send_epochs, self._hang_up, inbox)
+        self._call(actor, handle.work, "work")
+        receiver = Receiver(self._session, actor, self._take_in, self._lose)
+        # a thread of its own kind: the collector must know it, see `backends.forget`
+        actor.thread = WorkerThread(target=receiver.run, name=f"enqueuer-ray-{index}", daemon=True)
+        actor.thread.start()
+        return actor
+
+    def _credit(self, index: int) -> Credit:
+        """Return how much a worker may send at first."""
+        job, count = self._job, len(self._plans)
+        if self._does_tasks:  # tickets are the bound: one worker may do all of them
+            return Credit(_ALL, None, 0)
+        limit = job.max_queue_bytes
+        share = None if limit is None else limit // count
+        return Credit(split_bound(job.max_queue_size, count)[index], share, 0)
+
+    # --- what comes; in the thread of each actor ---
+
+    def _take_in(self, actor: Actor, frames: list[Frame]) -> None:
+        """Take in a packet; wake the loop once, as that takes longer than a small item."""
+        for frame in frames:
+            if isinstance(frame, Ready):
+                actor.where = f", process {frame.pid} on {frame.node}"
+        messages, sizes = unpack(frames, str(actor), self._job.ray.writable)
+        with self._lock:
+            for frame in frames:
+                match frame:
+                    case Sent():
+                        actor.inbox.count_locked()
+                    case Asking():
+                        actor.inbox.is_asking = True
+                    case Ready():
+                        actor.move(WorkerState.RUNNING)
+                    case Ended(why=""):
+                        actor.move(WorkerState.ENDED)
+                    case logging.LogRecord():
+                        self._records.append(frame)
+            if self._does_tasks:
+                is_result = (not isinstance(m, Failure) or not m.skipped for m in messages)
+                done = [m.number for m, is_one in zip(messages, is_result, strict=True) if is_one]
+                self.dispatch.done_locked(actor, done)
+            actor.inbox.put_locked(messages, sizes)
+            self._wake_locked()
+        for frame in frames:
+            if isinstance(frame, Ended) and frame.why:
+                raise Gone(frame.why)
+
+    def _wake_locked(self) -> None:
+        self._has_news = True
+        self._news.notify_all()
+
+    def _lose(self, actor: Actor, error: BaseException) -> None:
+        """Note that an actor is dead; make sure that it is."""
+        self._kill(actor)
+        with self._lock:
+            if actor.state in (WorkerState.STARTING, WorkerState.RUNNING):
+                actor.why = self._session.reason_of(error)
+                is_new = actor.state is WorkerState.STARTING
+                actor.never_ran = is_new and is_of_its_node(error)
+                actor.move(WorkerState.DEAD)
+            self._wake_locked()
+
+    # --- what is sent ---
+
+    def _send_epochs(self, actor: Actor, epochs: list[Epoch]) -> None:
+        self._call(actor, actor.handle.tell, "tell", epochs, [])
+
+    def _send_tickets(self, actor: Actor, tickets: list[tuple[int, bytes]]) -> None:
+        self._call(actor, actor.handle.tell, "tell", [], tickets)
+
+    def _call(self, actor: Actor, method: Any, group: str, *args: Any) -> None:
+        """Call a method that answers nothing, in one of the actor's threads."""
+        try:
+            self._session.check()
+            method.options(concurrency_group=group, num_returns=0).remote(*args)
+        except Exception as error:  # it is of a Ray that is gone
+            self._lose(actor, error)
+
+    def _grant(self, index: int, wanted: bool = False) -> None:
+        """Let an actor send more, if that is worth a call.
+
+        Args:
+            index: Index of the actor, if it runs shards.
+            wanted: Whether its next item is waited for.
+        """
+        if self._does_tasks or index >= len(self.workers):
+            return
+        actor = self.workers[index]
+        if actor.state in HAS_ENDED:
+            return
+        credit = actor.inbox.due_credit(wanted)
+        if credit is not None:
+            try:
+                self._session.check()
+                actor.allow.remote(*credit)  # plain numbers are not pickled
+            except Exception as error:  # as in _call
+                self._lose(actor, error)
+
+    # --- waiting ---
+
+    def sleep(self, awaited: Actor | None, deadline: float | None) -> None:
+        with self._lock:
+            if not self._has_news:
+                self._ask_for(awaited)  # which may find that the actor is dead
+            if not self._has_news:
+                timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+                self._news.wait(timeout)
+            self._has_news = False
+
+    def _ask_for(self, awaited: Actor | None) -> None:
+        """Let the item come for which the loop is about to wait."""
+        if awaited is not None:
+            self._grant(awaited.index, wanted=True)
+            return
+        count = len(self.workers)
+        for index in range(self._allowed + 1, self._allowed + 1 + count):
+            inbox = self.workers[index % count].inbox
+            if inbox.is_asking:
+                inbox.is_asking = False
+                self._allowed = index % count
+                self._grant(index % count, wanted=True)
+                return
+
+    def poll(self) -> None:
+        pass  # the threads of the actors take note of all that comes
+
+    # --- what is known of the workers ---
+
+    def cpus(self) -> float:
+        return self._cpus
+
+    @functools.cached_property
+    def _cpus(self) -> float:
+        with contextlib.suppress(Exception):  # Ray is gone
+            self._session.check()
+            return float(self._session.ray.cluster_resources()["CPU"])
+        return usage.cpus()
+
+    def worker_bytes(self) -> int | None:
+        return None  # the memory is that of other machines
+
+    def measures(self, workers: Sequence[Actor]) -> list[WorkerStats]:
+        if not self._is_closed:
+            for actor, account in self._answers(workers, "account", _ACCOUNT_S).items():
+                actor.note(account)
+        return [actor.measure() for actor in workers]
+
+    def snapshots(self, workers: Sequence[Actor]) -> list[WorkerSnapshot]:
+        stacks = self._answers(workers, "stack", _STACKS_S)
+        is_starting = any(actor.state is WorkerState.STARTING for actor in workers)
+        missing = self._session.missing() if is_starting else ""
+        return [
+            WorkerSnapshot(
+                str(actor), actor.shards, stacks.get(actor), _why_no_stack(actor, missing)
+            )
+            for actor in workers
+        ]
+
+    def _answers(self, workers: Sequence[Actor], question: str, limit: float) -> dict[Actor, Any]:
+        """Call a method of all actors; return what those answer that do so in time."""
+        refs, answers = {}, {}
+        get, wait = unwrapped(self._session.ray.get), unwrapped(self._session.ray.wait)
+        with contextlib.suppress(Exception):  # Ray is gone
+            for actor in workers:
+                if actor.state is WorkerState.RUNNING:
+                    self._session.check()
+                    method = getattr(actor.handle, question).options(concurrency_group="inspect")
+                    refs[actor] = method.remote()
+            if refs:
+                wait(list(refs.values()), num_returns=len(refs), timeout=limit)
+            self._session.check()  # before any of them is dropped
+        for actor, ref in refs.items():
+            with contextlib.suppress(Exception):
+                answers[actor] = get(ref, timeout=0)
+        return answers
+
+    # --- stop ---
+
+    def close(self) -> None:
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._wake_locked()
+        for actor in list(self.workers):
+            self._hang_up(actor)
+
+    def _hang_up(self, actor: Actor) -> None:
+        """Ask an actor to end its loop."""
+        if actor.state not in HAS_ENDED:
+            self._call(actor, actor.handle.close, "tell")
+
+    def _kill(self, actor: Actor) -> None:
+        with contextlib.suppress(Exception):
+            self._session.check()
+            unwrapped(self._session.ray.kill)(actor.handle)
+
+    def discard(self, worker: Actor) -> None:
+        self._kill(worker)
+        with self._lock:
+            if worker.state is WorkerState.DEAD:
+                worker.move(WorkerState.ENDED)
+
+    def stop(self, timeout: float) -> None:
+        interrupts.interruptible(self._stop, timeout)
+
+    def _stop(self, timeout: float) -> None:
+        self.close()
+        end = time.monotonic() + timeout
+        self._reap_until(end - min(ESCALATION_S, timeout / 2))
+        for actor in self.workers:
+            self._kill(actor)
+        self._reap_until(end + ESCALATION_S)
+        for actor in self.workers:
+            if actor.is_receiving:
+                warnings.warn(
+                    f"{actor} could not be ended: Ray does not answer",
+                    StopWarning,
+                    stacklevel=level_of_user(),
+                )
+        deliver(self._records)
+        self.workers.clear()
+        self._payload = None
+        _running.discard(self)
+        self._session.leave()
+
+    def _reap_until(self, deadline: float) -> None:
+        """Wait until the threads of all actors have ended, or time is over."""
+        for actor in self.workers:
+            if actor.is_receiving:
+                assert actor.thread is not None
+                actor.thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _why_no_stack(actor: Actor, missing: str) -> str:
+    match actor.state:
+        case WorkerState.STARTING if missing:
+            return f"has not started: no node has {missing}"
+        case WorkerState.STARTING:
+            return "has not started yet: Ray looks for room for it, or it is importing"
+        case WorkerState.RUNNING:
+            return f"did not send its stack within {_STACKS_S:g} s"
+    return "has ended"
+
+
+# --- the end of the interpreter ----------------------------------------------------------------
+
+_running: weakref.WeakSet[RayPool] = weakref.WeakSet()
+_EXIT_TIMEOUT_S = 2.0
+
+
+@functools.cache
+def _register_exit() -> None:
+    import atexit
+
+    # after Ray's own, so that it runs before that
+    atexit.register(_stop_all)
+
+
+def _stop_all() -> None:
+    for pool in list(_running):
+        pool.stop(_EXIT_TIMEOUT_S)

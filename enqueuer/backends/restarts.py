@@ -1,0 +1,75 @@
+"""The restart policy: how many dead workers are replaced, and what is said of it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Place(NamedTuple):
+    """Where in the data a worker died.
+
+    Attributes:
+        shard: Index of the shard; of a task, the index of its first element.
+        number: Number of the item or the task.
+        text: The same in words.
+    """
+
+    shard: int
+    number: int
+    text: str
+
+
+class Restarts:
+    """The deaths after which a worker was replaced, and how many more may be.
+
+    Args:
+        most: Most restarts in one run of an enqueuer.
+        earlier: Restarts of earlier backends in that run.
+
+    Example:
+        >>> restarts, place = Restarts(most=1, earlier=0), Place(0, 7, "shard 0, item 7")
+        >>> restarts.allowed
+        True
+        >>> restarts.add(place); restarts.allowed
+        False
+        >>> restarts.history(place)
+        ' max_restarts=1 is used up; 2 workers died at this very item.'
+    """
+
+    def __init__(self, most: int, earlier: int) -> None:
+        self.most = most
+        self._earlier = earlier
+        self._places: list[tuple[int, int]] = []
+
+    @property
+    def count(self) -> int:
+        """How many workers were replaced in this backend."""
+        return len(self._places)
+
+    @property
+    def total(self) -> int:
+        """How many workers were replaced since the start of the enqueuer."""
+        return self._earlier + self.count
+
+    @property
+    def allowed(self) -> bool:
+        """Whether one more worker may be replaced."""
+        return self.total < self.most
+
+    def add(self, place: Place) -> None:
+        """Note that a worker was replaced which had died at a place."""
+        self._places.append(place[:2])
+
+    def history(self, place: Place) -> str:
+        """Return, as a part of a message, how often replaced workers had died, and where.
+
+        Args:
+            place: Place of the death that is reported.
+        """
+        if not self.most:
+            return ""
+        here = self._places.count(place[:2])
+        text = f" max_restarts={self.most} is used up"
+        if here:
+            text += f"; {here + 1} workers died at this very item"
+        return f"{text}."

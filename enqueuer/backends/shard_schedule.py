@@ -1,0 +1,209 @@
+"""Which worker's message is next, and where a replaced worker goes on: the schedule of shards.
+
+The order of the items (`order.py`) says which shard is next; of the workers, each runs certain
+shards. This file decides and does not wait.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Generic
+
+from enqueuer.backends.order import Order, ShardOrder
+from enqueuer.backends.pool import Inbox, W, WorkerState
+from enqueuer.backends.restarts import Place
+from enqueuer.backends.stall import awaited
+from enqueuer.workers.messages import Empty, End, Epoch, Failure, Item
+
+
+class Step(enum.Enum):
+    """What the engine does next, if it is neither a failure nor a worker that has ended."""
+
+    TAKE = 1  # something can be taken, or the epoch is over
+    WAIT = 2  # nothing can be taken until something comes
+
+
+_TAKE, _WAIT = Step.TAKE, Step.WAIT  # to look up a member of an enum takes long
+
+
+class ShardSchedule(Generic[W]):
+    """The decisions of the engine for workers that run shards.
+
+    Called by one consumer at a time.
+
+    Args:
+        workers: The workers, by their indices; the engine replaces those that died.
+        owners: Index of the worker that runs each shard.
+        bunch: Most items to take at once.
+
+    Example:
+        >>> from enqueuer.backends.order import RoundRobin
+        >>> from enqueuer.workers.messages import Start
+        >>> class Worker:
+        ...     def __init__(self, state, *messages):
+        ...         self.shards, self.state, self.inbox = (len(messages),), state, self
+        ...         self.messages = list(messages)
+        ...     def head(self):
+        ...         return isinstance(self.messages[0], Item) if self.messages else False
+        >>> dead, alive = Worker(WorkerState.DEAD), Worker(WorkerState.RUNNING, Item(1, 0, "x"))
+        >>> schedule = ShardSchedule([dead, alive], owners={0: 0, 1: 1}, bunch=1)
+        >>> order = RoundRobin({0: Start(5), 1: Start(4)})  # shard 0 is next
+        >>> schedule.next_step(order) is dead, schedule.place_of(dead, order).text
+        (True, 'shard 0, item 5')
+        >>> order.ended(0); schedule.next_step(order)
+        <Step.TAKE: 1>
+    """
+
+    def __init__(self, workers: list[W], owners: Mapping[int, int], bunch: int) -> None:
+        self._workers = workers
+        self._owners = owners
+        self._bunch = bunch
+        self._epoch = Epoch(0)
+        # Index of the worker whose message was next last. Not the worker, nor its inbox: after
+        # `stop()` nothing must keep the memory that is shared with it.
+        self._served = 0
+        self._failed: Failure | None = None  # failure that was returned last
+        # The end of a shard that is about to be noted and dropped. It must not stay behind after
+        # an interrupt: it would end the shard in the next epoch.
+        self._ending: tuple[int, End, Order] | None = None
+        self._is_acknowledged = True
+
+    def waiting(self) -> int:
+        """Return how many items wait. Called by any thread."""
+        return sum(inbox.waiting for inbox in inboxes_of(self._workers))
+
+    def begin(self, epoch: Epoch) -> None:
+        """Have the workers run an epoch."""
+        self._epoch = epoch
+        for worker in self._workers:
+            worker.begin(epoch.part(worker.shards))
+
+    def next_step(self, order: Order) -> Step | Failure | W:
+        """Decide what to do next: take items, return a failure, replace a worker, or wait."""
+        if self._ending is not None:
+            self._note_end()
+        while not order.done:
+            message = self._head(order)
+            if message is True:
+                return _TAKE
+            if message is False:
+                dead = self._dead(order)
+                return _WAIT if dead is None else dead
+            if isinstance(message, Failure):
+                self._failed = message
+                return message
+            assert isinstance(message, End)
+            self._ending = self._served, message, order
+            self._note_end()
+        return _TAKE
+
+    def _head(self, order: Order) -> bool | End | Failure | Empty:
+        """Return what is next in the inbox whose turn it is, as `Inbox.head` does."""
+        shard, count = order.turn(), len(self._workers)
+        if shard is not None and count:  # else the workers were stopped meanwhile
+            self._served = self._owners[shard]
+            return self._workers[self._served].inbox.head()
+        for index in range(self._served + 1, self._served + 1 + count):
+            message = self._workers[index % count].inbox.head()
+            if message is not False:
+                self._served = index % count
+                return message
+        return False
+
+    def _note_end(self) -> None:
+        if self._ending is not None:
+            index, end, order = self._ending
+            order.ended(end.shard, end.state, end.number)
+            self._remove(index, end)
+            self._ending = None
+
+    def _dead(self, order: Order) -> W | None:
+        """Return a worker whose death must be reported now; all that it sent was delivered.
+
+        Another worker's turn may come first. But the loop has to wait for that worker, so the
+        death is reported at once.
+        """
+        awaited = self.awaited_worker(order)
+        for worker in self._workers:
+            if worker.state is not WorkerState.DEAD:
+                continue
+            is_due = worker is awaited or order.next_of(worker.shards) is not None
+            if is_due and worker.inbox.head() is False:
+                return worker
+        return None
+
+    def awaited_worker(self, order: Order) -> W | None:
+        """Return the worker that the loop waits for; None if it waits for any."""
+        shard = order.turn()
+        if shard is None or not self._workers:
+            return None
+        return self._workers[self._owners[shard]]
+
+    def awaited(self, order: Order) -> str:
+        """Return what the loop waits for, in words."""
+        return awaited(order)
+
+    def take(self, order: Order) -> Iterator[Item]:
+        """Take what is next and is there."""
+        assert isinstance(order, ShardOrder)
+        self._is_acknowledged = False
+        count = len(self._workers)
+        if not count:  # they were stopped meanwhile
+            return iter(())
+        if self._bunch == 1 or count == 1 or order.turn() is None:
+            return self._workers[self._served].inbox.items(self._bunch, order)
+        return self._take_in_turn(order)
+
+    def _take_in_turn(self, order: ShardOrder) -> Iterator[Item]:
+        for _ in range(self._bunch):
+            worker = None if order.done else self.awaited_worker(order)
+            if worker is None or worker.inbox.head() is not True:
+                return
+            yield from worker.inbox.items(1, order)
+
+    def pass_over(self) -> None:
+        """Forget the failure that `next_step` returned last."""
+        if self._failed is not None:
+            self._remove(self._served, self._failed)
+            self._failed = None
+
+    def _remove(self, index: int, message: End | Failure) -> None:
+        if self._workers:  # else they were stopped
+            self._workers[index].inbox.remove(message)
+            self._is_acknowledged = False
+
+    def acknowledge(self) -> None:
+        """Count all that was taken as consumed, so that as much can be sent."""
+        if not self._is_acknowledged:
+            for worker in self._workers:
+                worker.inbox.acknowledge()
+            self._is_acknowledged = True
+
+    # --- deaths ---
+
+    def place_of(self, dead: W, order: Order) -> Place:
+        """Return where a worker died: the first item that it did not send."""
+        shard = order.next_of(dead.shards)
+        if shard is None:  # it had sent all of this epoch
+            shard = dead.shards[0]
+        number = order.number_of(shard)
+        return Place(shard, number, f"shard {shard}, item {number}")
+
+    def resume(self, dead: W, successor: W, order: Order) -> None:
+        """Have a new worker go on with the first items that a dead one did not send."""
+        rest = Epoch(self._epoch.number, order.rest())
+        successor.begin(rest.part(successor.shards))
+
+    def give_up(self, dead: W, failure: Failure) -> Failure | None:
+        """Return the failure of a worker that is not replaced, if that is what is next."""
+        return failure
+
+    def part_with(self, leaver: W) -> None:
+        """Let others do what a worker that was asked to exit has not done."""
+        raise AssertionError("the number of workers that run shards is fixed")
+
+
+def inboxes_of(workers: Sequence[W]) -> list[Inbox]:
+    """Return the inboxes of some workers, each once. Called by any thread."""
+    return list(dict.fromkeys(worker.inbox for worker in list(workers)))

@@ -1,0 +1,279 @@
+"""When the loop has waited too long for a batch: what is said, and where each worker is.
+
+    backend.wait() --Late--> Wait.cut() --> a StallWarning, and the wait goes on
+                                 |     \\-> BatchTimeout
+                           backend.inspect() --> WaitSnapshot --> the report
+
+No thread watches the clock: the wait itself is cut where it sleeps, and goes on afterwards. Called
+by the thread that waits, which is one at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from enqueuer.backends.order import ANY, Order, TaskOrder
+from enqueuer.common.text import pluralize
+from enqueuer.errors import BatchTimeout, StallWarning
+from enqueuer.workers.messages import Ticket
+
+Stack = Sequence[traceback.FrameSummary]
+"""Where a thread is, the outermost frame first, as `traceback` has it."""
+
+_FOR_EVER_S = 1e6  # eleven days, which every way of waiting accepts
+
+_HOUSE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+# Files that call the user's code in a worker: frames outside of it are the same for all.
+_CALLERS = frozenset(
+    _HOUSE + name
+    for name in (
+        "workers/loop.py",
+        "workers/stream.py",
+        "workers/skipping.py",
+        "workers/task_loop.py",
+        "workers/tasks.py",
+        "workers/collate.py",
+        "workers/sources.py",
+        "backends/process/child.py",
+    )
+)
+_IDLE = {
+    "next_epoch": "has done all of this epoch",
+    "next_ticket": "waits for a task",
+}
+_WAITS = frozenset({"sleep", "_wait_for_room_locked"})
+
+_HEAD = "Stack (most recent call first):"
+_FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
+_CUT = "  ..."  # that there are more; Python 3.13 does not say so
+_MOST_FRAMES = 100  # that faulthandler writes
+
+
+class DeadlineExpired(TimeoutError):
+    """Nothing came until the deadline of a wait; a type of its own, as the user's code has that."""
+
+
+@dataclass(frozen=True)
+class WorkerSnapshot:
+    """State of one worker.
+
+    Attributes:
+        name: Name of the worker.
+        shards: Indices of its shards; empty if it does tasks.
+        stack: Python stack of the worker; None if that is not known.
+        why: Reason why the stack is not known.
+    """
+
+    name: str
+    shards: tuple[int, ...]
+    stack: Stack | None
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class WaitSnapshot:
+    """State of a backend while the loop waits.
+
+    Attributes:
+        awaited: What the loop waits for.
+        waiting: How many finished batches wait that are not next.
+        workers: Snapshots of the workers, the awaited worker first.
+    """
+
+    awaited: str
+    waiting: int
+    workers: list[WorkerSnapshot]
+
+
+class Seen(Protocol):
+    """What a report asks of a backend."""
+
+    def inspect(self, order: Order) -> WaitSnapshot:
+        """Return what can be seen, within about a second."""
+
+
+class WaitLimits(NamedTuple):
+    """How long the loop waits for a batch.
+
+    Attributes:
+        warn_s: Seconds until something is said; None: forever.
+        most_s: Seconds until it gives up; None: forever.
+
+    Example:
+        >>> limits = [WaitLimits(60.0, None), WaitLimits(60.0, 5.0), WaitLimits(None, None)]
+        >>> [limit.first_s for limit in limits]
+        [60.0, 5.0, None]
+    """
+
+    warn_s: float | None
+    most_s: float | None
+
+    @property
+    def first_s(self) -> float | None:
+        """Seconds until one of the two."""
+        return min((s for s in self if s is not None), default=None)
+
+
+class Wait:
+    """A wait for one batch that has become long.
+
+    Args:
+        limits: How long it may be.
+        waited_s: How long it has been so far.
+
+    Attributes:
+        until: When it is to be cut next, by `time.monotonic()`; None: never.
+    """
+
+    def __init__(self, limits: WaitLimits, waited_s: float) -> None:
+        self._limits = limits
+        self._began = time.monotonic() - waited_s
+        self._has_warned = False
+        first = limits.first_s
+        self.until = None if first is None else self._began + first
+
+    def cut(self, backend: Seen, order: Order, epoch: int) -> None:
+        """Say what the loop waits for, and set when to be asked again.
+
+        Args:
+            backend: That nothing came from until now.
+            order: What is next.
+            epoch: Its number.
+
+        Raises:
+            BatchTimeout: That was all.
+        """
+        warn, most = self._limits
+        if warn is not None and not self._has_warned and (most is None or warn < most):
+            self._has_warned = True
+            # before it is said, since that may raise; and without a deadline it would be cut again
+            self.until = self._began + (_FOR_EVER_S if most is None else most)
+            text = report(warn, backend.inspect(order), epoch)
+            warnings.warn(text, StallWarning, stacklevel=level_of_user())
+        elif most is None:
+            self.until = time.monotonic() + _FOR_EVER_S
+        else:
+            raise BatchTimeout(
+                f"{report(most, backend.inspect(order), epoch)}\n"
+                "Nothing is lost: iterating again goes on with the very next batch"
+            )
+
+
+def report(seconds: float, view: WaitSnapshot, epoch: int) -> str:
+    """Say for what the loop has waited so long, and what each worker does meanwhile.
+
+    Example:
+        >>> worker = WorkerSnapshot("worker 1 (thread)", (1,), None, "is gone")
+        >>> view = WaitSnapshot("shard 1, item 4", 3, [worker])
+        >>> print(report(60.0, view, epoch=0))
+        no batch came for 60 s: the loop waits for shard 1, item 4, of epoch 0
+        (3 finished batches wait behind it)
+        worker 1 (thread), shard 1, is gone
+    """
+    head = f"no batch came for {seconds:g} s: the loop waits for {view.awaited}, of epoch {epoch}"
+    waiting = (
+        f"({pluralize(view.waiting, 'finished batch')} wait{'s' * (view.waiting == 1)} behind it)"
+    )
+    return "\n".join([head, *([waiting] if view.waiting else []), *map(_line, view.workers)])
+
+
+def awaited(order: Order) -> str:
+    """Return what is next, in words: an item of a shard."""
+    shard = order.turn()
+    if shard is ANY:
+        return "the next item of any shard"
+    return f"shard {shard}, item {order.number_of(shard)}"
+
+
+def awaited_task(order: Order, ticket: Ticket | None) -> str:
+    """Return what is next, in words: a task."""
+    assert isinstance(order, TaskOrder)
+    if not order.ordered:
+        return "the result of any task"
+    text = f"task {order.next - order.first}"
+    if ticket is None:  # it was not read yet
+        return text
+    elements = ", ".join(map(str, ticket.indices))
+    return f"{text} (element{'' if len(ticket.indices) == 1 else 's'} {elements})"
+
+
+def first_for(order: Order, workers: Iterable[WorkerSnapshot]) -> list[WorkerSnapshot]:
+    """Return the worker snapshots, the awaited worker first."""
+    turn = order.turn()
+    return sorted(workers, key=lambda worker: turn not in worker.shards)
+
+
+def stacks_of_threads(threads: Iterable[threading.Thread]) -> list[Stack | None]:
+    """Return where each thread of this process is; None if it has ended."""
+    frames = sys._current_frames()
+    try:
+        return [
+            traceback.extract_stack(frames[thread.ident]) if thread.ident in frames else None
+            for thread in threads
+        ]
+    finally:
+        del frames  # or this very frame would know itself
+
+
+def parse(text: str) -> tuple[Stack, bool]:
+    """Read what faulthandler wrote of one thread, or has written so far.
+
+    Returns:
+        The stack, and whether all of it is there that will be shown.
+
+    Example:
+        >>> stack, is_whole = parse(_HEAD + '\\n  File "train.py", line 7 in load\\n')
+        >>> stack[0].name, is_whole
+        ('load', False)
+    """
+    _, _, answer = text.rpartition(_HEAD)
+    lines = answer.split("\n")[:-1]  # what is behind the last line's end is not whole
+    found = [match for line in lines if (match := _FRAME.fullmatch(line))]
+    frames = [
+        traceback.FrameSummary(file, int(line) if line.isdigit() else 0, name)
+        for file, line, name in (match.groups() for match in found)
+    ]
+    is_cut = _CUT in lines or len(frames) >= _MOST_FRAMES
+    is_whole = is_cut or any(frame.filename in _CALLERS for frame in frames)
+    return frames[::-1], is_whole
+
+
+def level_of_user() -> int:
+    """Return the stacklevel for a warning of the caller's: the first frame that is not ours."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_HOUSE):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _line(worker: WorkerSnapshot) -> str:
+    shards = ", ".join(map(str, worker.shards))
+    of = f", shard{'' if len(worker.shards) == 1 else 's'} {shards}," if shards else ""
+    does = worker.why if worker.stack is None else _what_it_does(worker.stack)
+    return f"{worker.name}{of} {does}"
+
+
+def _what_it_does(stack: Stack) -> str:
+    callers = [at for at, frame in enumerate(stack) if frame.filename in _CALLERS]
+    inner = list(stack[callers[-1] + 1 :] if callers else stack)
+    if not inner:
+        return "is between two batches"
+    ours = [frame.name for frame in inner if frame.filename.startswith(_HOUSE)]
+    if inner[0].filename.startswith(_HOUSE):
+        if inner[0].name in _IDLE:
+            return _IDLE[inner[0].name]
+        if _WAITS.intersection(ours):
+            return "has a batch in hand and waits for room"
+        does = "is sending a batch"
+    else:
+        does = "is here"
+    return f"{does}:\n{''.join(traceback.format_list(inner)).rstrip()}"

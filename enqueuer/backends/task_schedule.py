@@ -1,0 +1,228 @@
+"""Which tasks are handed out, which result is next, and what is done again after a death.
+
+    tickets -> unsent -> Dispatch -> workers -> inboxes -> the reorder buffer -> in order
+
+When a worker has died, the tasks that it had are found by what is left: those that have no
+result, are not to be sent yet, and of which the dispatch does not know that they are safe. Its
+successor does them before others. If one of them was with a living worker after all, it is done
+twice, and the reorder buffer drops the second result.
+
+This file decides and does not wait.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, Generic
+
+from enqueuer.backends.order import AsTheyCome, Order, TaskOrder
+from enqueuer.backends.pool import HAS_ENDED, Dispatch, W
+from enqueuer.backends.reorder_buffer import Next, ReorderBuffer
+from enqueuer.backends.restarts import Place
+from enqueuer.backends.shard_schedule import Step, inboxes_of
+from enqueuer.backends.stall import awaited_task
+from enqueuer.workers.messages import Empty, End, Epoch, Failure, Item, Ticket
+
+_ALL = 1 << 62
+
+
+class TaskSchedule(Generic[W]):
+    """The decisions of the engine for workers that do tasks.
+
+    Called by one consumer at a time.
+
+    Args:
+        workers: The workers; the engine adds and removes some.
+        dispatch: How tickets reach the workers.
+        bunch: Most results to take at once.
+        measure: Whether to measure the results.
+
+    Attributes:
+        buffer: The results that have come, and the tickets of all tasks that were submitted.
+
+    Example:
+        >>> from enqueuer.backends.pool import WorkerState
+        >>> from enqueuer.workers.messages import Start
+        >>> class Worker:
+        ...     shards, state, results = (), WorkerState.RUNNING, ()
+        ...     inbox = property(lambda self: self)
+        ...     def head(self): return False
+        ...     def acknowledge(self): pass
+        >>> class OneEach:
+        ...     tasks, pack = {}, staticmethod(lambda ticket: ticket)
+        ...     def offer(self, number, packed):
+        ...         free = [worker for worker in workers if worker not in self.tasks]
+        ...         self.tasks.update((worker, number) for worker in free[:1])
+        ...         return bool(free)
+        ...     def assign(self, worker, number, packed): self.tasks[worker] = number
+        ...     def current(self, worker): return self.tasks[worker]
+        ...     def safe(self):
+        ...         return [n for w, n in self.tasks.items() if w.state is WorkerState.RUNNING]
+        ...     def forget(self, worker): del self.tasks[worker]
+        >>> workers = [Worker(), Worker()]
+        >>> schedule = TaskSchedule(workers, dispatch := OneEach(), bunch=1, measure=False)
+        >>> order = TaskOrder(0, Start(), (), ordered=True)
+        >>> for number in range(4):
+        ...     ticket = Ticket(number, 0, (number,))
+        ...     schedule.submit(ticket, ticket)
+        >>> schedule.next_step(order), schedule.buffer.outstanding, dispatch.safe()
+        (<Step.WAIT: 2>, 4, [0, 1])
+        >>> workers[1].state = WorkerState.DEAD
+        >>> schedule.next_step(order) is workers[1], schedule.place_of(workers[1], order).text
+        (True, 'task 1')
+        >>> dead, workers[1] = workers[1], Worker()
+        >>> schedule.resume(dead, workers[1], order); dispatch.current(workers[1])
+        1
+    """
+
+    def __init__(self, workers: list[W], dispatch: Dispatch[W], bunch: int, measure: bool) -> None:
+        self._workers = workers
+        self._dispatch = dispatch
+        self._bunch = bunch
+        self.buffer = ReorderBuffer(measure)
+        self._arrived: deque[Item | End | Failure | Empty] = deque()
+        # Not used: the reorder buffer and the order know which results were taken.
+        self._taken = AsTheyCome({})
+        self._unsent: deque[tuple[int, Any]] = deque()  # numbers of tasks, and packed tickets
+        self._last = -1  # number of the last task
+        self._reported: set[W] = set()  # dead workers whose death was reported
+
+    # --- tickets ---
+
+    def begin(self, epoch: Epoch) -> None:
+        """Do nothing: the tickets have the number of the epoch."""
+
+    def submit(self, ticket: Ticket, packed: Any) -> None:
+        """Let a free worker do a task."""
+        self.buffer.tickets[ticket.number] = ticket
+        self._last = ticket.number
+        self._unsent.append((ticket.number, packed))
+        self._offer()
+
+    def fail(self, failure: Failure) -> None:
+        """Let a task have failed that could not be submitted."""
+        self._last = failure.number
+        self.buffer.fail(failure.number, failure)
+
+    def _offer(self) -> None:
+        """Send tickets as long as there is room for them; the rest is sent when results come."""
+        unsent = self._unsent
+        while unsent:
+            number, packed = unsent[0]
+            if not self._dispatch.offer(number, packed):
+                return
+            unsent.popleft()
+
+    # --- results ---
+
+    def waiting(self) -> int:
+        """Return how many results wait. Called by any thread."""
+        on_their_way = sum(inbox.waiting for inbox in inboxes_of(self._workers))
+        return on_their_way + self.buffer.waiting
+
+    def next_step(self, order: Order) -> Step | Failure | W:
+        """Decide what to do next: take results, return a failure, replace a worker, or wait."""
+        assert isinstance(order, TaskOrder)
+        ended = self._collect()
+        if ended is not None:
+            return ended
+        if self._unsent:
+            self._offer()
+        found = self.buffer.peek(order)
+        if isinstance(found, Failure):
+            return found
+        return Step.WAIT if found is Next.NOTHING and not order.done else Step.TAKE
+
+    def _collect(self) -> W | None:
+        """Put all that has come in the reorder buffer; return a worker whose end is new."""
+        arrived, ended = self._arrived, None
+        for worker in self._workers:
+            inbox, state = worker.inbox, worker.state
+            while (message := inbox.head()) is not False:
+                if message is True:
+                    arrived.extend(inbox.items(_ALL, self._taken))
+                else:
+                    arrived.append(message)
+                    inbox.remove(message)  # an exception before this repeats it, without harm
+            inbox.acknowledge()
+            if state in HAS_ENDED and worker not in self._reported:
+                ended = worker
+        while arrived:
+            result = arrived[0]
+            assert not isinstance(result, End)
+            self.buffer.put(result)
+            arrived.popleft()
+        return ended
+
+    def poll(self, order: TaskOrder) -> bool:
+        """Return whether something can be taken now."""
+        self._collect()
+        return self.buffer.has_next(order)
+
+    def awaited_worker(self, order: Order) -> W | None:
+        """Return None: any worker may do the task that the loop waits for."""
+        return None
+
+    def awaited(self, order: Order) -> str:
+        """Return what the loop waits for, in words."""
+        assert isinstance(order, TaskOrder)
+        return awaited_task(order, self.buffer.tickets.get(order.next))
+
+    def take(self, order: Order) -> Iterator[Item]:
+        """Take the results that are next and are there."""
+        assert isinstance(order, TaskOrder)
+        return self.buffer.items(order, self._bunch)
+
+    def pass_over(self) -> None:
+        """Forget the failure that `next_step` returned last, if it is skipped."""
+        self.buffer.pass_over()
+
+    def acknowledge(self) -> None:
+        """Do nothing: what is in the reorder buffer was acknowledged."""
+
+    # --- deaths ---
+
+    def _lost(self) -> list[int]:
+        """Return the numbers of the tasks that no worker has and that are not done."""
+        # First what is safe, then the results: what a worker does in between counts as safe.
+        safe = self._dispatch.safe()
+        self._collect()
+        unsent = {number for number, _ in self._unsent}
+        return [n for n in self.buffer.undone() if n not in unsent and n not in safe]
+
+    def place_of(self, dead: W, order: Order) -> Place:
+        """Return the task that a worker did when it died, or the first one that it had."""
+        assert isinstance(order, TaskOrder)
+        lost, number = self._lost(), self._dispatch.current(dead)
+        if number not in lost:
+            number = min(lost, default=order.next)
+        ticket = self.buffer.tickets.get(number)
+        index = 0 if ticket is None else ticket.indices[0]
+        return Place(index, number, f"task {number - order.first}")
+
+    def resume(self, dead: W, successor: W, order: Order) -> None:
+        """Have a new worker do the tasks of a dead one."""
+        for number in self._lost():
+            self._dispatch.assign(successor, number, self._again(number))
+        self._dispatch.forget(dead)
+
+    def give_up(self, dead: W, failure: Failure) -> Failure | None:
+        """Report a death in the place of a task; return None, as others may be next."""
+        lost = self._lost()
+        self._reported.add(dead)
+        is_alone = all(worker.state in HAS_ENDED for worker in self._workers)
+        candidates = self.buffer.undone() if is_alone else lost
+        self.buffer.fail(min(candidates, default=self._last + 1), failure)
+        return None
+
+    def part_with(self, leaver: W) -> None:
+        """Let others do what a worker that was asked to exit has not done."""
+        for number in sorted(self._lost(), reverse=True):
+            self._unsent.appendleft((number, self._again(number)))
+        self._dispatch.forget(leaver)
+
+    def _again(self, number: int) -> Any:
+        """Return the packed ticket of a task that is done once more."""
+        self.buffer.begin_again(number)
+        return self._dispatch.pack(self.buffer.tickets[number])

@@ -1,0 +1,228 @@
+"""Workers as threads: start, watch and end them; the messages of each come over its inbox.
+
+    ordered:     one inbox a worker, read in turn      worker 0 -> [..] \\
+                                                       worker 1 -> [..] -> the consumer
+    as they come: one inbox for all                    workers  -> [......] -> the consumer
+    tasks:       one buffer of tickets                 [......] -> workers -> [......] -> ...
+
+A thread cannot be killed: one that hangs in the generator is left behind, daemonic, with a
+warning that shows where it hangs. No thread holds a reference to the enqueuer, or it could
+never be garbage-collected.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Container, Sequence
+
+from enqueuer.backends.job import Job, split_bound
+from enqueuer.backends.lifecycle import WorkerThread
+from enqueuer.backends.pool import Death, NoRoom, WorkerState
+from enqueuer.backends.stall import WorkerSnapshot, level_of_user, stacks_of_threads
+from enqueuer.backends.thread.buffer import UNBOUNDED
+from enqueuer.backends.thread.inbox import ThreadInbox
+from enqueuer.backends.thread.sender import EXIT, ThreadSender
+from enqueuer.backends.thread.work_queue import WorkQueue
+from enqueuer.common import interrupts
+from enqueuer.errors import StopWarning
+from enqueuer.monitoring import usage
+from enqueuer.monitoring.meters import clock
+from enqueuer.monitoring.worker_stats import WorkerStats, worker_stats
+from enqueuer.workers.loop import serve
+from enqueuer.workers.messages import Epoch, Ticket
+from enqueuer.workers.sources import LiveSource
+from enqueuer.workers.task_loop import serve_tasks
+from enqueuer.workers.tasks import TaskSource
+from enqueuer.workers.timeline import traced
+
+
+class ThreadWorker:
+    """See `enqueuer.backends.pool.Worker`."""
+
+    def __init__(
+        self,
+        shards: tuple[int, ...],
+        inbox: ThreadInbox,
+        sender: ThreadSender,
+        orders: WorkQueue[Epoch],
+        tickets: WorkQueue[Ticket],
+    ) -> None:
+        self.index = sender.index
+        self.shards = shards
+        self.inbox = inbox
+        self.sender = sender
+        self.orders = orders
+        self.thread: threading.Thread | None = None
+        self._tickets = tickets
+
+    @property
+    def is_leaving(self) -> bool:
+        return self.sender.has_left
+
+    @property
+    def state(self) -> WorkerState:
+        return WorkerState.ENDED if self.sender.has_left else WorkerState.RUNNING
+
+    def begin(self, epoch: Epoch) -> None:
+        self.orders.put(epoch)
+
+    def ask_to_exit(self) -> None:
+        self._tickets.put(EXIT)  # taken by this worker or another one
+
+    def death(self) -> Death:
+        raise AssertionError("a thread does not die alone")
+
+    def __str__(self) -> str:
+        return str(self.sender)
+
+
+class ThreadDispatch:
+    """See `enqueuer.backends.pool.Dispatch`: one buffer, from which free threads take tickets."""
+
+    def __init__(self, tickets: WorkQueue[Ticket]) -> None:
+        self._tickets = tickets
+
+    def pack(self, ticket: Ticket) -> Ticket:
+        return ticket
+
+    def offer(self, number: int, packed: Ticket) -> bool:
+        self._tickets.put(packed)
+        return True
+
+    def assign(self, worker: ThreadWorker, number: int, packed: Ticket) -> None:
+        raise AssertionError("no thread takes the place of another one")
+
+    def current(self, worker: ThreadWorker) -> int:
+        return -1
+
+    def safe(self) -> Container[int]:
+        return range(UNBOUNDED)  # a thread that leaves has done what it took
+
+    def forget(self, worker: ThreadWorker) -> None:
+        pass
+
+
+class ThreadPool:
+    """See `enqueuer.backends.pool.WorkerPool`."""
+
+    def __init__(self, job: Job) -> None:
+        if isinstance(job.source, LiveSource) and job.shards > 1:
+            raise AssertionError("a live iterator is one shard: threads cannot share it in order")
+        self.workers: list[ThreadWorker] = []
+        self._plans = job.plans()
+        self._began = clock()
+        self._does_tasks = isinstance(job.source, TaskSource)
+        self._measured = job.max_queue_bytes is not None and not self._does_tasks
+        self._trace = job.trace
+        self._inboxes = _inboxes(job, len(self._plans))
+        # The enqueuer keeps the bound: it submits no more tickets than that.
+        self._tickets: WorkQueue[Ticket] = WorkQueue()
+        self.dispatch = ThreadDispatch(self._tickets)
+
+    def open(self) -> None:
+        pass
+
+    def start_worker(self, index: int) -> ThreadWorker:
+        plan = self._plans[index % len(self._plans)]  # of tasks they are all alike
+        inbox = self._inboxes[index % len(self._inboxes)]
+        orders: WorkQueue[Epoch] = WorkQueue()
+        sender = ThreadSender(index, inbox, orders, self._tickets, self._measured)
+        worker = ThreadWorker(plan.shards, inbox, sender, orders, self._tickets)
+        worker.thread = WorkerThread(
+            target=traced(serve_tasks if self._does_tasks else serve, self._trace, index),
+            args=(plan, sender, sender),
+            name=f"enqueuer-worker-{index}",
+            daemon=True,
+        )
+        try:
+            worker.thread.start()
+        except RuntimeError as error:
+            raise NoRoom(f"{error}; try fewer workers") from error
+        return worker
+
+    def sleep(self, awaited: ThreadWorker | None, deadline: float | None) -> None:
+        inbox = self._inboxes[0] if awaited is None else awaited.inbox
+        inbox.wait(deadline)
+
+    def poll(self) -> None:
+        pass
+
+    def discard(self, worker: ThreadWorker) -> None:
+        worker.orders.close()
+        if worker.thread is not None:
+            worker.thread.join()  # all that it has left to do is to return
+
+    def measures(self, workers: Sequence[ThreadWorker]) -> list[WorkerStats]:
+        return [
+            worker_stats(
+                worker.index,
+                str(worker),
+                worker.shards,
+                worker.sender.meter.words,
+                worker.sender.sent,
+                usage.of_thread(worker.thread),
+                self._began,
+            )
+            for worker in workers
+            if worker.thread is not None
+        ]
+
+    def snapshots(self, workers: Sequence[ThreadWorker]) -> list[WorkerSnapshot]:
+        stacks = stacks_of_threads([w.thread for w in workers if w.thread is not None])
+        return [
+            WorkerSnapshot(str(worker), worker.shards, stack, "has ended")
+            for worker, stack in zip(workers, stacks, strict=True)
+        ]
+
+    def cpus(self) -> float:
+        return usage.cpus()
+
+    def worker_bytes(self) -> int | None:
+        return None  # the memory is that of the process
+
+    def close(self) -> None:
+        self._tickets.close()
+        for worker in list(self.workers):
+            worker.orders.close()
+        for inbox in self._inboxes:
+            inbox.close()
+            inbox.clear()
+
+    def stop(self, timeout: float) -> None:
+        self.close()
+        deadline = time.monotonic() + timeout
+        threads = [worker.thread for worker in self.workers if worker.thread is not None]
+        others = [thread for thread in threads if thread is not threading.current_thread()]
+        for thread in others:  # not this one: the generator itself may call stop()
+            interrupts.interruptible(thread.join, max(0.0, deadline - time.monotonic()))
+        self.workers.clear()
+        for thread in others:
+            if thread.is_alive():
+                _warn_of(thread, timeout)
+
+
+def _inboxes(job: Job, workers: int) -> list[ThreadInbox]:
+    if isinstance(job.source, TaskSource):
+        return [ThreadInbox(UNBOUNDED)]
+    if not job.ordered:
+        return [ThreadInbox(job.max_queue_size, job.max_queue_bytes)]
+    sizes = split_bound(job.max_queue_size, workers)
+    if job.max_queue_bytes is None:
+        return [ThreadInbox(size) for size in sizes]
+    share = max(1, job.max_queue_bytes // workers)
+    return [ThreadInbox(size, share) for size in sizes]
+
+
+def _warn_of(thread: threading.Thread, timeout: float) -> None:
+    frame = sys._current_frames().get(thread.ident or 0)
+    where = "".join(traceback.format_stack(frame)) if frame is not None else "  (unknown)\n"
+    warnings.warn(
+        f"{thread.name} did not end within {timeout:g} s and cannot be killed, as a thread; "
+        f"it exits after its next batch. It is here:\n{where}",
+        StopWarning,
+        stacklevel=level_of_user(),
+    )

@@ -1,0 +1,160 @@
+"""A worker thread's end of its inbox: it sends items, and waits for epochs or tickets.
+
+The value itself is handed over, so this also notices generators that use one array again and
+again.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from enqueuer.backends.stall import level_of_user
+from enqueuer.backends.thread.buffer import Buffer
+from enqueuer.backends.thread.work_queue import WorkQueue
+from enqueuer.common.sizes import SAMPLED, size_of
+from enqueuer.errors import Closed, OverwrittenDataWarning
+from enqueuer.monitoring.duplicates import checksum
+from enqueuer.monitoring.meters import BEGAN, BYTES, IDLE, WAITING, Meter
+from enqueuer.workers.messages import Empty, End, Epoch, Failure, Item, Message, Ticket
+
+_WATCHED = 16  # first items of a worker, each of which is weighed and may turn out to be reused
+_WEIGHED_EVERY = 64  # of so many items; to weigh each would take longer than to send it
+
+EXIT = Ticket(-1, 0, ())  # the worker that takes it exits
+
+
+class ThreadSender:
+    """A worker thread's Sender, Orders and Tickets.
+
+    Args:
+        index: Index of the worker.
+        buffer: Buffer in which it puts its messages.
+        orders: Queue from which it takes epochs, if it runs shards.
+        tickets: Queue from which it takes tickets, if it does tasks.
+        measured: Whether items count by their bytes.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        buffer: Buffer[Message],
+        orders: WorkQueue[Epoch],
+        tickets: WorkQueue[Ticket],
+        measured: bool,
+    ) -> None:
+        self.index = index
+        self.has_left = False
+        self._buffer = buffer
+        self._orders = orders
+        self._tickets = tickets
+        self._measured = measured
+        self.meter = Meter()
+        self._left = 1  # items until the next one is weighed
+        self._step = 1  # between the last one and that
+        self._weighed = 1  # all until then
+        # of the first items, by shard and number; None once they are no longer needed
+        self._checksums: dict[tuple[int, int], int] | None = {}
+
+    @property
+    def sent(self) -> tuple[int, int]:
+        """How many items it has sent, or is about to send, and about how many bytes."""
+        sent, weighed = self._weighed - self._left, self._weighed - self._step
+        return sent, self.meter.words[BYTES] * sent // max(1, weighed)
+
+    def send_item(self, shard: int, number: int, value: object, state: Any = None) -> None:
+        size_bytes = size_of(value) if self._measured else 0
+        if state is not None:
+            state = copy.deepcopy(state)  # it may be the iterator's own, which goes on
+        self._left -= 1
+        item = Item(shard, number, value, state)
+        if not self._left:
+            self._weigh(value)
+            if self._checksums is not None:
+                self._look_for_reuse(item, self._checksums)
+        if not self._buffer.offer(item, size_bytes):
+            self.meter.pause(WAITING)
+            self._buffer.put(item, size_bytes=size_bytes)
+            self.meter.resume()
+
+    def _weigh(self, value: object) -> None:
+        """Note the size of an item, which stands for those since the last one that was weighed."""
+        self.meter.words[BYTES] += size_of(value, SAMPLED) * self._step
+        few = self._weighed < _WATCHED
+        self._step = self._left = 1 if few else min(self._weighed, _WEIGHED_EVERY)
+        self._weighed += self._left
+
+    def _look_for_reuse(self, item: Item, checksums: dict[tuple[int, int], int]) -> None:
+        """Warn if an item that waits is no longer what it was when it was yielded.
+
+        The oldest and the newest of this worker are looked at, which is enough for a generator
+        with one buffer or a few. What the loop has taken it may have changed itself.
+        """
+        own = [
+            waiting
+            for waiting in self._buffer.snapshot()
+            if isinstance(waiting, Item) and (waiting.shard, waiting.number) in checksums
+        ]
+        for waiting in own[:1] + own[1:][-1:]:
+            now = checksum(waiting.value)
+            if now is None or now == checksums[waiting.shard, waiting.number]:
+                continue
+            # The loop may have taken it since, and changed it itself.
+            if any(item is waiting for item in self._buffer.snapshot()):
+                self._checksums = None
+                _warn_of_reuse(self, waiting)
+                return
+        if self._weighed > _WATCHED:
+            self._checksums = None
+            return
+        found = checksum(item.value)
+        if found is not None:
+            checksums[item.shard, item.number] = found
+
+    def send(self, message: End | Failure | Empty) -> None:
+        match message:
+            case Failure():
+                message = dataclasses.replace(message, worker=str(self))
+            case End(state=state) if state is not None:
+                message = dataclasses.replace(message, state=copy.deepcopy(state))
+        self._buffer.put(message)
+
+    def check(self) -> None:
+        if self._buffer.closed:
+            raise Closed("the enqueuer was stopped")
+
+    def watch(self, waited: Callable[[int], None]) -> None:
+        self.meter.waited = waited
+
+    def next_epoch(self) -> Epoch | None:
+        self._begin()
+        return self._orders.get(self.meter, IDLE)
+
+    def next_ticket(self) -> Ticket | None:
+        self._begin()
+        ticket = self._tickets.get(self.meter, WAITING)
+        if ticket is EXIT:
+            self.has_left = True
+            return None
+        return ticket
+
+    def _begin(self) -> None:
+        if not self.meter.words[BEGAN]:
+            self.meter.begin()
+
+    def __str__(self) -> str:
+        return f"worker {self.index} (thread)"
+
+
+def _warn_of_reuse(sender: ThreadSender, item: Item) -> None:
+    warnings.warn(
+        f"{sender}: item {item.number} of shard {item.shard} was changed after it was "
+        "yielded, while it waited for the loop. The generator seems to use one buffer again and "
+        "again, and threads hand over the very object: yield a copy (batch.copy()), or use "
+        "backend='process', which copies",
+        OverwrittenDataWarning,
+        stacklevel=level_of_user(),
+    )

@@ -1,0 +1,320 @@
+"""Recording what the loop does, and when items were made for it, if a trace is wanted.
+
+    loop:           Engine  -> _Watched: wait, read, what waits, errors, restarts
+    what is ready:  deque   -> _Ready: which item was taken when, so: work
+
+`workers/timeline.py` records what workers do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from enqueuer.backends.job import BackendName, Job, owners_of
+from enqueuer.backends.load import Backend, load
+from enqueuer.backends.order import Order
+from enqueuer.monitoring.loop_meter import LoopMeter
+from enqueuer.monitoring.trace_file import Lines, Place, Track, begin, full_text, text_of
+from enqueuer.workers.messages import Epoch, Failure, Item
+from enqueuer.workers.tasks import TaskSource
+
+_log = logging.getLogger("enqueuer")
+
+_now = time.monotonic_ns
+_NO_ARGS: Mapping[str, Any] = {}
+
+
+class Trace:
+    """What is recorded of one enqueuer, in all its runs, and the row of the loop.
+
+    Any thread may call anything: the thread of the loop records, another one may stop it.
+
+    Attributes:
+        path: Of the file, as it was given.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._lock = threading.RLock()  # reentrant, for the garbage collector
+        self._pid = os.getpid()
+        self._runs = 0
+        self._users = 0  # backends: while one takes over from another there are two
+        self._place: Place | None = None
+        self._lines: Lines | None = None
+        self._track: Track | None = None
+        self._said = False  # that it is full, or cannot be written
+        self._at = 0  # the end of the last span: they do not overlap, whichever thread takes
+        self._taken = 0  # when the item was that the loop works on; 0: it has none
+        self._item = Item(0, 0, None)
+        self._epoch = 0
+        self._fill = -1
+        self._is_closing = False
+
+    # --- its life ---
+
+    def load(self, name: BackendName, job: Job, loop_meter: LoopMeter) -> Backend:
+        """Return a backend for a job that is recorded.
+
+        Raises:
+            FileExistsError: The file is there, and is no trace.
+            OSError: The file cannot be made.
+        """
+        with self._lock:
+            if not self._users:
+                self._begin(name, job)
+            self._users += 1
+        try:
+            inner = load(name, dataclasses.replace(job, trace=self._place), loop_meter)
+        except BaseException:
+            self.leave()
+            raise
+        return cast(Backend, _Watched(inner, self, job))
+
+    def ready(self) -> deque[Item]:
+        """Return a place for what is ready that records what is taken of it."""
+        ready = _Ready()
+        ready.record = self._took
+        return ready
+
+    def leave(self) -> None:
+        """Take leave of a backend; the last one ends the file."""
+        with self._lock:
+            self._users -= 1
+            if self._users or self._track is None or self._lines is None:
+                return
+            self._look_after()
+            self._track.last("end", _now())
+            self._lines.close()
+            self._lines = self._track = None
+
+    def _begin(self, name: str, job: Job) -> None:
+        last = None if self._place is None else self._place.file
+        self._place = begin(self.path, self._runs, last)
+        self._lines = Lines(self._place)
+        self._pid = os.getpid()
+        self._track = Track(self._lines, self._pid, self._pid)
+        self._track.name(f"loop (process {self._pid})", "loop", -1)
+        about = dict(
+            run=self._runs,
+            backend=name if name == "thread" else f"{name}, {job.start_method}",
+            workers=job.workers,
+            shards=len(job.own),
+            max_queue_size=job.max_queue_size,
+            cpus=os.cpu_count(),
+        )
+        self._track.instant("start", _now(), about)
+        self._lines.flush()  # before workers write: a viewer likes to know the names first
+        self._runs += 1
+        self._said, self._at, self._taken, self._fill = False, 0, 0, -1
+        self._is_closing = False
+
+    # --- what happens ---
+
+    def instant(self, name: str, args: Mapping[str, Any] = _NO_ARGS) -> None:
+        """Tell what happened now."""
+        with self._lock:
+            if self._track is not None:
+                self._track.instant(name, _now(), args)
+
+    def began(self, epoch: int) -> None:
+        """Tell that an epoch begins."""
+        with self._lock:
+            self._epoch = epoch
+            self.instant("epoch", {"epoch": epoch})
+
+    def filled(self, count: int) -> None:
+        """Tell how many items wait, if that is news."""
+        with self._lock:
+            if count != self._fill and self._track is not None:
+                self._fill = count
+                self._track.counter("queue", _now(), count)
+
+    def waited(self, asked: int, since: int, args: Mapping[str, Any]) -> None:
+        """Tell that the loop has waited until now.
+
+        Args:
+            asked: When it asked for the next item; then its work was done.
+            since: When it began to wait; in between elements were read.
+            args: What for.
+        """
+        with self._lock:
+            self._end_work(asked)
+            if since // 1000 > asked // 1000:
+                self._span("read", asked, since, {})
+            self._span("wait", since, _now(), args)
+            self._look_after()
+
+    def closing(self) -> None:
+        """Tell that a backend is about to be stopped: the only one, or one that was replaced."""
+        with self._lock:
+            if self._users > 1:
+                return
+            self.rest()
+            self._is_closing = True  # what is taken from now on goes nowhere
+            self.instant("stop")
+
+    def rest(self) -> None:
+        """Tell that the loop has nothing in hand: an epoch is over, or all."""
+        with self._lock:
+            self._end_work(_now())
+
+    def _took(self, item: Item) -> None:
+        at = _now()
+        with self._lock:
+            if not self._is_closing:
+                self._end_work(at)
+                # without the value, which is the loop's
+                self._taken, self._item = at, Item(item.shard, item.number, None)
+
+    def _end_work(self, at: int) -> None:
+        if not self._taken or self._track is None:
+            return
+        begun, item = max(self._taken, self._at), self._item
+        args = {"shard": item.shard, "item": item.number, "epoch": self._epoch}
+        self._span("work", begun, at, args)
+        run = self._runs - 1
+        self._track.arrow(False, begun, run, self._epoch, item.shard, item.number)
+        self._taken = 0
+
+    def _span(self, name: str, since: int, until: int, args: Mapping[str, Any]) -> None:
+        if self._track is not None:
+            since = max(since, self._at)
+            self._at = max(since, until)
+            self._track.span(name, since, self._at, args)
+
+    def _look_after(self) -> None:
+        """Say once that nothing more is recorded, and why."""
+        if self._said or self._lines is None:
+            return
+        if self._lines.is_full:
+            self._said = True
+            self._lines.write(full_text(self._pid, _now()))
+        elif self._lines.trouble is not None:
+            self._said = True
+            _log.warning(
+                "the trace %s is no longer written: %s; all else goes on",
+                self.path,
+                self._lines.trouble,
+            )
+
+
+_NOTHING: deque[Item] = deque()
+
+
+class _Ready(deque[Item]):
+    """What was taken from a backend and waits for the loop."""
+
+    record: Callable[[Item], None] | None = None
+    _said: Item | None = None
+
+    def __bool__(self) -> bool:
+        """Record the first one, once: it is asked for right before it is taken."""
+        if len(self) and self.record is not None:
+            with contextlib.suppress(IndexError):  # another thread was faster
+                item = self[0]
+                if item is not self._said:
+                    self.record(item)
+                    self._said = item
+        # No call: after one another thread could take it, and `self[0]` would raise.
+        return self != _NOTHING
+
+
+class _Watched:
+    """A backend that is recorded; what is not here is the backend's own."""
+
+    def __init__(self, backend: Backend, trace: Trace, job: Job) -> None:
+        self._backend = backend
+        self._trace = trace
+        self._owner = os.getpid()
+        self._owners = owners_of(job.plans())
+        self._reads = isinstance(job.source, TaskSource)
+        self._asked = 0  # when the loop asked for the next item
+        self._is_closed = self._has_left = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def start(self) -> None:
+        try:
+            self._backend.start()
+        except BaseException:
+            self._leave()
+            raise
+
+    def begin(self, epoch: Epoch) -> None:
+        self._trace.rest()
+        self._trace.began(epoch.number)
+        self._backend.begin(epoch)
+
+    def acknowledge(self) -> None:
+        self._asked = _now()
+        self._backend.acknowledge()
+
+    def wait(self, order: Order, deadline: float | None) -> Failure | None:
+        since = _now()
+        asked = self._asked if self._reads and self._asked else since
+        self._asked = 0
+        is_poll = deadline is not None and deadline * 1e9 <= since
+        wanted = None if order.done else order.turn()
+        args: dict[str, Any] = {}
+        if wanted is not None:
+            args = {"shard": wanted, "worker": self._owners[wanted]}
+        restarts = self._backend.restarts
+        self._trace.filled(self._backend.waiting())
+        try:
+            failure = self._backend.wait(order, deadline)
+        except TimeoutError:
+            if not is_poll:
+                self._trace.waited(asked, since, {**args, "timeout": True})
+            raise
+        except BaseException:
+            self._trace.waited(asked, since, {**args, "stopped": True})
+            raise
+        finally:
+            if self._backend.restarts > restarts:
+                self._trace.instant("restart", {"restarts": self._backend.restarts})
+        if order.done:
+            args = {"end": True}
+        self._trace.waited(asked, since, args)
+        if failure is not None:
+            self._record_failure(failure)
+        elif order.done:
+            self._trace.rest()
+        else:
+            self._trace.filled(self._backend.waiting() - 1)  # one of them is about to be taken
+        return failure
+
+    def close(self) -> None:
+        if self._owner == os.getpid() and not self._is_closed:
+            self._is_closed = True
+            self._trace.closing()
+        self._backend.close()
+
+    def stop(self, timeout: float) -> None:
+        self.close()
+        self._backend.stop(timeout)
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._owner == os.getpid() and not self._has_left:
+            self._has_left = True
+            self._trace.leave()
+
+    def _record_failure(self, failure: Failure) -> None:
+        self._trace.instant(
+            "skipped" if failure.skipped else "error",
+            {
+                "error": text_of(failure.error),
+                "worker": failure.worker,
+                "shard": failure.shard,
+                "item": failure.number,
+            },
+        )

@@ -1,0 +1,172 @@
+"""The command `enqueuer bench`: measure a generator function, and print how to run it best.
+
+The table and the choice go to standard output. If standard error is a terminal, it shows what is
+being measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+from collections.abc import Iterator
+
+from enqueuer.backends.job import BackendName
+from enqueuer.cli.arguments import Commands, module_and_name, positive, seconds, svg_file
+from enqueuer.cli.errors import FAILED, in_one_line
+from enqueuer.cli.sources import load
+from enqueuer.common.text import duration
+from enqueuer.errors import DataFileError, DuplicateDataWarning
+from enqueuer.tools import bench
+from enqueuer.tools.bench import chart
+
+_EXAMPLES = """\
+examples:
+  enqueuer bench mydata:batches
+      run batches(shard) of mydata.py in a plain loop, then on 1, 2, 4 ... threads and processes
+  enqueuer bench mydata:batches --consume 20ms
+      the same with a loop that takes 20 ms for each batch, as a training step on a GPU may
+  enqueuer bench mydata:batches --backend thread --max-workers 64 --plot workers.svg
+      up to 64 threads, and a picture
+  enqueuer bench mydata:batches --json > bench.json
+      all numbers, for other programs
+
+The number of workers is doubled as long as that makes it 15 % faster. After Ctrl-C the
+measurements so far are printed.
+exit codes: 0 measured, 1 failed, 2 wrong arguments, 130 after Ctrl-C, 143 after SIGTERM
+"""
+
+
+def add_bench(commands: Commands) -> None:
+    """Add `bench` and its options."""
+    command = commands.add_parser(
+        "bench",
+        help="measure a generator function on threads and processes, and find the best choice",
+        description=(
+            "Run a generator function, as it is, in a plain loop and on more and more threads and "
+            "processes; show rates, sizes, CPUs and memory, how much of its time it holds the GIL, "
+            "and the line of code for the best choice."
+        ),
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument(
+        "source",
+        type=module_and_name,
+        metavar="MODULE:FUNCTION",
+        help="a generator function of a shard, or of nothing; found from the current directory",
+    )
+    _add_times(command)
+    command.add_argument(
+        "--max-workers",
+        type=positive,
+        metavar="N",
+        help="largest number of workers (default: twice the CPUs, at least 16)",
+    )
+    command.add_argument(
+        "--backend", choices=("thread", "process"), help="kind of the workers (default: both)"
+    )
+    command.add_argument("--json", action="store_true", help="print all numbers as JSON")
+    command.add_argument(
+        "--plot", type=svg_file, metavar="FILE.svg", help="draw batches a second over workers"
+    )
+    command.add_argument("--quiet", action="store_true", help="do not show what is being measured")
+    command.set_defaults(run=in_one_line(_bench))
+
+
+def _add_times(command: argparse.ArgumentParser) -> None:
+    times = {
+        "--seconds": (
+            2.5,
+            "time to measure each setting (default: 2.5s); more if batches take longer",
+        ),
+        "--consume": (
+            0.0,
+            "time that the loop waits with each batch, such as 20ms, in place of a training step",
+        ),
+        "--consume-cpu": (
+            0.0,
+            "time that the loop computes in Python with each batch, such as 5ms",
+        ),
+        "--wait-limit": (60.0, "longest time to wait for the first batch (default: 60s)"),
+    }
+    for option, (default, text) in times.items():
+        command.add_argument(option, type=seconds, default=default, metavar="TIME", help=text)
+
+
+def _bench(options: argparse.Namespace) -> int:
+    source = load(*options.source)
+    terminal = _Terminal(sys.stderr.isatty() and not options.quiet)
+    known: bench.Report | None = None
+    try:
+        # The report says in its own words that all workers make the same batches.
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*takes no shard", DuplicateDataWarning)
+            for report in _reports(source, options, terminal):
+                known = report
+    except bench.Unmeasurable as error:
+        terminal.clear()
+        print(f"enqueuer: {':'.join(options.source)}: {error}", file=sys.stderr)
+        return FAILED
+    finally:
+        terminal.clear()
+        # Ctrl-C, too, leaves by this way.
+        if known is not None:
+            _print(known, options)
+    return 0
+
+
+def _reports(
+    source: object, options: argparse.Namespace, terminal: _Terminal
+) -> Iterator[bench.Report]:
+    backends: tuple[BackendName, ...] = ("thread", "process")
+    if options.backend is not None:
+        backends = (options.backend,)
+    most = options.max_workers or bench.most_workers()
+    longest = duration(bench.longest_s(options.seconds, most, len(backends)))
+    terminal.write(f"enqueuer: this takes up to {longest}, and less if more workers do not help")
+    return bench.bench(
+        source,
+        name=options.source[1],
+        seconds=options.seconds,
+        max_workers=most,
+        backends=backends,
+        consume_s=options.consume,
+        consume_cpu_s=options.consume_cpu,
+        wait_limit_s=options.wait_limit,
+        announce=terminal.show,
+    )
+
+
+def _print(report: bench.Report, options: argparse.Namespace) -> None:
+    print(json.dumps(report.as_dict(), indent=2) if options.json else report, flush=True)
+    if options.plot is None:
+        return
+    try:
+        options.plot.write_text(chart.draw(report), encoding="utf-8")
+    except OSError as error:
+        text = f"{options.plot}: cannot be written: {error.strerror}"
+        raise DataFileError(text, str(options.plot)) from error
+
+
+class _Terminal:
+    """A line on a terminal that shows what is being measured; nothing on a pipe."""
+
+    def __init__(self, is_shown: bool) -> None:
+        self._is_shown = is_shown
+
+    def write(self, text: str) -> None:
+        """Write a line that stays."""
+        if self._is_shown:
+            print(text, file=sys.stderr)
+
+    def show(self, text: str) -> None:
+        """Replace the line by what is measured now."""
+        if self._is_shown:
+            print(f"\r\x1b[Kmeasuring {text} ...", end="", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        """Remove the line."""
+        if self._is_shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

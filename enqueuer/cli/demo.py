@@ -1,0 +1,97 @@
+"""The command `enqueuer demo`: a small training, with the enqueuer and without it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+
+from enqueuer.cli.arguments import Commands, not_negative, positive
+from enqueuer.cli.errors import FAILED
+from enqueuer.tools import demo
+
+
+def add_demo(commands: Commands) -> None:
+    """Add `demo` and its options."""
+    default = demo.Settings()
+    command = commands.add_parser(
+        "demo",
+        help="train on images that workers read and augment, and compare with a plain loop",
+        description=(
+            "Train a small network on scikit-learn's handwritten digits, which workers read from "
+            "image files and augment; then do the same without the enqueuer, and compare. "
+            "In both, numpy multiplies matrices on one thread. "
+            "Downloads nothing and leaves nothing behind. Needs: pip install 'enqueuer[demo]'"
+        ),
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    numbers = {
+        "--workers": (default.workers, "number of threads or processes that make batches"),
+        "--epochs": (default.epochs, "number of passes through the training images"),
+        "--batch-size": (default.batch_size, "number of images in a batch"),
+    }
+    for option, (number, text) in numbers.items():
+        command.add_argument(option, type=positive, default=number, metavar="N", help=text)
+    command.add_argument(
+        "--backend",
+        choices=("thread", "process"),
+        default=default.backend,
+        help="kind of the workers",
+    )
+    command.add_argument(
+        "--seed",
+        type=not_negative,
+        default=default.seed,
+        metavar="N",
+        help="seed of everything random: the same seed and number of workers give the same result",
+    )
+    command.set_defaults(run=_demo)
+
+
+def _demo(options: argparse.Namespace) -> int:
+    """Run the demo; print the measurements, or the package that is missing."""
+    try:
+        demo.check_extras()
+    except ModuleNotFoundError as error:
+        print(f"enqueuer: {error}", file=sys.stderr)
+        return FAILED
+    settings = demo.Settings(
+        workers=options.workers,
+        epochs=options.epochs,
+        batch_size=options.batch_size,
+        backend=options.backend,
+        seed=options.seed,
+    )
+    report = demo.run(settings)
+    print("\n".join(_lines(settings, report)))
+    return 0 if report.same_weights else FAILED
+
+
+def _lines(settings: demo.Settings, report: demo.Report) -> Iterator[str]:
+    """Put a report into words and numbers, a line each."""
+    workers = _counted(settings.workers, settings.backend)
+    yield (
+        f"{_counted(report.train_images, 'image')}, {_counted(settings.epochs, 'epoch')}, "
+        f"{_counted(report.steps, 'step')}; "
+        f"accuracy on {report.held_out_images} held-out images: {report.accuracy:.3f}"
+    )
+    yield _timing_line(f"with the enqueuer ({workers})", report.enqueued)
+    yield _timing_line("without it", report.serial)
+    yield f"{report.ratio:.2f} times as fast with the enqueuer"
+    if report.same_weights:
+        yield "both trainings ended with the same weights, bit for bit"
+    else:
+        yield "the two trainings ended with DIFFERENT weights, which should not happen"
+
+
+def _counted(number: int, word: str) -> str:
+    if number == 1:
+        return f"1 {word}"
+    return f"{number} {word}{'es' if word.endswith('s') else 's'}"
+
+
+def _timing_line(title: str, timing: demo.Timing) -> str:
+    return (
+        f"{title + ':':<36}{timing.total:6.2f} s, "
+        f"of which {timing.training:.2f} s in training steps"
+    )

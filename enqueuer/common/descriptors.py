@@ -1,0 +1,57 @@
+"""File descriptors that are closed once, and not inherited by forked children."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import Protocol
+
+PORTABLE = "ENQUEUER_PORTABLE"
+"""Environment variable: do without memfds, packets and pidfds, as where there are none."""
+
+
+def is_portable() -> bool:
+    """Return whether to use only what every POSIX system has."""
+    return bool(os.environ.get(PORTABLE))
+
+
+class Closable(Protocol):
+    """A socket or a descriptor."""
+
+    def close(self) -> None:
+        """Close it, unless it is closed already."""
+
+
+# A forked child that kept one of these open would hide its owner's death from the other end.
+_not_for_children: weakref.WeakSet[Closable] = weakref.WeakSet()
+
+
+def close_in_children(thing: Closable) -> None:
+    """Close `thing` in every process that is forked from this one."""
+    _not_for_children.add(thing)
+
+
+def _close_inherited() -> None:
+    for thing in list(_not_for_children):
+        thing.close()
+    _not_for_children.clear()
+
+
+os.register_at_fork(after_in_child=_close_inherited)
+
+
+class Descriptor:
+    """A file descriptor that is closed once."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd: int | None = fd
+
+    def fileno(self) -> int:
+        if self._fd is None:
+            raise ValueError("the descriptor is closed")
+        return self._fd
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)

@@ -1,0 +1,49 @@
+"""Importing what an extra installs; the error for a missing one says how to install it."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from typing import Any
+
+from enqueuer.errors import FrameworkUnavailable
+
+
+def framework(
+    name: str, extra: str, oldest: str, module: str = "", user: str = "this adapter"
+) -> Any:
+    """Import a package that an extra of this one installs.
+
+    Args:
+        name: Name of the package that pip installs.
+        extra: Extra of this package that installs it.
+        oldest: Oldest version that will do, such as "2.1".
+        module: Name of the module to be imported; `name` by default.
+        user: Part of this package that needs it, for the message.
+
+    Raises:
+        FrameworkUnavailable: It is not installed, or older; the message says what to install.
+    """
+    module = module or name
+    try:
+        imported = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        # The package is installed, but lacks something itself.
+        if error.name != module:
+            raise
+        raise FrameworkUnavailable(
+            f"{user} needs {name} >= {oldest}, which is not installed: "
+            f"pip install 'enqueuer[{extra}]'",
+            name=module,
+        ) from error
+    version = getattr(imported, "__version__", oldest)
+    if isinstance(version, str) and _numbers(version) < _numbers(oldest):
+        raise FrameworkUnavailable(
+            f"{user} needs {name} >= {oldest}, but {version} is installed: pip install -U {name}",
+            name=module,
+        )
+    return imported
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:3]]

@@ -1,0 +1,110 @@
+"""Calling a function when an object is garbage, also if a signal handler interrupts the call.
+
+    the owner is garbage -----> first callback ----- done, or an exception strikes: printed
+                         -----> second callback ---- completes what the first one did not
+    a later collection, exit -- complete what both did not
+
+Python calls the callback of a weak reference once and swallows what it raises, so an interrupted
+`weakref.finalize` is never completed. But Python calls each callback of an object by itself.
+So there are two of them, and the second is only missed if another exception strikes there.
+
+Any thread may call anything.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+# Calls of a function that always raises; without a limit it would keep its arguments forever.
+_MOST_CALLS = 4
+
+# Finalizers whose function has not returned yet, and the references whose callbacks they are.
+_alive: dict[Finalizer, tuple[weakref.ref[Any], ...]] = {}
+
+
+class Finalizer:
+    """Call a function once its owner is garbage, or at exit.
+
+    If an exception ends the call, another one is made. So the function must be able to go on
+    where it was.
+
+    Args:
+        owner: Object whose end is waited for; the function and its arguments must not refer to it.
+        function: Function to be called, in any thread.
+        args: Arguments of the function.
+    """
+
+    def __init__(self, owner: object, function: Callable[..., object], *args: Any) -> None:
+        self._function = function
+        self._args = args
+        self._calls = 0
+        # The call that is under way.
+        self._current: dict[str, object] = {}
+        _register_exit()
+        _alive[self] = weakref.ref(owner, self), weakref.ref(owner, self)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the function is still to be called."""
+        return self in _alive
+
+    def detach(self) -> None:
+        """Never call the function."""
+        _alive.pop(self, None)
+
+    def __call__(self, reference: weakref.ref[Any]) -> None:
+        """Call the function as the callback of a reference, and those that were missed."""
+        self.call()
+        for finalizer, references in list(_alive.items()):
+            if references[0]() is None:
+                finalizer.call()
+
+    def call(self) -> None:
+        """Call the function, unless it has returned or is being called."""
+        call = object()
+        try:
+            # To claim the call is one step and inside the block, so that no claim is left over.
+            if self in _alive and self._current.setdefault("call", call) is call:
+                self._calls += 1
+                self._function(*self._args)
+                self.detach()
+        finally:
+            if self._current.get("call") is call:
+                self._current.clear()
+                if self._calls == _MOST_CALLS:
+                    self.detach()
+
+
+@functools.cache
+def _register_exit() -> None:
+    atexit.register(_call_all)
+
+
+def _call_all() -> None:
+    """Call all functions at the end of the interpreter, the newest first."""
+    for finalizer in reversed(list(_alive)):
+        try:
+            finalizer.call()
+        except Exception:
+            sys.excepthook(*sys.exc_info())
+    # What is collected from here on is left to the system.
+    _alive.clear()
+
+
+def _forget() -> None:
+    """Leave to the parent, in a forked child, what it was about to call."""
+    for finalizer, references in list(_alive.items()):
+        # The call was that of a thread that does not exist here.
+        finalizer._current.clear()
+        if references[0]() is None:
+            finalizer.detach()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,15 @@
+"""Lists of files -> batches: found or read, shuffled, split over shards, loaded, stacked."""
+
+from enqueuer.datasets.files.batches import FileBatches
+from enqueuer.datasets.files.lists import FileEntry, find_files, read_list
+from enqueuer.datasets.files.loaders import load_array, load_audio, load_image
+
+__all__ = [
+    "FileBatches",
+    "FileEntry",
+    "find_files",
+    "load_array",
+    "load_audio",
+    "load_image",
+    "read_list",
+]

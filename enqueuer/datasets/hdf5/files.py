@@ -1,0 +1,159 @@
+"""Opening HDF5 files, with errors that say what is wrong.
+
+    opened, OpenFiles:  one file, or many parts of which a few are open at a time
+    guarded:            h5py's OSError -> DataFileError with the path, the reason and what to do
+    kind_of, readable:  the type of a dataset, and its content as Python objects
+
+All other modules open files by this one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from enqueuer.common.extras import framework
+from enqueuer.errors import DataFileError
+
+h5py = framework("h5py", "hdf5", "3.7", user="enqueuer.datasets.hdf5")
+
+# Size of a chunk: large enough for a disk, small enough for a cache.
+CHUNK_BYTES = 1 << 20
+# A file has as many parts by default. To open one takes a tenth of the time of a chunk.
+MOST_OPEN = 32
+# Size of a cache for the chunks of a dataset. HDF5's default of 1 MiB does not hold such a chunk.
+CACHE_BYTES = 16 << 20
+
+
+@contextlib.contextmanager
+def guarded(path: str | os.PathLike[str], what: str = "") -> Iterator[None]:
+    """Convert an OSError of h5py to a DataFileError with the path."""
+    try:
+        yield
+    except DataFileError:
+        raise
+    except (OSError, RuntimeError) as error:
+        raise data_file_error(path, error, what) from error
+
+
+def data_file_error(
+    path: str | os.PathLike[str], error: Exception, what: str = ""
+) -> DataFileError:
+    """Return the DataFileError for an error of h5py."""
+    return DataFileError(f"{path}: {what}{_reason(path, error)}", str(path))
+
+
+@contextlib.contextmanager
+def opened(path: str | os.PathLike[str]) -> Iterator[Any]:
+    """Open a file for reading, and close it at the end.
+
+    Raises:
+        DataFileError: The file is missing, broken, or being written.
+    """
+    with open_file(path) as file:
+        yield file
+
+
+def open_file(path: str | os.PathLike[str], cache_bytes: int = CACHE_BYTES) -> Any:
+    """Return an `h5py.File` open for reading, or raise DataFileError."""
+    if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
+        # HDF5 would wait for a writer of a pipe.
+        raise DataFileError(f"{path}: a pipe or a device, and no HDF5 file", str(path))
+    with guarded(path):
+        return h5py.File(path, "r", rdcc_nbytes=cache_bytes)
+
+
+class OpenFiles:
+    """The files that were opened last, at most `MOST_OPEN`, for one thread at a time.
+
+    Args:
+        cache_bytes: Size of the cache for the chunks of each dataset in each file.
+    """
+
+    def __init__(self, cache_bytes: int = CACHE_BYTES) -> None:
+        self._cache_bytes = cache_bytes
+        # The files by path, in the order in which they were opened.
+        self._files: dict[str, Any] = {}
+
+    def __enter__(self) -> OpenFiles:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def open(self, path: str) -> Any:
+        """Return a file; the one that was opened first may be closed for it.
+
+        Raises:
+            DataFileError: The file is missing, broken, or being written.
+        """
+        if path not in self._files:
+            if len(self._files) >= MOST_OPEN:
+                self._files.pop(next(iter(self._files))).close()
+            self._files[path] = open_file(path, self._cache_bytes)
+        return self._files[path]
+
+    def close(self) -> None:
+        """Close all of them."""
+        while self._files:
+            path, file = self._files.popitem()
+            with guarded(path):
+                file.close()
+
+
+def _reason(path: str | os.PathLike[str], error: Exception) -> str:
+    text = str(error)
+    if os.path.isdir(path):
+        return "a folder, and no HDF5 file"
+    if isinstance(error, FileNotFoundError):
+        if parts_of(path).is_dir():
+            return (
+                f"not there yet, but {parts_of(path).name} is: it is being packed, or that was "
+                "interrupted; run the same pack again to go on"
+            )
+        return "no such file"
+    if "unable to lock file" in text or "already open for" in text:
+        return (
+            "another process is writing it; wait until that has closed it (a file system without "
+            f"locks needs HDF5_USE_FILE_LOCKING=FALSE): {text}"
+        )
+    if "Too many open files" in text:
+        return (
+            f"too many open files; close what is not needed, or raise the limit (ulimit -n); {text}"
+        )
+    if "truncated file" in text:
+        return f"truncated: it was not written to its end, or not copied whole; {text}"
+    if "file signature not found" in text:
+        return "not an HDF5 file, or one whose writing was interrupted"
+    if "No space left on device" in text:
+        return f"the disk is full; make room, and do the same again to go on: {text}"
+    if "filter" in text:
+        return f"corrupt, or packed with a filter that is not installed; {text}"
+    return text
+
+
+def parts_of(path: str | os.PathLike[str]) -> Path:
+    """Return the folder of the parts of a packed file."""
+    whole = Path(path)
+    return whole.with_name(whole.name + ".parts")
+
+
+def kind_of(dtype: Any) -> str:
+    """Return the name of a dtype: that of numpy, or `text`, or `ragged` and that of its items."""
+    text, item = h5py.check_string_dtype(dtype), h5py.check_vlen_dtype(dtype)
+    if text is not None and text.length is None:
+        return "text"
+    if item is not None:
+        return f"ragged {np.dtype(item)}"
+    return str(dtype)
+
+
+def readable(dataset: Any) -> Any:
+    """Return an object whose slices are those of a dataset, with strings as `str`."""
+    # Many writers mark any text as ASCII, so it is always read as UTF-8.
+    return dataset.asstr("utf-8") if kind_of(dataset.dtype) == "text" else dataset

@@ -1,0 +1,159 @@
+"""The description of an HDF5 file: its datasets, sizes and a few statistics."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from enqueuer.datasets.hdf5.files import opened
+from enqueuer.datasets.hdf5.layout import Column, Layout, layout_of
+from enqueuer.datasets.hdf5.reader import Reader
+
+# `describe` makes its statistics of as many blocks.
+_SAMPLE_BLOCKS = 16
+# Numbers of a block that are added up together.
+_SLICE_NUMBERS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A few statistics of a column; None where they make no sense.
+
+    Attributes:
+        rows: Number of rows that the statistics are of.
+        minimum: Smallest number.
+        mean: Mean of all numbers.
+        maximum: Largest number.
+        not_finite: Number of values that are NaN or infinite; they are left out of the others.
+    """
+
+    rows: int
+    minimum: float | None = None
+    mean: float | None = None
+    maximum: float | None = None
+    not_finite: int = 0
+
+
+@dataclass(frozen=True)
+class Description:
+    """The description of a file.
+
+    Attributes:
+        path: Path of the file.
+        bytes: Size of the file and of all files that hold rows of its virtual datasets.
+        files: Number of these files.
+        columns: All its datasets.
+        summaries: A summary for each column.
+        attributes: Attributes of the file.
+        column_attributes: Attributes of each column that has some.
+        outside: Files that hold rows, and that are not in the folder of the file.
+    """
+
+    path: str
+    bytes: int
+    files: int
+    columns: tuple[Column, ...]
+    summaries: tuple[Summary, ...]
+    attributes: dict[str, Any]
+    column_attributes: dict[str, dict[str, Any]]
+    outside: tuple[str, ...]
+
+
+def describe(
+    path: str | os.PathLike[str],
+    full: bool = False,
+    progress: Callable[[int], object] | None = None,
+    allow_outside: bool = True,
+) -> Description:
+    """Describe an HDF5 file: its datasets, how they are stored, and a few statistics.
+
+    Args:
+        path: Path of the file.
+        full: Whether the statistics are of all rows; by default of 16 chunks, evenly spread.
+        progress: Function that is called with the number of rows whenever some were read.
+        allow_outside: Whether rows may be read from files that are not in the folder of the file;
+            True by default. A file that you do not trust can show you any file of yours.
+
+    Raises:
+        DataFileError: The file or one of its parts is missing, broken or being written, or a
+            part lies outside of its folder, and `allow_outside` is False.
+
+    Example:
+        >>> import os, tempfile, h5py
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = os.path.join(folder, "a.h5")
+        ...     with h5py.File(path, "w") as file:
+        ...         file["x"] = [[1.0, 2.0], [3.0, 6.0]]
+        ...     found = describe(path)
+        >>> found.columns[0].name, found.columns[0].shape, found.summaries[0].mean
+        ('x', (2, 2), 3.0)
+    """
+    whole = os.path.abspath(path)
+    layout = layout_of(whole, allow_outside=allow_outside)
+    with opened(whole) as file:
+        attributes = dict(file.attrs)
+        own = {name: dict(file[name].attrs) for name in layout.columns if file[name].attrs}
+    summaries = [_summary(layout, column, full, progress) for column in layout.columns.values()]
+    return Description(
+        str(path),
+        sum(size for size, _ in layout.stamps.values()),
+        len(layout.stamps),
+        tuple(layout.columns.values()),
+        tuple(summaries),
+        attributes,
+        own,
+        tuple(layout.outside),
+    )
+
+
+def _summary(
+    layout: Layout, column: Column, full: bool, progress: Callable[[int], object] | None
+) -> Summary:
+    if not layout.stretches[column.name] or layout.dtypes[column.name].kind not in "biuf":
+        return Summary(0)
+    blocks = list(itertools.pairwise([*layout.starts(column.name), column.shape[0]]))
+    if not full and len(blocks) > _SAMPLE_BLOCKS:
+        picked = np.linspace(0, len(blocks) - 1, _SAMPLE_BLOCKS).astype(int)
+        blocks = [blocks[at] for at in picked]
+    with Reader(layout, [column.name]) as reader:
+        return _statistics(_read_blocks(reader, blocks, progress))
+
+
+def _read_blocks(
+    reader: Reader, blocks: Iterable[tuple[int, int]], progress: Callable[[int], object] | None
+) -> Iterator[np.ndarray]:
+    for start, stop in blocks:
+        (rows,) = reader.rows(start, stop).values()
+        yield rows
+        if progress is not None:
+            progress(stop - start)
+
+
+def _slices(blocks: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+    """Yield blocks in slices, so that the memory for a large one is small."""
+    for block in blocks:
+        rows = max(1, _SLICE_NUMBERS // max(1, block[:1].size))
+        for start in range(0, len(block), rows):
+            yield block[start : start + rows]
+
+
+def _statistics(blocks: Iterable[np.ndarray]) -> Summary:
+    rows, numbers, total, bad = 0, 0, 0.0, 0
+    least, most = math.inf, -math.inf
+    for block in _slices(blocks):
+        rows += len(block)
+        finite = block[np.isfinite(block)]
+        bad += block.size - finite.size
+        if finite.size:
+            numbers += finite.size
+            total += float(finite.sum(dtype=np.float64))
+            least, most = min(least, float(finite.min())), max(most, float(finite.max()))
+    if not numbers:
+        return Summary(rows, not_finite=bad)
+    return Summary(rows, least, total / numbers, most, bad)

@@ -1,0 +1,240 @@
+"""Reading: an HDF5 file as a source of batches, and as a sequence of rows.
+
+    in a worker:  batches of a shard (`batches`)
+    anywhere:     source[3], source[10:20], for a sampler or for yourself
+
+A reader belongs to the process that made it. Workers get the path, and the layout that was found
+when the source was made.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, SupportsIndex
+
+from enqueuer.common import checks
+from enqueuer.datasets.hdf5.batches import Plan, ShardBatches, default_window, pieces_of
+from enqueuer.datasets.hdf5.layout import Layout, layout_of
+from enqueuer.datasets.hdf5.reader import Reader
+from enqueuer.errors import DataFileError
+from enqueuer.workers.shards import Shard
+
+# Readers of the process that this one was forked from. They are never touched: to close their
+# files here would close them there.
+_inherited: list[Reader] = []
+
+
+class HDF5Source:
+    """The rows of an HDF5 file: a generator function of a shard, and a sequence.
+
+    For `GeneratorEnqueuer` it yields batches. Without `shuffle` these are the slices of the file,
+    in its order for any number of shards. With it, whole chunks come in an order that is new
+    each epoch, and rows are shuffled within a window of several chunks; each row comes exactly
+    once an epoch. Both depend on the enqueuer's `random_seed` and `shards` alone. Its `rank` and
+    `world_size` deal the shards out to several training processes. It is resumed at once, without
+    reading again what came before.
+
+    For `OrderedEnqueuer`, for torch as a map-style dataset, and for yourself it is a sequence of
+    rows: `len(source)`, `source[3]`, `source[10:20]`.
+
+    The file is opened in each process that reads it. When this is made, it is checked that the
+    file is whole, and all files that it refers to.
+
+    Args:
+        path: Path of the file, written by `pack` or by any other program.
+        keys: Names of the datasets that are read together. None, the default: a dict of all
+            datasets in the file; a list of names: a dict of these; a tuple of names: a tuple in
+            that order, such as `("x", "y")`; one name: its array alone.
+        batch_size: Number of rows in a batch; 32 by default.
+        shuffle: Whether batches are drawn at random; False by default.
+        window: Number of rows, at least, that are shuffled among each other. A worker has fewer
+            than twice as many in memory, and one chunk more; the first batch of a shard comes
+            when its first window has been read. A larger window mixes better. By default as many
+            rows as 128 MiB hold, but at least 4 batches. Text and ragged rows are counted by the
+            size of their files.
+        rows: A slice of the rows, with step 1, as if the file had only these: one file for
+            training and validation. None, the default: all.
+        drop_last: Whether to leave out incomplete batches, and, of a shuffled epoch, those that
+            not every shard has; False by default.
+        allow_outside: Whether rows may be read from files that are not in the folder of the file:
+            of external links, virtual datasets and external raw storage. True by default. Give
+            False for a file that you do not trust, which could show you any file of yours.
+
+    Raises:
+        DataFileError: The file, or one that it refers to, is missing, broken or being written; a
+            key is missing; lengths differ; a file lies outside, and `allow_outside` is False.
+        TypeError: An argument has the wrong type, an open file for example.
+        ValueError: An argument is out of its range.
+
+    Example:
+        >>> import os, tempfile, h5py
+        >>> import numpy as np
+        >>> from enqueuer import GeneratorEnqueuer
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> path = os.path.join(folder.name, "a.h5")
+        >>> with h5py.File(path, "w") as file:
+        ...     file["x"], file["y"] = np.eye(4), np.arange(4)
+        >>> source = HDF5Source(path, keys=("x", "y"), batch_size=2)
+        >>> for x, y in GeneratorEnqueuer(source, workers=2):
+        ...     print(x.shape, y)
+        (2, 4) [0 1]
+        (2, 4) [2 3]
+        >>> len(source), int(source[-1][1])
+        (4, 3)
+        >>> source.close()
+        >>> folder.cleanup()
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        keys: str | Sequence[str] | None = None,
+        batch_size: int = 32,
+        *,
+        shuffle: bool = False,
+        window: int | None = None,
+        rows: slice | None = None,
+        drop_last: bool = False,
+        allow_outside: bool = True,
+    ) -> None:
+        if not isinstance(path, (str, os.PathLike)):
+            raise TypeError(
+                f"HDF5Source needs the path of a file, got {path!r}; an open file must not be "
+                "carried to another process"
+            )
+        self._path = os.path.abspath(path)
+        self._is_one, self._is_tuple = isinstance(keys, str), isinstance(keys, tuple)
+        layout = layout_of(self._path, _names(keys), bool(allow_outside))
+        names, count = _together(layout, is_asked=keys is not None)
+        first, stop = _bounds(rows, count)
+        size = checks.positive("batch_size", batch_size)
+        if window is None:
+            window = default_window(layout, names, size)
+        window = checks.positive("window", window)
+        self._plan = Plan(
+            layout=layout,
+            names=names,
+            first=first,
+            stop=stop,
+            batch_size=size,
+            drop_last=bool(drop_last),
+            window=window if shuffle else 0,
+            pieces=pieces_of(layout, names, first, stop),
+        )
+        # An interrupted `pack` of this source is resumed only if all plain attributes are the same.
+        self._identity = self._plan.identity()
+        self._reader: Reader | None = None
+
+    def __call__(self, shard: Shard) -> Iterator[Any]:
+        """Return an iterator over the batches of a shard in its epoch; it has a `state_dict`."""
+        return ShardBatches(self._plan, shard, self._formed)
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return self._plan.rows
+
+    def __getitem__(self, index: SupportsIndex | slice) -> Any:
+        """Return a row, or the rows of a slice.
+
+        Raises:
+            IndexError: There is no such row.
+            TypeError: `index` is neither a number nor a slice.
+            ValueError: The step of a slice is not positive.
+            DataFileError: The row cannot be read.
+        """
+        first = self._plan.first
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            if step < 1:
+                raise ValueError(f"the step of a slice must be >= 1, got {step}")
+            return self._formed(self._own_reader().rows(first + start, first + stop, step))
+        try:
+            row = operator.index(index)
+        except TypeError:
+            raise TypeError(f"rows are taken by a number or a slice, got {index!r}") from None
+        if not -len(self) <= row < len(self):
+            raise IndexError(f"row {row} of {self._path} is out of range: it has {len(self)}")
+        return self._formed(self._own_reader().row(first + row % len(self)))
+
+    def close(self) -> None:
+        """Close the file in this process, if it was opened for single rows or slices.
+
+        It is opened again when it is needed. Batches have files of their own, which are closed at
+        the end of each shard.
+        """
+        if self._reader is not None and self._reader.pid == os.getpid():
+            self._reader.close()
+            self._reader = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_reader": None}
+
+    def __repr__(self) -> str:
+        keys = ", ".join(self._plan.names)
+        return f"<HDF5Source {self._path} ({keys}), {len(self)} rows>"
+
+    def _own_reader(self) -> Reader:
+        """Return the reader of this process."""
+        reader = self._reader
+        if reader is not None and reader.pid != os.getpid():
+            _inherited.append(reader)
+            reader = None
+        if reader is None:
+            # If two threads come here at a time, one of the readers ends with its last use.
+            reader = self._reader = Reader(self._plan.layout, self._plan.names)
+        return reader
+
+    def _formed(self, found: dict[str, Any]) -> Any:
+        if self._is_one:
+            return next(iter(found.values()))
+        return tuple(found.values()) if self._is_tuple else found
+
+
+def _names(keys: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    if keys is None:
+        return None
+    names = (keys,) if isinstance(keys, str) else tuple(keys)
+    if not names or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"keys must be a name, names in a list or tuple, or None, got {keys!r}")
+    if len(set(names)) < len(names):
+        raise ValueError(f"keys must differ, got {keys!r}")
+    return names
+
+
+def _bounds(rows: slice | None, count: int) -> tuple[int, int]:
+    if rows is None:
+        return 0, count
+    if not isinstance(rows, slice):
+        raise TypeError(f"rows must be a slice or None, got {rows!r}")
+    start, stop, step = rows.indices(count)
+    if step != 1:
+        raise ValueError(f"the step of rows must be 1, got {step}")
+    return start, max(start, stop)
+
+
+def _together(layout: Layout, is_asked: bool) -> tuple[tuple[str, ...], int]:
+    """Return the datasets that are read together, and how many rows these have."""
+    path, shapes = layout.path, {name: column.shape for name, column in layout.columns.items()}
+    if not is_asked:
+        shapes = {name: shape for name, shape in shapes.items() if shape}
+    if not shapes:
+        raise DataFileError(f"{path}: there is no dataset with rows in it", path)
+    for name, shape in shapes.items():
+        if not shape:
+            raise DataFileError(f"{path}: {name!r} is a single value and has no rows", path)
+        if name in layout.unreadable:
+            raise DataFileError(
+                f"{path}: {name!r} is a virtual dataset of a kind that is not read, since "
+                f"{layout.unreadable[name]}; copy it into a dataset of its own",
+                path,
+            )
+    if len({shape[0] for shape in shapes.values()}) > 1:
+        counts = ", ".join(f"{name}: {shape[0]}" for name, shape in shapes.items())
+        raise DataFileError(
+            f"{path}: datasets that are read together must have equally many rows, got {counts}; "
+            "name those that belong together with keys=",
+            path,
+        )
+    return tuple(shapes), next(iter(shapes.values()))[0]

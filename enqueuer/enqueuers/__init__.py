@@ -1,0 +1,1 @@
+"""What users construct: the side of the loop."""

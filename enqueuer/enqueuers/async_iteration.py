@@ -1,0 +1,123 @@
+"""`async for` over an enqueuer: a batch that is ready at once, else a thread that waits for it.
+
+    the task:    poll() --> a batch
+                   | ^
+      nothing yet  v |
+                  Notifier <-- call_soon_threadsafe -- one thread an enqueuer: watch(), and it ends
+
+The thread waits and takes nothing: batches are taken by the thread of the event loop, with no
+`await` between taking one and returning it. So a task that is cancelled loses none. It is not
+one of the loop's executor, for whose threads `asyncio.run` waits at its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeVar
+
+from enqueuer.enqueuers.core import Core
+
+Batch = TypeVar("Batch")
+T = TypeVar("T")
+
+
+class Notifier:
+    """What wakes the tasks that wait for an enqueuer; they may be of several event loops."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: list[asyncio.Future[bool]] = []
+        self._is_watched = False
+
+    async def wait(self, watcher: Callable[[], bool]) -> bool:
+        """Wait until `watcher`, run by a thread that is there already or a new one, returns."""
+        future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        with self._lock:
+            self._waiting.append(future)
+            if not self._is_watched:
+                _start(self._watch, watcher)
+                self._is_watched = True
+        return await future
+
+    def _watch(self, watcher: Callable[[], bool]) -> None:
+        try:
+            goes_on = watcher()
+        except BaseException as error:
+            first, *others = self._all_waiting()
+            _send(first, error)  # the others will ask again, and get one of their own
+            goes_on = True
+        else:
+            others = self._all_waiting()
+        for future in others:
+            _send(future, goes_on)
+
+    def _all_waiting(self) -> list[asyncio.Future[bool]]:
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+            self._is_watched = False
+        return waiting
+
+
+class Batches(AsyncIterator[Batch]):
+    """An asynchronous iterator over one epoch of an enqueuer, which it keeps alive."""
+
+    def __init__(self, core: Core, notifier: Notifier) -> None:
+        self._core = core
+        self._notifier = notifier
+        # as it is now: tasks that begin at once share an epoch, however short it is
+        self._reader = reader = core.reader
+        self._has_begun = not core.is_idle and reader is not None and not reader.is_over
+
+    async def __anext__(self) -> Batch:
+        # Other tasks run also if a batch is always ready. Before it is taken: a task may be
+        # cancelled here.
+        await asyncio.sleep(0)
+        if not self._has_begun or self._reader is None:
+            join = functools.partial(self._core.join_after, self._reader)
+            self._reader = await in_thread(join)
+            self._has_begun = True
+        while not (polled := self._core.poll(self._reader)):
+            assert self._core.epochs is not None
+            if not await self._notifier.wait(self._core.epochs.wait_for_event_loop):
+                raise StopAsyncIteration
+        batch: Batch = polled[0]
+        return batch
+
+
+async def in_thread(function: Callable[[], T]) -> T:
+    """Run what may take its time in a thread of its own; if cancelled, it still runs to its end."""
+    future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+    _start(_run, future, function)
+    return await future
+
+
+def _run(future: asyncio.Future[T], function: Callable[[], T]) -> None:
+    try:
+        result = function()
+    except BaseException as error:
+        _send(future, error)
+    else:
+        _send(future, result)
+
+
+def _start(function: Callable[..., None], *args: Any) -> None:
+    threading.Thread(target=function, args=args, name="enqueuer-await", daemon=True).start()
+
+
+def _send(future: asyncio.Future[Any], result: object) -> None:
+    # The event loop may be closed, and then no task waits any longer.
+    with contextlib.suppress(RuntimeError):
+        future.get_loop().call_soon_threadsafe(_settle, future, result)
+
+
+def _settle(future: asyncio.Future[Any], result: object) -> None:
+    if future.done():  # the task was cancelled
+        return
+    if isinstance(result, BaseException):
+        future.set_exception(result)
+    else:
+        future.set_result(result)

@@ -1,0 +1,187 @@
+"""Options that belong together: Processes and Ray, for `backend=`, and Auto, for `workers=`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing.context import BaseContext
+from typing import Any, Literal
+
+from enqueuer.backends.job import METHODS, RayOptions
+from enqueuer.common import checks
+from enqueuer.workers.logs import MULTIPROCESSING_LOGGING
+
+# The enqueuer sets these itself, or an actor would not do what the enqueuer relies on.
+_NOT_FOR_ACTORS = frozenset(
+    {
+        *("concurrency_groups", "max_concurrency", "max_restarts", "max_task_retries"),
+        *("name", "namespace", "get_if_exists", "lifetime", "max_pending_calls"),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Processes:
+    """Options of `backend=Processes(...)`; `backend="process"` is `Processes()`.
+
+    Args:
+        start_method: Start method of the processes: `"fork"`, `"forkserver"`, `"spawn"` or a
+            context of `multiprocessing`. None, the default, selects `"forkserver"` (`"spawn"` on
+            systems without it), which is safe with threads and CUDA; for a running iterator
+            `"fork"`, because no other method can pass it to a process.
+        threads: Number of threads that OpenMP, BLAS, torch and OpenCV may each run in a worker
+            process. None, the default, divides the CPUs by the number of workers (with
+            `workers=Auto(most=n)` by n), at least 1, so that workers do not compete for CPUs;
+            `OMP_NUM_THREADS` and the like in the environment take precedence. A library that was
+            loaded before a fork runs on 1 thread, except OpenBLAS.
+        forward_logs: Whether the handlers of this process receive the log records of workers.
+            True by default; False leaves the records in the worker. `"multiprocessing-logging"`
+            uses that package instead, for forked workers only.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: An argument is out of its range.
+
+    Example:
+        >>> from enqueuer import GeneratorEnqueuer, Processes
+        >>> def squares(shard):
+        ...     for number in shard.split(range(4)):
+        ...         yield number**2
+        >>> with GeneratorEnqueuer(squares, workers=2, backend=Processes(threads=1)) as enqueuer:
+        ...     list(enqueuer)
+        [0, 1, 4, 9]
+    """
+
+    start_method: str | BaseContext | None = None
+    threads: int | None = None
+    forward_logs: bool | Literal["multiprocessing-logging"] = True
+
+    def __post_init__(self) -> None:
+        # A context is replaced by its name, so that the options can be pickled and compared.
+        object.__setattr__(self, "start_method", _start_method(self.start_method))
+        if self.threads is not None:
+            object.__setattr__(self, "threads", checks.positive("threads", self.threads))
+        _check_forward_logs(self.forward_logs, self.start_method)
+
+
+@dataclass(frozen=True)
+class Ray:
+    """Options of `backend=Ray(...)`; `backend="ray"` is `Ray()`.
+
+    Args:
+        address: Address of the Ray cluster, as `ray.init` takes it: `"auto"`, or `"host:6379"`.
+            None, the default, is the Ray that this process is connected to, else the one that
+            `ray.init()` finds or starts. A Ray that the enqueuer connected to or started is shut
+            down when the last enqueuer that uses it stops.
+        actor_options: Resources and placement of each actor, as `Actor.options()` of Ray takes
+            them: `num_cpus`, `num_gpus`, `memory`, `resources`, `runtime_env`,
+            `scheduling_strategy` (`"SPREAD"` by default). None, the default, is what Ray gives
+            any actor, which takes no CPU away from others.
+        copy_arrays: Whether large arrays from an actor are copied on arrival, so that they are
+            writable. False, the default: they lie read-only in Ray's object store. The other
+            backends always deliver writable arrays.
+        forward_logs: Whether the handlers of this process receive what an actor logs; True by
+            default.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: An argument is out of its range.
+
+    Example:
+        >>> from enqueuer import Ray
+        >>> Ray(actor_options={"num_cpus": 1}).address is None
+        True
+    """
+
+    address: str | None = None
+    actor_options: Mapping[str, Any] | None = None
+    copy_arrays: bool = False
+    forward_logs: bool = True
+
+    def __post_init__(self) -> None:
+        address, options = self.address, self.actor_options
+        if address is not None and not isinstance(address, str):
+            raise TypeError(f"address must be a string or None, got {address!r}")
+        if address is not None and address.startswith("ray://"):
+            raise ValueError(
+                f"address={address!r} is that of Ray Client, which cannot stream; run the program "
+                "on a node of the cluster, with address='auto'"
+            )
+        if options is not None and not isinstance(options, Mapping):
+            raise TypeError(f"actor_options must be a mapping or None, got {options!r}")
+        taken = sorted(_NOT_FOR_ACTORS.intersection(options or ()))
+        if taken:
+            raise ValueError(
+                f"actor_options cannot set {', '.join(taken)}, which the enqueuer needs itself; it "
+                "takes resources and placement: num_cpus, num_gpus, memory, resources, "
+                "scheduling_strategy, runtime_env ..."
+            )
+        for name in ("copy_arrays", "forward_logs"):
+            _check_flag(name, getattr(self, name))
+
+    def for_job(self) -> RayOptions:
+        """Return what the backend needs to know of Ray."""
+        return RayOptions(self.address, dict(self.actor_options or {}), self.copy_arrays)
+
+
+@dataclass(frozen=True)
+class Auto:
+    """Options of `workers=Auto(...)`; `workers="auto"` is `Auto()`.
+
+    An enqueuer begins with 1 worker. It starts and ends workers while it runs, until the loop no
+    longer waits or more workers do not help.
+
+    Args:
+        most: Largest number of workers. None, the default: as many as help and as memory holds,
+            at most 64; of Ray actors as many as the cluster has CPUs. There are never more
+            workers than shards.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: An argument is out of its range.
+
+    Example:
+        >>> from enqueuer import Auto, OrderedEnqueuer
+        >>> with OrderedEnqueuer(["one", "three"], len, workers=Auto(most=4)) as enqueuer:
+        ...     list(enqueuer)
+        [3, 5]
+    """
+
+    most: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.most is not None:
+            object.__setattr__(self, "most", checks.positive("most", self.most))
+
+
+def _start_method(value: object) -> str | None:
+    method = value
+    if isinstance(value, BaseContext):
+        method = value.get_start_method(allow_none=True)
+    if method is None:
+        return None
+    if method not in METHODS:
+        raise ValueError(
+            f"start_method must be one of {', '.join(map(repr, METHODS))}, or a context of "
+            f"multiprocessing, got {value!r}"
+        )
+    return str(method)
+
+
+def _check_forward_logs(value: object, start_method: object) -> None:
+    if isinstance(value, bool):
+        return
+    if value != MULTIPROCESSING_LOGGING:
+        raise ValueError(
+            f"forward_logs must be True, False or '{MULTIPROCESSING_LOGGING}', got {value!r}"
+        )
+    if start_method not in ("fork", None):
+        raise ValueError(
+            f"forward_logs='{MULTIPROCESSING_LOGGING}' works with forked processes only: give "
+            "start_method='fork' with it, or leave it True"
+        )
+
+
+def _check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")

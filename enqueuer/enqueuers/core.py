@@ -1,0 +1,397 @@
+"""The inside of an enqueuer: its life cycle, its position, and the epoch that the loop reads.
+
+    Core --> Epochs: the epochs of one run                   (a new one for each start)
+             --> Run: the workers, from start() to stop()    (a new one for each start)
+             --> EpochReader: the epoch that the loop reads  (a new one for each epoch)
+         --> Workload: what the batches depend on
+         --> SavedPosition: where it stands while no run goes on
+
+One consumer at a time waits (`lock`); any number of threads may ask, and each batch goes to
+one of them. One start, stop or change at a time goes on (`state_lock`, which is taken first).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from enqueuer.backends.timeline import Trace
+from enqueuer.common import interrupts
+from enqueuer.enqueuers import position
+from enqueuer.enqueuers.callbacks import StatsCallbacks
+from enqueuer.enqueuers.epoch_reader import EpochReader
+from enqueuer.enqueuers.epochs import Epochs
+from enqueuer.enqueuers.options import Options
+from enqueuer.enqueuers.owned_backends import STOP_S, OwnedBackends
+from enqueuer.enqueuers.position import SavedPosition
+from enqueuer.enqueuers.replay import origin_of
+from enqueuer.enqueuers.run import Run, State, check_started, next_workers, usable
+from enqueuer.enqueuers.workload import Workload, check_seed
+from enqueuer.errors import InvalidState
+from enqueuer.monitoring.stats import Stats
+from enqueuer.monitoring.trace_file import part_of
+from enqueuer.workers.messages import Epoch
+
+
+class Core:
+    """What all enqueuers do.
+
+    Args:
+        workload: What the batches depend on.
+
+    Attributes:
+        epochs: Epochs of the run that goes on, or of the last one; None before the first start.
+        saved: Position while no run goes on.
+        callbacks: Callbacks of `on_stats`.
+        owned: Backends whose workers have not all ended.
+        timeline: Recorder of what happens; None: nothing is recorded.
+    """
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        self.epochs: Epochs | None = None
+        self.saved = SavedPosition(Epoch(0))
+        self.callbacks = StatsCallbacks()
+        self.state_lock = threading.RLock()
+        self.lock = threading.RLock()
+        self.owned = OwnedBackends(self)
+        self.timeline: Trace | None = None
+        self._was_run = False
+        self.record_as(self.options.rank, self.options.world_size)
+
+    # --- what it is ---
+
+    @property
+    def options(self) -> Options:
+        """The options as they are now."""
+        return self.workload.options
+
+    @property
+    def run(self) -> Run | None:
+        """The run that goes on, or the last one; None before the first start."""
+        epochs = self.epochs
+        return None if epochs is None else epochs.run
+
+    @property
+    def reader(self) -> EpochReader | None:
+        """The epoch that the loop reads, or read last; None before the first start."""
+        epochs = self.epochs
+        return None if epochs is None else epochs.reader
+
+    @property
+    def state(self) -> State:
+        """Where it is in its life."""
+        run = self.run
+        state = State.NEW if run is None else run.state
+        return State.STOPPED if state is State.NEW and self._was_run else state
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has no workers: it was not started, or was stopped."""
+        return self.state in (State.NEW, State.STOPPED)
+
+    @property
+    def error_count(self) -> int:
+        """Number of errors that were skipped."""
+        run = self.run
+        if run is None or self.is_idle:
+            return self.saved.error_count
+        return run.failures.count
+
+    def is_running(self) -> bool:
+        """Return whether there is anything to come: a batch, or an error."""
+        reader = self.reader
+        return self.state is State.RUNNING and reader is not None and not reader.is_over
+
+    def check_started(self, what: str) -> None:
+        """Raise InvalidState unless there is a run; `what` says what is to be done."""
+        check_started(self.state, what)
+
+    def started_reader(self) -> EpochReader:
+        """Return the epoch that the loop reads, of an enqueuer that was started."""
+        reader = self.reader
+        if reader is None:  # another thread starts it
+            raise InvalidState("cannot read before start() has begun the first epoch")
+        return reader
+
+    # --- life cycle ---
+
+    def start(self, options: Options) -> None:
+        """Start the workers; see `BaseEnqueuer.start`.
+
+        Args:
+            options: Options of this run and those that follow.
+        """
+        with self.state_lock:
+            if not self.is_idle:
+                raise InvalidState(
+                    "start() was called, but the enqueuer is running already; call stop() first"
+                )
+            workload, saved = self.workload, self.saved
+            check_seed(workload)
+            workers = next_workers(self.run, options)
+            workload.options = options
+            if not saved.is_loaded:
+                workload.rewind()
+            self.owned.stop(STOP_S)  # of a stop() that was interrupted
+            before = self.epochs
+            count = saved.error_count if saved.is_loaded else 0
+            with interrupts.held():
+                run = Run(options, self.owned, self.timeline, count, self.state_lock, self.lock)
+                run.workers = workers
+                _started.add(self)
+                run.start(workload.job(workers))
+                try:
+                    with interrupts.taken(run.lock):
+                        self.epochs = Epochs(run, workload)
+                        self.callbacks.begin_run()
+                        self.epochs.begin(saved.epoch if saved.is_loaded else Epoch(0))
+                        interrupts.check()
+                        self.saved = dataclasses.replace(saved, is_loaded=False)
+                        run.move(State.RUNNING)
+                except BaseException:
+                    self.epochs = before
+                    self.owned.stop(STOP_S)
+                    raise
+
+    def stop(self, seconds: float) -> None:
+        """End the workers; see `BaseEnqueuer.stop`."""
+        if not self.owned.are_running:
+            return
+        final = None
+        try:
+            final = self._last_stats()  # before the workers exit
+        finally:
+            self._stop(seconds, final)
+
+    def _last_stats(self) -> Stats | None:
+        """Return the statistics of a run that is about to end, and record its bottleneck."""
+        try:
+            final = self.stats()
+        except InvalidState:  # the workers are those of another process
+            return None
+        if self.timeline is not None and not self.is_idle:
+            bottleneck = final.bottleneck()
+            measured = dict(
+                items=final.items,
+                waiting_us=int(1e6 * final.waiting_s),
+                working_us=int(1e6 * final.working_s),
+            )
+            about = {"kind": bottleneck.kind, "text": str(bottleneck), **measured}
+            self.timeline.instant("bottleneck", about)
+        return final
+
+    def _stop(self, seconds: float, final: Stats | None) -> None:
+        with interrupts.held():
+            if (run := self.run) is not None:
+                run.close()  # wakes the consumer, which then releases its lock
+            with interrupts.taken(self.state_lock):
+                try:
+                    if self.run is not None:
+                        self._end_run(self.run, seconds, final)
+                finally:
+                    self.owned.stop(seconds)
+
+    def _end_run(self, run: Run, seconds: float, final: Stats | None) -> None:
+        """Stop a run, and note where it ends. State lock held."""
+        with run.ending(seconds):
+            if not self.is_idle:
+                try:
+                    self._save_position(run, final)
+                finally:
+                    run.move(State.STOPPED)
+
+    def _save_position(self, run: Run, final: Stats | None) -> None:
+        """Note where a run ends. State lock held, and that of the run if a consumer released it."""
+        run.final = final
+        self._was_run = True
+        reader = self.started_reader()
+        left = reader.drop_ready()
+        self.saved = SavedPosition(
+            reader.position(left),
+            self.workload.identity(),
+            error_count=run.failures.count,
+        )
+
+    # --- other workers ---
+
+    def reconfigure(self, workers: int) -> None:
+        """Go on with another number of workers; see `BaseEnqueuer.reconfigure`."""
+        with self.state_lock, interrupts.held():
+            run = self.run
+            if run is not None:
+                run.finish_change()
+            if self.state is State.FAILED:
+                raise InvalidState("cannot reconfigure after an error; call stop() first")
+            if run is not None and self.state is State.RUNNING:
+                self._replace_workers(run, workers)
+            if self.epochs is not None:
+                self.epochs.scaling = None
+            self.workload.options = dataclasses.replace(self.options, workers=workers)
+            self.owned.stop(STOP_S, but=None if run is None else run.backend)
+
+    def _replace_workers(self, run: Run, workers: int) -> None:
+        if workers == run.workers:
+            self.workload.keep_shards()
+            return
+        job = self.workload.job_with(workers)
+        if job is not None and self.epochs is not None:
+            run.replace(job, self.epochs.hand_over)
+
+    # --- what iterators need ---
+
+    def wait_for(self, reader: EpochReader) -> None:
+        """Wait until something is ready; raise StopIteration at the end of the epoch.
+
+        Another thread may have taken it when this returns.
+        """
+        if reader.run.is_news:
+            self.make_callbacks()
+        assert self.epochs is not None
+        self.epochs.wait_for(reader)
+
+    def join(self) -> EpochReader:
+        """Return this epoch, or the next one if this one is over; start what was not started."""
+        return self._join(lambda: self.reader)
+
+    def join_after(self, seen: EpochReader | None) -> EpochReader:
+        """Return the epoch that follows one that was over, or had not begun.
+
+        If another thread has begun it since, that is the one.
+        """
+        return self._join(lambda: seen)
+
+    def _join(self, seen: Callable[[], EpochReader | None]) -> EpochReader:
+        with self.state_lock:
+            if self.state is State.NEW:
+                self.start(self.options)
+        self.check_started("iterate over it")
+        assert self.epochs is not None
+        return self.epochs.next_of(seen)
+
+    def poll(self, reader: EpochReader) -> tuple[Any, ...]:
+        """Take the next batch, if there is one; waits for nothing. For event loops.
+
+        Raises:
+            StopAsyncIteration: The epoch is over.
+        """
+        self.make_callbacks(may_wait=False)
+        assert self.epochs is not None
+        return self.epochs.poll(reader)
+
+    # --- statistics ---
+
+    def stats(self) -> Stats:
+        """Return the statistics of the run, or of the last one."""
+        reader = self.reader
+        if reader is not None:
+            return reader.stats()
+        run = self.run or Run(self.options, self.owned, None, 0, self.state_lock, self.lock)
+        return run.stats(self.saved.epoch.number, 0)
+
+    def make_callbacks(self, may_wait: bool = True) -> None:
+        """Call the callbacks of `on_stats` that are due.
+
+        Called before a batch is taken, so that none is lost if that is interrupted; and without
+        the lock, since another thread that a callback waits for may want it.
+        """
+        run = self.run
+        if run is None or not run.is_news:
+            return
+        if not self.callbacks:
+            run.is_news = False
+            return
+        if not run.lock.acquire(blocking=may_wait):
+            return
+        try:
+            run.is_news = False
+            calls = self.callbacks.due(self.stats)
+        finally:
+            run.lock.release()
+        self.callbacks.make(calls)
+
+    def record_as(self, number: int, count: int) -> None:
+        """Record, if that is wanted, as one of several that share the work, each to its own file.
+
+        They may be in processes, and on machines, that do not know of each other.
+        """
+        if self.options.trace is not None:
+            path = os.fspath(self.options.trace)
+            self.timeline = Trace(part_of(path, number, count) if count > 1 else path)
+
+    # --- position ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position; see `BaseEnqueuer.state_dict`."""
+        with self.lock:
+            workload, saved = self.workload, self.saved
+            reader = self.reader
+            if reader is not None and not self.is_idle:
+                ready: Any = reader.ready.copy()
+                identity, epoch = workload.identity(), reader.position(ready)
+                count = reader.run.failures.count
+            else:
+                identity, epoch = saved.identity or workload.identity(), saved.epoch
+                count = saved.error_count
+            return position.save(identity, epoch, count, position.shards_in(identity))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on at a position at the next start; see `BaseEnqueuer.load_state_dict`."""
+        with self.state_lock:
+            if not self.is_idle:
+                raise InvalidState(
+                    "load_state_dict() was called, but the enqueuer is running; load a state "
+                    "before start(), or call stop() first"
+                )
+            workload = self.workload
+            fixed = workload.identity()
+            for name, is_given in workload.given().items():
+                if not is_given:
+                    del fixed[name]
+            epoch, error_count = position.load(state_dict, fixed)
+            workload.adopt(state_dict, epoch, was_run=self._was_run)
+            self.saved = SavedPosition(epoch, is_loaded=True, error_count=error_count)
+            workload.seed.is_shared = True
+
+    def replay(self, error: BaseException) -> Any:
+        """Run the item that an error came from once more; see `BaseEnqueuer.replay`."""
+        origin, reader = origin_of(error), self.reader
+        ticket = None
+        if reader is not None and not self.is_idle and reader.number == origin.epoch:
+            ticket = reader.work.ticket(origin.item)
+        return self.workload.rerun(origin, ticket)()
+
+    # --- forks ---
+
+    def leave_to_parent(self) -> None:
+        """Become an enqueuer without workers, in a child forked from the process that has them.
+
+        What is ready is not given here: the parent gives it, too, so it would come twice.
+        """
+        if not self.owned.are_running:
+            return  # it was stopped
+        if self.reader is not None:
+            self.reader.ready.clear()
+        # A thread that does not exist here may have held them when the parent forked.
+        self.state_lock, self.lock = usable(self.state_lock), usable(self.lock)
+        if self.run is None:
+            self.owned.leave_to_parent(None)
+        else:
+            self.run.leave_to_parent(self.state_lock, self.lock)
+
+
+_started: weakref.WeakSet[Core] = weakref.WeakSet()
+
+
+def _leave_all_to_parent() -> None:
+    for core in list(_started):
+        core.leave_to_parent()
+    _started.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_all_to_parent)

@@ -1,0 +1,396 @@
+"""BaseEnqueuer: the public methods that GeneratorEnqueuer and OrderedEnqueuer share."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from types import TracebackType
+from typing import Any, Generic, Literal, TypeVar, cast
+
+from enqueuer.common import checks
+from enqueuer.common.text import pluralize
+from enqueuer.enqueuers.configs import Auto
+from enqueuer.enqueuers.core import Core
+from enqueuer.enqueuers.iterators import Batches
+from enqueuer.enqueuers.keras_queue import Queue
+from enqueuer.enqueuers.owned_backends import STOP_S
+from enqueuer.enqueuers.parts import hand_on
+from enqueuer.enqueuers.run import State, next_workers
+from enqueuer.enqueuers.workload import Part, Workload
+from enqueuer.monitoring.progress import Shown, bar_class
+from enqueuer.monitoring.stats import Stats
+
+Batch = TypeVar("Batch")
+Made = TypeVar("Made", bound="BaseEnqueuer[Any]")
+Self = TypeVar("Self", bound="BaseEnqueuer[Any]")
+
+
+class BaseEnqueuer(Generic[Batch]):
+    """The base class of the enqueuers; not to be constructed itself.
+
+    Args:
+        workload: What the batches depend on.
+        make: Class, or function, that makes another enqueuer of the same arguments.
+    """
+
+    def __init__(self, workload: Workload, make: Callable[..., BaseEnqueuer[Any]]) -> None:
+        self._core = Core(workload)
+        self._make = make
+        self._notifier: Any = None
+        self.queue: Queue[Batch] = Queue(self._core)
+
+    @property
+    def random_seed(self) -> int:
+        """The seed, given or drawn, that all other seeds derive from."""
+        return self._core.workload.seed.value
+
+    @property
+    def error_count(self) -> int:
+        """Number of errors that were skipped, by `on_error` or by the generator.
+
+        Counted since the start; if a state was loaded, also those until it was saved.
+        """
+        return self._core.error_count
+
+    @property
+    def restart_count(self) -> int:
+        """Number of workers that died and were replaced since the start."""
+        run = self._core.run
+        return 0 if run is None else run.restarts
+
+    # --- life cycle ---
+
+    def start(
+        self,
+        workers: int | Literal["auto"] | Auto | None = None,
+        max_queue_size: int | None = None,
+        wait_time: float | None = None,
+        *,
+        nb_worker: int | None = None,
+        max_q_size: int | None = None,
+    ) -> None:
+        """Start the workers, which immediately begin to make batches of the first epoch.
+
+        If a state was loaded, they continue from its position.
+
+        Args:
+            workers: As for the class, whose value is the default.
+            max_queue_size: As for the class, whose value is the default.
+            wait_time: Accepted for compatibility with Keras, without effect: nothing polls.
+            nb_worker: Old name of `workers`, in Keras until 2.0.5.
+            max_q_size: Old name of `max_queue_size`, in Keras until 2.0.5.
+
+        Raises:
+            InvalidState: The enqueuer is already running.
+            TypeError: An argument was given both by its old and by its new name.
+            ValueError: With several ranks, the data depend on the seed, and no seed was given;
+                or an argument is out of its range.
+            StartError: The workers could not be started, or Ray did not respond; no worker is
+                left.
+            SourceNotPicklable: The generator cannot be sent to a process that is not forked, or
+                to a Ray actor.
+            FrameworkUnavailable: For `backend="ray"`, Ray is not installed or too old.
+        """
+        workers = checks.either("workers", workers, "nb_worker", nb_worker)
+        max_queue_size = checks.either("max_queue_size", max_queue_size, "max_q_size", max_q_size)
+        given = {"workers": workers, "max_queue_size": max_queue_size}
+        changed: Any = {name: value for name, value in given.items() if value is not None}
+        core = self._core
+        core.start(dataclasses.replace(core.options, **changed) if changed else core.options)
+
+    def stop(self, timeout: float | None = None) -> None:
+        """Stop the workers: ask them, then terminate, then kill; do nothing if none run.
+
+        You may call it from any thread, also inside the loop; a loop that waits for a batch ends.
+        Finished batches that the loop has not taken are dropped. Generators are closed, so that
+        their `finally` runs. The next `start()` begins from the start.
+
+        Args:
+            timeout: Seconds after which the last worker is killed; 2.6 by default. A thread
+                cannot be killed: if it hangs, it is left behind with a `StopWarning`.
+
+        If an exception of a signal handler (Ctrl-C) ends this call, call it again.
+        """
+        self._core.stop(checks.seconds("timeout", STOP_S if timeout is None else timeout))
+
+    def reconfigure(self, workers: int) -> None:
+        """Change the number of workers; no batch is lost, repeated or reordered.
+
+        The new workers run the shards again up to the first batch that the loop has not taken,
+        unless the iterators have their own state, and take over; then the old workers are
+        stopped. The number of shards stays the same. You may call it from any thread. If the
+        enqueuer does not run, it sets the number for the next start. It replaces
+        `workers="auto"`.
+
+        Args:
+            workers: As for the class.
+
+        Raises:
+            InvalidState: An error was raised, or worker processes share a running iterator.
+            StartError: The new workers could not be started; the old ones continue.
+        """
+        self._core.reconfigure(checks.positive("workers", workers))
+
+    def __repr__(self) -> str:
+        core, run, reader, waiting = self._core, self._core.run, self._core.reader, ""
+        if reader is not None and core.state is State.RUNNING:
+            waiting = reader.status()
+        workers = run.workers if run and not core.is_idle else next_workers(run, core.options)
+        count = pluralize(workers, "worker")
+        return f"<{type(self).__name__} {core.state.value} {count}{waiting}>"
+
+    # --- statistics ---
+
+    def stats(self) -> Stats:
+        """Return statistics since the start: how long the loop waited, and why.
+
+        You may call it at any time, from any thread. It does not wait, except for Ray actors,
+        which have 0.3 s to answer. Measuring has negligible cost and is always on. After
+        `stop()`, the statistics end at the stop.
+
+        Raises:
+            InvalidState: This process was forked from the one that started the workers.
+
+        Example:
+            >>> from enqueuer import GeneratorEnqueuer
+            >>> with GeneratorEnqueuer(lambda: iter("abc")) as enqueuer:
+            ...     _ = list(enqueuer)
+            ...     enqueuer.stats().items
+            3
+        """
+        return self._core.stats()
+
+    def on_stats(
+        self, callback: Callable[[Stats], object] | None = None, every: float = 10.0
+    ) -> None:
+        """Call `callback` every few seconds with the statistics since the previous call.
+
+        The loop's thread calls it when it takes a batch, so not while it waits for one. If the
+        callback raises, the exception is logged, and the callback is not called again. It may
+        call any method of the enqueuer, also `stop()`.
+
+        Args:
+            callback: Function that takes the statistics. None, the default: a line is logged by
+                the logger `enqueuer`, with level INFO.
+            every: Seconds between two calls; 10 by default.
+
+        Raises:
+            TypeError: An argument has the wrong type.
+            ValueError: `every` is negative.
+
+        Example:
+            >>> from enqueuer import GeneratorEnqueuer
+            >>> seen = []
+            >>> with GeneratorEnqueuer(lambda: iter("abc")) as enqueuer:
+            ...     enqueuer.on_stats(seen.append, every=60)
+            ...     _ = list(enqueuer)
+            >>> seen  # it did not take a minute
+            []
+        """
+        seconds = checks.seconds("every", every)
+        if not (callback is None or callable(callback)):
+            raise TypeError(f"on_stats() calls a function with the statistics, got {callback!r}")
+        self._core.callbacks.add(callback, seconds)
+
+    # --- position ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of the loop; batches that were made ahead do not count.
+
+        You may call it at any time, from any thread. While another thread waits for a batch, it
+        waits for that batch, too. After `stop()`, it returns the position of the stop. The state
+        is small and can be stored as JSON, unless the iterators of the source have their own
+        state: if they have `state_dict` and `load_state_dict`, their state is saved after each
+        item.
+
+        Returns:
+            A dict for `load_state_dict` of an enqueuer with the same source.
+
+        Example:
+            >>> from enqueuer import GeneratorEnqueuer
+            >>> def squares(shard):
+            ...     for number in shard.split(range(6)):
+            ...         yield number**2
+            >>> with GeneratorEnqueuer(squares, shards=2, random_seed=7) as enqueuer:
+            ...     [next(enqueuer.get()) for _ in range(3)]
+            ...     state = enqueuer.state_dict()
+            [0, 1, 4]
+            >>> later = GeneratorEnqueuer(squares, workers=2)
+            >>> later.load_state_dict(state)
+            >>> with later:
+            ...     list(later)
+            [9, 16, 25]
+        """
+        return self._core.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue at the position of `state_dict` at the next start.
+
+        The number of workers and the backend may differ; options that change the data may not.
+        If `random_seed` or `shards` was not given to this enqueuer, it is taken from the state.
+
+        The shards run again from their seeds up to the next item, without sending the earlier
+        items; an iterator with `load_state_dict` is resumed by this method.
+
+        Args:
+            state_dict: Result of `state_dict()` of an enqueuer with the same source.
+
+        Raises:
+            InvalidState: The enqueuer runs; call `stop()` first.
+            StateMismatch: The state does not fit; the message names the value that differs.
+        """
+        self._core.load_state_dict(state_dict)
+
+    def replay(self, error: BaseException) -> Any:
+        """Make the item of an error again in this process; see `enqueuer.replay`.
+
+        Unlike that function, it also accepts an error that was pickled, as it has the source.
+
+        Args:
+            error: Exception that this enqueuer, or one with the same source, raised.
+        """
+        return self._core.replay(error)
+
+    def is_running(self) -> bool:
+        """Return whether a batch or an error is still to come.
+
+        False before `start()`, after `stop()`, once an error was raised, and once a finite
+        generator has been read to its end.
+        """
+        return self._core.is_running()
+
+    def __enter__(self: Self) -> Self:
+        if self._core.is_idle:
+            self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    async def __aenter__(self: Self) -> Self:
+        """Start the enqueuer in a thread if it does not run; the event loop is not blocked."""
+        # Only here, as asyncio takes long to import, and most programs have no event loop.
+        from enqueuer.enqueuers import async_iteration
+
+        await async_iteration.in_thread(self.__enter__)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Stop the enqueuer in a thread; the event loop is not blocked."""
+        from enqueuer.enqueuers import async_iteration
+
+        await async_iteration.in_thread(self.stop)
+
+    # --- iteration ---
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Iterate over the rest of the current epoch, or over the next one if it has ended.
+
+        A new enqueuer is started; garbage collection stops it, unless you stop it before.
+
+        Raises:
+            InvalidState: The enqueuer was stopped.
+        """
+        core = self._core
+        reader = core.join()
+        batches: Iterator[Batch] = Batches(core, reader)
+        kind = bar_class(core.options.progress)
+        if kind is None:
+            return batches
+        with core.lock:
+            done = reader.steps_done()
+        return Shown(batches, self, kind, done, core.workload.steps())
+
+    def __aiter__(self) -> AsyncIterator[Batch]:
+        """Iterate like `iter()`, with `async for`, without blocking the event loop.
+
+        A ready batch is returned at once; otherwise one thread waits, however many tasks there
+        are. This thread takes no batch, so a task that is cancelled or times out loses none, and
+        the next iteration continues with the very next batch. Tasks that iterate at the same time
+        share the batches.
+
+        Raises:
+            InvalidState: The enqueuer was stopped.
+
+        Example:
+            >>> import asyncio
+            >>> from enqueuer import GeneratorEnqueuer
+            >>> async def main():
+            ...     async with GeneratorEnqueuer(lambda: iter("abc")) as enqueuer:
+            ...         return [batch async for batch in enqueuer]
+            >>> asyncio.run(main())
+            ['a', 'b', 'c']
+        """
+        if self._core.state is State.STOPPED:
+            self._core.check_started("iterate over it")
+        from enqueuer.enqueuers import async_iteration  # only here, as in __aenter__
+
+        if self._notifier is None:
+            self._notifier = async_iteration.Notifier()
+        return async_iteration.Batches(self._core, self._notifier)
+
+    def get(self) -> Iterator[Batch]:
+        """Return an iterator over the rest of the running epoch, as Keras does.
+
+        Each `next(enqueuer.get())` returns the next batch.
+
+        Raises:
+            InvalidState: The enqueuer was not started, or was stopped.
+        """
+        self._core.check_started("get() from it")
+        return Batches(self._core, self._core.started_reader())
+
+    # --- copies ---
+
+    def __reduce__(self) -> Any:
+        """Pickle or copy a new enqueuer.
+
+        Raises:
+            TypeError: It is not new.
+        """
+        core = self._core
+        if core.state is not State.NEW:
+            raise TypeError(
+                f"a {core.state.value.lower()} {type(self).__name__} cannot be pickled or copied, "
+                "as it owns workers; pickle what it was made of, or a new enqueuer"
+            )
+        given, options = core.workload.arguments()
+        make = functools.partial(self._make, **options)
+        return make, given, (core.saved, core.workload.seed.is_shared, core.options)
+
+    def __setstate__(self, copied: Any) -> None:
+        core = self._core
+        core.saved, core.workload.seed.is_shared, core.workload.options = copied
+
+
+def core_of(enqueuer: BaseEnqueuer[Any]) -> Core:
+    """Return the inside of an enqueuer, for other parts of the package."""
+    return enqueuer._core
+
+
+def part_of(enqueuer: Made, part: Part) -> Made:
+    """Return a new enqueuer for one rank, or for a part of its batches.
+
+    Taking `part.block` batches of each part in turn gives the batches of the rank in their order,
+    as far as `Workload.out_of_order` and, afterwards, `has_kept_order` of the parts say so.
+
+    Raises:
+        InvalidState: A position within an epoch was loaded.
+        ValueError: There are too few shards, or they cannot be split.
+    """
+    core = enqueuer._core
+    given, options = core.workload.arguments_of(part)
+    made = enqueuer._make(*given, **options)
+    hand_on(core, made._core, part)
+    return cast(Made, made)

@@ -1,0 +1,291 @@
+"""One epoch as the loop reads it: wait for the workers, take what is ready, raise a failure.
+
+    backend.wait() --> backend.take() --> ready --> the iterators, without the lock
+           \\-> a failure: skipped and counted, or kept to be raised when `ready` is empty
+
+No reader knows the enqueuer, so an enqueuer that is forgotten while a thread waits is collected.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable
+from typing import NoReturn
+
+from enqueuer.backends.stall import DeadlineExpired, Wait, level_of_user
+from enqueuer.enqueuers.run import Run, State
+from enqueuer.enqueuers.workload import EpochWork, Workload
+from enqueuer.errors import Closed, EmptyEpochWarning, InvalidState
+from enqueuer.monitoring.stats import Stats
+from enqueuer.workers.messages import Epoch, Failure, Item
+
+
+class EpochReader:
+    """An epoch, or the rest of one, that the workers make and the loop reads.
+
+    All methods need the lock of the run, unless they say otherwise.
+
+    Args:
+        run: The run that the epoch belongs to.
+        workload: What is run.
+        work: This epoch of it.
+        number: Number of the epoch, from 0.
+        is_whole: Whether the epoch begins with its first item.
+
+    Attributes:
+        ready: Items that were taken from the workers and not given to the loop. Iterators take
+            from it without the lock.
+        failure: The failure that comes after these items; None if none does.
+        is_over: Whether the loop has seen the end of the epoch.
+    """
+
+    def __init__(
+        self, run: Run, workload: Workload, work: EpochWork, number: int, is_whole: bool
+    ) -> None:
+        self.run = run
+        self.work = work
+        self.number = number
+        self.ready: deque[Item] = run.new_ready()
+        self.failure: Failure | None = None
+        self.is_over = False
+        self._workload = workload
+        self._is_whole = is_whole
+        self._taken_before = run.meter.taken
+        self._order = work.order
+
+    # --- waiting ---
+
+    def has_item(self, deadline: float | None, retune: Callable[[], None] | None = None) -> bool:
+        """Wait until an item is ready; return False if there will be none.
+
+        That is so at the end of the epoch, and if the enqueuer was stopped.
+
+        Args:
+            deadline: When to give up, by `time.monotonic()`; None: never.
+            retune: Called when the number of workers may be changed.
+
+        Raises:
+            DeadlineExpired: Nothing came until `deadline`.
+            BatchTimeout: There is none, and nothing came for `timeout` seconds.
+            Exception: The failure, if that is next; again and again.
+        """
+        has_more = self.peek(deadline, retune)
+        if has_more and not self.ready and self.failure is not None:
+            self._raise(self.failure)
+        return has_more
+
+    def peek(self, deadline: float | None, retune: Callable[[], None] | None = None) -> bool:
+        """Wait until an item or the failure is ready; return whether one is.
+
+        Args and Raises: as for `has_item`, but for the failure.
+        """
+        run, until = self.run, deadline
+        if run.state is State.STOPPED:
+            return False  # what was ready is in the saved position
+        long_wait: Wait | None = None
+        while not self.knows_next():
+            is_late, backend = False, run.backend
+            try:
+                backend.acknowledge()
+                self.work.feed()
+                failure = backend.wait(self._order, until)
+            except Closed:
+                # Another one may be there already: a signal handler has called reconfigure().
+                if not run.wait_for_change() and run.backend is backend:
+                    return False
+                continue
+            except DeadlineExpired:
+                if deadline is not None:
+                    raise
+                is_late = True
+            finally:
+                if run.meter.since:
+                    run.meter.resume()
+            if is_late:
+                # Not in the handler, or BatchTimeout would have `DeadlineExpired` as its context.
+                long_wait = long_wait or Wait(run.limits, run.limits.first_s or 0.0)
+                long_wait.cut(run.backend, self._order, self.number)
+                until = long_wait.until
+                continue
+            if failure is not None and until is None:  # if it is skipped, the wait goes on
+                long_wait = Wait(run.limits, 0.0)
+                until = long_wait.until
+            if self.note(failure) and deadline is None and retune is not None:
+                retune()
+        is_over = not self.ready and self.failure is None
+        if is_over and not self.is_over:
+            run.meter.rest()
+            self.work.end()
+            if self.taken == 0:
+                self._warn_of_nothing()
+        # At last: if an exception strikes before, all of it is done again.
+        self.is_over = is_over
+        return not is_over
+
+    def knows_next(self) -> bool:
+        """Return whether an item, the failure or the end is what comes next."""
+        return bool(self.ready) or self.failure is not None or self._order.done
+
+    def note(self, failure: Failure | None) -> bool:
+        """Note what the backend has waited for: a failure, or items, which are taken.
+
+        Returns:
+            True every few milliseconds, when it is time for what is not done for each batch.
+        """
+        run, backend = self.run, self.run.backend
+        is_time = False
+        if failure is not None:
+            if not run.failures.skips(failure, self.work.where):
+                self.failure = failure
+            backend.pass_over()
+        elif not self._order.done:
+            self.ready.extend(backend.take(self._order))
+            meter = run.meter
+            meter.left -= len(self.ready)
+            if meter.left <= 0:  # that is every few milliseconds, or at each batch
+                meter.sample(self.waiting() - 1)  # without the one that is about to be given
+                is_time = run.is_news = True
+            if self.work.first_items is not None:
+                self.work.compare(self.ready.copy())
+        if len(self.ready) == 1:  # else those behind the first one still wait
+            backend.acknowledge()
+        return is_time
+
+    def is_other_than_item_next(self) -> bool:
+        """Return whether a failure is next; notice the end of the epoch. Takes no item.
+
+        An item that was taken would make room for another one, beyond the bound. Takes the lock
+        itself, if it is free.
+        """
+        run = self.run
+        if not run.lock.acquire(blocking=False):
+            return False  # another consumer waits, and will notice
+        try:
+            if run.meter.since:
+                return False  # the same if this thread waits, and a signal handler asks
+            while not self.knows_next():
+                run.backend.acknowledge()
+                self.work.feed()
+                if not run.backend.has_news(self._order):
+                    return False
+                try:
+                    failure = run.backend.wait(self._order, time.monotonic())
+                finally:
+                    if run.meter.since:
+                        run.meter.resume()
+                if failure is None and not self._order.done:
+                    return True  # an item that has just come
+                self.note(failure)
+            return self.peek(time.monotonic())
+        except (DeadlineExpired, Closed):
+            return False
+        finally:
+            run.lock.release()
+
+    def wait_for_event_loop(self) -> Failure | None:
+        """Wait for the workers, in a thread that does so on behalf of event loops.
+
+        Takes nothing, and returns what is to be noted.
+
+        Raises:
+            BatchTimeout: Nothing came for `timeout` seconds.
+            Closed: The enqueuer was stopped, or other workers take over.
+        """
+        backend, limits = self.run.backend, self.run.limits
+        try:
+            return backend.wait(self._order, None)
+        except DeadlineExpired:
+            wait = Wait(limits, limits.first_s or 0.0)
+        while True:
+            wait.cut(backend, self._order, self.number)
+            with contextlib.suppress(DeadlineExpired):
+                return backend.wait(self._order, wait.until)
+
+    # --- what is next ---
+
+    def _raise(self, failure: Failure) -> NoReturn:
+        """Raise a failure, each time an exception of its own."""
+        run = self.run
+        run.move(State.FAILED)
+        run.meter.rest()
+        origin = functools.partial(self.work.origin_of, failure)
+        error, next_error = run.failures.error_of(failure, self.work.where(failure), origin)
+        kept = self.failure = dataclasses.replace(failure, error=next_error)
+        del failure, next_error, origin
+        try:
+            raise error
+        finally:
+            # The backend lives until it is stopped; what was raised has the frames of the loop.
+            self.work.keep(kept)
+            del error  # or it and its traceback would be a circle
+
+    def _warn_of_nothing(self) -> None:
+        why = self._workload.why_empty(self._taken_before) if self._is_whole else None
+        yielded = self._order.yielded
+        if why is None and self._is_whole and yielded and not self.run.failures.has_skipped:
+            why = (
+                f"all {yielded} of them were None, which is skipped; "
+                "does the generator yield its batches, or map return its result?"
+            )
+        if why is None or self.run.has_warned_of_nothing:
+            return
+        self.run.has_warned_of_nothing = True
+        warnings.warn(
+            f"epoch {self.number} had no batches: {why}",
+            EmptyEpochWarning,
+            stacklevel=level_of_user(),
+        )
+
+    @property
+    def taken(self) -> int:
+        """Number of items of this epoch that were taken from the workers. No lock needed."""
+        return self.run.meter.taken - self._taken_before
+
+    def steps_done(self) -> int:
+        """Return how many batches of the epoch the loop was given."""
+        return self.work.steps_done(len(self.ready), self.taken)
+
+    def waiting(self) -> int:
+        """Return how many finished items wait. No lock needed."""
+        return self.work.waiting(self.run.backend.waiting() + len(self.ready))
+
+    def status(self) -> str:
+        """Return how many batches wait, for a repr; "" if that cannot be asked. No lock needed."""
+        run = self.run
+        if not run.lock.acquire(blocking=False):
+            return ""
+        try:
+            with contextlib.suppress(InvalidState):  # the workers are those of another process
+                return f", {self.waiting()}/{run.options.max_queue_size} waiting"
+            return ""
+        finally:
+            run.lock.release()
+
+    def stats(self) -> Stats:
+        """Return the statistics of the run so far. No lock needed."""
+        return self.run.stats(self.number, len(self.ready))
+
+    # --- position ---
+
+    def position(self, ready: deque[Item]) -> Epoch:
+        """Return what has not been given to the loop: of this epoch, or all of the next one.
+
+        Args:
+            ready: Items that were taken and are still to be given.
+        """
+        if self.is_over:
+            return self.work.next_epoch()
+        return Epoch(self.number, self._order.rest(ready), self._order.beyond(ready))
+
+    def drop_ready(self) -> deque[Item]:
+        """Take all that is ready away from the iterators, and return it. No lock needed."""
+        left: deque[Item] = deque()
+        with contextlib.suppress(IndexError):  # iterators take without the lock
+            while True:
+                left.append(self.ready.popleft())
+        return left

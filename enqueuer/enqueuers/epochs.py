@@ -1,0 +1,177 @@
+"""The epochs of one run, one after the other, as iterators and event loops read them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from enqueuer.backends.load import Backend
+from enqueuer.backends.stall import DeadlineExpired
+from enqueuer.common import interrupts
+from enqueuer.enqueuers.epoch_reader import EpochReader
+from enqueuer.enqueuers.run import Run, State, check_started
+from enqueuer.enqueuers.scaling import Scaling
+from enqueuer.enqueuers.workload import Workload
+from enqueuer.errors import Closed
+from enqueuer.workers.messages import Epoch
+
+
+class Epochs:
+    """The epochs of a run.
+
+    Args:
+        run: The run.
+        workload: What it runs.
+
+    Attributes:
+        reader: The epoch that the loop reads; None until the first one has begun.
+        scaling: What changes the number of workers; None if that is fixed.
+    """
+
+    def __init__(self, run: Run, workload: Workload) -> None:
+        self.run = run
+        self.reader: EpochReader | None = None
+        self.scaling = Scaling(run, workload) if run.options.is_auto else None
+        self._workload = workload
+
+    @property
+    def _current(self) -> EpochReader:
+        assert self.reader is not None, "the first epoch has begun"
+        return self.reader
+
+    def begin(self, epoch: Epoch, goes_on: bool = False) -> None:
+        """Let the workers run an epoch, or the rest of one. Lock of the run held.
+
+        Args:
+            epoch: Epoch to be run.
+            goes_on: Whether the source was just read up to there, and need load no state.
+        """
+        run, before = self.run, self.reader
+        run.meter.go_on()
+        scaling = self.scaling
+        if scaling is not None:
+            ready = 0 if before is None else len(before.ready)
+            scaling.begin_epoch(run.stats(epoch.number, ready))
+        work = self._workload.begin(run, epoch, goes_on, None if before is None else before.work)
+        is_whole = goes_on or epoch.starts is None
+        reader = EpochReader(run, self._workload, work, epoch.number, is_whole)
+        run.failures.begin_epoch()
+        run.backend.begin(Epoch(epoch.number) if goes_on else epoch)
+        # Only now, in one step, so that an exception which strikes before has all of it done
+        # again. Workers that have begun already know the number of the epoch.
+        self.reader = reader
+        # The workers begin at once. An iterable may keep start() waiting forever.
+        interrupts.interruptible(work.feed)
+
+    def begin_next(self, retune: bool = False) -> None:
+        """Begin the next epoch if this one is over and the run goes on. Lock of the run held."""
+        while self.run.state is State.RUNNING:
+            reader = self._current
+            if not reader.is_over:
+                return
+            try:
+                self.run.meter.go_on()
+                if retune:
+                    self.retune(between_epochs=True)
+                self.begin(reader.work.next_epoch(), goes_on=True)
+            except Closed:
+                if not self.run.wait_for_change():
+                    return
+
+    def next_of(self, seen: Callable[[], EpochReader | None]) -> EpochReader:
+        """Return this epoch, or the next one if this one is over.
+
+        Args:
+            seen: Returns the epoch that was over, or had not begun; if another one has begun
+                since, that is the one.
+        """
+        with self.run.lock:
+            check_started(self.run.state, "iterate over it")
+            if seen() is self.reader:
+                self.begin_next(retune=True)
+            return self._current
+
+    def following(self, reader: EpochReader) -> EpochReader | None:
+        """Begin the epoch after one; return None if there is none. For endless iterators."""
+        with self.run.lock:
+            if self.run.state is not State.RUNNING:
+                return None
+            if reader is self.reader:  # else another thread was faster
+                if not reader.is_over or reader.work.is_empty:
+                    return None  # an epoch without anything would be followed by another one
+                self.begin_next()
+                if reader is self.reader:
+                    return None  # it is being stopped
+            return self.reader
+
+    def hand_over(self, old: Backend, new: Backend) -> None:
+        """Let a new backend go on where an old one was. Lock of the run held."""
+        self._current.work.hand_over(old, new)
+
+    def retune(self, between_epochs: bool = False) -> None:
+        """Change the number of workers if that is due. Lock of the run held; may wait."""
+        scaling = self.scaling  # another thread may replace it by None
+        if scaling is not None:
+            scaling.step(self._current, between_epochs)
+
+    # --- batches ---
+
+    def wait_for(self, reader: EpochReader) -> None:
+        """Wait until something is ready; raise StopIteration at the end of the epoch."""
+        with self.run.lock:
+            if reader is not self.reader or self.run.state is State.STOPPED:
+                raise StopIteration
+            if not reader.has_item(None, self.retune):
+                raise StopIteration
+
+    def poll(self, reader: EpochReader) -> tuple[Any, ...]:
+        """Take the next batch, if there is one; waits for nothing. For event loops.
+
+        Raises:
+            StopAsyncIteration: The epoch is over.
+        """
+        ready = reader.ready
+        while True:
+            if ready:
+                item = ready[0]  # as in Batches
+                del ready[0]
+                return (item.value,)
+            if not self.run.lock.acquire(blocking=False):
+                return ()
+            try:
+                if reader is not self.reader or self.run.state is State.STOPPED:
+                    raise StopAsyncIteration
+                if reader.work.feed_runs_code and not reader.knows_next():
+                    return ()
+                if not reader.has_item(time.monotonic()):
+                    raise StopAsyncIteration
+            except DeadlineExpired:
+                return ()
+            finally:
+                self.run.lock.release()
+
+    def wait_for_event_loop(self) -> bool:
+        """Wait until there is something to poll for; return False if the run was stopped meanwhile.
+
+        Called by a thread that waits on behalf of event loops. It does not keep the enqueuer
+        alive: the end of a forgotten enqueuer wakes it.
+        """
+        run = self.run
+        with run.lock:
+            reader = self.reader
+            # Without a reader, this is a start() that failed in another thread.
+            if reader is None or reader.knows_next() or run.state is State.STOPPED:
+                return True
+            try:
+                run.backend.acknowledge()
+                reader.work.feed()
+                failure = reader.wait_for_event_loop()
+            except Closed:
+                return run.wait_for_change()
+            finally:
+                if run.meter.since:
+                    run.meter.resume()
+            if reader.note(failure):
+                self.retune()
+        return True

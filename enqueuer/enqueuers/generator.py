@@ -1,0 +1,80 @@
+"""GeneratorEnqueuer: the batches of a generator, by shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from enqueuer.common import checks
+from enqueuer.enqueuers.enqueuer import BaseEnqueuer, Batch
+from enqueuer.enqueuers.options import EnqueuerOptions, Options, Unpack, takes_options
+from enqueuer.enqueuers.shard_workload import ShardWorkload
+from enqueuer.enqueuers.workload import Seed
+from enqueuer.workers.shards import Shard
+from enqueuer.workers.sources import as_source
+
+
+@takes_options
+class GeneratorEnqueuer(BaseEnqueuer[Batch]):
+    """Keep the batches of a generator ready, made ahead by threads, processes or Ray actors.
+
+    The same generator, `random_seed` and `shards` give the same batches in the same order, bit
+    for bit, for any number of workers and any backend. A finite generator ends the iteration;
+    iterating again runs it again, as the next epoch, on the same workers. After a `break`,
+    iterating again continues with the next batch.
+
+    Args:
+        generator: Generator function that takes no argument, or the `Shard`; the worker calls it
+            once per shard and epoch. Or a running iterator, which one thread reads, and of which
+            each forked process continues with its own copy.
+        use_multiprocessing: Keras' name for `backend="process"`.
+        wait_time: Accepted for compatibility with Keras, without effect: nothing polls.
+        random_seed: Non-negative int, from which the seeds of all shards derive. None, the
+            default, draws one; the attribute `random_seed` has it.
+        shards: Number of logical runs into which the work is split; by default the number of
+            workers. If you set it, the batches do not depend on `workers`. With
+            `workers="auto"` it is 16 on any machine; or 1 for a function that takes no shard,
+            because all of its runs would give the same data, and then there is 1 worker. With
+            `world_size` it counts the shards of all ranks.
+        pickle_safe: Old name of `use_multiprocessing`, in Keras until 2.0.5.
+        {options}
+
+    Attributes:
+        queue: View of the finished batches, with the methods of `queue.Queue`, as in Keras.
+
+    Raises:
+        TypeError: `generator` is none of these, or an argument has the wrong type.
+        ValueError: An argument is out of its range.
+
+    Example:
+        >>> def squares(shard):
+        ...     for number in shard.split(range(5)):
+        ...         yield number**2
+        >>> with GeneratorEnqueuer(squares, workers=2) as enqueuer:
+        ...     list(enqueuer)
+        [0, 1, 4, 9, 16]
+    """
+
+    def __init__(
+        self,
+        generator: Callable[[Shard], Iterable[Batch]]
+        | Callable[[], Iterable[Batch]]
+        | Iterable[Batch],
+        use_multiprocessing: bool = False,
+        wait_time: float | None = None,
+        random_seed: int | None = None,
+        *,
+        shards: int | None = None,
+        pickle_safe: bool | None = None,
+        **options: Unpack[EnqueuerOptions],
+    ) -> None:
+        source = as_source(generator)
+        if pickle_safe is not None:
+            if use_multiprocessing:
+                raise TypeError(
+                    "pickle_safe is the old name of use_multiprocessing; give one of them"
+                )
+            use_multiprocessing = pickle_safe
+        checked = Options.of(use_multiprocessing, options)
+        seed = Seed.of(random_seed, checked.world_size)
+        split = None if shards is None else checks.positive("shards", shards)
+        super().__init__(ShardWorkload(source, checked, seed, split), GeneratorEnqueuer)

@@ -1,0 +1,119 @@
+"""The attribute `queue` of enqueuers, as Keras' enqueuers have it."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from queue import Empty
+from typing import Generic, TypeVar
+
+from enqueuer.backends.stall import DeadlineExpired
+from enqueuer.common import checks
+from enqueuer.enqueuers.core import Core
+from enqueuer.errors import Closed, InvalidState
+
+Batch = TypeVar("Batch")
+
+
+class Queue(Generic[Batch]):
+    """The batches that wait, with the methods of `queue.Queue`.
+
+    Example:
+        >>> from enqueuer import GeneratorEnqueuer
+        >>> enqueuer = GeneratorEnqueuer(iter("ab"))
+        >>> enqueuer.start()
+        >>> enqueuer.queue.get(), enqueuer.queue.get(timeout=5)
+        ('a', 'b')
+        >>> enqueuer.stop()
+    """
+
+    def __init__(self, core: Core) -> None:
+        # Weakly, or a queue would keep the workers of a forgotten enqueuer.
+        self._reference = weakref.ref(core)
+
+    @property
+    def _core(self) -> Core:
+        core = self._reference()
+        if core is None:
+            raise InvalidState("the enqueuer of this queue is gone")
+        return core
+
+    @property
+    def maxsize(self) -> int:
+        """Largest number of finished batches that wait."""
+        return self._core.options.max_queue_size
+
+    def full(self) -> bool:
+        """Return whether the queue is full."""
+        return self.qsize() >= self.maxsize
+
+    def empty(self) -> bool:
+        """Return False if an item, or an error, is ready; True otherwise."""
+        core = self._core
+        reader = core.reader
+        if reader is None or not core.is_running() or not reader.run.lock.acquire(blocking=False):
+            return True  # if another consumer waits for the next batch, there is none
+        try:
+            if reader.run.meter.since:
+                return True  # the same if this thread waits, and a signal handler asks
+            return not reader.peek(time.monotonic())
+        except DeadlineExpired:
+            return True
+        finally:
+            reader.run.lock.release()
+
+    def qsize(self) -> int:
+        """Return how many finished batches wait; at least 1 if `get()` would not have to wait.
+
+        So an error that waits to be raised counts, too, and loops that ask for nothing else see it.
+        """
+        reader = self._core.reader
+        if reader is None or not self._core.is_running():
+            return 0
+        return reader.waiting() or int(reader.is_other_than_item_next())
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Batch:
+        """Take the next batch.
+
+        Args:
+            block: Whether to wait for it.
+            timeout: Seconds to wait at most; None, the default, waits as the loop does.
+
+        Raises:
+            queue.Empty: There was none in time; nothing is lost.
+            BatchTimeout: The same, by the enqueuer's `timeout`.
+            Closed: There will be none: the generator has ended, or the enqueuer was stopped.
+            InvalidState: It was not started.
+        """
+        core = self._core
+        core.check_started("get() from its queue")
+        core.make_callbacks(may_wait=False)
+        limit = None if timeout is None else checks.seconds("timeout", timeout)
+        deadline = None if limit is None else time.monotonic() + limit
+        if not block:
+            deadline = time.monotonic()
+        while True:
+            reader = core.started_reader()
+            ready = reader.ready
+            if ready:
+                item = ready[0]  # as in Batches
+                del ready[0]
+                return item.value  # type: ignore[return-value]  # as in Batches, too
+            epochs = core.epochs
+            retune = None if epochs is None else epochs.retune
+            left = -1.0 if deadline is None else max(0.0, deadline - time.monotonic())
+            if not reader.run.lock.acquire(timeout=left):
+                raise Empty
+            try:
+                has_item = reader.has_item(deadline, retune)
+            except DeadlineExpired:
+                raise Empty from None
+            finally:
+                reader.run.lock.release()
+            if not has_item:
+                core.check_started("get() from its queue")
+                raise Closed("the generator has ended; iterate again for the next epoch")
+
+    def get_nowait(self) -> Batch:
+        """Take the next batch, or raise `queue.Empty` at once."""
+        return self.get(block=False)

@@ -1,0 +1,362 @@
+"""The options that every enqueuer takes: each is defined, checked and documented here, once.
+
+To add one: a field of `Options` with its check, an entry in its docstring, and a line in
+`CommonOptions`, which type checkers read. The signatures and docstrings of the enqueuers follow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast, get_type_hints
+
+from enqueuer.backends.job import BackendName, default_method
+from enqueuer.common import checks
+from enqueuer.enqueuers.configs import Auto, Processes, Ray
+from enqueuer.monitoring.progress import Progress
+from enqueuer.workers.logs import MULTIPROCESSING_LOGGING
+from enqueuer.workers.plan import OnError
+from enqueuer.workers.sources import LiveSource, Source
+from enqueuer.workers.tasks import TaskSource
+
+if sys.version_info >= (3, 11):
+    from typing import Unpack as Unpack
+elif TYPE_CHECKING:
+    from typing_extensions import Unpack as Unpack
+else:
+
+    class Unpack:
+        """Stand-in for Python 3.10, so that `typing.get_type_hints` works."""
+
+        def __class_getitem__(cls, options):
+            return Any
+
+
+Made = TypeVar("Made", bound=Callable[..., Any])
+
+Backends = BackendName | Processes | Ray
+Workers = int | Literal["auto"] | Auto
+
+
+class CommonOptions(TypedDict, total=False):
+    """Types of the options of every enqueuer, and of `prefetch` and `imap`; see `Options`."""
+
+    workers: Workers
+    backend: Backends | None
+    max_queue_bytes: int | None
+    ordered: bool
+    on_error: OnError
+    max_errors: int | None
+    max_restarts: int
+    rank: int
+    world_size: int
+    drop_last: bool
+    progress: Progress
+    stall_timeout: float | None
+    timeout: float | None
+    trace: str | os.PathLike[str] | None
+
+
+class EnqueuerOptions(CommonOptions, total=False):
+    """The same with the length of the queue, of which `prefetch` has a default of its own."""
+
+    max_queue_size: int
+
+
+def _checked_workers(name: str, value: object) -> int | Auto:
+    if isinstance(value, Auto):
+        return value
+    if value == "auto":
+        return Auto()
+    if isinstance(value, str):
+        raise ValueError(f"{name} must be an int, 'auto' or Auto(...), got {value!r}")
+    return checks.positive(name, value)
+
+
+def _checked_backend(name: str, value: object) -> Literal["thread"] | Processes | Ray:
+    match value:
+        case None | "thread":
+            return "thread"
+        case "process":
+            return Processes()
+        case "ray":
+            return Ray()
+        case Processes() | Ray():
+            return value
+    raise ValueError(
+        f"{name} must be 'thread', 'process', 'ray', Processes(...) or Ray(...), got {value!r}"
+    )
+
+
+def on_error(name: str, value: object) -> OnError:
+    """Return a reaction to errors; raise TypeError or ValueError if it is none."""
+    if callable(value):
+        return value
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be 'raise', 'skip' or a callable, got {value!r}")
+    match value:
+        case "raise":
+            return "raise"
+        case "skip":
+            return "skip"
+    raise ValueError(f"{name} must be 'raise', 'skip' or a callable, got {value!r}")
+
+
+def _flag(name: str, value: object) -> bool:
+    return bool(value)
+
+
+def _checked_progress(name: str, value: Progress) -> Progress:
+    if isinstance(value, bool) or callable(value):
+        return value
+    raise TypeError(f"{name} must be True, False or a class such as tqdm, got {value!r}")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of an enqueuer, checked.
+
+    Args:
+        workers: Number of threads, processes or Ray actors; 1 by default. `"auto"`, or
+            `Auto(most=...)`, begins with 1 and changes the number while the enqueuer runs. Such
+            a change in the middle of an epoch runs shards again up to their positions, so their
+            generators must be deterministic, as for `max_restarts`.
+        backend: `"thread"`, the default: cheap, and enough if the work waits (files, network) or
+            releases the GIL (numpy, PIL). `"process"`, or `Processes(...)`: for work in Python.
+            `"ray"`, or `Ray(...)`: for more than one machine; each worker is a Ray actor, on any
+            node with free resources (extra `ray`).
+        max_queue_size: Largest number of finished batches that wait, over all workers; 10 by
+            default, as in Keras. Each worker may hold one more that it cannot send yet.
+        max_queue_bytes: Largest number of bytes that wait, over all workers. None, the default:
+            no limit. Shards: each worker has an equal part of the limit, and a larger batch
+            stays in the worker until the loop needs it. Tasks: the limit is divided by the size
+            of the largest result so far. Processes count the bytes that they send; threads count
+            arrays, tensors, strings, numbers and PIL images, also in attributes.
+        ordered: True, the default, gives batches in an order that does not depend on timing: one
+            of each shard in turn, or tasks in the order of their elements. False takes the
+            batch that is ready first, which is faster if some take much longer, but is not
+            repeatable.
+        on_error: Reaction to an exception of the generator, or of one element. `"raise"`, the
+            default: the loop raises it, at the place of the item. `"skip"`: the enqueuer logs it
+            with its traceback, counts it in `error_count`, and continues without the item. A
+            generator that raised has ended, and with it its shard for this epoch; a batch of
+            elements is smaller. A callable: like `"skip"` without the log record; the worker
+            calls it with the exception, and its result, unless None, replaces the item. If an
+            item cannot be sent between processes, only this item is skipped.
+        max_errors: Number of errors that may be skipped; the next one is raised. None, the
+            default: no limit.
+        max_restarts: Number of dead worker processes, or actors, that are replaced, in total. 0,
+            the default: the first death raises `WorkerDied`. The new worker runs its shards again
+            up to the first item that has not arrived, or the tasks that the dead worker had, so
+            that no batch is lost or comes twice.
+        rank: Index of this training process, from 0, among `world_size`. It gets the shards, or
+            the elements of the epoch's order, `rank`, `rank + world_size` and so on; all
+            processes need the same `random_seed`.
+        world_size: Number of training processes that share the data; 1 by default.
+        drop_last: Whether each rank gets the same number of shards or elements, and an incomplete
+            last batch of elements is left out; False by default.
+        progress: Whether a `for` loop over the enqueuer shows a progress bar with batches, rate,
+            waiting time, queue and workers; False by default. True shows it if standard error is
+            a terminal, and needs tqdm. A class, such as `tqdm.notebook.tqdm`, is used instead of
+            tqdm's default.
+        stall_timeout: Seconds without a batch after which a `StallWarning` shows the Python
+            stack of each busy worker; the loop continues to wait. 60 by default, which is longer
+            than most batches take. None: no warning.
+        timeout: Seconds without a batch after which the loop raises `BatchTimeout`, with the same
+            text. No batch is lost: iterating again continues with the next one. None, the
+            default: no timeout.
+        trace: Path of a file for a timeline of each worker and the loop, for Perfetto,
+            chrome://tracing and `enqueuer report`. None, the default: nothing is recorded, at no
+            cost. `start()` replaces an older trace; any other existing file raises
+            `FileExistsError`. Recording ends at 256 MB. Each rank, and each worker of a
+            DataLoader, writes its own file: `run.1-of-4.json`. Ray actors are recorded only on
+            this machine.
+
+    Example:
+        >>> options = Options(workers="auto", backend="process")
+        >>> options.is_auto, options.first_workers, options.backend_name
+        (True, 1, 'process')
+        >>> Options(max_queue_size=0)
+        Traceback (most recent call last):
+            ...
+        ValueError: max_queue_size must be >= 1, got 0
+    """
+
+    workers: Workers = field(default=1, metadata={"check": _checked_workers})
+    backend: Backends | None = field(default=None, metadata={"check": _checked_backend})
+    max_queue_size: int = field(default=10, metadata={"check": checks.positive})
+    max_queue_bytes: int | None = field(
+        default=None, metadata={"check": checks.optional(checks.positive)}
+    )
+    ordered: bool = field(default=True, metadata={"check": _flag})
+    on_error: OnError = field(default="raise", metadata={"check": on_error})
+    max_errors: int | None = field(default=None, metadata={"check": checks.optional(checks.count)})
+    max_restarts: int = field(default=0, metadata={"check": checks.count})
+    rank: int = field(default=0, metadata={"check": checks.count})
+    world_size: int = field(default=1, metadata={"check": checks.positive})
+    drop_last: bool = field(default=False, metadata={"check": _flag})
+    progress: Progress = field(default=False, metadata={"check": _checked_progress})
+    stall_timeout: float | None = field(default=60.0, metadata={"check": checks.wait_limit})
+    timeout: float | None = field(default=None, metadata={"check": checks.wait_limit})
+    trace: str | os.PathLike[str] | None = field(default=None, metadata={"check": checks.path})
+
+    def __post_init__(self) -> None:
+        for option in dataclasses.fields(self):
+            value = option.metadata["check"](option.name, getattr(self, option.name))
+            object.__setattr__(self, option.name, value)
+        checks.rank(self.rank, self.world_size)
+
+    @classmethod
+    def of(cls, use_multiprocessing: object, given: EnqueuerOptions) -> Options:
+        """Return the options of a constructor that also takes Keras' `use_multiprocessing`.
+
+        Raises:
+            TypeError: An option has the wrong type, or does not exist.
+            ValueError: An option is out of its range, or two contradict each other.
+        """
+        if not isinstance(use_multiprocessing, bool):
+            raise TypeError(
+                f"use_multiprocessing must be True or False, got {use_multiprocessing!r}; "
+                "options such as workers go by name"
+            )
+        _check_names(given)
+        options = cls(**given)
+        if not use_multiprocessing:
+            return options
+        if given.get("backend") is None:
+            return dataclasses.replace(options, backend="process")
+        if options.backend_name != "process":
+            raise ValueError(
+                f"use_multiprocessing=True and backend={options.backend_name!r} contradict each "
+                "other"
+            )
+        return options
+
+    @property
+    def backend_name(self) -> BackendName:
+        """The kind of the workers."""
+        match self.backend:
+            case Processes():
+                return "process"
+            case Ray():
+                return "ray"
+        return "thread"
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the number of workers changes by itself."""
+        return isinstance(self.workers, Auto)
+
+    @property
+    def first_workers(self) -> int:
+        """The number of workers to begin with."""
+        return self.workers if isinstance(self.workers, int) else 1
+
+    @property
+    def forward_logs(self) -> bool | str:
+        """How logs of workers reach this process; threads log here anyway."""
+        return True if isinstance(self.backend, (str, type(None))) else self.backend.forward_logs
+
+    def start_method(self, source: Source | TaskSource) -> str:
+        """Return how processes are started; "" for threads and Ray."""
+        if not isinstance(self.backend, Processes):
+            return ""
+        given = cast("str | None", self.backend.start_method)
+        if given is not None:
+            return given
+        if isinstance(source, LiveSource):
+            return "fork"
+        if self.backend.forward_logs == MULTIPROCESSING_LOGGING:
+            raise ValueError(
+                f"forward_logs='{MULTIPROCESSING_LOGGING}' works with forked processes only: give "
+                "start_method='fork' with it, or leave it True"
+            )
+        return default_method()
+
+    def given(self) -> dict[str, Any]:
+        """Return the arguments that make another enqueuer with the same options.
+
+        The bar is left out: only the enqueuer that the loop iterates over shows one.
+        """
+        names = [option.name for option in dataclasses.fields(self) if option.name != "progress"]
+        return {name: getattr(self, name) for name in names}
+
+
+# Options of earlier versions and of peers, and the option to give now.
+_ELSEWHERE = {
+    "mp_context": "backend=Processes(start_method=...)",
+    "multiprocessing_context": "backend=Processes(start_method=...)",
+    "threads_per_worker": "backend=Processes(threads=...)",
+    "forward_logs": "backend=Processes(forward_logs=...) or backend=Ray(forward_logs=...)",
+    "address": "backend=Ray(address=...)",
+    "ray_options": "backend=Ray(actor_options=...)",
+    "writable": "backend=Ray(copy_arrays=True)",
+    "max_workers": "workers=Auto(most=...)",
+    "num_workers": "workers=...",
+    "prefetch_factor": "max_queue_size=...",
+}
+
+
+def _check_names(given: Iterable[str]) -> None:
+    """Raise TypeError if there is no option of some name; the message says which one to give."""
+    known = [option.name for option in dataclasses.fields(Options)]
+    for name in given:
+        if name in known:
+            continue
+        # Only here: it takes a tenth of the time of importing the package.
+        import difflib
+
+        close = difflib.get_close_matches(name, known, 1)
+        instead = _ELSEWHERE.get(name) or (f"{close[0]}=..." if close else "")
+        raise TypeError(f"there is no option {name!r}" + (f"; give {instead}" if instead else ""))
+
+
+def takes_options(made: Made) -> Made:
+    """Write the options into the signature and the docstring of a class or a function.
+
+    A docstring has a line `{options}` where their descriptions belong. What `made` itself names
+    in its signature or describes is left out.
+    """
+    function = made.__init__ if inspect.isclass(made) else made
+    signature = inspect.signature(function)
+    *own, last = (p for p in signature.parameters.values() if p.name != "self")
+    assert last.kind is inspect.Parameter.VAR_KEYWORD, "it ends with **options"
+    names = {parameter.name for parameter in own}
+    added = [
+        inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=option.default)
+        for option in dataclasses.fields(Options)
+        if option.name not in names
+    ]
+    # Evaluated, as the names of these types say nothing to a reader of the signature.
+    types = get_type_hints(function) | get_type_hints(Options)
+    signature = inspect.Signature(
+        [parameter.replace(annotation=types[parameter.name]) for parameter in (*own, *added)],
+        return_annotation=inspect.Signature.empty if function is not made else types["return"],
+    )
+    # setattr, as type checkers know no such attribute of a function.
+    setattr(made, "__signature__", signature)  # noqa: B010
+    if made.__doc__ is not None:  # python -OO leaves none
+        described = "\n".join(text for name, text in _descriptions() if name not in names)
+        before, after = made.__doc__.split("{options}")
+        # Python 3.13 strips the indent of docstrings, so it is taken from the line itself.
+        indent = " " * (len(before) - before.rindex("\n") - 1)
+        made.__doc__ = before + described.replace("\n", f"\n{indent}") + after
+    return made
+
+
+def _descriptions() -> list[tuple[str, str]]:
+    """Return the name and the description of each option, as the docstring of `Options` has it."""
+    text = inspect.cleandoc(Options.__doc__ or "").split("Args:\n", 1)[1].split("\n\n", 1)[0]
+    found: list[tuple[str, str]] = []
+    for line in textwrap.dedent(text).split("\n"):
+        if line.startswith(" "):
+            name, described = found[-1]
+            found[-1] = name, f"{described}\n{line}"
+        else:
+            found.append((line.split(":", 1)[0], line))
+    return found

@@ -1,0 +1,184 @@
+"""OrderedEnqueuer: tasks over the elements of a sequence or an iterable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from typing import Any
+
+from enqueuer.common import checks
+from enqueuer.common.text import an
+from enqueuer.enqueuers.enqueuer import BaseEnqueuer
+from enqueuer.enqueuers.iterators import Endless
+from enqueuer.enqueuers.options import EnqueuerOptions, Options, Unpack, takes_options
+from enqueuer.enqueuers.task_workload import TaskWorkload
+from enqueuer.enqueuers.workload import Seed
+from enqueuer.workers.collate import stack
+from enqueuer.workers.sources import is_indexable, name_of
+from enqueuer.workers.tasks import (
+    Counted,
+    Indexable,
+    TaskSource,
+    is_sequence,
+    length_of,
+)
+
+
+@takes_options
+class OrderedEnqueuer(BaseEnqueuer[Any]):
+    """Keep the results of tasks ready: one for each element of a sequence, or for each batch.
+
+    Each element is given to the next free worker, exactly once per epoch, and the results come
+    in the order of the elements. Each element has its own seed, so that the same sequence and
+    `random_seed` give the same results, bit for bit, for any number of workers and any backend.
+    A slow task delays only itself, until `max_queue_size` later results wait.
+
+    Args:
+        sequence: Object with `__len__` and `__getitem__`: a list of paths, an array, a torch
+            dataset, a Keras `Sequence` or `PyDataset`, whose `on_epoch_begin` and `on_epoch_end`
+            are called before and after each epoch. `num_batches` may replace `__len__`; if it is
+            None, the sequence is endless, and so is its epoch. Workers fetch the elements
+            themselves, processes from their own copy. They fetch the elements of a batch by one
+            call of `__getitems__`, if the sequence has it, as Hugging Face datasets do. Or any
+            other iterable, with `map`: the loop's thread reads its elements when it asks for a
+            batch, never further ahead than `max_queue_size` allows.
+        map: Function of the element, or of the element and its `Task`, which has random numbers
+            for this element. None, the default: the element itself is the result, so that
+            `__getitem__` does all work. Results that are None are left out. (As in Keras, True or
+            False at this position is `use_multiprocessing`.)
+        shuffle: Whether each epoch has a new order, drawn from the seed; False by default. It
+            needs a sequence.
+        use_multiprocessing: Keras' name for `backend="process"`.
+        batch_size: Number of results in a batch. None, the default: each result comes alone,
+            as for elements that are already batches.
+        collate: Makes one batch of a list of results. By default arrays, tensors and numbers are
+            stacked along a new first axis, inside of dicts, tuples and lists, too.
+        random_seed: Non-negative int, from which all seeds derive. None, the default, draws one;
+            the attribute `random_seed` has it.
+        {options}
+
+    Attributes:
+        queue: View of the finished batches, with the methods of `queue.Queue`, as in Keras.
+
+    Raises:
+        TypeError: `sequence` or `map` is none of these, or an argument has the wrong type.
+        ValueError: An argument is out of its range, or an iterable is to be shuffled.
+
+    Example:
+        >>> def augmented(number, task):
+        ...     return number + task.rng.integers(10)
+        >>> with OrderedEnqueuer(range(5), str, batch_size=2, workers=2) as enqueuer:
+        ...     list(enqueuer)
+        [['0', '1'], ['2', '3'], ['4']]
+        >>> one = list(OrderedEnqueuer(range(9), augmented, random_seed=7))
+        >>> one == list(OrderedEnqueuer(range(9), augmented, workers=3, random_seed=7))
+        True
+    """
+
+    def __init__(
+        self,
+        sequence: Iterable[Any] | Indexable | Counted,
+        map: Callable[..., Any] | bool | None = None,
+        shuffle: bool = False,
+        *,
+        use_multiprocessing: bool = False,
+        batch_size: int | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        random_seed: int | None = None,
+        **options: Unpack[EnqueuerOptions],
+    ) -> None:
+        if isinstance(map, bool):
+            use_multiprocessing, map = use_multiprocessing or map, None
+        _check_elements(sequence, map, shuffle)
+        checks.function("collate", collate, "of a list of results")
+        if collate is not None and batch_size is None:
+            raise ValueError("collate makes a batch of results; give batch_size with it")
+        checked = Options.of(use_multiprocessing, options)
+        seed = Seed.of(random_seed, checked.world_size)
+        size = None if batch_size is None else checks.positive("batch_size", batch_size)
+        source = TaskSource(sequence, map, size, stack if collate is None else collate, seed.value)
+        self._tasks = TaskWorkload(source, checked, seed, bool(shuffle))
+        super().__init__(self._tasks, OrderedEnqueuer)
+
+    @property
+    def sequence(self) -> Any:
+        """The sequence or iterable of the enqueuer."""
+        return self._tasks.source.items
+
+    def join_end_of_epoch(self) -> None:
+        """Call `on_epoch_end` of the sequence, if all batches of the epoch were taken.
+
+        As in Keras, the call is complete when this method returns. If batches are left, it waits
+        for the next one, does not take it, and makes no call.
+
+        Raises:
+            InvalidState: The enqueuer was not started, or was stopped.
+        """
+        self._core.check_started("wait for the end of its epoch")
+        reader = self._core.started_reader()
+        with reader.run.lock:
+            reader.peek(None)
+
+    def __len__(self) -> int:
+        """Return the number of batches in an epoch.
+
+        Raises:
+            TypeError: The source is an iterable, or an endless sequence.
+        """
+        if not self._tasks.source.is_sequence:
+            raise TypeError("an iterable has no length; a sequence has one")
+        steps = self._tasks.steps()
+        if steps is None:
+            raise TypeError("the sequence is endless, as its num_batches is None; count the steps")
+        return steps
+
+    def get(self) -> Iterator[Any]:
+        """Return an iterator over this epoch and all that follow, without an end, as in Keras.
+
+        It ends only after `stop()`, or if an epoch is empty. `iter()` gives one epoch.
+
+        Raises:
+            InvalidState: The enqueuer was not started, or was stopped.
+        """
+        self._core.check_started("get() from it")
+        return Endless(self._core, self._core.started_reader())
+
+
+def _check_elements(sequence: object, map: object, shuffle: object) -> None:
+    """Raise TypeError or ValueError unless tasks can be made of these."""
+    if isinstance(sequence, (Mapping, Set)):
+        raise TypeError(
+            f"OrderedEnqueuer needs elements with an order, got {an(type(sequence).__name__)}; "
+            "pass sorted(...) or list(...) of it"
+        )
+    checks.function("map", map, "of an element")
+    if is_indexable(sequence):
+        return
+    if is_sequence(sequence):
+        length = length_of(sequence)
+        if length is not None:
+            checks.integer("num_batches of the sequence", length, least=0)
+        elif shuffle:
+            raise ValueError(
+                "shuffle needs the number of elements, but num_batches of the sequence is None; "
+                "draw a random element in its __getitem__ instead"
+            )
+        return
+    if not isinstance(sequence, Iterable):
+        if callable(sequence):
+            raise TypeError(
+                f"OrderedEnqueuer needs a sequence or an iterable, got the function "
+                f"{name_of(sequence)}; call it, or use GeneratorEnqueuer"
+            )
+        if hasattr(sequence, "__getitem__"):
+            raise TypeError(
+                f"OrderedEnqueuer needs the length of its sequence, and {sequence!r} has no "
+                "__len__; give it one, or num_batches. Is it endless? Then num_batches is None"
+            )
+        raise TypeError(f"OrderedEnqueuer needs a sequence or an iterable, got {sequence!r}")
+    if map is None:
+        raise ValueError(
+            "an iterable without __len__ and __getitem__ needs map, the work to be done on each "
+            "element; to read it ahead as it is, use GeneratorEnqueuer or prefetch"
+        )
+    if shuffle:
+        raise ValueError("shuffle needs __len__ and __getitem__; an iterable comes as it is")

@@ -1,0 +1,55 @@
+"""Enqueuers for parts of the batches: for ranks, and for workers of a DataLoader."""
+
+from __future__ import annotations
+
+from enqueuer.enqueuers.core import Core
+from enqueuer.enqueuers.position import SavedPosition
+from enqueuer.enqueuers.workload import Part
+from enqueuer.errors import InvalidState
+from enqueuer.workers.messages import Epoch
+
+
+def hand_on(core: Core, made: Core, part: Part) -> None:
+    """Give an enqueuer for a part of the batches what its constructor does not take.
+
+    Args:
+        core: The enqueuer of all batches.
+        made: The new enqueuer.
+        part: Which batches the new one makes.
+
+    Raises:
+        InvalidState: A position within an epoch was loaded.
+    """
+    seed, saved = core.workload.seed, core.saved
+    made.workload.seed.is_given = seed.is_given
+    made.workload.seed.is_shared = seed.is_given or part.world_size == 1
+    if saved.is_loaded:
+        if any(start.number for start in (saved.epoch.starts or {}).values()):
+            raise InvalidState(
+                f"a position within epoch {saved.epoch.number} was loaded, which cannot be "
+                "dealt out over ranks or over workers of a DataLoader; load it there: into "
+                "what is made of the enqueuer for a rank, and with workers of a DataLoader "
+                "into torchdata's StatefulDataLoader"
+            )
+        made.saved = SavedPosition(saved.epoch, is_loaded=True)
+    if made.workload.take_part(part):
+        made.record_as(part.rank + part.world_size * part.index, part.world_size * part.count)
+
+
+def begin_at(core: Core, epoch: int) -> None:
+    """Let the next start begin with an epoch, as if those before it had been read."""
+    core.saved = SavedPosition(Epoch(epoch), is_loaded=True)
+
+
+def comes_next(core: Core, epoch: int) -> bool:
+    """Return whether the next iteration is this epoch, or what is left of it in a state."""
+    reader = core.reader
+    if reader is None or core.is_idle:
+        return core.saved.is_loaded and core.saved.epoch.number == epoch
+    with core.lock:
+        return reader.is_over and reader.number + 1 == epoch
+
+
+def has_kept_order(core: Core) -> bool:
+    """Return whether the epoch that a part reads has kept the order of the whole."""
+    return core.workload.has_kept_order(core.started_reader().work.order)

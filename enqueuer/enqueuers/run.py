@@ -1,0 +1,344 @@
+"""One run of an enqueuer: the workers from start() to stop(), which others may replace meanwhile.
+
+NEW --the first epoch has begun--> RUNNING --a failure was raised--> FAILED
+                                      |                                |
+                                      +-----------stop()---------------+--> STOPPED
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from enqueuer.backends.job import Job
+from enqueuer.backends.load import Backend
+from enqueuer.backends.load import load as load_backend
+from enqueuer.backends.stall import WaitLimits
+from enqueuer.backends.timeline import Trace
+from enqueuer.common import interrupts
+from enqueuer.enqueuers.failures import FailurePolicy
+from enqueuer.enqueuers.options import Options
+from enqueuer.enqueuers.owned_backends import STOP_S, OwnedBackends
+from enqueuer.errors import Closed, InvalidState
+from enqueuer.monitoring import usage
+from enqueuer.monitoring.loop_meter import LoopMeter, top_of
+from enqueuer.monitoring.meters import clock
+from enqueuer.monitoring.stats import Stats
+from enqueuer.workers.messages import Item
+
+
+class State(enum.Enum):
+    """Where an enqueuer is in its life."""
+
+    NEW = "NEW"
+    RUNNING = "RUNNING"
+    FAILED = "FAILED"
+    STOPPED = "STOPPED"
+
+
+_NEXT = {
+    State.NEW: {State.RUNNING},
+    State.RUNNING: {State.FAILED, State.STOPPED},
+    State.FAILED: {State.FAILED, State.STOPPED},
+    State.STOPPED: set[State](),
+}
+
+HandOver = Callable[[Backend, Backend], None]
+
+
+class Run:
+    """The workers, and what is measured of them.
+
+    Args:
+        options: Options of the enqueuer.
+        owned: Backends of the enqueuer; the run adds its own.
+        timeline: Recorder of what happens; None: nothing is recorded.
+        error_count: Number of errors that were skipped before.
+        state_lock: Lock that one start, stop or change of the workers holds at a time. It is
+            taken before `lock`.
+        lock: Lock that one consumer at a time holds, and all that changes what consumers see. It
+            outlives the run: the next one waits for the code of an iterable that still runs.
+
+    Attributes:
+        workers: Number of workers.
+        state: Where the run is; only `move` assigns it.
+        meter: Waiting times of the loop.
+        failures: Policy for failures of workers.
+        limits: How long the loop waits for a batch.
+        is_news: Whether callbacks of statistics may be due.
+        has_warned_of_nothing: Whether an epoch without items was reported.
+        final: Statistics at the end of the run; None while it goes on.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        owned: OwnedBackends,
+        timeline: Trace | None,
+        error_count: int,
+        state_lock: threading.RLock,
+        lock: threading.RLock,
+    ) -> None:
+        self.options = options
+        self.state_lock = state_lock
+        self.lock = lock
+        self.owned = owned
+        self.timeline = timeline
+        self.workers = options.first_workers
+        self.state = State.NEW
+        self.meter = LoopMeter()
+        self.failures = FailurePolicy(options.on_error, options.max_errors, error_count)
+        self.limits = WaitLimits(options.stall_timeout, options.timeout)
+        self.is_news = False
+        self.has_warned_of_nothing = False
+        self.final: Stats | None = None
+        self._changed = threading.Condition(self.lock)
+        self._backend: Backend | None = None
+        self._earlier_restarts = 0
+        # Started workers that are about to take over, their number, and what hands over to them.
+        self._successor: tuple[Backend, int, HandOver] | None = None
+
+    # --- the workers ---
+
+    @property
+    def backend(self) -> Backend:
+        """The backend that the loop reads from."""
+        assert self._backend is not None, "the run has started"
+        return self._backend
+
+    @property
+    def restarts(self) -> int:
+        """Number of workers that died and were replaced."""
+        return self._earlier_restarts + (0 if self._backend is None else self._backend.restarts)
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether other workers are about to take over."""
+        return self._successor is not None
+
+    def move(self, new: State) -> None:
+        """Change state; the only method that assigns `state` after the construction."""
+        if new not in _NEXT[self.state]:
+            raise InvalidState(f"cannot go from {self.state.value} to {new.value}")
+        self.state = new
+
+    def start(self, job: Job) -> None:
+        """Start the workers; they wait for the first epoch.
+
+        Raises:
+            StartError: They could not be started; none is left.
+        """
+        self._backend = self._start_backend(job)
+
+    def _start_backend(self, job: Job) -> Backend:
+        load = load_backend if self.timeline is None else self.timeline.load
+        backend = load(self.options.backend_name, job, self.meter)
+        # Before it is started: if that is interrupted, and the clean-up as well, stop() ends it.
+        self.owned.add(backend)
+        try:
+            backend.start()
+        except BaseException:
+            self.owned.stop(STOP_S, but=self._backend)
+            raise
+        return backend
+
+    def new_ready(self) -> deque[Item]:
+        """Return an empty deque for items that are ready; the timeline records what is taken."""
+        return deque() if self.timeline is None else self.timeline.ready()
+
+    def cpus(self) -> float:
+        """Return the number of CPUs that the workers and this process have."""
+        return usage.cpus() if self._backend is None else self._backend.cpus()
+
+    # --- replacing them ---
+
+    def replace(self, job: Job, hand_over: HandOver) -> None:
+        """Let other workers go on where these are. State lock of the enqueuer held.
+
+        Args:
+            job: Job of the new workers.
+            hand_over: Called with the old and the new backend; gives the new one its work.
+
+        Raises:
+            StartError: The new workers could not be started; the others go on.
+        """
+        with interrupts.held():
+            job = dataclasses.replace(job, restarts=self.restarts)
+            new, old = self._start_backend(job), self.backend
+            self._successor = new, job.workers, hand_over
+            old.close()  # wakes the consumer, which then waits for the change
+            self.finish_change()
+
+    def finish_change(self) -> None:
+        """Let new workers take over, if there are some. State lock of the enqueuer held.
+
+        The consumer may hold the lock for long: code of the user's, such as an iterable, runs
+        under it. The old workers are closed and cannot go on. So if a signal handler ends this
+        wait, another thread waits in its place.
+        """
+        if self._successor is None:
+            return
+        try:
+            with interrupts.taken(self.lock):
+                self._take_over()
+        except BaseException:
+            if self._successor is not None:
+                name = "enqueuer-reconfigure"
+                threading.Thread(target=self._finish_change_later, name=name, daemon=True).start()
+            raise
+
+    def _finish_change_later(self) -> None:
+        with contextlib.suppress(Closed), self.lock:  # Closed: it is being stopped
+            self._take_over()
+        with self.state_lock:
+            # After stop(), which has stopped them, there may be workers of the next run.
+            if self.state is not State.STOPPED:
+                self.owned.stop(STOP_S, but=self._backend)
+
+    def _take_over(self) -> None:
+        """Replace the backend by its successor, if that is still to be done. Lock held."""
+        old, successor = self._backend, self._successor
+        try:
+            if old is not None and successor is not None:
+                self._backend, self.workers, hand_over = successor
+                self._earlier_restarts += old.restarts
+                self.meter.by_worker = {}
+                hand_over(old, self._backend)
+                self.record_change()
+        finally:
+            self._successor = None
+            self._changed.notify_all()
+
+    def wait_for_change(self) -> bool:
+        """Wait until new workers have taken over; return False if none are about to. Lock held."""
+        if self._successor is None:
+            return False
+        self._changed.wait_for(lambda: self._successor is None)
+        return True
+
+    def record_change(self) -> None:
+        """Record the number of workers in the timeline."""
+        if self.timeline is not None:
+            self.timeline.instant("reconfigured", {"workers": self.workers})
+
+    # --- the end ---
+
+    def close(self) -> None:
+        """Ask the workers to exit, and wake the consumer."""
+        if self._backend is not None:
+            self._backend.close()
+
+    @contextlib.contextmanager
+    def ending(self, seconds: float) -> Iterator[None]:
+        """Hold the lock while the end of the run is recorded. State lock of the enqueuer held.
+
+        Otherwise a consumer could end the epoch, or a thread save a position, after the batches
+        that are ready were dropped and before the position is known. A consumer that runs code
+        of the user may keep the lock; it takes nothing afterwards.
+
+        Args:
+            seconds: How long to wait for the lock.
+        """
+        self.close()  # another backend, perhaps, if it has just been replaced
+        self._successor = None
+        is_locked = self.lock.acquire(timeout=max(seconds, 0.1))
+        try:
+            if is_locked:
+                self._changed.notify_all()
+            yield
+        finally:
+            if is_locked:
+                self.lock.release()
+
+    def leave_to_parent(self, state_lock: threading.RLock, lock: threading.RLock) -> None:
+        """Become a run without workers, in a child forked from the process that has them.
+
+        Args:
+            state_lock: New lock of this name.
+            lock: New lock of this name.
+        """
+        self.state_lock, self.lock = state_lock, lock
+        self._backend = self.owned.leave_to_parent(self._backend)
+        self._changed = threading.Condition(self.lock)
+        self._successor = None
+
+    # --- what was measured ---
+
+    def stats(self, epoch: int, ready: int) -> Stats:
+        """Return the statistics so far.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+            ready: Number of batches that were taken from the workers and not given to the loop.
+        """
+        if self.final is not None:
+            return self.final
+        backend, waits, options = self._backend, self.meter, self.options
+        now, first, since, ended = clock(), waits.first, waits.since, waits.ended
+        waiting = now - since if since else 0  # just now
+        waited = waits.waited + (waiting if first else 0)
+        idle = waits.idle + (now - ended if ended else 0)
+        return Stats(
+            seconds=0.0 if backend is None else (now - waits.began) / 1e9,
+            backend=options.backend_name,
+            ordered=options.ordered,
+            epoch=epoch,
+            items=waits.taken - ready,
+            first_batch_s=(first - waits.began) / 1e9 if first else None,
+            first_wait_s=(waits.first_wait + (0 if first else waiting)) / 1e9,
+            waiting_s=waited / 1e9,
+            reading_s=waits.reading / 1e9,
+            working_s=max(0, now - first - waited - idle) / 1e9 if first else 0.0,
+            idle_s=idle / 1e9,
+            waits={top_of(bucket) / 1e9: count for bucket, count in list(waits.buckets.items())},
+            waited_for={worker: waited / 1e9 for worker, waited in list(waits.by_worker.items())},
+            queue_size=0 if backend is None else backend.waiting() + ready,
+            max_queue_size=options.max_queue_size,
+            queue_depth=tuple(
+                [((at - waits.began) / 1e9, size) for at, size in list(waits.samples)]
+            ),
+            error_count=self.failures.count,
+            restart_count=self.restarts,
+            cpus=self.cpus(),
+            loop_cpu_s=0.0 if backend is None else time.process_time() - waits.cpu_s,
+            workers=() if backend is None else tuple(backend.measures()),
+        )
+
+
+def next_workers(before: Run | None, options: Options) -> int:
+    """Return how many workers a run with these options begins with.
+
+    With `workers="auto"` it is the number that the run before had come to, unless `start()` was
+    given another one.
+    """
+    if before is not None and options.is_auto and before.options.workers is options.workers:
+        return before.workers
+    return options.first_workers
+
+
+def check_started(state: State, what: str) -> None:
+    """Raise InvalidState if an enqueuer was not started, or was stopped.
+
+    Args:
+        state: State of the enqueuer.
+        what: What is to be done with it, for the message.
+    """
+    if state is State.NEW:
+        raise InvalidState(
+            f"cannot {what} before start(); call start(), or use `with` around the loop"
+        )
+    if state is State.STOPPED:
+        raise InvalidState(f"cannot {what} after stop(); call start() to begin anew")
+
+
+def usable(lock: threading.RLock) -> threading.RLock:
+    """Return a lock if this thread can have it, else a new one."""
+    if not lock.acquire(blocking=False):
+        return threading.RLock()
+    lock.release()
+    return lock

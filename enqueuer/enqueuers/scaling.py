@@ -1,0 +1,127 @@
+"""`workers="auto"`: when the autoscaler is asked, and what becomes of its answer."""
+
+from __future__ import annotations
+
+import logging
+
+from enqueuer.common.text import percent, size
+from enqueuer.enqueuers.epoch_reader import EpochReader
+from enqueuer.enqueuers.run import Run, State
+from enqueuer.enqueuers.workload import Workload
+from enqueuer.errors import StartError
+from enqueuer.monitoring import usage
+from enqueuer.monitoring.autoscaler import Autoscaler
+from enqueuer.monitoring.bottleneck import HARDLY_WAITS
+from enqueuer.monitoring.meters import clock
+from enqueuer.monitoring.stats import Stats
+
+_log = logging.getLogger("enqueuer")
+
+
+class Scaling:
+    """Changes the number of workers of one run.
+
+    Args:
+        run: The run.
+        workload: What it runs.
+    """
+
+    def __init__(self, run: Run, workload: Workload) -> None:
+        self._run = run
+        self._workload = workload
+        shards = workload.shard_count
+        self._autoscaler = Autoscaler(
+            run.workers, workload.most_workers(run.cpus()), shards, run.limits.first_s
+        )
+        self._epoch_began: Stats | None = None
+        self._has_named_limit = False
+
+    def begin_epoch(self, stats: Stats) -> None:
+        """Note the statistics at the beginning of an epoch."""
+        self._epoch_began = stats
+
+    def step(self, reader: EpochReader, between_epochs: bool = False) -> None:
+        """Start or end workers if that is due, and better. Lock of the run held.
+
+        Called by a thread that may wait.
+
+        Args:
+            reader: The epoch that is read.
+            between_epochs: Whether the epoch is over, so that a change repeats nothing.
+        """
+        run, autoscaler = self._run, self._autoscaler
+        if clock() < run.meter.began + 1e9 * autoscaler.due_s and not between_epochs:
+            return
+        # start(), stop() and reconfigure() take this lock before that of the run, and go first.
+        if not run.state_lock.acquire(blocking=False):
+            return
+        try:
+            if run.state is State.RUNNING and not run.is_changing and reader.work.can_resize:
+                self._step(reader, between_epochs)
+        finally:
+            run.state_lock.release()
+
+    def _step(self, reader: EpochReader, between_epochs: bool) -> None:
+        run, autoscaler = self._run, self._autoscaler
+        stats, before = reader.stats(), run.workers
+        rerun_s = None
+        if not between_epochs:
+            began = self._epoch_began
+            rerun_s = reader.work.rerun_s(stats if began is None else stats.since(began))
+        workers = autoscaler.next(stats, rerun_s)
+        self._name_limit()
+        if workers > before:
+            workers = self._fitting(workers, before, reader.work.resizes_in_place)
+        if workers == before:
+            return
+        run.meter.pause(None)  # what it takes is a wait
+        try:
+            reader.work.resize(workers)
+        except StartError as error:
+            autoscaler.refused(before)
+            # As text: a record may be kept, and should not keep descriptors.
+            _log.warning("workers='auto' stays at %d: %s", before, str(error))
+        else:
+            _log.info("%d -> %d workers: %s", before, run.workers, autoscaler.reason)
+        finally:
+            run.meter.resume()
+
+    def _fitting(self, workers: int, before: int, in_place: bool) -> int:
+        """Return how many of `workers` fit into memory; report to the autoscaler if not all do.
+
+        Args:
+            workers: Number of workers that the autoscaler wants.
+            before: Number of workers now.
+            in_place: Whether these stay; else all are started while the old ones still run.
+        """
+        each, free = self._run.backend.worker_bytes(), usage.available_bytes()
+        if not each or free is None:
+            return workers
+        room = usage.room_for(free, each)
+        most = max(before, before + room if in_place else room)
+        if most >= workers:
+            return workers
+        self._autoscaler.refused(most)
+        _log.warning(
+            "workers='auto' stays at %d: a worker takes %s of memory, and %s is available",
+            most,
+            size(each),
+            size(free),
+        )
+        return most
+
+    def _name_limit(self) -> None:
+        """Log, once, why the source does not allow what would help."""
+        autoscaler = self._autoscaler
+        waits = autoscaler.waiting_share >= HARDLY_WAITS and autoscaler.wanted > 1
+        if self._has_named_limit or not waits:
+            return
+        reason = self._workload.limit_of_workers()
+        if reason is None:
+            return
+        self._has_named_limit = True
+        _log.warning(
+            "workers='auto' stays at 1, though the loop waits %s of its time: %s",
+            percent(autoscaler.waiting_share),
+            reason,
+        )

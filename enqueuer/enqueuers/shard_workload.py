@@ -1,0 +1,257 @@
+"""The workload of GeneratorEnqueuer: shards of a generator function, or a live iterator."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from enqueuer.backends.job import Job
+from enqueuer.backends.order import Order, RoundRobin
+from enqueuer.backends.stall import level_of_user
+from enqueuer.enqueuers import position
+from enqueuer.enqueuers.options import Options
+from enqueuer.enqueuers.replay import Origin, item_of
+from enqueuer.enqueuers.run import Run
+from enqueuer.enqueuers.shard_epoch import ShardEpoch
+from enqueuer.enqueuers.workload import EpochWork, Part, Seed, job_of, most_workers
+from enqueuer.errors import DuplicateDataWarning, InvalidState
+from enqueuer.monitoring.duplicates import FirstItems
+from enqueuer.workers.messages import Epoch, Ticket
+from enqueuer.workers.shards import Shard
+from enqueuer.workers.sources import FunctionSource, LiveSource, Source, name_of
+
+# As many for 1, 2, 4, 8 and 16 workers each, and not too many generators open at once.
+_AUTO_SHARDS = 16
+
+
+class ShardWorkload:
+    """See `Workload`.
+
+    Args:
+        source: What the user gave.
+        options: Options of the enqueuer.
+        seed: Seed of the enqueuer.
+        shards: Number of shards over all ranks; None: as many as workers.
+    """
+
+    def __init__(self, source: Source, options: Options, seed: Seed, shards: int | None) -> None:
+        self.source = source
+        self.options = options
+        self.seed = seed
+        self._shards = shards
+        self._shards_are_given = shards is not None
+        self._is_compared = False
+        self._start_method = options.start_method(source)
+        self._check_live()
+        self.own_shards()  # a lack of them shows at once
+
+    def _check_live(self) -> None:
+        if not isinstance(self.source, LiveSource):
+            return
+        split = ""
+        if self._shards not in (None, 1):
+            split = f"into {self._shards} shards"
+        elif self.options.world_size > 1:
+            split = f"over {self.options.world_size} ranks"
+        if split:
+            raise ValueError(
+                f"a live iterator cannot be split {split}; pass the generator function itself"
+            )
+
+    @property
+    def takes_shard(self) -> bool:
+        """Whether each shard may give other data."""
+        return isinstance(self.source, FunctionSource) and self.source.takes_shard
+
+    @property
+    def all_shards(self) -> int:
+        """Number of shards over all ranks."""
+        options = self.options
+        if isinstance(self.source, LiveSource):
+            return 1 if options.backend_name == "thread" else options.first_workers
+        shards = self._shards or self._shards_of_a_rank() * options.world_size
+        return shards - shards % options.world_size if options.drop_last else shards
+
+    def _shards_of_a_rank(self) -> int:
+        if not self.options.is_auto:
+            return self.options.first_workers
+        return _AUTO_SHARDS if self.takes_shard else 1
+
+    def own_shards(self) -> range:
+        """Return the shards of this rank.
+
+        Raises:
+            ValueError: There are fewer shards than ranks.
+        """
+        shards, options = self.all_shards, self.options
+        if shards < options.world_size:
+            raise ValueError(
+                f"shards={self._shards} cannot be dealt out over world_size={options.world_size} "
+                "ranks; give at least as many shards as ranks"
+            )
+        return range(options.rank, shards, options.world_size)
+
+    @property
+    def shard_count(self) -> int:
+        return len(self.own_shards())
+
+    def most_workers(self, cpus: float) -> int:
+        return min(most_workers(self.options, cpus), self.shard_count)
+
+    def steps(self) -> None:
+        return None
+
+    def needs_common_seed(self) -> bool:
+        return self.takes_shard
+
+    # --- what runs ---
+
+    def job(self, workers: int) -> Job:
+        shards = self.all_shards
+        if isinstance(self.source, LiveSource) and shards > 1:
+            _warn_of_duplicates(shards)
+        return job_of(self, workers, shards, tuple(self.own_shards()), self._start_method)
+
+    def job_with(self, workers: int) -> Job | None:
+        if isinstance(self.source, LiveSource):
+            if self.options.backend_name == "thread":
+                return None  # one thread reads it, whatever `workers` says
+            raise InvalidState(
+                "processes that share a live iterator cannot be reconfigured, as their copies "
+                "of it have gone on; pass the generator function itself"
+            )
+        self.keep_shards()
+        return self.job(workers)
+
+    def keep_shards(self) -> None:
+        if self._shards is None and not isinstance(self.source, LiveSource):
+            self._shards = self.all_shards
+
+    def begin(self, run: Run, epoch: Epoch, goes_on: bool, before: EpochWork | None) -> ShardEpoch:
+        first_items = None
+        if not self._is_compared and epoch.starts is None and self.shard_count > 1:
+            self._is_compared = True
+            if isinstance(self.source, FunctionSource):
+                first_items = FirstItems(self.shard_count, self.source.takes_shard)
+        return ShardEpoch(self, run, epoch, first_items)
+
+    def rewind(self) -> None:
+        """Do nothing: the generator function is called anew."""
+
+    def why_empty(self, earlier: int) -> str | None:
+        source = self.source
+        if earlier and isinstance(source, LiveSource) and isinstance(source.iterable, Iterator):
+            return (
+                "the iterator was read to its end in an earlier epoch, and cannot begin anew; "
+                "pass the generator function itself, GeneratorEnqueuer(batches) instead of "
+                "GeneratorEnqueuer(batches()), which is called for each epoch"
+            )
+        return None
+
+    def limit_of_workers(self) -> str | None:
+        if self.shard_count > 1:
+            return None
+        if isinstance(self.source, LiveSource):
+            return "an iterator cannot be split: pass the generator function itself"
+        return (
+            f"{name_of(self.source.function)} is one shard: let it take a shard and do its "
+            "share of the work (shard.split), or give shards= if each run of it gives other data"
+        )
+
+    # --- position ---
+
+    def identity(self) -> dict[str, Any]:
+        options = self.options
+        return {
+            "kind": "GeneratorEnqueuer",
+            "random_seed": self.seed.value,
+            "shards": self.all_shards,
+            "rank": options.rank,
+            "world_size": options.world_size,
+            "ordered": options.ordered,
+        }
+
+    def given(self) -> dict[str, bool]:
+        is_live = isinstance(self.source, LiveSource)
+        return {"random_seed": self.seed.is_given, "shards": is_live or self._shards_are_given}
+
+    def adopt(self, state: Mapping[str, Any], epoch: Epoch, was_run: bool) -> None:
+        if isinstance(self.source, LiveSource) and was_run:
+            raise InvalidState(
+                "a live iterator that was read cannot be rewound; make a new enqueuer with a "
+                "fresh one, or pass the generator function itself"
+            )
+        shards = state["shards"]
+        own = range(self.options.rank, shards, self.options.world_size)
+        position.check_shards(state, epoch, own)
+        self.seed.value = state["random_seed"]
+        if not isinstance(self.source, LiveSource):
+            self._shards = shards
+
+    def rerun(self, origin: Origin, ticket: Ticket | None) -> Callable[[], Any]:
+        if origin.shard is None:
+            raise ValueError("the error came from a task of an OrderedEnqueuer, not from a shard")
+        make_shard = functools.partial(
+            Shard, origin.shard, origin.shards, origin.epoch, origin.random_seed
+        )
+        seed = self.options.backend_name != "thread"
+        return functools.partial(item_of, self.source, make_shard, origin.item, seed)
+
+    # --- parts ---
+
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        source = self.source
+        generator = source.iterable if isinstance(source, LiveSource) else source.function
+        options = {**self.options.given(), "shards": self._shards}
+        return (generator, False, None, self.seed.value), options
+
+    def arguments_of(self, part: Part) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        assert part.block == 1, "shards are dealt out one by one"
+        given, options = self.arguments()
+        if part.count > 1 and self._shards is not None:
+            # Which shards are left out depends on the ranks, not on how many share one.
+            left_out = self._shards % part.world_size if self.options.drop_last else 0
+            options |= {"shards": self._shards - left_out, "drop_last": False}
+        # Of the shards of the rank, every `count`-th.
+        options["rank"] = part.rank + part.world_size * part.index
+        options["world_size"] = part.world_size * part.count
+        return given, options
+
+    def take_part(self, part: Part) -> bool:
+        return False
+
+    def deals_out(self, length: int) -> bool:
+        return False
+
+    def out_of_order(self, parts: int) -> str:
+        # Without shards= the data themselves depend on how many share them.
+        is_promised = self.options.ordered and self._shards_are_given
+        if not is_promised or self.shard_count % parts == 0:
+            return ""
+        return (
+            f"the {self.shard_count} shards of the enqueuer cannot be dealt out evenly over {parts}"
+        )
+
+    def has_kept_order(self, order: Order) -> bool:
+        """Return whether an epoch of a part kept the order of the whole."""
+        return not (self._shards_are_given and isinstance(order, RoundRobin)) or order.is_even
+
+    def check_repeats(self) -> None:
+        if not self.options.ordered:
+            raise ValueError("with ordered=False each would make the batches in another order")
+        if isinstance(self.source, LiveSource):
+            raise ValueError(
+                "a live iterator cannot be read by each of them; pass the generator function itself"
+            )
+
+
+def _warn_of_duplicates(workers: int) -> None:
+    warnings.warn(
+        f"each of the {workers} processes goes on with its own copy of the same iterator, so "
+        f"every batch comes {workers} times; pass the generator function itself "
+        "(`def batches(shard): ...`, with shard.split for its share of the work), or workers=1",
+        DuplicateDataWarning,
+        stacklevel=level_of_user(),
+    )

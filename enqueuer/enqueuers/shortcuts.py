@@ -1,0 +1,126 @@
+"""prefetch() and imap(): an enqueuer for one loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from enqueuer.enqueuers.enqueuer import BaseEnqueuer, Batch
+from enqueuer.enqueuers.generator import GeneratorEnqueuer
+from enqueuer.enqueuers.options import CommonOptions, Unpack, takes_options
+from enqueuer.enqueuers.ordered import OrderedEnqueuer
+from enqueuer.workers.shards import Shard
+from enqueuer.workers.sources import is_plain_collection
+from enqueuer.workers.tasks import Indexable
+
+
+@takes_options
+def prefetch(  # noqa: D417, as takes_options() adds them
+    generator: Callable[[Shard], Iterable[Batch]] | Callable[[], Iterable[Batch]] | Iterable[Batch],
+    max_queue_size: int = 2,
+    *,
+    use_multiprocessing: bool = False,
+    random_seed: int | None = None,
+    shards: int | None = None,
+    **options: Unpack[CommonOptions],
+) -> Iterator[Batch]:
+    """Iterate over one epoch of `generator`, made ahead in the background.
+
+    The workers start with the first `next()`, and stop when the iterator ends, is closed, or is
+    dropped after a `break`.
+
+    Args:
+        generator: As for `GeneratorEnqueuer`; also any iterable, such as a list or a loader.
+        max_queue_size: Largest number of finished batches that wait; 2 by default, which is
+            enough to overlap steady work.
+        use_multiprocessing: Keras' name for `backend="process"`.
+        random_seed: As for `GeneratorEnqueuer`.
+        shards: As for `GeneratorEnqueuer`.
+        {options}
+
+    Raises:
+        TypeError: An argument has the wrong type (at once, not at the first `next()`).
+        ValueError: An argument is out of its range (at once as well).
+
+    Example:
+        >>> for batch in prefetch(lambda: (n * n for n in range(3))):
+        ...     print(batch)
+        0
+        1
+        4
+    """
+    if is_plain_collection(generator):
+        generator = iter(generator)
+    enqueuer = GeneratorEnqueuer(
+        generator,
+        use_multiprocessing,
+        random_seed=random_seed,
+        shards=shards,
+        max_queue_size=max_queue_size,
+        **options,
+    )
+    return _prefetched(enqueuer)
+
+
+@takes_options
+def imap(  # noqa: D417, as takes_options() adds them
+    function: Callable[..., Any],
+    elements: Iterable[Any] | Indexable,
+    max_queue_size: int = 10,
+    *,
+    shuffle: bool = False,
+    use_multiprocessing: bool = False,
+    batch_size: int | None = None,
+    collate: Callable[[list[Any]], Any] | None = None,
+    random_seed: int | None = None,
+    **options: Unpack[CommonOptions],
+) -> Iterator[Any]:
+    """Iterate over `function` of each element, in order, made ahead in the background.
+
+    It works like `Pool.imap` of `multiprocessing`, but with a limit on the waiting results. The
+    workers start with the first `next()`, and stop when the iterator ends, is closed, or is
+    dropped after a `break`. Results that are None are left out.
+
+    Args:
+        function: Function that is called with an element; with the element and its `Task` if it
+            takes two arguments.
+        elements: A sequence, or any iterable, which is read in your own thread.
+        max_queue_size: Largest number of results that wait; 10 by default. Each worker may hold
+            one more.
+        shuffle: As for `OrderedEnqueuer`, like the four that follow.
+        use_multiprocessing: Keras' name for `backend="process"`.
+        batch_size: Number of results in a batch; None, the default: each comes alone.
+        collate: Function that makes one batch of a list of results.
+        random_seed: Non-negative int, from which all seeds derive; drawn by default.
+        {options}
+
+    Raises:
+        TypeError: An argument has the wrong type (at once, not at the first `next()`).
+        ValueError: An argument is out of its range (at once as well).
+
+    Example:
+        >>> for length in imap(len, ["one", "three"], workers=2):
+        ...     print(length)
+        3
+        5
+    """
+    if not callable(function):
+        raise TypeError(f"imap needs a function and then its elements, got {function!r}")
+    return _prefetched(
+        OrderedEnqueuer(
+            elements,
+            function,
+            shuffle,
+            use_multiprocessing=use_multiprocessing,
+            batch_size=batch_size,
+            collate=collate,
+            random_seed=random_seed,
+            max_queue_size=max_queue_size,
+            **options,
+        )
+    )
+
+
+def _prefetched(enqueuer: BaseEnqueuer[Batch]) -> Iterator[Batch]:
+    with enqueuer:
+        yield from enqueuer

@@ -1,0 +1,259 @@
+"""One epoch of tasks: read elements, and submit their tasks to the workers, within the bound."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+from enqueuer.backends.load import Backend, TaskBackend
+from enqueuer.backends.order import TaskOrder
+from enqueuer.enqueuers.element_reader import Reader
+from enqueuer.enqueuers.replay import Origin
+from enqueuer.enqueuers.run import Run
+from enqueuer.enqueuers.task_order import Reading
+from enqueuer.errors import ItemNotPicklable, StateMismatch, WorkerDied
+from enqueuer.monitoring.duplicates import FirstItems
+from enqueuer.monitoring.stats import Stats
+from enqueuer.workers.messages import Epoch, Failure, Item, Start, Ticket
+from enqueuer.workers.tasks import TaskSource
+
+
+class TaskEpoch:
+    """See `EpochWork`.
+
+    Args:
+        source: What the user gave.
+        reading: Which elements are read, and in which order.
+        rerun: Returns a function that makes an item again; see `Workload.rerun`.
+        run: The run that the epoch belongs to.
+        epoch: Epoch to be run, or the rest of one.
+        goes_on: Whether the iterable was just read up to there, and need load no state.
+        first: Number of the first task of the epoch. Numbers go on over the epochs of a run, so
+            that a late result is never taken for one of another epoch.
+
+    Attributes:
+        number: Number of the task that is read next.
+    """
+
+    def __init__(
+        self,
+        source: TaskSource,
+        reading: Reading,
+        rerun: Callable[[Origin, Ticket | None], Callable[[], Any]],
+        run: Run,
+        epoch: Epoch,
+        goes_on: bool,
+        first: int,
+    ) -> None:
+        self._source = source
+        self._reading = reading
+        self._rerun = rerun
+        self._run = run
+        self._epoch = epoch.number
+        start = Start() if epoch.starts is None else epoch.starts[0]
+        self.order = TaskOrder(first, start, epoch.done, run.options.ordered)
+        self.number = first + start.number
+        self._start = Start() if goes_on else start
+        self._reader: Reader | None = None
+        # Failure because of which nothing more can be read.
+        self._unread: Failure | None = None
+        # Ticket that was read and not submitted, with the state of the iterator after it.
+        self._pending: tuple[Ticket, Any] | None = None
+        self._is_read = False
+
+    @property
+    def first_items(self) -> FirstItems | None:
+        return None
+
+    @property
+    def feed_runs_code(self) -> bool:
+        return not self._source.is_sequence
+
+    @property
+    def _backend(self) -> TaskBackend:
+        return tasks_of(self._run.backend)
+
+    # --- reading ---
+
+    def feed(self) -> None:
+        """Read elements and submit their tasks, as many as the bound allows."""
+        order, backend, source = self.order, self._backend, self._source
+        reads, most = 0, self._most_out(backend)
+        while not self._is_read and backend.outstanding < most:
+            if self._pending is None:
+                if reads > 1 and not source.is_sequence and backend.poll(order):
+                    return  # a loop that waits for a batch should not wait for a slow iterable
+                reads += 1
+                self._pending = self._read()
+                if self._pending is None:
+                    return
+            ticket, state = self._pending
+            self.number = ticket.number + 1
+            order.read(ticket.number, state)
+            if not order.was_taken(ticket.number):
+                try:
+                    backend.submit(ticket)
+                except ItemNotPicklable as error:
+                    self._fail(Failure(ticket.indices[0], ticket.number, error))
+            if self._reader is not None:
+                self._reader.advance(ticket.number)
+            self._pending = None
+
+    def _most_out(self, backend: TaskBackend) -> int:
+        """Return how many tasks may be submitted and not taken."""
+        options = self._run.options
+        waiting = options.max_queue_size
+        if options.max_queue_bytes is not None:
+            largest = backend.largest_bytes
+            # Until the size of the first result is known, each worker gets one task.
+            waiting = min(waiting, options.max_queue_bytes // largest) if largest else 0
+        return waiting + self._run.workers
+
+    def _read(self) -> tuple[Ticket, Any] | None:
+        """Return the next ticket, and the reader's state after it; None if there is none."""
+        try:
+            return self._read_on()
+        except BaseException as error:
+            if self._reader is not None and self._reader.has_failed:
+                self._fail(Failure(-1, self.number, error))
+                if isinstance(error, Exception):
+                    return None
+                raise
+            if self._source.is_sequence:
+                self._reader = None  # it can be read on from here
+            if not isinstance(error, Exception):
+                raise  # a Ctrl-C
+            # An error of the source's own comes again; else a signal handler has raised it.
+            try:
+                self._read_on()
+            except Exception:
+                self._fail(Failure(-1, self.number, error))
+                return None
+            raise
+
+    def _read_on(self) -> tuple[Ticket, Any] | None:
+        """Do what `_read` does; again, until the reader advances, does the same."""
+        source, order = self._source, self.order
+        if self._reader is None:
+            start = self._start
+            if source.is_sequence:
+                start = Start(self.number - order.first)
+            self._reader = Reader(source, self._reading, self._epoch, start, order.first)
+        read = self._timed(self._reader)
+        state = self._reader.state()
+        if read is None:
+            count, last = self.number - order.first, max(order.beyond(), default=-1)
+            if last >= count:
+                text = f"the iterable ended after {count} tasks when it was read again, but task "
+                self._fail(Failure(-1, self.number, StateMismatch(f"{text}{last} of it was done")))
+                return None
+            order.end_at(self.number, state)
+            self._is_read = True
+            return None
+        return read, state
+
+    def _timed(self, reader: Reader) -> Ticket | None:
+        """Read on, and count it as a wait of the loop if it runs code of the user."""
+        if self._source.is_sequence:
+            return reader.next()
+        meter = self._run.meter
+        meter.pause(None)
+        try:
+            return reader.next()
+        finally:
+            meter.read()
+
+    def _fail(self, failure: Failure) -> None:
+        """Let a task have failed that no worker can be given; nothing more is read."""
+        self._unread = dataclasses.replace(failure, worker="the process of the loop")
+        self._backend.fail(self._unread)
+        self._is_read = True
+        self.number = failure.number + 1
+
+    # --- failures ---
+
+    def keep(self, failure: Failure) -> None:
+        self._backend.fail(failure)
+
+    def compare(self, items: Sequence[Item]) -> None:
+        """Do nothing: each task is done once."""
+
+    def where(self, failure: Failure) -> str:
+        task = failure.number - self.order.first
+        if failure.shard < 0:
+            return f"while the elements of task {task} were read"
+        indices: Sequence[int] = [failure.shard]
+        ticket = self.ticket(task)
+        if isinstance(failure.error, WorkerDied) and ticket is not None:  # at any of them
+            indices = ticket.indices
+        what = f"element {indices[0]}" if len(indices) == 1 else f"one of the elements {[*indices]}"
+        return f"in {failure.worker}, task {task}, {what}"
+
+    def origin_of(self, failure: Failure) -> Origin:
+        origin = Origin(
+            self._source.random_seed,
+            self._epoch,
+            failure.number - self.order.first,
+            None,
+            0,
+            failure.worker,
+            failure.shard,
+        )
+        origin.rerun = self._rerun(origin, self.ticket(origin.item))
+        return origin
+
+    def ticket(self, item: int) -> Ticket | None:
+        number = self.order.first + item
+        tickets = self._backend.tickets()
+        return next((ticket for ticket in tickets if ticket.number == number), None)
+
+    # --- the epoch as a whole ---
+
+    def hand_over(self, old: Backend, new: Backend) -> None:
+        for ticket in tasks_of(old).tickets():
+            tasks_of(new).submit(ticket)
+        if self._unread is not None:
+            tasks_of(new).fail(self._unread)
+
+    def steps_done(self, ready: int, taken: int) -> int:
+        return self.order.next - self.order.first - ready
+
+    def waiting(self, count: int) -> int:
+        # The others count as held by the workers.
+        return min(count, self._run.options.max_queue_size)
+
+    def next_epoch(self) -> Epoch:
+        ends = self.order.ends
+        starts = {shard: Start(0, state) for shard, state in ends.items()}
+        return Epoch(self._epoch + 1, starts or None)
+
+    def end(self) -> None:
+        self._source.end(self._epoch)
+
+    @property
+    def is_empty(self) -> bool:
+        return self.order.items == 0 and self._start.number == 0
+
+    @property
+    def can_resize(self) -> bool:
+        # Otherwise workers that are slow to exit could become ever more.
+        return not self._backend.is_resizing
+
+    @property
+    def resizes_in_place(self) -> bool:
+        return True
+
+    def resize(self, workers: int) -> None:
+        # Each worker finishes the task that it has, so nothing is done again.
+        self._backend.resize(workers)
+        self._run.workers = workers
+        self._run.record_change()
+
+    def rerun_s(self, stats: Stats) -> float | None:
+        return None
+
+
+def tasks_of(backend: Backend) -> TaskBackend:
+    """Return a backend that was loaded for tasks as what it is."""
+    return cast(TaskBackend, backend)

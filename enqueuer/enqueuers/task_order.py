@@ -1,0 +1,76 @@
+"""The order of the elements of an epoch, and how it is dealt out to ranks and readers.
+
+    length, seed, epoch --> order_of() --> indices of a rank --> Reading.own() --> batches of a part
+
+Pure: it keeps nothing and waits for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from enqueuer.workers.tasks import TaskSource
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The rules by which the elements of an epoch are dealt out.
+
+    Attributes:
+        shuffle: Whether each epoch has an order of its own, drawn from the seed.
+        drop_last: Whether an incomplete batch is left out, and what cannot be dealt out evenly.
+        rank: Rank of this reader.
+        world_size: Number of ranks, of which each reads its own elements.
+        part: First batch of the rank that is read, before every `parts`-th.
+        parts: Number of readers that share the batches of the rank.
+        block: Number of consecutive batches of a sequence that a part takes at a time.
+    """
+
+    shuffle: bool
+    drop_last: bool
+    rank: int
+    world_size: int
+    part: int = 0
+    parts: int = 1
+    block: int = 1
+
+    def own(self, steps: int) -> Sequence[int]:
+        """Return the batches that are read, of so many of the rank.
+
+        Example:
+            >>> list(Reading(False, False, 0, 1, part=1, parts=2, block=3).own(11))
+            [3, 4, 5, 9, 10]
+        """
+        if self.block == 1:
+            return range(self.part, steps, self.parts)
+        return [step for step in range(steps) if step // self.block % self.parts == self.part]
+
+
+def places_of(source: TaskSource, reading: Reading) -> range:
+    """Return the places of an epoch's order that a rank is dealt."""
+    count = source.length
+    kept = count - count % reading.world_size if reading.drop_last else count
+    return range(reading.rank, kept, reading.world_size)
+
+
+def order_of(source: TaskSource, reading: Reading, epoch: int) -> range | np.ndarray:
+    """Return the indices of a rank in an epoch, in the order in which they are dealt out."""
+    places = places_of(source, reading)
+    if not reading.shuffle:
+        return places
+    order = permutation(source.length, source.random_seed, epoch)
+    return order[places.start : places.stop : places.step]
+
+
+def permutation(count: int, random_seed: int, epoch: int) -> np.ndarray:
+    """Return the order of so many elements in an epoch, which is the same in every process."""
+    seeds = np.random.SeedSequence(random_seed, spawn_key=(epoch,))
+    return np.random.default_rng(seeds).permutation(count)
+
+
+def steps_in(count: int, size: int, drop_last: bool) -> int:
+    """Return the number of batches that so many elements make."""
+    return count // size if drop_last else -(-count // size)

@@ -1,0 +1,201 @@
+"""The workload of OrderedEnqueuer: one task for each element, or for each batch of elements."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from enqueuer.backends.job import Job
+from enqueuer.backends.order import Order
+from enqueuer.enqueuers.options import Options
+from enqueuer.enqueuers.replay import Origin, refuse, rerun_task
+from enqueuer.enqueuers.run import Run
+from enqueuer.enqueuers.task_epoch import TaskEpoch
+from enqueuer.enqueuers.task_order import Reading, order_of, places_of, steps_in
+from enqueuer.enqueuers.workload import EpochWork, Part, Seed, job_of, most_workers
+from enqueuer.errors import InvalidState, StateMismatch
+from enqueuer.workers.collate import stack
+from enqueuer.workers.messages import Epoch, Ticket
+from enqueuer.workers.tasks import TaskSource
+
+
+class TaskWorkload:
+    """See `Workload`.
+
+    Args:
+        source: What the user gave.
+        options: Options of the enqueuer.
+        seed: Seed of the enqueuer.
+        shuffle: Whether each epoch has an order of its own.
+    """
+
+    def __init__(self, source: TaskSource, options: Options, seed: Seed, shuffle: bool) -> None:
+        self.source = source
+        self.options = options
+        self.seed = seed
+        source.random_seed = seed.value
+        self.reading = Reading(shuffle, options.drop_last, options.rank, options.world_size)
+        self._start_method = options.start_method(source)
+
+    def steps(self) -> int | None:
+        """Return the number of batches of an epoch; None if only the source knows its end."""
+        if not self.source.is_finite:
+            return None
+        count = len(places_of(self.source, self.reading))
+        steps = steps_in(count, self.source.batch_size or 1, self.options.drop_last)
+        return len(self.reading.own(steps))
+
+    def most_workers(self, cpus: float) -> int:
+        return most_workers(self.options, cpus)
+
+    @property
+    def shard_count(self) -> None:
+        return None
+
+    def needs_common_seed(self) -> bool:
+        return self.reading.shuffle
+
+    # --- what runs ---
+
+    def job(self, workers: int) -> Job:
+        return job_of(self, workers, 0, (), self._start_method)
+
+    def job_with(self, workers: int) -> Job:
+        return self.job(workers)
+
+    def keep_shards(self) -> None:
+        """Do nothing: tasks have no shards."""
+
+    def begin(self, run: Run, epoch: Epoch, goes_on: bool, before: EpochWork | None) -> TaskEpoch:
+        assert before is None or isinstance(before, TaskEpoch)
+        first = 0 if before is None else before.number
+        return TaskEpoch(self.source, self.reading, self.rerun, run, epoch, goes_on, first)
+
+    def rewind(self) -> None:
+        self.source.rewind()
+
+    def why_empty(self, earlier: int) -> str | None:
+        return None
+
+    def limit_of_workers(self) -> str | None:
+        return None
+
+    # --- position ---
+
+    def identity(self) -> dict[str, Any]:
+        reading, options, source = self.reading, self.options, self.source
+        part = {"part": reading.part, "parts": reading.parts} if reading.parts > 1 else {}
+        return part | {
+            "kind": "OrderedEnqueuer",
+            "random_seed": self.seed.value,
+            "length": source.length if source.is_finite else None,
+            "shuffle": reading.shuffle,
+            "batch_size": source.batch_size,
+            "drop_last": options.drop_last,
+            "rank": options.rank,
+            "world_size": options.world_size,
+            "ordered": options.ordered,
+        }
+
+    def given(self) -> dict[str, bool]:
+        return {"random_seed": self.seed.is_given}
+
+    def own_shards(self) -> None:
+        return None
+
+    def adopt(self, state: Mapping[str, Any], epoch: Epoch, was_run: bool) -> None:
+        source = self.source
+        if isinstance(source.items, Iterator) and was_run:
+            raise InvalidState(
+                "an iterator that was read cannot be rewound; make a new enqueuer with a fresh one"
+            )
+        if state.get("parts", 1) != self.reading.parts:
+            raise StateMismatch(
+                f"the state is of one of {state['parts']} workers of a DataLoader, not of the whole"
+            )
+        if epoch.starts is not None and list(epoch.starts) != [0]:
+            raise StateMismatch("this is not the position of an OrderedEnqueuer")
+        steps = self.steps()
+        if epoch.starts is not None and steps is not None:
+            last = max((epoch.starts[0].number - 1, *epoch.done))
+            if last >= steps:
+                raise StateMismatch(f"the state has task {last}, but an epoch has {steps} tasks")
+        has_callbacks = hasattr(source.items, "on_epoch_begin") or hasattr(
+            source.items, "on_epoch_end"
+        )
+        if has_callbacks and source.ended > epoch.number:
+            raise InvalidState(
+                f"on_epoch_end of the sequence was called for {source.ended} epochs, and it "
+                f"cannot go back to epoch {epoch.number}; make a new enqueuer with a new sequence"
+            )
+        self.seed.value = source.random_seed = state["random_seed"]
+
+    def rerun(self, origin: Origin, ticket: Ticket | None) -> Callable[[], Any]:
+        if origin.element is None:
+            raise ValueError("the error came from a shard of a GeneratorEnqueuer, not from a task")
+        if origin.element < 0:
+            return functools.partial(refuse, "the error came from reading the elements")
+        ticket = ticket or self._new_ticket(origin)
+        if ticket is None:
+            return functools.partial(
+                refuse,
+                "the element came from an iterable, and is gone: replay(error) takes it along "
+                "only in the process of the loop",
+            )
+        seed, skip = self.options.backend_name != "thread", self.options.on_error != "raise"
+        return functools.partial(
+            rerun_task, self.source, origin.random_seed, ticket, origin.element, seed, skip
+        )
+
+    def _new_ticket(self, origin: Origin) -> Ticket | None:
+        """Return a ticket of a task of a sequence; None for an iterable."""
+        if not self.source.is_sequence:
+            return None
+        size = self.source.batch_size or 1
+        places = slice(origin.item * size, (origin.item + 1) * size)
+        indices = order_of(self.source, self.reading, origin.epoch)[places]
+        return Ticket(origin.item, origin.epoch, tuple(int(index) for index in indices))
+
+    # --- parts ---
+
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        source = self.source
+        options = self.options.given() | {
+            "batch_size": source.batch_size,
+            "collate": None if source.collate is stack else source.collate,
+            "random_seed": self.seed.value,
+        }
+        return (source.items, source.map, self.reading.shuffle), options
+
+    def arguments_of(self, part: Part) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        given, options = self.arguments()
+        return given, options | {"rank": part.rank, "world_size": part.world_size}
+
+    def take_part(self, part: Part) -> bool:
+        reading, options = self.reading, self.options
+        self.reading = Reading(
+            reading.shuffle,
+            options.drop_last,
+            options.rank,
+            options.world_size,
+            part.index,
+            part.count,
+            part.block,
+        )
+        return True
+
+    def deals_out(self, length: int) -> bool:
+        return self.steps() == length
+
+    def out_of_order(self, parts: int) -> str:
+        return ""
+
+    def has_kept_order(self, order: Order) -> bool:
+        return True
+
+    def check_repeats(self) -> None:
+        if not self.options.ordered:
+            raise ValueError("with ordered=False each would make the batches in another order")
+        if isinstance(self.source.items, Iterator):
+            raise ValueError("an iterator is read once; pass a sequence, or an iterable")

@@ -1,0 +1,321 @@
+"""What an enqueuer needs to know of its data: shards of a generator, or tasks over elements.
+
+A `Workload` lives as long as its enqueuer; it never waits and has no lock. For each epoch it makes
+an `EpochWork`, which knows how far the epoch has come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from enqueuer.backends.job import Job, RayOptions
+from enqueuer.backends.load import Backend
+from enqueuer.backends.order import Order
+from enqueuer.common import checks
+from enqueuer.enqueuers.configs import Auto, Processes, Ray
+from enqueuer.enqueuers.options import Options
+from enqueuer.enqueuers.replay import Origin
+from enqueuer.enqueuers.run import Run
+from enqueuer.monitoring import usage
+from enqueuer.monitoring.duplicates import FirstItems
+from enqueuer.monitoring.findings import MANY_WORKERS
+from enqueuer.monitoring.stats import Stats
+from enqueuer.workers.messages import Epoch, Failure, Item, Ticket
+from enqueuer.workers.shards import fresh_seed
+from enqueuer.workers.sources import Source
+from enqueuer.workers.tasks import TaskSource
+
+
+@dataclass
+class Seed:
+    """The seed of an enqueuer.
+
+    Attributes:
+        value: Seed from which all others derive.
+        is_given: Whether the user gave it.
+        is_shared: Whether all ranks are known to have the same seed.
+    """
+
+    value: int
+    is_given: bool
+    is_shared: bool
+
+    @classmethod
+    def of(cls, given: int | None, world_size: int) -> Seed:
+        """Return the seed that was given, or draw one.
+
+        Raises:
+            TypeError: It is not an int.
+            ValueError: It is negative.
+        """
+        is_given = given is not None
+        value = fresh_seed() if given is None else checks.seed(given)
+        return cls(value, is_given, is_given or world_size == 1)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which of the batches of all ranks an enqueuer makes.
+
+    Attributes:
+        rank: Index of the rank.
+        world_size: Number of ranks.
+        index: Index of this part among those that share the batches of the rank.
+        count: Number of parts.
+        block: Number of consecutive batches that each part makes in turn.
+    """
+
+    rank: int
+    world_size: int
+    index: int = 0
+    count: int = 1
+    block: int = 1
+
+
+class EpochWork(Protocol):
+    """One epoch of a workload: its order, and what the workers are given."""
+
+    @property
+    def order(self) -> Order:
+        """The order of the items, from where the epoch began."""
+
+    @property
+    def feed_runs_code(self) -> bool:
+        """Whether `feed()` runs code of the user, which may take long."""
+
+    @property
+    def first_items(self) -> FirstItems | None:
+        """The comparison of the first items of all shards, while it goes on."""
+
+    def feed(self) -> None:
+        """Give the workers what they need to go on. Lock held, and nothing is ready."""
+
+    def hand_over(self, old: Backend, new: Backend) -> None:
+        """Let a new backend go on where an old one was. Lock held."""
+
+    def compare(self, items: Sequence[Item]) -> None:
+        """Compare new items with the first ones of other shards."""
+
+    def keep(self, failure: Failure) -> None:
+        """Let the backend return this failure from now on; it was raised."""
+
+    def where(self, failure: Failure) -> str:
+        """Return where a failure happened, for messages."""
+
+    def origin_of(self, failure: Failure) -> Origin:
+        """Return where a failure came from, with a function that runs its item again."""
+
+    def ticket(self, item: int) -> Ticket | None:
+        """Return the ticket of a task of this epoch that the workers have not finished."""
+
+    def steps_done(self, ready: int, taken: int) -> int:
+        """Return how many batches of the epoch the loop was given.
+
+        Args:
+            ready: Number of batches that are ready for the loop.
+            taken: Number of batches that were taken from the workers in this epoch.
+        """
+
+    def waiting(self, count: int) -> int:
+        """Return how many of the finished batches count as waiting."""
+
+    def next_epoch(self) -> Epoch:
+        """Return the epoch after this one, which is over."""
+
+    def end(self) -> None:
+        """Do what the source wants done at the end of an epoch. Lock held."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the epoch had no items, so that a following one would have none either."""
+
+    @property
+    def can_resize(self) -> bool:
+        """Whether the last change of the number of workers is done."""
+
+    @property
+    def resizes_in_place(self) -> bool:
+        """Whether `resize` keeps the workers that are there."""
+
+    def resize(self, workers: int) -> None:
+        """Go on with another number of workers. Locks held.
+
+        Raises:
+            StartError: The new workers could not be started; the others go on.
+        """
+
+    def rerun_s(self, stats: Stats) -> float | None:
+        """Return how many seconds of work `resize` would repeat; None if it repeats none.
+
+        Args:
+            stats: Statistics of this epoch.
+        """
+
+
+class Workload(Protocol):
+    """A source, and what its batches depend on."""
+
+    options: Options
+    seed: Seed
+
+    @property
+    def source(self) -> Source | TaskSource:
+        """The source that the workers run."""
+
+    def most_workers(self, cpus: float) -> int:
+        """Return the largest number of workers that `workers="auto"` may start.
+
+        Args:
+            cpus: Number of CPUs that the backend has.
+        """
+
+    @property
+    def shard_count(self) -> int | None:
+        """Number of shards of this rank; None for tasks."""
+
+    def steps(self) -> int | None:
+        """Return the number of batches of an epoch; None if that is not known."""
+
+    def has_kept_order(self, order: Order) -> bool:
+        """Return whether an epoch of a part has kept the order of the whole."""
+
+    def needs_common_seed(self) -> bool:
+        """Return whether the share of each rank may depend on the seed."""
+
+    def job(self, workers: int) -> Job:
+        """Return what a backend is to do with so many workers."""
+
+    def job_with(self, workers: int) -> Job | None:
+        """Return the same data as a job for another number of workers.
+
+        Returns:
+            None if another number makes no difference.
+
+        Raises:
+            InvalidState: The source cannot go on in other workers.
+        """
+
+    def keep_shards(self) -> None:
+        """Keep the number of shards from now on, whatever the number of workers will be."""
+
+    def begin(self, run: Run, epoch: Epoch, goes_on: bool, before: EpochWork | None) -> EpochWork:
+        """Return the work of an epoch.
+
+        Args:
+            run: The run that the epoch belongs to.
+            epoch: Epoch to be run, or the rest of one.
+            goes_on: Whether the source was just read up to there.
+            before: The epoch before, of the same run.
+        """
+
+    def rewind(self) -> None:
+        """Forget how far the source was read, as far as that is possible."""
+
+    def why_empty(self, earlier: int) -> str | None:
+        """Return a cause of an epoch without items that only this workload knows.
+
+        Args:
+            earlier: Number of items that the run gave before this epoch.
+        """
+
+    def limit_of_workers(self) -> str | None:
+        """Return why `workers="auto"` cannot have more than one worker; None if it can."""
+
+    def identity(self) -> dict[str, Any]:
+        """Return what the batches depend on."""
+
+    def given(self) -> dict[str, bool]:
+        """Return which values of `identity()` that may be adopted were fixed by the user."""
+
+    def own_shards(self) -> range | None:
+        """Return the shards of this rank; None for tasks."""
+
+    def adopt(self, state: Mapping[str, Any], epoch: Epoch, was_run: bool) -> None:
+        """Take from a state what the user did not fix.
+
+        Args:
+            state: A state whose identity fits.
+            epoch: The position that it holds.
+            was_run: Whether the source was read already.
+
+        Raises:
+            InvalidState: The source cannot be read again.
+            StateMismatch: The position does not fit.
+        """
+
+    def rerun(self, origin: Origin, ticket: Ticket | None) -> Callable[[], Any]:
+        """Return a function that makes an item again, in the process that calls it."""
+
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments that make an enqueuer like this one."""
+
+    def arguments_of(self, part: Part) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments that make the enqueuer of a part."""
+
+    def take_part(self, part: Part) -> bool:
+        """Read only a part of the rank's batches; return whether that was not done by arguments."""
+
+    def deals_out(self, length: int) -> bool:
+        """Return whether parts may have a `block`, and an epoch has so many batches."""
+
+    def out_of_order(self, parts: int) -> str:
+        """Return why so many parts would not keep the promised order; "" if they do."""
+
+    def check_repeats(self) -> None:
+        """Raise ValueError if copies of the source would not make the same batches in one order."""
+
+
+def check_seed(workload: Workload) -> None:
+    """Raise ValueError if the ranks may have different seeds, and their shares depend on these."""
+    if not workload.seed.is_shared and workload.needs_common_seed():
+        raise ValueError(
+            f"world_size={workload.options.world_size} needs random_seed: each rank would draw "
+            "another one and shuffle differently, so that some data would come twice "
+            "and others never; give all ranks the same"
+        )
+
+
+def job_of(
+    workload: Workload, workers: int, shards: int, own: tuple[int, ...], start_method: str
+) -> Job:
+    """Return what a backend is to do with a workload."""
+    options, backend = workload.options, workload.options.backend
+    limits = [s for s in (options.stall_timeout, options.timeout) if s is not None]
+    return Job(
+        source=workload.source,
+        shards=shards,
+        own=own,
+        workers=workers,
+        random_seed=workload.seed.value,
+        ordered=options.ordered,
+        max_queue_size=options.max_queue_size,
+        max_queue_bytes=options.max_queue_bytes,
+        start_method=start_method,
+        most_workers=most_workers(options, usage.cpus()) if options.is_auto else 0,
+        threads_per_worker=backend.threads if isinstance(backend, Processes) else None,
+        forward_logs=options.forward_logs,
+        on_error=options.on_error,
+        max_restarts=options.max_restarts,
+        may_grow=options.is_auto,
+        longest_wait_s=min(limits, default=None),
+        ray=backend.for_job() if isinstance(backend, Ray) else RayOptions(),
+    )
+
+
+def most_workers(options: Options, cpus: float) -> int:
+    """Return the largest number of workers that `workers="auto"` may start.
+
+    Args:
+        options: Options of the enqueuer.
+        cpus: Number of CPUs that the backend has.
+    """
+    workers = options.workers
+    if isinstance(workers, Auto) and workers.most is not None:
+        return workers.most
+    if options.backend_name == "ray":
+        # How much of their machines the actors use is not known here.
+        return max(1, int(cpus))
+    # How many of these help is measured: the time that they compute, and their memory.
+    return MANY_WORKERS

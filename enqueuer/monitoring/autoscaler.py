@@ -1,0 +1,300 @@
+"""How many workers: a decision after each window of a run, for `workers="auto"`.
+
+    Stats, now and then --> Autoscaler.next(stats) --> number of workers
+
+                     the loop waits, and the workers do not
+        n workers --------------------------------------------> up to 2 n
+                  <--------------------------------------------
+                     they made it hardly faster; or it does not wait, and some have nothing to do
+
+It only decides: it neither waits nor reads a clock, and knows no worker. Each step up raises the
+lower limit, and each that did not help lowers the upper limit, so that on one and the same load
+it comes to rest. Only another load resets the limits.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from enqueuer.common.text import percent, ratio
+from enqueuer.monitoring.bottleneck import FEWEST_BATCHES, HARDLY_WAITS, OFTEN_WAITS
+from enqueuer.monitoring.evidence import most_on
+from enqueuer.monitoring.stats import Stats
+from enqueuer.monitoring.worker_stats import WorkerStats
+
+# Seconds; shorter windows say too little about loads that vary.
+WINDOW_S = 1.0
+# Seconds between decisions when nothing changes any more, as each costs a little.
+LONGEST_WINDOW_S = 16.0
+# Seconds; a loop that stands still for longer seems to hang.
+MOST_COST_S = 10.0
+# Share of the gain that more workers could give, for them to stay.
+LEAST_GAIN = 0.2
+# Ratio to the rate before; a step to a rate below that is taken back at once.
+WORSE = 0.8
+# Ratio to the number of workers that are busy all the time.
+SPARE = 1.2
+# Windows in a row in which fewer workers would do, before some exit.
+CALM = 3
+# Windows in which a step up hardly helped, before it is taken back.
+DOUBTS = 2
+# Ratio of the times for a batch, twice in a row, by which it is another load.
+OTHER = 2.0
+
+
+class Autoscaler:
+    """Decide how many workers there should be.
+
+    Args:
+        workers: Number of workers at first.
+        most: Largest number of workers.
+        shards: Number of shards that they share; None for tasks, which any number can share.
+        longest_wait_s: Seconds that the loop waits for a batch before it warns or raises; a
+            change takes at most half of it. None if there is no limit.
+
+    Attributes:
+        due_s: Time of the next decision, in seconds since the start.
+        reason: Reason for the last decision, in words.
+        wanted: Number of workers that the load seemed to need in the last window, allowed or not.
+        waiting_share: Share of its time in which the loop waited then.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        most: int,
+        shards: int | None = None,
+        longest_wait_s: float | None = None,
+    ) -> None:
+        self.due_s = 0.0
+        self.reason = ""
+        self.wanted = workers
+        self.waiting_share = 0.0
+        self._workers = workers
+        self._shards = shards
+        self._most_cost_s = min(
+            MOST_COST_S, math.inf if longest_wait_s is None else longest_wait_s / 2
+        )
+        self._most_ever = self._as_fast_as(most)
+        self._window_s = WINDOW_S
+        # Snapshot when the number of workers changed last.
+        self._arrived: Stats | None = None
+        # Snapshot when the window began; None until all workers have delivered something.
+        self._base: Stats | None = None
+        self._wish: _Wish | None = None
+        self._forget()
+
+    def next(self, stats: Stats, again_s: float | None = None) -> int:
+        """Return the number of workers that there should be from now on.
+
+        Args:
+            stats: Statistics now.
+            again_s: Seconds of work that would have to be repeated, by all workers together;
+                None if a change costs nothing.
+        """
+        if self._base is None:
+            self._warm_up(stats)
+            return self._workers
+        seen = stats.since(self._base)
+        left_s = self._window_s - seen.seconds
+        if left_s <= 0 and seen.items >= FEWEST_BATCHES:
+            self._wish = self._decide(_Window.at(seen))
+            self._base, self._window_s = stats, min(2 * self._window_s, LONGEST_WINDOW_S)
+            left_s = self._window_s
+        self.due_s = stats.seconds + max(left_s, WINDOW_S / 8)
+        if self._wish is not None and self._wish.cost_s(stats, again_s) <= self._most_cost_s:
+            self._go_to(self._wish)
+        return self._workers
+
+    def refused(self, workers: int) -> None:
+        """Note that there cannot be more workers than this number, and that there are so many."""
+        self._most_ever = self._most = self._workers = workers
+        self._arrive()
+
+    # --- inside ---
+
+    def _forget(self) -> None:
+        """Forget what is known of the load."""
+        self._fewest, self._most = 1, self._most_ever
+        # Number of workers and rate before the last step up.
+        self._before: tuple[int, float] | None = None
+        # The first window with this number of workers.
+        self._known: _Window | None = None
+        self._calm = self._strange = self._doubts = 0
+
+    def _warm_up(self, stats: Stats) -> None:
+        """Begin the window when all workers have delivered something, or could have."""
+        self.due_s = stats.seconds + WINDOW_S / 8
+        if self._arrived is None:
+            self._arrived = stats
+        came = stats.items - self._arrived.items
+        all_work = all(worker.items for worker in stats.workers)
+        if stats.first_batch_s is not None and (all_work or came >= 4 * self._workers):
+            self._base = stats
+            self.due_s = stats.seconds + self._window_s
+
+    def _decide(self, window: _Window) -> _Wish | None:
+        known = self._known
+        is_other = known is not None and window.differs_from(known)
+        if is_other or (known is not None and window.waits and not known.waits):
+            self._strange += 1
+            # The first time it may be a pause of the loop, or a window with parts of two loads.
+            if self._strange == 1:
+                return None
+        if is_other:
+            self._forget()
+        self._strange = 0
+        self._known = self._known or window
+        self.wanted, self.waiting_share = window.wanted, window.waiting_share
+        if not window.waits:
+            self._before = None
+            return self._fewer(window)
+        if self._before is not None:
+            workers, rate = self._before
+            hoped = LEAST_GAIN * (self._workers / workers - 1)
+            if window.rate < rate * (1 + hoped):
+                self._doubts += 1
+                if self._doubts < DOUBTS:
+                    return None
+                reason = f"{workers} were as fast" if window.rate < rate else "that hardly helped"
+                return _Wish(workers, window, window.rate < WORSE * rate, reason, is_back=True)
+            self._before = None
+        return self._more(window)
+
+    def _more(self, window: _Window) -> _Wish | None:
+        self._calm = 0
+        now, most = self._workers, min(self._most, self._as_fast_as(window.most_that_help))
+        if now >= most or window.has_no_room:
+            return None
+        # The effect of a smaller step could not be distinguished from chance.
+        step = now + max(1, now // 4)
+        workers = self._enough_for(min(2 * now, max(step, window.wanted)))
+        reason = f"the loop waited {percent(window.waiting_share)} of its time"
+        return _Wish(min(workers, most), window, True, reason)
+
+    def _fewer(self, window: _Window) -> _Wish | None:
+        workers = max(self._fewest, self._enough_for(math.ceil(SPARE * window.busy)))
+        self._calm = self._calm + 1 if workers < self._workers else 0
+        if self._calm < CALM:
+            return None
+        reason = (
+            f"the loop waited {percent(window.waiting_share)} of its time, and some workers more"
+        )
+        return _Wish(workers, window, False, reason)
+
+    # The loop takes all shards in turn, so it is as fast as the worker that has most of them: of
+    # 16 shards, 5 workers are as fast as 4, and only 6 are faster.
+
+    def _as_fast_as(self, workers: int) -> int:
+        """Return the smallest number of workers that is as fast as `workers`."""
+        shards = self._shards
+        return workers if shards is None else -(-shards // -(-shards // workers))
+
+    def _enough_for(self, workers: int) -> int:
+        """Return the smallest number of workers that do as much as `workers` with equal shares."""
+        shards = self._shards
+        return workers if shards is None else -(-shards // max(1, shards // max(1, workers)))
+
+    def _go_to(self, wish: _Wish) -> None:
+        now = self._workers
+        if wish.is_back:
+            self._fewest = self._most = wish.workers
+        elif wish.workers > now:
+            self._fewest = max(self._fewest, now + 1)
+        self._before = (now, wish.window.rate) if wish.workers > now else None
+        self._workers, self.reason = wish.workers, wish.reason
+        self._arrive()
+
+    def _arrive(self) -> None:
+        self.due_s, self._window_s = 0.0, WINDOW_S
+        self._calm = self._strange = self._doubts = 0
+        self._arrived = self._base = self._known = self._wish = None
+
+
+@dataclass(frozen=True)
+class _Wish:
+    """A number of workers, the window that shows it, whether it is urgent, and the reason."""
+
+    workers: int
+    window: _Window
+    is_urgent: bool
+    reason: str
+    # Whether it is the number before the last step.
+    is_back: bool = False
+
+    def cost_s(self, stats: Stats, again_s: float | None) -> float:
+        """Return the seconds for which the loop would stand still; inf if that is not worth it."""
+        if again_s is None:
+            return 0.0
+        if not self.is_urgent:
+            return math.inf
+        starting_s = max((worker.starting_s for worker in stats.workers), default=0.0)
+        return again_s / self.workers + starting_s
+
+
+def _busy_s(worker: WorkerStats) -> float:
+    return worker.making_s + worker.sending_s
+
+
+@dataclass(frozen=True)
+class _Window:
+    """The numbers of a window.
+
+    Attributes:
+        rate: Batches a second.
+        waiting_share: Share of the loop's time in which it waited.
+        make_s: Seconds that one worker takes for a batch.
+        use_s: Seconds that the loop takes for a batch.
+        busy: Number of workers that were busy, on average.
+        idle_share: Share of the workers' time in which they waited for room or a task.
+        most_that_help: Number of workers for which there are CPUs, by what each computes.
+    """
+
+    rate: float
+    waiting_share: float
+    make_s: float
+    use_s: float
+    busy: float
+    idle_share: float
+    most_that_help: int
+
+    @staticmethod
+    def at(seen: Stats) -> _Window:
+        """Return the numbers of the statistics of a window."""
+        busy_s = sum(map(_busy_s, seen.workers))
+        waiting_s = sum(worker.waiting_s for worker in seen.workers)
+        made = sum(worker.items for worker in seen.workers)
+        is_known = all(worker.cpu_s is not None for worker in seen.workers)
+        # With their waits for a CPU, as on a busy machine they compute no less.
+        computed_s = sum(
+            min((worker.cpu_s or 0.0) + (worker.cpu_wait_s or 0.0), _busy_s(worker))
+            for worker in seen.workers
+        )
+        return _Window(
+            rate=seen.items / max(seen.waiting_s + seen.working_s, 1e-9),
+            waiting_share=seen.waiting_share,
+            make_s=busy_s / max(made, 1),
+            use_s=seen.working_s / max(seen.items, 1),
+            busy=busy_s / max(seen.seconds - seen.idle_s, 1e-9),
+            idle_share=waiting_s / max(waiting_s + busy_s, 1e-9),
+            most_that_help=most_on(seen.cpus, ratio(computed_s, busy_s) if is_known else 1.0),
+        )
+
+    @property
+    def waits(self) -> bool:
+        return self.waiting_share >= HARDLY_WAITS
+
+    @property
+    def has_no_room(self) -> bool:
+        return self.idle_share > OFTEN_WAITS
+
+    @property
+    def wanted(self) -> int:
+        """Number of workers that would keep up with the loop; a tenth of one is chance."""
+        return max(1, math.ceil(min(self.make_s / max(self.use_s, 1e-9), 1e6) - 0.1))
+
+    def differs_from(self, other: _Window) -> bool:
+        """Return whether a batch takes another time to make, or to use."""
+        pairs = (self.make_s, other.make_s), (self.use_s, other.use_s)
+        return any(max(pair) > OTHER * min(pair) for pair in pairs)

@@ -1,0 +1,233 @@
+"""Finding shards that make the same data, and items that were changed after they were yielded.
+
+Most often they do because the generator draws from a `numpy.random.default_rng` that was made
+outside of it and was copied to each worker, or because it takes no shard and reads everything.
+
+The first items of each shard decide: two, or as many more as it takes until they hold 128
+bytes, or 1 KiB if the function takes the shard, as its shards may well begin with the same lines
+or with an idle sensor. They must be alike between shards and differ within each: shards that
+begin with the same header are then told from copies, and a stream of one batch that is repeated,
+as benchmarks use it, from data. Shorter beginnings are not compared, as they may be alike by
+chance.
+"""
+
+from __future__ import annotations
+
+import binascii
+import dataclasses
+import itertools
+from collections.abc import Mapping, Set
+from typing import Any, Protocol
+
+import numpy as np
+
+from enqueuer.common.trees import attributes_of
+
+# Items of each shard that are compared.
+_LEAST_ITEMS = 2
+_MOST_ITEMS = 16
+# Bytes of the items of a shard together, if the function takes no shard; and if it takes one.
+_LEAST_BYTES = 128
+_LEAST_BYTES_OF_SHARDS = 1024
+# Items a shard, on average, until comparing ends; some shards may have ended, or be very slow.
+_ITEM_BUDGET = 32
+# Bytes of one array, or text, that are read.
+_MOST_BYTES = 64 * 1024
+# Parts of one item, in all its containers, that are read.
+_MOST_PARTS = 4096
+# Libraries whose arrays are in memory.
+_IN_MEMORY = {"numpy", "torch", "pandas", "pyarrow"}
+# Containers in each other; more may be a circle.
+_MOST_DEEP = 16
+
+
+class _Hash(Protocol):
+    def update(self, data: bytes, /) -> None: ...
+
+
+class FirstItems:
+    """The first items of each shard, which are added one after the other.
+
+    Args:
+        shards: Number of shards.
+        takes_shard: Whether the function takes the shard, so that alike items mean less.
+
+    Attributes:
+        done: Whether all is known.
+
+    Example:
+        >>> first = FirstItems(shards=2)
+        >>> for number in range(2):
+        ...     batch = np.full(100, number)
+        ...     first.saw(0, batch), first.saw(1, batch)
+        (None, None)
+        (None, (0, 1))
+    """
+
+    def __init__(self, shards: int, takes_shard: bool = False) -> None:
+        self.done = False
+        self._least_bytes = _LEAST_BYTES_OF_SHARDS if takes_shard else _LEAST_BYTES
+        # Shards whose first items are not all known.
+        self._left = shards
+        self._budget = _ITEM_BUDGET * shards
+        self._beginnings: dict[int, _Beginning] = {}
+        self._shards: dict[tuple[bytes, ...], int] = {}
+
+    def saw(self, shard: int, value: object) -> tuple[int, int] | None:
+        """Add an item; return two shards if these have turned out to be alike."""
+        if self.done:
+            return None
+        self._budget -= 1
+        beginning = self._beginnings.setdefault(shard, _Beginning(self._least_bytes))
+        twin = None
+        if not beginning.is_known:
+            beginning.add(value)
+            if beginning.is_known:
+                self._left -= 1
+                twin = self._twin_of(shard, beginning)
+        self.done = twin is not None or not self._left or not self._budget
+        return None if twin is None else (twin, shard)
+
+    def _twin_of(self, shard: int, beginning: _Beginning) -> int | None:
+        if not beginning.is_comparable:
+            return None
+        first = self._shards.setdefault(tuple(beginning.digests), shard)
+        return None if first == shard else first
+
+
+class _Beginning:
+    """The digests of a shard's first items, until these distinguish it from others."""
+
+    def __init__(self, least_bytes: int) -> None:
+        self.digests: list[bytes] = []
+        self._least_bytes = least_bytes
+        self.is_known = False
+        self._size = 0
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether the items hold enough, and are not one batch that is repeated."""
+        return self._size >= self._least_bytes and len(set(self.digests)) > 1
+
+    def add(self, value: object) -> None:
+        # A lone number says too little, as shards may well count.
+        found = None if isinstance(value, (int, float, complex)) else digest(value)
+        if found is None:
+            # Such a shard is not compared.
+            self._size, self.is_known = 0, True
+            return
+        self.digests.append(found[0])
+        self._size += found[1]
+        count = len(self.digests)
+        is_enough = count >= _LEAST_ITEMS and self._size >= self._least_bytes
+        self.is_known = is_enough or count == _MOST_ITEMS
+
+
+def digest(value: object) -> tuple[bytes, int] | None:
+    """Return a digest of an item, and its size in bytes; None if it cannot be read.
+
+    Numbers, texts, arrays, tensors and byte strings count, in dicts, tuples, lists, sets and
+    objects with attributes; of what is large parts that are spread over all of it.
+    """
+    # Only here, as OpenSSL takes a while to load, and few programs need it.
+    import hashlib
+
+    hashed = hashlib.blake2b(digest_size=16)
+    size = _size_fed(hashed, value)
+    return None if size is None else (hashed.digest(), size)
+
+
+def checksum(value: object) -> int | None:
+    """Return a number that changes if an item's content is changed; None if it cannot be read.
+
+    It takes less time than a digest, but different items may have the same checksum.
+    """
+    summed = _Checksum()
+    return None if _size_fed(summed, value) is None else summed.value
+
+
+class _Checksum:
+    def __init__(self) -> None:
+        self.value = 0
+
+    def update(self, data: bytes, /) -> None:
+        self.value = binascii.crc32(data, self.value)
+
+
+def _size_fed(hashed: _Hash, value: object) -> int | None:
+    """Feed an item to a hash; return its bytes, None if it is of a kind that cannot be read."""
+    try:
+        return _Reading(hashed).feed(value)
+    except Exception:  # raised by a class of the user; such items are not compared
+        return None
+
+
+class _Reading:
+    """One item on its way into a hash."""
+
+    def __init__(self, hashed: _Hash) -> None:
+        self._hashed = hashed
+        self._left = _MOST_PARTS
+        self._depth = 0
+
+    def feed(self, value: Any) -> int:
+        """Feed a value to the hash; return its bytes.
+
+        Raises:
+            TypeError: It is of a kind whose content is not known.
+        """
+        self._left -= 1
+        if self._left < 0:
+            return 0
+        if isinstance(value, (bytes, bytearray, memoryview)):
+            value = np.frombuffer(value, np.uint8)
+        if isinstance(value, (str, int, float, complex, type(None))):
+            return self._feed_plain(value)
+        self._hashed.update(type(value).__name__.encode())
+        if isinstance(getattr(value, "nbytes", None), int):
+            return self._feed_array(value)
+        if self._depth == _MOST_DEEP:
+            raise TypeError("this is nested too deeply")
+        self._depth += 1
+        size = sum(map(self.feed, self._parts_of(value)))
+        self._depth -= 1
+        return size
+
+    def _feed_plain(self, value: str | complex | None) -> int:
+        if isinstance(value, str):
+            text = value if len(value) <= _MOST_BYTES else value[:: -(-len(value) // _MOST_BYTES)]
+            self._hashed.update(f"str {len(value)} {text}".encode(errors="replace"))
+            return len(value)
+        self._hashed.update(f"{type(value).__name__} {value!r}".encode())
+        return 0 if value is None else 8
+
+    def _parts_of(self, value: Any) -> Any:
+        """Return the parts of a container; of many, some that are spread over all of it."""
+        if isinstance(value, (tuple, list)):
+            parts = list(value)
+        elif isinstance(value, Set):
+            parts = sorted(value)
+        elif dataclasses.is_dataclass(value):
+            parts = list(attributes_of(value).values())
+        else:
+            members = value if isinstance(value, Mapping) else vars(value)
+            parts = list(itertools.chain.from_iterable(members.items()))
+        self._hashed.update(f"{len(parts)}".encode())
+        return parts[:: -(-len(parts) // _MOST_PARTS) or 1]
+
+    def _feed_array(self, value: Any) -> int:
+        if value.nbytes > _MOST_BYTES and not _is_in_memory(value):
+            raise TypeError("an array of another library may lie in a file, or on a GPU")
+        array = np.asarray(value)
+        if array.dtype.hasobject:
+            raise TypeError("an array of objects is not looked into")
+        self._hashed.update(f"{array.dtype.str} {array.shape}".encode())
+        most = max(1, _MOST_BYTES // max(1, array.itemsize))
+        self._hashed.update(array.flat[:: -(-array.size // most) or 1].tobytes())
+        return int(array.nbytes)
+
+
+def _is_in_memory(array: object) -> bool:
+    """Return whether numpy can show an array without reading a file or copying it from a GPU."""
+    libraries = {kind.__module__.partition(".")[0] for kind in type(array).__mro__}
+    return not libraries.isdisjoint(_IN_MEMORY)

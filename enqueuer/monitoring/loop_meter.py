@@ -1,0 +1,156 @@
+"""Measuring how long the loop waits, and how many batches wait for it.
+
+    pause(), resume() -> waits, by length and by worker       sample() -> depth of the queue
+
+The loop's own thread writes, any thread may read. A batch that is ready is not timed.
+"""
+
+from __future__ import annotations
+
+import time
+
+from enqueuer.monitoring.meters import clock
+
+# Samples of the queue's depth; of more, every second one is forgotten.
+_MOST_SAMPLES = 256
+# Nanoseconds between two samples, at first.
+_SAMPLE_NS = 5_000_000
+# Nanoseconds; counting a shorter read by its length would take too large a part of it.
+_LONG_READ_NS = 100_000
+
+
+class LoopMeter:
+    """The waits of the loop for its batches, and the depth of the queue.
+
+    One thread at a time writes it, any may read.
+
+    Attributes:
+        began: Time at which the workers were started.
+        cpu_s: CPU time that this process had used then.
+        first: Time at which the first batch was there; 0 before that.
+        first_wait: Nanoseconds that the loop waited until then.
+        waited: Nanoseconds that it waited after that.
+        reading: Nanoseconds of these in which the loop read elements itself.
+        by_worker: Nanoseconds of waits for one certain worker, by its index.
+        buckets: Number of waits of each length, see `bucket_of`.
+        idle: Nanoseconds between epochs.
+        ended: Time at which the last epoch ended, if the next one has not begun; else 0.
+        since: Time at which the current wait began; 0 if the loop does not wait.
+        worker: Index of the worker that is waited for now, if it is a certain one.
+        samples: Pairs of a time and of the number of items that waited then.
+        left: Number of items to be taken until the next sample.
+    """
+
+    def __init__(self) -> None:
+        self.began = clock()
+        self.cpu_s = time.process_time()
+        self.first = 0
+        self.first_wait = 0
+        self.waited = 0
+        self.reading = 0
+        self.by_worker: dict[int, int] = {}
+        self.buckets: dict[int, int] = {}
+        self.idle = 0
+        self.ended = 0
+        self.since = 0
+        self.worker: int | None = None
+        self.samples: list[tuple[int, int]] = []
+        self.left = 1
+        # Items that were taken, with those that are left until the next sample.
+        self._counted = 1
+        self._interval = _SAMPLE_NS
+        self._step = 1
+        self._sampled = 0
+
+    @property
+    def taken(self) -> int:
+        """Number of items that came from the workers."""
+        return self._counted - self.left
+
+    def pause(self, worker: int | None) -> None:
+        """Note that the loop waits from now on, and for which worker; repeating it is harmless."""
+        if not self.since:
+            self.since, self.worker = clock(), worker
+
+    def resume(self) -> None:
+        """Note that the wait is over."""
+        waited, worker = clock() - self.since, self.worker
+        self.since = 0
+        if not self.first:
+            self.first_wait += waited
+            return
+        self.waited += waited
+        self._sort(waited)
+        if worker is not None:
+            self.by_worker[worker] = self.by_worker.get(worker, 0) + waited
+
+    def read(self) -> None:
+        """Note that the wait is over, in which the loop read an element itself."""
+        spent = clock() - self.since
+        self.since = 0
+        if self.first:
+            self.waited += spent
+            self.reading += spent
+            if spent >= _LONG_READ_NS:
+                self._sort(spent)
+        else:
+            self.first_wait += spent
+
+    def rest(self) -> None:
+        """Note that an epoch is over; what the loop does now has nothing to do with batches."""
+        if self.first and not self.ended:
+            self.ended = clock()
+
+    def go_on(self) -> None:
+        """Note that the next epoch begins; repeating it is harmless."""
+        if self.ended:
+            self.idle += clock() - self.ended
+            self.ended = 0
+
+    def _sort(self, waited: int) -> None:
+        # A queue that was fast is slow now, so the next sample is taken at once.
+        if waited >= _SAMPLE_NS and self.left > 1:
+            self._counted += 1 - self.left
+            self.left = self._step = 1
+        bucket = bucket_of(waited)
+        self.buckets[bucket] = self.buckets.get(bucket, 0) + 1
+
+    def sample(self, waiting: int) -> None:
+        """Note the number of items that wait; called when none is `left`."""
+        now = clock()
+        if not self.first:
+            self.first = now
+        is_late = now - self._sampled >= _SAMPLE_NS
+        self._sampled = now
+        samples = self.samples
+        if not samples or now - samples[-1][0] >= self._interval:
+            samples.append((now, waiting))
+            if len(samples) > _MOST_SAMPLES:
+                self.samples = samples[::2]
+                self._interval *= 2
+        self._step = max(1, self._step // 2) if is_late else self._step * 2
+        self._counted += self._step - self.left
+        self.left = self._step
+
+
+def bucket_of(nanoseconds: int) -> int:
+    """Return which of the buckets a time falls into; there are 16 for each doubling.
+
+    Example:
+        >>> [bucket_of(n) for n in (32, 33, 64, 1000, 1023)]
+        [96, 96, 112, 175, 175]
+    """
+    nanoseconds = max(nanoseconds, 32)
+    exponent = nanoseconds.bit_length()
+    return 16 * exponent + (nanoseconds >> (exponent - 5) & 15)
+
+
+def top_of(bucket: int) -> int:
+    """Return the time in nanoseconds where a bucket ends and the next begins.
+
+    Example:
+        >>> top_of(bucket_of(1000)), bucket_of(1024) - bucket_of(1023)
+        (1024, 1)
+    """
+    exponent, sixteenth = divmod(bucket, 16)
+    return (17 + sixteenth) << (exponent - 5)

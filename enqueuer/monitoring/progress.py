@@ -1,0 +1,178 @@
+"""A progress bar on the terminal, drawn by tqdm; on a pipe nothing is shown.
+
+bar():    of a long command
+Shown:    of an iterator over an enqueuer: rate, queue, workers
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, Protocol, TypeVar
+
+from enqueuer.common.extras import framework
+from enqueuer.common.text import percent, pluralize
+from enqueuer.monitoring.meters import clock
+from enqueuer.monitoring.stats import Stats
+
+T = TypeVar("T")
+
+# Workers that fit into a line.
+_MOST_WORKERS = 16
+# Nanoseconds between two snapshots of the statistics; each takes a tenth of a millisecond.
+_SNAPSHOT_NS = 500_000_000
+
+Progress = bool | Callable[..., Any]
+"""Whether to show a bar, or the class of the bar: tqdm's, or one with its methods."""
+
+
+class _Measured(Protocol):
+    """An object with statistics: an enqueuer."""
+
+    def stats(self) -> Stats:
+        """Return the statistics."""
+
+
+@contextlib.contextmanager
+def bar(
+    title: str, total: int | None, unit: str, shown: Progress = True
+) -> Iterator[Callable[..., object]]:
+    """Show a progress bar on standard error, if that is a terminal.
+
+    Args:
+        title: Text before the bar.
+        total: Number of units until the end; None if it is not known.
+        unit: Name of the unit.
+        shown: Whether to show a bar, or its class, which decides by itself.
+
+    Yields:
+        A function of the number of units that are done since the last call, and of text to be
+        shown beside the bar.
+
+    Raises:
+        FrameworkUnavailable: tqdm is not installed.
+    """
+    kind = bar_class(shown)
+    if kind is None:
+        yield lambda more, text="": None
+        return
+    with contextlib.closing(kind(total=total, unit=unit, desc=title)) as made:
+
+        def update(more: int, text: str = "") -> None:
+            if text:
+                made.set_postfix_str(text, refresh=False)
+            made.update(more)
+
+        yield update
+
+
+def bar_class(shown: Progress) -> Callable[..., Any] | None:
+    """Return the class of the bar; None if none is to be shown."""
+    if shown is not True:
+        return shown or None
+    if sys.stderr is None or not sys.stderr.isatty():
+        return None
+    return _quiet_tqdm()
+
+
+@functools.cache
+def _quiet_tqdm() -> Callable[..., Any]:
+    tqdm: Any = framework("tqdm", "progress", "4.64", user="progress=True").tqdm
+
+    class Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
+        """A bar that shows the measured rate, if it has one."""
+
+        # The monitor is a thread for the whole process, for bars that skip updates; ours do not.
+        monitor_interval = 0
+        measured_rate: float | None = None
+
+        @property
+        def format_dict(self) -> dict[str, Any]:
+            known: dict[str, Any] = super().format_dict
+            return known if self.measured_rate is None else known | {"rate": self.measured_rate}
+
+    return functools.partial(Bar, miniters=1)
+
+
+class Shown(Iterator[T], Generic[T]):
+    """An iterator over batches with a bar, until its end or until it is dropped.
+
+    Args:
+        batches: Iterator over the batches.
+        enqueuer: Enqueuer of the batches.
+        kind: Class of the bar.
+        done: Number of batches before the first one.
+        total: Number of all batches; None if it is not known.
+    """
+
+    def __init__(
+        self,
+        batches: Iterator[T],
+        enqueuer: _Measured,
+        kind: Callable[..., Any],
+        done: int,
+        total: int | None,
+    ) -> None:
+        self._batches = batches
+        self._enqueuer = enqueuer
+        self._began = enqueuer.stats()
+        title = f"epoch {self._began.epoch}"
+        self._bar = kind(total=total, initial=done, unit="batch", desc=title)
+        self._due = clock() + _SNAPSHOT_NS
+
+    def __next__(self) -> T:
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            # The line that stays on the terminal is of all batches.
+            self._show_stats()
+            self.close()
+            raise
+        except BaseException:
+            self.close()
+            raise
+        if clock() >= self._due:
+            self._show_stats()
+        self._bar.update(1)
+        return batch
+
+    def _show_stats(self) -> None:
+        stats = self._enqueuer.stats().since(self._began)
+        # A class of the user shows its own rate.
+        with contextlib.suppress(AttributeError):
+            self._bar.measured_rate = stats.items_per_s
+        self._bar.set_postfix_str(postfix(stats), refresh=False)
+        self._due = clock() + _SNAPSHOT_NS
+
+    def close(self) -> None:
+        """Leave the bar as it is."""
+        self._bar.close()
+
+    def __del__(self) -> None:
+        # The interpreter may be ending, or there was no bar yet.
+        with contextlib.suppress(Exception):
+            self._bar.close()
+
+
+def postfix(stats: Stats) -> str:
+    """Return the text beside the bar: the loop's waits, the queue, how busy the workers are.
+
+    Example:
+        >>> from enqueuer import GeneratorEnqueuer
+        >>> from enqueuer.monitoring.progress import postfix
+        >>> postfix(GeneratorEnqueuer(lambda: iter("abc")).stats())
+        'waiting 0 %, queue 0/10'
+    """
+    text = (
+        f"waiting {percent(stats.waiting_share)}, queue {stats.queue_size}/{stats.max_queue_size}"
+    )
+    if stats.workers:
+        busy = [worker.busy_share for worker in stats.workers]
+        shares = " ".join(f"{100 * share:.0f}" for share in busy[:_MOST_WORKERS])
+        more = " ..." if len(busy) > _MOST_WORKERS else ""
+        text += f", {pluralize(len(busy), 'worker')} busy {shares}{more} %"
+    if stats.restart_count:
+        text += f", {stats.restart_count} restarted"
+    return text

@@ -1,0 +1,295 @@
+"""A timeline in the Chrome trace event format: one file to which all workers append.
+
+    [                                            begun by the process of the loop
+    {"name": "next", "ph": "X", "ts": 17, ...},  \\  whole lines of all workers and of the loop,
+    {"name": "work", "ph": "X", "ts": 12, ...},  /  in any order
+    {"name": "stop", "ph": "i", "ts": 99, ...}
+    ]                                            ended by the process of the loop
+
+The format allows for a missing end, so that there is nothing to merge: each writer has a
+descriptor of its own, opened to append, and the system orders writes that come at once. What a
+crash leaves can be opened, too. Times are those of `time.monotonic_ns`, which is
+one clock for all processes of a machine; in whole microseconds, since viewers that read
+fractions round them, and spans that touch would then overlap.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from enqueuer.common.descriptors import Descriptor, close_in_children
+
+# Bytes of a file: about two million events; viewers take no more.
+MOST_BYTES = 256 * 1000 * 1000
+# Bytes of one write, which the system does not split.
+FLUSH_BYTES = 32 * 1024
+# Nanoseconds of events that a killed worker loses at most.
+FLUSH_NS = 500_000_000
+# Characters of an error.
+_MOST_TEXT = 200
+
+# The begin of each file, by which our own are recognized.
+HEAD = b'[\n{"name": "enqueuer trace", "ph": "M"'
+_TAIL = b"\n]\n"
+
+
+@dataclass
+class Place:
+    """The file of one run; also pickled, for workers.
+
+    Attributes:
+        path: Absolute path of the file.
+        file: Device and inode of the file, as another file may have taken its name.
+        run: Number of times that the enqueuer was started before.
+        pid: Process id of the loop.
+        over: Whether the file was ended; known in the process of the loop only.
+    """
+
+    path: str
+    file: tuple[int, int]
+    run: int
+    pid: int
+    over: bool = False
+
+
+class Lines:
+    """The writer of one thread. What cannot be written is dropped, and `trouble` is the reason.
+
+    Attributes:
+        trouble: Error for which nothing is recorded any more; None if there was none.
+        is_full: Whether the file is as large as it may be.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self.trouble: OSError | None = None
+        self.is_full = False
+        self._place = place
+        self._pid = os.getpid()
+        self._lines: list[str] = []
+        self._size = 0
+        self._due = 0
+        self._fd: Descriptor | None = None
+        try:
+            self._fd = Descriptor(os.open(place.path, os.O_WRONLY | os.O_APPEND))
+            close_in_children(self._fd)
+            found = os.fstat(self._fd.fileno())
+            if (found.st_dev, found.st_ino) != place.file:
+                raise OSError(errno.ESTALE, "another file has taken its name", place.path)
+        except OSError as error:
+            self._give_up(error)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether events are still recorded."""
+        return self._fd is not None and not self.is_full
+
+    def add(self, line: str, now: int) -> None:
+        """Keep an event for the next writing, or write now.
+
+        Args:
+            line: Event as JSON.
+            now: Time by `time.monotonic_ns`.
+        """
+        if not self.is_open:
+            return
+        if not self._lines:
+            self._due = now + FLUSH_NS
+        self._lines.append(line)
+        self._size += len(line)
+        if self._size > FLUSH_BYTES or now > self._due:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the events that are kept."""
+        lines, self._lines, self._size = self._lines, [], 0
+        if lines and self._is_mine() and not self._is_too_much():
+            self.write(",\n".join([*lines, ""]).encode())
+
+    def write(self, data: bytes) -> None:
+        """Write data as they are, also to a full file."""
+        if self._fd is None or not self._is_mine():
+            return
+        try:
+            if os.write(self._fd.fileno(), data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._place.path)
+        except OSError as error:
+            self._give_up(error)
+
+    def end(self, last: str) -> None:
+        """Write the last event and the end, so that the file is JSON in the strict sense."""
+        self.flush()
+        self.write(last.encode() + _TAIL)
+        self._place.over = True
+
+    def close(self) -> None:
+        """Write the events that are kept, and close the descriptor."""
+        self.flush()
+        if self._fd is not None:
+            self._fd.close()
+            self._fd = None
+
+    def _is_mine(self) -> bool:
+        """Return whether this is no forked copy, and the file is not ended."""
+        return self._fd is not None and os.getpid() == self._pid and not self._place.over
+
+    def _is_too_much(self) -> bool:
+        assert self._fd is not None
+        self.is_full = self.is_full or os.fstat(self._fd.fileno()).st_size > MOST_BYTES
+        return self.is_full
+
+    def _give_up(self, error: OSError) -> None:
+        self.trouble = error
+        if self._fd is not None:
+            self._fd.close()
+            self._fd = None
+
+
+def begin(path: str, run: int, last: tuple[int, int] | None) -> Place:
+    """Begin the file, or continue it.
+
+    Args:
+        path: Path of the file.
+        run: Number of times that the enqueuer was started before.
+        last: Device and inode of the file of the run before; None if there was none.
+
+    Raises:
+        FileExistsError: There is a file, and it is not a trace.
+        OSError: The file cannot be created.
+    """
+    path = os.path.realpath(path)
+    with contextlib.suppress(OSError):
+        if last is not None and _reopen(path, last):
+            return Place(path, last, run, os.getpid())
+    if os.path.lexists(path):
+        if not is_trace(path):
+            raise FileExistsError(
+                errno.EEXIST, "trace= names something that is no trace of an enqueuer", path
+            )
+        # Not emptied, as another enqueuer may still write to it.
+        os.unlink(path)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        found = os.fstat(fd)
+        head = HEAD + f', "pid": {os.getpid()}, "args": {{"format": 1}}}},\n'.encode()
+        # A full disk is reported when events cannot be written.
+        with contextlib.suppress(OSError):
+            os.write(fd, head)
+    finally:
+        os.close(fd)
+    return Place(path, (found.st_dev, found.st_ino), run, os.getpid())
+
+
+def _reopen(path: str, last: tuple[int, int]) -> bool:
+    """Remove the end of a file that this enqueuer had written; return whether it was there."""
+    with open(path, "r+b") as file:
+        found = os.fstat(file.fileno())
+        if (found.st_dev, found.st_ino) != last or found.st_size < len(HEAD) + len(_TAIL):
+            return False
+        file.seek(-len(_TAIL), os.SEEK_END)
+        if file.read() != _TAIL:
+            return False
+        file.seek(-len(_TAIL), os.SEEK_END)
+        file.truncate()
+        file.write(b",\n")
+        return True
+
+
+def is_trace(path: str) -> bool:
+    """Return whether a file is a trace of this package, or empty.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        return False
+    with open(path, "rb") as file:
+        return file.read(len(HEAD)) in (b"", HEAD)
+
+
+def part_of(path: str, number: int, count: int) -> str:
+    """Return the path of the file for one of several that share the work.
+
+    Example:
+        >>> part_of("runs/first.json", 1, 4)
+        'runs/first.1-of-4.json'
+    """
+    whole = Path(path)
+    return str(whole.with_name(f"{whole.stem}.{number}-of-{count}{whole.suffix}"))
+
+
+# --- events -------------------------------------------------------------------------------------
+
+
+_NO_ARGS: Mapping[str, Any] = {}
+
+
+class Track:
+    """One row of the timeline, whose events are lines. Called by one thread at a time."""
+
+    def __init__(self, lines: Lines, pid: int, tid: int) -> None:
+        self.lines = lines
+        self._where = f'"pid": {pid}, "tid": {tid}'
+
+    def name(self, process: str | None, thread: str, rank: int) -> None:
+        """Name the row and give its rank; `process` is None if the process has a name already."""
+        whose = {"thread": thread} if process is None else {"process": process, "thread": thread}
+        for kind, name in whose.items():
+            self._add(f'"name": "{kind}_name", "ph": "M"', {"name": name}, 0)
+            self._add(f'"name": "{kind}_sort_index", "ph": "M"', {"sort_index": rank}, 0)
+
+    def span(self, name: str, begin: int, end: int, args: Mapping[str, Any] = _NO_ARGS) -> None:
+        """Record a span between two times, in nanoseconds."""
+        at = begin // 1000
+        head = f'"name": "{name}", "ph": "X", "ts": {at}, "dur": {end // 1000 - at}'
+        self._add(head, args, end)
+
+    def instant(self, name: str, at: int, args: Mapping[str, Any] = _NO_ARGS) -> None:
+        """Record an instant."""
+        self._add(f'"name": "{name}", "ph": "i", "s": "p", "ts": {at // 1000}', args, at)
+
+    def counter(self, name: str, at: int, value: int) -> None:
+        """Record a number of items."""
+        self._add(f'"name": "{name}", "ph": "C", "ts": {at // 1000}', {"items": value}, at)
+
+    def arrow(self, is_begin: bool, at: int, run: int, epoch: int, shard: int, item: int) -> None:
+        """Let the arrow of an item begin, or end, in the span that was recorded last."""
+        # 64 bits in all, as Perfetto reads it; lost bits make a wrong arrow and nothing worse.
+        name = f"{run & 0xFF:02x}{epoch & 0xFFF:03x}{shard & 0xFFF:03x}{item & 0xFFFFFFFF:08x}"
+        phase = '"ph": "s"' if is_begin else '"ph": "f", "bp": "e"'
+        head = f'"name": "item", "cat": "item", {phase}, "id": "{name}", "ts": {at // 1000}'
+        self._add(head, _NO_ARGS, at)
+
+    def last(self, name: str, at: int) -> None:
+        """Record the last instant, and end the file."""
+        head = f'"name": "{name}", "ph": "i", "s": "p", "ts": {at // 1000}'
+        self.lines.end(f"{{{head}, {self._where}}}")
+
+    def _add(self, head: str, args: Mapping[str, Any], now: int) -> None:
+        if args:
+            self.lines.add(f'{{{head}, {self._where}, "args": {json.dumps(args)}}}', now)
+        else:
+            self.lines.add(f"{{{head}, {self._where}}}", now)
+
+
+def text_of(error: BaseException) -> str:
+    """Return an error in a line, also if its `__repr__` fails."""
+    try:
+        text = repr(error)
+    except Exception:
+        text = type(error).__name__
+    return text if len(text) <= _MOST_TEXT else text[:_MOST_TEXT] + "..."
+
+
+def full_text(pid: int, at: int) -> bytes:
+    """Return the event that marks a file as full."""
+    head = f'"name": "full", "ph": "i", "s": "p", "ts": {at // 1000}'
+    args = json.dumps({"limit_bytes": MOST_BYTES})
+    return f'{{{head}, "pid": {pid}, "tid": {pid}, "args": {args}}},\n'.encode()

@@ -1,0 +1,176 @@
+"""What the system reports of threads and processes: CPU time, memory, and the number of CPUs."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+# Share of the available memory; the rest is for batches, and for workers that grow.
+_OF_MEMORY = 0.8
+
+
+@dataclass(frozen=True)
+class Usage:
+    """The usage of a thread or a process so far; None where the system does not report it.
+
+    Attributes:
+        cpu_s: Seconds of CPU time.
+        cpu_wait_s: Seconds in which it could have run, but had no CPU.
+        rss_bytes: Memory that it has now, with what it shares with others; of processes only.
+        switches: Number of times that it gave up its CPU to wait for something; of threads only.
+    """
+
+    cpu_s: float | None = None
+    cpu_wait_s: float | None = None
+    rss_bytes: int | None = None
+    switches: int | None = None
+
+
+def of_process(pid: int) -> Usage:
+    """Return the usage of a process with all its threads; nothing of one that has ended."""
+    return Usage(
+        _cpu_s(~pid << 3 | 2),
+        # Of its first thread, in which the generator runs.
+        _cpu_wait_s(f"/proc/{pid}/schedstat"),
+        _rss_bytes(pid),
+    )
+
+
+def of_thread(thread: threading.Thread) -> Usage:
+    """Return the usage of a thread of this process; nothing of one that has ended."""
+    if thread.native_id is None:
+        return Usage()
+    return Usage(
+        _cpu_s(~thread.native_id << 3 | 6),
+        _cpu_wait_s(f"/proc/self/task/{thread.native_id}/schedstat"),
+        switches=_switches(f"/proc/self/task/{thread.native_id}/status"),
+    )
+
+
+def cpus() -> float:
+    """Return the number of CPUs that this process may use, or the share of its container."""
+    allowed = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0)
+    return min(allowed or os.cpu_count() or 1, _quota())
+
+
+def own_bytes(pid: int) -> int | None:
+    """Return the memory of a process, with its part of what it shares; None if not known."""
+    try:
+        with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
+            found = file.read().partition(b"\nPss:")[2].split(maxsplit=1)
+        return 1024 * int(found[0])
+    except (OSError, IndexError, ValueError):
+        return _rss_bytes(pid)
+
+
+def available_bytes(proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> int | None:
+    """Return the bytes that this process and its children may still take without swapping.
+
+    That is what the machine has left, or what a container, or any control group of this process,
+    has left of its limit. Files in the cache count as free. None if not known.
+    """
+    try:
+        facts = _numbers(Path(proc, "meminfo"))
+    except OSError:
+        return None
+    free = 1024 * facts["MemAvailable:"] if "MemAvailable:" in facts else None
+    for folder, limit, used, cached in _memory_groups(proc, Path(cgroups)):
+        try:
+            most, now = (int((folder / name).read_text()) for name in (limit, used))
+            stat = _numbers(folder / "memory.stat")
+        except (OSError, ValueError):  # there is no such group, or its limit is "max"
+            continue
+        left = max(0, most - now + sum(stat.get(name, 0) for name in cached))
+        free = left if free is None else min(free, left)
+    return free
+
+
+def room_for(free_bytes: int, each_bytes: int) -> int:
+    """Return the number of further workers for which there is memory.
+
+    Example:
+        >>> room_for(10_000, 1000), room_for(1000, 1000)
+        (8, 0)
+    """
+    return int(_OF_MEMORY * free_bytes / max(1, each_bytes))
+
+
+def _memory_groups(proc: str, root: Path) -> Iterator[tuple[Path, str, str, tuple[str, str]]]:
+    """Yield the control groups of this process and those around them.
+
+    Yields:
+        A folder, and the names of its files and of the lines of `memory.stat` with the numbers:
+        of version 2 of control groups, or of 1.
+    """
+    try:
+        lines = Path(proc, "self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        own = PurePosixPath(path.lstrip("/"))
+        around = [own, *own.parents]
+        if number == "0":
+            for part in around:
+                cached = ("inactive_file", "active_file")
+                yield root / part, "memory.max", "memory.current", cached
+        elif "memory" in controllers.split(","):
+            for part in around:
+                cached = ("total_inactive_file", "total_active_file")
+                folder = root / "memory" / part
+                yield folder, "memory.limit_in_bytes", "memory.usage_in_bytes", cached
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """Return the numbers of a file with a name and a number in each line."""
+    rows = (line.split() for line in path.read_text().splitlines())
+    return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
+
+
+def _cpu_s(clock_id: int) -> float | None:
+    # Linux computes the number of a process's CPU clock from its pid, see clock_getcpuclockid(3)
+    # and MAKE_PROCESS_CPUCLOCK in the kernel's posix-timers.h; the C library only adds checks.
+    try:
+        return time.clock_gettime(clock_id)
+    except (OSError, AttributeError, OverflowError):
+        return None
+
+
+def _cpu_wait_s(path: str) -> float | None:
+    try:
+        with open(path, "rb") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def _switches(path: str) -> int | None:
+    name = b"\nvoluntary_ctxt_switches:"
+    try:
+        with open(path, "rb") as file:
+            return int(file.read().partition(name)[2].split(maxsplit=1)[0])
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def _rss_bytes(pid: int) -> int | None:
+    try:
+        with open(f"/proc/{pid}/statm", "rb") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def _quota() -> float:
+    try:
+        with open("/sys/fs/cgroup/cpu.max", "rb") as file:
+            quota, period = map(int, file.read().split())
+    except (OSError, ValueError):  # no such file, or "max"
+        return math.inf
+    return quota / period

@@ -1,0 +1,154 @@
+"""A snapshot of what one worker has done.
+
+    meter, usage --worker_stats()--> WorkerStats --> since(earlier): the difference
+
+A snapshot is plain data: it can be kept, compared, printed and pickled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from enqueuer.common.text import ratio
+from enqueuer.monitoring import meters
+from enqueuer.monitoring.usage import Usage
+
+
+@dataclass(frozen=True)
+class WorkerStats:
+    """The work of one worker since it was started, and of those whose place it took.
+
+    Its time is divided into five: starting, making, sending, waiting, idle.
+
+    Attributes:
+        index: Index of the worker, from 0.
+        name: Its name, such as `"worker 0 (process 4711, forkserver)"`.
+        shards: Shards that it runs; empty for tasks, which any worker may take.
+        items: Number of items that it has sent.
+        bytes: Approximate size of these items: in processes as they were sent; in threads every
+            64th item is measured and stands for the others.
+        started: Time of its start, in nanoseconds of `time.monotonic_ns()`.
+        starting_s: Seconds from its start until it was ready for the first order.
+        making_s: Seconds in the generator, or in `map` and `__getitem__`.
+        sending_s: Seconds of pickling and copying; of small items a sample stands for all.
+            0 in threads.
+        waiting_s: Seconds in which it had an item and no room for it, or no task.
+        idle_s: Seconds between epochs, or after its last item.
+        cpu_s: Seconds of CPU time since it was ready, with all threads of a process; None if the
+            system does not report it, here and below.
+        cpu_wait_s: Seconds since then in which it could have run, but had no CPU.
+        rss_bytes: Memory of its process, with what it shares with others; None for a thread.
+        blocks: Number of blocks of shared memory in which its items lie, waiting, in use or free.
+        block_bytes: Size of these blocks.
+        switches: Number of times that it gave up its CPU to wait for something; None for a
+            process.
+    """
+
+    index: int
+    name: str
+    shards: tuple[int, ...]
+    items: int
+    bytes: int
+    started: int
+    starting_s: float
+    making_s: float
+    sending_s: float
+    waiting_s: float
+    idle_s: float
+    cpu_s: float | None = None
+    cpu_wait_s: float | None = None
+    rss_bytes: int | None = None
+    blocks: int = 0
+    block_bytes: int = 0
+    switches: int | None = None
+
+    @property
+    def busy_share(self) -> float:
+        """Share of its time, without starting and idling, in which it did not wait; 0 to 1."""
+        busy = self.making_s + self.sending_s
+        return ratio(busy, busy + self.waiting_s)
+
+    def since(self, earlier: WorkerStats) -> WorkerStats:
+        """Return its work since an earlier snapshot."""
+        return self._with(earlier, -1)
+
+    def after(self, before: WorkerStats) -> WorkerStats:
+        """Return the same with the work of the worker that was in this place before."""
+        return self._with(before, 1)
+
+    def _with(self, other: WorkerStats, sign: int) -> WorkerStats:
+        changed: dict[str, Any] = {
+            name: getattr(self, name) + sign * (getattr(other, name) or 0)
+            for name in _COUNTED
+            if getattr(self, name) is not None
+        }
+        if sign > 0:
+            changed["started"] = other.started
+        return dataclasses.replace(self, **changed)
+
+
+_COUNTED = (
+    *("items", "bytes", "starting_s", "making_s", "sending_s", "waiting_s", "idle_s"),
+    *("cpu_s", "cpu_wait_s", "switches"),
+)
+
+
+def worker_stats(
+    index: int,
+    name: str,
+    shards: tuple[int, ...],
+    words: memoryview[int],
+    sent: tuple[int, int],
+    used: Usage,
+    began: int,
+    memory: tuple[int, int] = (0, 0),
+) -> WorkerStats:
+    """Make a snapshot of a worker.
+
+    Args:
+        index: Index of the worker, from 0.
+        name: Name of the worker.
+        shards: Shards that it runs.
+        words: Words of its meter.
+        sent: Number of items that it has sent, and their bytes.
+        used: CPU time and memory that it has used.
+        began: Time of its start, of `meters.clock()`.
+        memory: Number of its blocks, and their bytes.
+    """
+    now = meters.clock()
+    ready, phase, since = words[meters.BEGAN], words[meters.PHASE], words[meters.SINCE]
+    spent = {meters.WAITING: words[meters.WAITING], meters.IDLE: words[meters.IDLE]}
+    if phase in spent:
+        spent[phase] += max(0, now - since)
+    waiting, idle = spent.values()
+    sending = words[meters.SENDING]
+    working = now - ready - waiting - idle if ready else 0
+    return WorkerStats(
+        index=index,
+        name=name,
+        shards=shards,
+        items=sent[0],
+        bytes=sent[1],
+        started=began,
+        # It may have been ready before its start was noted.
+        starting_s=max(0, (ready or now) - began) / 1e9,
+        making_s=max(0, working - sending) / 1e9,
+        sending_s=min(sending, max(0, working)) / 1e9,
+        waiting_s=waiting / 1e9,
+        idle_s=idle / 1e9,
+        cpu_s=_since_ready(used.cpu_s, ready, words[meters.CPU_BEFORE]),
+        cpu_wait_s=_since_ready(used.cpu_wait_s, ready, words[meters.CPU_WAIT_BEFORE]),
+        rss_bytes=used.rss_bytes,
+        blocks=memory[0],
+        block_bytes=memory[1],
+        switches=used.switches,
+    )
+
+
+def _since_ready(used_s: float | None, ready: int, before_ns: int) -> float | None:
+    """Return a time without that of the start, which is not part of the work."""
+    if used_s is None:
+        return None
+    return max(0.0, used_s - before_ns / 1e9) if ready else 0.0

@@ -1,1 +1,0 @@
-"""`enqueuer report`: a trace is read, counted, and drawn as a page."""

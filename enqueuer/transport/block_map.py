@@ -1,0 +1,127 @@
+"""The consumer's side of shared memory: the blocks of one worker, and the leases on them.
+
+    add(number, descriptor) -> mapped -> lease(number): a view -> its last slice dies -> released
+
+A lease ends in whatever thread the garbage collector happens to run in, perhaps while a lock is
+held: so it only appends to a deque. A function in C does that, so that no exception of a signal
+handler can lose it. Until the frame that names a block counts as read, the map itself keeps the
+lease: an exception that strikes in the middle of a frame must not release the block.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections import deque
+
+import numpy as np
+
+from enqueuer.errors import BlockMemoryError
+from enqueuer.transport.mapping import Mapping
+from enqueuer.transport.memory import MAP_OPTIONS, allocation_error, close_all
+
+# The system allows 65530 mappings, and fewer where each keeps a descriptor. A loop that keeps
+# more batches of one worker than these gets copies.
+_MOST_LEASED = 4096 if MAP_OPTIONS else 64
+
+
+class Lease(weakref.ref[np.ndarray]):
+    """A block that is lent to the arrays of an item.
+
+    Attributes:
+        number: Number of the block.
+    """
+
+    __slots__ = ("number",)
+    number: int
+
+
+class BlockMap:
+    """The blocks of one worker as the consumer maps them, and the leases on them.
+
+    Leases outlive the map: arrays stay valid as long as anything refers to them, also after the
+    worker died and the enqueuer was stopped.
+
+    Attributes:
+        current: Blocks of the frame that is being read, by number. The reader empties it when the
+            frame counts as read.
+        released: Leases that have ended and that the worker has not been sent yet.
+    """
+
+    def __init__(self) -> None:
+        self._memory: dict[int, Mapping] = {}
+        self._missing: dict[int, BlockMemoryError] = {}
+        self._leases: dict[int, Lease] = {}
+        self.current: dict[int, np.ndarray] = {}
+        self.released: deque[Lease] = deque()
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._memory or number in self._missing
+
+    @property
+    def count(self) -> int:
+        """Number of mapped blocks."""
+        return len(self._memory)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all mapped blocks in bytes."""
+        return sum(map(len, tuple(self._memory.values())))
+
+    def add(self, number: int, fds: list[int]) -> None:
+        """Map a block that came with its descriptor, and close the descriptor.
+
+        If that fails, `lease` raises the reason: what had come before is to be delivered first.
+        It may be called again after an interrupt.
+        """
+        if not fds and number not in self:
+            self._missing[number] = BlockMemoryError(
+                "the descriptor of an item's shared memory was lost on its way; this process has "
+                "too few (`ulimit -n`): keep fewer batches, or try a smaller max_queue_size"
+            )
+        for fd in fds:
+            size = os.fstat(fd).st_size
+            try:
+                self._memory[number] = Mapping(fd, size, **MAP_OPTIONS)
+            except OSError as error:
+                self._missing[number] = allocation_error(size, error)
+        close_all(fds)
+
+    def lease(self, number: int) -> memoryview:
+        """Return a writable view of all of a block; the lease ends when its last slice dies.
+
+        It may be called again for the same frame: the lease is the same.
+
+        Raises:
+            BlockMemoryError: The block could not be mapped: no memory or descriptor is left.
+        """
+        if number in self._missing:
+            raise self._missing[number]
+        are_many = self._many_are_leased()
+        anchor = self.current.get(number)
+        if anchor is None:
+            anchor = np.frombuffer(self._memory[number], np.uint8)
+            # Kept before its end can be noticed.
+            self.current[number] = anchor
+        lease = self._leases.get(number)
+        if lease is None or lease() is not anchor:
+            lease = Lease(anchor, self.released.append)
+            lease.number = number
+            self._leases[number] = lease
+        return anchor.copy().data if are_many else anchor.data
+
+    def _many_are_leased(self) -> bool:
+        if len(self._memory) <= _MOST_LEASED:
+            return False
+        return sum(anchor() is not None for anchor in self._leases.values()) >= _MOST_LEASED
+
+    def drop(self, number: int) -> None:
+        """Forget a block that the worker gave up."""
+        self._memory.pop(number, None)
+        self._missing.pop(number, None)
+        self._leases.pop(number, None)
+
+    def clear(self) -> None:
+        """Forget all blocks; leased ones stay as long as their arrays."""
+        for forgotten in (self._memory, self._missing, self._leases, self.current, self.released):
+            forgotten.clear()

@@ -1,0 +1,78 @@
+"""Finding the part of an object that cannot be pickled, for an error message.
+
+find_culprit("item", {"x": [lock]}) -> ("item['x'][0]", lock)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import FunctionType
+
+import cloudpickle
+
+from enqueuer.common.text import an
+from enqueuer.common.trees import attributes_of, members_of
+
+# Steps into a nest; a message that names more of them is too long to help.
+_DEEPEST_CULPRIT = 100
+
+
+def describe_culprit(value: object, error: BaseException) -> str:
+    """Return a sentence that says which part of an item cannot be pickled, and why."""
+    path, part = find_culprit("item", value)
+    return (
+        f"{path} is {an(name_of(type(part)))}, which cannot be sent between processes ({error}); "
+        "yield arrays and plain data, or use backend='thread', which pickles nothing"
+    )
+
+
+def find_culprit(
+    path: str,
+    value: object,
+    parts: Callable[[object], Iterable[tuple[str, object]]] | None = None,
+) -> tuple[str, object]:
+    """Return the smallest part of `value` that cannot be pickled, and where it is.
+
+    Args:
+        path: Name of `value`.
+        value: Object that cannot be pickled.
+        parts: Function that returns the parts of a value, each with the step to it, which is
+            appended to the path; `parts_of` by default.
+    """
+    # A nest may contain itself.
+    seen: set[int] = set()
+    while len(seen) < _DEEPEST_CULPRIT:
+        seen.add(id(value))
+        for step, part in (parts or parts_of)(value):
+            if id(part) not in seen and not is_picklable(part):
+                path, value = path + step, part
+                break
+        else:
+            break
+    return path, value
+
+
+def is_picklable(value: object) -> bool:
+    """Return whether cloudpickle can pickle `value`, by trying."""
+    try:
+        cloudpickle.dumps(value, protocol=5)
+    except Exception:
+        return False
+    return True
+
+
+def parts_of(value: object) -> Iterable[tuple[str, object]]:
+    """Return the parts of a container, or the attributes of an object, with the step to each."""
+    if isinstance(value, (dict, list, tuple)):
+        members = members_of(value) or {}
+        return [(f"[{key!r}]", part) for key, part in members.items()]
+    if isinstance(value, (type, FunctionType)):
+        return []
+    return [(f".{name}", part) for name, part in attributes_of(value).items()]
+
+
+def name_of(kind: type) -> str:
+    """Return the full name of a class; a built-in one without its module."""
+    if kind.__module__ == "builtins":
+        return kind.__qualname__
+    return f"{kind.__module__}.{kind.__qualname__}"

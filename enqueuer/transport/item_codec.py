@@ -1,0 +1,208 @@
+"""An item <-> a pickle and the large buffers beside it.
+
+    Encoder().encode(value) -> (pickle, buffers)   decode(pickle, buffers) -> value
+
+Pickle protocol 5 with the large buffers out of band. Plain pickle is tried first, since it is
+fast; classes and functions of `__main__`, or local ones, need cloudpickle, which brings them
+back as the very same class if this process has sent them.
+
+Two kinds of objects are pickled in our own way. A numpy array becomes `ndarray(shape, dtype,
+buffer)`, which is three to four times as fast as numpy's own way for small ones (it looks up
+fewer names) and also works out of band for what numpy would copy into the pickle: datetimes and
+arrays that are not contiguous, which are so copied once and not twice. A torch tensor goes as
+`tensors.py` describes. Subclasses keep their own ways.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import pickle
+from collections.abc import Callable, Iterable, Sequence
+from pickle import PickleBuffer
+from typing import Any
+
+import cloudpickle
+import numpy as np
+
+from enqueuer.common.sizes import OUT_OF_BAND_BYTES
+from enqueuer.errors import ItemNotPicklable
+from enqueuer.transport import tensors
+from enqueuer.transport.culprit import describe_culprit
+
+# Types that need no pickler of our own.
+SCALARS = frozenset({int, float, bool, str, bytes})
+
+# Buffers out of band: the table of an item's buffers must fit into a frame.
+_MOST_BUFFERS = 1024
+# Dtypes that are remembered; a program that makes more of them starts anew.
+_MOST_DTYPES = 1000
+
+Buffer = memoryview | np.ndarray
+"""Bytes beside a pickle: contiguous ones, or an array that is not."""
+
+
+class Encoder:
+    """Encode items as pickles; for one thread.
+
+    Attributes:
+        arrays: Large numpy arrays that were encoded since this list was cleared.
+    """
+
+    def __init__(self) -> None:
+        self.arrays: list[np.ndarray] = []
+        self._chunks: list[bytes] = []
+        self._buffers: list[Buffer] = []
+        self._strided: dict[int, np.ndarray] = {}
+        self.write = self._chunks.append
+        # One pickler for all items: to make one costs as much as to pickle a small item.
+        self._pickler = pickle.Pickler(self, protocol=5, buffer_callback=self._keep_in_band)
+        self._pickler.dispatch_table = _Reducers(self._reduce_array)
+
+    def encode(self, value: object) -> tuple[bytes, Sequence[Buffer]]:
+        """Return `value` as a pickle and the buffers that belong beside it.
+
+        The buffers are views of the value's own memory: use them before it changes.
+
+        Raises:
+            ItemNotPicklable: Neither pickle nor cloudpickle can encode it. The message says why.
+        """
+        try:
+            self._pickler.dump(value)
+        except Exception as first:
+            self._take()
+            return self._by_cloudpickle(value, first), self._take()[1]
+        except BaseException:
+            self._take()
+            raise
+        return self._take()
+
+    def _take(self) -> tuple[bytes, Sequence[Buffer]]:
+        """Return what the pickler has made, and have it forget the item."""
+        chunks, buffers = self._chunks, self._buffers
+        data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        chunks.clear()
+        self._pickler.clear_memo()
+        if not buffers:
+            return data, ()
+        self._buffers = []
+        return data, buffers
+
+    def _by_cloudpickle(self, value: object, first: Exception) -> bytes:
+        try:
+            data: bytes = cloudpickle.dumps(value, protocol=5, buffer_callback=self._keep_in_band)
+        except Exception as second:
+            raise ItemNotPicklable(describe_culprit(value, first)) from second
+        return data
+
+    def _keep_in_band(self, buffer: PickleBuffer) -> bool:
+        """Take a buffer out of the pickle if it is large; called by the pickler."""
+        view: Buffer | None = self._strided.pop(id(buffer), None) if self._strided else None
+        if view is None:
+            view = buffer.raw()
+            if view.nbytes < OUT_OF_BAND_BYTES or len(self._buffers) == _MOST_BUFFERS:
+                return True
+        self._buffers.append(view)
+        return False
+
+    def _reduce_array(self, array: np.ndarray) -> Any:
+        dtype = _portable_dtypes[array.dtype]
+        if dtype is None:
+            return array.__reduce_ex__(5)
+        flags = array.flags
+        is_large = array.nbytes >= OUT_OF_BAND_BYTES
+        if is_large:
+            self.arrays.append(array)
+        elif flags.carray:
+            # Contiguous and writable, so a bytearray does, which is faster than a buffer.
+            try:
+                return np.ndarray, (array.shape, dtype, bytearray(array.data))
+            except ValueError:  # a datetime, for example: see _buffer_of
+                pass
+        if flags.c_contiguous:
+            return np.ndarray, (array.shape, dtype, _buffer_of(array))
+        if flags.f_contiguous:
+            return np.ndarray, (array.shape, dtype, _buffer_of(array), 0, array.strides)
+        if not is_large or len(self._buffers) == _MOST_BUFFERS:
+            return np.ndarray, (array.shape, dtype, _buffer_of(array.copy()))
+        # It is to be copied straight into its block. A buffer that pickle accepts stands for it;
+        # the pickler's memo keeps that one, and so its id, for as long as this item takes.
+        stand_in = PickleBuffer(bytearray())
+        self._strided[id(stand_in)] = array
+        return np.ndarray, (array.shape, dtype, stand_in)
+
+
+def decode(data: bytes | memoryview, buffers: Iterable[memoryview]) -> Any:
+    """Return the item that was encoded; its arrays are views of `buffers`."""
+    return pickle.loads(data, buffers=buffers)
+
+
+class _Reducers(dict[type, Callable[[Any], Any]]):
+    """Functions that reduce objects of some types; for others `copyreg` is asked, as by pickle."""
+
+    def __init__(self, reduce_array: Callable[[np.ndarray], Any]) -> None:
+        super().__init__({np.ndarray: reduce_array, np.memmap: _reduce_memmap})
+
+    def __missing__(self, kind: type) -> Callable[[Any], Any]:
+        # Recognized by name, so that a program without these types need not import them.
+        own = _BY_NAME.get((kind.__module__, kind.__qualname__))
+        if own is None:
+            return copyreg.dispatch_table[kind]
+        self[kind] = own
+        return own
+
+
+class _PortableDtypes(dict[np.dtype[Any], "str | np.dtype[Any] | None"]):
+    """For each dtype its form in a pickle: a string if that is enough; None for objects."""
+
+    def __missing__(self, dtype: np.dtype[Any]) -> str | np.dtype[Any] | None:
+        if len(self) >= _MOST_DTYPES:
+            self.clear()
+        form: str | np.dtype[Any] | None = dtype
+        if dtype.hasobject or dtype.itemsize == 0:
+            form = None
+        elif dtype.metadata is None and dtype.names is None and np.dtype(dtype.str) == dtype:
+            form = dtype.str
+        self[dtype] = form
+        return form
+
+
+_portable_dtypes = _PortableDtypes()
+
+
+def _buffer_of(array: np.ndarray) -> PickleBuffer:
+    """Return the memory of a contiguous array, whatever its dtype."""
+    try:
+        return PickleBuffer(array)  # type: ignore[arg-type]  # numpy declares no buffer
+    except (BufferError, ValueError):  # a datetime, or a dtype that numpy does not know itself
+        flat = (array if array.flags.c_contiguous else array.T).reshape(-1)
+        return PickleBuffer(flat.view(np.uint8))  # type: ignore[arg-type]  # the same
+
+
+def _reduce_memmap(array: np.memmap[Any, Any]) -> Any:
+    """Reduce a slice of a mapped file so that it arrives as a memmap, too, but of memory."""
+    return _as_memmap, (np.asarray(array),)
+
+
+def _as_memmap(array: np.ndarray) -> np.ndarray:
+    return array.view(np.memmap)
+
+
+def _reduce_masked(array: Any) -> Any:
+    if array.dtype.hasobject or array.dtype.names is not None or array.baseclass is not np.ndarray:
+        return array.__reduce_ex__(5)
+    mask = array._mask
+    return _as_masked, (array.data, mask if mask.ndim else None, array._fill_value, array.hardmask)
+
+
+def _as_masked(data: np.ndarray, mask: np.ndarray | None, fill: Any, hard: bool) -> np.ndarray:
+    mask_or_none = np.ma.nomask if mask is None else mask
+    array: np.ndarray = np.ma.MaskedArray(data, mask_or_none, copy=False, hard_mask=hard)
+    array._fill_value = fill  # type: ignore[attr-defined]  # the setter would convert it
+    return array
+
+
+_BY_NAME: dict[tuple[str, str], Callable[[Any], Any]] = {
+    ("torch", "Tensor"): tensors.reduce_tensor,
+    ("numpy.ma", "MaskedArray"): _reduce_masked,
+    ("numpy.ma.core", "MaskedArray"): _reduce_masked,
+}

@@ -1,0 +1,131 @@
+"""Shared memory without a name, and files of it that carry data to another process.
+
+A memfd where the system has one, elsewhere an unlinked temporary file. So nothing appears in
+/dev/shm, and a process that is killed leaves nothing behind.
+
+Any thread may call anything.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import sys
+import tempfile
+from collections import deque
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+from enqueuer.common.descriptors import is_portable
+from enqueuer.errors import BlockMemoryError
+
+# Before Python 3.13 each mapping keeps a descriptor, of which a process may have 1024.
+MAP_OPTIONS: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+
+# Whether the system has refused a memfd, as it will again.
+_is_refused = False
+# Errors for a lack of what a temporary file would need as well.
+_SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+
+
+def open_nameless(size: int) -> int:
+    """Return a descriptor of `size` bytes of memory that has no name.
+
+    The memory is reserved now, so that a lack of it is an error here and no bus error later.
+
+    Raises:
+        OSError: There is no room, or no descriptor left.
+    """
+    fd = _new_memfd()
+    if fd is None:
+        fd, path = tempfile.mkstemp(prefix=f"enqueuer-{os.getpid()}-")
+        os.unlink(path)
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(fd, 0, size)
+        else:
+            _write_zeros(fd, size)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _new_memfd() -> int | None:
+    """Return a new memfd; None where there are none: elsewhere than on Linux, or in a sandbox.
+
+    Raises:
+        OSError: There is no room, or no descriptor left.
+    """
+    global _is_refused
+    if not _has_memfd():
+        return None
+    try:
+        return os.memfd_create("enqueuer", os.MFD_CLOEXEC)
+    except OSError as error:
+        if error.errno in _SHORTAGES:
+            raise
+        _is_refused = True
+        return None
+
+
+def _has_memfd() -> bool:
+    return hasattr(os, "memfd_create") and not _is_refused and not is_portable()
+
+
+def _write_zeros(fd: int, size: int) -> None:
+    zeros = bytes(1 << 20)
+    for offset in range(0, size, len(zeros)):
+        os.pwrite(fd, zeros[: size - offset], offset)
+
+
+def remove_names_of(pid: int) -> None:
+    """Remove the files of a process that was killed before it could unlink them."""
+    if not _has_memfd():
+        for path in Path(tempfile.gettempdir()).glob(f"enqueuer-{pid}-*"):
+            path.unlink(missing_ok=True)
+
+
+def map_shared(fd: int, size: int) -> mmap.mmap:
+    """Map the memory behind a descriptor, which stays the caller's.
+
+    Raises:
+        OSError: There is no address space or no descriptor left.
+    """
+    return mmap.mmap(fd, size, **MAP_OPTIONS)
+
+
+def nameless_file(data: bytes) -> int:
+    """Return a descriptor of nameless memory that holds `data`; raise as `open_nameless`."""
+    fd = open_nameless(len(data))
+    with open(fd, "wb", closefd=False) as file:
+        file.write(data)
+    return fd
+
+
+def read_whole(data: bytes, fds: list[int]) -> bytes:
+    """Return what came in a packet, or beside it in a nameless file; close the descriptors."""
+    try:
+        for fd in fds:
+            # Mapped, since reading would move the offset that all copies of a descriptor share.
+            with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as memory:
+                data = memory[:]
+        return data
+    finally:
+        close_all(fds)
+
+
+def close_all(fds: list[int]) -> None:
+    """Close descriptors and remove them from the list, so that a second call closes none twice."""
+    # Nothing but C runs between forgetting one and closing it, as in packets.py.
+    deque(map(os.close, map(fds.pop, repeat(0, len(fds)))), maxlen=0)
+
+
+def allocation_error(size: int, error: OSError) -> BlockMemoryError:
+    """Return the error for memory of `size` bytes that the system refused."""
+    return BlockMemoryError(
+        f"could not allocate {size / 1e6:.1f} MB of shared memory ({error}); the system is out of "
+        "memory or descriptors: try smaller batches, a smaller max_queue_size or fewer workers"
+    )

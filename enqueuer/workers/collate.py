@@ -1,0 +1,60 @@
+"""The results of a batch's tasks -> one batch.
+
+    [result, result, ..] --stack()--> arrays with a new first axis, in containers as they were
+
+Any worker may call it; it keeps nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from enqueuer.common.trees import columns_of, with_members
+
+
+def stack(results: list[Any], join: Callable[[list[Any]], Any] = np.stack) -> Any:
+    """Make one batch of results: arrays and numbers are stacked along a new first axis.
+
+    Mappings, tuples, lists and dataclasses are gone into, and keep their class. What is neither
+    an array, a tensor nor a number stays in a list, as do results of which one is None.
+
+    Args:
+        results: Results of one batch, all of the same build.
+        join: Function that stacks arrays of one shape.
+
+    Raises:
+        ValueError: Arrays differ in shape.
+
+    Example:
+        >>> stack([{"x": 1.0, "name": "a"}, {"x": 2.0, "name": "b"}])
+        {'x': array([1., 2.]), 'name': ['a', 'b']}
+    """
+    first = results[0]
+    if any(result is None for result in results):
+        return results
+    if isinstance(first, (np.ndarray, np.generic)):
+        return _joined(results, join)
+    if isinstance(first, (bool, int, float, complex)):
+        array = np.array(results)
+        return array if array.dtype.kind in "biufc" else results  # texts were among them
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(first, torch.Tensor):
+        return torch.stack(results)
+    columns = columns_of(results)
+    if columns is None:
+        return results
+    return with_members(first, {key: stack(column, join) for key, column in columns.items()})
+
+
+def _joined(arrays: list[Any], join: Callable[[list[Any]], Any]) -> Any:
+    shapes = {getattr(array, "shape", ()) for array in arrays}
+    if len(shapes) > 1:
+        raise ValueError(
+            f"the results of a batch differ in shape ({', '.join(map(str, sorted(shapes)))}); "
+            "give them one in map, or give collate= a function that can join them"
+        )
+    return join(arrays)

@@ -1,0 +1,99 @@
+"""The loop that every worker of shards runs, on every backend: shards -> items -> a sender.
+
+    serve: wait for an epoch -> run -> wait for the next one -> ... -> exit
+    run:   one item of each shard in turn, until all have ended or one has failed
+
+The items leave in the order in which an ordered consumer reads them. This file knows no
+backend: the sender is a thread's buffer, a process's channel or, in a test, a list.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+
+from enqueuer.errors import Closed
+from enqueuer.workers.messages import End, Failure, Orders, Sender, Start
+from enqueuer.workers.plan import OnError, Plan
+from enqueuer.workers.shards import Shard, do_nothing
+from enqueuer.workers.skipping import send_replacement, skip_or_end
+from enqueuer.workers.sources import Source
+from enqueuer.workers.stream import ShardStream
+from enqueuer.workers.tasks import TaskSource
+
+
+def serve(
+    plan: Plan, orders: Orders, sender: Sender, enter: Callable[[Shard], None] | None = None
+) -> None:
+    """Run one epoch after the other, until there are no more orders or the consumer left.
+
+    Args:
+        plan: Source and shards of this worker.
+        orders: Source of the epochs.
+        sender: Sender of items, ends and a failure.
+        enter: Function of the shard whose code is about to run, to exchange global states.
+    """
+    assert not isinstance(plan.source, TaskSource)
+    try:
+        last = -1
+        while (epoch := orders.next_epoch()) is not None:
+            # Sent twice, as an exception struck the consumer when it had sent the order.
+            if epoch.number <= last:
+                continue
+            last = epoch.number
+            run(plan.source, plan.of(epoch), sender, enter or do_nothing, plan.on_error)
+    except Closed:
+        pass
+
+
+def run(
+    source: Source,
+    starts: Mapping[Shard, Start],
+    sender: Sender,
+    enter: Callable[[Shard], None],
+    on_error: OnError = "raise",
+) -> None:
+    """Send what `source` yields for each shard in turn, then each shard's end.
+
+    The first exception ends the run: it is sent as a Failure. With another `on_error` it ends
+    only the shard whose generator raised it. Closed, which means that the consumer left, is raised
+    to the caller. In each case the generators are closed, here in the thread that ran them, so
+    that their `finally` runs.
+    """
+    streams = deque(ShardStream(source, shard, start) for shard, start in starts.items())
+    with ExitStack() as stack:
+        for stream in streams:
+            stack.callback(stream.close)
+        while streams:
+            stream = streams[0]
+            enter(stream.shard)
+            try:
+                has_more = stream.advance(sender, alone=len(streams) == 1)
+            except BaseException as error:
+                # Our Closed means that the consumer left; the user's code may raise one, too.
+                if isinstance(error, Closed) and not stream.in_user_code:
+                    raise
+                stream.send_reports(sender)
+                failure = Failure(stream.shard.index, stream.number, error)
+                goes_on, value = skip_or_end(failure, sender, on_error)
+                if not goes_on:
+                    # Otherwise the error, whose traceback has this frame, would be kept.
+                    del failure
+                    return
+                # The loop has had its replacement before.
+                if stream.is_behind:
+                    value = None
+                if value is not None and not send_replacement(failure, value, sender):
+                    return
+                stream.number += 1
+                # A generator that raised is over.
+                has_more = not stream.in_user_code
+                # Nothing came of its turn, as if the item had been None.
+                if has_more and value is None:
+                    continue
+            if has_more:
+                streams.rotate(-1)
+            else:
+                streams.popleft()
+                sender.send(End(stream.shard.index, stream.state_at_end, stream.number))

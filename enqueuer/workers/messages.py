@@ -1,0 +1,157 @@
+"""What travels from a worker to the consumer, and the two ends it travels between.
+
+    worker --Sender.send(message)--> ring --Backend.wait(), take()--> consumer
+
+The set is closed: an end and a failure are types of their own, so that no value which a
+generator yields can ever be taken for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+
+# Not frozen, as it would then take twice as long to make one.
+@dataclass(slots=True)
+class Item:
+    """A value that a shard's generator yielded; `number` counts its `next()` calls from 0.
+
+    `state` is the iterator's own `state_dict()` after it, if it has one.
+    """
+
+    shard: int
+    number: int
+    value: object
+    state: Any = None
+
+
+@dataclass(frozen=True)
+class End:
+    """A shard's generator has come to its end.
+
+    `state` is the `state_dict()` of an iterable that is read again in the next epoch, if it has
+    one. `number` is the number of items that the generator has yielded, with those of None.
+    """
+
+    shard: int
+    state: Any = None
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Making item `number` of `shard` failed.
+
+    If `skipped`, the worker goes on, by the enqueuer's `on_error`; otherwise nothing more comes
+    of its shards. `worker` is its name, once that is known. Of a task, `shard` is the place of the
+    element in its ticket, and in the reorder buffer its index.
+    """
+
+    shard: int
+    number: int
+    error: BaseException
+    skipped: bool = False
+    worker: str = ""
+
+
+@dataclass(frozen=True)
+class Reported(Failure):
+    """The generator has caught an error itself, before it made item `number`, and goes on.
+
+    It is the `nth` of this item, from 1; `log` says whether it is to be logged.
+    """
+
+    skipped: bool = True
+    nth: int = 1
+    log: bool = True
+
+
+@dataclass(frozen=True)
+class Empty:
+    """Task `number` was done and has no result."""
+
+    number: int
+
+
+Message = Item | End | Failure | Empty
+
+
+class Ticket(NamedTuple):
+    """The right, and the duty, to do one task; a tuple, since it is pickled for each.
+
+    Attributes:
+        number: Number of the task, counted over all epochs.
+        epoch: Number of the epoch, from 0.
+        indices: Indices of the elements: one, or those of a batch.
+        elements: The elements, if only the reader has them; None if the worker has all.
+    """
+
+    number: int
+    epoch: int
+    indices: tuple[int, ...]
+    elements: tuple[Any, ...] | None = None
+
+
+class Start(NamedTuple):
+    """The start of a shard, at item `number`.
+
+    If there is a `state` of its iterator, that is `behind` items before it; usually 0.
+    """
+
+    number: int = 0
+    state: Any = None
+    behind: int = 0
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """The order to run through the source once.
+
+    Attributes:
+        number: Number of the epoch, from 0.
+        starts: Start of each shard that is still to be run, in the order of their turns; None if
+            all begin with their first item. Tasks count as shard 0.
+        done: Numbers of later tasks that are done already.
+    """
+
+    number: int
+    starts: Mapping[int, Start] | None = None
+    done: tuple[int, ...] = ()
+
+    def part(self, shards: tuple[int, ...]) -> Epoch:
+        """Return the part of the order that is for some of the shards."""
+        if self.starts is None:
+            return self
+        return Epoch(self.number, {s: at for s, at in self.starts.items() if s in shards})
+
+
+class Sender(Protocol):
+    """The worker's end of a channel to the consumer."""
+
+    def send_item(self, shard: int, number: int, value: object, state: Any = None) -> None:
+        """Send an `Item`, when there is room for it. Raises Closed if the consumer left."""
+
+    def send(self, message: End | Failure | Empty) -> None:
+        """Send `message`. Raises Closed if the consumer left."""
+
+    def check(self) -> None:
+        """Raise Closed if the consumer left."""
+
+    def watch(self, waited: Callable[[int], None]) -> None:
+        """Have `waited` called after each wait, with its begin by `time.monotonic_ns`."""
+
+
+class Orders(Protocol):
+    """The source of the epochs that a worker runs."""
+
+    def next_epoch(self) -> Epoch | None:
+        """Wait for the next epoch; None means to exit."""
+
+
+class Tickets(Protocol):
+    """The source of the tasks that a worker does."""
+
+    def next_ticket(self) -> Ticket | None:
+        """Wait for the next task; None means to exit."""

@@ -1,0 +1,136 @@
+"""How many threads native libraries run in a worker process: OpenMP, BLAS, torch, OpenCV.
+
+    spawn         environment variables, which a library reads when it is loaded
+    forkserver    the same; the BLAS of numpy, which the server has loaded, by a call in the child
+    fork          the same; each library that the parent has loaded, by a call in the child
+
+Without a limit each worker runs as many threads as there are CPUs, and the workers compete for
+the CPUs. The same variables let idle threads sleep instead of spinning. The process of the
+training loop stays as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from threadpoolctl import ThreadpoolController
+
+# The variable of each library, by the name that threadpoolctl has for it.
+_VARIABLE_OF = {
+    "openmp": "OMP_NUM_THREADS",
+    "openblas": "OPENBLAS_NUM_THREADS",
+    "mkl": "MKL_NUM_THREADS",
+    "blis": "BLIS_NUM_THREADS",
+}
+VARIABLES = (
+    *_VARIABLE_OF.values(),
+    "NUMEXPR_NUM_THREADS",
+    "OPENCV_FOR_THREADS_NUM",
+    "VECLIB_MAXIMUM_THREADS",  # of Accelerate, on macOS
+)
+# By default idle threads spin: OpenMP's for milliseconds, OpenBLAS's for about 25 ms. Where other
+# processes want the same CPU, a spinning thread can delay the very thread that it waits for.
+_SHORT_SPINNING = {
+    "OMP_WAIT_POLICY": "PASSIVE",
+    # For GNU's OpenMP, which torch uses: about 10 us, as if there were more threads than CPUs.
+    # PASSIVE means 0. With 0, resizing images with torch by two threads took 1.5 times as long,
+    # since each image had to wake them.
+    "GOMP_SPINCOUNT": "1000",
+    "OPENBLAS_THREAD_TIMEOUT": "4",  # log2 of CPU cycles; the lowest value that OpenBLAS accepts
+}
+
+
+def short_spinning(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables that let idle native threads sleep soon.
+
+    Args:
+        environ: Environment of the process of the training loop. Its values are kept. If it has
+            `OMP_WAIT_POLICY` alone, `GOMP_SPINCOUNT` is left out: GNU's OpenMP would prefer it.
+    """
+    idle = {name: environ.get(name, value) for name, value in _SHORT_SPINNING.items()}
+    if "OMP_WAIT_POLICY" in environ and "GOMP_SPINCOUNT" not in environ:
+        del idle["GOMP_SPINCOUNT"]
+    return idle
+
+
+def limits(threads: int, is_given: bool, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables that limit the native threads of a worker process.
+
+    Args:
+        threads: Number of threads that each library may run.
+        is_given: Whether the user gave this number. If not, the values of `environ` are kept.
+            Its `OMP_NUM_THREADS`, which most libraries read, then counts for all variables that
+            it does not have.
+        environ: Environment of the process of the training loop.
+
+    Example:
+        >>> some = limits(4, False, {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "3"})
+        >>> some["OMP_NUM_THREADS"], some["MKL_NUM_THREADS"], some["OPENBLAS_NUM_THREADS"]
+        ('2', '3', '2')
+    """
+    idle = short_spinning(environ)
+    if is_given:
+        return dict.fromkeys(VARIABLES, str(threads)) | idle
+    others = _number(environ.get("OMP_NUM_THREADS"), threads)
+    return {name: environ.get(name, str(others)) for name in VARIABLES} | idle
+
+
+def limit_loaded() -> None:
+    """Limit the libraries that this process has loaded, by its environment.
+
+    Called in a fresh interpreter and in a child of the fork server. Their libraries have never
+    run a thread.
+    """
+    if all(os.environ.get(name) == "1" for name in VARIABLES):
+        return  # they were loaded with this limit
+    for library in ThreadpoolController().lib_controllers:
+        library.set_num_threads(_limit_of(library))
+
+
+class Loaded:
+    """The libraries that this process has loaded, to be limited in a child that it forks.
+
+    The parent looks for them. The child must not: it would wait for the lock of the dynamic
+    loader, which another thread may hold when the process is forked.
+    """
+
+    def __init__(self) -> None:
+        self._libraries = ThreadpoolController().lib_controllers
+
+    def limit(self) -> None:
+        """Limit them in this process, which was forked, by its environment.
+
+        The child has none of its parent's threads. OpenBLAS starts its own anew. OpenMP and
+        OpenCV wait forever for the threads of their pools, unless they run on one thread.
+        """
+        for library in self._libraries:
+            survives = getattr(library, "threading_layer", "") == "pthreads"
+            limit = _limit_of(library) if survives else 1
+            if library.num_threads > limit:
+                library.set_num_threads(limit)
+                # OpenBLAS has started its threads for this call, and they spin for 25 ms or more.
+                # It calls this function itself before a fork, and starts threads again when it
+                # needs them.
+                end_threads = getattr(library.dynlib, "blas_thread_shutdown_", None)
+                if end_threads is not None:
+                    end_threads()
+        torch, cv2 = sys.modules.get("torch"), sys.modules.get("cv2")
+        if torch is not None and hasattr(torch, "set_num_threads"):
+            torch.set_num_threads(1)
+        if cv2 is not None and hasattr(cv2, "setNumThreads"):
+            cv2.setNumThreads(0)  # not 1, which would wait for the pool's threads to end
+
+
+def _limit_of(library: Any) -> int:
+    variable = _VARIABLE_OF.get(library.internal_api, "OMP_NUM_THREADS")
+    return _number(os.environ.get(variable), 1)
+
+
+def _number(value: str | None, default: int) -> int:
+    """Return the first number of a value such as "4" or "4,2"; the default if it has none."""
+    found = re.match(r"\s*([1-9]\d*)", value or "")
+    return int(found[1]) if found else default

@@ -1,0 +1,86 @@
+"""The loop of a worker that shares no memory with your process: a worker process, or an actor."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+from enqueuer.errors import Closed
+from enqueuer.monitoring.trace_file import Place
+from enqueuer.workers import logs, loop, task_loop
+from enqueuer.workers.import_hook import after_import
+from enqueuer.workers.messages import Failure, Sender
+from enqueuer.workers.plan import OnError, Plan
+from enqueuer.workers.seeding import FRAMEWORKS, GlobalStreams, TaskSeeds
+from enqueuer.workers.sources import Source
+from enqueuer.workers.tasks import TaskSource
+from enqueuer.workers.timeline import traced
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """Configuration of all workers of an enqueuer that run elsewhere, beside the source.
+
+    Attributes:
+        count: Number of shards, over all ranks.
+        random_seed: Seed of the enqueuer.
+        levels: Levels of the loggers whose records are wanted; None if none are.
+        trace: Place where workers record what they do; None if they record nothing.
+    """
+
+    count: int
+    random_seed: int
+    levels: logs.Levels | None
+    trace: Place | None
+
+    def serve(
+        self,
+        index: int,
+        shards: tuple[int, ...],
+        source: Source | TaskSource,
+        on_error: OnError,
+        orders: Any,
+        sender: Sender,
+    ) -> None:
+        """Run the loop of a worker until there are no more orders.
+
+        Args:
+            index: Index of the worker.
+            shards: Indices of its shards; empty for tasks.
+            source: Source that it runs.
+            on_error: The option of that name.
+            orders: Its Orders, or for tasks its Tickets.
+            sender: Its Sender.
+        """
+        plan = Plan(source, shards, self.count, self.random_seed, on_error)
+        if isinstance(source, TaskSource):
+            seeds = TaskSeeds()
+            after_import(FRAMEWORKS, seeds.seed_imported)
+            serve = traced(task_loop.serve_tasks, self.trace, index)
+            serve(plan, orders, sender, seeds.enter)
+        else:
+            streams = GlobalStreams()
+            after_import(FRAMEWORKS, streams.seed_imported)
+            traced(loop.serve, self.trace, index)(plan, orders, sender, streams.enter)
+
+
+def serve_failure(
+    error: BaseException, shards: tuple[int, ...], orders: Any, sender: Sender
+) -> None:
+    """Report that there is no source, and stay until the loop has read that.
+
+    Args:
+        error: Exception that loading the source raised.
+        shards: Indices of the worker's shards; empty for tasks.
+        orders: Its Orders, or for tasks its Tickets.
+        sender: Its Sender.
+    """
+    with contextlib.suppress(Closed):
+        if shards:
+            sender.send(Failure(shards[0], 0, error))
+            while orders.next_epoch() is not None:
+                pass
+        else:
+            while (ticket := orders.next_ticket()) is not None:
+                sender.send(Failure(0, ticket.number, error))

@@ -1,0 +1,135 @@
+"""Setting the global random states: this is the one file that does so.
+
+It does so in worker processes, and never in the process of the training loop, unless the states
+are restored at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+import sys
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from enqueuer.workers.shards import Seeded, Shard, Task, words_of
+
+
+class GlobalStreams:
+    """Keep the global random states of several shards apart in one worker process.
+
+    Generators that use `random`, `numpy.random` or `torch` draw from a stream of their shard,
+    even if one worker runs several shards in turn. `tensorflow`'s state cannot be exchanged, so
+    it is only seeded. Frameworks that are imported later are seeded by `seed_imported`.
+    """
+
+    def __init__(self) -> None:
+        self._current: Shard | None = None
+        # Functions that restore the states of each shard in this epoch, by its index.
+        self._states: dict[int, list[Callable[[], None]]] = {}
+
+    def enter(self, shard: Shard) -> None:
+        """Set the global generators to those of `shard`: seeded at first, later as it left them."""
+        if shard == self._current:
+            return
+        if self._current is not None and self._current.epoch == shard.epoch:
+            self._states[self._current.index] = restore = _save()
+            # It may be imported when this shard has its next turn.
+            if "torch" not in sys.modules:
+                restore.append(functools.partial(_seed_torch, words_of(self._current)))
+        else:
+            self._states.clear()
+        known = self._states.pop(shard.index, None)
+        if known is None:
+            seed_globals(shard)
+        else:
+            for put_back in known:
+                put_back()
+        self._current = shard
+
+    def seed_imported(self, framework: str) -> None:
+        """Seed a framework that the code of the current shard has just imported."""
+        if self._current is not None:
+            FRAMEWORKS[framework](words_of(self._current))
+
+
+class TaskSeeds:
+    """Seed the global generators of one worker process for the task that it does."""
+
+    def __init__(self) -> None:
+        self._current: Task | None = None
+
+    def enter(self, task: Task) -> None:
+        """Seed all that are imported, except for those of GPUs, which take far longer."""
+        self._current = task
+        seed_globals(task, gpus=False)
+
+    def seed_imported(self, framework: str) -> None:
+        """Seed a framework that the code of the current task has just imported."""
+        if self._current is not None:
+            FRAMEWORKS[framework](words_of(self._current))
+
+
+@contextlib.contextmanager
+def borrowed_globals(shard: Seeded) -> Iterator[None]:
+    """Seed the global generators as in a worker process, and restore them at the end.
+
+    Those of tensorflow and of GPUs are left alone, as they cannot be restored.
+    """
+    restore = _save()
+    try:
+        seed_globals(shard, gpus=False, tensorflow=False)
+        yield
+    finally:
+        for put_back in restore:
+            put_back()
+
+
+def seed_globals(place: Seeded, gpus: bool = True, tensorflow: bool = True) -> None:
+    """Seed the global generators of this process.
+
+    Args:
+        place: Shard or task whose seeds they get.
+        gpus: Whether to seed torch's generators of GPUs, which takes far longer.
+        tensorflow: Whether to seed tensorflow's, which cannot be restored.
+    """
+    words = words_of(place)
+    random.seed(int(words[0]) << 64 | int(words[1]))
+    # The lower halves of the words.
+    np.random.seed(words[2:6].astype(np.uint32))
+    _seed_torch(words, gpus)
+    if tensorflow:
+        _seed_tensorflow(words)
+
+
+def _seed_torch(words: np.ndarray, gpus: bool = True) -> None:
+    torch = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "manual_seed"):
+        seed = torch.manual_seed if gpus else torch.default_generator.manual_seed
+        seed(int(words[6]) >> 1)
+
+
+def _seed_tensorflow(words: np.ndarray) -> None:
+    tf = sys.modules.get("tensorflow")
+    if tf is not None and hasattr(tf, "random"):
+        tf.random.set_seed(int(words[7]) >> 33)
+
+
+FRAMEWORKS: dict[str, Callable[[np.ndarray], None]] = {
+    "torch": _seed_torch,
+    "tensorflow": _seed_tensorflow,
+}
+"""Frameworks that are seeded when they are imported, and the functions that do so."""
+
+
+def _save() -> list[Callable[[], None]]:
+    """Return functions that restore the present states of the global generators."""
+    python, legacy = random.getstate(), np.random.get_state()
+    restore = [lambda: random.setstate(python), lambda: np.random.set_state(legacy)]
+    torch = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "get_rng_state"):
+        state = torch.get_rng_state()
+        restore.append(lambda: torch.set_rng_state(state))
+    return restore

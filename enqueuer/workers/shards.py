@@ -1,0 +1,222 @@
+"""A shard, or a task: its share of the work and its random numbers.
+
+(random_seed, epoch, index) -> seed, rng, and words for the global generators
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+import traceback
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple, TypeVar, overload
+
+import numpy as np
+
+# Imported here, since it is loaded lazily: the fork server then has it for all workers.
+import numpy.random
+
+from enqueuer.common.text import an
+
+T = TypeVar("T")
+
+_log = logging.getLogger("enqueuer")
+
+
+class Report(NamedTuple):
+    """An error that a generator has outlived, and whether it is to be logged."""
+
+    error: Exception
+    log: bool
+
+
+class Seeded:
+    """An object with its own place in the tree of seeds: `(epoch, index)` below `random_seed`."""
+
+    index: int
+    epoch: int
+    random_seed: int
+
+    @property
+    def seed(self) -> int:
+        """A seed below `2**31` of this shard or task, for generators of other libraries.
+
+        `random`, `numpy.random.seed`, torch, TensorFlow, JAX, scikit-learn and OpenCV accept it.
+        """
+        return int(self._sequence(0).generate_state(1, np.uint64)[0]) >> 33
+
+    @cached_property
+    def rng(self) -> np.random.Generator:
+        """The random generator of this shard or task.
+
+        It draws from `SeedSequence(random_seed, spawn_key=(epoch, index))`.
+        """
+        return np.random.default_rng(self._sequence())
+
+    def _sequence(self, *key: int) -> np.random.SeedSequence:
+        spawn_key = (self.epoch, self.index, *key)
+        return np.random.SeedSequence(self.random_seed, spawn_key=spawn_key)
+
+
+@dataclass(frozen=True)
+class Task(Seeded):
+    """One element of a sequence in one epoch, and its random numbers.
+
+    The random numbers depend on the element, and not on its worker, its batch or the order.
+
+    Args:
+        index: Index of the element, from 0.
+        epoch: Number of the epoch, from 0.
+        random_seed: Seed of the enqueuer.
+
+    Example:
+        >>> task = Task(index=3, epoch=0, random_seed=7)
+        >>> int(task.rng.integers(100)) == int(Task(3, 0, 7).rng.integers(100))
+        True
+    """
+
+    index: int
+    epoch: int
+    random_seed: int
+
+
+class EpochEnd(Seeded):
+    """The end of an epoch, which belongs to no element."""
+
+    # No element has this key: the keys of elements end in 0 or 1.
+    _key = 2
+
+    def __init__(self, epoch: int, random_seed: int) -> None:
+        self.index, self.epoch, self.random_seed = 0, epoch, random_seed
+
+    def _sequence(self, *key: int) -> np.random.SeedSequence:
+        spawn_key = (self.epoch, 0, self._key, *key)
+        return np.random.SeedSequence(self.random_seed, spawn_key=spawn_key)
+
+
+class EpochBegin(EpochEnd):
+    """The beginning of an epoch, which belongs to no element."""
+
+    _key = 3
+
+
+@dataclass(frozen=True)
+class Shard(Seeded):
+    """One logical run of a generator function.
+
+    The data depend on shards and never on workers: the same `random_seed` and `count` give the
+    same batches on any worker.
+
+    Args:
+        index: Index of this shard, from 0 to `count - 1`.
+        count: Number of shards.
+        epoch: Number of the epoch, from 0.
+        random_seed: Seed of the enqueuer.
+
+    Example:
+        >>> shard = Shard(index=1, count=3, epoch=0, random_seed=7)
+        >>> shard.split(["a", "b", "c", "d", "e"])
+        ['b', 'e']
+        >>> int(shard.rng.integers(100)) == int(Shard(1, 3, 0, 7).rng.integers(100))
+        True
+    """
+
+    index: int
+    count: int
+    epoch: int
+    random_seed: int
+    # Set on an object whose reports are collected.
+    _reports: ClassVar[list[Report] | None] = None
+
+    @overload
+    def split(self, items: Sequence[T]) -> Sequence[T]: ...
+    @overload
+    def split(self, items: Iterable[T]) -> Iterable[T]: ...
+    def split(self, items: Any) -> Any:
+        """Return the part of this shard: every `count`-th of `items`, from the `index`-th on.
+
+        The parts of all shards are disjoint, and together they are `items`. An ordered enqueuer
+        takes one item of each shard in turn, so the items come in the original order.
+
+        Args:
+            items: Sequence or array, of which a slice is returned. For another object with a
+                length and items, or any iterable, an iterator is returned (each shard reads
+                through the whole iterable).
+
+        Raises:
+            TypeError: `items` is a set or a mapping. The order of a set of strings differs
+                between processes, so that parts would overlap: sort it first.
+        """
+        if isinstance(items, (Set, Mapping)):
+            raise TypeError(
+                f"split() needs items with an order, got {an(type(items).__name__)}; "
+                "pass sorted(items) instead"
+            )
+        if isinstance(items, Sequence) or hasattr(items, "ndim"):
+            return items[self.index :: self.count]
+        if hasattr(items, "__len__") and hasattr(items, "__getitem__"):
+            # A map-style dataset: not all of them take a slice, or mean the same by it.
+            return (items[at] for at in range(self.index, len(items), self.count))
+        return itertools.islice(items, self.index, None, self.count)
+
+    def report(self, error: Exception, log: bool = True) -> None:
+        """Report an error that the generator has caught, and after which it continues.
+
+        The enqueuer counts it in `error_count`; the error after `max_errors` is raised in the
+        loop. It is logged with its traceback by the logger `enqueuer`; errors with the same text,
+        as in each epoch, are logged only once. The report is sent with the next item; if none may
+        come for long, yield None.
+
+        Args:
+            error: Exception that was caught. Its text should name the item that is left out.
+            log: Whether the error is logged; True by default.
+
+        Example:
+            >>> from enqueuer import GeneratorEnqueuer
+            >>> def inverses(shard):
+            ...     for number in shard.split([1, 0, 2]):
+            ...         try:
+            ...             yield 1 / number
+            ...         except ZeroDivisionError as error:
+            ...             shard.report(error, log=False)
+            >>> with GeneratorEnqueuer(inverses) as enqueuer:
+            ...     print(list(enqueuer), enqueuer.error_count)
+            [1.0, 0.5] 1
+        """
+        if self._reports is not None:
+            self._reports.append(Report(error, log))
+        elif log:
+            # No enqueuer runs this shard. The traceback is text, as frames keep much alive.
+            text = "".join(traceback.format_exception(error)).rstrip()
+            _log.error("skipped in shard %d: %r\n%s", self.index, error, text)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The reports of a copy in another process would not be collected.
+        return {name: value for name, value in self.__dict__.items() if name != "_reports"}
+
+
+def listen_to(shard: Shard) -> list[Report]:
+    """Return a list to which a shard's reports are appended from now on."""
+    reports: list[Report] = []
+    object.__setattr__(shard, "_reports", reports)
+    return reports
+
+
+def fresh_seed() -> int:
+    """Draw a random seed from the operating system, without touching any global generator.
+
+    It is below `2**31`, so that other libraries accept it, too.
+    """
+    return secrets.randbits(31)
+
+
+def words_of(place: Seeded) -> np.ndarray:
+    """Return eight words of 64 bits from which the global generators are seeded."""
+    return place._sequence(1).generate_state(8, np.uint64)
+
+
+def do_nothing(place: Seeded) -> None:
+    """Leave the global states alone, as threads share them with the training loop."""

@@ -1,0 +1,134 @@
+"""One shard as a worker runs it: its iterator, its next item, and a replay up to its start.
+
+open(shard) -> replay, unsent -> advance(): the next item -> ... -> close()
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from enqueuer.errors import StateMismatch
+from enqueuer.workers.messages import Reported, Sender, Start
+from enqueuer.workers.shards import Shard, listen_to
+from enqueuer.workers.sources import LiveSource, Source, Stateful, iterate
+
+_log = logging.getLogger("enqueuer")
+
+
+class ShardStream:
+    """One shard's iterator and the number of its next item.
+
+    Attributes:
+        shard: Shard that is run.
+        number: Number of the next item.
+        in_user_code: Whether the user's code runs, or has raised.
+        state_at_end: State of a live source at its end, if it has one.
+    """
+
+    def __init__(self, source: Source, shard: Shard, start: Start) -> None:
+        self.shard = shard
+        self.number = 0
+        self.in_user_code = False
+        self.state_at_end: Any = None
+        self._source = source
+        self._start = start
+        self._items: Iterator[Any] | None = None
+        self._stateful: Stateful | None = None
+        self._reports = listen_to(shard)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the shard is replayed, and its next item had come before."""
+        return self.number < self._start.number
+
+    def advance(self, sender: Sender, alone: bool) -> bool:
+        """Send the next item that is not None, or all of them; return whether there may be more.
+
+        Args:
+            sender: Sender of the item.
+            alone: Whether there is no other shard whose turn is next.
+        """
+        self.in_user_code = True
+        if self._items is None:
+            self._items = self._open()
+            self._replay(self._items, sender)
+        index, items, number, stateful = self.shard.index, self._items, self.number, self._stateful
+        reports = self._reports
+        while True:
+            try:
+                value = next(items)
+            except StopIteration:
+                # The iterable of a function is dropped now; a live source is read again.
+                if stateful is not None and isinstance(self._source, LiveSource):
+                    self.state_at_end = stateful.state_dict()
+                self.in_user_code = False
+                self.send_reports(sender)
+                return False
+            state = None if stateful is None else stateful.state_dict()
+            self.in_user_code = False
+            if reports:
+                self.send_reports(sender)
+            if value is not None:
+                sender.send_item(index, number, value, state)
+                self.number = number = number + 1
+                if not alone:
+                    return True
+                # Otherwise it lives on while next() makes the following one: twice the memory.
+                del value
+            else:
+                self.number = number = number + 1
+                # Otherwise a source of nothing but None could not be stopped.
+                sender.check()
+            self.in_user_code = True
+
+    def send_reports(self, sender: Sender) -> None:
+        """Send the errors that the generator has reported since the last item."""
+        shard, number = self.shard.index, self.number
+        for nth in range(1, len(self._reports) + 1):
+            error, log = self._reports.pop(0)
+            sender.send(Reported(shard, number, error, nth=nth, log=log))
+
+    def _open(self) -> Iterator[Any]:
+        wanted, state, behind = self._start
+        try:
+            items, self._stateful = iterate(self._source.open(self.shard), state)
+        except StopIteration as error:
+            # Unchanged, it would look like an end.
+            raise RuntimeError("the generator function raised StopIteration") from error
+        if state is not None:
+            self.number = wanted - behind
+        return items
+
+    def _replay(self, items: Iterator[Any], sender: Sender) -> None:
+        """Run an iterator from its position, or that of its state, up to its start."""
+        wanted = self._start.number
+        while self.number < wanted:
+            try:
+                next(items)
+            except StopIteration:
+                raise StateMismatch(
+                    f"shard {self.shard.index} ended after {self.number} items when it was run "
+                    f"again, but {wanted} had come of it before: its generator does not repeat "
+                    "itself. Draw from shard.rng only, and read the same data"
+                ) from None
+            self.number += 1
+            # They were sent when the item was made first.
+            self._reports.clear()
+            self.in_user_code = False
+            sender.check()
+            self.in_user_code = True
+
+    def close(self) -> None:
+        """Run the generator's `finally`; an exception there is logged, not raised.
+
+        It must not hide the first error, and after a stop no loop is left to raise it to.
+        """
+        close = getattr(self._items, "close", None)
+        if close is None:
+            return
+        try:
+            close()
+        except BaseException:
+            _log.exception("closing the generator of shard %d failed", self.shard.index)

@@ -1,0 +1,108 @@
+"""The loop of a worker that does tasks.
+
+serve_tasks: take a ticket -> its elements -> their results -> collate -> send -> the next one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from enqueuer.errors import Closed
+from enqueuer.workers.messages import Empty, Failure, Sender, Ticket, Tickets
+from enqueuer.workers.plan import OnError, Plan
+from enqueuer.workers.shards import Task, do_nothing
+from enqueuer.workers.skipping import send_replacement, skip_or_end
+from enqueuer.workers.tasks import FETCH, TaskSource
+
+
+def serve_tasks(
+    plan: Plan,
+    tickets: Tickets,
+    sender: Sender,
+    enter: Callable[[Task], None] | None = None,
+) -> None:
+    """Do one task after the other, until there are no more or the consumer left.
+
+    Args:
+        plan: Work with a TaskSource.
+        tickets: Source of the tickets.
+        sender: Sender of the results, at most one item for each ticket.
+        enter: Function of the first task of a ticket, to seed global generators; it is not called
+            for each task, since that would take longer than many tasks.
+    """
+    source = plan.source
+    assert isinstance(source, TaskSource)
+    enter = enter if enter is not None and source.runs_code else do_nothing
+    try:
+        while (ticket := tickets.next_ticket()) is not None:
+            _do(source, ticket, sender, enter, plan.on_error)
+    except Closed:
+        pass
+
+
+def _do(
+    source: TaskSource,
+    ticket: Ticket,
+    sender: Sender,
+    enter: Callable[[Task], None],
+    on_error: OnError,
+) -> None:
+    """Send the result of a ticket, or that it has none; and each error, with its element."""
+    results = []
+    seed = source.random_seed
+    failed_fetch: BaseException | None = None
+    if enter is not do_nothing:
+        enter(Task(ticket.indices[0], ticket.epoch, seed))
+    try:
+        elements = source.elements_of(ticket)
+    except BaseException as error:
+        # Fetched one by one, the element at fault raises an error of its own.
+        elements, failed_fetch = [FETCH] * len(ticket.indices), error
+    for place, (index, element) in enumerate(zip(ticket.indices, elements, strict=True)):
+        try:
+            result = source.result(index, ticket.epoch, seed, element)
+        except BaseException as error:
+            failed_fetch = None
+            goes_on, result = skip_or_end(Failure(place, ticket.number, error), sender, on_error)
+            if not goes_on:
+                return
+        if result is not None:
+            results.append(result)
+    # No element is at fault, so the error is that of fetching them all.
+    if failed_fetch is not None:
+        of_all, failed_fetch = Failure(0, ticket.number, failed_fetch), None
+        goes_on, _ = skip_or_end(of_all, sender, on_error)
+        # Otherwise its traceback would be a circle.
+        del of_all
+        if not goes_on:
+            return
+    failure = _send_results(source, ticket, results, sender)
+    if failure is not None:
+        goes_on, result = skip_or_end(failure, sender, on_error)
+        if goes_on and result is not None:
+            send_replacement(failure, result, sender)
+        elif goes_on:
+            sender.send(Empty(ticket.number))
+
+
+def _send_results(
+    source: TaskSource, ticket: Ticket, results: list[Any], sender: Sender
+) -> Failure | None:
+    if not results:
+        sender.send(Empty(ticket.number))
+        return None
+    try:
+        value = results[0] if source.batch_size is None else source.collate(results)
+    except BaseException as error:
+        return Failure(0, ticket.number, error)
+    if value is None:
+        sender.send(Empty(ticket.number))
+        return None
+    try:
+        sender.send_item(0, ticket.number, value)
+    except Closed:
+        raise
+    except BaseException as error:
+        return Failure(0, ticket.number, error)
+    return None

@@ -1,0 +1,241 @@
+"""The tasks of an OrderedEnqueuer as a worker does them: an element -> map -> a result.
+
+    ticket -> elements_of() -> result() of each -> collate -> one item
+
+An element has its own random numbers (`Task`), so that a result depends neither on the worker
+nor on the order. Of a sequence only indices travel; of an iterable the elements themselves.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from enqueuer.common.text import an
+from enqueuer.workers.collate import stack
+from enqueuer.workers.messages import Ticket
+from enqueuer.workers.seeding import borrowed_globals
+from enqueuer.workers.shards import EpochBegin, EpochEnd, Task
+from enqueuer.workers.sources import has_elements, is_indexable, name_of
+
+
+class Indexable(Protocol):
+    """The part of a sequence that is needed here."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: Any, /) -> Any: ...
+
+
+class Counted(Protocol):
+    """The part of a `PyDataset` of Keras 3 without `__len__` that is needed here."""
+
+    @property
+    def num_batches(self) -> int | None: ...
+    def __getitem__(self, index: Any, /) -> Any: ...
+
+
+# Stands for an element that is still to be fetched.
+FETCH: Any = object()
+
+
+@dataclass
+class TaskSource:
+    """A sequence, or an iterable, and the work for each element.
+
+    Attributes:
+        items: A sequence (`is_sequence`), or an iterable that only the reader sees.
+        map: Function of the element, and of its `Task` if it takes two arguments; or None.
+        batch_size: Number of results that are collated into one; None if each comes alone.
+        collate: Function that makes one batch of a list of results.
+        random_seed: Seed of the enqueuer.
+        takes_task: Whether `map` takes the `Task` as well.
+        is_sequence: Whether workers can fetch single elements, by their index.
+        begun: Number of epochs whose beginning was announced to the sequence.
+        ended: Number of epochs whose end was announced to the sequence.
+    """
+
+    items: Any
+    map: Callable[..., Any] | None
+    batch_size: int | None
+    collate: Callable[[list[Any]], Any]
+    random_seed: int
+    takes_task: bool = field(init=False)
+    is_sequence: bool = field(init=False)
+    # These two travel with the sequence, so that each epoch is announced to every copy exactly
+    # once.
+    begun: int = field(init=False, default=0)
+    ended: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self.takes_task = self.map is not None and takes_two(self.map)
+        self.is_sequence = is_sequence(self.items)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the number of elements is known."""
+        return self.is_sequence and length_of(self.items) is not None
+
+    @property
+    def length(self) -> int:
+        """Number of elements of a sequence; if it is endless, the largest length of a range."""
+        length = length_of(self.items)
+        return sys.maxsize if length is None else length
+
+    @property
+    def runs_code(self) -> bool:
+        """Whether there is code of the user that might draw from the global generators."""
+        own = self.map is not None or self.collate is not stack
+        return own or type(self.items) not in (list, tuple, range, str, bytes, np.ndarray)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out an iterable, as its elements come with the tickets."""
+        return {**self.__dict__, "items": self.items if self.is_sequence else None}
+
+    def elements_of(self, ticket: Ticket) -> Sequence[Any]:
+        """Return the elements of a ticket, with `FETCH` for those that `result` must fetch.
+
+        A sequence that has `__getitems__` fetches those of a batch in one call, unless its class
+        overrides `__getitem__` alone.
+
+        Raises:
+            TypeError: `__getitems__` returned a mapping or a string.
+            ValueError: `__getitems__` returned more or fewer elements than indices.
+            Exception: `__getitems__` raised it.
+
+        Source: torch's DataLoader calls `__getitems__` of map-style datasets so.
+        """
+        if ticket.elements is not None:
+            return ticket.elements
+        count = len(ticket.indices)
+        if count == 1 or not _fetches_many(type(self.items)):
+            return [FETCH] * count
+        if self.begun <= ticket.epoch:
+            self.begin(ticket.epoch)
+        returned = self.items.__getitems__(list(ticket.indices))
+        name = f"__getitems__ of {type(self.items).__name__}"
+        if isinstance(returned, (Mapping, str, bytes)):
+            raise TypeError(
+                f"{name} returned {an(type(returned).__name__)}; it must return a list with one "
+                "element for each index"
+            )
+        elements = list(returned)
+        if len(elements) != count:
+            raise ValueError(
+                f"{name} returned {len(elements)} elements "
+                f"for {count} indices; it must return one for each, in their order"
+            )
+        return elements
+
+    def result(self, index: int, epoch: int, random_seed: int, element: Any = FETCH) -> Any:
+        """Return the result of one element.
+
+        Args:
+            index: Index of the element.
+            epoch: Number of the epoch, from 0.
+            random_seed: Seed of the enqueuer.
+            element: The element; by default it is fetched from the sequence.
+        """
+        if element is FETCH:
+            if self.begun <= epoch:
+                self.begin(epoch)
+            element = self.items[index]
+        if self.map is None:
+            return element
+        if self.takes_task:
+            return self.map(element, Task(index, epoch, random_seed))
+        return self.map(element)
+
+    def begin(self, epoch: int) -> None:
+        """Announce to the sequence all epochs before this one, and the beginning of this one.
+
+        The copy in each process is called with the global generators in the same state, so that
+        a sequence that shuffles itself stays the same everywhere.
+        """
+        while self.begun <= epoch:
+            self.end(self.begun - 1)
+            self._announce("on_epoch_begin", EpochBegin(self.begun, self.random_seed))
+            self.begun += 1
+
+    def end(self, epoch: int) -> None:
+        """Announce to the sequence the end of this epoch, which has begun, unless that was done."""
+        if self.ended <= epoch:
+            self._announce("on_epoch_end", EpochEnd(epoch, self.random_seed))
+            self.ended = epoch + 1
+
+    def rewind(self) -> None:
+        """Count from the first epoch again; the sequence itself stays as it is."""
+        self.begun = self.ended = 0
+
+    def _announce(self, name: str, place: EpochEnd) -> None:
+        """Call a method of the sequence, if it has it."""
+        method = getattr(self.items, name, None)
+        if method is not None:
+            with borrowed_globals(place):
+                method()
+
+
+def _fetches_many(kind: type) -> bool:
+    """Return whether elements of a sequence of this class come by its `__getitems__`.
+
+    A class that overrides `__getitem__` alone, or hands unknown names on to another sequence,
+    would otherwise lose its own work on the elements.
+    """
+    for base in kind.__mro__:
+        if "__getitems__" in vars(base):
+            return callable(vars(base)["__getitems__"])
+        if "__getitem__" in vars(base):
+            return False
+    return False
+
+
+def is_sequence(items: object) -> bool:
+    """Return whether workers can fetch single elements, by their index.
+
+    A `PyDataset` of Keras 3 may have `num_batches` instead of `__len__`.
+    """
+    if is_indexable(items):
+        return True
+    try:
+        return has_elements(items) and hasattr(items, "num_batches")
+    except NotImplementedError:  # The class defines neither, which Keras says by this error.
+        return False
+
+
+def length_of(sequence: Any) -> int | None:
+    """Return the number of elements of a sequence; None if it is endless."""
+    if hasattr(sequence, "__len__"):
+        return len(sequence)
+    number: int | None = sequence.num_batches
+    return number
+
+
+def takes_two(function: Callable[..., Any], name: str = "map", of: str = "element") -> bool:
+    """Return whether `function` takes the `Task` beside the element.
+
+    Args:
+        function: Function of the user.
+        name: Name of the argument that it was given as.
+        of: Name of what it is called with.
+
+    Raises:
+        TypeError: It takes neither one argument nor two.
+    """
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # some built-ins have no signature
+        return False
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = [p for p in positional if p.default is p.empty]
+    demanded = [p for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+    takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    if len(required) > 2 or demanded or not (positional or takes_any):
+        raise TypeError(
+            f"{name} must take the {of}, or the {of} and its Task, but {name_of(function)} "
+            f"takes {inspect.signature(function)}; bind the others with functools.partial"
+        )
+    return len(required) == 2 or (len(positional) > 1 and positional[1].name == "task")

@@ -1,0 +1,91 @@
+"""Private names stay in their module: `other._name` is used where `_name` is defined, or nowhere.
+
+Modules that still break a rule are listed, and the lists only shrink: a listed module that keeps
+the rule fails, so that it is removed from its list.
+"""
+
+import ast
+import functools
+from pathlib import Path
+
+import enqueuer
+
+PACKAGE = Path(enqueuer.__file__).parent
+
+# Modules that use private names of other modules' objects.
+INTRUDERS: set[str] = set()
+# Names of named tuples and of sparse tensors, which some class here happens to have, too.
+FOREIGN = {"_indices", "_replace", "_values"}
+# Modules that replace a method on an instance, which no type checker sees.
+REPLACERS = set()
+
+
+@functools.cache
+def modules():
+    """Return the syntax tree of each module, by its path in the package."""
+    return {
+        p.relative_to(PACKAGE).as_posix(): ast.parse(p.read_text()) for p in PACKAGE.rglob("*.py")
+    }
+
+
+def is_private(name):
+    return name.startswith("_") and not name.endswith("__")
+
+
+@functools.cache
+def defined_in(path):
+    """Return the private names that a module defines: functions, classes, variables, attributes."""
+    found = set()
+    for node in ast.walk(modules()[path]):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_own(node):
+            found.add(node.attr)
+    return {name for name in found if is_private(name)}
+
+
+@functools.cache
+def defined_anywhere():
+    return frozenset().union(*map(defined_in, modules()))
+
+
+def is_own(node):
+    """Return whether an attribute is asked of `self`, `cls` or `super()`."""
+    of = node.value.func if isinstance(node.value, ast.Call) else node.value
+    return isinstance(of, ast.Name) and of.id in ("self", "cls", "super")
+
+
+def intrusions(path):
+    """Yield the private names that a module takes from others of the package.
+
+    Names that no module of the package defines are those of other packages.
+    """
+    taken = defined_anywhere() - defined_in(path) - FOREIGN
+    for node in ast.walk(modules()[path]):
+        if isinstance(node, ast.Attribute) and node.attr in taken and not is_own(node):
+            yield f"{path}:{node.lineno}: {ast.unparse(node)}"
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("enqueuer"):
+            yield from (f"{path}: {alias.name}" for alias in node.names if is_private(alias.name))
+
+
+def replacements(path):
+    """Yield the lines at which a module writes to `vars(...)`."""
+    for node in ast.walk(modules()[path]):
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+            of = node.value
+            if isinstance(of, ast.Call) and isinstance(of.func, ast.Name) and of.func.id == "vars":
+                yield f"{path}:{node.lineno}: {ast.unparse(node)}"
+
+
+def test_private_names_stay_in_their_module():
+    found = {path: list(intrusions(path)) for path in modules()}
+    assert [line for path, lines in found.items() if path not in INTRUDERS for line in lines] == []
+    assert {path for path in INTRUDERS if not found.get(path)} == set()
+
+
+def test_no_method_is_replaced_on_an_instance():
+    found = {path: list(replacements(path)) for path in modules()}
+    assert [line for path, lines in found.items() if path not in REPLACERS for line in lines] == []
+    assert {path for path in REPLACERS if not found.get(path)} == set()
