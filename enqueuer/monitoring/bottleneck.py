@@ -63,7 +63,9 @@ def find_bottleneck(found: Evidence) -> Bottleneck:
         return findings.cheap(found)
     waited, worked = found.total("waiting_s"), found.total("busy_s")
     often_wait = waited > OFTEN_WAITS * (waited + worked)
-    if found.total("sending_s") > MOSTLY * worked and not often_wait:
+    # More room would not help workers that send most of their time, waits included.
+    sending = found.total("sending_s")
+    if sending > MOSTLY * (worked + waited if often_wait else worked):
         return findings.transport(found)
     if found.cpus_used > CPUS_ARE_BUSY * found.cpus or (
         found.total("lacked_s") > OFTEN_LACKS_CPU * worked and not found.holds_gil

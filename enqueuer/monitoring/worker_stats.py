@@ -86,6 +86,10 @@ class WorkerStats:
         }
         if sign > 0:
             changed["started"] = other.started
+        elif changed["making_s"] < 0:
+            # An item that was being sent then counted as being made: sending is noted at its end.
+            changed["sending_s"] = max(0.0, changed["sending_s"] + changed["making_s"])
+            changed["making_s"] = 0.0
         return dataclasses.replace(self, **changed)
 
 

@@ -357,16 +357,19 @@ def is_crowded(stats):
     return sum(worker.cpu_wait_s or 0.0 for worker in stats.workers) > OFTEN_LACKS_CPU * worked
 
 
-def check(stats, kind):
-    """Check the bottleneck."""
-    found = stats.bottleneck().kind
-    assert found == kind or (found == "cpus" and is_crowded(stats)), str(stats)
+def check(kind, measure):
+    """Return statistics whose bottleneck is `kind`: measured anew where other work disturbed it."""
+    for _ in range(3):
+        stats = measure()
+        found = stats.bottleneck().kind
+        if found == kind or (found == "cpus" and is_crowded(stats)):
+            return stats
+    raise AssertionError(str(stats))
 
 
 @pytest.mark.parametrize("options", BACKENDS)
 def test_a_slow_source_is_told(options):
-    stats = steady_stats_of(sleeping(0.02), use_s=0.005, **options)
-    check(stats, "source")
+    stats = check("source", lambda: steady_stats_of(sleeping(0.02), use_s=0.005, **options))
     assert stats.waiting_share > 0.4
 
 
@@ -378,10 +381,12 @@ def test_elements_that_the_loop_reads_slowly_are_told(options):
             time.sleep(0.01)
             yield number
 
-    with OrderedEnqueuer(elements(), abs, workers=2, **options) as enqueuer:
-        assert len(list(enqueuer)) == 30
-        stats = enqueuer.stats()
-    assert stats.bottleneck().kind == "source", stats
+    def measure():
+        with OrderedEnqueuer(elements(), abs, workers=2, **options) as enqueuer:
+            assert len(list(enqueuer)) == 30
+            return enqueuer.stats()
+
+    stats = check("source", measure)
     assert "from the iterable" in stats.bottleneck().reason
     assert stats.waiting_s >= stats.reading_s > 0.1
     assert stats.wait_p50_s >= 0.01
@@ -389,22 +394,24 @@ def test_elements_that_the_loop_reads_slowly_are_told(options):
 
 @pytest.mark.parametrize("options", BACKENDS)
 def test_a_slow_loop_is_told(options):
-    stats = steady_stats_of(sleeping(0.001), use_s=0.02, **options)
-    check(stats, "loop")
+    stats = check("loop", lambda: steady_stats_of(sleeping(0.001), use_s=0.02, **options))
     assert stats.waiting_share < HARDLY_WAITS or is_crowded(stats)
 
 
 @pytest.mark.local  # Ray takes longer to start than all the rest
 @pytest.mark.parametrize("options", BACKENDS)
 def test_what_is_done_between_epochs_is_no_step_of_the_loop(options):
-    with GeneratorEnqueuer(sleeping(0.01, count=10), **options) as enqueuer:
-        for _ in range(2):
-            for _ in enqueuer:
-                time.sleep(0.001)
-            time.sleep(1.0)  # tests the model, and saves it
-        stats = enqueuer.stats()
+    def measure():
+        with GeneratorEnqueuer(sleeping(0.01, count=10), **options) as enqueuer:
+            for _ in range(2):
+                for _ in enqueuer:
+                    time.sleep(0.001)
+                # The loop tests the model, and saves it.
+                time.sleep(1.0)
+            return enqueuer.stats()
+
+    stats = check("source", measure)
     assert stats.idle_s >= 2.0
-    assert stats.bottleneck().kind == "source", stats
     assert stats.working_s < 1.0
 
 
@@ -415,8 +422,7 @@ def test_copying_is_told(options):
         for _ in range(50):
             yield array
 
-    stats = steady_stats_of(source, **options)
-    check(stats, "transport")
+    check("transport", lambda: steady_stats_of(source, **options))
 
 
 @pytest.mark.parametrize("options", BACKENDS)
@@ -426,8 +432,7 @@ def test_one_slow_shard_is_told(options):
             time.sleep(0.04 if shard.index == 1 else 0.004)
             yield number
 
-    stats = steady_stats_of(source, workers=3, **options)
-    check(stats, "slow shard")
+    stats = check("slow shard", lambda: steady_stats_of(source, workers=3, **options))
     assert max(stats.waited_for, key=stats.waited_for.get) == 1
 
 
@@ -439,8 +444,7 @@ def test_a_short_queue_before_an_uneven_source_is_told(options):
                 time.sleep(0.1)
             yield number
 
-    stats = steady_stats_of(source, use_s=0.01, max_queue_size=1, **options)
-    check(stats, "queue")
+    check("queue", lambda: steady_stats_of(source, use_s=0.01, max_queue_size=1, **options))
 
 
 @pytest.mark.parametrize("options", BACKENDS)
@@ -449,8 +453,7 @@ def test_a_long_start_is_told(options):
         time.sleep(1.0)
         yield from range(20)
 
-    stats = stats_of(source, **options)
-    check(stats, "start-up")
+    check("start-up", lambda: stats_of(source, **options))
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="of Linux")
@@ -476,8 +479,7 @@ def test_threads_that_compute_in_python_are_told_to_be_processes():
             sum(number * i for i in range(30_000))
             yield number
 
-    stats = stats_of(source, workers=2)
-    check(stats, "source")
+    stats = check("source", lambda: stats_of(source, workers=2))
     if not is_crowded(stats):
         assert "backend='process'" in stats.bottleneck().advice
 

@@ -62,6 +62,12 @@ def test_where_no_worker_can_be_spared_faster_data_would_not_help():
     assert bottleneck.advice == "Faster data would not make it faster."
 
 
+@pytest.mark.parametrize(("sending", "kind"), [(6.8, "transport"), (4.0, "queue")])
+def test_workers_that_send_most_of_their_time_need_no_longer_queue(sending, kind):
+    busy = worker(making=0.1, sending=sending, waiting=9.9 - sending)
+    assert find_bottleneck(evidence(busy, waiting=4.0, working=6.0)).kind == kind
+
+
 def test_a_source_that_waits_needs_as_many_workers_as_it_is_slower():
     bottleneck = find_bottleneck(evidence(worker(making=10.0, waiting=0.0)))
     assert bottleneck.kind == "source"

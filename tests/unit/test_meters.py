@@ -7,6 +7,7 @@ import pytest
 from enqueuer.monitoring import loop_meter, meters
 from enqueuer.monitoring.loop_meter import LoopMeter, bucket_of, top_of
 from enqueuer.monitoring.meters import BEGAN, IDLE, WAITING, Meter
+from enqueuer.monitoring.worker_stats import WorkerStats
 
 
 @pytest.fixture
@@ -126,3 +127,14 @@ def test_after_a_long_wait_or_read_the_next_batch_is_looked_at(clock, end):
     clock[0] += 10**9
     end(waits)
     assert (waits.left, waits.taken) == (1, 5000)
+
+
+def test_an_item_that_was_being_sent_at_the_earlier_snapshot_was_not_made_since():
+    """Sending is noted at its end: until then it looks like making."""
+    facts = dict(index=0, name="worker 0", shards=(0,), bytes=0, started=0, starting_s=0.0)
+    facts |= dict(waiting_s=0.0, idle_s=0.0, cpu_s=None, cpu_wait_s=None, rss_bytes=None)
+    facts |= dict(blocks=0, block_bytes=0, switches=None)
+    earlier = WorkerStats(items=0, making_s=0.5, sending_s=0.0, **facts)
+    later = WorkerStats(items=1, making_s=0.1, sending_s=0.9, **facts)
+    between = later.since(earlier)
+    assert (between.making_s, between.sending_s) == (0.0, pytest.approx(0.5))
