@@ -1,5 +1,5 @@
-"""Adapters: what turns an enqueuer into what a framework likes to eat.
+"""Adapters: each turns an enqueuer into a loader or dataset of one framework.
 
-One framework a file, to be imported by those who use it: `enqueuer.adapters.torch`, `.cuda`,
-`.tensorflow`, `.keras`, `.jax`. Each needs its framework: `pip install 'enqueuer[torch]'`.
+Import the one that you use: `enqueuer.adapters.torch`, `.cuda`, `.tensorflow`, `.keras` or
+`.jax`. Each needs its framework: `pip install 'enqueuer[torch]'`.
 """

@@ -25,7 +25,8 @@ keras = framework("keras", "keras", "3.8")
 
 __all__ = ["EnqueuerDataset"]
 
-_HELD = 2  # batches; Keras inspects as many
+# Number of batches; Keras inspects as many.
+_HELD = 2
 
 
 class EnqueuerDataset(Loader[Any], keras.utils.PyDataset):  # type: ignore[name-defined]  # Any
@@ -128,11 +129,11 @@ class EnqueuerDataset(Loader[Any], keras.utils.PyDataset):  # type: ignore[name-
             return batch
 
     def on_epoch_begin(self) -> None:
-        """Called by Keras."""
+        """Note that Keras begins an epoch."""
         self._is_new = self._in_epoch = True
 
     def on_epoch_end(self) -> None:
-        """Called by Keras: after an epoch, and after it has inspected batches."""
+        """Note that Keras has ended an epoch, or has inspected batches."""
         with self._lock:
             if self._in_epoch and self._given - len(self._inspected) >= len(self):
                 self._given = 0

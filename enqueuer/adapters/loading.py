@@ -1,4 +1,4 @@
-"""What the adapters share: an enqueuer, or any other iterable, as a framework's loader.
+"""The base of all loaders: an enqueuer, or any other iterable, as a framework's loader.
 
     loader -> Epochs: epochs of so many steps, a position -> Reader -> the training loop
 
@@ -76,7 +76,7 @@ class Loader(Generic[Batch]):
             if reader is None
             else reader(epochs, self._ownership)
         )
-        # Libraries look for methods of these names, and call what they find. So these are
+        # Libraries check for methods of these names, and call those that exist. So these are
         # attributes, and exist only if the loader has a position.
         if hasattr(loader, "state_dict"):
             self.state_dict = epochs.state_dict
@@ -88,7 +88,7 @@ class Loader(Generic[Batch]):
         def __getattr__(self, name: str) -> Any:
             if name in ("state_dict", "load_state_dict") and "_loader" in vars(self):
                 kind = an(type(self._loader).__name__)
-                raise AttributeError(f"{kind} tells no position: it has no {name}", name=name)
+                raise AttributeError(f"{kind} has no position: it has no {name}", name=name)
             raise AttributeError(
                 f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self
             )
@@ -140,7 +140,7 @@ class Reader(Protocol[Batch]):  # type: ignore[misc]
         """Return an iterator over an epoch, or over the rest of one; start no enqueuer."""
 
     def stop(self, timeout: float | None) -> None:
-        """End what reads ahead."""
+        """End the thread that reads ahead, if there is one."""
 
 
 class _DirectReader(Generic[Batch]):
@@ -300,7 +300,7 @@ class Epochs:
         except TypeError as error:
             kind = an(type(self.loader).__name__)
             raise TypeError(
-                f"{kind} does not tell how many batches it has ({error}); give steps_per_epoch"
+                f"the number of batches of {kind} is unknown ({error}); give steps_per_epoch"
             ) from None
 
     @property

@@ -27,8 +27,10 @@ torch = framework("torch", "torch", "2.1")
 
 # cudaHostRegisterPortable: memory is pinned for all GPUs of the process.
 _PORTABLE = 1
-_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
-_CAPTURE_ERRORS = range(900, 909)  # cudaErrorStreamCaptureUnsupported and related errors
+# CU_STREAM_CAPTURE_MODE_RELAXED.
+_RELAXED = 2
+# cudaErrorStreamCaptureUnsupported and related errors.
+_CAPTURE_ERRORS = range(900, 909)
 
 _log = logging.getLogger("enqueuer")
 

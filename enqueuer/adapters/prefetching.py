@@ -25,9 +25,9 @@ Batch = TypeVar("Batch")
 class PrefetchLoader(Loader[Batch]):
     """A loader that keeps changed batches ready, made by a thread of its own.
 
-    After a `break` it does what `loader` does. An enqueuer continues with the next batch, and so
-    does this, with the batches that were ready and are kept until then. Any other loader begins a
-    new epoch; batches of the old one are dropped.
+    After a `break`, an enqueuer continues with the next batch. So does this loader, which keeps
+    the batches that were ready. Any other `loader` begins a new epoch, and batches of the old one
+    are dropped.
 
     Args:
         loader: As for `Loader`.

@@ -1,4 +1,4 @@
-"""Which part of the batches is this process's, where torch.distributed trains in several.
+"""The rank of this process in distributed training, which decides its part of the batches.
 
 Every torch loader and dataset asks here and nowhere else.
 """
@@ -17,9 +17,9 @@ torch = framework("torch", "torch", "2.1")
 
 
 class Ranks:
-    """The one place that decides which part of the batches is this process's.
+    """The rank and world size of this process, given by the caller or by `torch.distributed`.
 
-    Each loader and dataset makes one, which asks `torch.distributed` when it is made.
+    Each loader and dataset makes one, and `torch.distributed` is asked at that moment.
 
     Args:
         rank: Rank of this process, if the caller gave one.
@@ -65,8 +65,8 @@ class Ranks:
             return enqueuer
         if not core.is_idle:
             raise InvalidState(
-                f"the enqueuer was started and cannot be made that of rank {own[0]} of {own[1]}; "
-                "hand over one that was not, or give it rank and world_size yourself"
+                f"the enqueuer was started, so it cannot become that of rank {own[0]} of "
+                f"{own[1]}; pass one that was not started, or give it rank and world_size yourself"
             )
         return part_of(enqueuer, Part(*own))
 

@@ -1,4 +1,7 @@
-"""The types of arguments, for argparse, which puts the option's name before an error."""
+"""Commands, the arguments that several of them have, and the types of arguments.
+
+argparse puts the option's name before the error of a type.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,59 @@ Commands: TypeAlias = Any
 
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
 _LONGEST_S = 1e6
+
+
+def add_command(
+    commands: Commands, name: str, help: str, description: str, examples: str
+) -> argparse.ArgumentParser:
+    """Add a command, whose help ends with examples, and return its parser."""
+    command: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=help,
+        description=description,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    return command
+
+
+def add_source(command: argparse.ArgumentParser, kind: str) -> None:
+    """Add `MODULE:FUNCTION`, an object of this kind."""
+    command.add_argument(
+        "source",
+        type=module_and_name,
+        metavar="MODULE:FUNCTION",
+        help=f"{kind}; found from the current directory",
+    )
+
+
+def add_number(
+    command: argparse.ArgumentParser, option: str, help: str, default: int | None = None
+) -> None:
+    """Add an option that takes a whole number from 1 on."""
+    command.add_argument(option, type=positive, default=default, metavar="N", help=help)
+
+
+def add_backend(
+    command: argparse.ArgumentParser, default: str | None, help: str = "kind of the workers"
+) -> None:
+    """Add `--backend`."""
+    command.add_argument("--backend", choices=("thread", "process"), default=default, help=help)
+
+
+def add_seed(command: argparse.ArgumentParser, help: str, default: int | None = None) -> None:
+    """Add `--seed`."""
+    command.add_argument("--seed", type=not_negative, default=default, metavar="N", help=help)
+
+
+def add_progress(command: argparse.ArgumentParser) -> None:
+    """Add `--quiet` for a progress bar."""
+    command.add_argument(
+        "--quiet",
+        dest="progress",
+        action="store_false",
+        help="show no progress bar (default: a bar, if standard error is a terminal)",
+    )
 
 
 def positive(text: str) -> int:
@@ -88,13 +144,3 @@ def _advice(path: str, name: str) -> str:
         return ""
     where = f", with {folder} in PYTHONPATH or as the current directory" if folder else ""
     return f"; give {module}:{name}{where}"
-
-
-def add_progress(command: argparse.ArgumentParser) -> None:
-    """Add `--quiet` for a progress bar."""
-    command.add_argument(
-        "--quiet",
-        dest="progress",
-        action="store_false",
-        help="show no progress bar (default: a bar, if standard error is a terminal)",
-    )

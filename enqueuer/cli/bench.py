@@ -1,7 +1,7 @@
 """The command `enqueuer bench`: measure a generator function, and print how to run it best.
 
-The table and the choice go to standard output. If standard error is a terminal, it shows what is
-being measured.
+The table and the choice go to standard output. If standard error is a terminal, it shows the
+current measurement.
 """
 
 from __future__ import annotations
@@ -13,9 +13,17 @@ import warnings
 from collections.abc import Iterator
 
 from enqueuer.backends.job import BackendName
-from enqueuer.cli.arguments import Commands, module_and_name, positive, seconds, svg_file
-from enqueuer.cli.errors import FAILED, in_one_line
+from enqueuer.cli.arguments import (
+    Commands,
+    add_backend,
+    add_command,
+    add_number,
+    add_source,
+    seconds,
+    svg_file,
+)
 from enqueuer.cli.sources import load
+from enqueuer.cli.user_errors import FAILED, in_one_line
 from enqueuer.common.text import duration
 from enqueuer.errors import DataFileError, DuplicateDataWarning
 from enqueuer.tools import bench
@@ -40,7 +48,8 @@ exit codes: 0 measured, 1 failed, 2 wrong arguments, 130 after Ctrl-C, 143 after
 
 def add_bench(commands: Commands) -> None:
     """Add `bench` and its options."""
-    command = commands.add_parser(
+    command = add_command(
+        commands,
         "bench",
         help="measure a generator function on threads and processes, and find the best choice",
         description=(
@@ -48,30 +57,21 @@ def add_bench(commands: Commands) -> None:
             "processes; show rates, sizes, CPUs and memory, how much of its time it holds the GIL, "
             "and the line of code for the best choice."
         ),
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        examples=_EXAMPLES,
     )
-    command.add_argument(
-        "source",
-        type=module_and_name,
-        metavar="MODULE:FUNCTION",
-        help="a generator function of a shard, or of nothing; found from the current directory",
-    )
+    add_source(command, "a generator function of a shard, or without arguments")
     _add_times(command)
-    command.add_argument(
+    add_number(
+        command,
         "--max-workers",
-        type=positive,
-        metavar="N",
         help="largest number of workers (default: twice the CPUs, at least 16)",
     )
-    command.add_argument(
-        "--backend", choices=("thread", "process"), help="kind of the workers (default: both)"
-    )
+    add_backend(command, default=None, help="kind of the workers (default: both)")
     command.add_argument("--json", action="store_true", help="print all numbers as JSON")
     command.add_argument(
         "--plot", type=svg_file, metavar="FILE.svg", help="draw batches a second over workers"
     )
-    command.add_argument("--quiet", action="store_true", help="do not show what is being measured")
+    command.add_argument("--quiet", action="store_true", help="do not show the current measurement")
     command.set_defaults(run=in_one_line(_bench))
 
 
@@ -151,7 +151,7 @@ def _print(report: bench.Report, options: argparse.Namespace) -> None:
 
 
 class _Terminal:
-    """A line on a terminal that shows what is being measured; nothing on a pipe."""
+    """A line on a terminal that shows the current measurement; nothing on a pipe."""
 
     def __init__(self, is_shown: bool) -> None:
         self._is_shown = is_shown
@@ -162,7 +162,7 @@ class _Terminal:
             print(text, file=sys.stderr)
 
     def show(self, text: str) -> None:
-        """Replace the line by what is measured now."""
+        """Replace the line by the name of the current measurement."""
         if self._is_shown:
             print(f"\r\x1b[Kmeasuring {text} ...", end="", file=sys.stderr, flush=True)
 

@@ -6,8 +6,8 @@ import argparse
 import sys
 from collections.abc import Iterator
 
-from enqueuer.cli.arguments import Commands, not_negative, positive
-from enqueuer.cli.errors import FAILED
+from enqueuer.cli.arguments import Commands, add_backend, add_number, add_seed
+from enqueuer.cli.user_errors import FAILED
 from enqueuer.tools import demo
 
 
@@ -31,19 +31,12 @@ def add_demo(commands: Commands) -> None:
         "--batch-size": (default.batch_size, "number of images in a batch"),
     }
     for option, (number, text) in numbers.items():
-        command.add_argument(option, type=positive, default=number, metavar="N", help=text)
-    command.add_argument(
-        "--backend",
-        choices=("thread", "process"),
-        default=default.backend,
-        help="kind of the workers",
-    )
-    command.add_argument(
-        "--seed",
-        type=not_negative,
-        default=default.seed,
-        metavar="N",
+        add_number(command, option, help=text, default=number)
+    add_backend(command, default=default.backend)
+    add_seed(
+        command,
         help="seed of everything random: the same seed and number of workers give the same result",
+        default=default.seed,
     )
     command.set_defaults(run=_demo)
 

@@ -12,7 +12,8 @@ from enqueuer.common.text import size, table
 if TYPE_CHECKING:
     from enqueuer.datasets.hdf5 import Column, Description, Summary
 
-_LONGEST_VALUE = 60  # characters of an attribute
+# Most characters of an attribute.
+_LONGEST_VALUE = 60
 _HEAD = ("key", "shape", "dtype", "chunk", "compression", "stored", "min", "mean", "max")
 
 

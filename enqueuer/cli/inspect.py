@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 
-from enqueuer.cli.arguments import Commands, add_progress
+from enqueuer.cli.arguments import Commands, add_command, add_progress
 from enqueuer.cli.description import as_dict, attributes_of, table_of
-from enqueuer.cli.errors import in_one_line
+from enqueuer.cli.user_errors import in_one_line
 from enqueuer.common.text import pluralize, printable, size
 from enqueuer.monitoring.progress import bar
 
@@ -24,15 +24,15 @@ exit codes: 0 the file is whole as far as it was read, 1 it is not, 2 wrong argu
 
 def add_inspect(commands: Commands) -> None:
     """Add `inspect` and its options."""
-    command = commands.add_parser(
+    command = add_command(
+        commands,
         "inspect",
-        help="show what is in an HDF5 file, and whether it is whole",
+        help="show the content of an HDF5 file, and whether it is complete",
         description=(
-            "Show what is in an HDF5 file: keys, shapes, dtypes, chunks, sizes, statistics. "
+            "Show the content of an HDF5 file: keys, shapes, dtypes, chunks, sizes, statistics. "
             "Needs: pip install 'enqueuer[hdf5]'"
         ),
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        examples=_EXAMPLES,
     )
     command.add_argument("path", metavar="FILE.h5", help="the file to inspect")
     command.add_argument(

@@ -11,15 +11,17 @@ from typing import Any
 
 from enqueuer.cli.arguments import (
     Commands,
+    add_backend,
+    add_command,
+    add_number,
     add_progress,
-    module_and_name,
+    add_seed,
+    add_source,
     names,
-    not_negative,
-    positive,
 )
 from enqueuer.cli.description import table_of
-from enqueuer.cli.errors import UnusableSource, in_one_line
 from enqueuer.cli.sources import load
+from enqueuer.cli.user_errors import UnusableSource, in_one_line
 from enqueuer.common.text import pluralize, printable
 from enqueuer.workers.shards import Shard, fresh_seed
 
@@ -39,22 +41,17 @@ exit codes: 0 written, 1 failed, 2 wrong arguments, 130 after Ctrl-C, 143 after 
 
 def add_pack(commands: Commands) -> None:
     """Add `pack` and its options."""
-    command = commands.add_parser(
+    command = add_command(
+        commands,
         "pack",
-        help="run a generator function in parallel and write what it yields to an HDF5 file",
+        help="run a generator function in parallel and write its batches to an HDF5 file",
         description=(
-            "Run a generator function in parallel and write what it yields to an HDF5 file, which "
-            "appears when it is whole. Needs: pip install 'enqueuer[hdf5]'"
+            "Run a generator function in parallel and write its batches to an HDF5 file, which "
+            "appears when it is complete. Needs: pip install 'enqueuer[hdf5]'"
         ),
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        examples=_EXAMPLES,
     )
-    command.add_argument(
-        "source",
-        type=module_and_name,
-        metavar="MODULE:FUNCTION",
-        help="a generator function of a shard, or any iterable; found from the current directory",
-    )
+    add_source(command, "a generator function of a shard, or any iterable")
     command.add_argument("path", metavar="OUT.h5", help="the file to write")
     _add_run(command)
     _add_format(command)
@@ -66,31 +63,19 @@ def add_pack(commands: Commands) -> None:
 
 
 def _add_run(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
+    add_number(
+        command,
         "--workers",
-        type=positive,
+        help="number of workers; each writes one shard at a time (default: 1)",
         default=1,
-        metavar="N",
-        help="number of workers, which write a shard at a time each (default: 1)",
     )
-    command.add_argument(
-        "--backend",
-        choices=("process", "thread"),
-        default="process",
-        help="kind of the workers (default: process)",
-    )
-    command.add_argument(
+    add_backend(command, default="process", help="kind of the workers (default: process)")
+    add_number(
+        command,
         "--shards",
-        type=positive,
-        metavar="N",
-        help="number of parts of the work, on which the content depends (default: 32)",
+        help="number of shards, on which the content depends (default: 32)",
     )
-    command.add_argument(
-        "--seed",
-        type=not_negative,
-        metavar="N",
-        help="seed of everything random (default: drawn; a resumed run keeps it)",
-    )
+    add_seed(command, help="seed of everything random (default: drawn; a resumed run keeps it)")
 
 
 def _add_format(command: argparse.ArgumentParser) -> None:
@@ -98,15 +83,14 @@ def _add_format(command: argparse.ArgumentParser) -> None:
         "--keys", type=names, metavar="A,B", help="names of a tuple's members, or keys to take"
     )
     command.add_argument(
-        "--samples", action="store_true", help="the source yields one row at a time, no batches"
+        "--samples", action="store_true", help="the source yields single rows, not batches"
     )
     command.add_argument(
         "--ragged", type=names, default=(), metavar="A,B", help="keys with rows of any length"
     )
-    command.add_argument(
+    add_number(
+        command,
         "--chunk-rows",
-        type=positive,
-        metavar="N",
         help="number of rows in a chunk (default: 1 MiB of rows, at most 1024)",
     )
     command.add_argument(
@@ -150,7 +134,7 @@ def _pack(options: argparse.Namespace) -> int:
             raise
         raise UnusableSource(f"{':'.join(options.source)}: {error}") from error
     except KeyboardInterrupt:
-        print("\nenqueuer: finished shards are kept; the same command goes on", file=sys.stderr)
+        print("\nenqueuer: finished shards are kept; the same command resumes", file=sys.stderr)
         raise
     print(f"{options.path}: {rows:,} rows")
     return 0

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from enqueuer.cli.arguments import Commands
-from enqueuer.cli.errors import in_one_line
+from enqueuer.cli.arguments import Commands, add_command
+from enqueuer.cli.user_errors import in_one_line
 from enqueuer.common.text import duration, percent, pluralize, printable, rate
 from enqueuer.errors import DataFileError
 from enqueuer.tools.trace import Recording, count, page, read
@@ -33,15 +33,15 @@ exit codes: 0 written, 1 failed, 2 wrong arguments
 
 def add_report(commands: Commands) -> None:
     """Add `report` and its options."""
-    command = commands.add_parser(
+    command = add_command(
+        commands,
         "report",
         help="make a page with pictures of a trace",
         description=(
-            "Make a page of a trace: what each worker did when, what waited in the queue, how "
-            "long the loop waited. It stands alone: nothing is loaded from a network."
+            "Make a page of a trace: the timeline of each worker, the queue depth, and how long "
+            "the loop waited. The page loads nothing from a network."
         ),
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        examples=_EXAMPLES,
     )
     command.add_argument(
         "path", metavar="TRACE.json", help="file that trace= of an enqueuer has written"

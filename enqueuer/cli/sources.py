@@ -8,7 +8,7 @@ import os
 import sys
 from typing import Any
 
-from enqueuer.cli.errors import UnusableSource
+from enqueuer.cli.user_errors import UnusableSource
 
 
 def load(module: str, name: str) -> Any:

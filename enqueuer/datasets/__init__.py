@@ -1,1 +1,1 @@
-"""Datasets: the sources that people need again and again, to be imported by those who use them."""
+"""Datasets: sources for common formats, lists of files and HDF5. Import the one that you use."""

@@ -222,7 +222,7 @@ class ShardWorkload:
     def take_part(self, part: Part) -> bool:
         return False
 
-    def deals_out(self, length: int) -> bool:
+    def has_blocks(self, length: int) -> bool:
         return False
 
     def out_of_order(self, parts: int) -> str:

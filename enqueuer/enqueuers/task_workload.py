@@ -185,7 +185,7 @@ class TaskWorkload:
         )
         return True
 
-    def deals_out(self, length: int) -> bool:
+    def has_blocks(self, length: int) -> bool:
         return self.steps() == length
 
     def out_of_order(self, parts: int) -> str:

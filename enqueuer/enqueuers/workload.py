@@ -257,7 +257,7 @@ class Workload(Protocol):
     def take_part(self, part: Part) -> bool:
         """Read only a part of the rank's batches; return whether that was not done by arguments."""
 
-    def deals_out(self, length: int) -> bool:
+    def has_blocks(self, length: int) -> bool:
         """Return whether parts may have a `block`, and an epoch has so many batches."""
 
     def out_of_order(self, parts: int) -> str:

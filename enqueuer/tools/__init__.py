@@ -1,1 +1,1 @@
-"""What only the command line uses."""
+"""Tools of the command line alone: benchmark, trace pages and demo."""

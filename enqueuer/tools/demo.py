@@ -33,16 +33,20 @@ _EXTRAS = {"sklearn": "scikit-learn", "PIL": "Pillow", "tqdm": "tqdm"}
 
 # Pixels of an image file. The digits themselves have 8 x 8, too few to be work.
 _FILE_SIDE = 128
-_INPUT_SIDE = 32  # pixels of the input of the network
+# Pixels of the network's input.
+_INPUT_SIDE = 32
 _CLASSES = 10
 # Units. With these a training step takes about 8 ms, and a batch 40 ms.
 _HIDDEN = 2048
-_HELD_OUT = 360  # images of 1797
+# Images, of 1797, that are not trained on.
+_HELD_OUT = 360
 
-# Degrees. With more, a 6 would look like a 9 or a 4.
+# Degrees. With more, a 6 would resemble a 9 or a 4.
 _MAX_TURN = 12.0
-_MAX_SHIFT = 8  # pixels of the file: half a pixel of the original digit
-_NOISE = 0.05  # standard deviation, where white is 1
+# Pixels of the file: half a pixel of the original digit.
+_MAX_SHIFT = 8
+# Standard deviation, where white is 1.
+_NOISE = 0.05
 
 # Small batches take small steps, by the rate of an image, and large ones take limited steps.
 _LEARNING_RATE = 0.05 / 64

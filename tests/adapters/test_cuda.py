@@ -468,7 +468,7 @@ class Device:
         self.log.append(("reached", event))
         return event
 
-    def hand_over(self, batch, event):
+    def receive(self, batch, event):
         self.given.append(event)
 
 
@@ -817,7 +817,7 @@ def test_the_loops_stream_waits_for_a_batch_and_is_recorded_for_all_of_it(log):
     device = CudaDevice(torch.device("cuda", 1))
     assert (device.record().stream, device.reached().stream) == ("copying", "loop")
     batch = [Recorded("a"), {"b": Encoding(c=Recorded("c"))}, torch.eye(2).to_sparse(), "text"]
-    device.hand_over(batch, device.record())
+    device.receive(batch, device.record())
     assert log == [
         "loop waits for an event of copying",
         "a is used by loop",

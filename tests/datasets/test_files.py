@@ -87,7 +87,7 @@ def test_drop_last_makes_all_shards_equally_long(count, size, shards):
     batches = FileBatches(numbers(count), int, size, drop_last=True)
     kept = count // size // shards * shards
     if kept == 0:
-        with pytest.raises(ValueError, match=r"cannot be dealt out evenly over . shards"):
+        with pytest.raises(ValueError, match=r"cannot be divided evenly over . shards"):
             epoch_of(batches, shards)
         return
     assert lists(epoch_of(batches, shards)) == whole[:kept]

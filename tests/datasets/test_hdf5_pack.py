@@ -452,7 +452,7 @@ def test_shards_that_nobody_knows_are_not_taken(tmp_path):
     (tmp_path / "a.h5").unlink()
     (tmp_path / "a.h5.parts" / "finished").unlink()
     (tmp_path / "a.h5.parts" / "pack.json").write_text("{")
-    with pytest.raises(StateMismatch, match="does not say what the shards are of"):
+    with pytest.raises(StateMismatch, match="does not describe the run that left the shards"):
         pack([np.ones(2)], tmp_path / "a.h5")
 
 

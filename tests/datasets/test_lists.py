@@ -71,7 +71,9 @@ def test_labels_are_ints_if_all_are_written_as_ints(tmp_path):
 
 
 def test_a_wrong_line_is_told_by_its_number(tmp_path):
-    with pytest.raises(ValueError, match=r"train\.txt, line 2: 3 fields.* quotes: 'b c\.png 1'"):
+    with pytest.raises(
+        ValueError, match=r"train\.txt, line 2: 3 fields.* contains blanks: 'b c\.png 1'"
+    ):
         listed(tmp_path, "a.png 1\nb c.png 1\n")
     with pytest.raises(ValueError, match=r"line 1: a quote is not closed"):
         listed(tmp_path, "'a.png 1\n")

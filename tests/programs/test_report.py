@@ -221,7 +221,7 @@ def test_the_page_stands_alone_and_says_it_all(tmp_path, capsys):
     text = (tmp_path / "run.html").read_text()
     seen = check(text)
     words = set(seen.words)
-    assert {"Timeline", "What waited in the queue", "How long the loop waited for a batch"} <= words
+    assert {"Timeline", "Queue depth", "How long the loop waited for a batch"} <= words
     assert {"worker 0 (thread)", "2.0 kB", "skipped", "restart"} <= words
     assert "KeyError('<b>') in worker 0 (thread), shard 0, item 3" in words
     assert "<b>'" not in text

@@ -52,7 +52,7 @@ class Device(Protocol):
     def reached(self) -> Event:
         """Return the moment at which all work that the calling thread has queued is done."""
 
-    def hand_over(self, batch: Any, event: Event) -> None:
+    def receive(self, batch: Any, event: Event) -> None:
         """Let the stream of the calling thread wait for a batch, and record that it uses it."""
 
 
@@ -100,7 +100,7 @@ class CudaDevice:
         """See `Device`."""
         return _event_of(torch.cuda.current_stream(self.device))
 
-    def hand_over(self, batch: Any, event: Event) -> None:
+    def receive(self, batch: Any, event: Event) -> None:
         """See `Device`."""
         current = torch.cuda.current_stream(self.device)
         current.wait_event(event)
@@ -179,7 +179,7 @@ class PlainDevice:
         """See `Device`."""
         return _Now()
 
-    def hand_over(self, batch: Any, event: Event) -> None:
+    def receive(self, batch: Any, event: Event) -> None:
         """See `Device`."""
 
 

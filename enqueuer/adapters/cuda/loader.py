@@ -103,7 +103,7 @@ class CudaDataLoader(PrefetchLoader[Any]):
         elif ranks.is_given:
             raise TypeError(
                 f"rank and world_size are for an enqueuer, and the loader is {loader!r}; give "
-                "them to what makes its batches"
+                "them to the loader that makes its batches"
             )
         super().__init__(
             loader,

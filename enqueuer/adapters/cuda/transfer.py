@@ -13,7 +13,8 @@ These rules keep memory from being read too early, or reused too early:
 - A copy begins when the GPU is done with the batch `queue_size + 2` before. Otherwise a loop that
   only queues kernels, and waits for none, would fill the GPU with batches.
 
-The loop may capture a CUDA graph meanwhile: the thread tells CUDA that its calls are in no capture.
+The loop may capture a CUDA graph meanwhile. So the thread relaxes its capture mode, and its calls
+do not end the capture.
 """
 
 from __future__ import annotations
@@ -209,5 +210,5 @@ class Transfer:
                     device.follow(current)
                 batch = self._transform(batch)
                 event = device.record()
-        device.hand_over(batch, event)
+        device.receive(batch, event)
         return batch

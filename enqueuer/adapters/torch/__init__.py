@@ -2,9 +2,9 @@
 
     TorchLoader:              enqueuer -> tensors -> the loop
     EnqueuerIterableDataset:  enqueuer -> tensors -> DataLoader(dataset, batch_size=None)
-    EnqueuerMapDataset:       the same for what wants __getitem__ and __len__
+    EnqueuerMapDataset:       the same for libraries that need __getitem__ and __len__
 
-In the workers of a DataLoader each has an enqueuer of its own, for its part of the batches.
+Each worker of a DataLoader has its own enqueuer, for its part of the batches.
 """
 
 from enqueuer.adapters.torch.datasets import EnqueuerIterableDataset, EnqueuerMapDataset

@@ -14,7 +14,7 @@ class Source(Protocol):
     """Where the items come from: the loader of this process, as far as it is needed here."""
 
     def begin(self, worker: int) -> int: ...
-    def deals_out(self, length: int) -> bool: ...
+    def has_blocks(self, length: int) -> bool: ...
     def check_repeats(self, workers: int) -> None: ...
     def items_of_epoch(
         self, epoch: int, worker: int, workers: int, block: int
@@ -24,10 +24,10 @@ class Source(Protocol):
 class IndexedItems:
     """The items of a map-style dataset in one worker of a DataLoader, by their indices.
 
-    torch deals out batches of indices in turn: with batches of b, worker w of n is asked for
-    those of batch w, w + n and so on. A part of an enqueuer that deals out its elements in such
-    blocks makes just these. Where the block is not known, or the enqueuer cannot be dealt out, a
-    copy of the whole makes all items, and those of the other workers are dropped.
+    torch sends batches of indices to its workers in turn: with batches of b, worker w of n gets
+    the indices of batch w, w + n and so on. If the enqueuer can be divided into such blocks, its
+    part makes exactly these items. Otherwise, or if the block is not known, a copy of the whole
+    makes all items, and those of the other workers are dropped.
 
     Args:
         source: The loader of this process.
@@ -40,9 +40,11 @@ class IndexedItems:
         self._source = source
         self._length = length
         self._worker, self._workers = worker, workers
-        self._first = self._last = -1  # index of this epoch, as asked for
+        # First and latest index that torch has asked for in this epoch.
+        self._first = self._last = -1
         self._epoch = 0
-        self._block = 0  # 0: this worker makes all items
+        # Items of a block; with 0 this worker makes all items.
+        self._block = 0
         self._items: Iterator[Any] = iter(())
 
     def items(self, indices: Sequence[int]) -> list[Any]:
@@ -75,7 +77,7 @@ class IndexedItems:
         self._first, self._epoch = index, self._source.begin(self._worker)
         # The first batch of a later worker may be the last one of the epoch, and a short one.
         block = index // self._worker if self._worker else size
-        if not self._source.deals_out(self._length) or index != self._worker * block or not block:
+        if not self._source.has_blocks(self._length) or index != self._worker * block or not block:
             self._make_all(index)
             return
         self._block = block

@@ -14,7 +14,7 @@ from typing import Any
 
 from enqueuer.adapters.loading import Epochs
 from enqueuer.adapters.ranks import Ranks
-from enqueuer.adapters.torch.entries import SEED_BITS, Entry, agreed_epoch
+from enqueuer.adapters.torch.epoch_entries import SEED_BITS, Entry, agreed_epoch
 from enqueuer.adapters.torch.indexed import IndexedItems
 from enqueuer.adapters.torch.loader import TorchLoader
 from enqueuer.common.extras import framework
@@ -25,7 +25,8 @@ from enqueuer.errors import EnqueuerWarning, InvalidState, StateMismatch
 
 torch = framework("torch", "torch", "2.1")
 
-_MOST_WORKERS = 1024  # of a DataLoader
+# Most workers of a DataLoader; the memory that they share has a word for each.
+_MOST_WORKERS = 1024
 
 
 class LocalLoader:
@@ -34,7 +35,7 @@ class LocalLoader:
     Args:
         enqueuer: Enqueuer of the process that makes the dataset.
         steps: Number of batches in an epoch, over all DataLoader workers.
-        ranks: What decides which part of the batches is this process's.
+        ranks: Rank of this process, which decides its part of the batches.
     """
 
     def __init__(self, enqueuer: BaseEnqueuer[Any], steps: int | None, ranks: Ranks) -> None:
@@ -91,7 +92,7 @@ class LocalLoader:
         return self._endless
 
     def asked(self, length: int, worker: int, workers: int) -> IndexedItems:
-        """Return what gives the items of a map-style dataset in a DataLoader worker."""
+        """Return the source of items of a map-style dataset in a DataLoader worker."""
         if self._asked is None or self._pid != os.getpid():
             self._pid, self._loader, self._endless = os.getpid(), None, None
             self._asked = IndexedItems(self, length, worker, workers)
@@ -124,9 +125,9 @@ class LocalLoader:
         self._loader = _loader_of(twin, None)
         return _endless(self._loader)
 
-    def deals_out(self, length: int) -> bool:
+    def has_blocks(self, length: int) -> bool:
         """Return whether each worker of a DataLoader can make its own items alone."""
-        return core_of(self._enqueuer).workload.deals_out(length)
+        return core_of(self._enqueuer).workload.has_blocks(length)
 
     def check_repeats(self, workers: int) -> None:
         """Raise ValueError if the workers of a DataLoader cannot make all items each; warn."""
@@ -264,7 +265,7 @@ class LocalLoader:
             twin = part_of(own, Part(options.rank, options.world_size, part, parts))
         except ValueError as error:
             raise ValueError(
-                f"the batches cannot be dealt out over num_workers={parts} workers of a "
+                f"the batches cannot be divided over num_workers={parts} workers of a "
                 f"DataLoader and {options.world_size} ranks: {error}"
             ) from error
         reason = core_of(own).workload.out_of_order(parts)
@@ -283,7 +284,7 @@ def _check_idle(enqueuer: BaseEnqueuer[Any]) -> None:
     if not core_of(enqueuer).is_idle:
         raise InvalidState(
             "the enqueuer was started in the process that has the DataLoader, and its "
-            "workers cannot share it: hand over one that was not started, or num_workers=0"
+            "workers cannot share it; pass one that was not started, or num_workers=0"
         )
 
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from enqueuer.common import checks
 from enqueuer.common.text import an
+from enqueuer.common.trees import members_of
 from enqueuer.datasets.files.lists import FileEntry, Path
 from enqueuer.enqueuers import options
 from enqueuer.enqueuers.task_order import permutation, steps_in
@@ -134,7 +135,7 @@ class FileBatches:
         if self._drop_last:
             if steps < shard.count:
                 raise ValueError(
-                    f"{steps} batches cannot be dealt out evenly over {shard.count} shards, and "
+                    f"{steps} batches cannot be divided evenly over {shard.count} shards, and "
                     "drop_last is True; give fewer shards, or a smaller batch_size"
                 )
             steps -= steps % shard.count
@@ -223,7 +224,7 @@ class _Share:
         try:
             return self._files._batch(step, self._shard)
         except StopIteration as error:
-            # Unchanged, it would look like the end of the batches.
+            # Unchanged, it would be taken for the end of the batches.
             raise RuntimeError("load, collate or on_error raised StopIteration") from error
 
     def state_dict(self) -> dict[str, int]:
@@ -278,9 +279,9 @@ def _joined(arrays: list[Any]) -> np.ndarray:
 
 def _build_of(sample: Any) -> Any:
     """Return a sample with each array replaced by its shape, to compare and show it."""
-    if isinstance(sample, Mapping):
-        return {key: _build_of(value) for key, value in sample.items()}
-    if isinstance(sample, (tuple, list)):
-        return [_build_of(value) for value in sample]
-    shape = getattr(sample, "shape", None)
-    return () if shape is None else tuple(shape)
+    members = members_of(sample)
+    if members is None:
+        shape = getattr(sample, "shape", None)
+        return () if shape is None else tuple(shape)
+    builds = {key: _build_of(value) for key, value in members.items()}
+    return list(builds.values()) if isinstance(sample, (tuple, list)) else builds

@@ -131,7 +131,7 @@ def read_list(path: Path, label: Callable[[str], Any] | None = None) -> list[Fil
             if len(fields) > 2:
                 raise ValueError(
                     f"{where}: {len(fields)} fields, but a line is a path and a label; "
-                    f"put what contains blanks into quotes: {line.rstrip()!r}"
+                    f"quote a field that contains blanks: {line.rstrip()!r}"
                 )
             if fields:
                 own = fields[1] if len(fields) == 2 else None

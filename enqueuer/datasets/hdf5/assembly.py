@@ -86,11 +86,11 @@ def _alike(parts: Sequence[Path]) -> tuple[dict[str, Kind], dict[Path, int]]:
         if found != kinds:
             raise ValueError(
                 f"the shards are not alike: {first} has {_shown(kinds)}, and {path} has "
-                f"{_shown(found)}; mend the source, and remove {path.parent}"
+                f"{_shown(found)}; fix the source, and remove {path.parent}"
             )
         rows[path] = count
     if not rows:
-        # Otherwise the same call would not run a source that was mended since.
+        # Otherwise the same call would not run a source that was fixed since.
         for path in parts:
             path.unlink()
         raise ValueError("the source yielded no rows, so there is nothing to pack")

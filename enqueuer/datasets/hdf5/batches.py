@@ -25,9 +25,12 @@ from enqueuer.workers.shards import Shard
 # read. 16 chunks (16 MB of a packed file) were tried first: of a file sorted by class a batch of
 # 64 rows then has 20 classes of 100, where a shuffle of all rows has 47.
 _WINDOW_BYTES = 128 << 20
-_WINDOW_BATCHES = 4  # the window has at least these, however large a row is
-_ROW_BYTES = 32  # of a row in a window beside its data: two indices, copied once
-_OBJECT_BYTES = 100  # of a Python object, such as a string, beside its data
+# Smallest number of batches in a window, however large a row is.
+_WINDOW_BATCHES = 4
+# Bytes that a row in a window needs beside its data: two indices, copied once.
+_ROW_BYTES = 32
+# Bytes that a Python object, such as a string, needs beside its data.
+_OBJECT_BYTES = 100
 
 # Pieces that each of several shards gets, about. A file with too few chunks is cut finer than
 # its chunks, and several shards read the same chunk. Without that, a shard of a small sorted file
@@ -73,7 +76,7 @@ class Plan:
         return self.stop - self.first
 
     def identity(self) -> dict[str, int]:
-        """Return what a position in a shard depends on."""
+        """Return the values on which a position in a shard depends."""
         common = {"first": self.first, "rows": self.rows, "batch_size": self.batch_size}
         if not self.window:
             return {**common, "window": 0, "chunks": 0}
@@ -194,7 +197,7 @@ class ShardBatches:
             self._batches.close()
 
     def state_dict(self) -> dict[str, int]:
-        """Return the number of the next batch, and what it depends on."""
+        """Return the number of the next batch, and the values on which it depends."""
         return {"batch": self._next, **self._plan.identity()}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:

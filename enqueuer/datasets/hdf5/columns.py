@@ -59,7 +59,7 @@ def column_of(key: str, rows: Any, is_ragged: bool) -> np.ndarray:
     """Return rows of one key as an array: of numbers, of `str`, or of arrays if `is_ragged`.
 
     Raises:
-        TypeError: HDF5 has no type for them; the message says what to do.
+        TypeError: HDF5 has no type for them; the message proposes a remedy.
         ValueError: They differ in shape, or there is no axis of rows.
     """
     if np.ma.is_masked(rows):

@@ -1,4 +1,4 @@
-"""Opening HDF5 files, with errors that say what is wrong.
+"""Opening HDF5 files, with errors that name the file, the reason and a remedy.
 
     opened, OpenFiles:  one file, or many parts of which a few are open at a time
     guarded:            h5py's OSError -> DataFileError with the path, the reason and what to do
@@ -123,9 +123,7 @@ def _reason(path: str | os.PathLike[str], error: Exception) -> str:
             f"locks needs HDF5_USE_FILE_LOCKING=FALSE): {text}"
         )
     if "Too many open files" in text:
-        return (
-            f"too many open files; close what is not needed, or raise the limit (ulimit -n); {text}"
-        )
+        return f"too many open files; close some, or raise the limit (ulimit -n): {text}"
     if "truncated file" in text:
         return f"truncated: it was not written to its end, or not copied whole; {text}"
     if "file signature not found" in text:

@@ -110,7 +110,7 @@ class Layout:
         return found
 
     def check_unchanged(self, path: str) -> None:
-        """Raise DataFileError if a file is not what it was when this was made."""
+        """Raise DataFileError if a file has changed since this layout was made."""
         try:
             is_same = _stamp(path) == self.stamps[path]
         except FileNotFoundError:
@@ -188,7 +188,8 @@ class _Survey:
             os.path.realpath(os.path.dirname(path)),
             os.path.dirname(os.path.realpath(path)),
         }
-        self._stored: dict[tuple[str, str], tuple[str | None, int]] = {}  # compression and bytes
+        # Compression and bytes of each dataset, by its path and name.
+        self._stored: dict[tuple[str, str], tuple[str | None, int]] = {}
 
     def column(self, name: str, dataset: Any, stretches: Sequence[Stretch]) -> Column:
         places = dict.fromkeys((stretch.path, stretch.dataset) for stretch in stretches)

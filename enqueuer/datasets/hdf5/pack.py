@@ -100,7 +100,7 @@ def pack(
         StateMismatch: An interrupted run had another source, seed or format.
         InvalidState: Another process or thread is packing to the same path.
         DataFileError: A file cannot be written or read.
-        TypeError: A batch has no type in HDF5; the message says what to do.
+        TypeError: A batch has no type in HDF5; the message proposes a remedy.
         ValueError: Rows of a key are not alike, or the source yielded none.
 
     Example:
@@ -128,11 +128,7 @@ def pack(
     )
     opens, count = as_shards(source, shards)
     check_target(target)
-    if not merge and not _is_utf8(target.name):
-        raise ValueError(
-            f"{target} refers to its parts by its name, which must be UTF-8, got {target.name!r}; "
-            "choose another, or give merge=True"
-        )
+    _check_name(target, merge)
     attributes = dict(attributes or {})
     of_keys = {name for name, value in attributes.items() if isinstance(value, Mapping)}
     _try_out(attributes)
@@ -145,7 +141,7 @@ def pack(
     with begun(target, run, keep=not merge) as (folder, drawn):
         job = parts.Job(opens, str(folder), count, drawn, format, frozenset(of_keys))
         if isinstance(opens, LiveSource) and version is None:
-            # The part may be of another list. That is not known before this one was read.
+            # The part may be of another list, which is known only when this one has been read.
             job.part(0).unlink(missing_ok=True)
         options: dict[str, Any] = dict(
             random_seed=drawn,
@@ -161,6 +157,14 @@ def pack(
             "enqueuer.shards": count,
         }
         return assembly.assemble(target, job, {**provenance, **attributes}, merge)
+
+
+def _check_name(target: Path, merge: bool) -> None:
+    if not merge and not _is_utf8(target.name):
+        raise ValueError(
+            f"{target} refers to its parts by its name, which must be UTF-8, got {target.name!r}; "
+            "choose another, or give merge=True"
+        )
 
 
 def check_target(target: Path) -> None:

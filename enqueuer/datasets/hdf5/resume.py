@@ -18,7 +18,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -35,7 +35,7 @@ _targets_lock = threading.Lock()
 
 
 def identity(source: Any, version: str | int | None) -> dict[str, Any]:
-    """Return a description of a source, to tell it from other sources.
+    """Return a description of a source, by which two sources are distinguished.
 
     Neither its code nor its pickle is compared: code may be corrected after an error, and the
     pickle of a function differs from run to run.
@@ -130,25 +130,10 @@ def begun(target: Path, run: Mapping[str, Any], keep: bool) -> Iterator[tuple[Pa
         _lock(file, target)
         # Another process may just have finished it.
         must_be_new(target)
-        file.seek(0)
-        before = _loads(file.read(), folder) if any(folder.glob(_PART)) else None
-        now = {"manifest": 1, **json.loads(json.dumps(run))}
-        if now["random_seed"] is None:
-            now["random_seed"] = fresh_seed() if before is None else before["random_seed"]
-        if before is None:
-            file.truncate(0)
-            file.write(json.dumps(now, indent=1).encode())
-            file.flush()
-            os.fsync(file.fileno())
-            sync(folder)
-        elif differences := "; ".join(_differences(before, now)):
-            raise StateMismatch(
-                f"{folder} was left by another run ({differences}); give the same again to go on, "
-                "or remove the folder to begin anew"
-            )
+        seed = _resumed_seed(folder, file, run)
         _remove(folder, "*.tmp")
         try:
-            yield folder, now["random_seed"]
+            yield folder, seed
         except BaseException:
             if not any(folder.glob(_PART)):
                 _remove(folder)
@@ -159,6 +144,32 @@ def begun(target: Path, run: Mapping[str, Any], keep: bool) -> Iterator[tuple[Pa
             (folder / _FINISHED).touch()
         else:
             _remove(folder)
+
+
+def _resumed_seed(folder: Path, file: IO[bytes], run: Mapping[str, Any]) -> int:
+    """Compare a run with the one that left the parts, or begin one; return its seed.
+
+    Raises:
+        StateMismatch: Existing parts are of another run.
+    """
+    file.seek(0)
+    before = _loads(file.read(), folder) if any(folder.glob(_PART)) else None
+    now = {"manifest": 1, **json.loads(json.dumps(run))}
+    if now["random_seed"] is None:
+        now["random_seed"] = fresh_seed() if before is None else before["random_seed"]
+    if before is None:
+        file.truncate(0)
+        file.write(json.dumps(now, indent=1).encode())
+        file.flush()
+        os.fsync(file.fileno())
+        sync(folder)
+    elif differences := "; ".join(_differences(before, now)):
+        raise StateMismatch(
+            f"{folder} was left by another run ({differences}); give the same arguments to "
+            "resume it, or remove the folder to begin anew"
+        )
+    seed: int = now["random_seed"]
+    return seed
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
@@ -232,6 +243,6 @@ def _loads(text: bytes, folder: Path) -> dict[str, Any]:
         return {"random_seed": found["random_seed"], **found}
     except (ValueError, KeyError, TypeError):
         raise StateMismatch(
-            f"{folder / _MANIFEST} does not say what the shards are of; remove the folder to "
-            "begin anew"
+            f"{folder / _MANIFEST} does not describe the run that left the shards; remove the "
+            "folder to begin anew"
         ) from None

@@ -33,8 +33,8 @@ class HDF5Source:
     in its order for any number of shards. With it, whole chunks come in an order that is new
     each epoch, and rows are shuffled within a window of several chunks; each row comes exactly
     once an epoch. Both depend on the enqueuer's `random_seed` and `shards` alone. Its `rank` and
-    `world_size` deal the shards out to several training processes. It is resumed at once, without
-    reading again what came before.
+    `world_size` divide the shards among training processes. It resumes at once, without reading
+    earlier rows.
 
     For `OrderedEnqueuer`, for torch as a map-style dataset, and for yourself it is a sequence of
     rows: `len(source)`, `source[3]`, `source[10:20]`.

@@ -46,7 +46,8 @@ class Kind:
     """The type that all rows of a key have in common.
 
     Attributes:
-        name: Name of the dtype, with what numpy does not compare: the type of rows of objects.
+        name: Name of the dtype. For rows of objects it includes their type, which numpy does not
+            compare.
         dtype: The dtype in HDF5.
         shape: Shape of a row.
     """

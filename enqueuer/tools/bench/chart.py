@@ -10,7 +10,8 @@ from enqueuer.tools.bench.report import Measurement, Report
 from enqueuer.tools.svg import element, polyline, text
 
 _WIDTH, _HEIGHT = 640, 400
-_LEFT, _RIGHT, _TOP, _BOTTOM = 72, 24, 64, 56  # margins
+# Margins.
+_LEFT, _RIGHT, _TOP, _BOTTOM = 72, 24, 64, 56
 _LEGEND_WIDTH = 130
 # Colour-blind people can tell these colours apart, too.
 _COLOURS = {"thread": "#0072b2", "process": "#d55e00"}
@@ -46,7 +47,7 @@ def draw(report: Report) -> str:
 
 
 class _Chart:
-    """The scales of a chart, and what is drawn by them."""
+    """A chart of a report: its scales, and the shapes that they place."""
 
     def __init__(self, report: Report) -> None:
         self._report = report

@@ -14,7 +14,8 @@ from enqueuer.monitoring.stats import Stats
 from enqueuer.tools.bench.loop import BatchLoop, Unmeasurable
 from enqueuer.tools.bench.report import Measurement
 
-_LONGEST_ERROR = 200  # characters
+# Most characters of an error in the report.
+_LONGEST_ERROR = 200
 
 
 def measure_enqueued(

@@ -50,7 +50,7 @@ class BatchLoop:
     together.
 
     Args:
-        step: What runs after each batch.
+        step: Function that runs after each batch.
         seconds: Shortest time to measure.
         workers: Number of workers that make the batches.
 

@@ -1,4 +1,4 @@
-"""What was measured, as a table, as JSON, and as a line of code for the best choice."""
+"""The measurements, as a table, as JSON, and as a line of code for the best choice."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
     plain loop -> the GIL -> 1, 2, 4 .. threads -> 1, 2, 4 .. processes -> the best choice
 
-A report of what is known so far follows each of these, so an interrupt loses only the setting that
-is being measured. The number of workers is doubled as long as that helps.
+A report follows each of these settings, so an interrupt loses only the current one. The number of
+workers is doubled as long as that helps.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def bench(
     wait_limit_s: float = 60.0,
     announce: Callable[[str], object] = str,
 ) -> Iterator[Report]:
-    """Measure a generator function; yield what is known so far after each setting.
+    """Measure a generator function; yield a report after each setting.
 
     Args:
         source: A generator function of no argument or of a shard, as for `GeneratorEnqueuer`.
@@ -51,7 +51,7 @@ def bench(
             GPU; 0 by default.
         consume_cpu_s: Seconds that the loop computes in Python with each batch.
         wait_limit_s: Seconds that the first batch may take; a minute by default.
-        announce: Called with the name of what is measured next.
+        announce: Function that is called with the name of the next setting.
 
     Raises:
         Unmeasurable: `source` is no generator function, yields nothing, or no batch in time.

@@ -12,8 +12,10 @@ from enqueuer.common.text import pluralize, printable
 # Microseconds that a clock can show that began when the machine was started: ten years. One event
 # with a wrong time would make all others too small to be seen.
 _LATEST_US = 10 * 366 * 86_400 * 1_000_000
-_LARGEST = 1 << 53  # of any other number
-_LONGEST_TEXT = 1000  # characters of an error or a name
+# Largest value of any other number.
+_LARGEST = 1 << 53
+# Most characters of an error or a name.
+_LONGEST_TEXT = 1000
 
 
 def time_us(value: Any) -> int:
@@ -45,7 +47,7 @@ def setting(value: Any) -> str | int | float | None:
 
 
 def describe(name: str, args: dict[str, Any]) -> str:
-    """Return what an event means, in words."""
+    """Describe an event in words."""
     values = {key: shown_text(value) for key, value in args.items()}
     match name:
         case "epoch":

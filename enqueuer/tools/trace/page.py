@@ -127,7 +127,7 @@ def _marks(recording: Recording) -> Iterator[str]:
     count = recording.counts.total() - recording.counts["epoch"]
     if not marks:
         return
-    yield "<h2>What happened</h2><table>"
+    yield "<h2>Events</h2><table>"
     for mark in marks[:MOST_MARKS]:
         yield f'<tr><td>{duration(mark.at / 1e6)}</td><td class="text">{mark.kind}</td>'
         yield f'<td class="text">{escape(mark.text)}</td></tr>'

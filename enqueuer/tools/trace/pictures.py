@@ -1,4 +1,4 @@
-"""Pictures of what waited in the queue, and of how long the loop waited.
+"""Pictures of the queue depth, and of how long the loop waited.
 
 Time is divided into columns and summed up in each, so that the picture of a million events is as
 small as that of a thousand. The trace itself shows single events, in Perfetto.
@@ -17,8 +17,10 @@ from enqueuer.tools.trace.numbers import Numbers
 from enqueuer.tools.trace.recording import Recording, Span
 
 COLUMNS = 720
-LEFT, WIDTH = 90, 810  # of the labels, and of the picture
-MOST_MARKS = 200  # that are drawn or listed
+# Pixels: the width of the labels, and that of the picture.
+LEFT, WIDTH = 90, 810
+# Most marks that are drawn or listed.
+MOST_MARKS = 200
 WORKER_LABELS = {"make": "making items", "send": "sending", "wait": "waiting"}
 
 _HEIGHT = 120
@@ -73,7 +75,7 @@ def depths(recording: Recording) -> Iterator[str]:
     if not recording.queue_depth:
         return
     caption = "Items that were ready when the loop asked for one or had taken one."
-    yield "<h2>What waited in the queue</h2>"
+    yield "<h2>Queue depth</h2>"
     yield from figure(_HEIGHT + 34, _depth_steps(recording), caption)
 
 

@@ -1,4 +1,4 @@
-"""What happened in a run, row by row: 24 bytes a span, so that a trace of any size fits."""
+"""The events of a run, row by row: 24 bytes a span, so that a trace of any size fits."""
 
 from __future__ import annotations
 

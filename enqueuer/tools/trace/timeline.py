@@ -1,4 +1,4 @@
-"""A picture of what the loop and each worker did when."""
+"""A timeline of the loop and of each worker."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from enqueuer.tools.trace.recording import Mark, Recording, Row, Span, within_se
 _ROW = 26
 _BAR = 20
 _TOP = 20
-_MOST_ROWS = 64  # of workers
+# Most workers that get a row.
+_MOST_ROWS = 64
 _LOOP_LABELS = {"work": "working", "wait": "waiting for a batch", "read": "reading elements"}
 
 
@@ -84,7 +85,7 @@ def _worker(row: Row, end: int, top: int) -> Iterator[str]:
 
 
 def _shares(spans: Iterable[Span], kinds: Sequence[str], end: int) -> dict[str, list[float]]:
-    """Return for each kind what share of each column's time it took."""
+    """Return for each kind its share of the time of each column."""
     shares = {kind: [0.0] * COLUMNS for kind in kinds}
     for span in spans:
         if span.kind in shares:

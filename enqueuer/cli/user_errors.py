@@ -1,4 +1,4 @@
-"""Errors that the user can mend are shown in one line, in the words of the command line."""
+"""Errors that the user can fix are shown in one line, in the words of the command line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class UnusableSource(Exception):
 
 
 def in_one_line(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    """Wrap a command so that errors that the user can mend take one line; others a traceback."""
+    """Wrap a command so that errors that the user can fix take one line; others a traceback."""
 
     def wrapped(options: argparse.Namespace) -> int:
         try:
