@@ -10,12 +10,14 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pickle import PickleBuffer
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import cloudpickle
 
 from enqueuer.backends.process.child import ProcessConfig
+from enqueuer.common.sizes import OUT_OF_BAND_BYTES
 from enqueuer.common.text import an
 from enqueuer.errors import SourceNotPicklable
 from enqueuer.transport.culprit import find_culprit, is_picklable, parts_of
@@ -30,20 +32,33 @@ _OTHERS = "backend='thread' or backend=Processes(start_method='fork')"
 
 def pickled_payload(
     config: ProcessConfig, source: Source | TaskSource, on_error: OnError, method: str
-) -> bytes:
-    """Return the pickle of `config`, `source` and `on_error`.
+) -> tuple[bytes, list[PickleBuffer]]:
+    """Return the pickle of `config`, `source` and `on_error`, and the large buffers beside it.
 
     Raises:
         SourceNotPicklable: One of these cannot be pickled; the message names the culprit.
     """
-    # on its own, so that what fails to load in the worker is known to be the user's
-    pickled = pickled_source(source, on_error, f"a process started by {method}", _OTHERS)
+    buffers: list[PickleBuffer] = []
+
+    def keep_large(buffer: PickleBuffer) -> bool:
+        is_small = buffer.raw().nbytes < OUT_OF_BAND_BYTES
+        if not is_small:
+            buffers.append(buffer)
+        return is_small
+
+    # The source has a pickle of its own: an error while that is loaded is the user's.
+    where = f"a process started by {method}"
+    pickled = pickled_source(source, on_error, where, _OTHERS, keep_large)
     data: bytes = cloudpickle.dumps((config, pickled), protocol=5)
-    return data
+    return data, buffers
 
 
 def pickled_source(
-    source: Source | TaskSource, on_error: OnError, where: str, others: str
+    source: Source | TaskSource,
+    on_error: OnError,
+    where: str,
+    others: str,
+    keep_large: Callable[[PickleBuffer], bool] | None = None,
 ) -> bytes:
     """Return the pickle of a source and `on_error`.
 
@@ -52,12 +67,13 @@ def pickled_source(
         on_error: Of the enqueuer.
         where: What it is sent to, in words.
         others: The options that would not send it, in words.
+        keep_large: Function that pickle calls with each buffer, as `buffer_callback`.
 
     Raises:
         SourceNotPicklable: One of these cannot be pickled; the message names the culprit.
     """
     try:
-        return _by_value((source, on_error))
+        return _by_value((source, on_error), keep_large)
     except Exception as error:
         if not is_picklable(on_error):
             raise SourceNotPicklable(
@@ -67,18 +83,19 @@ def pickled_source(
         raise SourceNotPicklable(why_not(source, where, others)) from error
 
 
-def _by_value(what: object) -> bytes:
+def _by_value(what: object, keep_large: Callable[[PickleBuffer], bool] | None) -> bytes:
     """Pickle with all that the main module defines, also where that is called `__mp_main__`.
 
     A process that multiprocessing has spawned calls it so, and no worker could import it.
     """
     main = sys.modules["__main__"]
+    dumps = functools.partial(cloudpickle.dumps, what, 5, keep_large)
     if main.__name__ != "__mp_main__":
-        return cloudpickle.dumps(what, protocol=5)  # type: ignore[no-any-return]
+        return dumps()  # type: ignore[no-any-return]
     with _lock:
         cloudpickle.register_pickle_by_value(main)
         try:
-            return cloudpickle.dumps(what, protocol=5)  # type: ignore[no-any-return]
+            return dumps()  # type: ignore[no-any-return]
         finally:
             cloudpickle.unregister_pickle_by_value(main)
 

@@ -8,6 +8,7 @@ nor on the order. Of a sequence only indices travel; of an iterable the elements
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from enqueuer.common.packed_list import PackedList, packed
 from enqueuer.common.text import an
 from enqueuer.workers.collate import stack
 from enqueuer.workers.messages import Ticket
@@ -90,11 +92,21 @@ class TaskSource:
     def runs_code(self) -> bool:
         """Whether there is code of the user that might draw from the global generators."""
         own = self.map is not None or self.collate is not stack
-        return own or type(self.items) not in (list, tuple, range, str, bytes, np.ndarray)
+        plain = (list, tuple, range, str, bytes, np.ndarray, PackedList)
+        return own or type(self.items) not in plain
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out an iterable, as its elements come with the tickets."""
-        return {**self.__dict__, "items": self.items if self.is_sequence else None}
+        """Leave out an iterable, as its elements come with the tickets; pack a long list."""
+        return {**self.__dict__, "items": packed(self.items) if self.is_sequence else None}
+
+    def packed(self) -> TaskSource:
+        """Return it with a long list packed, for workers that inherit this memory."""
+        items = packed(self.items)
+        if items is self.items:
+            return self
+        inherited = copy.copy(self)
+        inherited.items = items
+        return inherited
 
     def elements_of(self, ticket: Ticket) -> Sequence[Any]:
         """Return the elements of a ticket, with `FETCH` for those that `result` must fetch.

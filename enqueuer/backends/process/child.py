@@ -25,10 +25,10 @@ from dataclasses import dataclass
 
 from enqueuer.backends.process import stack_dump
 from enqueuer.backends.process.fork_server import serve_forks
+from enqueuer.backends.process.payload_file import read_payload
 from enqueuer.common.descriptors import Descriptor, close_in_children
 from enqueuer.monitoring import usage
 from enqueuer.transport.item_sender import ItemSender
-from enqueuer.transport.memory import read_whole
 from enqueuer.transport.packets import Packets
 from enqueuer.transport.protocol import Credit
 from enqueuer.transport.ring import Ring
@@ -103,13 +103,20 @@ def main(sock_fd: int, lifeline_fd: int) -> None:
     """Be a worker that was spawned: the job comes over the channel."""
     packets = _begin(socket.socket(fileno=sock_fd), Descriptor(lifeline_fd))
     start, payload, ring, task_socket, stack = _receive_job(packets)
-    config, pickled = pickle.loads(payload)
+    head, buffers = read_payload(payload)
+    config, *pickled = pickle.loads(head)
+    del head
     if config.parent_environment is not None:
         config.parent_environment.apply()
     os.environ.update(config.thread_limits)
     native_threads.limit_loaded()
     channel = ItemSender(packets, ring, start.credit)
-    _work(channel, config, start, lambda: pickle.loads(pickled), task_socket, stack)
+
+    def load() -> tuple[Source | TaskSource, OnError]:
+        # The pickle is of no use after that, and may be large.
+        return pickle.loads(pickled.pop(), buffers=buffers)  # type: ignore[no-any-return]
+
+    _work(channel, config, start, load, task_socket, stack)
     _leave()
 
 
@@ -206,7 +213,7 @@ def _arm(lifeline: Descriptor) -> None:
 
 def _receive_job(
     packets: Packets,
-) -> tuple[ProcessStart, bytes, Ring, socket.socket | None, Descriptor | None]:
+) -> tuple[ProcessStart, int, Ring, socket.socket | None, Descriptor | None]:
     poller = select.poll()
     poller.register(packets.fileno(), select.POLLIN)
     while not packets.received:
@@ -217,11 +224,10 @@ def _receive_job(
     data, (payload_fd, ring_fd, *others) = packets.received.popleft()
     start: ProcessStart = pickle.loads(data)
     stack = Descriptor(others.pop(0)) if start.is_asked else None
-    payload = read_whole(b"", [payload_fd])
     ring = Ring.of(ring_fd)
     os.close(ring_fd)
     task_socket = socket.socket(fileno=others[0]) if others else None
-    return start, payload, ring, task_socket, stack
+    return start, payload_fd, ring, task_socket, stack
 
 
 def _work(

@@ -24,17 +24,18 @@ from enqueuer.backends.process.child import (
 from enqueuer.backends.process.handle import ProcessWorker, open_pidfd
 from enqueuer.backends.process.inbox import ProcessInbox
 from enqueuer.backends.process.launching import launch
+from enqueuer.backends.process.payload_file import write_payload
 from enqueuer.common import interrupts
 from enqueuer.common.descriptors import Descriptor, close_in_children
 from enqueuer.monitoring import usage
 from enqueuer.transport.item_receiver import ItemReceiver
-from enqueuer.transport.memory import nameless_file
 from enqueuer.transport.packets import Packets, pair
 from enqueuer.transport.protocol import Credit
 from enqueuer.transport.ring import LIMIT, Ring, open_ring
 from enqueuer.transport.task_queue import TaskQueue
 from enqueuer.workers import logs, native_threads
 from enqueuer.workers.remote import WorkerConfig
+from enqueuer.workers.tasks import TaskSource
 
 
 class Starter:
@@ -49,9 +50,11 @@ class Starter:
         self._plans = job.plans()
         self._queue: TaskQueue | None = None
         self._payload: Descriptor | None = None
+        # The source of forked workers, which inherit it.
+        self._source = job.source
 
     def open(self, resources: contextlib.ExitStack, queue: TaskQueue | None) -> None:
-        """Pickle the source, if the workers are not forked.
+        """Pickle the source if the workers are not forked, else pack its list if that is long.
 
         Args:
             resources: What is closed after the last worker has ended.
@@ -61,11 +64,14 @@ class Starter:
             SourceNotPicklable: The source cannot be sent.
         """
         job, self._queue = self._job, queue
-        if job.start_method != "fork":
+        if job.start_method == "fork":
+            if isinstance(job.source, TaskSource):
+                self._source = job.source.packed()
+        else:
             # Handlers are held back: an exception of theirs would be reported as the source's.
-            data = pickled_payload(self._config, job.source, job.on_error, job.start_method)
+            payload = pickled_payload(self._config, job.source, job.on_error, job.start_method)
             interrupts.check()
-            self._payload = Descriptor(nameless_file(data))
+            self._payload = Descriptor(write_payload(*payload))
             resources.callback(self._payload.close)
 
     @functools.cached_property
@@ -135,7 +141,7 @@ class Starter:
                 self._config,
                 self._loaded,
                 start,
-                job.source,
+                self._source,
                 job.on_error,
                 task_socket,
                 its_stack,

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from enqueuer.common import checks
+from enqueuer.common.packed_list import packed
 from enqueuer.common.text import an
 from enqueuer.common.trees import members_of
 from enqueuer.datasets.files.lists import FileEntry, Path
@@ -96,8 +97,9 @@ class FileBatches:
         on_error: OnError = "raise",
     ) -> None:
         entries = _entries(files)
-        self._paths = [entry.path for entry in entries]
-        self._labels = [entry.label for entry in entries] if with_labels else None
+        # Packed, so that worker processes share the memory of a long list.
+        self._paths = packed([entry.path for entry in entries])
+        self._labels = packed([entry.label for entry in entries]) if with_labels else None
         bare = next((entry.path for entry in entries if entry.label is None), None)
         if with_labels and bare is not None:
             raise ValueError(f"with_labels is True, but {os.fspath(bare)!r} has no label")

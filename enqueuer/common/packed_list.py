@@ -1,0 +1,102 @@
+"""A long list of constants in two buffers, which many processes can share.
+
+    a list of paths -> packed() -> PackedList -> pickle protocol 5, buffers out of band -> workers
+
+A list of a million strings is a million objects. Each process that unpickles it has its own copy,
+and a forked process copies a page as soon as it counts a reference there. Buffers hold no objects,
+so that one copy of them serves all processes.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import pickle
+from array import array
+from collections.abc import Sequence
+from itertools import accumulate, chain
+from typing import Any, overload
+
+# Elements; a shorter list costs each worker less than a tenth of a percent of its memory.
+FEWEST = 10_000
+# Elements that are pickled together. More take longer to unpickle for one of them, fewer take
+# longer to pack.
+CHUNK = 16
+# Values of these types are alike in each process, and refer to nothing else. Not those of other
+# classes: a class of the main module can only be pickled by value, which is slow.
+CONSTANTS = frozenset(
+    [str, bytes, int, float, complex, bool, type(None), pathlib.PosixPath, pathlib.PurePosixPath]
+)
+
+
+class PackedList(Sequence[Any]):
+    """A list that cannot change, of which single elements are unpickled when they are asked for.
+
+    Args:
+        data: The pickles of all chunks, one after the other.
+        ends: End of each chunk in `data`, in bytes: 64-bit integers in a buffer.
+        length: Number of elements.
+
+    Example:
+        >>> paths = PackedList.of([f"{number:06}.jpg" for number in range(20)])
+        >>> len(paths), paths[3], paths[-1], paths[17:]
+        (20, '000003.jpg', '000019.jpg', ['000017.jpg', '000018.jpg', '000019.jpg'])
+    """
+
+    def __init__(self, data: Any, ends: Any, length: int) -> None:
+        self._data = memoryview(data)
+        self._ends = memoryview(ends).cast("B").cast("q")
+        self._length = length
+
+    @classmethod
+    def of(cls, items: Sequence[Any]) -> PackedList:
+        """Pack the elements of a list or a tuple."""
+        starts = range(0, len(items), CHUNK)
+        chunks = [pickle.dumps(items[at : at + CHUNK], protocol=5) for at in starts]
+        return cls(b"".join(chunks), array("q", accumulate(map(len, chunks))), len(items))
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Any]: ...
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[at] for at in range(self._length)[index]]
+        # A range knows what is no index, and what a negative one means.
+        chunk, at = divmod(range(self._length)[index], CHUNK)
+        return self._chunk(chunk)[at]
+
+    def __iter__(self) -> Any:
+        return chain.from_iterable(map(self._chunk, range(len(self._ends))))
+
+    def __repr__(self) -> str:
+        return f"<PackedList of {self._length} elements>"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        buffers = (self._data, self._ends)
+        kind: Any = pickle.PickleBuffer if protocol >= 5 else bytes
+        return PackedList, (*map(kind, buffers), self._length)
+
+    def _chunk(self, number: int) -> Any:
+        start = self._ends[number - 1] if number else 0
+        return pickle.loads(self._data[start : self._ends[number]])
+
+
+def packed(items: Any) -> Any:
+    """Return a long list or tuple of constants packed, and everything else as it is.
+
+    Constants are strings, bytes, numbers, None, paths, and tuples of these.
+
+    Example:
+        >>> packed(["a", "b"]), packed([("a.jpg", 1)] * 10_000)
+        (['a', 'b'], <PackedList of 10000 elements>)
+    """
+    if type(items) not in (list, tuple) or len(items) < FEWEST:
+        return items
+    types = set(map(type, items))
+    if tuple in types:
+        within = chain.from_iterable(item for item in items if type(item) is tuple)
+        types = types - {tuple} | set(map(type, within))
+    return PackedList.of(items) if types <= CONSTANTS else items
