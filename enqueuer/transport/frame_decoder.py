@@ -49,7 +49,7 @@ class FrameDecoder:
         except BlockMemoryError as error:
             return error
         except Exception as error:
-            failure = ItemNotLoadable(f"an item came, but it cannot be loaded here: {error!r}")
+            failure = ItemNotLoadable(f"an item arrived, but could not be loaded here: {error!r}")
             failure.__cause__ = error
             return failure
         return None

@@ -88,7 +88,7 @@ def test_an_item_that_cannot_be_loaded_says_so(process, act):
 
     delivered = []
     with GeneratorEnqueuer(source, **process) as enqueuer:
-        with pytest.raises(ItemNotLoadable, match="it cannot be loaded here") as caught:
+        with pytest.raises(ItemNotLoadable, match="could not be loaded here") as caught:
             delivered.extend(enqueuer)
     assert type(caught.value.__cause__) in (ValueError, RecursionError)
     assert caught.value.__notes__[-1].endswith("shard 0, item 1")

@@ -180,7 +180,7 @@ def test_actors_that_have_no_room_are_told_of():
     thread.join(LIMIT)
     said = [str(w.message) for w in caught if w.category is StallWarning][-1]
     assert "(Ray actor)" in said
-    assert "has not started yet: Ray looks for room" in said
+    assert "has not started yet: Ray searches for a node" in said
 
 
 def large(shard):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from helpers import LIMIT
 
-from enqueuer.backends.ray.outbox import Credit, Ended, Outbox, Sent
+from enqueuer.backends.ray.outbox import Credit, Ended, ItemFrame, Outbox
 from enqueuer.transport.item_codec import decode
 
 
@@ -23,12 +23,12 @@ class Stream:
         is_over = False
         while not is_over:
             frames = self.outbox.take()
-            sent = [frame for frame in frames if isinstance(frame, Sent)]
+            sent = [frame for frame in frames if isinstance(frame, ItemFrame)]
             self.packets.append([(frame.data, [*map(bytearray, frame.buffers)]) for frame in sent])
             is_over = isinstance(frames[-1], Ended)
 
     def values(self):
-        self.outbox.say(Ended())
+        self.outbox.send_frame(Ended())
         self.thread.join(LIMIT)
         assert not self.thread.is_alive()
         return [decode(*packed) for packet in self.packets for packed in packet]
@@ -53,7 +53,7 @@ def test_credit_lets_a_waiting_worker_go_on():
     stream = Stream(outbox)
     worker = threading.Thread(target=lambda: [outbox.send_item(0, n, n) for n in range(3)])
     worker.start()
-    outbox.allow(Credit(3, None, 0))
+    outbox.grant(Credit(3, None, 0))
     worker.join(LIMIT)
     assert not worker.is_alive()
     assert stream.values() == [0, 1, 2]

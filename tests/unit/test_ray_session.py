@@ -55,7 +55,7 @@ class FakeRay:
 
 @pytest.fixture
 def ray(monkeypatch):
-    monkeypatch.setattr(ray_session, "_knock", lambda address: None)  # nobody is there
+    monkeypatch.setattr(ray_session, "_check_reachable", lambda address: None)  # nobody is there
     fake = FakeRay()
     monkeypatch.setattr(ray_session, "framework", lambda *args, **options: fake)
     monkeypatch.setattr(ray_session, "_check_process", lambda: None)  # it has no threads

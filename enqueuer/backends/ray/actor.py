@@ -1,11 +1,11 @@
-"""What a Ray actor does: the worker's loop in one of its threads, a stream of packets in another.
+"""The inside of a Ray actor: the worker's loop in one thread, a stream of packets in another.
 
-    driver: tell() --epochs, tickets--> Outbox --> serve(), in the thread of work()
-            allow() --credit----------> Outbox
+    driver: assign() --epochs, tickets--> Outbox --> serve(), in the thread of work()
+            grant() --credit------------> Outbox
             packets() <--lists of frames- Outbox <--/
 
-The stream is a streaming generator of Ray's, so that each packet is copied once, into the object
-store, and belongs to the driver: it outlives the actor.
+The stream is a streaming generator of Ray. Each packet is copied once, into the object store, and
+belongs to the driver, so it outlives the actor.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from enqueuer.workers import allocator, logs
 from enqueuer.workers.messages import Epoch
 from enqueuer.workers.remote import WorkerConfig, serve_failure
 
-GROUPS = {"work": 1, "packets": 1, "tell": 1, "inspect": 1}
-"""The threads of an actor, by what they do; each does one thing after the other."""
+GROUPS = {"work": 1, "packets": 1, "orders": 1, "inspect": 1}
+"""The concurrency groups of an actor, each with one thread, in which its methods run."""
 
-_MOST_PACKETS = 10_000  # of one stream; Ray remembers each of them until its end
+# Packets of one stream; Ray remembers each of them until the stream ends.
+_MOST_PACKETS = 10_000
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,11 @@ class ActorConfig:
     """Configuration of one actor.
 
     Attributes:
-        index: Index of the worker.
+        index: Index of the worker, from 0.
         shards: Indices of its shards; empty for tasks.
-        worker: Configuration that is not special to actors.
+        worker: Configuration that it shares with worker processes.
         path: Directories from which the driver imports.
-        asks: Whether it sends a frame when it may not send the item that it has.
+        asks: Whether it sends a frame when it has an item and no credit.
     """
 
     index: int
@@ -56,12 +57,12 @@ class ActorConfig:
 
 
 class RayWorker:
-    """The actor. Its methods run in the threads of GROUPS, as the backend asks for them.
+    """The class of the actors; the pool calls each method in a concurrency group of GROUPS.
 
     Args:
-        config: Its configuration.
-        credit: How much it may send at once.
-        payload: The pickled source and `on_error`.
+        config: Configuration of the actor.
+        credit: Credit that it begins with.
+        payload: Pickle of the source and of `on_error`.
     """
 
     def __init__(self, config: ActorConfig, credit: Credit, payload: bytes) -> None:
@@ -76,8 +77,8 @@ class RayWorker:
         sys.path.extend(path for path in config.path if path not in known)
 
     def work(self) -> None:
-        """Run the worker's loop until the driver hangs up."""
-        # a thread of its own kind: the collector must know it, see `backends.forget`
+        """Run the worker's loop until the driver closes the outbox."""
+        # `lifecycle.forget` recognizes the thread by this class, and stops no backend in it.
         self._thread = WorkerThread(target=self._work, name=f"enqueuer-worker-{self._config.index}")
         self._thread.start()
         self._thread.join()
@@ -86,15 +87,16 @@ class RayWorker:
         ended = Ended()
         try:
             self._serve()
-        except BaseException as error:  # or the driver would wait forever
+        except BaseException as error:
+            # Without a last frame, the driver would wait forever.
             traceback.print_exc()
             ended = Ended(f"Its loop ended by {error!r}")
         finally:
-            self._outbox.say(ended)
+            self._outbox.send_frame(ended)
 
     def _serve(self) -> None:
         config, outbox = self._config, self._outbox
-        outbox.say(Ready(os.getpid(), _node()))
+        outbox.send_frame(Ready(os.getpid(), _node()))
         if config.worker.levels is not None:
             logs.forward(outbox.send_record, config.worker.levels)
         try:
@@ -106,39 +108,41 @@ class RayWorker:
             config.worker.serve(config.index, config.shards, source, on_error, outbox, outbox)
 
     def packets(self) -> Iterator[list[Frame]]:
-        """Yield what there is, in the order in which it was sent."""
+        """Yield the frames in the order in which they were sent, as many at once as there are."""
         for _ in range(_MOST_PACKETS):
             frames = self._outbox.take()
             yield frames
             if isinstance(frames[-1], Ended):
                 return
-            del frames  # or an item would live on while the next one is made
+            # Otherwise an item would live on while the next one is made.
+            del frames
 
-    def tell(self, orders: list[Epoch], tickets: list[tuple[int, bytes]]) -> None:
-        """Take in what there is to do."""
-        self._outbox.tell(orders, tickets)
+    def assign(self, orders: list[Epoch], tickets: list[tuple[int, bytes]]) -> None:
+        """Add epochs to run, or tasks to do."""
+        self._outbox.assign(orders, tickets)
 
-    def allow(self, items: int, size: int | None, wanted: int) -> None:
-        """Take in how much may have been sent, as the fields of a Credit."""
-        self._outbox.allow(Credit(items, size, wanted))
+    def grant(self, items: int, size: int | None, wanted: int) -> None:
+        """Replace the credit; the arguments are the fields of a `Credit`."""
+        self._outbox.grant(Credit(items, size, wanted))
 
     def close(self) -> None:
-        """Have the loop end; what it has still to say comes before the last packet."""
+        """End the loop; its remaining frames come before the last packet."""
         self._outbox.close()
 
     def stack(self) -> Stack | None:
-        """Return where the worker's loop is."""
+        """Return the stack of the worker's loop; None if it does not run."""
         thread = self._thread
         frame = None if thread is None else sys._current_frames().get(thread.ident or 0)
-        # without the values of variables, which may be anything
+        # A stack without the values of variables can always be pickled.
         return None if frame is None else list(traceback.extract_stack(frame))
 
-    def account(self) -> WorkerStats:
-        """Return what the worker has done so far."""
+    def stats(self) -> WorkerStats:
+        """Return a snapshot of the worker's work."""
         outbox, thread = self._outbox, self._thread
         used = usage.of_process(os.getpid())
         if thread is not None and used.cpu_s is not None:
-            cpu_s = used.cpu_s - self._cpu_s  # without what Ray took to start
+            # Without the time that Ray took to start the process.
+            cpu_s = used.cpu_s - self._cpu_s
             used = replace(used, cpu_s=cpu_s, cpu_wait_s=usage.of_thread(thread).cpu_wait_s)
         return worker_stats(
             self._config.index,

@@ -1,8 +1,8 @@
-"""How tickets reach actors: each is assigned a few at a time.
+"""Assigning tickets to actors: a few at a time to each.
 
-A ticket is assigned when a result comes back, by whichever thread receives that; so no actor is
-idle while the loop is busy. An actor with fast tasks has several at a time, so that it does not
-wait for the next one; a slow task is alone, so that none waits behind it while an actor is free.
+The thread that receives a result assigns the next ticket, so no actor is idle while the loop is
+busy. An actor with fast tasks has several at a time, so that it does not wait for the next one. A
+slow task is assigned alone, so that no other task waits behind it while an actor is free.
 """
 
 from __future__ import annotations
@@ -18,27 +18,30 @@ from enqueuer.monitoring.meters import clock
 from enqueuer.transport import task_queue
 from enqueuer.workers.messages import Ticket
 
-_ROUND_TRIP_NS = 5_000_000  # to an actor and back
-_SLOW_NS = 100_000_000  # a task that takes longer is assigned alone
+# Nanoseconds of a call to an actor and back.
+_ROUND_TRIP_NS = 5_000_000
+# Nanoseconds; a task that takes longer is assigned alone.
+_SLOW_NS = 100_000_000
 _MOST_AHEAD = 64
 
 
 class Assigned:
-    """The tasks that an actor has, and how fast it does them."""
+    """The tasks of an actor, and the pace at which it does them."""
 
     def __init__(self) -> None:
-        self.numbers: dict[int, None] = {}  # in the order in which it does them
+        # Numbers of its tasks, in the order in which it does them.
+        self.numbers: dict[int, None] = {}
         self._pace_ns = 0.0
         self._since = 0
 
     def add(self, number: int) -> None:
-        """Note that it has a task more."""
+        """Add a task."""
         if not self.numbers:
             self._since = clock()
         self.numbers[number] = None
 
     def done(self, number: int) -> None:
-        """Note that a task is done."""
+        """Remove a task that is done, and measure the time that it took."""
         if number in self.numbers:
             del self.numbers[number]
             now = clock()
@@ -47,7 +50,7 @@ class Assigned:
 
     @property
     def lacks(self) -> int:
-        """How many tasks more it should have."""
+        """Number of further tasks that the actor should have."""
         if not self._pace_ns:
             wanted = 2
         elif self._pace_ns > _SLOW_NS:
@@ -75,7 +78,8 @@ class ActorDispatch:
         self._workers = workers
         self._lock = lock
         self._send = send
-        self._waiting: deque[tuple[int, bytes]] = deque()  # numbers and tickets
+        # Numbers and tickets of the tasks that no actor has.
+        self._waiting: deque[tuple[int, bytes]] = deque()
         self._assigned: dict[Actor, Assigned] = {}
 
     def pack(self, ticket: Ticket) -> bytes:
@@ -84,7 +88,7 @@ class ActorDispatch:
     def offer(self, number: int, packed: bytes) -> bool:
         with self._lock:
             self._waiting.append((number, packed))
-            self._hand_out_locked()
+            self._assign_waiting_locked()
         return True
 
     def assign(self, worker: Actor, number: int, packed: bytes) -> None:
@@ -108,17 +112,18 @@ class ActorDispatch:
     def forget(self, worker: Actor) -> None:
         with self._lock:
             self._assigned.pop(worker, None)
-            self._hand_out_locked()  # another one may be there in its place
+            # Its replacement may be there already.
+            self._assign_waiting_locked()
 
     def done_locked(self, worker: Actor, numbers: Sequence[int]) -> None:
-        """Note which tasks a worker has done, and assign others."""
+        """Remove the tasks that a worker has done, and assign others."""
         assigned = self._assigned.get(worker)
         if assigned is not None:
             for number in numbers:
                 assigned.done(number)
-        self._hand_out_locked()
+        self._assign_waiting_locked()
 
-    def _hand_out_locked(self) -> None:
+    def _assign_waiting_locked(self) -> None:
         given: dict[Actor, list[tuple[int, bytes]]] = {}
         able = [worker for worker in list(self._workers) if _can_work(worker)]
         while self._waiting and able:

@@ -1,4 +1,4 @@
-"""One actor as the process of the loop sees it: its state, its place, its end.
+"""One actor as the process of the loop sees it: its state, its node, its death.
 
 STARTING --Ready--> RUNNING --its stream breaks--> DEAD
     \\__________________\\__was asked to stop, or discarded__\\--> ENDED
@@ -31,26 +31,26 @@ class Actor:
     """One actor; see `enqueuer.backends.pool.Worker`.
 
     Attributes:
-        handle: Ray's handle of it.
-        allow: Method of the actor that takes its credit, which is called the most.
-        send: Function that sends it an epoch.
-        hang_up: Function that asks it to end its loop.
-        inbox: What has come and was not taken.
-        where: Process and node, once they are known, for its name.
-        why: How it died, in Ray's words.
-        never_ran: Whether its node died before the actor said anything; Ray may not have known
+        handle: Ray's handle of the actor.
+        grant: Method `grant` of the actor, with its options. It is called more often than others.
+        send: Function that sends the actor epochs.
+        ask_to_end: Function that asks the actor to end its loop.
+        inbox: Messages that have arrived and were not taken.
+        where: Process and node of the actor, for its name; empty until they are known.
+        why: Cause of its death, in Ray's words.
+        never_ran: Whether its node died before the actor sent anything. Ray may not have known
             that when it chose the node.
-        began: When it was started.
-        thread: Thread that receives what it sends.
-        last: What it said last that it has done.
+        began: Time of its start.
+        thread: Thread that receives the packets of the actor.
+        last_stats: The last statistics that the actor sent.
     """
 
     index: int
     shards: tuple[int, ...]
     handle: Any
-    allow: Any
+    grant: Any
     send: Callable[[Actor, list[Epoch]], None]
-    hang_up: Callable[[Actor], None]
+    ask_to_end: Callable[[Actor], None]
     inbox: RayInbox
     state: WorkerState = WorkerState.STARTING
     is_leaving: bool = False
@@ -59,7 +59,7 @@ class Actor:
     never_ran: bool = False
     began: int = field(default_factory=clock)
     thread: threading.Thread | None = None
-    last: WorkerStats | None = None
+    last_stats: WorkerStats | None = None
 
     @property
     def is_receiving(self) -> bool:
@@ -68,26 +68,26 @@ class Actor:
         return thread is not None and thread is not threading.current_thread() and thread.is_alive()
 
     def begin(self, epoch: Epoch) -> None:
-        """Have it run its shards for an epoch."""
+        """Send the actor an epoch of its shards."""
         self.send(self, [epoch])
 
     def ask_to_exit(self) -> None:
-        """Have it exit; what it cannot finish, another one does."""
+        """Ask the actor to exit; another one does the rest of its work."""
         self.is_leaving = True
-        self.hang_up(self)
+        self.ask_to_end(self)
 
     def death(self) -> Death:
-        """Return how it died, and what to do."""
+        """Return the cause of its death, with advice."""
         if not self.where:
             message = (
-                f"{self} could not be started. {self.why} Look at actor_options, and whether "
-                "enqueuer, and what the generator imports, is on its node."
+                f"{self} could not be started. {self.why} Check actor_options, and that "
+                "enqueuer and all modules of the generator are installed on its node."
             )
         else:
             message = (
-                f"{self} died; what it had sent was delivered. {self.why} Unless you killed it, "
-                "look for a lack of memory on its node, os._exit, or a crash in the libraries that "
-                "the generator uses."
+                f"{self} died; the items that it had sent were delivered. {self.why} Unless you "
+                "killed it, likely causes are a lack of memory on its node, os._exit, or a crash "
+                "in a library that the generator uses."
             )
         return Death(f"died ({self.why.rstrip('.')})", message, counts=not self.never_ran)
 
@@ -97,8 +97,8 @@ class Actor:
         self.state = new
 
     def measure(self) -> WorkerStats:
-        """Return what it was last known to have done."""
-        now = self.last
+        """Return the last known statistics of the actor."""
+        now = self.last_stats
         if now is None:
             so_far = (clock() - self.began) / 1e9
             now = WorkerStats(
@@ -107,11 +107,11 @@ class Actor:
             )
         return dataclasses.replace(now, name=str(self), started=self.began)
 
-    def note(self, told: WorkerStats) -> None:
-        """Remember what it says that it has done."""
+    def keep_stats(self, stats: WorkerStats) -> None:
+        """Keep statistics that the actor has sent, with the time of its start as seen from here."""
         all_s = (clock() - self.began) / 1e9
-        at_work_s = told.making_s + told.sending_s + told.waiting_s + told.idle_s
-        self.last = dataclasses.replace(told, starting_s=max(0.0, all_s - at_work_s))
+        at_work_s = stats.making_s + stats.sending_s + stats.waiting_s + stats.idle_s
+        self.last_stats = dataclasses.replace(stats, starting_s=max(0.0, all_s - at_work_s))
 
     def __str__(self) -> str:
         return f"worker {self.index} (Ray actor{self.where})"

@@ -1,4 +1,4 @@
-"""What an actor has sent, as the engine reads it, and how much more it may send."""
+"""The messages of one actor, as the engine reads them, and the credit that it is granted."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from enqueuer.monitoring.meters import clock
 from enqueuer.workers import logs
 from enqueuer.workers.messages import Empty, End, Failure, Item, Message
 
-_OFTEN_NS = 5_000_000  # between two grants, if each is to be worth its call
+# Nanoseconds between two grants; a grant that comes later is always worth its call.
+_GRANT_GAP_NS = 5_000_000
 
 
 class RayInbox:
-    """See `enqueuer.backends.pool.Inbox`. What the actor's thread shares with the loop is locked.
+    """See `enqueuer.backends.pool.Inbox`. The thread that receives from the actor fills it.
 
     Args:
-        lock: Lock of the pool.
+        lock: Lock of the pool, which guards the messages.
         records: Log records of all workers, which the loop delivers.
-        credit: Credit that the actor begins with; of it, that many items and bytes may wait.
-        grant: Function that is called when what was taken is consumed.
+        credit: Credit that the actor begins with; that many items and bytes may wait here.
+        grant: Function that is called when the loop has consumed the items that it took.
 
     Attributes:
-        is_asking: Whether the actor has an item that it may not send.
+        needs_credit: Whether the actor has an item and no credit to send it.
     """
 
     def __init__(
@@ -36,16 +37,18 @@ class RayInbox:
         credit: Credit,
         grant: Callable[[], None],
     ) -> None:
-        self.is_asking = False
+        self.needs_credit = False
         self._lock = lock
         self._records = records
         self._quota, self._share = credit.items, credit.size
-        self._credit = credit  # what was granted last
-        self._granted = clock()  # time of the last grant
+        # The last grant, and its time.
+        self._credit = credit
+        self._granted = clock()
         self._grant = grant
         self._messages: deque[Message] = deque()
-        self._sizes: deque[int] = deque()  # of the items among them
-        # Items that came, that were taken, and that are consumed; then the bytes of the latter.
+        # Sizes of the items among the messages.
+        self._sizes: deque[int] = deque()
+        # Numbers of items that came, that were taken, and that are consumed; then bytes of these.
         self._received = self._taken = self._acknowledged = 0
         self._taken_bytes = self._acknowledged_bytes = 0
 
@@ -54,14 +57,14 @@ class RayInbox:
         return len(self._sizes)
 
     def put_locked(self, messages: list[Message], sizes: list[int]) -> None:
-        """Add messages that have come, and the sizes of the items among them."""
+        """Add messages, and the sizes of the items among them."""
         self._messages.extend(messages)
         self._sizes.extend(sizes)
 
     def count_locked(self) -> None:
-        """Count an item that has come, also one that cannot be loaded."""
+        """Count an item that has arrived, also one that cannot be loaded."""
         self._received += 1
-        self.is_asking = False
+        self.needs_credit = False
 
     def head(self) -> bool | End | Failure | Empty:
         while self._records:
@@ -106,7 +109,7 @@ class RayInbox:
         """Return the credit to grant now; None if it is not worth a call.
 
         Args:
-            wanted: Whether the loop waits for the next item, so that it must come in any case.
+            wanted: Whether the loop waits for the next item, which must then come in any case.
         """
         quota, before = self._quota, self._credit
         items = self._acknowledged + quota
@@ -114,11 +117,12 @@ class RayInbox:
         at_least = before.wanted
         if wanted and (quota == 0 or size is not None):
             at_least = self._received + 1
-        # A call costs about as much as a packet: not for each of many small items, but in a slow
-        # loop for each, so that its queue is full whenever it turns to it.
+        # A call costs about as much as a packet, so a fast loop grants many small items at once. A
+        # slow loop grants each item, so that its queue is full whenever it asks.
         now = clock()
-        is_worth_it = 2 * (items - before.items) >= quota or now - self._granted > _OFTEN_NS
-        if size is not None and before.size is not None:  # bytes may be used up long before items
+        is_worth_it = 2 * (items - before.items) >= quota or now - self._granted > _GRANT_GAP_NS
+        # The bytes may be used up long before the items.
+        if size is not None and before.size is not None:
             is_worth_it |= 2 * (size - before.size) >= (self._share or 0)
         if at_least == before.wanted and not (is_worth_it and (items, size) != before[:2]):
             return None
@@ -127,10 +131,11 @@ class RayInbox:
 
 
 def deliver(records: deque[logging.LogRecord]) -> None:
-    """Have handlers see what workers logged; called in the thread of the loop, and at the stop."""
+    """Log the records of workers; called in the thread of the loop, and at the stop."""
     while records:
         try:
             record = records.popleft()
-        except IndexError:  # another thread stops the workers
+        except IndexError:
+            # Another thread stops the workers, and delivers the records, too.
             return
         logs.deliver(record)

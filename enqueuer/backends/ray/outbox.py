@@ -1,10 +1,10 @@
-"""What a Ray actor sends: frames that its loop puts here, and the stream takes as packets.
+"""The frames that a Ray actor sends: its loop puts them here, and the stream takes them as packets.
 
     worker's loop --send_item(), send()--> Outbox --take()--> the stream of packets
-                  <--next_epoch(), ...---        <--tell(), allow()-- the driver
+                  <--next_epoch(), ...---        <--assign(), grant()-- the driver
 
-A large item stays with the loop until it was copied into the object store; small ones lie here
-until the stream takes them all at once, and share one object of the store, which stays as long as
+A large item stays with the loop until it is copied into the object store. Small items lie here
+until the stream takes them all at once. They share one object of the store, which stays as long as
 an array of any of them does.
 """
 
@@ -26,18 +26,21 @@ from enqueuer.transport.error_codec import encode_error
 from enqueuer.transport.item_codec import Encoder
 from enqueuer.workers.messages import Empty, End, Epoch, Failure, Ticket
 
-_SLOW_NS = 2_000_000  # an item that takes longer is handed over by itself
-
-_SMALL_BYTES = 1 << 20  # an item that is copied once more, as that costs less than a packet
+# Nanoseconds; an item that takes longer to make leaves before the next one is begun.
+_SLOW_NS = 2_000_000
+# Bytes; copying a smaller item once more costs less than a packet of its own.
+_SMALL_BYTES = 1 << 20
+# Stands for the error of a failure, which is pickled beside it.
+_NO_ERROR = Exception()
 
 
 class Credit(NamedTuple):
-    """How much a worker may have sent in all.
+    """The total that a worker may have sent since its start.
 
     Attributes:
-        items: So many, if their bytes allow it.
-        size: So many bytes; None: any number.
-        wanted: So many items at least, however large they are.
+        items: Number of items, if their bytes allow it.
+        size: Number of bytes; None if there is no limit.
+        wanted: Number of items that it may send however large they are.
     """
 
     items: int
@@ -52,7 +55,7 @@ class Ready(NamedTuple):
     node: str
 
 
-class Sent(NamedTuple):
+class ItemFrame(NamedTuple):
     """A frame with an item, which is a pickle and the large buffers beside it."""
 
     shard: int
@@ -62,32 +65,37 @@ class Sent(NamedTuple):
     buffers: tuple[Any, ...]
 
 
-class Told(NamedTuple):
-    """A frame with an end or a failure, whose error is pickled apart."""
+class MessageFrame(NamedTuple):
+    """A frame with an end or a failure, whose error is pickled beside it."""
 
     message: End | Failure | Empty
     error: bytes | None
 
 
-class Asking(NamedTuple):
-    """A frame that says: there is an item, and no right to send it."""
+class NeedsCredit(NamedTuple):
+    """A frame of a worker that has an item and no credit to send it."""
 
 
 class Ended(NamedTuple):
-    """The last frame: the worker's loop is over.
+    """The last frame: the worker's loop has ended.
 
     Attributes:
-        why: It is, if it was not asked to end.
+        why: Reason for the end; empty if the driver asked for it.
     """
 
     why: str = ""
 
 
-Frame = Ready | Sent | Told | Asking | Ended | LogRecord
+Frame = Ready | ItemFrame | MessageFrame | NeedsCredit | Ended | LogRecord
 
 
 class Outbox:
-    """A worker's Sender, Orders and Tickets: between its loop and the driver's calls."""
+    """A worker's Sender, Orders and Tickets: between its loop and the driver's calls.
+
+    Args:
+        credit: Credit that the worker begins with.
+        asks: Whether the worker sends `NeedsCredit` when its credit is used up.
+    """
 
     def __init__(self, credit: Credit, asks: bool) -> None:
         self.meter = Meter()
@@ -99,13 +107,20 @@ class Outbox:
         self._orders: deque[Epoch] = deque()
         self._tickets: deque[tuple[int, bytes]] = deque()
         self._frames: list[Frame] = []
-        self._given = self._taken = self._gone = 0  # items: put here, taken by the stream, copied
-        self._done = 0  # when the last one was dealt with
+        # Numbers of items that the loop has put here, that the stream has taken, and that Ray has
+        # copied into the object store.
+        self._put_count = self._taken_count = self._copied_count = 0
+        # Time at which the last item had left the loop.
+        self._done = 0
         self._closed = False
-        self._lock = threading.RLock()  # the collector may strike here, and what it ends may log
-        self._ordered = threading.Condition(self._lock)  # by the driver; what the loop waits for
-        self._filled = threading.Condition(self._lock)  # what the stream waits for
-        self._copied = threading.Condition(self._lock)  # by the stream; the loop waits for it, too
+        # Reentrant, as the garbage collector may run here, and what it finalizes may log.
+        self._lock = threading.RLock()
+        # The loop waits until the driver has called.
+        self._called = threading.Condition(self._lock)
+        # The stream waits until there are frames.
+        self._filled = threading.Condition(self._lock)
+        # The loop waits until the stream has copied its item.
+        self._copied = threading.Condition(self._lock)
 
     # --- the worker's loop ---
 
@@ -115,19 +130,19 @@ class Outbox:
         data, views = self._encoder.encode((value, state) if has_state else value)
         self._encoder.arrays.clear()
         size = len(data) + sum(view.nbytes for view in views)
-        # what took long to make should be on its way before the next one takes this thread
+        # An item that took long to make should leave before the next one takes this thread.
         is_kept = began - self._done > _SLOW_NS or (bool(views) and size > _SMALL_BYTES)
-        # buffers are the item's own memory, which may change once this returns
+        # The buffers are the memory of the item, which may change once this method returns.
         buffers = tuple(map(_contiguous if is_kept else _copy, views))
         with self._lock:
             waited = self._wait_for_room_locked(size)
             self.sent += 1
             self._size += size
-            self._put_locked(Sent(shard, number, has_state, data, buffers))
-            self._given += 1
-            mine = self._given
+            self._put_locked(ItemFrame(shard, number, has_state, data, buffers))
+            self._put_count += 1
+            own_count = self._put_count
             if is_kept:
-                while self._gone < mine and not self._closed:
+                while self._copied_count < own_count and not self._closed:
                     self._copied.wait()
         self._done = clock()
         words = self.meter.words
@@ -135,15 +150,15 @@ class Outbox:
         words[SENDING] += self._done - began - waited
 
     def _wait_for_room_locked(self, size: int) -> int:
-        """Wait for the right to send; return for how many nanoseconds."""
+        """Wait until an item may be sent; return the nanoseconds of the wait."""
         began = 0
         if not self._may_send_locked(size):
             began = clock()
             self.meter.pause(WAITING)
             if self._asks:
-                self._put_locked(Asking())
+                self._put_locked(NeedsCredit())
             while not self._may_send_locked(size):
-                self._ordered.wait()
+                self._called.wait()
             self.meter.resume()
         self._check_locked()
         return clock() - began if began else 0
@@ -162,10 +177,10 @@ class Outbox:
             message = replace(message, error=_NO_ERROR)
         with self._lock:
             self._check_locked()
-            self._put_locked(Told(message, error))
+            self._put_locked(MessageFrame(message, error))
 
     def send_record(self, record: LogRecord) -> None:
-        """Have a log record leave, also when the driver has hung up."""
+        """Send a log record, also after the driver has closed the outbox."""
         with self._lock:
             self._put_locked(record)
 
@@ -185,7 +200,8 @@ class Outbox:
             number, pickled = found
             try:
                 ticket: Ticket = pickle.loads(pickled)
-            except Exception as error:  # the user's class cannot be loaded here
+            except Exception as error:
+                # The class of an element may be missing on this node.
                 self.send(Failure(0, number, error))
             else:
                 return ticket
@@ -196,11 +212,11 @@ class Outbox:
             if not queue and not self._closed:
                 self.meter.pause(phase)
                 while not queue and not self._closed:
-                    self._ordered.wait()
+                    self._called.wait()
                 self.meter.resume()
             return None if self._closed else queue.popleft()
 
-    def say(self, frame: Ready | Ended) -> None:
+    def send_frame(self, frame: Ready | Ended) -> None:
         """Send a frame about the worker itself."""
         with self._lock:
             self._put_locked(frame)
@@ -216,42 +232,42 @@ class Outbox:
     # --- the driver's calls ---
 
     def take(self) -> list[Frame]:
-        """Wait for frames, and return all; those that were returned before were copied by now."""
+        """Wait for frames and return all of them.
+
+        Ray has copied the frames of the previous call before it makes the next one.
+        """
         with self._lock:
-            self._gone = self._taken
+            self._copied_count = self._taken_count
             self._copied.notify()
             while not self._frames:
                 self._filled.wait()
             frames, self._frames = self._frames, []
-            self._taken = self._given
+            self._taken_count = self._put_count
             return frames
 
-    def tell(self, orders: list[Epoch], tickets: list[tuple[int, bytes]]) -> None:
-        """Take in what there is to do."""
+    def assign(self, orders: list[Epoch], tickets: list[tuple[int, bytes]]) -> None:
+        """Add epochs to run, or tasks to do."""
         with self._lock:
             self._orders.extend(orders)
             self._tickets.extend(tickets)
-            self._ordered.notify_all()
+            self._called.notify_all()
 
-    def allow(self, credit: Credit) -> None:
-        """Take in how much may have been sent."""
+    def grant(self, credit: Credit) -> None:
+        """Replace the credit by a larger one."""
         with self._lock:
             self._credit = credit
-            self._ordered.notify_all()
+            self._called.notify_all()
 
     def close(self) -> None:
-        """Have the loop end."""
+        """End the loop: it gets no more orders, and sending raises Closed."""
         with self._lock:
             self._closed = True
-            self._ordered.notify_all()
+            self._called.notify_all()
             self._copied.notify()
 
 
-_NO_ERROR = Exception()  # stands for one that travels apart
-
-
 def _contiguous(view: Any) -> Any:
-    """Return what Ray takes out of the packet and copies straight into the object store."""
+    """Return a buffer that Ray copies straight into the object store, without pickling it."""
     return _buffer_of(np.ascontiguousarray(view))
 
 
@@ -260,5 +276,6 @@ def _copy(view: Any) -> Any:
 
 
 def _buffer_of(array: np.ndarray) -> Any:
-    flat = array.reshape(-1).view(np.uint8)  # whatever its dtype
-    return pickle.PickleBuffer(flat)  # type: ignore[arg-type]  # numpy tells its types of no buffer
+    # Not every dtype has a buffer, but its bytes do.
+    flat = array.reshape(-1).view(np.uint8)
+    return pickle.PickleBuffer(flat)  # type: ignore[arg-type]  # numpy declares no buffer

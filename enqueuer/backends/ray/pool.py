@@ -1,13 +1,13 @@
-"""Workers as Ray actors: start, watch and end them; a stream of Ray's brings the messages of each.
+"""Starting, observing and ending Ray actors; a stream of Ray brings the messages of each.
 
     actor 0 ==packets==> thread 0 -> inbox 0 \\
     actor 1 ==packets==> thread 1 -> inbox 1  > one condition -> sleep()
-    actor 0 <--epochs, tickets, credit-- calls that answer nothing
+    actor 0 <--epochs, tickets, credit-- calls without a result
 
-Ray places the actors, moves the packets and reports deaths; a thread for each actor waits for
-its next packet and unpacks it, ahead of the loop. What an actor had sent belongs to this process,
-and so it is still there when the actor is not. An actor whose stream breaks is dead for us, and
-is killed if it was not; the one that takes its place is a new one, wherever there is room.
+Ray places the actors, moves the packets and reports deaths. A thread for each actor waits for
+its next packet and unpacks it, ahead of the loop. The packets belong to this process, so they
+outlive the actor. An actor whose stream breaks counts as dead, and is killed to make sure. Its
+replacement is a new actor, which Ray places on any node with room.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from enqueuer.backends.ray.actor import GROUPS, ActorConfig, RayWorker
 from enqueuer.backends.ray.dispatch import ActorDispatch
 from enqueuer.backends.ray.handle import Actor
 from enqueuer.backends.ray.inbox import RayInbox, deliver
-from enqueuer.backends.ray.outbox import Asking, Credit, Ended, Frame, Ready, Sent
+from enqueuer.backends.ray.outbox import Credit, Ended, Frame, ItemFrame, NeedsCredit, Ready
 from enqueuer.backends.ray.receiver import Receiver, unpack
 from enqueuer.backends.ray.session import Gone, Session, is_of_its_node, unwrapped
 from enqueuer.backends.stall import WorkerSnapshot, level_of_user
@@ -45,8 +45,11 @@ from enqueuer.workers.messages import Epoch, Failure
 from enqueuer.workers.remote import WorkerConfig
 from enqueuer.workers.tasks import TaskSource
 
-_STACKS_S = 1.0  # for the stacks of all workers
-_ACCOUNT_S = 0.3  # for their accounts; what does not come in time is as it was last
+# Seconds until the stacks of all workers must have come.
+_STACKS_S = 1.0
+# Seconds for their statistics; a worker that takes longer keeps those that it sent before.
+_STATS_S = 0.3
+# More items than any worker sends.
 _ALL = 1 << 62
 
 
@@ -55,16 +58,18 @@ class RayPool:
 
     def __init__(self, job: Job) -> None:
         self.workers: list[Actor] = []
-        # Taken by itself: a condition enters and leaves it in Python, where a signal handler may
-        # raise, and the lock would stay locked.
+        # Taken directly, not by the condition, whose methods are written in Python. A signal
+        # handler that raised there would leave the lock locked.
         self._lock = threading.RLock()
         self._news = threading.Condition(self._lock)
-        self._has_news = False  # whether something has come since the last sleep
+        # Whether a packet has come since the last sleep.
+        self._has_news = False
         self.dispatch = ActorDispatch(self.workers, self._lock, self._send_tickets)
         self._job = job
         self._plans = job.plans()
         self._does_tasks = isinstance(job.source, TaskSource)
-        self._allowed = 0  # index of the worker that was allowed an item last for which it asked
+        # Index of the worker that got credit last because it needed it.
+        self._last_granted = 0
         self._is_closed = False
         self._session = Session(job.ray)
         self._class: Any = None
@@ -74,11 +79,12 @@ class RayPool:
     # --- start ---
 
     def open(self) -> None:
-        interrupts.interruptible(self._open)  # Ray takes its time
+        # Ray may take many seconds to start.
+        interrupts.interruptible(self._open)
 
     def _open(self) -> None:
         job = self._job
-        # the user's mistakes show before anything runs
+        # Pickled first, so that a mistake of the user shows before Ray is started.
         payload = pickled_source(job.source, job.on_error, "a Ray actor", "backend='thread'")
         ray = self._session.join()
         _running.add(self)
@@ -94,7 +100,7 @@ class RayPool:
         if missing:
             warnings.warn(
                 f"actor_options ask for {missing}, which no node of the Ray cluster has; no worker "
-                "starts until such a node joins. Ask for less, or look at `ray status`",
+                "starts until such a node joins. Ask for less, or check `ray status`",
                 EnqueuerWarning,
                 stacklevel=level_of_user(),
             )
@@ -104,7 +110,8 @@ class RayPool:
         return logs.Levels.of_this_process() if self._job.forward_logs else None
 
     def start_worker(self, index: int) -> Actor:
-        job, plan = self._job, self._plans[index % len(self._plans)]  # of tasks all are alike
+        # For tasks there is one plan, which all workers share.
+        job, plan = self._job, self._plans[index % len(self._plans)]
         self._session.check()
         config = ActorConfig(
             index,
@@ -115,29 +122,30 @@ class RayPool:
         )
         credit = self._credit(index)
         handle = self._class.remote(config, credit, self._payload)
-        allow = handle.allow.options(concurrency_group="tell", num_returns=0)
+        grant = handle.grant.options(concurrency_group="orders", num_returns=0)
         inbox = RayInbox(self._lock, self._records, credit, functools.partial(self._grant, index))
-        actor = Actor(index, plan.shards, handle, allow, self._send_epochs, self._hang_up, inbox)
+        actor = Actor(index, plan.shards, handle, grant, self._send_epochs, self._ask_to_end, inbox)
         self._call(actor, handle.work, "work")
-        receiver = Receiver(self._session, actor, self._take_in, self._lose)
-        # a thread of its own kind: the collector must know it, see `backends.forget`
+        receiver = Receiver(self._session, actor, self._deliver, self._lose)
+        # `lifecycle.forget` recognizes the thread by this class, and stops no backend in it.
         actor.thread = WorkerThread(target=receiver.run, name=f"enqueuer-ray-{index}", daemon=True)
         actor.thread.start()
         return actor
 
     def _credit(self, index: int) -> Credit:
-        """Return how much a worker may send at first."""
+        """Return the credit that a worker begins with."""
         job, count = self._job, len(self._plans)
-        if self._does_tasks:  # tickets are the bound: one worker may do all of them
+        # The number of tickets is the limit for tasks, and one worker may do all of them.
+        if self._does_tasks:
             return Credit(_ALL, None, 0)
         limit = job.max_queue_bytes
         share = None if limit is None else limit // count
         return Credit(split_bound(job.max_queue_size, count)[index], share, 0)
 
-    # --- what comes; in the thread of each actor ---
+    # --- receiving, in the thread for each actor ---
 
-    def _take_in(self, actor: Actor, frames: list[Frame]) -> None:
-        """Take in a packet; wake the loop once, as that takes longer than a small item."""
+    def _deliver(self, actor: Actor, frames: list[Frame]) -> None:
+        """Put the messages of a packet into the inbox; wake the loop once for all of them."""
         for frame in frames:
             if isinstance(frame, Ready):
                 actor.where = f", process {frame.pid} on {frame.node}"
@@ -145,10 +153,10 @@ class RayPool:
         with self._lock:
             for frame in frames:
                 match frame:
-                    case Sent():
+                    case ItemFrame():
                         actor.inbox.count_locked()
-                    case Asking():
-                        actor.inbox.is_asking = True
+                    case NeedsCredit():
+                        actor.inbox.needs_credit = True
                     case Ready():
                         actor.move(WorkerState.RUNNING)
                     case Ended(why=""):
@@ -170,7 +178,7 @@ class RayPool:
         self._news.notify_all()
 
     def _lose(self, actor: Actor, error: BaseException) -> None:
-        """Note that an actor is dead; make sure that it is."""
+        """Kill an actor whose connection is lost, and note its death."""
         self._kill(actor)
         with self._lock:
             if actor.state in (WorkerState.STARTING, WorkerState.RUNNING):
@@ -180,20 +188,21 @@ class RayPool:
                 actor.move(WorkerState.DEAD)
             self._wake_locked()
 
-    # --- what is sent ---
+    # --- sending ---
 
     def _send_epochs(self, actor: Actor, epochs: list[Epoch]) -> None:
-        self._call(actor, actor.handle.tell, "tell", epochs, [])
+        self._call(actor, actor.handle.assign, "orders", epochs, [])
 
     def _send_tickets(self, actor: Actor, tickets: list[tuple[int, bytes]]) -> None:
-        self._call(actor, actor.handle.tell, "tell", [], tickets)
+        self._call(actor, actor.handle.assign, "orders", [], tickets)
 
     def _call(self, actor: Actor, method: Any, group: str, *args: Any) -> None:
-        """Call a method that answers nothing, in one of the actor's threads."""
+        """Call a method without a result, in a concurrency group of the actor."""
         try:
             self._session.check()
             method.options(concurrency_group=group, num_returns=0).remote(*args)
-        except Exception as error:  # it is of a Ray that is gone
+        except Exception as error:
+            # Ray was shut down.
             self._lose(actor, error)
 
     def _grant(self, index: int, wanted: bool = False) -> None:
@@ -201,7 +210,7 @@ class RayPool:
 
         Args:
             index: Index of the actor, if it runs shards.
-            wanted: Whether its next item is waited for.
+            wanted: Whether the loop waits for its next item.
         """
         if self._does_tasks or index >= len(self.workers):
             return
@@ -212,8 +221,10 @@ class RayPool:
         if credit is not None:
             try:
                 self._session.check()
-                actor.allow.remote(*credit)  # plain numbers are not pickled
-            except Exception as error:  # as in _call
+                # As plain numbers, which Ray does not pickle.
+                actor.grant.remote(*credit)
+            except Exception as error:
+                # Ray was shut down.
                 self._lose(actor, error)
 
     # --- waiting ---
@@ -221,48 +232,51 @@ class RayPool:
     def sleep(self, awaited: Actor | None, deadline: float | None) -> None:
         with self._lock:
             if not self._has_news:
-                self._ask_for(awaited)  # which may find that the actor is dead
+                self._request(awaited)
+            # The request may have found that the actor is dead.
             if not self._has_news:
                 timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
                 self._news.wait(timeout)
             self._has_news = False
 
-    def _ask_for(self, awaited: Actor | None) -> None:
-        """Let the item come for which the loop is about to wait."""
+    def _request(self, awaited: Actor | None) -> None:
+        """Grant credit for the item for which the loop is about to wait."""
         if awaited is not None:
             self._grant(awaited.index, wanted=True)
             return
         count = len(self.workers)
-        for index in range(self._allowed + 1, self._allowed + 1 + count):
+        for index in range(self._last_granted + 1, self._last_granted + 1 + count):
             inbox = self.workers[index % count].inbox
-            if inbox.is_asking:
-                inbox.is_asking = False
-                self._allowed = index % count
+            if inbox.needs_credit:
+                inbox.needs_credit = False
+                self._last_granted = index % count
                 self._grant(index % count, wanted=True)
                 return
 
     def poll(self) -> None:
-        pass  # the threads of the actors take note of all that comes
+        """Do nothing: the threads for the actors notice all changes."""
 
-    # --- what is known of the workers ---
+    # --- observing the workers ---
 
     def cpus(self) -> float:
         return self._cpus
 
     @functools.cached_property
     def _cpus(self) -> float:
-        with contextlib.suppress(Exception):  # Ray is gone
+        # Suppressed, as Ray may have been shut down.
+        with contextlib.suppress(Exception):
             self._session.check()
             return float(self._session.ray.cluster_resources()["CPU"])
         return usage.cpus()
 
     def worker_bytes(self) -> int | None:
-        return None  # the memory is that of other machines
+        # The actors use memory of other machines.
+        return None
 
     def measures(self, workers: Sequence[Actor]) -> list[WorkerStats]:
         if not self._is_closed:
-            for actor, account in self._answers(workers, "account", _ACCOUNT_S).items():
-                actor.note(account)
+            for actor, stats in self._answers(workers, "stats", _STATS_S).items():
+                actor.keep_stats(stats)
         return [actor.measure() for actor in workers]
 
     def snapshots(self, workers: Sequence[Actor]) -> list[WorkerSnapshot]:
@@ -276,19 +290,21 @@ class RayPool:
             for actor in workers
         ]
 
-    def _answers(self, workers: Sequence[Actor], question: str, limit: float) -> dict[Actor, Any]:
-        """Call a method of all actors; return what those answer that do so in time."""
+    def _answers(self, workers: Sequence[Actor], name: str, limit: float) -> dict[Actor, Any]:
+        """Call a method of all actors; return the results that come within `limit` seconds."""
         refs, answers = {}, {}
         get, wait = unwrapped(self._session.ray.get), unwrapped(self._session.ray.wait)
-        with contextlib.suppress(Exception):  # Ray is gone
+        # Suppressed, as Ray may have been shut down.
+        with contextlib.suppress(Exception):
             for actor in workers:
                 if actor.state is WorkerState.RUNNING:
                     self._session.check()
-                    method = getattr(actor.handle, question).options(concurrency_group="inspect")
+                    method = getattr(actor.handle, name).options(concurrency_group="inspect")
                     refs[actor] = method.remote()
             if refs:
                 wait(list(refs.values()), num_returns=len(refs), timeout=limit)
-            self._session.check()  # before any of them is dropped
+            # While Ray shuts down, dropping a reference would end this process.
+            self._session.check()
         for actor, ref in refs.items():
             with contextlib.suppress(Exception):
                 answers[actor] = get(ref, timeout=0)
@@ -303,12 +319,12 @@ class RayPool:
             self._is_closed = True
             self._wake_locked()
         for actor in list(self.workers):
-            self._hang_up(actor)
+            self._ask_to_end(actor)
 
-    def _hang_up(self, actor: Actor) -> None:
+    def _ask_to_end(self, actor: Actor) -> None:
         """Ask an actor to end its loop."""
         if actor.state not in HAS_ENDED:
-            self._call(actor, actor.handle.close, "tell")
+            self._call(actor, actor.handle.close, "orders")
 
     def _kill(self, actor: Actor) -> None:
         with contextlib.suppress(Exception):
@@ -345,7 +361,7 @@ class RayPool:
         self._session.leave()
 
     def _reap_until(self, deadline: float) -> None:
-        """Wait until the threads of all actors have ended, or time is over."""
+        """Wait until the threads for all actors have ended, at most until `deadline`."""
         for actor in self.workers:
             if actor.is_receiving:
                 assert actor.thread is not None
@@ -357,7 +373,7 @@ def _why_no_stack(actor: Actor, missing: str) -> str:
         case WorkerState.STARTING if missing:
             return f"has not started: no node has {missing}"
         case WorkerState.STARTING:
-            return "has not started yet: Ray looks for room for it, or it is importing"
+            return "has not started yet: Ray searches for a node, or it imports modules"
         case WorkerState.RUNNING:
             return f"did not send its stack within {_STACKS_S:g} s"
     return "has ended"
@@ -373,7 +389,7 @@ _EXIT_TIMEOUT_S = 2.0
 def _register_exit() -> None:
     import atexit
 
-    # after Ray's own, so that it runs before that
+    # Registered after Ray's own function, so that this one runs first.
     atexit.register(_stop_all)
 
 

@@ -1,6 +1,6 @@
-"""Receiving what actors send: a thread for each actor reads its stream and unpacks the packets.
+"""Receiving packets: a thread for each actor reads its stream and unpacks the packets.
 
-actor ==packets==> Ray's object store ==> the thread of the actor -> RayPool.take_in()
+actor ==packets==> Ray's object store ==> the thread for the actor -> RayPool
 """
 
 from __future__ import annotations
@@ -15,25 +15,28 @@ from typing import Any
 
 from enqueuer.backends.pool import WorkerState
 from enqueuer.backends.ray.handle import Actor
-from enqueuer.backends.ray.outbox import Frame, Sent, Told
+from enqueuer.backends.ray.outbox import Frame, ItemFrame, MessageFrame
 from enqueuer.backends.ray.session import Session, unwrapped
 from enqueuer.errors import ItemNotLoadable
 from enqueuer.transport.error_codec import decode_error
 from enqueuer.transport.item_codec import decode
 from enqueuer.workers.messages import Failure, Item, Message
 
-_PULSE_S = 0.5  # between two checks whether Ray is still there, which nothing reports
-_SOON_S = 0.005  # for which a packet may be waited for within Ray
-_STREAMS = 2  # asked for at once, so that the next begins when one has ended
+# Seconds between two checks whether the user has shut Ray down, which nothing reports.
+_CHECK_S = 0.5
+# Seconds of a wait within Ray.
+_SHORT_WAIT_S = 0.005
+# Streams that are requested at once, so that the next begins when one has ended.
+_STREAMS = 2
 
 
 class Receiver:
-    """Receives packets from one actor. It runs in a thread of its own.
+    """Receives packets from one actor, in a thread of its own.
 
     Args:
-        session: The use of Ray.
-        actor: The actor.
-        take_in: Function that is called with each packet.
+        session: Connection to Ray.
+        actor: Actor that sends the packets.
+        deliver: Function that is called with each packet.
         lose: Function that is called if the stream breaks.
     """
 
@@ -41,62 +44,67 @@ class Receiver:
         self,
         session: Session,
         actor: Actor,
-        take_in: Callable[[Actor, list[Frame]], None],
+        deliver: Callable[[Actor, list[Frame]], None],
         lose: Callable[[Actor, BaseException], None],
     ) -> None:
         self._session = session
         self._actor = actor
-        self._take_in = take_in
+        self._deliver = deliver
         self._lose = lose
 
     def run(self) -> None:
-        """Unpack what the actor sends, until it has sent its last frame or is dead."""
+        """Deliver packets until the actor has sent its last frame or is dead."""
         try:
-            # asyncio.run is another one in some notebooks
+            # Some notebooks replace asyncio.run.
             with contextlib.closing(asyncio.SelectorEventLoop()) as loop:
-                loop.run_until_complete(self._listen_while_ray_is_there())
+                loop.run_until_complete(self._receive_until_shutdown())
         except BaseException as error:
             self._lose(self._actor, error)
-            traceback.clear_frames(error.__traceback__)  # they have the streams of a dead actor
+            # The frames refer to the streams of a dead actor.
+            traceback.clear_frames(error.__traceback__)
 
-    async def _listen_while_ray_is_there(self) -> None:
-        """Listen to the actor.
+    async def _receive_until_shutdown(self) -> None:
+        """Receive packets, and raise Gone if the user shuts Ray down.
 
-        No thread may wait long within Ray for something to happen, as that is never woken, and uses
-        freed memory, once the user has shut Ray down. So this waits in Python, with a check now
-        and then. Only a packet that is on its way from another node is waited for within Ray.
+        No thread may wait long within Ray. Once the user has shut Ray down, such a wait is never
+        woken and uses freed memory. So this method waits in Python, with a check now and then. It
+        waits within Ray only for a packet that is on its way from another node.
         """
-        listening = asyncio.ensure_future(self._listen())
+        receiving = asyncio.ensure_future(self._receive())
         try:
-            while not listening.done():
+            while not receiving.done():
                 self._session.check()
-                await asyncio.wait((listening,), timeout=_PULSE_S)
-            listening.result()
+                await asyncio.wait((receiving,), timeout=_CHECK_S)
+            receiving.result()
         finally:
-            listening.cancel()
-            await asyncio.gather(listening, return_exceptions=True)
+            receiving.cancel()
+            await asyncio.gather(receiving, return_exceptions=True)
 
-    async def _listen(self) -> None:
+    async def _receive(self) -> None:
         get, wait = unwrapped(self._session.ray.get), unwrapped(self._session.ray.wait)
         streams = deque(self._stream() for _ in range(_STREAMS))
         while True:
             stream = streams[0]
             self._session.check()
-            # what is there soon is had for less within Ray: in Python it is fetched twice
-            if wait([stream], timeout=_SOON_S, fetch_local=False)[0]:
-                self._session.check()  # to ask an ended stream would start another Ray
+            # A packet that comes soon costs less within Ray. In Python, Ray fetches it twice.
+            if wait([stream], timeout=_SHORT_WAIT_S, fetch_local=False)[0]:
+                # After a shutdown, the next line would start another Ray.
+                self._session.check()
                 ref = next(stream, None)
             else:
                 ref = await anext(stream, None)
-                await asyncio.sleep(0)  # or the loop would keep what Ray has fetched
+                # Otherwise the event loop would keep the packet that Ray has fetched.
+                await asyncio.sleep(0)
                 self._session.check()
             if ref is None:
                 streams.popleft()
                 streams.append(self._stream())
                 continue
-            self._take_in(self._actor, get(ref))
-            del ref  # or Ray would keep the packet until the next one comes
-            if self._actor.state is WorkerState.ENDED:  # threads of the user's may still log
+            self._deliver(self._actor, get(ref))
+            # Otherwise Ray would keep the packet until the next one comes.
+            del ref
+            # Frames may follow the last one, as the user's threads may still log.
+            if self._actor.state is WorkerState.ENDED:
                 return
 
     def _stream(self) -> Any:
@@ -111,20 +119,20 @@ def unpack(frames: list[Frame], worker: str, writable: bool) -> tuple[list[Messa
     """Return the messages of a packet, and the sizes of the items among them.
 
     Args:
-        frames: The packet.
+        frames: Frames of the packet.
         worker: Name of the worker.
-        writable: Whether to copy arrays.
+        writable: Whether to copy arrays, so that the loop may write to them.
     """
     messages: list[Message] = []
     sizes = []
     for frame in frames:
         match frame:
-            case Sent():
+            case ItemFrame():
                 item = _item_of(frame, worker, writable)
                 messages.append(item)
                 if isinstance(item, Item):
                     sizes.append(_size_of(frame))
-            case Told(message=message, error=pickled):
+            case MessageFrame(message=message, error=pickled):
                 if isinstance(message, Failure):
                     assert pickled is not None
                     error = decode_error(pickled)
@@ -133,19 +141,19 @@ def unpack(frames: list[Frame], worker: str, writable: bool) -> tuple[list[Messa
     return messages, sizes
 
 
-def _item_of(sent: Sent, worker: str, writable: bool) -> Item | Failure:
-    buffers = [memoryview(buffer) for buffer in sent.buffers]
+def _item_of(frame: ItemFrame, worker: str, writable: bool) -> Item | Failure:
+    buffers = [memoryview(buffer) for buffer in frame.buffers]
     if writable:
         buffers = [memoryview(bytearray(buffer)) for buffer in buffers]
     try:
-        value = decode(sent.data, buffers)
+        value = decode(frame.data, buffers)
     except Exception as error:
-        failure = ItemNotLoadable(f"an item came, but it cannot be loaded here: {error!r}")
+        failure = ItemNotLoadable(f"an item arrived, but could not be loaded here: {error!r}")
         failure.__cause__ = error
-        return Failure(sent.shard, sent.number, failure, worker=worker)
-    value, state = value if sent.has_state else (value, None)
-    return Item(sent.shard, sent.number, value, state)
+        return Failure(frame.shard, frame.number, failure, worker=worker)
+    value, state = value if frame.has_state else (value, None)
+    return Item(frame.shard, frame.number, value, state)
 
 
-def _size_of(sent: Sent) -> int:
-    return len(sent.data) + sum(memoryview(buffer).nbytes for buffer in sent.buffers)
+def _size_of(frame: ItemFrame) -> int:
+    return len(frame.data) + sum(memoryview(buffer).nbytes for buffer in frame.buffers)

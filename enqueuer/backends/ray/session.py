@@ -1,4 +1,8 @@
-"""The Ray that the enqueuers of this process use: the one that is there, or one of their own."""
+"""The Ray that the enqueuers of this process use: connecting, starting, shutting down.
+
+They use the Ray to which the process is connected. If there is none, the first enqueuer starts
+one, and the last one that uses it shuts it down.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +20,24 @@ from enqueuer.backends.job import RayOptions
 from enqueuer.common.extras import framework
 from enqueuer.errors import StartError
 
-_KNOCK_S = 10.0
-_SHUTDOWN_S = 5.0  # more than Ray takes to disconnect
+# Seconds until a server must have accepted a connection.
+_CONNECT_S = 10.0
+# Seconds; Ray takes less to disconnect.
+_SHUTDOWN_S = 5.0
 
-_lock = threading.RLock()  # the collector may strike here, and end another enqueuer
+# Reentrant, as the garbage collector may run here and stop another enqueuer.
+_lock = threading.RLock()
 
 
 class _Started:
-    """A Ray that was started here, and how many use it."""
+    """A Ray that was started here, and the number of enqueuers that use it."""
 
     def __init__(self, address: str | None) -> None:
         self.address = address
         self.users = 1
         self.identity: tuple[str, str] | None = None
-        self.on_term: Any = None  # what Ray does at SIGTERM, in place of the system's default
+        # Ray's handler of SIGTERM, if it replaced the system's default.
+        self.on_term: Any = None
 
 
 _started: _Started | None = None
@@ -39,7 +47,7 @@ class Session:
     """One enqueuer's use of Ray, from `join()` to `leave()`.
 
     Attributes:
-        ray: The module, once it was joined.
+        ray: Module of Ray; None before `join()`.
     """
 
     def __init__(self, cluster: RayOptions) -> None:
@@ -50,17 +58,17 @@ class Session:
         self.ray: Any = None
 
     def join(self) -> Any:
-        """Return the module of a Ray that is initialised; start one if there is none.
+        """Return the module of Ray, after connecting to it; start it if there is none.
 
         Raises:
-            FrameworkUnavailable: It is not installed.
-            StartError: It cannot be reached, is another one than was asked for, or is that of
-                the process that this one was forked from.
+            FrameworkUnavailable: Ray is not installed.
+            StartError: Ray cannot be reached, has another address than was given, or belongs to
+                the process from which this one was forked.
         """
         global _started
-        with _lock, _untouched():
+        with _lock, _preserved_settings():
             ray = self.ray = framework("ray", "ray", "2.10", user="backend='ray'")
-            # counted first: whatever is collected from here on does not shut it down
+            # Counted first, so that an enqueuer that is collected meanwhile does not shut it down.
             if _started is not None and _started.identity == _identity(ray):
                 _started.users += 1
                 self._started = _started
@@ -91,12 +99,13 @@ class Session:
     def check(self) -> None:
         """Raise Gone if the user has shut Ray down, since most calls would start another one.
 
-        If there is another one already, what belongs to the first means nothing there. While
-        another thread is still at it, Ray ends the process if a reference to an object is
-        dropped; so that a thread that asks waits here until it is over.
+        If the user has started another Ray already, actors and references of the first one are
+        not valid there. While another thread shuts Ray down, dropping a reference ends the
+        process, so this method waits until the shutdown is over.
         """
         if not self._is_gone:
-            with contextlib.suppress(Exception):  # it is being shut down right now
+            # Suppressed, as another thread may be shutting Ray down.
+            with contextlib.suppress(Exception):
                 if _identity(self.ray) == self._identity:
                     return
             over = time.monotonic() + _SHUTDOWN_S
@@ -106,7 +115,7 @@ class Session:
         raise Gone("Ray was shut down in this process")
 
     def reason_of(self, error: BaseException) -> str:
-        """Return how an actor died, in Ray's words, without those that do not concern it."""
+        """Return the cause of an actor's death, in Ray's words, without its general advice."""
         try:
             self.check()
         except Gone as gone:
@@ -119,10 +128,11 @@ class Session:
         return f"Ray says: {' '.join(text.split())}"
 
     def missing(self) -> str:
-        """Name what the options of the actors ask for and no node has; see `missing`."""
+        """Name the resources that the options of the actors ask for and no node has."""
         if not _resources_of(self._cluster.options):
             return ""
-        with contextlib.suppress(Exception):  # Ray is gone
+        # Suppressed, as Ray may have been shut down.
+        with contextlib.suppress(Exception):
             self.check()
             return missing(self._cluster.options, self.ray.nodes())
         return ""
@@ -134,9 +144,9 @@ class Session:
             if started is None:
                 return
             started.users -= 1
-            # the user may have shut it down, and started another one
+            # The user may have shut it down, and started another one.
             if started.users == 0 and started.identity == _identity(self.ray):
-                with _untouched():
+                with _preserved_settings():
                     self.ray.shutdown()
                 is_theirs = signal.getsignal(signal.SIGTERM) is started.on_term
                 if is_theirs and threading.current_thread() is threading.main_thread():
@@ -147,11 +157,11 @@ def missing(options: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]]) -> s
     """Name the resources that an actor asks for and no single node has.
 
     Args:
-        options: Those of the actor.
-        nodes: What `ray.nodes()` tells.
+        options: Options of the actor.
+        nodes: Result of `ray.nodes()`.
 
     Returns:
-        The resources and amounts; empty if there is a node that has them all, be they free or not.
+        The resources and amounts. Empty if one node has them all, in use or not.
 
     Example:
         >>> missing({"num_gpus": 2}, [{"Alive": True, "Resources": {"CPU": 8.0, "GPU": 1.0}}])
@@ -177,7 +187,8 @@ def _resources_of(options: Mapping[str, Any]) -> dict[str, float]:
     asked = {names[key]: options[key] for key in names if options.get(key)}
     asked |= {name: amount for name, amount in (options.get("resources") or {}).items() if amount}
     kind = options.get("accelerator_type")
-    return asked if kind is None else {**asked, f"accelerator_type:{kind}": 0.001}  # as Ray does
+    # Ray asks for this amount of an accelerator of a type.
+    return asked if kind is None else {**asked, f"accelerator_type:{kind}": 0.001}
 
 
 def _amount(name: str, amount: float, label: str | None = None) -> str:
@@ -186,28 +197,28 @@ def _amount(name: str, amount: float, label: str | None = None) -> str:
 
 
 def unwrapped(function: Any) -> Any:
-    """Return a function of Ray's that does not start a Ray where there is none any more."""
+    """Return a function of Ray without its wrapper, which starts Ray if it was shut down."""
     return getattr(function, "__wrapped__", function)
 
 
 def is_of_its_node(error: BaseException) -> bool:
-    """Return whether an actor is lost because its node is.
+    """Return whether an actor is lost because its node died.
 
-    Of a process that has died Ray is told within a second. A dead node is noticed later, by the
-    heartbeats that it misses; until then its actors are said to be unavailable.
+    Ray notices a dead process within a second. It notices a dead node later, by missing
+    heartbeats, and reports its actors as unavailable until then.
     """
     return "its node has died" in str(error) or type(error).__name__ == "ActorUnavailableError"
 
 
 class Gone(StartError):
-    """What was there is not there any more; the message says what."""
+    """Ray was shut down, or the loop of an actor has ended; the message is the reason."""
 
 
 def _initialise(ray: Any, address: str | None) -> _Started:
     started = _Started(address)
     on_term = signal.getsignal(signal.SIGTERM)
     try:
-        _knock(address)
+        _check_reachable(address)
         ray.init(address=address)
     except Exception as error:
         where = "could not be started" if address is None else f"at {address!r} cannot be reached"
@@ -219,10 +230,10 @@ def _initialise(ray: Any, address: str | None) -> _Started:
 
 
 @contextlib.contextmanager
-def _untouched() -> Iterator[None]:
-    """Leave random numbers, and what the user does at SIGTERM, as they are; Ray changes both.
+def _preserved_settings() -> Iterator[None]:
+    """Restore the random state, and the user's handler of SIGTERM, which Ray changes.
 
-    What Ray does in place of the system's default may stay: it ends in order what was started.
+    Without such a handler, Ray's own stays: it ends the processes that Ray has started.
     """
     numbers, on_term = random.getstate(), signal.getsignal(signal.SIGTERM)
     try:
@@ -235,18 +246,22 @@ def _untouched() -> Iterator[None]:
 
 
 def _check_process() -> None:
-    """Raise StartError where Ray's threads are not: what was forked from its driver would hang."""
-    tasks = "/proc/self/task"  # Linux's, where DataLoader and others fork
+    """Raise StartError in a process that was forked from Ray's driver: a call to Ray would hang.
+
+    The threads of Ray, which Python does not know, do not exist there.
+    """
+    # Only Linux has this folder; there, DataLoader and others fork.
+    tasks = "/proc/self/task"
     if os.path.isdir(tasks) and len(os.listdir(tasks)) <= threading.active_count():
         raise StartError(
             "this process was forked from one that is connected to Ray, whose connection cannot "
-            "be used here; have it spawned (start_method='spawn', or multiprocessing_context of a "
-            "DataLoader), or fork before Ray is started"
+            "be used here; spawn it instead (start_method='spawn', or multiprocessing_context of "
+            "a DataLoader), or fork before Ray is started"
         )
 
 
 def _identity(ray: Any) -> tuple[str, str] | None:
-    """Return what only this connection to this Ray has; None if there is none."""
+    """Return the node and the job of the connection to Ray; None if there is no connection."""
     if not ray.is_initialized():
         return None
     context = ray.get_runtime_context()
@@ -254,17 +269,17 @@ def _identity(ray: Any) -> tuple[str, str] | None:
 
 
 def _is_being_shut_down(ray: Any) -> bool:
-    """Whether Ray has begun to shut down, and has not got over with it.
+    """Return whether Ray has begun to shut down and has not finished.
 
-    There is no public way to ask; where the private one has moved, there is no wait.
+    Only a private attribute of Ray shows this. Without that attribute, the result is False.
     """
     worker = getattr(getattr(ray, "_private", None), "worker", None)
     is_there = hasattr(getattr(worker, "global_worker", None), "core_worker")
     return is_there and not ray.is_initialized()
 
 
-def _knock(address: str | None) -> None:
-    """Raise OSError if no server listens at an address; Ray would take minutes to find that out."""
+def _check_reachable(address: str | None) -> None:
+    """Raise OSError if no server listens at an address; Ray would try for minutes."""
     host, _, port = (address or "").rpartition(":")
     if host and port.isdigit():
-        socket.create_connection((host.strip("[]"), int(port)), _KNOCK_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
