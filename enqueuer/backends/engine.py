@@ -12,6 +12,7 @@ consumer at a time; `close()`, `stop()`, `measures()` and `waiting()` by any thr
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import time
@@ -21,10 +22,11 @@ from typing import Generic, Protocol
 from enqueuer.backends.job import Job
 from enqueuer.backends.lifecycle import check_owner
 from enqueuer.backends.order import Order
-from enqueuer.backends.pool import Death, NoRoom, W, Worker, WorkerPool
+from enqueuer.backends.pool import HAS_ENDED, Death, NoRoom, W, Worker, WorkerPool
 from enqueuer.backends.restarts import Place, Restarts
 from enqueuer.backends.shard_schedule import Step
 from enqueuer.backends.stall import DeadlineExpired, WaitSnapshot, first_for
+from enqueuer.backends.task_schedule import TaskSchedule
 from enqueuer.common import interrupts
 from enqueuer.errors import Closed, StartError, WorkerDied
 from enqueuer.monitoring.loop_meter import LoopMeter
@@ -33,8 +35,10 @@ from enqueuer.workers.messages import Epoch, Failure, Item
 
 _log = logging.getLogger("enqueuer")
 
-_TAKE, _WAIT = Step.TAKE, Step.WAIT  # to look up a member of an enum takes long
-_FAILED_START_S = 1.0  # for the end of those that were started
+# To look up a member of an enum takes long.
+_TAKE, _WAIT = Step.TAKE, Step.WAIT
+# Seconds for the end of the workers that were started before one could not be.
+_FAILED_START_S = 1.0
 
 
 class Schedule(Protocol[W]):
@@ -61,25 +65,33 @@ class Engine(Generic[W]):
         job: Description of what the workers run.
         pool: Pool that runs the workers.
         schedule: Decisions about the items or the tasks of the job.
+        restarts: Restarts of the run, which other engines may share.
         loop_meter: Account of the waits.
+
+    Attributes:
+        tasks: The schedule, if the workers do tasks; None if they run shards.
     """
 
     def __init__(
-        self, job: Job, pool: WorkerPool[W], schedule: Schedule[W], loop_meter: LoopMeter
+        self,
+        job: Job,
+        pool: WorkerPool[W],
+        schedule: Schedule[W],
+        restarts: Restarts,
+        loop_meter: LoopMeter,
     ) -> None:
+        self.tasks = schedule if isinstance(schedule, TaskSchedule) else None
         self._job = job
         self._pool = pool
         self._schedule = schedule
+        self._restarts = restarts
         self._loop_meter = loop_meter
-        self._restarts = Restarts(job.max_restarts, job.restarts)
-        self._before: dict[int, WorkerStats] = {}  # of replaced workers, by index
+        # Statistics of the workers that were replaced, by index.
+        self._before: dict[int, WorkerStats] = {}
+        # Number of workers, without those that are leaving.
+        self._size = job.workers
         self._owner = os.getpid()
         self._is_closed = False
-
-    @property
-    def restarts(self) -> int:
-        """How many workers died and were replaced."""
-        return self._restarts.count
 
     def start(self) -> None:
         """Start all workers or none.
@@ -260,10 +272,44 @@ class Engine(Generic[W]):
             death.how,
             str(new),
             place.text,
-            restarts.total,
+            restarts.count,
             restarts.most,
         )
         return new
+
+    # --- the number of workers ---
+
+    @property
+    def is_resizing(self) -> bool:
+        """Whether a worker that was asked to exit still runs."""
+        running = [worker for worker in self._pool.workers if worker.state not in HAS_ENDED]
+        return len(running) > self._size
+
+    def resize(self, workers: int) -> None:
+        """Add workers that do tasks, or let some exit after their tasks.
+
+        Called by the consumer, between two waits: the list of workers changes.
+
+        Raises:
+            StartError: One could not be started; there are as many as before, or a few more.
+        """
+        all_workers, before = self._pool.workers, self._size
+        surplus = before - workers
+        if surplus > 0:
+            for worker in self._staying()[-surplus:]:
+                worker.ask_to_exit()
+        self._size = min(before, workers)
+        try:
+            # Otherwise a signal handler could leave a worker behind that is in no list.
+            with interrupts.held():
+                while self._size < workers:
+                    used = {worker.index for worker in all_workers}
+                    index = next(index for index in itertools.count() if index not in used)
+                    all_workers.append(self._pool.start_worker(index))
+                    self._size += 1
+        except StartError as error:
+            self.resize(before)
+            raise StartError(f"another worker could not be started: {error}") from error
 
     # --- the end ---
 

@@ -59,7 +59,6 @@ class Job:
         forward_logs: True, False or "multiprocessing-logging"; not of threads.
         on_error: What to do about an exception of the source's.
         max_restarts: How many workers that died are replaced; not of threads.
-        restarts: How many were replaced by an earlier backend, of these.
         may_grow: Whether there may be more workers later; tasks only.
         longest_wait_s: How long a wait without a deadline lasts at most; None: forever.
         trace: Where workers record what they do; None: nowhere.
@@ -80,7 +79,6 @@ class Job:
     max_restarts: int
     most_workers: int = 0
     threads_per_worker: int | None = None
-    restarts: int = 0
     may_grow: bool = False
     longest_wait_s: float | None = None
     trace: Place | None = None

@@ -38,14 +38,6 @@ def forget(workers: Stoppable, timeout: float) -> None:
         helper.start()
 
 
-class Restarted(Protocol):
-    """A backend, as far as a forked child uses it."""
-
-    @property
-    def restarts(self) -> int:
-        """How many workers died and were replaced."""
-
-
 class Inherited:
     """The backend of an enqueuer that runs in the process from which this one was forked.
 
@@ -57,10 +49,9 @@ class Inherited:
         backend: What the parent reads from. It is kept, as its end might do harm here.
     """
 
-    def __init__(self, owner: int, backend: Restarted) -> None:
+    def __init__(self, owner: int, backend: object) -> None:
         self._owner = owner
         self._kept = backend
-        self.restarts = backend.restarts
 
     def close(self) -> None:
         """Do nothing: the workers are the parent's."""

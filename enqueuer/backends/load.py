@@ -7,23 +7,47 @@ from __future__ import annotations
 
 import importlib
 import os
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 from enqueuer.backends.engine import Engine
 from enqueuer.backends.job import Job, owners_of
+from enqueuer.backends.order import Order
 from enqueuer.backends.pool import W, WorkerPool
+from enqueuer.backends.restarts import Restarts
 from enqueuer.backends.shard_schedule import ShardSchedule
-from enqueuer.backends.task_engine import TaskEngine
+from enqueuer.backends.stall import WaitSnapshot
 from enqueuer.backends.task_schedule import TaskSchedule
 from enqueuer.errors import StartError
 from enqueuer.monitoring.loop_meter import LoopMeter
+from enqueuer.monitoring.worker_stats import WorkerStats
+from enqueuer.workers.messages import Epoch, Failure, Item
 from enqueuer.workers.tasks import TaskSource
 
-Backend = Engine[Any]
-"""What an enqueuer sees of a backend, for workers that run shards or do tasks."""
 
-TaskBackend = TaskEngine[Any]
-"""What an enqueuer sees of a backend for tasks."""
+class Backend(Protocol):
+    """What an enqueuer asks of a backend; `Engine` describes it."""
+
+    @property
+    def tasks(self) -> TaskSchedule[Any] | None: ...
+    @property
+    def is_resizing(self) -> bool: ...
+    def start(self) -> None: ...
+    def begin(self, epoch: Epoch) -> None: ...
+    def wait(self, order: Order, deadline: float | None) -> Failure | None: ...
+    def take(self, order: Order) -> Iterator[Item]: ...
+    def pass_over(self) -> None: ...
+    def acknowledge(self) -> None: ...
+    def has_news(self, order: Order) -> bool: ...
+    def waiting(self) -> int: ...
+    def cpus(self) -> float: ...
+    def worker_bytes(self) -> int | None: ...
+    def measures(self) -> list[WorkerStats]: ...
+    def inspect(self, order: Order) -> WaitSnapshot: ...
+    def resize(self, workers: int) -> None: ...
+    def close(self) -> None: ...
+    def stop(self, timeout: float) -> None: ...
+
 
 _POOLS = {
     "thread": ("enqueuer.backends.thread.pool", "ThreadPool"),
@@ -32,8 +56,14 @@ _POOLS = {
 }
 
 
-def load(name: str, job: Job, loop_meter: LoopMeter | None = None) -> Backend:
-    """Return the backend called `name`, ready to start `job`; it records its waits.
+def load(name: str, job: Job, restarts: Restarts, loop_meter: LoopMeter) -> Backend:
+    """Return a backend that is ready to be started.
+
+    Args:
+        name: Name of the backend.
+        job: Description of what the workers run.
+        restarts: Restarts of the run.
+        loop_meter: Account of the waits.
 
     Raises:
         StartError: This system cannot run it.
@@ -42,16 +72,16 @@ def load(name: str, job: Job, loop_meter: LoopMeter | None = None) -> Backend:
         raise StartError("backend='process' needs a POSIX system; use backend='thread' here")
     module, kind = _POOLS[name]
     pool = getattr(importlib.import_module(module), kind)(job)
-    return _engine(job, pool, loop_meter or LoopMeter())
+    return _engine(job, pool, restarts, loop_meter)
 
 
-def _engine(job: Job, pool: WorkerPool[W], meter: LoopMeter) -> Backend:
+def _engine(job: Job, pool: WorkerPool[W], restarts: Restarts, loop_meter: LoopMeter) -> Engine[W]:
     # Items that are taken together keep their places until the loop has used them. With a bound in
     # bytes there may be few places, and taking large items together gains nothing.
     bunch = 1 if job.max_queue_bytes is not None else max(1, job.max_queue_size // 4)
     if isinstance(job.source, TaskSource):
         measure = job.max_queue_bytes is not None
         tasks = TaskSchedule(pool.workers, pool.dispatch, bunch, measure)
-        return TaskEngine(job, pool, tasks, meter)
+        return Engine(job, pool, tasks, restarts, loop_meter)
     shards = ShardSchedule(pool.workers, owners_of(job.plans()), bunch)
-    return Engine(job, pool, shards, meter)
+    return Engine(job, pool, shards, restarts, loop_meter)

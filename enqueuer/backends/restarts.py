@@ -1,4 +1,4 @@
-"""The restart policy: how many dead workers are replaced, and what is said of it."""
+"""The restart policy: how many dead workers are replaced, and the message about it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ class Place(NamedTuple):
 
 
 class Restarts:
-    """The deaths after which a worker was replaced, and how many more may be.
+    """The deaths after which a worker was replaced, and the limit of their number.
+
+    A run has one for all its backends, so that other workers bring no further restarts.
 
     Args:
-        most: Most restarts in one run of an enqueuer.
-        earlier: Restarts of earlier backends in that run.
+        most: Largest number of restarts in a run.
 
     Example:
-        >>> restarts, place = Restarts(most=1, earlier=0), Place(0, 7, "shard 0, item 7")
+        >>> restarts, place = Restarts(most=1), Place(0, 7, "shard 0, item 7")
         >>> restarts.allowed
         True
         >>> restarts.add(place); restarts.allowed
@@ -36,28 +37,22 @@ class Restarts:
         ' max_restarts=1 is used up; 2 workers died at this very item.'
     """
 
-    def __init__(self, most: int, earlier: int) -> None:
+    def __init__(self, most: int) -> None:
         self.most = most
-        self._earlier = earlier
         self._places: list[tuple[int, int]] = []
 
     @property
     def count(self) -> int:
-        """How many workers were replaced in this backend."""
+        """Number of workers that died and were replaced. Read by any thread."""
         return len(self._places)
 
     @property
-    def total(self) -> int:
-        """How many workers were replaced since the start of the enqueuer."""
-        return self._earlier + self.count
-
-    @property
     def allowed(self) -> bool:
-        """Whether one more worker may be replaced."""
-        return self.total < self.most
+        """Whether another worker may be replaced."""
+        return self.count < self.most
 
     def add(self, place: Place) -> None:
-        """Note that a worker was replaced which had died at a place."""
+        """Record that a worker died at a place and was replaced."""
         self._places.append(place[:2])
 
     def history(self, place: Place) -> str:

@@ -38,9 +38,6 @@ class TaskSchedule(Generic[W]):
         bunch: Most results to take at once.
         measure: Whether to measure the results.
 
-    Attributes:
-        buffer: The results that have come, and the tickets of all tasks that were submitted.
-
     Example:
         >>> from enqueuer.backends.pool import WorkerState
         >>> from enqueuer.workers.messages import Start
@@ -64,9 +61,8 @@ class TaskSchedule(Generic[W]):
         >>> schedule = TaskSchedule(workers, dispatch := OneEach(), bunch=1, measure=False)
         >>> order = TaskOrder(0, Start(), (), ordered=True)
         >>> for number in range(4):
-        ...     ticket = Ticket(number, 0, (number,))
-        ...     schedule.submit(ticket, ticket)
-        >>> schedule.next_step(order), schedule.buffer.outstanding, dispatch.safe()
+        ...     schedule.submit(Ticket(number, 0, (number,)))
+        >>> schedule.next_step(order), schedule.outstanding, dispatch.safe()
         (<Step.WAIT: 2>, 4, [0, 1])
         >>> workers[1].state = WorkerState.DEAD
         >>> schedule.next_step(order) is workers[1], schedule.place_of(workers[1], order).text
@@ -80,7 +76,7 @@ class TaskSchedule(Generic[W]):
         self._workers = workers
         self._dispatch = dispatch
         self._bunch = bunch
-        self.buffer = ReorderBuffer(measure)
+        self._buffer = ReorderBuffer(measure)
         self._arrived: deque[Item | End | Failure | Empty] = deque()
         # Not used: the reorder buffer and the order know which results were taken.
         self._taken = AsTheyCome({})
@@ -93,9 +89,28 @@ class TaskSchedule(Generic[W]):
     def begin(self, epoch: Epoch) -> None:
         """Do nothing: the tickets have the number of the epoch."""
 
-    def submit(self, ticket: Ticket, packed: Any) -> None:
-        """Let a free worker do a task."""
-        self.buffer.tickets[ticket.number] = ticket
+    @property
+    def outstanding(self) -> int:
+        """Number of tasks that were submitted and whose results were not taken."""
+        return self._buffer.outstanding
+
+    @property
+    def largest_bytes(self) -> int:
+        """Size of the largest result so far, if there is a limit in bytes; else 0."""
+        return self._buffer.largest_bytes
+
+    def tickets(self) -> list[Ticket]:
+        """Return the tickets of tasks whose results were not taken."""
+        return list(self._buffer.tickets.values())
+
+    def submit(self, ticket: Ticket) -> None:
+        """Let a free worker do a task.
+
+        Raises:
+            ItemNotPicklable: An element cannot be sent to a worker.
+        """
+        packed = self._dispatch.pack(ticket)
+        self._buffer.tickets[ticket.number] = ticket
         self._last = ticket.number
         self._unsent.append((ticket.number, packed))
         self._offer()
@@ -103,7 +118,7 @@ class TaskSchedule(Generic[W]):
     def fail(self, failure: Failure) -> None:
         """Let a task have failed that could not be submitted."""
         self._last = failure.number
-        self.buffer.fail(failure.number, failure)
+        self._buffer.fail(failure.number, failure)
 
     def _offer(self) -> None:
         """Send tickets as long as there is room for them; the rest is sent when results come."""
@@ -119,7 +134,7 @@ class TaskSchedule(Generic[W]):
     def waiting(self) -> int:
         """Return how many results wait. Called by any thread."""
         on_their_way = sum(inbox.waiting for inbox in inboxes_of(self._workers))
-        return on_their_way + self.buffer.waiting
+        return on_their_way + self._buffer.waiting
 
     def next_step(self, order: Order) -> Step | Failure | W:
         """Decide what to do next: take results, return a failure, replace a worker, or wait."""
@@ -129,7 +144,7 @@ class TaskSchedule(Generic[W]):
             return ended
         if self._unsent:
             self._offer()
-        found = self.buffer.peek(order)
+        found = self._buffer.peek(order)
         if isinstance(found, Failure):
             return found
         return Step.WAIT if found is Next.NOTHING and not order.done else Step.TAKE
@@ -151,14 +166,14 @@ class TaskSchedule(Generic[W]):
         while arrived:
             result = arrived[0]
             assert not isinstance(result, End)
-            self.buffer.put(result)
+            self._buffer.put(result)
             arrived.popleft()
         return ended
 
     def poll(self, order: TaskOrder) -> bool:
         """Return whether something can be taken now."""
         self._collect()
-        return self.buffer.has_next(order)
+        return self._buffer.has_next(order)
 
     def awaited_worker(self, order: Order) -> W | None:
         """Return None: any worker may do the task that the loop waits for."""
@@ -167,16 +182,16 @@ class TaskSchedule(Generic[W]):
     def awaited(self, order: Order) -> str:
         """Return what the loop waits for, in words."""
         assert isinstance(order, TaskOrder)
-        return awaited_task(order, self.buffer.tickets.get(order.next))
+        return awaited_task(order, self._buffer.tickets.get(order.next))
 
     def take(self, order: Order) -> Iterator[Item]:
         """Take the results that are next and are there."""
         assert isinstance(order, TaskOrder)
-        return self.buffer.items(order, self._bunch)
+        return self._buffer.items(order, self._bunch)
 
     def pass_over(self) -> None:
         """Forget the failure that `next_step` returned last, if it is skipped."""
-        self.buffer.pass_over()
+        self._buffer.pass_over()
 
     def acknowledge(self) -> None:
         """Do nothing: what is in the reorder buffer was acknowledged."""
@@ -189,7 +204,7 @@ class TaskSchedule(Generic[W]):
         safe = self._dispatch.safe()
         self._collect()
         unsent = {number for number, _ in self._unsent}
-        return [n for n in self.buffer.undone() if n not in unsent and n not in safe]
+        return [n for n in self._buffer.undone() if n not in unsent and n not in safe]
 
     def place_of(self, dead: W, order: Order) -> Place:
         """Return the task that a worker did when it died, or the first one that it had."""
@@ -197,7 +212,7 @@ class TaskSchedule(Generic[W]):
         lost, number = self._lost(), self._dispatch.current(dead)
         if number not in lost:
             number = min(lost, default=order.next)
-        ticket = self.buffer.tickets.get(number)
+        ticket = self._buffer.tickets.get(number)
         index = 0 if ticket is None else ticket.indices[0]
         return Place(index, number, f"task {number - order.first}")
 
@@ -212,8 +227,8 @@ class TaskSchedule(Generic[W]):
         lost = self._lost()
         self._reported.add(dead)
         is_alone = all(worker.state in HAS_ENDED for worker in self._workers)
-        candidates = self.buffer.undone() if is_alone else lost
-        self.buffer.fail(min(candidates, default=self._last + 1), failure)
+        candidates = self._buffer.undone() if is_alone else lost
+        self._buffer.fail(min(candidates, default=self._last + 1), failure)
         return None
 
     def part_with(self, leaver: W) -> None:
@@ -224,5 +239,5 @@ class TaskSchedule(Generic[W]):
 
     def _again(self, number: int) -> Any:
         """Return the packed ticket of a task that is done once more."""
-        self.buffer.begin_again(number)
-        return self._dispatch.pack(self.buffer.tickets[number])
+        self._buffer.begin_again(number)
+        return self._dispatch.pack(self._buffer.tickets[number])

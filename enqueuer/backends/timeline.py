@@ -1,6 +1,6 @@
 """Recording what the loop does, and when items were made for it, if a trace is wanted.
 
-    loop:           Engine  -> _Watched: wait, read, what waits, errors, restarts
+    loop:           Engine  -> _Recorded: wait, read, what waits, errors, restarts
     what is ready:  deque   -> _Ready: which item was taken when, so: work
 
 `workers/timeline.py` records what workers do.
@@ -15,14 +15,18 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from enqueuer.backends.job import BackendName, Job, owners_of
 from enqueuer.backends.load import Backend, load
 from enqueuer.backends.order import Order
+from enqueuer.backends.restarts import Restarts
+from enqueuer.backends.stall import WaitSnapshot
+from enqueuer.backends.task_schedule import TaskSchedule
 from enqueuer.monitoring.loop_meter import LoopMeter
 from enqueuer.monitoring.trace_file import Lines, Place, Track, begin, full_text, text_of
+from enqueuer.monitoring.worker_stats import WorkerStats
 from enqueuer.workers.messages import Epoch, Failure, Item
 from enqueuer.workers.tasks import TaskSource
 
@@ -60,8 +64,12 @@ class Trace:
 
     # --- its life ---
 
-    def load(self, name: BackendName, job: Job, loop_meter: LoopMeter) -> Backend:
-        """Return a backend for a job that is recorded.
+    def load(
+        self, name: BackendName, job: Job, restarts: Restarts, loop_meter: LoopMeter
+    ) -> Backend:
+        """Return a backend whose work is recorded.
+
+        Args: as for `load.load`.
 
         Raises:
             FileExistsError: The file is there, and is no trace.
@@ -72,11 +80,11 @@ class Trace:
                 self._begin(name, job)
             self._users += 1
         try:
-            inner = load(name, dataclasses.replace(job, trace=self._place), loop_meter)
+            inner = load(name, dataclasses.replace(job, trace=self._place), restarts, loop_meter)
         except BaseException:
             self.leave()
             raise
-        return cast(Backend, _Watched(inner, self, job))
+        return _Recorded(inner, self, job, restarts)
 
     def ready(self) -> deque[Item]:
         """Return a place for what is ready that records what is taken of it."""
@@ -104,7 +112,7 @@ class Trace:
         self._track.name(f"loop (process {self._pid})", "loop", -1)
         about = dict(
             run=self._runs,
-            backend=name if name == "thread" else f"{name}, {job.start_method}",
+            backend=f"{name}, {job.start_method}" if job.start_method else name,
             workers=job.workers,
             shards=len(job.own),
             max_queue_size=job.max_queue_size,
@@ -227,20 +235,21 @@ class _Ready(deque[Item]):
         return self != _NOTHING
 
 
-class _Watched:
-    """A backend that is recorded; what is not here is the backend's own."""
+class _Recorded:
+    """A backend that records what the loop asks of it."""
 
-    def __init__(self, backend: Backend, trace: Trace, job: Job) -> None:
+    def __init__(self, backend: Backend, trace: Trace, job: Job, restarts: Restarts) -> None:
         self._backend = backend
         self._trace = trace
+        self._restarts = restarts
         self._owner = os.getpid()
         self._owners = owners_of(job.plans())
         self._reads = isinstance(job.source, TaskSource)
-        self._asked = 0  # when the loop asked for the next item
+        # Time at which the loop asked for the next item.
+        self._asked = 0
         self._is_closed = self._has_left = False
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._backend, name)
+    # --- what is recorded ---
 
     def start(self) -> None:
         try:
@@ -267,7 +276,7 @@ class _Watched:
         args: dict[str, Any] = {}
         if wanted is not None:
             args = {"shard": wanted, "worker": self._owners[wanted]}
-        restarts = self._backend.restarts
+        restarts = self._restarts.count
         self._trace.filled(self._backend.waiting())
         try:
             failure = self._backend.wait(order, deadline)
@@ -279,8 +288,8 @@ class _Watched:
             self._trace.waited(asked, since, {**args, "stopped": True})
             raise
         finally:
-            if self._backend.restarts > restarts:
-                self._trace.instant("restart", {"restarts": self._backend.restarts})
+            if self._restarts.count > restarts:
+                self._trace.instant("restart", {"restarts": self._restarts.count})
         if order.done:
             args = {"end": True}
         self._trace.waited(asked, since, args)
@@ -318,3 +327,40 @@ class _Watched:
                 "item": failure.number,
             },
         )
+
+    # --- what is not ---
+
+    @property
+    def tasks(self) -> TaskSchedule[Any] | None:
+        return self._backend.tasks
+
+    @property
+    def is_resizing(self) -> bool:
+        return self._backend.is_resizing
+
+    def take(self, order: Order) -> Iterator[Item]:
+        return self._backend.take(order)
+
+    def pass_over(self) -> None:
+        self._backend.pass_over()
+
+    def has_news(self, order: Order) -> bool:
+        return self._backend.has_news(order)
+
+    def waiting(self) -> int:
+        return self._backend.waiting()
+
+    def cpus(self) -> float:
+        return self._backend.cpus()
+
+    def worker_bytes(self) -> int | None:
+        return self._backend.worker_bytes()
+
+    def measures(self) -> list[WorkerStats]:
+        return self._backend.measures()
+
+    def inspect(self, order: Order) -> WaitSnapshot:
+        return self._backend.inspect(order)
+
+    def resize(self, workers: int) -> None:
+        self._backend.resize(workers)

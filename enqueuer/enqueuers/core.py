@@ -141,8 +141,8 @@ class Core:
             before = self.epochs
             count = saved.error_count if saved.is_loaded else 0
             with interrupts.held():
-                run = Run(options, self.owned, self.timeline, count, self.state_lock, self.lock)
-                run.workers = workers
+                locks = self.state_lock, self.lock
+                run = Run(options, workers, self.owned, self.timeline, count, *locks)
                 _started.add(self)
                 run.start(workload.job(workers))
                 try:
@@ -240,7 +240,7 @@ class Core:
             return
         job = self.workload.job_with(workers)
         if job is not None and self.epochs is not None:
-            run.replace(job, self.epochs.hand_over)
+            run.replace(job, self.epochs.pass_work)
 
     # --- what iterators need ---
 
@@ -290,7 +290,8 @@ class Core:
         reader = self.reader
         if reader is not None:
             return reader.stats()
-        run = self.run or Run(self.options, self.owned, None, 0, self.state_lock, self.lock)
+        options, locks = self.options, (self.state_lock, self.lock)
+        run = self.run or Run(options, options.first_workers, self.owned, None, 0, *locks)
         return run.stats(self.saved.epoch.number, 0)
 
     def make_callbacks(self, may_wait: bool = True) -> None:

@@ -57,7 +57,7 @@ class BaseEnqueuer(Generic[Batch]):
     def restart_count(self) -> int:
         """Number of workers that died and were replaced since the start."""
         run = self._core.run
-        return 0 if run is None else run.restarts
+        return 0 if run is None else run.restarts.count
 
     # --- life cycle ---
 

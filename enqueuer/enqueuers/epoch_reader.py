@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from enqueuer.backends.stall import DeadlineExpired, Wait, level_of_user
+from enqueuer.enqueuers import duplicates
 from enqueuer.enqueuers.run import Run, State
 from enqueuer.enqueuers.workload import EpochWork, Workload
 from enqueuer.errors import Closed, EmptyEpochWarning, InvalidState
@@ -150,8 +151,11 @@ class EpochReader:
             if meter.left <= 0:  # that is every few milliseconds, or at each batch
                 meter.sample(self.waiting() - 1)  # without the one that is about to be given
                 is_time = run.is_news = True
-            if self.work.first_items is not None:
-                self.work.compare(self.ready.copy())
+            first_items = self.work.first_items
+            if first_items is not None:
+                duplicates.compare(first_items, self.ready.copy())
+                if first_items.done:
+                    self.work.first_items = None
         if len(self.ready) == 1:  # else those behind the first one still wait
             backend.acknowledge()
         return is_time
@@ -242,6 +246,11 @@ class EpochReader:
         )
 
     @property
+    def is_empty(self) -> bool:
+        """Whether the epoch, which is over, had no items from its beginning to its end."""
+        return self._is_whole and not self.taken
+
+    @property
     def taken(self) -> int:
         """Number of items of this epoch that were taken from the workers. No lock needed."""
         return self.run.meter.taken - self._taken_before
@@ -252,7 +261,9 @@ class EpochReader:
 
     def waiting(self) -> int:
         """Return how many finished items wait. No lock needed."""
-        return self.work.waiting(self.run.backend.waiting() + len(self.ready))
+        count = self.run.backend.waiting() + len(self.ready)
+        # The others count as held by the workers.
+        return min(count, self.run.options.max_queue_size)
 
     def status(self) -> str:
         """Return how many batches wait, for a repr; "" if that cannot be asked. No lock needed."""

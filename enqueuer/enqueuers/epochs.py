@@ -97,17 +97,20 @@ class Epochs:
         with self.run.lock:
             if self.run.state is not State.RUNNING:
                 return None
-            if reader is self.reader:  # else another thread was faster
-                if not reader.is_over or reader.work.is_empty:
-                    return None  # an epoch without anything would be followed by another one
+            # Otherwise another thread was faster.
+            if reader is self.reader:
+                # An empty epoch would be followed by another one.
+                if not reader.is_over or reader.is_empty:
+                    return None
                 self.begin_next()
+                # Otherwise it is being stopped.
                 if reader is self.reader:
-                    return None  # it is being stopped
+                    return None
             return self.reader
 
-    def hand_over(self, old: Backend, new: Backend) -> None:
+    def pass_work(self, old: Backend, new: Backend) -> None:
         """Let a new backend go on where an old one was. Lock of the run held."""
-        self._current.work.hand_over(old, new)
+        self._current.work.pass_work(old, new)
 
     def retune(self, between_epochs: bool = False) -> None:
         """Change the number of workers if that is due. Lock of the run held; may wait."""

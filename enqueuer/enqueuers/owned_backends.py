@@ -40,14 +40,6 @@ class OwnedBackends:
         """Whether there are any; not after the end of the interpreter has stopped them."""
         return any(finalizer.alive for _, finalizer in self._backends)
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether all workers have ended."""
-        return not self._backends
-
-    def __len__(self) -> int:
-        return len(self._backends)
-
     def stop(self, timeout: float, but: Backend | None = None) -> None:
         """Stop all backends but one; may be called again if that is interrupted."""
         with interrupts.held():

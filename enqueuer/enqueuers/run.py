@@ -8,7 +8,6 @@ NEW --the first epoch has begun--> RUNNING --a failure was raised--> FAILED
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import enum
 import threading
 import time
@@ -18,6 +17,7 @@ from collections.abc import Callable, Iterator
 from enqueuer.backends.job import Job
 from enqueuer.backends.load import Backend
 from enqueuer.backends.load import load as load_backend
+from enqueuer.backends.restarts import Restarts
 from enqueuer.backends.stall import WaitLimits
 from enqueuer.backends.timeline import Trace
 from enqueuer.common import interrupts
@@ -48,7 +48,7 @@ _NEXT = {
     State.STOPPED: set[State](),
 }
 
-HandOver = Callable[[Backend, Backend], None]
+PassWork = Callable[[Backend, Backend], None]
 
 
 class Run:
@@ -56,6 +56,7 @@ class Run:
 
     Args:
         options: Options of the enqueuer.
+        workers: Number of workers to begin with.
         owned: Backends of the enqueuer; the run adds its own.
         timeline: Recorder of what happens; None: nothing is recorded.
         error_count: Number of errors that were skipped before.
@@ -67,6 +68,7 @@ class Run:
     Attributes:
         workers: Number of workers.
         state: Where the run is; only `move` assigns it.
+        restarts: Restarts of all its backends.
         meter: Waiting times of the loop.
         failures: Policy for failures of workers.
         limits: How long the loop waits for a batch.
@@ -78,6 +80,7 @@ class Run:
     def __init__(
         self,
         options: Options,
+        workers: int,
         owned: OwnedBackends,
         timeline: Trace | None,
         error_count: int,
@@ -89,7 +92,8 @@ class Run:
         self.lock = lock
         self.owned = owned
         self.timeline = timeline
-        self.workers = options.first_workers
+        self.workers = workers
+        self.restarts = Restarts(options.max_restarts)
         self.state = State.NEW
         self.meter = LoopMeter()
         self.failures = FailurePolicy(options.on_error, options.max_errors, error_count)
@@ -99,9 +103,9 @@ class Run:
         self.final: Stats | None = None
         self._changed = threading.Condition(self.lock)
         self._backend: Backend | None = None
-        self._earlier_restarts = 0
-        # Started workers that are about to take over, their number, and what hands over to them.
-        self._successor: tuple[Backend, int, HandOver] | None = None
+        # Started workers that are about to take over, their number, and the function that passes
+        # the work to them.
+        self._successor: tuple[Backend, int, PassWork] | None = None
 
     # --- the workers ---
 
@@ -110,11 +114,6 @@ class Run:
         """The backend that the loop reads from."""
         assert self._backend is not None, "the run has started"
         return self._backend
-
-    @property
-    def restarts(self) -> int:
-        """Number of workers that died and were replaced."""
-        return self._earlier_restarts + (0 if self._backend is None else self._backend.restarts)
 
     @property
     def is_changing(self) -> bool:
@@ -137,7 +136,7 @@ class Run:
 
     def _start_backend(self, job: Job) -> Backend:
         load = load_backend if self.timeline is None else self.timeline.load
-        backend = load(self.options.backend_name, job, self.meter)
+        backend = load(self.options.backend_name, job, self.restarts, self.meter)
         # Before it is started: if that is interrupted, and the clean-up as well, stop() ends it.
         self.owned.add(backend)
         try:
@@ -157,20 +156,34 @@ class Run:
 
     # --- replacing them ---
 
-    def replace(self, job: Job, hand_over: HandOver) -> None:
+    def resize(self, workers: int) -> None:
+        """Add workers that do tasks, or let some exit. Locks held.
+
+        Each worker finishes its task, so no work is repeated. But the list of workers changes, so
+        no consumer may wait meanwhile, which `replace` allows.
+
+        Raises:
+            StartError: The new workers could not be started; the others go on.
+        """
+        self.backend.resize(workers)
+        self.workers = workers
+        self._record_change()
+
+    def replace(self, job: Job, pass_work: PassWork) -> None:
         """Let other workers go on where these are. State lock of the enqueuer held.
+
+        It wakes a consumer that waits. The caller ends the old workers afterwards.
 
         Args:
             job: Job of the new workers.
-            hand_over: Called with the old and the new backend; gives the new one its work.
+            pass_work: Called with the old and the new backend; gives the new one its work.
 
         Raises:
             StartError: The new workers could not be started; the others go on.
         """
         with interrupts.held():
-            job = dataclasses.replace(job, restarts=self.restarts)
             new, old = self._start_backend(job), self.backend
-            self._successor = new, job.workers, hand_over
+            self._successor = new, job.workers, pass_work
             old.close()  # wakes the consumer, which then waits for the change
             self.finish_change()
 
@@ -198,18 +211,17 @@ class Run:
         with self.state_lock:
             # After stop(), which has stopped them, there may be workers of the next run.
             if self.state is not State.STOPPED:
-                self.owned.stop(STOP_S, but=self._backend)
+                self.end_replaced()
 
     def _take_over(self) -> None:
         """Replace the backend by its successor, if that is still to be done. Lock held."""
         old, successor = self._backend, self._successor
         try:
             if old is not None and successor is not None:
-                self._backend, self.workers, hand_over = successor
-                self._earlier_restarts += old.restarts
+                self._backend, self.workers, pass_work = successor
                 self.meter.by_worker = {}
-                hand_over(old, self._backend)
-                self.record_change()
+                pass_work(old, self._backend)
+                self._record_change()
         finally:
             self._successor = None
             self._changed.notify_all()
@@ -221,7 +233,11 @@ class Run:
         self._changed.wait_for(lambda: self._successor is None)
         return True
 
-    def record_change(self) -> None:
+    def end_replaced(self) -> None:
+        """End the workers that others have replaced. State lock of the enqueuer held."""
+        self.owned.stop(STOP_S, but=self._backend)
+
+    def _record_change(self) -> None:
         """Record the number of workers in the timeline."""
         if self.timeline is not None:
             self.timeline.instant("reconfigured", {"workers": self.workers})
@@ -303,7 +319,7 @@ class Run:
                 [((at - waits.began) / 1e9, size) for at, size in list(waits.samples)]
             ),
             error_count=self.failures.count,
-            restart_count=self.restarts,
+            restart_count=self.restarts.count,
             cpus=self.cpus(),
             loop_cpu_s=0.0 if backend is None else time.process_time() - waits.cpu_s,
             workers=() if backend is None else tuple(backend.measures()),

@@ -7,7 +7,7 @@ import logging
 from enqueuer.common.text import percent, size
 from enqueuer.enqueuers.epoch_reader import EpochReader
 from enqueuer.enqueuers.run import Run, State
-from enqueuer.enqueuers.workload import Workload
+from enqueuer.enqueuers.workload import Workload, most_workers
 from enqueuer.errors import StartError
 from enqueuer.monitoring import usage
 from enqueuer.monitoring.autoscaler import Autoscaler
@@ -30,9 +30,9 @@ class Scaling:
         self._run = run
         self._workload = workload
         shards = workload.shard_count
-        self._autoscaler = Autoscaler(
-            run.workers, workload.most_workers(run.cpus()), shards, run.limits.first_s
-        )
+        most = most_workers(run.options, run.cpus())
+        most = most if shards is None else min(most, shards)
+        self._autoscaler = Autoscaler(run.workers, most, shards, run.limits.first_s)
         self._epoch_began: Stats | None = None
         self._has_named_limit = False
 
@@ -56,7 +56,9 @@ class Scaling:
         if not run.state_lock.acquire(blocking=False):
             return
         try:
-            if run.state is State.RUNNING and not run.is_changing and reader.work.can_resize:
+            # While workers that are slow to exit still run, they could become ever more.
+            is_changing = run.is_changing or run.backend.is_resizing
+            if run.state is State.RUNNING and not is_changing:
                 self._step(reader, between_epochs)
         finally:
             run.state_lock.release()
@@ -71,12 +73,13 @@ class Scaling:
         workers = autoscaler.next(stats, rerun_s)
         self._name_limit()
         if workers > before:
-            workers = self._fitting(workers, before, reader.work.resizes_in_place)
+            workers = self._fitting(workers, before)
         if workers == before:
             return
-        run.meter.pause(None)  # what it takes is a wait
+        # The time that it takes counts as a wait.
+        run.meter.pause(None)
         try:
-            reader.work.resize(workers)
+            self._change(workers, reader)
         except StartError as error:
             autoscaler.refused(before)
             # As text: a record may be kept, and should not keep descriptors.
@@ -86,19 +89,31 @@ class Scaling:
         finally:
             run.meter.resume()
 
-    def _fitting(self, workers: int, before: int, in_place: bool) -> int:
+    def _change(self, workers: int, reader: EpochReader) -> None:
+        """Go on with another number of workers. Locks held."""
+        run = self._run
+        if run.backend.tasks is not None:
+            run.resize(workers)
+            return
+        job = self._workload.job_with(workers)
+        if job is not None:
+            run.replace(job, reader.work.pass_work)
+        run.end_replaced()
+
+    def _fitting(self, workers: int, before: int) -> int:
         """Return how many of `workers` fit into memory; report to the autoscaler if not all do.
 
         Args:
             workers: Number of workers that the autoscaler wants.
             before: Number of workers now.
-            in_place: Whether these stay; else all are started while the old ones still run.
         """
-        each, free = self._run.backend.worker_bytes(), usage.available_bytes()
+        backend = self._run.backend
+        each, free = backend.worker_bytes(), usage.available_bytes()
         if not each or free is None:
             return workers
         room = usage.room_for(free, each)
-        most = max(before, before + room if in_place else room)
+        # Workers with shards are replaced: all new ones are started while the old ones still run.
+        most = max(before, room if backend.tasks is None else before + room)
         if most >= workers:
             return workers
         self._autoscaler.refused(most)

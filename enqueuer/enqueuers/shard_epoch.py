@@ -1,23 +1,18 @@
-"""One epoch of shards: its order, and the comparison of their first items."""
+"""One epoch of shards: its order, and where each shard stands."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
-from enqueuer.backends.job import Job
 from enqueuer.backends.load import Backend
 from enqueuer.backends.order import AsTheyCome, RoundRobin
-from enqueuer.backends.stall import level_of_user
-from enqueuer.enqueuers.owned_backends import STOP_S
 from enqueuer.enqueuers.replay import Origin
 from enqueuer.enqueuers.run import Run
 from enqueuer.enqueuers.workload import Seed
-from enqueuer.errors import DuplicateDataWarning
 from enqueuer.monitoring.duplicates import FirstItems
 from enqueuer.monitoring.stats import Stats
-from enqueuer.workers.messages import Epoch, Failure, Item, Start, Ticket
+from enqueuer.workers.messages import Epoch, Failure, Start, Ticket
 
 
 class Shards(Protocol):
@@ -36,9 +31,6 @@ class Shards(Protocol):
     def own_shards(self) -> range:
         """Return the shards of this rank."""
 
-    def job_with(self, workers: int) -> Job | None:
-        """Return the same data as a job for another number of workers."""
-
     def rerun(self, origin: Origin, ticket: Ticket | None) -> Callable[[], Any]:
         """Return a function that makes an item again."""
 
@@ -50,13 +42,13 @@ class ShardEpoch:
         self, workload: Shards, run: Run, epoch: Epoch, first_items: FirstItems | None
     ) -> None:
         self._workload = workload
-        self._run = run
         self._number = epoch.number
         self.first_items = first_items
         starts = epoch.starts
         if starts is None:
             starts = dict.fromkeys(workload.own_shards(), Start())
-        recent = run.options.max_queue_size + 2  # more are never taken and not given away
+        # More items are never taken and not given to the loop.
+        recent = run.options.max_queue_size + 2
         kind = RoundRobin if run.options.ordered else AsTheyCome
         self.order: RoundRobin | AsTheyCome = kind(starts, recent)
 
@@ -67,19 +59,9 @@ class ShardEpoch:
     def feed(self) -> None:
         """Do nothing: the workers have their shards."""
 
-    def hand_over(self, old: Backend, new: Backend) -> None:
+    def pass_work(self, old: Backend, new: Backend) -> None:
         if not self.order.done:
             new.begin(Epoch(self._number, self.order.rest()))
-
-    def compare(self, items: Sequence[Item]) -> None:
-        first = self.first_items
-        assert first is not None
-        for item in items:
-            twins = first.saw(item.shard, item.value)
-            if first.done:
-                self.first_items = None
-            if twins is not None:
-                _warn_of_twins(*twins, self._workload.takes_shard)
 
     def keep(self, failure: Failure) -> None:
         """Do nothing: the worker that failed sends nothing more."""
@@ -106,9 +88,6 @@ class ShardEpoch:
     def steps_done(self, ready: int, taken: int) -> int:
         return taken - ready
 
-    def waiting(self, count: int) -> int:
-        return count
-
     def next_epoch(self) -> Epoch:
         ends = self.order.ends
         if not ends:
@@ -121,47 +100,8 @@ class ShardEpoch:
     def end(self) -> None:
         """Do nothing: a generator sees its own end."""
 
-    @property
-    def is_empty(self) -> bool:
-        # No iterator over shards goes on by itself.
-        return True
-
-    @property
-    def can_resize(self) -> bool:
-        return True
-
-    @property
-    def resizes_in_place(self) -> bool:
-        return False
-
-    def resize(self, workers: int) -> None:
-        job, run = self._workload.job_with(workers), self._run
-        if job is not None:
-            run.replace(job, self.hand_over)
-        run.owned.stop(STOP_S, but=run.backend)
-
     def rerun_s(self, stats: Stats) -> float | None:
         if any(start.state is not None for start in self.order.rest().values()):
-            return 0.0  # they are resumed, and not run again
+            # Iterators with a state are resumed.
+            return 0.0
         return sum(worker.making_s for worker in stats.workers)
-
-
-def _warn_of_twins(one: int, other: int, takes_shard: bool) -> None:
-    if takes_shard:
-        cause = (
-            "Are random numbers drawn from a generator that was made outside (a captured "
-            "numpy.random.default_rng, say)? Draw them from shard.rng. Does each shard read the "
-            "same? Use shard.split for its share of the work"
-        )
-    else:
-        cause = (
-            "The generator function takes no shard, so that each shard runs all of it: let it "
-            "take the shard (`def batches(shard): ...`), use shard.split for its share of the "
-            "work, and draw random numbers from shard.rng"
-        )
-    warnings.warn(
-        f"shards {one} and {other} began with the same batches, so the data seem to come "
-        f"several times. {cause}",
-        DuplicateDataWarning,
-        stacklevel=level_of_user(),
-    )

@@ -15,7 +15,7 @@ from enqueuer.enqueuers.options import Options
 from enqueuer.enqueuers.replay import Origin, item_of
 from enqueuer.enqueuers.run import Run
 from enqueuer.enqueuers.shard_epoch import ShardEpoch
-from enqueuer.enqueuers.workload import EpochWork, Part, Seed, job_of, most_workers
+from enqueuer.enqueuers.workload import EpochWork, Part, Seed, job_of
 from enqueuer.errors import DuplicateDataWarning, InvalidState
 from enqueuer.monitoring.duplicates import FirstItems
 from enqueuer.workers.messages import Epoch, Ticket
@@ -45,7 +45,8 @@ class ShardWorkload:
         self._is_compared = False
         self._start_method = options.start_method(source)
         self._check_live()
-        self.own_shards()  # a lack of them shows at once
+        # Fails at once if there are too few of them.
+        self.own_shards()
 
     def _check_live(self) -> None:
         if not isinstance(self.source, LiveSource):
@@ -96,9 +97,6 @@ class ShardWorkload:
     @property
     def shard_count(self) -> int:
         return len(self.own_shards())
-
-    def most_workers(self, cpus: float) -> int:
-        return min(most_workers(self.options, cpus), self.shard_count)
 
     def steps(self) -> None:
         return None

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
-from enqueuer.backends.load import Backend, TaskBackend
+from enqueuer.backends.load import Backend
 from enqueuer.backends.order import TaskOrder
+from enqueuer.backends.task_schedule import TaskSchedule
 from enqueuer.enqueuers.element_reader import Reader
 from enqueuer.enqueuers.replay import Origin
 from enqueuer.enqueuers.run import Run
@@ -15,7 +16,7 @@ from enqueuer.enqueuers.task_order import Reading
 from enqueuer.errors import ItemNotPicklable, StateMismatch, WorkerDied
 from enqueuer.monitoring.duplicates import FirstItems
 from enqueuer.monitoring.stats import Stats
-from enqueuer.workers.messages import Epoch, Failure, Item, Start, Ticket
+from enqueuer.workers.messages import Epoch, Failure, Start, Ticket
 from enqueuer.workers.tasks import TaskSource
 
 
@@ -46,6 +47,8 @@ class TaskEpoch:
         goes_on: bool,
         first: int,
     ) -> None:
+        # An item is made once, whichever worker makes it.
+        self.first_items: FirstItems | None = None
         self._source = source
         self._reading = reading
         self._rerun = rerun
@@ -63,27 +66,24 @@ class TaskEpoch:
         self._is_read = False
 
     @property
-    def first_items(self) -> FirstItems | None:
-        return None
-
-    @property
     def feed_runs_code(self) -> bool:
         return not self._source.is_sequence
 
     @property
-    def _backend(self) -> TaskBackend:
-        return tasks_of(self._run.backend)
+    def _tasks(self) -> TaskSchedule[Any]:
+        return _tasks_of(self._run.backend)
 
     # --- reading ---
 
     def feed(self) -> None:
         """Read elements and submit their tasks, as many as the bound allows."""
-        order, backend, source = self.order, self._backend, self._source
-        reads, most = 0, self._most_out(backend)
-        while not self._is_read and backend.outstanding < most:
+        order, tasks, source = self.order, self._tasks, self._source
+        reads, most = 0, self._most_out(tasks)
+        while not self._is_read and tasks.outstanding < most:
             if self._pending is None:
-                if reads > 1 and not source.is_sequence and backend.poll(order):
-                    return  # a loop that waits for a batch should not wait for a slow iterable
+                # A loop that waits for a batch should not wait for a slow iterable.
+                if reads > 1 and not source.is_sequence and tasks.poll(order):
+                    return
                 reads += 1
                 self._pending = self._read()
                 if self._pending is None:
@@ -93,19 +93,19 @@ class TaskEpoch:
             order.read(ticket.number, state)
             if not order.was_taken(ticket.number):
                 try:
-                    backend.submit(ticket)
+                    tasks.submit(ticket)
                 except ItemNotPicklable as error:
                     self._fail(Failure(ticket.indices[0], ticket.number, error))
             if self._reader is not None:
                 self._reader.advance(ticket.number)
             self._pending = None
 
-    def _most_out(self, backend: TaskBackend) -> int:
+    def _most_out(self, tasks: TaskSchedule[Any]) -> int:
         """Return how many tasks may be submitted and not taken."""
         options = self._run.options
         waiting = options.max_queue_size
         if options.max_queue_bytes is not None:
-            largest = backend.largest_bytes
+            largest = tasks.largest_bytes
             # Until the size of the first result is known, each worker gets one task.
             waiting = min(waiting, options.max_queue_bytes // largest) if largest else 0
         return waiting + self._run.workers
@@ -167,17 +167,14 @@ class TaskEpoch:
     def _fail(self, failure: Failure) -> None:
         """Let a task have failed that no worker can be given; nothing more is read."""
         self._unread = dataclasses.replace(failure, worker="the process of the loop")
-        self._backend.fail(self._unread)
+        self._tasks.fail(self._unread)
         self._is_read = True
         self.number = failure.number + 1
 
     # --- failures ---
 
     def keep(self, failure: Failure) -> None:
-        self._backend.fail(failure)
-
-    def compare(self, items: Sequence[Item]) -> None:
-        """Do nothing: each task is done once."""
+        self._tasks.fail(failure)
 
     def where(self, failure: Failure) -> str:
         task = failure.number - self.order.first
@@ -205,23 +202,20 @@ class TaskEpoch:
 
     def ticket(self, item: int) -> Ticket | None:
         number = self.order.first + item
-        tickets = self._backend.tickets()
+        tickets = self._tasks.tickets()
         return next((ticket for ticket in tickets if ticket.number == number), None)
 
     # --- the epoch as a whole ---
 
-    def hand_over(self, old: Backend, new: Backend) -> None:
-        for ticket in tasks_of(old).tickets():
-            tasks_of(new).submit(ticket)
+    def pass_work(self, old: Backend, new: Backend) -> None:
+        tasks = _tasks_of(new)
+        for ticket in _tasks_of(old).tickets():
+            tasks.submit(ticket)
         if self._unread is not None:
-            tasks_of(new).fail(self._unread)
+            tasks.fail(self._unread)
 
     def steps_done(self, ready: int, taken: int) -> int:
         return self.order.next - self.order.first - ready
-
-    def waiting(self, count: int) -> int:
-        # The others count as held by the workers.
-        return min(count, self._run.options.max_queue_size)
 
     def next_epoch(self) -> Epoch:
         ends = self.order.ends
@@ -231,29 +225,11 @@ class TaskEpoch:
     def end(self) -> None:
         self._source.end(self._epoch)
 
-    @property
-    def is_empty(self) -> bool:
-        return self.order.items == 0 and self._start.number == 0
-
-    @property
-    def can_resize(self) -> bool:
-        # Otherwise workers that are slow to exit could become ever more.
-        return not self._backend.is_resizing
-
-    @property
-    def resizes_in_place(self) -> bool:
-        return True
-
-    def resize(self, workers: int) -> None:
-        # Each worker finishes the task that it has, so nothing is done again.
-        self._backend.resize(workers)
-        self._run.workers = workers
-        self._run.record_change()
-
     def rerun_s(self, stats: Stats) -> float | None:
         return None
 
 
-def tasks_of(backend: Backend) -> TaskBackend:
-    """Return a backend that was loaded for tasks as what it is."""
-    return cast(TaskBackend, backend)
+def _tasks_of(backend: Backend) -> TaskSchedule[Any]:
+    tasks = backend.tasks
+    assert tasks is not None, "it was loaded for tasks"
+    return tasks

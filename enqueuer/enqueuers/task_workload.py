@@ -13,7 +13,7 @@ from enqueuer.enqueuers.replay import Origin, refuse, rerun_task
 from enqueuer.enqueuers.run import Run
 from enqueuer.enqueuers.task_epoch import TaskEpoch
 from enqueuer.enqueuers.task_order import Reading, order_of, places_of, steps_in
-from enqueuer.enqueuers.workload import EpochWork, Part, Seed, job_of, most_workers
+from enqueuer.enqueuers.workload import EpochWork, Part, Seed, job_of
 from enqueuer.errors import InvalidState, StateMismatch
 from enqueuer.workers.collate import stack
 from enqueuer.workers.messages import Epoch, Ticket
@@ -45,9 +45,6 @@ class TaskWorkload:
         count = len(places_of(self.source, self.reading))
         steps = steps_in(count, self.source.batch_size or 1, self.options.drop_last)
         return len(self.reading.own(steps))
-
-    def most_workers(self, cpus: float) -> int:
-        return most_workers(self.options, cpus)
 
     @property
     def shard_count(self) -> None:
@@ -100,9 +97,6 @@ class TaskWorkload:
 
     def given(self) -> dict[str, bool]:
         return {"random_seed": self.seed.is_given}
-
-    def own_shards(self) -> None:
-        return None
 
     def adopt(self, state: Mapping[str, Any], epoch: Epoch, was_run: bool) -> None:
         source = self.source

@@ -6,7 +6,7 @@ an `EpochWork`, which knows how far the epoch has come.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ from enqueuer.monitoring import usage
 from enqueuer.monitoring.duplicates import FirstItems
 from enqueuer.monitoring.findings import MANY_WORKERS
 from enqueuer.monitoring.stats import Stats
-from enqueuer.workers.messages import Epoch, Failure, Item, Ticket
+from enqueuer.workers.messages import Epoch, Failure, Ticket
 from enqueuer.workers.shards import fresh_seed
 from enqueuer.workers.sources import Source
 from enqueuer.workers.tasks import TaskSource
@@ -75,7 +75,13 @@ class Part:
 
 
 class EpochWork(Protocol):
-    """One epoch of a workload: its order, and what the workers are given."""
+    """One epoch of a workload: its order, and what the workers are given.
+
+    Attributes:
+        first_items: Comparison of the first items of all shards; None once it is done.
+    """
+
+    first_items: FirstItems | None
 
     @property
     def order(self) -> Order:
@@ -85,18 +91,11 @@ class EpochWork(Protocol):
     def feed_runs_code(self) -> bool:
         """Whether `feed()` runs code of the user, which may take long."""
 
-    @property
-    def first_items(self) -> FirstItems | None:
-        """The comparison of the first items of all shards, while it goes on."""
-
     def feed(self) -> None:
         """Give the workers what they need to go on. Lock held, and nothing is ready."""
 
-    def hand_over(self, old: Backend, new: Backend) -> None:
+    def pass_work(self, old: Backend, new: Backend) -> None:
         """Let a new backend go on where an old one was. Lock held."""
-
-    def compare(self, items: Sequence[Item]) -> None:
-        """Compare new items with the first ones of other shards."""
 
     def keep(self, failure: Failure) -> None:
         """Let the backend return this failure from now on; it was raised."""
@@ -118,36 +117,14 @@ class EpochWork(Protocol):
             taken: Number of batches that were taken from the workers in this epoch.
         """
 
-    def waiting(self, count: int) -> int:
-        """Return how many of the finished batches count as waiting."""
-
     def next_epoch(self) -> Epoch:
         """Return the epoch after this one, which is over."""
 
     def end(self) -> None:
         """Do what the source wants done at the end of an epoch. Lock held."""
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether the epoch had no items, so that a following one would have none either."""
-
-    @property
-    def can_resize(self) -> bool:
-        """Whether the last change of the number of workers is done."""
-
-    @property
-    def resizes_in_place(self) -> bool:
-        """Whether `resize` keeps the workers that are there."""
-
-    def resize(self, workers: int) -> None:
-        """Go on with another number of workers. Locks held.
-
-        Raises:
-            StartError: The new workers could not be started; the others go on.
-        """
-
     def rerun_s(self, stats: Stats) -> float | None:
-        """Return how many seconds of work `resize` would repeat; None if it repeats none.
+        """Return the seconds of work that other workers would repeat; None if they repeat none.
 
         Args:
             stats: Statistics of this epoch.
@@ -163,13 +140,6 @@ class Workload(Protocol):
     @property
     def source(self) -> Source | TaskSource:
         """The source that the workers run."""
-
-    def most_workers(self, cpus: float) -> int:
-        """Return the largest number of workers that `workers="auto"` may start.
-
-        Args:
-            cpus: Number of CPUs that the backend has.
-        """
 
     @property
     def shard_count(self) -> int | None:
@@ -228,9 +198,6 @@ class Workload(Protocol):
 
     def given(self) -> dict[str, bool]:
         """Return which values of `identity()` that may be adopted were fixed by the user."""
-
-    def own_shards(self) -> range | None:
-        """Return the shards of this rank; None for tasks."""
 
     def adopt(self, state: Mapping[str, Any], epoch: Epoch, was_run: bool) -> None:
         """Take from a state what the user did not fix.

@@ -53,6 +53,7 @@ class FirstItems:
         takes_shard: Whether the function takes the shard, so that alike items mean less.
 
     Attributes:
+        takes_shard: Whether the function takes the shard.
         done: Whether all is known.
 
     Example:
@@ -66,6 +67,7 @@ class FirstItems:
 
     def __init__(self, shards: int, takes_shard: bool = False) -> None:
         self.done = False
+        self.takes_shard = takes_shard
         self._least_bytes = _LEAST_BYTES_OF_SHARDS if takes_shard else _LEAST_BYTES
         # Shards whose first items are not all known.
         self._left = shards

@@ -109,6 +109,25 @@ def test_other_workers_do_not_bring_more_restarts(process):
         assert enqueuer.restart_count == 1
 
 
+def test_a_restart_while_other_workers_start_counts(process, monkeypatch):
+    def open_after_a_restart(new):
+        os.kill(pid, signal.SIGKILL)
+        while not enqueuer.restart_count:
+            next(batches)
+        open_pool(new)
+
+    with GeneratorEnqueuer(pid_first, shards=2, max_restarts=1, **process) as enqueuer:
+        pool = type(core_of(enqueuer).run.backend._pool)
+        batches, open_pool = iter(enqueuer), pool.open
+        pid = next(batches)
+        monkeypatch.setattr(pool, "open", open_after_a_restart)
+        enqueuer.reconfigure(workers=2)
+        assert enqueuer.restart_count == enqueuer.stats().restart_count == 1
+        os.kill(pid_of(enqueuer), signal.SIGKILL)
+        with pytest.raises(WorkerDied, match="max_restarts=1 is used up"):
+            list(batches)
+
+
 def test_threads_take_the_option_and_need_nothing_of_it():
     with GeneratorEnqueuer(random_batches, max_restarts=3) as enqueuer:
         assert len(list(enqueuer)) == 4

@@ -20,7 +20,7 @@ from helpers import (
 )
 
 import enqueuer
-from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, WorkerDied
+from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, Processes, Ray, WorkerDied
 from enqueuer.enqueuers.enqueuer import core_of, part_of
 from enqueuer.enqueuers.workload import Part
 from enqueuer.monitoring import trace_file
@@ -165,6 +165,20 @@ def is_blocked(enqueuer):
     """Return whether the one worker waits for room."""
     before = enqueuer.stats().workers[0].waiting_s
     return enqueuer.stats().workers[0].waiting_s > before  # that lasts
+
+
+def test_the_kind_of_workers_is_recorded(backend, tmp_path):
+    path = tmp_path / "run.json"
+    with GeneratorEnqueuer(twelve, trace=path, **backend) as enqueuer:
+        list(enqueuer)
+    [start] = named(read(path), "start")
+    match backend["backend"]:
+        case Processes(start_method=method):
+            assert start["args"]["backend"] == f"process, {method}"
+        case Ray():
+            assert start["args"]["backend"] == "ray"
+        case name:
+            assert start["args"]["backend"] == name == "thread"
 
 
 def test_bytes_of_arrays_are_told(backend, tmp_path):

@@ -138,7 +138,7 @@ def interrupting(function):
 def test_a_stop_ends_a_loop_whose_iterable_keeps_it_waiting(consumed_elsewhere):
     enqueuer, let_go = consumed_elsewhere
     enqueuer.stop(timeout=1)
-    assert core_of(enqueuer).owned.is_empty
+    assert not core_of(enqueuer).owned.are_running
     read = let_go()
     assert read == [str(number) for number in range(len(read))]
 
@@ -153,7 +153,7 @@ def test_a_start_that_waits_for_an_iterable_of_the_last_run_can_be_interrupted(
         enqueuer.start()
     assert not core_of(enqueuer).lock.acquire(blocking=False), "the iterable was waited for"
     assert "STOPPED" in repr(enqueuer)
-    assert core_of(enqueuer).owned.is_empty
+    assert not core_of(enqueuer).owned.are_running
 
 
 def interrupt_reconfigure(enqueuer, monkeypatch):
@@ -170,11 +170,12 @@ def test_a_reconfigure_that_waits_for_an_iterable_can_be_interrupted(
 ):
     enqueuer, let_go = consumed_elsewhere
     old = core_of(enqueuer).run.backend
+    assert old._pool.workers
     interrupt_reconfigure(enqueuer, monkeypatch)
     assert core_of(enqueuer).run.backend is old, "the iterable was not waited for"
     assert let_go() == [str(number) for number in range(8)]
     assert "3 workers" in repr(enqueuer)
-    wait_until(lambda: len(core_of(enqueuer).owned) == 1)  # the old workers have ended
+    wait_until(lambda: not old._pool.workers)
 
 
 @pytest.mark.parametrize("then", ["stop", "reconfigure"])
@@ -183,7 +184,7 @@ def test_after_an_interrupted_reconfigure(consumed_elsewhere, monkeypatch, then)
     interrupt_reconfigure(enqueuer, monkeypatch)
     if then == "stop":
         enqueuer.stop(timeout=1)
-        assert core_of(enqueuer).owned.is_empty
+        assert not core_of(enqueuer).owned.are_running
         read = let_go()
         assert read == [str(number) for number in range(len(read))]
     else:
@@ -274,7 +275,7 @@ def test_an_error_in_what_stop_reports_does_not_keep_the_workers(backend, name, 
             patch.setattr(core if name == "stats" else core.reader, name, fails)
             enqueuer.stop()
         assert "STOPPED" in repr(enqueuer)
-        assert core_of(enqueuer).owned.is_empty
+        assert not core_of(enqueuer).owned.are_running
 
 
 @pytest.mark.parametrize("options", ["", ", backend='process'", ", workers=2, backend='process'"])
