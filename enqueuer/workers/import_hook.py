@@ -3,15 +3,21 @@
 What must be set in a library can only be set once it is imported, and the user's code does that
 at any time, also in the middle of an item. So a finder in front of all others lets them find the
 module, and lets its loader run; then it acts, before the import statement ends.
+
+The classes do not inherit from those of `importlib.abc`, whose import takes longer than to fork a
+worker. The import system asks for methods, and not for classes.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Sequence
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    from importlib.abc import Loader
 
 
 def after_import(names: Collection[str], act: Callable[[str], None]) -> None:
@@ -19,7 +25,7 @@ def after_import(names: Collection[str], act: Callable[[str], None]) -> None:
     sys.meta_path.insert(0, _Finder(names, act))
 
 
-class _Finder(MetaPathFinder):
+class _Finder:
     def __init__(self, names: Collection[str], act: Callable[[str], None]) -> None:
         self._names = frozenset(names)
         self._act = act
@@ -33,12 +39,12 @@ class _Finder(MetaPathFinder):
             spec = None if finder is self else finder.find_spec(fullname, path, target)
             if spec is not None:
                 if spec.loader is not None:
-                    spec.loader = _Loader(spec.loader, self._act)
+                    spec.loader = cast("Loader", _Loader(spec.loader, self._act))
                 return spec
         return None
 
 
-class _Loader(Loader):
+class _Loader:
     def __init__(self, loader: Loader, act: Callable[[str], None]) -> None:
         self._loader = loader
         self._act = act

@@ -12,7 +12,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
-import multiprocessing.forkserver
 import os
 import select
 import signal
@@ -262,10 +261,11 @@ def _readable(sock: socket.socket, timeout: float) -> bool:
 def _modules_to_preload() -> list[str]:
     """Return the names that the program gave to `multiprocessing.set_forkserver_preload()`.
 
-    multiprocessing has no public function that returns them. The main module, which is its
-    default, is left out: our workers do not import it.
+    multiprocessing has no public function that returns them. It imports its own fork server when
+    that function is called; importing that here would take longer than to fork a worker. The main
+    module, which is its default, is left out: our workers do not import it.
     """
-    server = getattr(multiprocessing.forkserver, "_forkserver", None)
+    server = getattr(sys.modules.get("multiprocessing.forkserver"), "_forkserver", None)
     names: list[str] = getattr(server, "_preload_modules", [])
     return [name for name in names if name != "__main__"]
 
