@@ -77,7 +77,7 @@ class ShardSchedule(Generic[W]):
         """Have the workers run an epoch."""
         self._epoch = epoch
         for worker in self._workers:
-            worker.begin(epoch.part(worker.shards))
+            worker.begin(epoch.of_shards(worker.shards))
 
     def next_step(self, order: Order) -> Step | Failure | W:
         """Decide what to do next: take items, return a failure, replace a worker, or wait."""
@@ -193,7 +193,7 @@ class ShardSchedule(Generic[W]):
     def resume(self, dead: W, successor: W, order: Order) -> None:
         """Have a new worker go on with the first items that a dead one did not send."""
         rest = Epoch(self._epoch.number, order.rest())
-        successor.begin(rest.part(successor.shards))
+        successor.begin(rest.of_shards(successor.shards))
 
     def give_up(self, dead: W, failure: Failure) -> Failure | None:
         """Return the failure of a worker that is not replaced, if that is what is next."""

@@ -3,7 +3,7 @@
     loop:           Engine  -> _Recorded: wait, read, what waits, errors, restarts
     what is ready:  deque   -> _Ready: which item was taken when, so: work
 
-`workers/timeline.py` records what workers do.
+`workers/worker_trace.py` records what workers do.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What every module may import."""
+"""Helpers that every module may import."""

@@ -135,5 +135,5 @@ def _skip(numbered: Iterator[tuple[int, Any]], count: int, reading: Reading) -> 
     if had < count:
         raise StateMismatch(
             f"the iterable ended after {had} elements when it was read again, but {count} had "
-            "come of it before: it does not repeat itself"
+            "come from it before: it does not repeat itself"
         )

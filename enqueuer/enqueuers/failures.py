@@ -79,7 +79,7 @@ class FailurePolicy:
             self._logged.add(text)
         elif self._on_error != "skip":
             return True
-        logs.tell_of(failure.error, f"skipped {where(failure)}: {text}")
+        logs.log_error(failure.error, f"skipped {where(failure)}: {text}")
         return True
 
     def error_of(

@@ -1,1 +1,1 @@
-"""What is measured, and what it means."""
+"""Measurements, and conclusions from them."""

@@ -1,1 +1,1 @@
-"""What runs inside a worker, wherever it runs."""
+"""Code that runs inside a worker of any backend."""

@@ -1,9 +1,9 @@
 """Keeping freed memory in a worker process, instead of returning it to the system.
 
 By default glibc returns a large block of memory to the system as soon as it is freed. A worker
-frees arrays of the same sizes for each batch, so the system hands out, and fills with zeros, the
-same pages again and again. Other processes do that less, as something small usually lies above
-what is freed on their heap.
+frees arrays of the same sizes for each batch, so the system maps the same pages, and fills them
+with zeros, again and again. Other processes return less, as a small block usually lies above the
+freed ones on their heap.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ KEPT_BYTES = 256 << 20
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
 
-# Looked up here: in a child that was forked, another thread may have left the dynamic loader
-# locked. musl and macOS have no such function.
+# Found at import, since in a forked child another thread may have left the dynamic loader locked.
+# musl and macOS have no such function.
 _mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
 
 
 def keep_freed_memory() -> None:
-    """Have the C library keep up to `KEPT_BYTES` of freed memory in this process.
+    """Make the C library keep up to `KEPT_BYTES` of freed memory in this process.
 
     It serves allocations of up to this size from its heap, and returns memory to the system when
     more than this is free at the heap's end. Several threads that allocate have several heaps

@@ -1,10 +1,10 @@
-"""Arrays that lie in shared memory already, so that yielding them costs no copy.
+"""Arrays that are made in shared memory, so that yielding them costs no copy.
 
     in a process worker:  empty() -> a block of shared memory -> yield -> the consumer, uncopied
     anywhere else:        empty() -> numpy.empty()
 
-This is the one file that holds where arrays are made in this process; a worker sets it once,
-before it runs any code of the user's.
+Only this file holds the function that makes arrays in this process. A worker sets it once, before
+it runs any code of the user.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def empty(shape: SupportsIndex | Iterable[SupportsIndex], dtype: DTypeLike = flo
     """
     kind = np.dtype(dtype)
     lengths = tuple(shape) if isinstance(shape, Iterable) else (operator.index(shape),)
-    # small ones are cheaper to copy, and what is negative numpy refuses with its own words
+    # Small arrays are cheaper to copy. For a negative length, numpy raises its own error.
     is_large = math.prod(map(int, lengths)) * kind.itemsize >= OUT_OF_BAND_BYTES
     if _make is None or kind.hasobject or not is_large:
         return np.empty(lengths, kind)
@@ -84,8 +84,8 @@ def empty_like(prototype: Any, dtype: DTypeLike | None = None) -> np.ndarray:
     return empty(array.shape, array.dtype if dtype is None else dtype)
 
 
-def make_in(maker: Maker) -> None:
-    """Have `empty` ask `maker` for large arrays, in this process alone."""
+def set_maker(maker: Maker) -> None:
+    """Make `empty` call `maker` for large arrays, in this process only."""
     global _make
     _make = maker
 
@@ -95,6 +95,6 @@ def _forget() -> None:
     _make = None
 
 
-# a process that the generator forks must not fill the blocks of its parent
+# A process that the generator forks must not fill the blocks of its parent.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget)

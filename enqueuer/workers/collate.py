@@ -19,11 +19,12 @@ from enqueuer.common.trees import columns_of, with_members
 def stack(results: list[Any], join: Callable[[list[Any]], Any] = np.stack) -> Any:
     """Make one batch of results: arrays and numbers are stacked along a new first axis.
 
-    Mappings, tuples, lists and dataclasses are gone into, and keep their class. What is neither
-    an array, a tensor nor a number stays in a list, as do results of which one is None.
+    The members of mappings, tuples, lists and dataclasses are stacked one by one, and the
+    containers keep their class. Objects other than arrays, tensors and numbers stay in a list. So
+    do all results if one of them is None.
 
     Args:
-        results: Results of one batch, all of the same build.
+        results: Results of one batch, all of the same structure.
         join: Function that stacks arrays of one shape.
 
     Raises:
@@ -40,7 +41,8 @@ def stack(results: list[Any], join: Callable[[list[Any]], Any] = np.stack) -> An
         return _joined(results, join)
     if isinstance(first, (bool, int, float, complex)):
         array = np.array(results)
-        return array if array.dtype.kind in "biufc" else results  # texts were among them
+        # With a text among the numbers, numpy would make texts of all of them.
+        return array if array.dtype.kind in "biufc" else results
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(first, torch.Tensor):
         return torch.stack(results)

@@ -1,11 +1,12 @@
-"""Acting when a module has been imported, in a worker process or an actor.
+"""Calling a function when a module has been imported, in a worker process or an actor.
 
-What must be set in a library can only be set once it is imported, and the user's code does that
-at any time, also in the middle of an item. So a finder in front of all others lets them find the
-module, and lets its loader run; then it acts, before the import statement ends.
+A setting of a library can be changed only once the library is imported, and the user's code may
+import it at any time, also in the middle of an item. So a finder in front of all others wraps the
+loader of the module. The wrapper runs the loader and then calls the function, before the import
+statement ends.
 
 The classes do not inherit from those of `importlib.abc`, whose import takes longer than to fork a
-worker. The import system asks for methods, and not for classes.
+worker. The import system calls their methods and does not check their classes.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class _Loader:
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        # The module may ask its loader for data, and others may for its source.
+        # The module may ask its loader for data, and other code may ask for the source.
         module.__loader__ = self._loader
         assert module.__spec__ is not None
         module.__spec__.loader = self._loader

@@ -1,11 +1,11 @@
 """A worker's log records -> the parent's handlers.
 
     worker: logger -> Forwarder (the only handler) -> the worker's channel
-    parent: records off the channel -> deliver() -> the logger of that name, its level, filters
+    parent: records of the channel -> deliver() -> the logger of that name, its level, filters
             and handlers
 
-Nothing is installed in the parent, so its handlers stay as they are. In the worker every handler
-that a fork has inherited is set aside: its lock may be held by a thread that does not exist
+Nothing is installed in the parent, so its handlers stay as they are. In the worker, every handler
+that a fork has inherited is set aside. Its lock may be held by a thread that does not exist
 there, and it would write a second copy.
 """
 
@@ -105,8 +105,8 @@ def forward(send: Callable[[logging.LogRecord], None], levels: Levels) -> None:
     levels.apply()
 
 
-def tell_of(error: BaseException, text: str) -> None:
-    """Log an error with its traceback, as text: the record may be kept, and frames hold much."""
+def log_error(error: BaseException, text: str) -> None:
+    """Log an error with its traceback as text, since frames would keep much alive."""
     record = logging.LogRecord("enqueuer", logging.ERROR, __file__, 0, text, None, None)
     record.exc_text = "".join(traceback.format_exception(error)).rstrip()
     deliver(record)
@@ -119,18 +119,19 @@ def deliver(record: logging.LogRecord) -> None:
         if logger.isEnabledFor(record.levelno):
             logger.handle(record)
     except Exception:
-        if logging.raiseExceptions:  # a filter or handler of the user's must not stop the data
+        # A filter or a handler of the user must not stop the data.
+        if logging.raiseExceptions:
             traceback.print_exc(file=sys.stderr)
 
 
 @contextlib.contextmanager
 def multiprocessing_logging() -> Iterator[None]:
-    """Install multiprocessing-logging for the time of a run, unless the user already has.
+    """Install multiprocessing-logging during a run, unless the user has installed it.
 
-    Afterwards the root logger's list of handlers is the one that it was before.
+    Afterwards the root logger has the same list of handlers as before.
 
     Raises:
-        StartError: It refuses, since the default start method is not fork.
+        StartError: It cannot be installed, since the default start method is not fork.
     """
     module = importlib.import_module("multiprocessing_logging")
     root = logging.getLogger()
@@ -156,14 +157,14 @@ def multiprocessing_logging() -> Iterator[None]:
 
 
 def _drain(wrapper: logging.Handler) -> None:
-    """Close a wrapper without closing the handler in it: that one is the user's."""
+    """Close a wrapper without closing the handler in it, which is the user's."""
     sub_handler = wrapper.sub_handler  # type: ignore[attr-defined]
     wrapper.sub_handler = _Kept(sub_handler)  # type: ignore[attr-defined]
     wrapper.close()
 
 
 class _Kept(logging.Handler):
-    """Pass records on, but not a close."""
+    """Pass records to a handler, and protect it from a close."""
 
     def __init__(self, handler: logging.Handler) -> None:
         super().__init__()

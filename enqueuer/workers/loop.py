@@ -32,13 +32,14 @@ def serve(
         plan: Source and shards of this worker.
         orders: Source of the epochs.
         sender: Sender of items, ends and a failure.
-        enter: Function of the shard whose code is about to run, to exchange global states.
+        enter: Function that is called with a shard before its code runs; it exchanges the global
+            random states.
     """
     assert not isinstance(plan.source, TaskSource)
     try:
         last = -1
         while (epoch := orders.next_epoch()) is not None:
-            # Sent twice, as an exception struck the consumer when it had sent the order.
+            # An order comes twice if an exception interrupts the consumer while it sends it.
             if epoch.number <= last:
                 continue
             last = epoch.number
@@ -81,15 +82,15 @@ def run(
                     # Otherwise the error, whose traceback has this frame, would be kept.
                     del failure
                     return
-                # The loop has had its replacement before.
+                # In a replay, the loop has received the replacement before.
                 if stream.is_behind:
                     value = None
                 if value is not None and not send_replacement(failure, value, sender):
                     return
                 stream.number += 1
-                # A generator that raised is over.
+                # A generator that raised has ended.
                 has_more = not stream.in_user_code
-                # Nothing came of its turn, as if the item had been None.
+                # The shard sent nothing in its turn, as if the item had been None.
                 if has_more and value is None:
                     continue
             if has_more:

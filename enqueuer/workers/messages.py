@@ -1,9 +1,10 @@
-"""What travels from a worker to the consumer, and the two ends it travels between.
+"""The messages between workers and loop, and the protocols of the worker's side.
 
-    worker --Sender.send(message)--> ring --Backend.wait(), take()--> consumer
+    worker --Sender.send_item(), send()--> the inbox of the worker --> the engine, in the loop
+           <--Orders, Tickets-------------
 
-The set is closed: an end and a failure are types of their own, so that no value which a
-generator yields can ever be taken for one.
+The set is closed: an end and a failure are types of their own, so no value that a generator
+yields can be mistaken for one.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ class Item:
 
 @dataclass(frozen=True)
 class End:
-    """A shard's generator has come to its end.
+    """A shard's generator has ended.
 
     `state` is the `state_dict()` of an iterable that is read again in the next epoch, if it has
-    one. `number` is the number of items that the generator has yielded, with those of None.
+    one. `number` is the number of items that the generator has yielded, including None.
     """
 
     shard: int
@@ -45,8 +46,8 @@ class Failure:
     """Making item `number` of `shard` failed.
 
     If `skipped`, the worker goes on, by the enqueuer's `on_error`; otherwise nothing more comes
-    of its shards. `worker` is its name, once that is known. Of a task, `shard` is the place of the
-    element in its ticket, and in the reorder buffer its index.
+    from its shards. `worker` is the name of the worker, once it is known. For a task, `shard` is
+    the place of the element in its ticket, and in the reorder buffer its index.
     """
 
     shard: int
@@ -79,7 +80,7 @@ Message = Item | End | Failure | Empty
 
 
 class Ticket(NamedTuple):
-    """The right, and the duty, to do one task; a tuple, since it is pickled for each.
+    """The order to do one task. It is a tuple, since it is pickled for each task.
 
     Attributes:
         number: Number of the task, counted over all epochs.
@@ -120,8 +121,8 @@ class Epoch:
     starts: Mapping[int, Start] | None = None
     done: tuple[int, ...] = ()
 
-    def part(self, shards: tuple[int, ...]) -> Epoch:
-        """Return the part of the order that is for some of the shards."""
+    def of_shards(self, shards: tuple[int, ...]) -> Epoch:
+        """Return the order for some of the shards."""
         if self.starts is None:
             return self
         return Epoch(self.number, {s: at for s, at in self.starts.items() if s in shards})
@@ -140,7 +141,7 @@ class Sender(Protocol):
         """Raise Closed if the consumer left."""
 
     def watch(self, waited: Callable[[int], None]) -> None:
-        """Have `waited` called after each wait, with its begin by `time.monotonic_ns`."""
+        """Call `waited` after each wait from now on, with its begin by `time.monotonic_ns`."""
 
 
 class Orders(Protocol):

@@ -1,4 +1,4 @@
-"""How many threads native libraries run in a worker process: OpenMP, BLAS, torch, OpenCV.
+"""Limiting the threads of native libraries in a worker process: OpenMP, BLAS, torch, OpenCV.
 
     spawn         environment variables, which a library reads when it is loaded
     forkserver    the same; the BLAS of numpy, which the server has loaded, by a call in the child
@@ -30,7 +30,8 @@ VARIABLES = (
     *_VARIABLE_OF.values(),
     "NUMEXPR_NUM_THREADS",
     "OPENCV_FOR_THREADS_NUM",
-    "VECLIB_MAXIMUM_THREADS",  # of Accelerate, on macOS
+    # For Accelerate, on macOS.
+    "VECLIB_MAXIMUM_THREADS",
 )
 # By default idle threads spin: OpenMP's for milliseconds, OpenBLAS's for about 25 ms. Where other
 # processes want the same CPU, a spinning thread can delay the very thread that it waits for.
@@ -40,7 +41,8 @@ _SHORT_SPINNING = {
     # PASSIVE means 0. With 0, resizing images with torch by two threads took 1.5 times as long,
     # since each image had to wake them.
     "GOMP_SPINCOUNT": "1000",
-    "OPENBLAS_THREAD_TIMEOUT": "4",  # log2 of CPU cycles; the lowest value that OpenBLAS accepts
+    # Logarithm to the base 2 of CPU cycles; OpenBLAS accepts no lower value.
+    "OPENBLAS_THREAD_TIMEOUT": "4",
 }
 
 
@@ -85,8 +87,9 @@ def limit_loaded() -> None:
     Called in a fresh interpreter and in a child of the fork server. Their libraries have never
     run a thread.
     """
+    # Then the libraries were loaded with this limit.
     if all(os.environ.get(name) == "1" for name in VARIABLES):
-        return  # they were loaded with this limit
+        return
     for library in ThreadpoolController().lib_controllers:
         library.set_num_threads(_limit_of(library))
 
@@ -94,7 +97,7 @@ def limit_loaded() -> None:
 class Loaded:
     """The libraries that this process has loaded, to be limited in a child that it forks.
 
-    The parent looks for them. The child must not: it would wait for the lock of the dynamic
+    The parent finds them. The child must not search: it would wait for the lock of the dynamic
     loader, which another thread may hold when the process is forked.
     """
 
@@ -122,7 +125,8 @@ class Loaded:
         if torch is not None and hasattr(torch, "set_num_threads"):
             torch.set_num_threads(1)
         if cv2 is not None and hasattr(cv2, "setNumThreads"):
-            cv2.setNumThreads(0)  # not 1, which would wait for the pool's threads to end
+            # With 1, OpenCV would wait for the threads of its pool to end.
+            cv2.setNumThreads(0)
 
 
 def _limit_of(library: Any) -> int:

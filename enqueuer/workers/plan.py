@@ -1,4 +1,4 @@
-"""The work of one worker: its source, its shards, and what to do about exceptions."""
+"""The work of one worker: its source, its shards, and the handling of exceptions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from enqueuer.workers.sources import Source
 from enqueuer.workers.tasks import TaskSource
 
 OnError = Literal["raise", "skip"] | Callable[[Exception], Any]
-"""What to do about an exception: end, leave its place empty, or ask for a replacement."""
+"""Handling of an exception: raise it, skip the item, or call a function for a replacement."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Plan:
         shards: Indices of this worker's shards.
         count: Number of all shards.
         random_seed: Seed of the enqueuer.
-        on_error: What to do about an exception of the source.
+        on_error: Handling of an exception of the source.
     """
 
     source: Source | TaskSource

@@ -1,4 +1,4 @@
-"""The loop of a worker that shares no memory with your process: a worker process, or an actor."""
+"""The loop of a worker in another process: a worker process, or a Ray actor."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from enqueuer.workers.plan import OnError, Plan
 from enqueuer.workers.seeding import FRAMEWORKS, GlobalStreams, TaskSeeds
 from enqueuer.workers.sources import Source
 from enqueuer.workers.tasks import TaskSource
-from enqueuer.workers.timeline import traced
+from enqueuer.workers.worker_trace import traced
 
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """Configuration of all workers of an enqueuer that run elsewhere, beside the source.
+    """Configuration of all workers of an enqueuer that run in other processes; not the source.
 
     Attributes:
         count: Number of shards, over all ranks.
@@ -49,9 +49,9 @@ class WorkerConfig:
             index: Index of the worker.
             shards: Indices of its shards; empty for tasks.
             source: Source that it runs.
-            on_error: The option of that name.
-            orders: Its Orders, or for tasks its Tickets.
-            sender: Its Sender.
+            on_error: Handling of an exception of the source.
+            orders: Orders of the worker, or Tickets if it does tasks.
+            sender: Sender of the worker.
         """
         plan = Plan(source, shards, self.count, self.random_seed, on_error)
         if isinstance(source, TaskSource):
@@ -68,13 +68,13 @@ class WorkerConfig:
 def serve_failure(
     error: BaseException, shards: tuple[int, ...], orders: Any, sender: Sender
 ) -> None:
-    """Report that there is no source, and stay until the loop has read that.
+    """Send the error of loading the source, and stay until the loop has read it.
 
     Args:
         error: Exception that loading the source raised.
         shards: Indices of the worker's shards; empty for tasks.
-        orders: Its Orders, or for tasks its Tickets.
-        sender: Its Sender.
+        orders: Orders of the worker, or Tickets if it does tasks.
+        sender: Sender of the worker.
     """
     with contextlib.suppress(Closed):
         if shards:

@@ -1,7 +1,6 @@
-"""Setting the global random states: this is the one file that does so.
+"""Setting the global random states; no other file does so.
 
-It does so in worker processes, and never in the process of the training loop, unless the states
-are restored at once.
+It sets them in worker processes. In the process of the training loop it restores them at once.
 """
 
 from __future__ import annotations

@@ -27,14 +27,14 @@ _log = logging.getLogger("enqueuer")
 
 
 class Report(NamedTuple):
-    """An error that a generator has outlived, and whether it is to be logged."""
+    """An error that a generator has caught itself, and whether it is to be logged."""
 
     error: Exception
     log: bool
 
 
 class Seeded:
-    """An object with its own place in the tree of seeds: `(epoch, index)` below `random_seed`."""
+    """An object with random numbers of its own, from `random_seed`, `epoch` and `index`."""
 
     index: int
     epoch: int
@@ -158,7 +158,7 @@ class Shard(Seeded):
         if isinstance(items, Sequence) or hasattr(items, "ndim"):
             return items[self.index :: self.count]
         if hasattr(items, "__len__") and hasattr(items, "__getitem__"):
-            # A map-style dataset: not all of them take a slice, or mean the same by it.
+            # Not every map-style dataset takes a slice or returns the same elements for it.
             return (items[at] for at in range(self.index, len(items), self.count))
         return itertools.islice(items, self.index, None, self.count)
 
@@ -198,7 +198,7 @@ class Shard(Seeded):
         return {name: value for name, value in self.__dict__.items() if name != "_reports"}
 
 
-def listen_to(shard: Shard) -> list[Report]:
+def collect_reports(shard: Shard) -> list[Report]:
     """Return a list to which a shard's reports are appended from now on."""
     reports: list[Report] = []
     object.__setattr__(shard, "_reports", reports)

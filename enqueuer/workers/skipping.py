@@ -1,4 +1,4 @@
-"""What a worker does about an exception: end with it, skip it, or send a replacement.
+"""Handling an exception in a worker: end with it, skip the item, or send a replacement.
 
 Failure --skip_or_end()--> sent as it is, or sent as skipped --> send_replacement()
 """
@@ -14,7 +14,7 @@ from enqueuer.workers.plan import OnError
 
 
 def skip_or_end(failure: Failure, sender: Sender, on_error: OnError) -> tuple[bool, Any]:
-    """Send a failure, as one that is skipped if `on_error` allows it.
+    """Send a failure, marked as skipped if `on_error` allows that.
 
     Returns:
         Whether it is skipped, and the replacement that the user gives, or None.

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard
 
+from enqueuer.common.text import an
 from enqueuer.errors import StateMismatch
 from enqueuer.workers.shards import Shard
 
@@ -86,7 +87,7 @@ def iterate(items: Iterable[Any], state: Any = None) -> tuple[Iterator[Any], Sta
             stateful.load_state_dict(state)
     if stateful is None and state is not None:
         raise StateMismatch(
-            f"the state holds one of the source's own, but {_a(iterator)} has no load_state_dict; "
+            f"the state contains that of an iterator, but {_a(iterator)} has no load_state_dict; "
             "load it with the source that it was saved with"
         )
     return iterator, stateful
@@ -145,7 +146,8 @@ def _takes_shard(function: Callable[..., Any]) -> bool:
     """Return whether `function` takes the shard; raise TypeError if it takes anything else."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except ValueError:  # some built-ins have no signature
+    except ValueError:
+        # Some built-in functions have no signature.
         return False
     required = [p for p in parameters if p.default is p.empty and p.kind not in _VARIADIC]
     if len(required) > 1 or any(p.kind is p.KEYWORD_ONLY for p in required):
@@ -207,11 +209,11 @@ def is_indexable(items: object) -> bool:
 def has_elements(items: object) -> bool:
     """Return whether the object has elements by their index."""
     torch = sys.modules.get("torch")
+    # An IterableDataset inherits a __getitem__ that only raises.
     if torch is not None and isinstance(items, torch.utils.data.IterableDataset):
-        return False  # it inherits a __getitem__ that only raises
+        return False
     return hasattr(items, "__getitem__")
 
 
 def _a(value: object) -> str:
-    name = type(value).__name__
-    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
+    return an(type(value).__name__)

@@ -11,7 +11,7 @@ from typing import Any
 
 from enqueuer.errors import StateMismatch
 from enqueuer.workers.messages import Reported, Sender, Start
-from enqueuer.workers.shards import Shard, listen_to
+from enqueuer.workers.shards import Shard, collect_reports
 from enqueuer.workers.sources import LiveSource, Source, Stateful, iterate
 
 _log = logging.getLogger("enqueuer")
@@ -36,11 +36,11 @@ class ShardStream:
         self._start = start
         self._items: Iterator[Any] | None = None
         self._stateful: Stateful | None = None
-        self._reports = listen_to(shard)
+        self._reports = collect_reports(shard)
 
     @property
     def is_behind(self) -> bool:
-        """Whether the shard is replayed, and its next item had come before."""
+        """Whether the next item is a replay of one that the loop has received before."""
         return self.number < self._start.number
 
     def advance(self, sender: Sender, alone: bool) -> bool:
@@ -60,7 +60,7 @@ class ShardStream:
             try:
                 value = next(items)
             except StopIteration:
-                # The iterable of a function is dropped now; a live source is read again.
+                # The iterable of a function is dropped now, but a live source is read again.
                 if stateful is not None and isinstance(self._source, LiveSource):
                     self.state_at_end = stateful.state_dict()
                 self.in_user_code = False
@@ -79,7 +79,7 @@ class ShardStream:
                 del value
             else:
                 self.number = number = number + 1
-                # Otherwise a source of nothing but None could not be stopped.
+                # Otherwise a source that yields only None could not be stopped.
                 sender.check()
             self.in_user_code = True
 
@@ -110,7 +110,7 @@ class ShardStream:
             except StopIteration:
                 raise StateMismatch(
                     f"shard {self.shard.index} ended after {self.number} items when it was run "
-                    f"again, but {wanted} had come of it before: its generator does not repeat "
+                    f"again, but {wanted} had come from it before: its generator does not repeat "
                     "itself. Draw from shard.rng only, and read the same data"
                 ) from None
             self.number += 1

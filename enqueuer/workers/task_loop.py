@@ -28,8 +28,8 @@ def serve_tasks(
         plan: Work with a TaskSource.
         tickets: Source of the tickets.
         sender: Sender of the results, at most one item for each ticket.
-        enter: Function of the first task of a ticket, to seed global generators; it is not called
-            for each task, since that would take longer than many tasks.
+        enter: Function that seeds the global generators for the first task of a ticket. Calling
+            it for each task would take longer than many tasks do.
     """
     source = plan.source
     assert isinstance(source, TaskSource)
@@ -48,7 +48,7 @@ def _do(
     enter: Callable[[Task], None],
     on_error: OnError,
 ) -> None:
-    """Send the result of a ticket, or that it has none; and each error, with its element."""
+    """Send the result of a ticket, or `Empty`, and before that a failure for each error."""
     results = []
     seed = source.random_seed
     failed_fetch: BaseException | None = None
@@ -57,7 +57,7 @@ def _do(
     try:
         elements = source.elements_of(ticket)
     except BaseException as error:
-        # Fetched one by one, the element at fault raises an error of its own.
+        # If the elements are fetched one by one, the element at fault raises its own error.
         elements, failed_fetch = [FETCH] * len(ticket.indices), error
     for place, (index, element) in enumerate(zip(ticket.indices, elements, strict=True)):
         try:
@@ -69,26 +69,23 @@ def _do(
                 return
         if result is not None:
             results.append(result)
-    # No element is at fault, so the error is that of fetching them all.
+    # No single element is at fault, so the failure is that of fetching all of them.
     if failed_fetch is not None:
         of_all, failed_fetch = Failure(0, ticket.number, failed_fetch), None
         goes_on, _ = skip_or_end(of_all, sender, on_error)
-        # Otherwise its traceback would be a circle.
+        # Otherwise the traceback would refer to itself, through this frame.
         del of_all
         if not goes_on:
             return
     failure = _send_results(source, ticket, results, sender)
     if failure is not None:
-        goes_on, result = skip_or_end(failure, sender, on_error)
-        if goes_on and result is not None:
-            send_replacement(failure, result, sender)
-        elif goes_on:
-            sender.send(Empty(ticket.number))
+        _skip_batch(failure, sender, on_error)
 
 
 def _send_results(
     source: TaskSource, ticket: Ticket, results: list[Any], sender: Sender
 ) -> Failure | None:
+    """Collate and send the results of a ticket; return the failure if that raises."""
     if not results:
         sender.send(Empty(ticket.number))
         return None
@@ -106,3 +103,12 @@ def _send_results(
     except BaseException as error:
         return Failure(0, ticket.number, error)
     return None
+
+
+def _skip_batch(failure: Failure, sender: Sender, on_error: OnError) -> None:
+    """Send the failure of a whole batch, then its replacement, or `Empty`, if it is skipped."""
+    goes_on, replacement = skip_or_end(failure, sender, on_error)
+    if goes_on and replacement is not None:
+        send_replacement(failure, replacement, sender)
+    elif goes_on:
+        sender.send(Empty(failure.number))

@@ -1,9 +1,9 @@
-"""The tasks of an OrderedEnqueuer as a worker does them: an element -> map -> a result.
+"""The work of a task: an element -> map -> a result.
 
     ticket -> elements_of() -> result() of each -> collate -> one item
 
-An element has its own random numbers (`Task`), so that a result depends neither on the worker
-nor on the order. Of a sequence only indices travel; of an iterable the elements themselves.
+An element has its own random numbers (`Task`), so a result depends neither on the worker nor on
+the order. The ticket of a sequence has indices; that of an iterable has the elements themselves.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from enqueuer.workers.sources import has_elements, is_indexable, name_of
 
 
 class Indexable(Protocol):
-    """The part of a sequence that is needed here."""
+    """The methods of a sequence that are used here."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: Any, /) -> Any: ...
 
 
 class Counted(Protocol):
-    """The part of a `PyDataset` of Keras 3 without `__len__` that is needed here."""
+    """The members of a `PyDataset` of Keras 3 without `__len__` that are used here."""
 
     @property
     def num_batches(self) -> int | None: ...
@@ -90,7 +90,7 @@ class TaskSource:
 
     @property
     def runs_code(self) -> bool:
-        """Whether there is code of the user that might draw from the global generators."""
+        """Whether the user's code runs, which might draw from the global generators."""
         own = self.map is not None or self.collate is not stack
         plain = (list, tuple, range, str, bytes, np.ndarray, PackedList)
         return own or type(self.items) not in plain
@@ -100,7 +100,7 @@ class TaskSource:
         return {**self.__dict__, "items": packed(self.items) if self.is_sequence else None}
 
     def packed(self) -> TaskSource:
-        """Return it with a long list packed, for workers that inherit this memory."""
+        """Return this source with a long list packed, for workers that inherit this memory."""
         items = packed(self.items)
         if items is self.items:
             return self
@@ -174,13 +174,13 @@ class TaskSource:
             self.begun += 1
 
     def end(self, epoch: int) -> None:
-        """Announce to the sequence the end of this epoch, which has begun, unless that was done."""
+        """Announce to the sequence the end of an epoch that has begun, unless that was done."""
         if self.ended <= epoch:
             self._announce("on_epoch_end", EpochEnd(epoch, self.random_seed))
             self.ended = epoch + 1
 
     def rewind(self) -> None:
-        """Count from the first epoch again; the sequence itself stays as it is."""
+        """Set the number of announced epochs to 0; the sequence itself stays as it is."""
         self.begun = self.ended = 0
 
     def _announce(self, name: str, place: EpochEnd) -> None:
@@ -194,8 +194,8 @@ class TaskSource:
 def _fetches_many(kind: type) -> bool:
     """Return whether elements of a sequence of this class come by its `__getitems__`.
 
-    A class that overrides `__getitem__` alone, or hands unknown names on to another sequence,
-    would otherwise lose its own work on the elements.
+    Other classes would lose their own work on the elements: those that override `__getitem__`
+    alone, and those that forward unknown attributes to another sequence.
     """
     for base in kind.__mro__:
         if "__getitems__" in vars(base):
@@ -214,7 +214,8 @@ def is_sequence(items: object) -> bool:
         return True
     try:
         return has_elements(items) and hasattr(items, "num_batches")
-    except NotImplementedError:  # The class defines neither, which Keras says by this error.
+    except NotImplementedError:
+        # Keras raises this if the class defines neither.
         return False
 
 
@@ -231,15 +232,16 @@ def takes_two(function: Callable[..., Any], name: str = "map", of: str = "elemen
 
     Args:
         function: Function of the user.
-        name: Name of the argument that it was given as.
-        of: Name of what it is called with.
+        name: Name of the option by which the user passed it, for the message.
+        of: Name of its first argument, for the message.
 
     Raises:
         TypeError: It takes neither one argument nor two.
     """
     try:
         parameters = inspect.signature(function).parameters.values()
-    except ValueError:  # some built-ins have no signature
+    except ValueError:
+        # Some built-in functions have no signature.
         return False
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     required = [p for p in positional if p.default is p.empty]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from enqueuer import Shard, Task
 from enqueuer.workers.seeding import GlobalStreams
-from enqueuer.workers.shards import fresh_seed, listen_to
+from enqueuer.workers.shards import collect_reports, fresh_seed
 
 
 def shards(count, epoch=0):
@@ -126,7 +126,7 @@ def test_a_report_without_an_enqueuer_is_logged_with_its_traceback(caplog):
 
 def test_listening_changes_nothing_else_of_a_shard():
     shard = Shard(1, 3, 0, 7)
-    reports = listen_to(shard)
+    reports = collect_reports(shard)
     shard.report(error := OSError("bad"))
     assert reports == [(error, True)]
     assert shard == Shard(1, 3, 0, 7)
@@ -137,7 +137,7 @@ def test_listening_changes_nothing_else_of_a_shard():
 
 def test_a_shard_in_another_process_logs_its_reports_itself(caplog):
     shard = Shard(0, 1, 0, 7)
-    reports = listen_to(shard)
+    reports = collect_reports(shard)
     carried = pickle.loads(pickle.dumps(shard))
     carried.report(ValueError("spoilt"))
     assert (carried, reports) == (shard, [])

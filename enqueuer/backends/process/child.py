@@ -243,7 +243,7 @@ def _work(
     if stack is not None:
         stack_dump.answer(stack.fileno())
     allocator.keep_freed_memory()
-    arrays.make_in(channel.pool.make)
+    arrays.set_maker(channel.pool.make)
     if task_socket is not None:
         close_in_children(task_socket)
     if config.worker.levels is not None:

@@ -37,7 +37,7 @@ from enqueuer.workers.messages import Epoch, Ticket
 from enqueuer.workers.sources import LiveSource
 from enqueuer.workers.task_loop import serve_tasks
 from enqueuer.workers.tasks import TaskSource
-from enqueuer.workers.timeline import traced
+from enqueuer.workers.worker_trace import traced
 
 
 class ThreadWorker:

@@ -1,9 +1,9 @@
-"""Recording what a worker does, if a trace is wanted.
+"""Recording the spans of a worker, if there is a trace: next, send, wait.
 
-    serve(plan, orders, sender) -> the same with a _Worker as both: next, send, wait
+    serve(plan, orders, sender) -> serve(plan, recorder, recorder), with a _Recorder around both
 
-A worker's time is its sender's, its orders', or else the user's. So nothing is asked while an
-item is made, and a worker without a trace pays nothing.
+A worker's time is that of its sender, that of its orders, or else that of the user's code. So the
+recorder does nothing while an item is made, and a worker without a trace has no cost.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _log = logging.getLogger("enqueuer")
 _now = time.monotonic_ns
 
 Serve = Callable[..., None]
-"""`worker.serve` or `worker.serve_tasks`."""
+"""`loop.serve` or `task_loop.serve_tasks`."""
 
 
 def traced(serve: Serve, place: Place | None, index: int) -> Serve:
-    """Return the loop of a worker that also records, if there is a place for that."""
+    """Return the loop of a worker, with recording if there is a trace file."""
     return serve if place is None else functools.partial(_serve, serve, place, index)
 
 
@@ -43,16 +43,16 @@ def _serve(
     sender: Sender,
     enter: Callable[[Any], None] | None = None,
 ) -> None:
-    worker = _Worker(place, index, orders, sender)
-    sender.watch(worker.waited)
+    recorder = _Recorder(place, index, orders, sender)
+    sender.watch(recorder.waited)
     try:
-        serve(plan, worker, worker, enter)
+        serve(plan, recorder, recorder, enter)
     finally:
-        worker.close()
+        recorder.close()
 
 
-class _Worker:
-    """A worker's Sender, and its Orders or Tickets, for one that records."""
+class _Recorder:
+    """The Sender of a worker, and its Orders or Tickets, which record each call."""
 
     def __init__(self, place: Place, index: int, orders: Any, sender: Sender) -> None:
         self._orders = orders
@@ -60,23 +60,27 @@ class _Worker:
         self._run = place.run
         pid = os.getpid()
         self._lines = Lines(place)
-        if self._lines.trouble is not None:  # what cannot be written later is the loop's to tell
+        # The loop reports errors of later writes.
+        if self._lines.trouble is not None:
             _log.warning("worker %d records nothing in a trace: %s", index, self._lines.trouble)
         self._track = Track(self._lines, pid, threading.get_native_id())
         if pid == place.pid:
             self._track.name(None, f"worker {index} (thread)", index)
         else:
             self._track.name(f"worker {index} (process {pid})", f"worker {index}", index)
-        self._lines.flush()  # a worker that is killed soon has a name at least
+        # Written at once, so that the trace names a worker that is killed soon.
+        self._lines.flush()
         self._epoch = 0
         self._ticket: Ticket | None = None
-        self._since = _now()  # when the user's code began to run
+        # Time at which the user's code began to run.
+        self._since = _now()
         self._is_sending = False
-        self._loop_meter: list[tuple[int, int]] = []  # while it sends
+        # Begin and end of each wait within the current call of the sender.
+        self._waits: list[tuple[int, int]] = []
 
     def send_item(self, shard: int, number: int, value: object, state: Any = None) -> None:
         at, size = _now(), size_of(value, SAMPLED)
-        args = self._what(shard, number)
+        args = self._args_of(shard, number)
         self._track.span("next", self._since, at, args)
         self._is_sending, was_sent = True, False
         try:
@@ -87,7 +91,7 @@ class _Worker:
             self._track.span("send", at, self._since, args | {"bytes": size} if size else args)
             if was_sent:
                 self._track.arrow(True, at, self._run, self._epoch, shard, number)
-            self._tell_waits()
+            self._record_waits()
 
     def send(self, message: End | Failure | Empty) -> None:
         at = _now()
@@ -95,26 +99,28 @@ class _Worker:
             case End(shard=shard):
                 args: dict[str, Any] = {"shard": shard, "end": True}
             case Empty(number=number):
-                args = {**self._what(0, number), "empty": True}
+                args = {**self._args_of(0, number), "empty": True}
             case Failure(shard=shard, number=number, error=error):
-                args = {**self._what(shard, number), "error": text_of(error)}
+                args = {**self._args_of(shard, number), "error": text_of(error)}
         self._track.span("next", self._since, at, args)
         self._is_sending = True
         try:
             self._sender.send(message)
         finally:
             self._since = _now()
-            self._tell_waits()
+            self._record_waits()
 
     def check(self) -> None:
-        self._sender.check()  # an item that is None: its time counts to the next one
+        # The item was None. Its time counts to the next item.
+        self._sender.check()
 
     def watch(self, waited: Callable[[int], None]) -> None:
         self._sender.watch(waited)
 
     def next_epoch(self) -> Epoch | None:
         at = _now()
-        self._lines.flush()  # it may be long
+        # The wait may be long, and the process may be killed meanwhile.
+        self._lines.flush()
         epoch: Epoch | None = self._orders.next_epoch()
         if epoch is not None:
             self._epoch = epoch.number
@@ -130,27 +136,27 @@ class _Worker:
         return ticket
 
     def waited(self, since: int) -> None:
-        """Take note of a wait that is over. Called by the sender."""
+        """Note the end of a wait; the sender calls this."""
         if self._is_sending:
-            self._loop_meter.append((since, _now()))
+            self._waits.append((since, _now()))
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the events that are kept, and close the file."""
         self._lines.close()
 
-    def _what(self, shard: int, number: int) -> dict[str, Any]:
+    def _args_of(self, shard: int, number: int) -> dict[str, Any]:
         if self._ticket is None:
             return {"shard": shard, "item": number, "epoch": self._epoch}
         return {"task": number, "element": self._ticket.indices[0], "epoch": self._epoch}
 
-    def _waited_for(self, what: str, since: int) -> None:
+    def _waited_for(self, order: str, since: int) -> None:
         self._since = _now()
         if self._since // 1000 > since // 1000:
-            self._track.span("wait", since, self._since, {"for": what})
+            self._track.span("wait", since, self._since, {"for": order})
 
-    def _tell_waits(self) -> None:
-        """Tell of the waits within what was sent; after that, as its span is the outer one."""
-        for wait in self._loop_meter:
+    def _record_waits(self) -> None:
+        """Record the waits of a call of the sender, after its span, which is around them."""
+        for wait in self._waits:
             self._track.span("wait", *wait, {"for": "room"})
-        self._loop_meter.clear()
+        self._waits.clear()
         self._is_sending = False
