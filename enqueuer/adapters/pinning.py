@@ -57,7 +57,7 @@ def beside_captures() -> Iterator[None]:
 
     By default CUDA forbids that, and both the call and the capture fail.
     """
-    exchange, mode = _exchange(), ctypes.c_int(_RELAXED)
+    exchange, mode = capture_mode_exchanger(), ctypes.c_int(_RELAXED)
     exchange(ctypes.byref(mode))
     try:
         yield
@@ -66,8 +66,11 @@ def beside_captures() -> Iterator[None]:
 
 
 @functools.lru_cache
-def _exchange() -> Callable[[Any], Any]:
-    """Return the driver's function that sets how a thread's calls affect captures of others."""
+def capture_mode_exchanger() -> Callable[[Any], Any]:
+    """Return the driver's function that sets the capture mode of the calling thread.
+
+    The mode decides how the thread's calls affect captures of other threads.
+    """
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         return driver.cuThreadExchangeStreamCaptureMode
@@ -118,7 +121,7 @@ class Pins:
     """
 
     def __init__(self, driver: Driver) -> None:
-        self._driver = driver
+        self.driver = driver
         self._lock = threading.Lock()
         self._registered: weakref.WeakSet[Mapping] = weakref.WeakSet()
         self._refused: weakref.WeakSet[Mapping] = weakref.WeakSet()
@@ -138,18 +141,18 @@ class Pins:
             return False
         block = mapping_at(tensor.data_ptr())
         if block is None:
-            return self._driver.is_pinned(tensor)
+            return self.driver.is_pinned(tensor)
         with self._lock:
             return block in self._registered or self._register_locked(block)
 
     def _register_locked(self, block: Mapping) -> bool:
         if block in self._refused:
             return False
-        code = self._driver.register(block.address, len(block))
+        code = self.driver.register(block.address, len(block))
         if code:
             self._refuse_locked(block, code)
             return False
-        end = functools.partial(_unregister, self._driver, block.address, os.getpid())
+        end = functools.partial(_unregister, self.driver, block.address, os.getpid())
         block.before_unmap = [*block.before_unmap, end]
         self._registered.add(block)
         return True
@@ -183,7 +186,7 @@ class StagingPool:
     """
 
     def __init__(self, driver: Driver) -> None:
-        self._driver = driver
+        self.driver = driver
         # The buffer that was given back last is at the end.
         self._free: list[Any] = []
 
@@ -205,7 +208,7 @@ class StagingPool:
     def _take(self, size: int) -> Any:
         fitting = [b for b in self._free if size <= b.numel() <= 4 * size + _PAGE]
         if not fitting:
-            return self._driver.empty(-(-size // _PAGE) * _PAGE)
+            return self.driver.empty(-(-size // _PAGE) * _PAGE)
         best = min(fitting, key=lambda buffer: buffer.numel())
         self._free = [buffer for buffer in self._free if buffer is not best]
         return best

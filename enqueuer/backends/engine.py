@@ -82,7 +82,7 @@ class Engine(Generic[W]):
     ) -> None:
         self.tasks = schedule if isinstance(schedule, TaskSchedule) else None
         self._job = job
-        self._pool = pool
+        self.pool = pool
         self._schedule = schedule
         self._restarts = restarts
         self._loop_meter = loop_meter
@@ -91,7 +91,7 @@ class Engine(Generic[W]):
         # Number of workers, without those that are leaving.
         self._size = job.workers
         self._owner = os.getpid()
-        self._is_closed = False
+        self.is_closed = False
 
     def start(self) -> None:
         """Start all workers or none.
@@ -99,12 +99,12 @@ class Engine(Generic[W]):
         Raises:
             StartError: They cannot be started.
         """
-        workers, count = self._pool.workers, len(self._job.plans())
+        workers, count = self.pool.workers, len(self._job.plans())
         with interrupts.held():  # or there might be a worker that is in no list
             try:
-                self._pool.open()
+                self.pool.open()
                 for index in range(count):
-                    workers.append(self._pool.start_worker(index))
+                    workers.append(self.pool.start_worker(index))
                     interrupts.check()
             except BaseException as error:
                 text = f"worker {len(workers)} of {count} could not be started: {error}"
@@ -135,9 +135,9 @@ class Engine(Generic[W]):
             Closed: `close()` was called.
         """
         schedule, is_expired = self._schedule, False
-        while not self._is_closed:
+        while not self.is_closed:
             step = schedule.next_step(order)
-            if self._is_closed:  # a handler of a log record has called stop()
+            if self.is_closed:  # a handler of a log record has called stop()
                 break
             if step is _TAKE:
                 return None
@@ -153,7 +153,7 @@ class Engine(Generic[W]):
             awaited = schedule.awaited_worker(order)
             self._loop_meter.pause(None if awaited is None else awaited.index)
             deadline = _cut_at(deadline, self._job.longest_wait_s)
-            self._pool.sleep(awaited, deadline)
+            self.pool.sleep(awaited, deadline)
             is_expired = deadline is not None and time.monotonic() >= deadline
         raise Closed("the enqueuer was stopped")
 
@@ -178,8 +178,8 @@ class Engine(Generic[W]):
 
         Neither this nor asking before waiting may let a worker make more than it would.
         """
-        self._pool.poll()
-        return not self._is_closed and self._schedule.next_step(order) is not _WAIT
+        self.pool.poll()
+        return not self.is_closed and self._schedule.next_step(order) is not _WAIT
 
     # --- what is known of the workers ---
 
@@ -189,14 +189,14 @@ class Engine(Generic[W]):
 
     def cpus(self) -> float:
         """Return how many CPUs there are for the workers and this process."""
-        return self._pool.cpus()
+        return self.pool.cpus()
 
     def worker_bytes(self) -> int | None:
         """Return the memory of the largest worker, as one more would take it; None: unknown.
 
         Takes some milliseconds.
         """
-        return self._pool.worker_bytes()
+        return self.pool.worker_bytes()
 
     def measures(self) -> list[WorkerStats]:
         """Return what each worker has done so far, with those that it has replaced."""
@@ -207,15 +207,16 @@ class Engine(Generic[W]):
 
         Called by the consumer, after a `wait()` that brought nothing.
         """
-        snapshots = self._pool.snapshots(self._staying())
+        snapshots = self.pool.snapshots(self._staying())
         awaited = self._schedule.awaited(order)
         return WaitSnapshot(awaited, self.waiting(), first_for(order, snapshots))
 
+
     def _staying(self) -> list[W]:
-        return [worker for worker in list(self._pool.workers) if not worker.is_leaving]
+        return [worker for worker in list(self.pool.workers) if not worker.is_leaving]
 
     def _measures_of(self, workers: list[W]) -> list[WorkerStats]:
-        measures, before = self._pool.measures(workers), self._before
+        measures, before = self.pool.measures(workers), self._before
         return [now.after(before[now.index]) if now.index in before else now for now in measures]
 
     # --- deaths ---
@@ -237,9 +238,9 @@ class Engine(Generic[W]):
     def _part_with(self, leaver: W) -> None:
         with interrupts.held():
             self._schedule.part_with(leaver)
-            self._pool.workers.remove(leaver)
+            self.pool.workers.remove(leaver)
             self._before.pop(leaver.index, None)
-            self._pool.discard(leaver)
+            self.pool.discard(leaver)
 
     def _successor(self, dead: W, place: Place) -> W | Failure | None:
         """Start a worker in the place of a dead one, whose messages were delivered.
@@ -248,24 +249,24 @@ class Engine(Generic[W]):
             The new worker; the failure, if no more restarts are allowed or the start failed; None
             if `stop()` was called meanwhile.
         """
-        death, restarts, workers = dead.death(), self._restarts, self._pool.workers
+        death, restarts, workers = dead.death(), self._restarts, self.pool.workers
         if death.counts and not restarts.allowed:
             return _failure_of(dead, place, death.message + restarts.history(place), death)
         try:
-            new = self._pool.start_worker(dead.index)
+            new = self.pool.start_worker(dead.index)
         except Exception as trouble:
             text = f"{death.message} A replacement could not be started: {trouble}"
             failure = _failure_of(dead, place, text, death)
             failure.error.__cause__ = trouble
             return failure
-        if self._is_closed:  # stop() was called, and does not know of this worker
-            self._pool.discard(new)
+        if self.is_closed:  # stop() was called, and does not know of this worker
+            self.pool.discard(new)
             return None
         if death.counts:
             restarts.add(place)
         (self._before[dead.index],) = self._measures_of([dead])
         workers[workers.index(dead)] = new
-        self._pool.discard(dead)
+        self.pool.discard(dead)
         _log.warning(
             "%s %s; %s goes on with %s (restart %d, of max_restarts=%d)",
             str(dead),  # as text: a handler may keep the record, and with it descriptors
@@ -282,7 +283,7 @@ class Engine(Generic[W]):
     @property
     def is_resizing(self) -> bool:
         """Whether a worker that was asked to exit still runs."""
-        running = [worker for worker in self._pool.workers if worker.state not in HAS_ENDED]
+        running = [worker for worker in self.pool.workers if worker.state not in HAS_ENDED]
         return len(running) > self._size
 
     def resize(self, workers: int) -> None:
@@ -293,7 +294,7 @@ class Engine(Generic[W]):
         Raises:
             StartError: One could not be started; there are as many as before, or a few more.
         """
-        all_workers, before = self._pool.workers, self._size
+        all_workers, before = self.pool.workers, self._size
         surplus = before - workers
         if surplus > 0:
             for worker in self._staying()[-surplus:]:
@@ -305,7 +306,7 @@ class Engine(Generic[W]):
                 while self._size < workers:
                     used = {worker.index for worker in all_workers}
                     index = next(index for index in itertools.count() if index not in used)
-                    all_workers.append(self._pool.start_worker(index))
+                    all_workers.append(self.pool.start_worker(index))
                     self._size += 1
         except StartError as error:
             self.resize(before)
@@ -316,15 +317,15 @@ class Engine(Generic[W]):
     def close(self) -> None:
         """Ask the workers to exit and wake the thread that is in `wait()`; returns at once."""
         if self._owner == os.getpid():
-            self._is_closed = True
-            self._pool.close()
+            self.is_closed = True
+            self.pool.close()
 
     def stop(self, timeout: float) -> None:
         """Close, then end the workers: ask, terminate, kill; within about `timeout` seconds."""
         if self._owner == os.getpid():
             with interrupts.held():
                 self.close()
-                self._pool.stop(timeout)
+                self.pool.stop(timeout)
 
 
 def _failure_of(dead: Worker, place: Place, text: str, death: Death) -> Failure:

@@ -1,7 +1,7 @@
 """Recording what the loop does, and when items were made for it, if a trace is wanted.
 
     loop:           Engine  -> _Recorded: wait, read, what waits, errors, restarts
-    what is ready:  deque   -> _Ready: which item was taken when, so: work
+    what is ready:  deque   -> Ready: which item was taken when, so: work
 
 `workers/worker_trace.py` records what workers do.
 """
@@ -88,7 +88,7 @@ class Trace:
 
     def ready(self) -> deque[Item]:
         """Return a place for what is ready that records what is taken of it."""
-        ready = _Ready()
+        ready = Ready()
         ready.record = self._took
         return ready
 
@@ -217,7 +217,7 @@ class Trace:
 _NOTHING: deque[Item] = deque()
 
 
-class _Ready(deque[Item]):
+class Ready(deque[Item]):
     """What was taken from a backend and waits for the loop."""
 
     record: Callable[[Item], None] | None = None

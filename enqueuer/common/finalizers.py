@@ -25,7 +25,7 @@ from typing import Any
 _MOST_CALLS = 4
 
 # Finalizers whose function has not returned yet, and the references whose callbacks they are.
-_alive: dict[Finalizer, tuple[weakref.ref[Any], ...]] = {}
+pending: dict[Finalizer, tuple[weakref.ref[Any], ...]] = {}
 
 
 class Finalizer:
@@ -47,21 +47,21 @@ class Finalizer:
         # The call that is under way.
         self._current: dict[str, object] = {}
         _register_exit()
-        _alive[self] = weakref.ref(owner, self), weakref.ref(owner, self)
+        pending[self] = weakref.ref(owner, self), weakref.ref(owner, self)
 
     @property
     def alive(self) -> bool:
         """Whether the function is still to be called."""
-        return self in _alive
+        return self in pending
 
     def detach(self) -> None:
         """Never call the function."""
-        _alive.pop(self, None)
+        pending.pop(self, None)
 
     def __call__(self, reference: weakref.ref[Any]) -> None:
         """Call the function as the callback of a reference, and those that were missed."""
         self.call()
-        for finalizer, references in list(_alive.items()):
+        for finalizer, references in list(pending.items()):
             if references[0]() is None:
                 finalizer.call()
 
@@ -70,7 +70,7 @@ class Finalizer:
         call = object()
         try:
             # To claim the call is one step and inside the block, so that no claim is left over.
-            if self in _alive and self._current.setdefault("call", call) is call:
+            if self in pending and self._current.setdefault("call", call) is call:
                 self._calls += 1
                 self._function(*self._args)
                 self.detach()
@@ -88,18 +88,18 @@ def _register_exit() -> None:
 
 def _call_all() -> None:
     """Call all functions at the end of the interpreter, the newest first."""
-    for finalizer in reversed(list(_alive)):
+    for finalizer in reversed(list(pending)):
         try:
             finalizer.call()
         except Exception:
             sys.excepthook(*sys.exc_info())
     # What is collected from here on is left to the system.
-    _alive.clear()
+    pending.clear()
 
 
 def _forget() -> None:
     """Leave to the parent, in a forked child, what it was about to call."""
-    for finalizer, references in list(_alive.items()):
+    for finalizer, references in list(pending.items()):
         # The call was that of a thread that does not exist here.
         finalizer._current.clear()
         if references[0]() is None:

@@ -33,7 +33,7 @@ Handler = Callable[[int, "FrameType | None"], Any]
 _SIGNALS = tuple(range(1, signal.NSIG))
 
 # Python has no getter for what `signal.siginterrupt` sets.
-_sigaction = getattr(ctypes.CDLL(None), "sigaction", None) if sys.platform == "linux" else None
+sigaction = getattr(ctypes.CDLL(None), "sigaction", None) if sys.platform == "linux" else None
 _SA_RESTART = 0x10000000
 
 
@@ -49,11 +49,11 @@ class _SigAction(ctypes.Structure):
 
 
 # Only the main thread changes these.
-_is_held = False
+is_held = False
 # All handlers that `_note` has ever replaced.
 _handlers: dict[int, Handler] = {}
 # Handlers that are still to be called, the earliest first.
-_noted: dict[int, Handler] = {}
+noted: dict[int, Handler] = {}
 # Replaced handlers after which system calls are restarted. `signal.signal` resets that.
 _restarting: set[int] = set()
 
@@ -64,17 +64,17 @@ def held() -> Iterator[None]:
 
     Blocks may be nested: the outermost one counts. Outside the main thread it does nothing.
     """
-    global _is_held
-    if _is_held or not _is_main_thread():
+    global is_held
+    if is_held or not _is_main_thread():
         yield
         return
     try:
         _replace_handlers()
-        _is_held = True
+        is_held = True
         yield
     finally:
         # From here on `_note` calls the handlers at once.
-        _is_held = False
+        is_held = False
         try:
             _put_handlers_back()
         except BaseException:  # raised by a handler that is back in its place already
@@ -89,11 +89,11 @@ def interruptible(wait: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
     Use it for a wait that may take long, where an exception may leave the block.
     """
-    global _is_held
-    if not _is_held or not _is_main_thread():
+    global is_held
+    if not is_held or not _is_main_thread():
         return wait(*args, **kwargs)
     try:
-        _is_held = False
+        is_held = False
         _call_noted()
         return wait(*args, **kwargs)
     finally:
@@ -101,7 +101,7 @@ def interruptible(wait: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
             # A handler, or the garbage collector, may have called `held()`, which puts them back.
             _replace_handlers()
         finally:
-            _is_held = True
+            is_held = True
 
 
 @contextlib.contextmanager
@@ -131,8 +131,8 @@ def _is_main_thread() -> bool:
 
 def _note(number: int, frame: FrameType | None) -> None:
     """Note a signal inside a `held()` block; else call the handler that this replaces."""
-    if _is_held:
-        _noted[number] = _handlers[number]
+    if is_held:
+        noted[number] = _handlers[number]
     else:
         _handlers[number](number, frame)
 
@@ -142,7 +142,7 @@ def _replace_handlers() -> None:
         handler = signal.getsignal(number)
         if callable(handler) and handler is not _note:
             _handlers[number] = handler
-            if _restarts(number):
+            if restarts(number):
                 _restarting.add(number)
             # ValueError: the interpreter takes another thread for the main thread.
             with contextlib.suppress(ValueError):
@@ -163,18 +163,18 @@ def _put_handlers_back() -> None:
             _restarting.discard(number)
 
 
-def _restarts(number: int) -> bool:
+def restarts(number: int) -> bool:
     """Return whether system calls that a signal interrupts are restarted; False if unknown."""
     action = _SigAction()
-    if _sigaction is None or _sigaction(number, None, ctypes.byref(action)):
+    if sigaction is None or sigaction(number, None, ctypes.byref(action)):
         return False
     return bool(action.flags & _SA_RESTART)
 
 
 def _call_noted() -> None:
-    if _noted:
-        number = next(iter(_noted))
-        handler = _noted.pop(number)
+    if noted:
+        number = next(iter(noted))
+        handler = noted.pop(number)
         try:
             handler(number, sys._getframe())
         finally:
@@ -183,9 +183,9 @@ def _call_noted() -> None:
 
 def _forget() -> None:
     """Forget, in a forked child, the parent's block: it does not end here."""
-    global _is_held
-    _is_held = False
-    _noted.clear()
+    global is_held
+    is_held = False
+    noted.clear()
     _put_handlers_back()
 
 

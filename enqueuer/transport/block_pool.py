@@ -57,7 +57,8 @@ class BlockPool:
         # Released by the consumer, but an array of the worker still shows them.
         self._released: set[int] = set()
         self._dropped: list[int] = []
-        self._count = 0
+        # Number of blocks that were made; it is that of the latest block.
+        self.count = 0
 
     def take(self, size: int) -> Block:
         """Return a block of at least `size` bytes: the smallest that is free, or a new one.
@@ -178,8 +179,8 @@ class BlockPool:
         except OSError as error:
             os.close(fd)
             raise allocation_error(capacity, error) from error
-        self._count += 1
-        return Block(self._count, memory, fd)
+        self.count += 1
+        return Block(self.count, memory, fd)
 
     def _drop_locked(self, block: Block) -> None:
         self._free.remove(block)

@@ -87,7 +87,7 @@ class BlockWriter:
                 segments.append(in_place[index])
                 continue
             assert block is not None
-            _copy(part, block, begin)
+            copy_part(part, block, begin)
             segments.append((block, begin, part.nbytes))
         return segments
 
@@ -132,7 +132,7 @@ class BlockWriter:
         return b"".join([SEGMENT.pack(block.number, *place) for block, *place in segments])
 
 
-def _copy(part: Buffer, block: Block, begin: int) -> None:
+def copy_part(part: Buffer, block: Block, begin: int) -> None:
     """Copy a part of an item to its place in a block."""
     if isinstance(part, np.ndarray):
         np.ndarray(part.shape, part.dtype, block.memory, begin)[...] = part

@@ -58,7 +58,7 @@ class Packets:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._stream = sock.type == socket.SOCK_STREAM
+        self.is_stream = sock.type == socket.SOCK_STREAM
         self._raw: deque[tuple[bytes, list[tuple[int, int, bytes]], int, object]] = deque()
         self._bytes = bytearray()
         self._fds: deque[int] = deque()
@@ -74,7 +74,7 @@ class Packets:
         Raises:
             OSError: The other end is gone (BrokenPipeError, ConnectionResetError).
         """
-        if self._stream:
+        if self.is_stream:
             return self._send_stream(data, fds, wait)
         try:
             self._sock.sendmsg([data], _rights(fds), 0 if wait else socket.MSG_DONTWAIT)
@@ -130,7 +130,7 @@ class Packets:
         for level, kind, rights in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 fds.frombytes(rights[: len(rights) - len(rights) % fds.itemsize])
-        if not self._stream:
+        if not self.is_stream:
             self.received.append((data, fds.tolist()))
             return
         self._fds.extend(fds)

@@ -26,7 +26,7 @@ _MOST_UNITS = 8
 _WITHOUT_COLUMNS, _WITH_COLUMNS = 13, 14
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
     """The place of a frame."""
 
     file: str
@@ -42,7 +42,7 @@ def reduce(tb: TracebackType) -> tuple[Any, tuple[Any, ...]]:
     return rebuild, (list(_places(tb)),)
 
 
-def rebuild(places: Sequence[_Place]) -> TracebackType | None:
+def rebuild(places: Sequence[Place]) -> TracebackType | None:
     """Return a traceback whose frames are in these places, the outermost first."""
     result = None
     for place in reversed(places):
@@ -51,14 +51,14 @@ def rebuild(places: Sequence[_Place]) -> TracebackType | None:
     return result
 
 
-def _places(tb: TracebackType | None) -> Iterator[_Place]:
+def _places(tb: TracebackType | None) -> Iterator[Place]:
     while tb is not None:
         frame = tb.tb_frame
         code, known = frame.f_code, frame.f_globals
         names: dict[str, Any] = {
             name: known[name] for name in ("__file__", "__name__") if name in known
         }
-        yield _Place(code.co_filename, code.co_name, tb.tb_lineno, _columns_of(tb), names)
+        yield Place(code.co_filename, code.co_name, tb.tb_lineno, _columns_of(tb), names)
         tb = tb.tb_next
 
 
@@ -71,7 +71,7 @@ def _columns_of(tb: TracebackType) -> Columns:
     return _UNKNOWN
 
 
-def _raised_at(place: _Place) -> TracebackType:
+def _raised_at(place: Place) -> TracebackType:
     """Return a traceback of one frame, which is in a place."""
     code = _STUB.replace(co_firstlineno=place.line, co_filename=place.file, co_name=place.function)
     if sys.version_info >= (3, 11):

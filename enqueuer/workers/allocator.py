@@ -16,11 +16,11 @@ KEPT_BYTES = 256 << 20
 
 # Numbers of glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
+VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
 
 # Found at import, since in a forked child another thread may have left the dynamic loader locked.
 # musl and macOS have no such function.
-_mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
 
 
 def keep_freed_memory() -> None:
@@ -32,8 +32,8 @@ def keep_freed_memory() -> None:
 
     Source: mallopt(3), `M_TRIM_THRESHOLD` and `M_MMAP_THRESHOLD`.
     """
-    is_set = any(name in os.environ for name in _VARIABLES)
-    if _mallopt is None or is_set or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", ""):
+    is_set = any(name in os.environ for name in VARIABLES)
+    if mallopt is None or is_set or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", ""):
         return
-    if _mallopt(_M_MMAP_THRESHOLD, KEPT_BYTES):
-        _mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
+    if mallopt(_M_MMAP_THRESHOLD, KEPT_BYTES):
+        mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)

@@ -22,7 +22,7 @@ from enqueuer.common.sizes import OUT_OF_BAND_BYTES
 
 Maker = Callable[[Sequence[SupportsIndex], np.dtype[Any]], np.ndarray]
 
-_make: Maker | None = None
+allocate: Maker | None = None
 
 
 def empty(shape: SupportsIndex | Iterable[SupportsIndex], dtype: DTypeLike = float) -> np.ndarray:
@@ -61,9 +61,9 @@ def empty(shape: SupportsIndex | Iterable[SupportsIndex], dtype: DTypeLike = flo
     lengths = tuple(shape) if isinstance(shape, Iterable) else (operator.index(shape),)
     # Small arrays are cheaper to copy. For a negative length, numpy raises its own error.
     is_large = math.prod(map(int, lengths)) * kind.itemsize >= OUT_OF_BAND_BYTES
-    if _make is None or kind.hasobject or not is_large:
+    if allocate is None or kind.hasobject or not is_large:
         return np.empty(lengths, kind)
-    return _make(lengths, kind)
+    return allocate(lengths, kind)
 
 
 def empty_like(prototype: Any, dtype: DTypeLike | None = None) -> np.ndarray:
@@ -86,13 +86,13 @@ def empty_like(prototype: Any, dtype: DTypeLike | None = None) -> np.ndarray:
 
 def set_maker(maker: Maker) -> None:
     """Make `empty` call `maker` for large arrays, in this process only."""
-    global _make
-    _make = maker
+    global allocate
+    allocate = maker
 
 
 def _forget() -> None:
-    global _make
-    _make = None
+    global allocate
+    allocate = None
 
 
 # A process that the generator forks must not fill the blocks of its parent.

@@ -677,7 +677,7 @@ def test_what_is_called_beside_captures_is_not_of_them(monkeypatch):
         modes.append(pointer._obj.value)
         pointer._obj.value = modes[-2]
 
-    monkeypatch.setattr(pinning, "_exchange", lambda: exchange)
+    monkeypatch.setattr(pinning, "capture_mode_exchanger", lambda: exchange)
     with pinning.beside_captures():
         assert modes == [0, 2]  # relaxed
     assert modes == [0, 2, 0]
@@ -785,7 +785,7 @@ def log(monkeypatch):
     }
     for name, replacement in of_torch.items():
         monkeypatch.setattr(torch.cuda, name, replacement)
-    monkeypatch.setattr(pinning, "_exchange", lambda: exchange)
+    monkeypatch.setattr(pinning, "capture_mode_exchanger", lambda: exchange)
     return log
 
 

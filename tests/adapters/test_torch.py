@@ -37,6 +37,7 @@ from enqueuer.adapters.torch import (  # noqa: E402
     TorchLoader,
     as_tensors,
 )
+from enqueuer.adapters.torch.local import LocalLoader  # noqa: E402
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -82,8 +83,16 @@ def worker_info(id, num_workers, seed=0):
 def in_its_own_process(dataset):
     """Return a copy of a dataset, as a DataLoader worker has one."""
     own = copy.copy(dataset)
-    own._here = copy.copy(dataset._here)
+    for name, value in vars(dataset).items():
+        if isinstance(value, LocalLoader):
+            setattr(own, name, copy.copy(value))
     return own
+
+
+def local_of(dataset):
+    """Return the loader that this process has of a dataset."""
+    (local,) = (value for value in vars(dataset).values() if isinstance(value, LocalLoader))
+    return local
 
 
 def seen(loader):
@@ -191,7 +200,7 @@ def test_pinned_tensors_do_not_lie_in_a_block(process, monkeypatch):
     """A copy to the GPU that goes on by itself would not keep the worker from writing there."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     driver = types.SimpleNamespace(register=lambda *_: 0, unregister=lambda _: None)
-    monkeypatch.setattr(pinning.PINS, "_driver", driver)
+    monkeypatch.setattr(pinning.PINS, "driver", driver)
     monkeypatch.setattr(pinning, "pinned_like", torch.empty_like, raising=False)
     with TorchLoader(OrderedEnqueuer(range(4), image, **process), pin_memory=True) as loader:
         for number, batch in enumerate(loader):
@@ -358,7 +367,7 @@ def in_another_process(monkeypatch, dataset):
     """Have a dataset be in the second of two workers of a DataLoader from now on."""
     info = worker_info(id=1, num_workers=2)
     monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: info)
-    monkeypatch.setattr(dataset._here, "_pid", 0)
+    monkeypatch.setattr(local_of(dataset), "pid", 0)
 
 
 @pytest.mark.parametrize("into", ["enqueuer", "dataset"])

@@ -12,7 +12,7 @@ from enqueuer.workers import allocator
 BLOCK = 24 << 20
 FRESH = 20  # page faults: fewer than fresh memory takes, be the pages as large as 2 MiB
 
-if allocator._mallopt is None:
+if allocator.mallopt is None:
     pytest.skip("needs glibc", allow_module_level=True)
 
 
@@ -27,7 +27,7 @@ def page_faults(shard):
 
 @pytest.fixture(autouse=True)
 def nothing_set(monkeypatch):
-    for name in (*allocator._VARIABLES, "GLIBC_TUNABLES"):
+    for name in (*allocator.VARIABLES, "GLIBC_TUNABLES"):
         monkeypatch.delenv(name, raising=False)
 
 

@@ -15,7 +15,7 @@ SHAPE = (100, 1000)
 
 def blocks_made():
     """Return how many blocks this worker has made so far."""
-    return arrays._make.__self__._count
+    return arrays.allocate.__self__.count
 
 
 def made(shard):
@@ -56,8 +56,8 @@ def test_the_same_batches_arrive_on_every_backend(backend, source):
 
 def counts_copies(shard):
     copies = []
-    copy = block_writer._copy
-    block_writer._copy = lambda part, *place: (copies.append(part.nbytes), copy(part, *place))
+    copy = block_writer.copy_part
+    block_writer.copy_part = lambda part, *place: (copies.append(part.nbytes), copy(part, *place))
     yield from SOURCES[os.environ["SOURCE"]]()
     yield copies
 

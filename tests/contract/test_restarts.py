@@ -10,7 +10,7 @@ import pytest
 from helpers import bytes_of, pid_of, random_batches
 
 from enqueuer import GeneratorEnqueuer, StartError, WorkerDied
-from enqueuer.enqueuers.enqueuer import core_of
+from enqueuer.backends.process.pool import ProcessPool
 
 
 def pid_first(shard):
@@ -136,12 +136,11 @@ def test_threads_take_the_option_and_need_nothing_of_it():
 
 def test_a_replacement_that_cannot_be_started_is_named_as_the_reason(process, monkeypatch):
     with GeneratorEnqueuer(pid_first, max_restarts=3, **process) as enqueuer:
-        pool = core_of(enqueuer).run.backend._pool
 
-        def refuse(index):
+        def refuse(pool, index):
             raise StartError("no more of them")
 
-        monkeypatch.setattr(pool, "start_worker", refuse)
+        monkeypatch.setattr(ProcessPool, "start_worker", refuse)
         os.kill(pid_of(enqueuer), signal.SIGKILL)
         with pytest.raises(WorkerDied) as caught:
             list(enqueuer)

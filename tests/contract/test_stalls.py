@@ -365,5 +365,5 @@ def test_a_limit_that_cannot_be_is_refused(name, value, error):
 def test_whoever_sets_no_limit_waits_without_one(process):
     """And no worker has a pipe to answer on."""
     with GeneratorEnqueuer(helpers.twelve, stall_timeout=None, **process) as enqueuer:
-        assert core_of(enqueuer).run.backend._pool.workers[0].stacks is None
+        assert core_of(enqueuer).run.backend.pool.workers[0].stacks is None
         assert list(enqueuer) == list(range(12))

@@ -793,7 +793,7 @@ def test_workers_that_go_while_an_element_is_read_end_no_loop_by_an_error(change
         yield from range(2)  # all that start() reads
         backend = core_of(enqueuer).run.backend
         other.start()
-        wait_until(lambda: backend._is_closed)
+        wait_until(lambda: backend.is_closed)
         yield from range(2, 9)
 
     enqueuer = make(elements(), double, max_queue_size=1)

@@ -186,7 +186,7 @@ def test_arrays_are_stacked_into_memory_that_needs_no_copy(monkeypatch):
         made.append(np.empty(shape, dtype))
         return made[-1]
 
-    monkeypatch.setattr("enqueuer.workers.arrays._make", maker)
+    monkeypatch.setattr("enqueuer.workers.arrays.allocate", maker)
     (batch,) = epoch_of(FileBatches(numbers(3), lambda path: np.full(9999, int(path)), 3))
     assert batch is made[0]
     assert sorted(batch[:, 0].tolist()) == [0, 1, 2]

@@ -3,11 +3,13 @@
 import os
 import textwrap
 
+import psutil
 import pytest
 from helpers import METHODS, alive, pid_of, run_program, wait_until
 
 from enqueuer import GeneratorEnqueuer, Processes
 from enqueuer.backends.process import fork_server
+from enqueuer.transport.packets import Packets
 
 if "forkserver" not in METHODS:
     pytest.skip("needs a fork server", allow_module_level=True)
@@ -25,11 +27,12 @@ def serve():
 def test_an_interrupted_start_does_not_shift_the_answers_to_later_ones(monkeypatch):
     """Each start would get the process of the one before it, and end another one's worker."""
 
-    def interrupted(*_):  # before the answer has come, or is read
+    def interrupted(packets):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(fork_server._Server, "_wait_locked", interrupted)
+        # The answer is never read.
+        patch.setattr(Packets, "drain", interrupted)
         serve().start()
     with serve() as first, serve() as second:
         own = [next(iter(enqueuer)) for enqueuer in (first, second)]
@@ -39,20 +42,22 @@ def test_an_interrupted_start_does_not_shift_the_answers_to_later_ones(monkeypat
 
 
 def test_the_child_that_an_interrupted_start_asked_for_ends(monkeypatch):
-    answers = []
-    really = fork_server._Server._wait_locked
+    forked = []
+    drain = Packets.drain
 
-    def interrupted(server, done, timeout):
-        really(server, done, timeout)
-        answers.extend(server._pids.values())
-        raise KeyboardInterrupt
+    def interrupted(packets):
+        drain(packets)
+        if packets.received:
+            server = psutil.Process(fork_server.server.popen.pid)
+            forked.extend(child.pid for child in server.children())
+            raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(fork_server._Server, "_wait_locked", interrupted)
+        patch.setattr(Packets, "drain", interrupted)
         serve().start()
-    (pid,) = answers
+    (pid,) = forked
     wait_until(lambda: not alive(pid))
-    assert not fork_server._server._open
+    assert not fork_server.server.open_requests
 
 
 PRELOADING = """
@@ -93,8 +98,8 @@ def start_with_preloaded(path, code, then=""):
             for _ in range(2):
                 with GeneratorEnqueuer(helpers.twelve, backend="process", workers=2) as enqueuer:
                     assert list(enqueuer) == list(range(12))
-                    server = fork_server._server._popen.pid
-            print(server == fork_server._server._popen.pid)
+                    server = fork_server.server.popen.pid
+            print(server == fork_server.server.popen.pid)
         except StartError as error:
             print(error)
             try:
@@ -139,7 +144,7 @@ FULL = """
     with enqueuer() as first:
         batches = iter(first)
         next(batches)
-        server = fork_server._server._popen.pid
+        server = fork_server.server.popen.pid
         open("full", "w").close()
         try:
             enqueuer().start()
@@ -150,7 +155,7 @@ FULL = """
         os.unlink("full")
         assert list(enqueuer()) == list(range(12))
         assert list(batches) == list(range(1, 12))
-        assert fork_server._server._popen.pid == server
+        assert fork_server.server.popen.pid == server
 """
 
 
@@ -192,12 +197,12 @@ def test_a_limit_that_was_raised_since_holds_for_the_server_as_well(tmp_path):
 
 def test_a_start_goes_on_whose_answer_another_wait_has_read(monkeypatch):
     """A signal handler, or the garbage collector, may stop another enqueuer at any moment."""
-    readable, woken = fork_server._readable, []
+    readable, woken = fork_server.readable, []
     with serve() as other:
         next(iter(other))
 
         def interrupted(sock, timeout):
-            monkeypatch.setattr(fork_server, "_readable", readable)
+            monkeypatch.setattr(fork_server, "readable", readable)
             assert readable(sock, timeout)
             other.stop()  # reads what has come
             woken.append(readable(sock, 5.0))
@@ -205,9 +210,9 @@ def test_a_start_goes_on_whose_answer_another_wait_has_read(monkeypatch):
 
         with serve() as enqueuer:
             for _ in range(50):
-                monkeypatch.setattr(fork_server, "_readable", interrupted)
+                monkeypatch.setattr(fork_server, "readable", interrupted)
                 with serve() as second:
-                    monkeypatch.setattr(fork_server, "_readable", readable)
+                    monkeypatch.setattr(fork_server, "readable", readable)
                     assert next(iter(second)) != next(iter(enqueuer))
                 if woken:
                     break  # else the answer was there before it was waited for

@@ -8,8 +8,9 @@ import pytest
 from helpers import LIMIT, METHODS, counting, start_method_of, wait_until
 
 from enqueuer import GeneratorEnqueuer, Processes
-from enqueuer.backends.process import fork_server
+from enqueuer.backends.thread import buffer as buffers
 from enqueuer.enqueuers.enqueuer import core_of
+from enqueuer.transport.packets import Packets
 
 
 def forgotten(**options):
@@ -25,9 +26,15 @@ def test_an_enqueuer_is_collected_while_another_is_being_started(monkeypatch):
     gc.disable()
     try:
         forgotten(**options)
-        packets = fork_server._server._packets
-        send = packets.send
-        monkeypatch.setattr(packets, "send", lambda *args: (send(*args), gc.collect()))
+        send = Packets.send
+
+        def send_and_collect(*args, **kwargs):
+            try:
+                return send(*args, **kwargs)
+            finally:
+                gc.collect()
+
+        monkeypatch.setattr(Packets, "send", send_and_collect)
         started = []
 
         def start():
@@ -42,29 +49,29 @@ def test_an_enqueuer_is_collected_while_another_is_being_started(monkeypatch):
         gc.enable()
 
 
-def test_an_enqueuer_is_collected_by_its_own_worker_thread_inside_put():
-    class Collecting(deque):
-        armed = False
+def test_an_enqueuer_is_collected_by_its_own_worker_thread_inside_put(monkeypatch):
+    armed = threading.Event()
 
+    class Collecting(deque):
         def append(self, item):
-            if self.armed:
+            if armed.is_set():
                 gc.collect()
             super().append(item)
 
+    monkeypatch.setattr(buffers, "deque", Collecting)
     gc.disable()
     try:
         enqueuer = GeneratorEnqueuer(counting, max_queue_size=2)
         enqueuer.myself = enqueuer
         batches = iter(enqueuer)
         next(batches)
-        (worker,) = core_of(enqueuer).run.backend._pool.workers
+        (worker,) = core_of(enqueuer).run.backend.pool.workers
         buffer, thread = worker.inbox, worker.thread
         wait_until(lambda: len(buffer) == 2)
-        with buffer._not_full:
-            items = buffer._items = Collecting(buffer._items)
         del enqueuer, batches
-        items.armed = True
-        buffer.get(0)  # now the worker puts
+        armed.set()
+        # It makes room, so the worker puts.
+        buffer.get(0)
         thread.join(LIMIT)
         assert not thread.is_alive()
     finally:
@@ -82,30 +89,37 @@ def test_enqueuers_are_collected_wherever_the_collector_strikes(backend):
         gc.set_threshold(*before)
 
 
-def test_an_enqueuer_is_collected_between_seeing_that_a_buffer_is_full_and_waiting():
-    """Closing it right there would wake nobody, and the thread would wait for ever."""
+def test_an_enqueuer_is_collected_between_seeing_that_a_buffer_is_full_and_waiting(monkeypatch):
+    """Closing it right there would wake no thread, and the worker would wait forever."""
+    armed, waiting = threading.Event(), []
+
+    class Collecting(threading.Condition):
+        def wait_for(self, is_room, timeout=None):
+            def sees():
+                answer = is_room()
+                if armed.is_set():
+                    gc.collect()
+                return answer
+
+            waiting.append(self)
+            return super().wait_for(sees, timeout)
+
     gc.disable()
     try:
         enqueuer = GeneratorEnqueuer(counting, max_queue_size=2)
         enqueuer.myself = enqueuer
-        batches = iter(enqueuer)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading, "Condition", Collecting)
+            batches = iter(enqueuer)
         next(batches)
-        (worker,) = core_of(enqueuer).run.backend._pool.workers
+        (worker,) = core_of(enqueuer).run.backend.pool.workers
         buffer, thread = worker.inbox, worker.thread
-        may_put, armed = buffer._may_put_locked, threading.Event()
-
-        def seeing(size_bytes):
-            answer = may_put(size_bytes)
-            if armed.is_set():
-                gc.collect()
-            return answer
-
-        buffer._may_put_locked = seeing
-        wait_until(lambda: buffer._putters and len(buffer) == 2)
+        wait_until(lambda: "<Buffer 2/2 open, 1 in put()>" in repr(buffer))
         del enqueuer, batches
         armed.set()
-        with buffer._not_full:
-            buffer._not_full.notify_all()  # spuriously: it looks again, and is about to wait
+        # A spurious wake-up: the worker sees that the buffer is full, and is about to wait.
+        with waiting[-1]:
+            waiting[-1].notify_all()
         thread.join(LIMIT)
         assert not thread.is_alive()
     finally:

@@ -90,7 +90,7 @@ def test_ctrl_c_does_not_end_a_worker(process):
 
 def test_a_worker_that_is_killed_before_its_first_word(process):
     with GeneratorEnqueuer(counting, workers=2, **process) as enqueuer:
-        os.kill(core_of(enqueuer).run.backend._pool.workers[0].process.pid, signal.SIGKILL)
+        os.kill(core_of(enqueuer).run.backend.pool.workers[0].process.pid, signal.SIGKILL)
         expect_death(iter(enqueuer), r"worker 0 .* was killed by SIGKILL")
 
 

@@ -90,7 +90,7 @@ def test_a_thread_of_the_users_that_logs_does_not_hold_up_the_end(caplog):
     with GeneratorEnqueuer(talking, backend="ray") as enqueuer:
         next(iter(enqueuer))
         backend = core_of(enqueuer).run.backend
-        (actor,) = backend._pool.workers
+        (actor,) = backend.pool.workers
         backend.close()
         actor.thread.join(LIMIT)
         assert not actor.thread.is_alive()  # and nobody killed the actor

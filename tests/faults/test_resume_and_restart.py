@@ -244,7 +244,7 @@ def kill_one(enqueuer, rng, starting=False):
     """Kill a worker that lives, if there is one; return how many were killed."""
     states = {WorkerState.STARTING} if starting else {WorkerState.STARTING, WorkerState.RUNNING}
     backend = core_of(enqueuer).run.backend
-    living = [w for w in backend._pool.workers if w.state in states] if backend else []
+    living = [w for w in backend.pool.workers if w.state in states] if backend else []
     if not living:
         return 0
     try:
@@ -519,7 +519,7 @@ def with_a_replacement_that_meets(act, process, monkeypatch):
     with GeneratorEnqueuer(twenty, **options) as enqueuer:
         batches = iter(enqueuer)
         seen = [next(batches)]
-        core_of(enqueuer).run.backend._pool.workers[1].send_signal(signal.SIGKILL)
+        core_of(enqueuer).run.backend.pool.workers[1].send_signal(signal.SIGKILL)
         while True:
             try:
                 seen.extend(batches)

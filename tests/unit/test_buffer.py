@@ -51,7 +51,7 @@ def test_a_waiting_putter_is_woken_by_get():
     buffer = Buffer(1)
     buffer.put("a")
     thread = started(buffer.put, "b")
-    wait_until(lambda: buffer._putters)
+    wait_until(lambda: "1 in put()" in repr(buffer))
     assert buffer.get() == "a"
     thread.join(LIMIT)
     assert buffer.get_nowait() == "b"
@@ -70,7 +70,7 @@ def test_bytes_are_bounded():
 def test_an_item_larger_than_the_bound_goes_to_who_waits_for_it():
     buffer = Buffer(10, max_bytes=100)
     thread = started(buffer.put, "huge", None, 1000)
-    wait_until(lambda: buffer._putters)
+    wait_until(lambda: "1 in put()" in repr(buffer))
     assert len(buffer) == 0
     assert buffer.get(timeout=LIMIT) == "huge"
     thread.join(LIMIT)
@@ -81,7 +81,7 @@ def test_a_buffer_of_size_0_hands_over_from_hand_to_hand():
     with pytest.raises(Full):
         buffer.put_nowait("a")
     thread = started(buffer.put, "a")
-    wait_until(lambda: buffer._putters)
+    wait_until(lambda: "1 in put()" in repr(buffer))
     assert buffer.get_nowait() == "a"
     thread.join(LIMIT)
 
@@ -98,7 +98,7 @@ def test_close_ends_putters_at_once_and_getters_when_it_is_empty():
             errors.append(error)
 
     thread = started(put)
-    wait_until(lambda: buffer._putters)
+    wait_until(lambda: "1 in put()" in repr(buffer))
     buffer.close()
     thread.join(LIMIT)
     assert len(errors) == 1
@@ -114,7 +114,7 @@ def test_close_wakes_a_waiting_getter():
     buffer = Buffer()
     items = []
     thread = started(lambda: items.extend(buffer))
-    wait_until(lambda: buffer._getters)
+    wait_until(lambda: "1 in get()" in repr(buffer))
     buffer.put(1)
     buffer.close()
     thread.join(LIMIT)
@@ -125,7 +125,7 @@ def test_clear_throws_away_and_makes_room():
     buffer = Buffer(1, max_bytes=10)
     buffer.put("a", size_bytes=10)
     thread = started(buffer.put, "b", None, 10)
-    wait_until(lambda: buffer._putters)
+    wait_until(lambda: "1 in put()" in repr(buffer))
     buffer.clear()
     thread.join(LIMIT)
     assert buffer.snapshot() == ["b"]

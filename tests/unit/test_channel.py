@@ -15,12 +15,13 @@ from enqueuer import Closed, TransportError
 from enqueuer.backends.order import AsTheyCome
 from enqueuer.common.descriptors import Descriptor
 from enqueuer.errors import ItemNotLoadable
+from enqueuer.transport import item_receiver, sender_control
 from enqueuer.transport import ring as layout
-from enqueuer.transport import sender_control
+from enqueuer.transport.block_map import BlockMap
 from enqueuer.transport.item_receiver import ItemReceiver
 from enqueuer.transport.item_sender import ItemSender
 from enqueuer.transport.packets import Packets, pair
-from enqueuer.transport.protocol import PACKET, Credit, Kind
+from enqueuer.transport.protocol import FRAME, PACKET, Credit, Kind
 from enqueuer.transport.ring import RING_BYTES, Ring, open_ring
 from enqueuer.transport.sender_control import send_ready
 from enqueuer.workers.messages import End, Epoch, Failure, Item, Start
@@ -35,6 +36,7 @@ class Channel:
         ours, its = pair(kind)
         memory = Descriptor(open_ring())
         self.raw = Packets(its)
+        self.ring = Ring.of(memory.fileno())
         send_ready(self.raw)
         self.worker = ItemSender(self.raw, Ring.of(memory.fileno()), credit)
         self.consumer = ItemReceiver(Packets(ours), Ring.of(memory.fileno()), credit, "worker 0")
@@ -185,7 +187,7 @@ def test_blocks_are_used_again(open_channel):
         channel.join()
         assert (channel.take().value == number).all()
         channel.consumer.grant(room=10)
-    assert channel.worker.pool._count <= 2
+    assert channel.worker.pool.count <= 2
 
 
 def test_what_is_kept_is_never_overwritten(open_channel):
@@ -274,15 +276,22 @@ def test_a_record_of_a_destructor_in_the_middle_of_a_send_does_no_harm(open_chan
             channel.worker.send_record(record("while pickling"))
             return str, ("logs",)
 
-    with channel.worker._control._lock:  # as a destructor would find it
+    send = channel.raw.send
+
+    def send_and_destroy(*args, **kwargs):
+        channel.raw.send = send
         channel.worker.send_record(record("while sending"))
+        return send(*args, **kwargs)
+
+    channel.raw.send = send_and_destroy
+    channel.worker.send_record(record("first"))
     channel.send(*items(Logs()))
     channel.wait(1)
     channel.join()
     assert channel.take().value == "logs"
     channel.consumer.pump()
     texts = [r.getMessage() for r in channel.consumer.records]
-    assert texts == ["while sending", "while pickling"]
+    assert texts == ["first", "while sending", "while pickling"]
 
 
 @pytest.mark.parametrize("how", ["ask_to_stop", "close"])
@@ -326,7 +335,9 @@ def test_nonsense_is_an_error(open_channel):
     channel.raw.send(b"?")
     with pytest.raises(TransportError, match="malformed packet"):
         wait_until(lambda: channel.consumer.pump())
-    channel.worker._put(99, 0, 0, 0, b"")
+    channel.worker.send_item(0, 0, "a")
+    size, table, _, shard, number = FRAME.unpack_from(channel.ring.frames, 0)
+    FRAME.pack_into(channel.ring.frames, 0, size, table, 99, shard, number)
     assert list(channel.consumer.items(1, AsTheyCome({}))) == []
     with pytest.raises(TransportError, match="malformed frame"):
         channel.consumer.other()
@@ -346,7 +357,7 @@ def test_many_laps_of_the_ring_with_frames_of_every_size(open_channel):
 def test_a_full_ring_makes_the_worker_wait(open_channel):
     channel = open_channel(items=1000)
     channel.send(*items(*[bytes(10_000)] * 100))
-    wait_until(lambda: channel.consumer._words[layout.WORKER_ASLEEP])
+    wait_until(lambda: channel.ring.words[layout.WORKER_ASLEEP])
     assert 10 < channel.consumer.waiting < 100
     for number in range(100):
         assert channel.take().number == number
@@ -367,7 +378,11 @@ def test_an_exception_of_a_signal_handler_in_the_middle_of_an_item_loses_nothing
     assert [item.value for item in taken] == ["a", "whole", "c"]
 
 
-def test_an_interrupted_item_is_whole_at_the_next_try_and_its_block_is_released_once(open_channel):
+def test_an_interrupted_item_is_whole_at_the_next_try_and_its_block_is_released_once(
+    open_channel, monkeypatch
+):
+    blocks = BlockMap()
+    monkeypatch.setattr(item_receiver, "BlockMap", lambda: blocks)
     channel = open_channel(items=2)
     channel.send(*items((np.full(LARGE, 0), Interrupts()), *[np.full(LARGE, n) for n in (1, 2, 3)]))
     channel.wait(2)
@@ -384,7 +399,7 @@ def test_an_interrupted_item_is_whole_at_the_next_try_and_its_block_is_released_
     assert [int(array[0]) for array in kept] == [0, 1, 2, 3]
     assert all((array == array[0]).all() for array in kept)
     del first, kept
-    assert sorted(lease.number for lease in channel.consumer._blocks.released) == [1, 2, 3, 4]
+    assert sorted(lease.number for lease in blocks.released) == [1, 2, 3, 4]
 
 
 def test_a_block_that_was_being_added_at_an_interrupt_is_there_at_the_next_try(open_channel):

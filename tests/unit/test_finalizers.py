@@ -20,9 +20,9 @@ class Owner:
 
 @pytest.fixture(autouse=True)
 def none_left():
-    before = set(finalizers._alive)
+    before = set(finalizers.pending)
     yield
-    assert set(finalizers._alive) == before
+    assert set(finalizers.pending) == before
 
 
 def test_the_function_is_called_when_its_owner_is_garbage():
@@ -64,7 +64,7 @@ def test_an_interrupt_at_any_place_does_not_keep_the_function_from_being_called(
             break
         assert not strike.raised
         assert set(called) == {nth}, strike.where
-        assert finalizers._alive == {}, strike.where
+        assert finalizers.pending == {}, strike.where
     assert nth > 5
 
 

@@ -29,7 +29,7 @@ def seen():
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     yield seen
     assert {number: signal.getsignal(number) for number in handlers} == handlers
-    assert not interrupts._is_held
+    assert not interrupts.is_held
     for number, handler in before.items():
         signal.signal(number, handler)
 
@@ -43,16 +43,16 @@ def test_a_block_is_not_interrupted(seen):
     assert seen == [signal.SIGUSR1]
 
 
-@pytest.mark.skipif(interrupts._sigaction is None, reason="only Linux tells")
+@pytest.mark.skipif(interrupts.sigaction is None, reason="only Linux tells")
 @pytest.mark.parametrize("interrupts_calls", [True, False])
 def test_what_siginterrupt_has_set_stays(seen, interrupts_calls):
     signal.siginterrupt(signal.SIGUSR2, interrupts_calls)
-    assert interrupts._restarts(signal.SIGUSR2) is not interrupts_calls
+    assert interrupts.restarts(signal.SIGUSR2) is not interrupts_calls
     with interrupts.held():
-        assert interrupts._restarts(signal.SIGUSR2) is not interrupts_calls
+        assert interrupts.restarts(signal.SIGUSR2) is not interrupts_calls
         interrupts.check()
-    assert interrupts._restarts(signal.SIGUSR2) is not interrupts_calls
-    assert not interrupts._restarts(signal.SIGUSR1)
+    assert interrupts.restarts(signal.SIGUSR2) is not interrupts_calls
+    assert not interrupts.restarts(signal.SIGUSR1)
 
 
 def test_a_handler_that_is_set_in_a_block_has_its_own_siginterrupt(seen):
@@ -60,7 +60,7 @@ def test_a_handler_that_is_set_in_a_block_has_its_own_siginterrupt(seen):
     mine = signal.getsignal(signal.SIGUSR2)
     with interrupts.held():
         signal.signal(signal.SIGUSR2, lambda number, frame: None)
-    assert not interrupts._restarts(signal.SIGUSR2)
+    assert not interrupts.restarts(signal.SIGUSR2)
     signal.signal(signal.SIGUSR2, mine)
 
 
@@ -186,7 +186,7 @@ def test_an_interrupt_anywhere_leaves_the_handlers_in_their_places(seen, monkeyp
     few = (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)  # places, too
     monkeypatch.setattr(interrupts, "_SIGNALS", few)
     signal.siginterrupt(signal.SIGUSR2, False)
-    restarts = interrupts._restarts(signal.SIGUSR2)  # False where nothing tells
+    restarts = interrupts.restarts(signal.SIGUSR2)  # False where nothing tells
     inside = []
 
     def act():
@@ -204,9 +204,10 @@ def test_an_interrupt_anywhere_leaves_the_handlers_in_their_places(seen, monkeyp
             break
         assert strike.raised
         assert inside in ([], [1], [1, 2])
-        assert not interrupts._is_held
-        assert not interrupts._noted
+        assert not interrupts.is_held
+        assert not interrupts.noted
         handlers = map(signal.getsignal, signal.valid_signals())
-        assert interrupts._note not in handlers, strike.where
-        assert interrupts._restarts(signal.SIGUSR2) == restarts, strike.where
+        modules = {getattr(handler, "__module__", None) for handler in handlers}
+        assert interrupts.__name__ not in modules, strike.where
+        assert interrupts.restarts(signal.SIGUSR2) == restarts, strike.where
     assert number > 50

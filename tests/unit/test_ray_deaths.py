@@ -20,13 +20,9 @@ class ActorUnavailableError(Exception):
 
 def lost(error, state):
     """Return an actor that was in this state when its stream raised."""
-    pool = object.__new__(RayPool)
-    pool._session = types.SimpleNamespace(check=lambda: None, ray=None, reason_of=str)
-    pool._lock = threading.RLock()
-    pool._news = threading.Condition(pool._lock)
     actor = Actor(0, (0,), *[None] * 5)
     actor.state = state
-    pool._lose(actor, error)
+    actor.lose(error, str(error))
     assert actor.state is WorkerState.DEAD
     return actor
 

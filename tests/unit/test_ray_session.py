@@ -55,11 +55,11 @@ class FakeRay:
 
 @pytest.fixture
 def ray(monkeypatch):
-    monkeypatch.setattr(ray_session, "_check_reachable", lambda address: None)  # nobody is there
+    monkeypatch.setattr(ray_session, "check_reachable", lambda address: None)  # nobody is there
     fake = FakeRay()
     monkeypatch.setattr(ray_session, "framework", lambda *args, **options: fake)
-    monkeypatch.setattr(ray_session, "_check_process", lambda: None)  # it has no threads
-    monkeypatch.setattr(ray_session, "_started", None)
+    monkeypatch.setattr(ray_session, "check_process", lambda: None)  # it has no threads
+    monkeypatch.setattr(ray_session, "started_here", None)
     before = signal.getsignal(signal.SIGTERM)
     yield fake
     signal.signal(signal.SIGTERM, before)

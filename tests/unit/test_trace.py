@@ -110,7 +110,7 @@ def test_an_error_whose_text_fails_has_a_name():
 
 @pytest.mark.parametrize("nth", range(3))
 def test_what_another_thread_takes_just_then_is_not_promised(nth):
-    ready = timeline._Ready(["batch"])
+    ready = timeline.Ready(["batch"])
     returned = []
 
     def other_thread(frame, event, function):  # gets the interpreter after a call

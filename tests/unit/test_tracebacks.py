@@ -70,7 +70,7 @@ def test_it_can_be_sent_on():
 
 
 def test_where_the_columns_are_unknown_none_are_underlined():
-    place = tracebacks._Place(__file__, "f", 20, (None, None, None), {})
+    place = tracebacks.Place(__file__, "f", 20, (None, None, None), {})
     [line] = traceback.format_tb(tracebacks.rebuild([place]))
     assert "^" not in line
     assert "line 20, in f" in line

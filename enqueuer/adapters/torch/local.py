@@ -50,7 +50,7 @@ class LocalLoader:
         # A process, and the number of iterations that have begun there.
         self._counted_in, self._iterations = 0, 0
         self._count_from_loaded()
-        self._pid = os.getpid()
+        self.pid = os.getpid()
         # The loader of this process, and its enqueuer: the whole, or a part.
         self._loader: TorchLoader | None = None
         self._part: BaseEnqueuer[Any] | None = None
@@ -73,8 +73,8 @@ class LocalLoader:
     def loader(self) -> TorchLoader:
         """Return the loader of this process."""
         # A loader that a process has inherited belongs to another process.
-        if self._pid != os.getpid():
-            self._pid, self._loader, self._endless, self._asked = os.getpid(), None, None, None
+        if self.pid != os.getpid():
+            self.pid, self._loader, self._endless, self._asked = os.getpid(), None, None, None
         if self._loader is None:
             self._loader = self._new_loader()
         return self._loader
@@ -93,8 +93,8 @@ class LocalLoader:
 
     def asked(self, length: int, worker: int, workers: int) -> IndexedItems:
         """Return the source of items of a map-style dataset in a DataLoader worker."""
-        if self._asked is None or self._pid != os.getpid():
-            self._pid, self._loader, self._endless = os.getpid(), None, None
+        if self._asked is None or self.pid != os.getpid():
+            self.pid, self._loader, self._endless = os.getpid(), None, None
             self._asked = IndexedItems(self, length, worker, workers)
         return self._asked
 
@@ -189,7 +189,7 @@ class LocalLoader:
 
     def stop(self) -> None:
         """Stop the loader of this process."""
-        if self._pid == os.getpid() and self._loader is not None:
+        if self.pid == os.getpid() and self._loader is not None:
             self._loader.stop()
         self._endless = self._asked = None
 

@@ -1,6 +1,6 @@
 """The fork server: a fresh interpreter that runs no user code and forks workers on request.
 
-    this process  _Server --request, the two descriptors of a worker--> serve_forks() --> workers
+    this process  Server --request, the two descriptors of a worker--> serve_forks() --> workers
                           <--pid, exit code, errno----------------------
 
 That of multiprocessing reads and fixes the global start method, imports the user's main module in
@@ -57,7 +57,7 @@ _PID, _EXIT, _ERRNO = 1, 2, 3
 class _Served:
     """A child of the fork server."""
 
-    def __init__(self, server: _Server, connection: Packets, number: int, pid: int) -> None:
+    def __init__(self, server: Server, connection: Packets, number: int, pid: int) -> None:
         self._server = server
         self._connection = connection
         self._number = number
@@ -67,7 +67,7 @@ class _Served:
         return self._server.exitcode(self._connection, self._number, timeout)
 
 
-class _Server:
+class Server:
     """The fork server as this process sees it; it is started when first needed.
 
     The server ends when its socket does, at the latest with this process. Any thread may call
@@ -80,12 +80,12 @@ class _Server:
     def __init__(self) -> None:
         # Reentrant, as the garbage collector may stop a forgotten enqueuer at any moment.
         self._lock = threading.RLock()
-        self._popen: subprocess.Popen[bytes] | None = None
+        self.popen: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
         self._packets: Packets | None = None
         self._requests = 0
         # Requests that wait for an answer or whose child lives; then the answers, by request.
-        self._open: set[int] = set()
+        self.open_requests: set[int] = set()
         self._pids: dict[int, int] = {}
         self._codes: dict[int, int] = {}
         self._errors: dict[int, int] = {}
@@ -105,8 +105,8 @@ class _Server:
                     number = self._ask_locked(sock, lifeline)
                     break
                 except TimeoutError:  # it hangs, and so would another one
-                    if self._popen is not None and self._owner == os.getpid():
-                        self._popen.kill()
+                    if self.popen is not None and self._owner == os.getpid():
+                        self.popen.kill()
                     self._leave_locked()
                     raise StartError(_NO_ANSWER) from None
                 except (OSError, EOFError):
@@ -114,7 +114,7 @@ class _Server:
                     if attempt:
                         raise StartError(_NO_SERVER) from None
             if number in self._errors:
-                self._open.discard(number)
+                self.open_requests.discard(number)
                 code = self._errors.pop(number)
                 raise OSError(code, os.strerror(code))
             assert self._packets is not None
@@ -136,7 +136,7 @@ class _Server:
             except (OSError, EOFError, TimeoutError):
                 pass
             if number in self._codes:
-                self._open.discard(number)
+                self.open_requests.discard(number)
             return self._codes.pop(number, None)
 
     def _ask_locked(self, sock: socket.socket, lifeline: Descriptor) -> int:
@@ -144,14 +144,14 @@ class _Server:
         self._join_locked()
         assert self._packets is not None
         self._requests = number = self._requests + 1
-        self._open.add(number)
+        self.open_requests.add(number)
         try:
             self._packets.send(_REQUEST.pack(number), [sock.fileno(), lifeline.fileno()])
             self._wait_locked(
                 lambda: number in self._pids or number in self._errors, _SERVER_START_S
             )
         except BaseException:
-            self._open.discard(number)
+            self.open_requests.discard(number)
             raise
         return number
 
@@ -171,7 +171,7 @@ class _Server:
                 if self._packets.ended:
                     raise EOFError
                 left = deadline - time.monotonic()
-                if not interrupts.interruptible(_readable, self._sock, left):
+                if not interrupts.interruptible(readable, self._sock, left):
                     raise TimeoutError
         finally:
             self._loop_meter -= 1
@@ -184,20 +184,20 @@ class _Server:
 
     def _hear(self, answer: bytes) -> None:
         kind, number, value = _ANSWER.unpack(answer)
-        if number in self._open:
+        if number in self.open_requests:
             heard = {_PID: self._pids, _EXIT: self._codes, _ERRNO: self._errors}[kind]
             heard[number] = value
 
     def _join_locked(self) -> None:
         """Start a server unless this process has one that lives."""
-        if self._owner == os.getpid() and self._popen is not None and self._popen.poll() is None:
+        if self._owner == os.getpid() and self.popen is not None and self.popen.poll() is None:
             return
         self._leave_locked()
         ours, its = pair("seqpacket")
         with its:
             close_in_children(ours)
             with silent_children():
-                self._popen = subprocess.Popen(
+                self.popen = subprocess.Popen(
                     [
                         *(sys.executable, *interpreter_flags(), "-c"),
                         program("serve", its.fileno(), _modules_to_preload()),
@@ -216,13 +216,13 @@ class _Server:
     def _leave_locked(self) -> None:
         if self._packets is not None:
             self._packets.close()
-        if self._popen is not None and self._owner == os.getpid():
+        if self.popen is not None and self._owner == os.getpid():
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._popen.wait(_STATUS_S)
-        elif self._popen is not None:
-            self._popen.returncode = 0  # the parent's child, not ours: nothing to wait for
-        self._popen = self._sock = self._packets = None
-        for said in (self._open, self._pids, self._codes, self._errors):
+                self.popen.wait(_STATUS_S)
+        elif self.popen is not None:
+            self.popen.returncode = 0  # the parent's child, not ours: nothing to wait for
+        self.popen = self._sock = self._packets = None
+        for said in (self.open_requests, self._pids, self._codes, self._errors):
             said.clear()
 
     def end(self) -> None:
@@ -237,22 +237,23 @@ class _Server:
         self._leave_locked()
 
 
-_server = _Server()
-os.register_at_fork(after_in_child=_server.renew)
+server = Server()
+os.register_at_fork(after_in_child=server.renew)
 
 
 def fork(sock: socket.socket, lifeline: Descriptor) -> _Served:
     """Let this process's fork server fork a child that owns `sock` and `lifeline`."""
-    return _server.fork(sock, lifeline)
+    return server.fork(sock, lifeline)
 
 
 @atexit.register
 def end_server() -> None:
     """End this process's fork server; it is started again when needed."""
-    _server.end()
+    server.end()
 
 
-def _readable(sock: socket.socket, timeout: float) -> bool:
+def readable(sock: socket.socket, timeout: float) -> bool:
+    """Wait until there is something to read; return whether there is."""
     poller = select.poll()
     poller.register(sock, select.POLLIN)
     return bool(poller.poll(max(0, int(timeout * 1000) + 1)))

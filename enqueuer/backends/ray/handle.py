@@ -14,6 +14,7 @@ from typing import Any
 
 from enqueuer.backends.pool import Death, WorkerState
 from enqueuer.backends.ray.inbox import RayInbox
+from enqueuer.backends.ray.session import is_of_its_node
 from enqueuer.monitoring.meters import clock
 from enqueuer.monitoring.worker_stats import WorkerStats
 from enqueuer.workers.messages import Epoch
@@ -90,6 +91,17 @@ class Actor:
                 "in a library that the generator uses."
             )
         return Death(f"died ({self.why.rstrip('.')})", message, counts=not self.never_ran)
+
+    def lose(self, error: BaseException, why: str) -> None:
+        """Note the death of the actor.
+
+        Args:
+            error: Exception that Ray raised.
+            why: Cause of the death, in Ray's words.
+        """
+        self.why = why
+        self.never_ran = self.state is WorkerState.STARTING and is_of_its_node(error)
+        self.move(WorkerState.DEAD)
 
     def move(self, new: WorkerState) -> None:
         """Change state; the only method that assigns `state` after the start."""

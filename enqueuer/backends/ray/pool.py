@@ -34,7 +34,7 @@ from enqueuer.backends.ray.handle import Actor
 from enqueuer.backends.ray.inbox import RayInbox, deliver
 from enqueuer.backends.ray.outbox import Credit, Ended, Frame, ItemFrame, NeedsCredit, Ready
 from enqueuer.backends.ray.receiver import Receiver, unpack
-from enqueuer.backends.ray.session import Gone, Session, is_of_its_node, unwrapped
+from enqueuer.backends.ray.session import Gone, Session, unwrapped
 from enqueuer.backends.stall import WorkerSnapshot, level_of_user
 from enqueuer.common import interrupts
 from enqueuer.errors import EnqueuerWarning, StopWarning
@@ -182,10 +182,7 @@ class RayPool:
         self._kill(actor)
         with self._lock:
             if actor.state in (WorkerState.STARTING, WorkerState.RUNNING):
-                actor.why = self._session.reason_of(error)
-                is_new = actor.state is WorkerState.STARTING
-                actor.never_ran = is_new and is_of_its_node(error)
-                actor.move(WorkerState.DEAD)
+                actor.lose(error, self._session.reason_of(error))
             self._wake_locked()
 
     # --- sending ---

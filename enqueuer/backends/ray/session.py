@@ -40,7 +40,7 @@ class _Started:
         self.on_term: Any = None
 
 
-_started: _Started | None = None
+started_here: _Started | None = None
 
 
 class Session:
@@ -65,19 +65,19 @@ class Session:
             StartError: Ray cannot be reached, has another address than was given, or belongs to
                 the process from which this one was forked.
         """
-        global _started
+        global started_here
         with _lock, _preserved_settings():
             ray = self.ray = framework("ray", "ray", "2.10", user="backend='ray'")
             # Counted first, so that an enqueuer that is collected meanwhile does not shut it down.
-            if _started is not None and _started.identity == _identity(ray):
-                _started.users += 1
-                self._started = _started
+            if started_here is not None and started_here.identity == _identity(ray):
+                started_here.users += 1
+                self._started = started_here
             try:
                 if not ray.is_initialized():
                     self._started = _initialise(ray, self._cluster.address)
-                    _started = self._started
+                    started_here = self._started
                 else:
-                    _check_process()
+                    check_process()
                     self._check_address()
                 self._identity = _identity(ray)
             except BaseException:
@@ -218,7 +218,7 @@ def _initialise(ray: Any, address: str | None) -> _Started:
     started = _Started(address)
     on_term = signal.getsignal(signal.SIGTERM)
     try:
-        _check_reachable(address)
+        check_reachable(address)
         ray.init(address=address)
     except Exception as error:
         where = "could not be started" if address is None else f"at {address!r} cannot be reached"
@@ -245,7 +245,7 @@ def _preserved_settings() -> Iterator[None]:
             signal.signal(signal.SIGTERM, on_term)
 
 
-def _check_process() -> None:
+def check_process() -> None:
     """Raise StartError in a process that was forked from Ray's driver: a call to Ray would hang.
 
     The threads of Ray, which Python does not know, do not exist there.
@@ -278,7 +278,7 @@ def _is_being_shut_down(ray: Any) -> bool:
     return is_there and not ray.is_initialized()
 
 
-def _check_reachable(address: str | None) -> None:
+def check_reachable(address: str | None) -> None:
     """Raise OSError if no server listens at an address; Ray would try for minutes."""
     host, _, port = (address or "").rpartition(":")
     if host and port.isdigit():

@@ -203,7 +203,9 @@ class Buffer(Generic[T]):
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open"
-        return f"<Buffer {len(self._items)}/{self.max_size} {state}>"
+        waiting = {"put": self._putters, "get": len(self._getters)}
+        texts = (f", {count} in {name}()" for name, count in waiting.items() if count)
+        return f"<Buffer {len(self._items)}/{self.max_size} {state}{''.join(texts)}>"
 
     def _get_locked(self) -> T:
         item, size_bytes = self._items.popleft()

@@ -48,7 +48,7 @@ class ThreadSender:
     ) -> None:
         self.index = index
         self.has_left = False
-        self._buffer = buffer
+        self.buffer = buffer
         self._orders = orders
         self._tickets = tickets
         self._measured = measured
@@ -75,9 +75,9 @@ class ThreadSender:
             self._weigh(value)
             if self._checksums is not None:
                 self._look_for_reuse(item, self._checksums)
-        if not self._buffer.offer(item, size_bytes):
+        if not self.buffer.offer(item, size_bytes):
             self.meter.pause(WAITING)
-            self._buffer.put(item, size_bytes=size_bytes)
+            self.buffer.put(item, size_bytes=size_bytes)
             self.meter.resume()
 
     def _weigh(self, value: object) -> None:
@@ -95,7 +95,7 @@ class ThreadSender:
         """
         own = [
             waiting
-            for waiting in self._buffer.snapshot()
+            for waiting in self.buffer.snapshot()
             if isinstance(waiting, Item) and (waiting.shard, waiting.number) in checksums
         ]
         for waiting in own[:1] + own[1:][-1:]:
@@ -103,7 +103,7 @@ class ThreadSender:
             if now is None or now == checksums[waiting.shard, waiting.number]:
                 continue
             # The loop may have taken it since, and changed it itself.
-            if any(item is waiting for item in self._buffer.snapshot()):
+            if any(item is waiting for item in self.buffer.snapshot()):
                 self._checksums = None
                 _warn_of_reuse(self, waiting)
                 return
@@ -120,10 +120,10 @@ class ThreadSender:
                 message = dataclasses.replace(message, worker=str(self))
             case End(state=state) if state is not None:
                 message = dataclasses.replace(message, state=copy.deepcopy(state))
-        self._buffer.put(message)
+        self.buffer.put(message)
 
     def check(self) -> None:
-        if self._buffer.closed:
+        if self.buffer.closed:
             raise Closed("the enqueuer was stopped")
 
     def watch(self, waited: Callable[[int], None]) -> None:

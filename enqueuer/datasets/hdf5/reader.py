@@ -111,7 +111,7 @@ class Reader:
     ) -> list[np.ndarray]:
         found = []
         for at, low, high in self._between(name, start, stop, step):
-            found.append(self._take(at, low, high, step))
+            found.append(self.take(at, low, high, step))
             places.add(at.path)
         return found or [self._empty(name, 0)]
 
@@ -137,7 +137,7 @@ class Reader:
         for piece in pieces:
             for at, low, high in self._between(name, *piece):
                 there = filled + high - low
-                self._take(at, low, high, into=pool[filled:there])
+                self.take(at, low, high, into=pool[filled:there])
                 places.add(at.path)
                 filled = there
         return pool
@@ -161,7 +161,7 @@ class Reader:
             if low < high:
                 yield at, low - at.start + at.first, high - at.start + at.first
 
-    def _take(
+    def take(
         self, at: Stretch, low: int, high: int, step: int = 1, into: np.ndarray | None = None
     ) -> Any:
         """Read some rows of the dataset of a stretch; return them unless an array is given."""
