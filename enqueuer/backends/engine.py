@@ -211,7 +211,6 @@ class Engine(Generic[W]):
         awaited = self._schedule.awaited(order)
         return WaitSnapshot(awaited, self.waiting(), first_for(order, snapshots))
 
-
     def _staying(self) -> list[W]:
         return [worker for worker in list(self.pool.workers) if not worker.is_leaving]
 

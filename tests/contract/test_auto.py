@@ -17,8 +17,6 @@ from conftest import IS_RAY, RAY, actors
 from helpers import LIMIT, bytes_of, random_batches, twelve
 
 from enqueuer import Auto, GeneratorEnqueuer, OrderedEnqueuer, Processes, StartError, imap, prefetch
-from enqueuer.backends.process.pool import ProcessPool
-from enqueuer.backends.thread.pool import ThreadPool
 from enqueuer.enqueuers.enqueuer import core_of
 from enqueuer.monitoring import autoscaler
 
@@ -523,8 +521,7 @@ def test_workers_that_cannot_be_started_are_done_without(caplog, monkeypatch, op
         def refuse(*_):
             raise StartError("no more processes")
 
-        for pool in (ProcessPool, ThreadPool):
-            monkeypatch.setattr(pool, "start_worker", refuse)
+        monkeypatch.setattr(core_of(enqueuer).run.backend.pool, "start_worker", refuse)
         loop.run_until(lambda: caplog.records)
         loop.run(1)
         assert loop.seen == list(range(len(loop.seen)))

@@ -10,7 +10,7 @@ import pytest
 from helpers import bytes_of, pid_of, random_batches
 
 from enqueuer import GeneratorEnqueuer, StartError, WorkerDied
-from enqueuer.backends.process.pool import ProcessPool
+from enqueuer.enqueuers.enqueuer import core_of
 
 
 def pid_first(shard):
@@ -117,7 +117,7 @@ def test_a_restart_while_other_workers_start_counts(process, monkeypatch):
         open_pool(new)
 
     with GeneratorEnqueuer(pid_first, shards=2, max_restarts=1, **process) as enqueuer:
-        pool = type(core_of(enqueuer).run.backend._pool)
+        pool = type(core_of(enqueuer).run.backend.pool)
         batches, open_pool = iter(enqueuer), pool.open
         pid = next(batches)
         monkeypatch.setattr(pool, "open", open_after_a_restart)
@@ -136,11 +136,12 @@ def test_threads_take_the_option_and_need_nothing_of_it():
 
 def test_a_replacement_that_cannot_be_started_is_named_as_the_reason(process, monkeypatch):
     with GeneratorEnqueuer(pid_first, max_restarts=3, **process) as enqueuer:
+        pool = core_of(enqueuer).run.backend.pool
 
-        def refuse(pool, index):
+        def refuse(index):
             raise StartError("no more of them")
 
-        monkeypatch.setattr(ProcessPool, "start_worker", refuse)
+        monkeypatch.setattr(pool, "start_worker", refuse)
         os.kill(pid_of(enqueuer), signal.SIGKILL)
         with pytest.raises(WorkerDied) as caught:
             list(enqueuer)

@@ -170,12 +170,12 @@ def test_a_reconfigure_that_waits_for_an_iterable_can_be_interrupted(
 ):
     enqueuer, let_go = consumed_elsewhere
     old = core_of(enqueuer).run.backend
-    assert old._pool.workers
+    assert old.pool.workers
     interrupt_reconfigure(enqueuer, monkeypatch)
     assert core_of(enqueuer).run.backend is old, "the iterable was not waited for"
     assert let_go() == [str(number) for number in range(8)]
     assert "3 workers" in repr(enqueuer)
-    wait_until(lambda: not old._pool.workers)
+    wait_until(lambda: not old.pool.workers)
 
 
 @pytest.mark.parametrize("then", ["stop", "reconfigure"])

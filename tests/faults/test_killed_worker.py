@@ -272,7 +272,7 @@ def test_a_fork_server_that_was_killed_is_replaced(tmp_path):
 for _ in range(3):
     with GeneratorEnqueuer(helpers.counting, OPTIONS) as enqueuer:
         assert next(iter(enqueuer)) == (0, 0)
-    os.kill(fork_server._server._popen.pid, signal.SIGKILL)
+    os.kill(fork_server.server.popen.pid, signal.SIGKILL)
 """
     assert run_program(tmp_path, program(text, "forkserver")) == (0, "", "")
 
@@ -284,7 +284,7 @@ def test_workers_go_on_without_their_fork_server(replaced, tmp_path):
 with GeneratorEnqueuer(source, OPTIONS) as enqueuer:
     batches = iter(enqueuer)
     pid = next(batches)
-    os.kill(fork_server._server._popen.pid, signal.SIGKILL)
+    os.kill(fork_server.server.popen.pid, signal.SIGKILL)
     assert [next(batches) for _ in range(100)] == list(range(100))
     if REPLACED:
         with GeneratorEnqueuer(helpers.counting, OPTIONS) as second:
@@ -293,7 +293,7 @@ with GeneratorEnqueuer(source, OPTIONS) as enqueuer:
     assert "unknown exit code" in until_death(batches)
 with GeneratorEnqueuer(source, OPTIONS) as enqueuer:
     pid = next(iter(enqueuer))
-    os.kill(fork_server._server._popen.pid, signal.SIGKILL)
+    os.kill(fork_server.server.popen.pid, signal.SIGKILL)
 assert not helpers.alive(pid)
 """.replace("REPLACED", str(replaced))
     assert run_program(tmp_path, program(text, "forkserver")) == (0, "", "")

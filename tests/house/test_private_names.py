@@ -1,5 +1,7 @@
 """Private names stay in their module: `other._name` is used where `_name` is defined, or nowhere.
 
+Tests keep this rule, too. A test may replace a constant in capitals, such as a limit of a wait.
+
 Modules that still break a rule are listed, and the lists only shrink: a listed module that keeps
 the rule fails, so that it is removed from its list.
 """
@@ -11,6 +13,7 @@ from pathlib import Path
 import enqueuer
 
 PACKAGE = Path(enqueuer.__file__).parent
+TESTS = Path(__file__).parents[1]
 
 # Modules that use private names of other modules' objects.
 INTRUDERS: set[str] = set()
@@ -33,10 +36,20 @@ def is_private(name):
 
 
 @functools.cache
+def trees_of_tests():
+    """Return the syntax tree of each module of the tests, by its path."""
+    return {p.relative_to(TESTS).as_posix(): ast.parse(p.read_text()) for p in TESTS.rglob("*.py")}
+
+
+@functools.cache
 def defined_in(path):
+    return names_defined_by(modules()[path])
+
+
+def names_defined_by(tree):
     """Return the private names that a module defines: functions, classes, variables, attributes."""
     found = set()
-    for node in ast.walk(modules()[path]):
+    for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -70,6 +83,22 @@ def intrusions(path):
             yield from (f"{path}: {alias.name}" for alias in node.names if is_private(alias.name))
 
 
+def intrusions_of_tests(path):
+    """Yield the private names of the package that a module of the tests takes or replaces."""
+    tree = trees_of_tests()[path]
+    taken = {name for name in defined_anywhere() if not name.isupper()}
+    taken -= names_defined_by(tree) | FOREIGN
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in taken and not is_own(node):
+            yield f"{path}:{node.lineno}: {ast.unparse(node)}"
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("enqueuer"):
+            yield from (f"{path}: {alias.name}" for alias in node.names if alias.name in taken)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("setattr"):
+            for text in node.args:
+                if isinstance(text, ast.Constant) and str(text.value).split(".")[-1] in taken:
+                    yield f"{path}:{node.lineno}: {text.value}"
+
+
 def replacements(path):
     """Yield the lines at which a module writes to `vars(...)`."""
     for node in ast.walk(modules()[path]):
@@ -83,6 +112,10 @@ def test_private_names_stay_in_their_module():
     found = {path: list(intrusions(path)) for path in modules()}
     assert [line for path, lines in found.items() if path not in INTRUDERS for line in lines] == []
     assert {path for path in INTRUDERS if not found.get(path)} == set()
+
+
+def test_tests_use_public_names():
+    assert [line for path in trees_of_tests() for line in intrusions_of_tests(path)] == []
 
 
 def test_no_method_is_replaced_on_an_instance():

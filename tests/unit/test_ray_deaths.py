@@ -1,13 +1,9 @@
 """Why an actor is lost, and whether that counts as a restart; without Ray."""
 
-import threading
-import types
-
 import pytest
 
 from enqueuer.backends.pool import WorkerState
 from enqueuer.backends.ray.handle import Actor
-from enqueuer.backends.ray.pool import RayPool
 
 
 class ActorDiedError(Exception):
