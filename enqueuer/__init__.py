@@ -34,7 +34,7 @@ from enqueuer.errors import (
     WorkerDied,
     WorkerError,
 )
-from enqueuer.monitoring.findings import Bottleneck
+from enqueuer.monitoring.bottleneck_texts import Bottleneck
 from enqueuer.monitoring.headroom import Headroom, headroom
 from enqueuer.monitoring.stats import Stats
 from enqueuer.monitoring.worker_stats import WorkerStats

@@ -1,16 +1,17 @@
-"""Walking a nested batch: which values are containers, what is in them, and rebuilding them.
+"""Walking a nested batch: its containers, their members, and rebuilding them.
 
     members_of(nest)          -> members by key, index or name; None of a leaf
+    parts_of(value)           -> members of a container, attributes of any other object
     with_members(nest, ...)   -> a nest of the same class with other members
     tree_map(function, nest)  -> function of each leaf
-    attributes_of(value)      -> what any object keeps in its `__dict__` and its slots
+    attributes_of(value)      -> values in the `__dict__` and the slots of an object
 
 Containers are mappings, tuples, named tuples, lists and dataclasses. Sets are leaves here, as
-their members have no places; callers that only read go into them by themselves.
+their members have no places.
 
-Two callers walk in ways of their own. The size of a batch (`sizes.py`) is taken for every item
-and must run no code of a container's class, so it knows only built-in containers and attributes.
-The TensorFlow adapter follows `tf.nest`, for which a list is a tensor.
+Two callers walk in other ways. The size of a batch (`sizes.py`) is taken for every item and must
+run no code of a container's class, so it knows only built-in containers and attributes. The
+TensorFlow adapter follows `tf.nest`, for which a list is a tensor.
 """
 
 from __future__ import annotations
@@ -41,6 +42,23 @@ def members_of(nest: object) -> Mapping[Any, Any] | None:
     return None
 
 
+def parts_of(value: object) -> Mapping[Any, Any] | None:
+    """Return the members of a container, or the attributes of another object, to read them all.
+
+    A dataclass has all its attributes here, also those that its `__init__` does not take.
+
+    Returns:
+        The parts by key, index or name; None if the object has no attributes.
+
+    Example:
+        >>> parts_of(["a"]), parts_of(types.SimpleNamespace(x=1)), parts_of(object())
+        ({0: 'a'}, {'x': 1}, None)
+    """
+    if isinstance(value, (Mapping, tuple, list)):
+        return members_of(value)
+    return attributes_of(value) or None
+
+
 def with_members(nest: Any, members: Mapping[Any, Any]) -> Any:
     """Return a container of the same class as `nest` with other members.
 
@@ -61,10 +79,10 @@ def with_members(nest: Any, members: Mapping[Any, Any]) -> Any:
 
 
 def columns_of(nests: Sequence[Any]) -> dict[Any, list[Any]] | None:
-    """Return, for each member of the first container, what all of them have there.
+    """Return, for each member of the first container, a list of that member of all containers.
 
     Args:
-        nests: Containers of one build, at least one; or leaves.
+        nests: Containers of the same structure, at least one; or leaves.
 
     Returns:
         The members by key, index or name; None if the first one is a leaf.
@@ -89,7 +107,7 @@ def columns_of(nests: Sequence[Any]) -> dict[Any, list[Any]] | None:
 
 
 def tree_map(function: Callable[[Any], Any], nest: Any) -> Any:
-    """Return a nest of the same build with `function` of each leaf.
+    """Return a nest of the same structure with `function` of each leaf.
 
     An object that moves itself to a GPU is a leaf.
 
@@ -130,15 +148,16 @@ def _with_items(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[An
     kind: Any = type(mapping)
     try:
         rebuilt = kind(items)
-    except Exception:  # an archive that numpy has opened, for example
+    except Exception:
+        # An archive that numpy has opened, for example, cannot be made from a dict.
         return items
     return rebuilt if isinstance(rebuilt, Mapping) else items
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """Return what an object keeps in its `__dict__` and its slots, by name.
+    """Return the values in the `__dict__` and the slots of an object, by name.
 
-    Properties are not asked, so that no code of the object's class runs.
+    Properties are not read, so no code of the object's class runs.
 
     Example:
         >>> attributes_of(types.SimpleNamespace(x=1))
@@ -156,6 +175,7 @@ def attributes_of(value: Any) -> dict[str, Any]:
             if isinstance(slot, types.MemberDescriptorType):
                 try:
                     found[key] = slot.__get__(value)
-                except AttributeError:  # it was not set
+                except AttributeError:
+                    # The slot was not set.
                     continue
     return found

@@ -19,8 +19,8 @@ from enqueuer.enqueuers.options import Options
 from enqueuer.enqueuers.replay import Origin
 from enqueuer.enqueuers.run import Run
 from enqueuer.monitoring import usage
+from enqueuer.monitoring.bottleneck_texts import MANY_WORKERS
 from enqueuer.monitoring.duplicates import FirstItems
-from enqueuer.monitoring.findings import MANY_WORKERS
 from enqueuer.monitoring.stats import Stats
 from enqueuer.workers.messages import Epoch, Failure, Ticket
 from enqueuer.workers.shards import fresh_seed

@@ -1,15 +1,15 @@
-"""How many workers: a decision after each window of a run, for `workers="auto"`.
+"""Deciding the number of workers after each window of a run, for `workers="auto"`.
 
     Stats, now and then --> Autoscaler.next(stats) --> number of workers
 
                      the loop waits, and the workers do not
         n workers --------------------------------------------> up to 2 n
                   <--------------------------------------------
-                     they made it hardly faster; or it does not wait, and some have nothing to do
+                     they made it hardly faster; or it does not wait, and some workers are idle
 
-It only decides: it neither waits nor reads a clock, and knows no worker. Each step up raises the
-lower limit, and each that did not help lowers the upper limit, so that on one and the same load
-it comes to rest. Only another load resets the limits.
+The autoscaler only decides: it neither waits nor reads a clock, and has no access to the workers.
+Each step up raises the lower limit, and each step that did not help lowers the upper limit. So the
+number stays the same while the load does. Only another load resets the limits.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from dataclasses import dataclass
 
 from enqueuer.common.text import percent, ratio
 from enqueuer.monitoring.bottleneck import FEWEST_BATCHES, HARDLY_WAITS, OFTEN_WAITS
-from enqueuer.monitoring.evidence import most_on
+from enqueuer.monitoring.bottleneck_inputs import most_on
 from enqueuer.monitoring.stats import Stats
 from enqueuer.monitoring.worker_stats import WorkerStats
 
-# Seconds; shorter windows say too little about loads that vary.
+# Seconds; in a shorter window, the numbers of a load that varies are mostly chance.
 WINDOW_S = 1.0
 # Seconds between decisions when nothing changes any more, as each costs a little.
 LONGEST_WINDOW_S = 16.0
@@ -85,12 +85,12 @@ class Autoscaler:
         self._wish: _Wish | None = None
         self._forget()
 
-    def next(self, stats: Stats, again_s: float | None = None) -> int:
+    def next(self, stats: Stats, replay_s: float | None = None) -> int:
         """Return the number of workers that there should be from now on.
 
         Args:
             stats: Statistics now.
-            again_s: Seconds of work that would have to be repeated, by all workers together;
+            replay_s: Seconds of work that would have to be repeated, by all workers together;
                 None if a change costs nothing.
         """
         if self._base is None:
@@ -103,19 +103,19 @@ class Autoscaler:
             self._base, self._window_s = stats, min(2 * self._window_s, LONGEST_WINDOW_S)
             left_s = self._window_s
         self.due_s = stats.seconds + max(left_s, WINDOW_S / 8)
-        if self._wish is not None and self._wish.cost_s(stats, again_s) <= self._most_cost_s:
+        if self._wish is not None and self._wish.cost_s(stats, replay_s) <= self._most_cost_s:
             self._go_to(self._wish)
         return self._workers
 
     def refused(self, workers: int) -> None:
-        """Note that there cannot be more workers than this number, and that there are so many."""
+        """Set the limit to the present number of workers, as no more could be started."""
         self._most_ever = self._most = self._workers = workers
         self._arrive()
 
     # --- inside ---
 
     def _forget(self) -> None:
-        """Forget what is known of the load."""
+        """Discard the measurements of the load, and reset the limits."""
         self._fewest, self._most = 1, self._most_ever
         # Number of workers and rate before the last step up.
         self._before: tuple[int, float] | None = None
@@ -124,7 +124,7 @@ class Autoscaler:
         self._calm = self._strange = self._doubts = 0
 
     def _warm_up(self, stats: Stats) -> None:
-        """Begin the window when all workers have delivered something, or could have."""
+        """Begin the window when all workers have delivered an item, or have had time to."""
         self.due_s = stats.seconds + WINDOW_S / 8
         if self._arrived is None:
             self._arrived = stats
@@ -223,14 +223,14 @@ class _Wish:
     # Whether it is the number before the last step.
     is_back: bool = False
 
-    def cost_s(self, stats: Stats, again_s: float | None) -> float:
+    def cost_s(self, stats: Stats, replay_s: float | None) -> float:
         """Return the seconds for which the loop would stand still; inf if that is not worth it."""
-        if again_s is None:
+        if replay_s is None:
             return 0.0
         if not self.is_urgent:
             return math.inf
         starting_s = max((worker.starting_s for worker in stats.workers), default=0.0)
-        return again_s / self.workers + starting_s
+        return replay_s / self.workers + starting_s
 
 
 def _busy_s(worker: WorkerStats) -> float:

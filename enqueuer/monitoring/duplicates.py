@@ -1,27 +1,25 @@
 """Finding shards that make the same data, and items that were changed after they were yielded.
 
-Most often they do because the generator draws from a `numpy.random.default_rng` that was made
-outside of it and was copied to each worker, or because it takes no shard and reads everything.
+Shards often make the same data if the generator draws from a `numpy.random.default_rng` that was
+made outside of it and copied to each worker, or if it takes no shard and reads everything.
 
-The first items of each shard decide: two, or as many more as it takes until they hold 128
-bytes, or 1 KiB if the function takes the shard, as its shards may well begin with the same lines
-or with an idle sensor. They must be alike between shards and differ within each: shards that
-begin with the same header are then told from copies, and a stream of one batch that is repeated,
-as benchmarks use it, from data. Shorter beginnings are not compared, as they may be alike by
-chance.
+The first items of each shard decide: at least two, with 128 bytes together. If the function takes
+the shard, they must have 1 KiB, as its shards may begin with the same lines or with an idle
+sensor. The items must be alike between shards and differ within each shard. So a common header
+does not count as a copy, nor does a stream that repeats one batch, as in a benchmark. Shorter
+beginnings are not compared, as they may be alike by chance.
 """
 
 from __future__ import annotations
 
 import binascii
-import dataclasses
 import itertools
-from collections.abc import Mapping, Set
+from collections.abc import Set
 from typing import Any, Protocol
 
 import numpy as np
 
-from enqueuer.common.trees import attributes_of
+from enqueuer.common.trees import parts_of
 
 # Items of each shard that are compared.
 _LEAST_ITEMS = 2
@@ -33,11 +31,11 @@ _LEAST_BYTES_OF_SHARDS = 1024
 _ITEM_BUDGET = 32
 # Bytes of one array, or text, that are read.
 _MOST_BYTES = 64 * 1024
-# Parts of one item, in all its containers, that are read.
-_MOST_PARTS = 4096
+# Values of one item, in all its containers, that are read.
+_MOST_VALUES = 4096
 # Libraries whose arrays are in memory.
 _IN_MEMORY = {"numpy", "torch", "pandas", "pyarrow"}
-# Containers in each other; more may be a circle.
+# Levels of containers; an item with more may contain itself.
 _MOST_DEEP = 16
 
 
@@ -50,11 +48,11 @@ class FirstItems:
 
     Args:
         shards: Number of shards.
-        takes_shard: Whether the function takes the shard, so that alike items mean less.
+        takes_shard: Whether the function takes the shard, so that more bytes must be alike.
 
     Attributes:
         takes_shard: Whether the function takes the shard.
-        done: Whether all is known.
+        done: Whether no further item is needed.
 
     Example:
         >>> first = FirstItems(shards=2)
@@ -69,7 +67,7 @@ class FirstItems:
         self.done = False
         self.takes_shard = takes_shard
         self._least_bytes = _LEAST_BYTES_OF_SHARDS if takes_shard else _LEAST_BYTES
-        # Shards whose first items are not all known.
+        # Number of shards whose first items have not all come.
         self._left = shards
         self._budget = _ITEM_BUDGET * shards
         self._beginnings: dict[int, _Beginning] = {}
@@ -112,7 +110,7 @@ class _Beginning:
         return self._size >= self._least_bytes and len(set(self.digests)) > 1
 
     def add(self, value: object) -> None:
-        # A lone number says too little, as shards may well count.
+        # Equal numbers are no sign of a copy, as each shard may count.
         found = None if isinstance(value, (int, float, complex)) else digest(value)
         if found is None:
             # Such a shard is not compared.
@@ -129,9 +127,9 @@ def digest(value: object) -> tuple[bytes, int] | None:
     """Return a digest of an item, and its size in bytes; None if it cannot be read.
 
     Numbers, texts, arrays, tensors and byte strings count, in dicts, tuples, lists, sets and
-    objects with attributes; of what is large parts that are spread over all of it.
+    objects with attributes. Of a large value, only samples from all over it are read.
     """
-    # Only here, as OpenSSL takes a while to load, and few programs need it.
+    # Imported here, as OpenSSL takes a while to load, and few programs need it.
     import hashlib
 
     hashed = hashlib.blake2b(digest_size=16)
@@ -160,7 +158,8 @@ def _size_fed(hashed: _Hash, value: object) -> int | None:
     """Feed an item to a hash; return its bytes, None if it is of a kind that cannot be read."""
     try:
         return _Reading(hashed).feed(value)
-    except Exception:  # raised by a class of the user; such items are not compared
+    except Exception:
+        # A class of the user may raise anything. Such items are not compared.
         return None
 
 
@@ -169,7 +168,7 @@ class _Reading:
 
     def __init__(self, hashed: _Hash) -> None:
         self._hashed = hashed
-        self._left = _MOST_PARTS
+        self._left = _MOST_VALUES
         self._depth = 0
 
     def feed(self, value: Any) -> int:
@@ -191,7 +190,7 @@ class _Reading:
         if self._depth == _MOST_DEEP:
             raise TypeError("this is nested too deeply")
         self._depth += 1
-        size = sum(map(self.feed, self._parts_of(value)))
+        size = sum(map(self.feed, self._content_of(value)))
         self._depth -= 1
         return size
 
@@ -203,26 +202,26 @@ class _Reading:
         self._hashed.update(f"{type(value).__name__} {value!r}".encode())
         return 0 if value is None else 8
 
-    def _parts_of(self, value: Any) -> Any:
-        """Return the parts of a container; of many, some that are spread over all of it."""
-        if isinstance(value, (tuple, list)):
-            parts = list(value)
-        elif isinstance(value, Set):
-            parts = sorted(value)
-        elif dataclasses.is_dataclass(value):
-            parts = list(attributes_of(value).values())
+    def _content_of(self, value: Any) -> list[Any]:
+        """Return the content of a container or an object; samples from all over a large one."""
+        parts = None if isinstance(value, Set) else parts_of(value)
+        if isinstance(value, Set):
+            content = sorted(value)
+        elif parts is None:
+            raise TypeError("the content of this object is not known")
+        elif isinstance(value, (tuple, list)):
+            content = list(parts.values())
         else:
-            members = value if isinstance(value, Mapping) else vars(value)
-            parts = list(itertools.chain.from_iterable(members.items()))
-        self._hashed.update(f"{len(parts)}".encode())
-        return parts[:: -(-len(parts) // _MOST_PARTS) or 1]
+            content = list(itertools.chain.from_iterable(parts.items()))
+        self._hashed.update(f"{len(content)}".encode())
+        return content[:: -(-len(content) // _MOST_VALUES) or 1]
 
     def _feed_array(self, value: Any) -> int:
         if value.nbytes > _MOST_BYTES and not _is_in_memory(value):
             raise TypeError("an array of another library may lie in a file, or on a GPU")
         array = np.asarray(value)
         if array.dtype.hasobject:
-            raise TypeError("an array of objects is not looked into")
+            raise TypeError("the objects of an array are not read")
         self._hashed.update(f"{array.dtype.str} {array.shape}".encode())
         most = max(1, _MOST_BYTES // max(1, array.itemsize))
         self._hashed.update(array.flat[:: -(-array.size // most) or 1].tobytes())

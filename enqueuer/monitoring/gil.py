@@ -13,8 +13,9 @@ was held (`take_gil` in CPython's Python/ceval_gil.c waits on a condition). So n
 compared with another one, and other programs on the same CPUs hardly matter. The probe itself
 takes the lock for some microseconds of each millisecond.
 
-A probe that waits cannot ask; for the times at which it would have, the lock was held. Times are
-drawn at random, or a generator with a rhythm of its own would be met in one phase of it.
+A probe that waits cannot ask for the lock. It counts the times at which it would have asked as
+times at which the lock was held. The times are random, as a generator with a rhythm of its own
+would otherwise always be probed in the same phase.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Probe:
 
     Example:
         >>> with Probe() as probe:
-        ...     time.sleep(0.05)  # releases it
+        ...     time.sleep(0.05)
         >>> share = probe.share
         >>> share is None or share < 0.5
         True
@@ -68,7 +69,8 @@ class Probe:
     def _run(self) -> None:
         try:
             from resource import RUSAGE_THREAD, getrusage
-        except ImportError:  # not on Linux
+        except ImportError:
+            # Only Linux counts the waits of one thread.
             return
         draw, clock, sleep = random.Random(7).uniform, time.perf_counter, time.sleep
         at, was_held = clock(), False

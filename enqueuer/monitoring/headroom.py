@@ -98,7 +98,7 @@ def headroom(
         >>> found = []
         >>> with GeneratorEnqueuer(batches) as enqueuer:
         ...     for batch in headroom(enqueuer, seconds=0.2, report=found.append):
-        ...         time.sleep(0.001)  # the training step
+        ...         time.sleep(0.001)
         >>> found[0].gain > 2
         True
     """

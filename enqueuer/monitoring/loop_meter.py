@@ -68,12 +68,12 @@ class LoopMeter:
         return self._counted - self.left
 
     def pause(self, worker: int | None) -> None:
-        """Note that the loop waits from now on, and for which worker; repeating it is harmless."""
+        """Note the begin of a wait, and the worker that it is for; repeating it is harmless."""
         if not self.since:
             self.since, self.worker = clock(), worker
 
     def resume(self) -> None:
-        """Note that the wait is over."""
+        """Note the end of the wait."""
         waited, worker = clock() - self.since, self.worker
         self.since = 0
         if not self.first:
@@ -85,7 +85,7 @@ class LoopMeter:
             self.by_worker[worker] = self.by_worker.get(worker, 0) + waited
 
     def read(self) -> None:
-        """Note that the wait is over, in which the loop read an element itself."""
+        """Note the end of the wait, in which the loop read an element itself."""
         spent = clock() - self.since
         self.since = 0
         if self.first:
@@ -97,12 +97,12 @@ class LoopMeter:
             self.first_wait += spent
 
     def rest(self) -> None:
-        """Note that an epoch is over; what the loop does now has nothing to do with batches."""
+        """Note the end of an epoch; the time until the next one is idle."""
         if self.first and not self.ended:
             self.ended = clock()
 
     def go_on(self) -> None:
-        """Note that the next epoch begins; repeating it is harmless."""
+        """Note the begin of the next epoch; repeating it is harmless."""
         if self.ended:
             self.idle += clock() - self.ended
             self.ended = 0
@@ -134,7 +134,7 @@ class LoopMeter:
 
 
 def bucket_of(nanoseconds: int) -> int:
-    """Return which of the buckets a time falls into; there are 16 for each doubling.
+    """Return the number of the bucket of a time; there are 16 buckets for each doubling.
 
     Example:
         >>> [bucket_of(n) for n in (32, 33, 64, 1000, 1023)]

@@ -55,18 +55,18 @@ class Meter:
         self.words = memoryview(array("Q", [0] * WORDS)) if words is None else words
 
     def begin(self, cpu_s: float = 0.0, cpu_wait_s: float = 0.0) -> None:
-        """Note that the worker is ready for its first order, and what it took to get there."""
+        """Note that the worker is ready for its first order, and the CPU time of its start."""
         self.words[CPU_BEFORE] = int(1e9 * cpu_s)
         self.words[CPU_WAIT_BEFORE] = int(1e9 * cpu_wait_s)
         self.words[BEGAN] = clock()
 
     def pause(self, phase: int) -> None:
-        """Note that the worker waits from now on: WAITING or IDLE."""
+        """Note the begin of a wait; `phase` is WAITING or IDLE."""
         self.words[SINCE] = clock()
         self.words[PHASE] = phase
 
     def resume(self) -> None:
-        """Note that the wait is over."""
+        """Note the end of the wait."""
         words = self.words
         since = words[SINCE]
         words[words[PHASE]] += clock() - since

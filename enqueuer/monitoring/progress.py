@@ -58,12 +58,12 @@ def bar(
     if kind is None:
         yield lambda more, text="": None
         return
-    with contextlib.closing(kind(total=total, unit=unit, desc=title)) as made:
+    with contextlib.closing(kind(total=total, unit=unit, desc=title)) as shown_bar:
 
         def update(more: int, text: str = "") -> None:
             if text:
-                made.set_postfix_str(text, refresh=False)
-            made.update(more)
+                shown_bar.set_postfix_str(text, refresh=False)
+            shown_bar.update(more)
 
         yield update
 

@@ -1,4 +1,4 @@
-"""Snapshots of what was measured: the work of the workers, and the waits of the loop.
+"""Snapshots of the work of the workers and the waits of the loop.
 
     LoopMeter, WorkerStats (one a worker) --> Stats --> Stats.since(earlier) --> Bottleneck
 
@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from enqueuer.common.text import duration, percent, pluralize, rate, ratio, size, table
 from enqueuer.monitoring import gil
 from enqueuer.monitoring.bottleneck import find_bottleneck
-from enqueuer.monitoring.evidence import Evidence, Work
-from enqueuer.monitoring.findings import Bottleneck
+from enqueuer.monitoring.bottleneck_inputs import RunInputs, WorkerInputs
+from enqueuer.monitoring.bottleneck_texts import Bottleneck
 from enqueuer.monitoring.worker_stats import WorkerStats
 
 
 @dataclass(frozen=True)
 class Stats:
-    """The work of an enqueuer since its start: how long the loop waited, and for what.
+    """The work of an enqueuer since its start, and the waits of the loop.
 
-    The loop's time begins with its first batch; what came before is `first_batch_s`.
+    The loop's time begins with its first batch; the time before that is `first_batch_s`.
 
     Attributes:
         seconds: Seconds since the start.
@@ -87,9 +87,9 @@ class Stats:
 
     @property
     def items_per_s(self) -> float:
-        """Number of batches a second that the loop has taken, after the first and by its time then.
+        """Number of batches a second that the loop has taken after the first one.
 
-        That time is `waiting_s` and `working_s`, so without `idle_s`.
+        The time is the sum of `waiting_s` and `working_s`, without `idle_s`.
         """
         return ratio(self._later_items, self.waiting_s + self.working_s)
 
@@ -99,10 +99,11 @@ class Stats:
 
     @property
     def waiting_share(self) -> float:
-        """Share of its time after the first batch in which the loop waited for others, from 0 to 1.
+        """Share of its time in which the loop waited for batches after the first one, from 0 to 1.
 
-        That time is `waiting_s` and `working_s`, so without `idle_s`. The bottleneck, the progress
-        bar, the log line and `enqueuer report` show this share, and `items_per_s` as the rate.
+        The time is the sum of `waiting_s` and `working_s`, without `idle_s`. The bottleneck, the
+        progress bar, the log line and `enqueuer report` show this share, and `items_per_s` as the
+        rate.
         """
         return ratio(self.waiting_s, self.waiting_s + self.working_s)
 
@@ -177,7 +178,7 @@ class Stats:
         )
 
     def bottleneck(self) -> Bottleneck:
-        """Find the bottleneck: what the loop waits for, and what would help.
+        """Find the cause for which the loop waits, and a change that would help.
 
         Example:
             >>> from enqueuer import GeneratorEnqueuer
@@ -187,7 +188,7 @@ class Stats:
             Not enough data to find the bottleneck: 3 batches. At least 8 are needed.
         """
         return find_bottleneck(
-            Evidence(
+            RunInputs(
                 seconds=self.seconds,
                 items=self.items,
                 first_wait_s=self.first_wait_s,
@@ -201,7 +202,7 @@ class Stats:
                 cpus=self.cpus,
                 loop_cpu_s=self.loop_cpu_s,
                 workers=[
-                    Work(
+                    WorkerInputs(
                         name=worker.name,
                         items=worker.items,
                         bytes=worker.bytes,

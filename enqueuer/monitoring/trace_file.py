@@ -6,11 +6,11 @@
     {"name": "stop", "ph": "i", "ts": 99, ...}
     ]                                            ended by the process of the loop
 
-The format allows for a missing end, so that there is nothing to merge: each writer has a
-descriptor of its own, opened to append, and the system orders writes that come at once. What a
-crash leaves can be opened, too. Times are those of `time.monotonic_ns`, which is
-one clock for all processes of a machine; in whole microseconds, since viewers that read
-fractions round them, and spans that touch would then overlap.
+The format allows for a missing end, so nothing needs to be merged. Each writer has a descriptor
+of its own, opened to append, and the system orders concurrent writes. The file that a crash leaves
+can be opened, too. Times are those of `time.monotonic_ns`, which is one clock for all processes of
+a machine. They are whole microseconds, since viewers round fractions, and spans that touch would
+then overlap.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Place:
 
 
 class Lines:
-    """The writer of one thread. What cannot be written is dropped, and `trouble` is the reason.
+    """The writer of one thread. After an error, events are dropped, and `trouble` is the error.
 
     Attributes:
         trouble: Error for which nothing is recorded any more; None if there was none.
@@ -137,7 +137,7 @@ class Lines:
             self._fd = None
 
     def _is_mine(self) -> bool:
-        """Return whether this is no forked copy, and the file is not ended."""
+        """Return whether this process opened the file, and the file is not ended."""
         return self._fd is not None and os.getpid() == self._pid and not self._place.over
 
     def _is_too_much(self) -> bool:
@@ -153,7 +153,7 @@ class Lines:
 
 
 def begin(path: str, run: int, last: tuple[int, int] | None) -> Place:
-    """Begin the file, or continue it.
+    """Begin the file, or continue that of the run before.
 
     Args:
         path: Path of the file.

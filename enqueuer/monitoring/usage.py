@@ -1,4 +1,4 @@
-"""What the system reports of threads and processes: CPU time, memory, and the number of CPUs."""
+"""Reading CPU time, memory and the number of CPUs from the system, for threads and processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Usage:
 
 
 def of_process(pid: int) -> Usage:
-    """Return the usage of a process with all its threads; nothing of one that has ended."""
+    """Return the usage of a process with all its threads; all None after its end."""
     return Usage(
         _cpu_s(~pid << 3 | 2),
         # Of its first thread, in which the generator runs.
@@ -42,7 +42,7 @@ def of_process(pid: int) -> Usage:
 
 
 def of_thread(thread: threading.Thread) -> Usage:
-    """Return the usage of a thread of this process; nothing of one that has ended."""
+    """Return the usage of a thread of this process; all None after its end."""
     if thread.native_id is None:
         return Usage()
     return Usage(
@@ -69,10 +69,10 @@ def own_bytes(pid: int) -> int | None:
 
 
 def available_bytes(proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> int | None:
-    """Return the bytes that this process and its children may still take without swapping.
+    """Return the bytes that this process and its children may still allocate without swapping.
 
-    That is what the machine has left, or what a container, or any control group of this process,
-    has left of its limit. Files in the cache count as free. None if not known.
+    These are the free memory of the machine, or the rest of the limit of a container or of any
+    other control group, if that is less. Files in the cache count as free. None if not known.
     """
     try:
         facts = _numbers(Path(proc, "meminfo"))
@@ -83,7 +83,8 @@ def available_bytes(proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> int
         try:
             most, now = (int((folder / name).read_text()) for name in (limit, used))
             stat = _numbers(folder / "memory.stat")
-        except (OSError, ValueError):  # there is no such group, or its limit is "max"
+        except (OSError, ValueError):
+            # There is no such group, or its limit is "max".
             continue
         left = max(0, most - now + sum(stat.get(name, 0) for name in cached))
         free = left if free is None else min(free, left)
@@ -171,6 +172,7 @@ def _quota() -> float:
     try:
         with open("/sys/fs/cgroup/cpu.max", "rb") as file:
             quota, period = map(int, file.read().split())
-    except (OSError, ValueError):  # no such file, or "max"
+    except (OSError, ValueError):
+        # There is no such file, or it contains "max".
         return math.inf
     return quota / period

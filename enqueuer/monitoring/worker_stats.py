@@ -1,4 +1,4 @@
-"""A snapshot of what one worker has done.
+"""A snapshot of the work of one worker.
 
     meter, usage --worker_stats()--> WorkerStats --> since(earlier): the difference
 
@@ -18,7 +18,7 @@ from enqueuer.monitoring.usage import Usage
 
 @dataclass(frozen=True)
 class WorkerStats:
-    """The work of one worker since it was started, and of those whose place it took.
+    """The work of one worker since its start, and of the workers that it replaced.
 
     Its time is divided into five: starting, making, sending, waiting, idle.
 

@@ -223,7 +223,7 @@ class Given:
     def __init__(self, *_):
         pass
 
-    def next(self, stats, again_s=None):
+    def next(self, stats, replay_s=None):
         return Given.workers
 
 
@@ -233,7 +233,7 @@ def test_it_decides_from_the_first_batch_on(options, monkeypatch, count):
     asked = []
 
     class Asked(Given):
-        def next(self, stats, again_s=None):
+        def next(self, stats, replay_s=None):
             asked.append(stats.items)
             return 1
 
@@ -328,7 +328,7 @@ class Erratic:
     def __init__(self, *_):
         self.numbers = itertools.cycle(number for number in (2, 4, 1, 3) for _ in range(6))
 
-    def next(self, stats, again_s=None):
+    def next(self, stats, replay_s=None):
         return next(self.numbers)
 
     def refused(self, workers):

@@ -1,5 +1,6 @@
 """Shards that make the same data are told of, once; and nobody else is."""
 
+import collections
 import itertools
 
 import numpy as np
@@ -98,10 +99,10 @@ def only_one(shard):
 
 def of_somebody_else(shard):
     for number in range(3):
-        yield Unknown(np.full(64, number))
+        yield collections.deque([np.full(64, number)])
 
 
-class Unknown:
+class Slotted:
     __slots__ = ("value",)
 
     def __init__(self, value):
@@ -162,6 +163,7 @@ TOLD = {
     "long lists": lambda: (list(range(number, 100_000)) for number in range(3)),
     "sets": lambda: ({f"word {number}", "and a long one beside it" * 3} for number in range(3)),
     "objects": lambda: (Known(np.full(64, number)) for number in range(3)),
+    "slots": lambda: (Slotted(np.full(64, number)) for number in range(3)),
 }
 
 

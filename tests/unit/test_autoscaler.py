@@ -23,11 +23,11 @@ class Load:
         autoscaler: Asked every quarter of a second.
         cpu_share: How much of the making is computing.
         shards: Dealt out to the workers, the slowest of which the loop waits for.
-        again_s: What a change would do again; called with the time and how many workers there are.
+        replay_s: Function of the time and the number of workers: seconds that a change repeats.
     """
 
     def __init__(
-        self, make_s, use_s, autoscaler, cpu_share=0.0, cpus=64, shards=None, again_s=None
+        self, make_s, use_s, autoscaler, cpu_share=0.0, cpus=64, shards=None, replay_s=None
     ):
         self.make_s, self.use_s = make_s, use_s
         self.autoscaler, self.cpu_share, self.cpus, self.shards = (
@@ -36,7 +36,7 @@ class Load:
             cpus,
             shards,
         )
-        self.again_s = again_s or (lambda time_s, workers: None)
+        self.replay_s = replay_s or (lambda time_s, workers: None)
         self.workers, self.time_s = 1, 0.0
         self.items = self.waiting_s = self.working_s = 0.0
         self.each = {}  # of the workers of now: items, making, waiting
@@ -48,7 +48,7 @@ class Load:
         for _ in range(int(seconds * 4)):
             self._pass(0.25)
             if self.time_s >= self.autoscaler.due_s:
-                self._ask(self.again_s(self.time_s, self.workers))
+                self._ask(self.replay_s(self.time_s, self.workers))
         return self.history
 
     def begin_epoch(self):
@@ -56,8 +56,8 @@ class Load:
         self._ask(None)
         return self.history
 
-    def _ask(self, again_s):
-        workers = self.autoscaler.next(self.stats(), again_s)
+    def _ask(self, replay_s):
+        workers = self.autoscaler.next(self.stats(), replay_s)
         if workers != self.workers:
             self.workers, self.generation = workers, self.generation + 1
             self.each = {}
@@ -238,18 +238,18 @@ def all_again(time_s, workers):
 
 
 def test_a_change_is_no_reason_for_a_stall():
-    patient = Load(lambda workers: 0.04, 0.01, Autoscaler(1, 32, None, 60.0), again_s=all_again)
+    patient = Load(lambda workers: 0.04, 0.01, Autoscaler(1, 32, None, 60.0), replay_s=all_again)
     assert patient.run(20) == [1, 2, 4]
-    hasty = Load(lambda workers: 0.04, 0.01, Autoscaler(1, 32, None, 0.5), again_s=all_again)
+    hasty = Load(lambda workers: 0.04, 0.01, Autoscaler(1, 32, None, 0.5), replay_s=all_again)
     assert hasty.run(20) == [1]
 
 
 def test_early_what_is_done_again_is_little_and_it_is_changed_at_once():
-    assert load(0.04, 0.01, again_s=all_again).run(20) == [1, 2, 4]
+    assert load(0.04, 0.01, replay_s=all_again).run(20) == [1, 2, 4]
 
 
 def test_late_it_waits_for_the_next_epoch():
-    late = load(0.01, 0.02, again_s=all_again)
+    late = load(0.01, 0.02, replay_s=all_again)
     late.run(100)
     late.use_s = 0.0025
     assert late.run(100) == [1]
@@ -257,7 +257,7 @@ def test_late_it_waits_for_the_next_epoch():
 
 
 def test_nobody_is_retired_in_the_middle_of_an_epoch():
-    one = load(0.16, 0.01, again_s=lambda time_s, workers: 0.1)
+    one = load(0.16, 0.01, replay_s=lambda time_s, workers: 0.1)
     assert one.run(30)[-1] == 16
     one.use_s = 0.04
     assert one.run(600)[-1] == 16
@@ -265,12 +265,12 @@ def test_nobody_is_retired_in_the_middle_of_an_epoch():
 
 
 def test_what_has_become_slower_is_taken_back_in_the_middle_too():
-    one = load(lambda workers: 0.01 * workers**2, 0.001, again_s=lambda time_s, workers: 0.1)
+    one = load(lambda workers: 0.01 * workers**2, 0.001, replay_s=lambda time_s, workers: 0.1)
     assert one.run(100) == [1, 2, 1]
 
 
 def test_workers_that_take_long_to_start_are_changed_between_epochs():
-    one = load(0.04, 0.01, again_s=lambda time_s, workers: 0.0)
+    one = load(0.04, 0.01, replay_s=lambda time_s, workers: 0.0)
     one.stats = lambda stats=one.stats: _slow_to_start(stats())
     assert one.run(100) == [1]
     assert one.begin_epoch()[-1] == 2

@@ -1,6 +1,6 @@
-"""The numbers from which the bottleneck is found, and what follows from them.
+"""The numbers from which the bottleneck is found, and sums and shares of them.
 
-Work (one a worker) --> Evidence --> sums, shares, CPUs, whether threads wait for the GIL
+WorkerInputs (one a worker) --> RunInputs --> sums, shares, CPUs, whether threads wait for the GIL
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ IS_OUTSIDE = 0.1
 
 
 @dataclass(frozen=True)
-class Work:
+class WorkerInputs:
     """The work of one worker: seconds, and `items` of so many `bytes`; None if not known."""
 
     name: str
@@ -70,9 +70,9 @@ class Work:
         Example:
             >>> facts = dict(name="", items=9, bytes=0, sending_s=0.0, waiting_s=0.0, cpu_s=1.0,
             ...              cpu_wait_s=0.0, waited_for_s=0.0, runs_shards=True)
-            >>> Work(making_s=10.0, switches=300, **facts).outside_s(0.005)
+            >>> WorkerInputs(making_s=10.0, switches=300, **facts).outside_s(0.005)
             7.5
-            >>> Work(making_s=10.0, switches=3000, **facts).outside_s(0.005)
+            >>> WorkerInputs(making_s=10.0, switches=3000, **facts).outside_s(0.005)
             0.0
         """
         if self.switches is None or self.cpu_s is None:
@@ -81,7 +81,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class RunInputs:
     """All numbers from which the bottleneck is found, of a run of so many `seconds`.
 
     `switch_s` is the time after which a thread that waits for the GIL asks for it again; None if
@@ -100,7 +100,7 @@ class Evidence:
     max_queue_size: int
     cpus: float
     loop_cpu_s: float
-    workers: Sequence[Work]
+    workers: Sequence[WorkerInputs]
     switch_s: float | None = 0.005
 
     @property
@@ -109,7 +109,7 @@ class Evidence:
         return ratio(self.waiting_s, self.waiting_s + self.working_s)
 
     def on_average(self, name: str) -> float:
-        """Return the number of workers, or of their CPUs, that did something at a time."""
+        """Return the number of workers, or of their CPUs, that were busy at a time, on average."""
         # Not by the time of the run: workers may be idle between epochs, or be started later.
         times = [worker.busy_s + worker.waiting_s for worker in self.workers]
         return ratio(self.total(name), max(times, default=0.0))
@@ -136,7 +136,7 @@ class Evidence:
         return ratio(min(by_loop, self.working_s), self.seconds)
 
     def total(self, name: str) -> float:
-        """Return the sum of something over the workers."""
+        """Return the sum of an attribute over the workers."""
         return sum(getattr(worker, name) or 0.0 for worker in self.workers)
 
     @property
@@ -151,7 +151,7 @@ class Evidence:
         return self.per_s("cpu_s")
 
     def per_s(self, name: str) -> float:
-        """Return the sum of something over the workers, for each second of the longest at work."""
+        """Return the sum of an attribute over the workers, per second of the longest at work."""
         longest = max((worker.busy_s + worker.waiting_s for worker in self.workers), default=0.0)
         return ratio(self.total(name), longest)
 
