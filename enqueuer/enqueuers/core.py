@@ -369,14 +369,12 @@ class Core:
     # --- forks ---
 
     def leave_to_parent(self) -> None:
-        """Become an enqueuer without workers, in a child forked from the process that has them.
-
-        What is ready is not given here: the parent gives it, too, so it would come twice.
-        """
+        """Become an enqueuer without workers, in a child forked from the process that has them."""
+        # Otherwise it was stopped.
         if not self.owned.are_running:
-            return  # it was stopped
+            return
         if self.reader is not None:
-            self.reader.ready.clear()
+            self.reader.leave_to_parent()
         # A thread that does not exist here may have held them when the parent forked.
         self.state_lock, self.lock = usable(self.state_lock), usable(self.lock)
         if self.run is None:

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NoReturn
 
+from enqueuer.backends.load import Backend
 from enqueuer.backends.stall import DeadlineExpired, Wait, level_of_user
 from enqueuer.enqueuers import duplicates
 from enqueuer.enqueuers.run import Run, State
@@ -58,6 +59,9 @@ class EpochReader:
         self._is_whole = is_whole
         self._taken_before = run.meter.taken
         self._order = work.order
+        # Whether the thread that holds the lock waits or takes items. The lock is reentrant, and a
+        # signal handler of that thread may ask for the next item, too.
+        self._is_entered = False
 
     # --- waiting ---
 
@@ -85,48 +89,88 @@ class EpochReader:
 
         Args and Raises: as for `has_item`, but for the failure.
         """
+        if self._is_entered:
+            if deadline is None:
+                raise InvalidState(
+                    "a batch was asked for by code that runs while the same thread waits for one, "
+                    "such as a signal handler; use queue.get_nowait() there"
+                )
+            raise DeadlineExpired("the thread waits for this batch itself")
+        self._is_entered = True
+        try:
+            return self._peek(deadline, retune)
+        finally:
+            self._is_entered = False
+
+    def _peek(self, deadline: float | None, retune: Callable[[], None] | None) -> bool:
         run, until = self.run, deadline
+        # What was ready at the end of the run is in the saved position.
         if run.state is State.STOPPED:
-            return False  # what was ready is in the saved position
+            return False
+        ready, order = self.ready, self._order
         long_wait: Wait | None = None
-        while not self.knows_next():
+        # As `knows_next`, without its call.
+        while not (ready or self.failure is not None or order.done):
             is_late, backend = False, run.backend
             try:
-                backend.acknowledge()
-                self.work.feed()
-                failure = backend.wait(self._order, until)
+                failure = self._wait(backend, until)
             except Closed:
-                # Another one may be there already: a signal handler has called reconfigure().
-                if not run.wait_for_change() and run.backend is backend:
+                # This releases the lock, so that another consumer may enter.
+                self._is_entered = False
+                has_changed = run.wait_for_change()
+                self._is_entered = True
+                # A signal handler may have called reconfigure(), which has completed the change.
+                if not has_changed and run.backend is backend:
                     return False
                 continue
             except DeadlineExpired:
                 if deadline is not None:
                     raise
                 is_late = True
-            finally:
-                if run.meter.since:
-                    run.meter.resume()
             if is_late:
                 # Not in the handler, or BatchTimeout would have `DeadlineExpired` as its context.
                 long_wait = long_wait or Wait(run.limits, run.limits.first_s or 0.0)
-                long_wait.cut(run.backend, self._order, self.number)
+                long_wait.cut(run.backend, order, self.number)
                 until = long_wait.until
                 continue
-            if failure is not None and until is None:  # if it is skipped, the wait goes on
+            # If the failure is skipped, the wait goes on.
+            if failure is not None and until is None:
                 long_wait = Wait(run.limits, 0.0)
                 until = long_wait.until
             if self.note(failure) and deadline is None and retune is not None:
                 retune()
-        is_over = not self.ready and self.failure is None
+        is_over = not ready and self.failure is None
         if is_over and not self.is_over:
             run.meter.rest()
             self.work.end()
-            if self.taken == 0:
+            if not self.taken:
                 self._warn_of_nothing()
-        # At last: if an exception strikes before, all of it is done again.
+        # Last, so that after an exception of a signal handler all of it is done again.
         self.is_over = is_over
         return not is_over
+
+    def _wait(self, backend: Backend, until: float | None) -> Failure | None:
+        """Make room for as many items as were taken, feed the workers, and wait for them.
+
+        Returns:
+            The failure, if that is next; see `Engine.wait`, also for the errors.
+        """
+        try:
+            backend.acknowledge()
+            self.work.feed()
+            return backend.wait(self._order, until)
+        finally:
+            meter = self.run.meter
+            if meter.since:
+                meter.resume()
+
+    def feed(self) -> None:
+        """Give the workers what they need to begin."""
+        self._is_entered = True
+        try:
+            self.work.feed()
+        finally:
+            self._is_entered = False
 
     def knows_next(self) -> bool:
         """Return whether an item, the failure or the end is what comes next."""
@@ -138,7 +182,8 @@ class EpochReader:
         Returns:
             True every few milliseconds, when it is time for what is not done for each batch.
         """
-        run, backend = self.run, self.run.backend
+        run = self.run
+        backend = run.backend
         is_time = False
         if failure is not None:
             if not run.failures.skips(failure, self.work.where):
@@ -148,15 +193,18 @@ class EpochReader:
             self.ready.extend(backend.take(self._order))
             meter = run.meter
             meter.left -= len(self.ready)
-            if meter.left <= 0:  # that is every few milliseconds, or at each batch
-                meter.sample(self.waiting() - 1)  # without the one that is about to be given
+            # This happens every few milliseconds, or at each batch if these take longer.
+            if meter.left <= 0:
+                # The batch that is about to be given does not wait.
+                meter.sample(self.waiting() - 1)
                 is_time = run.is_news = True
             first_items = self.work.first_items
             if first_items is not None:
                 duplicates.compare(first_items, self.ready.copy())
                 if first_items.done:
                     self.work.first_items = None
-        if len(self.ready) == 1:  # else those behind the first one still wait
+        # Of several items, those behind the first one still wait.
+        if len(self.ready) == 1:
             backend.acknowledge()
         return is_time
 
@@ -167,29 +215,39 @@ class EpochReader:
         itself, if it is free.
         """
         run = self.run
+        # Another consumer that waits will notice.
         if not run.lock.acquire(blocking=False):
-            return False  # another consumer waits, and will notice
+            return False
         try:
-            if run.meter.since:
-                return False  # the same if this thread waits, and a signal handler asks
-            while not self.knows_next():
-                run.backend.acknowledge()
-                self.work.feed()
-                if not run.backend.has_news(self._order):
-                    return False
-                try:
-                    failure = run.backend.wait(self._order, time.monotonic())
-                finally:
-                    if run.meter.since:
-                        run.meter.resume()
-                if failure is None and not self._order.done:
-                    return True  # an item that has just come
-                self.note(failure)
-            return self.peek(time.monotonic())
+            return self._has_item_come() or self.peek(time.monotonic())
         except (DeadlineExpired, Closed):
             return False
         finally:
             run.lock.release()
+
+    def _has_item_come(self) -> bool:
+        """Return whether an item has just come; False if it is known already what is next.
+
+        Raises:
+            DeadlineExpired: Nothing has come.
+        """
+        if self._is_entered:
+            raise DeadlineExpired("this thread waits, and a signal handler asks")
+        self._is_entered = True
+        try:
+            while not self.knows_next():
+                backend = self.run.backend
+                backend.acknowledge()
+                self.work.feed()
+                if not backend.has_news(self._order):
+                    raise DeadlineExpired("nothing has come")
+                failure = self._wait(backend, time.monotonic())
+                if failure is None and not self._order.done:
+                    return True
+                self.note(failure)
+            return False
+        finally:
+            self._is_entered = False
 
     def wait_for_event_loop(self) -> Failure | None:
         """Wait for the workers, in a thread that does so on behalf of event loops.
@@ -202,13 +260,13 @@ class EpochReader:
         """
         backend, limits = self.run.backend, self.run.limits
         try:
-            return backend.wait(self._order, None)
+            return self._wait(backend, None)
         except DeadlineExpired:
             wait = Wait(limits, limits.first_s or 0.0)
         while True:
             wait.cut(backend, self._order, self.number)
             with contextlib.suppress(DeadlineExpired):
-                return backend.wait(self._order, wait.until)
+                return self._wait(backend, wait.until)
 
     # --- what is next ---
 
@@ -292,6 +350,14 @@ class EpochReader:
         if self.is_over:
             return self.work.next_epoch()
         return Epoch(self.number, self._order.rest(ready), self._order.beyond(ready))
+
+    def leave_to_parent(self) -> None:
+        """Give nothing in a forked child: the parent gives what is ready, so it would come twice.
+
+        The thread that waited does not exist here.
+        """
+        self.ready.clear()
+        self._is_entered = False
 
     def drop_ready(self) -> deque[Item]:
         """Take all that is ready away from the iterators, and return it. No lock needed."""

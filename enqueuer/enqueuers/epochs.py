@@ -62,7 +62,7 @@ class Epochs:
         # again. Workers that have begun already know the number of the epoch.
         self.reader = reader
         # The workers begin at once. An iterable may keep start() waiting forever.
-        interrupts.interruptible(work.feed)
+        interrupts.interruptible(reader.feed)
 
     def begin_next(self, retune: bool = False) -> None:
         """Begin the next epoch if this one is over and the run goes on. Lock of the run held."""
@@ -167,14 +167,9 @@ class Epochs:
             if reader is None or reader.knows_next() or run.state is State.STOPPED:
                 return True
             try:
-                run.backend.acknowledge()
-                reader.work.feed()
                 failure = reader.wait_for_event_loop()
             except Closed:
                 return run.wait_for_change()
-            finally:
-                if run.meter.since:
-                    run.meter.resume()
             if reader.note(failure):
                 self.retune()
         return True

@@ -52,10 +52,9 @@ class Queue(Generic[Batch]):
         core = self._core
         reader = core.reader
         if reader is None or not core.is_running() or not reader.run.lock.acquire(blocking=False):
-            return True  # if another consumer waits for the next batch, there is none
+            # If another consumer waits for the next batch, there is none.
+            return True
         try:
-            if reader.run.meter.since:
-                return True  # the same if this thread waits, and a signal handler asks
             return not reader.peek(time.monotonic())
         except DeadlineExpired:
             return True

@@ -96,6 +96,9 @@ class TaskEpoch:
                     tasks.submit(ticket)
                 except ItemNotPicklable as error:
                     self._fail(Failure(ticket.indices[0], ticket.number, error))
+            # A signal handler has called reconfigure(): the new workers may lack this ticket.
+            if self._run.backend.tasks is not tasks:
+                return
             if self._reader is not None:
                 self._reader.advance(ticket.number)
             self._pending = None

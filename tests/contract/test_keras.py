@@ -148,6 +148,57 @@ def test_a_signal_handler_may_ask_the_queue_while_the_loop_waits(backend, tmp_pa
     assert set(answers[:3]) == {(0, True)}
 
 
+@pytest.fixture
+def asking(monkeypatch):
+    """Call `ask` from a signal handler whenever the thread of the loop submits a task."""
+
+    def patch(enqueuer, ask):
+        dispatch = core_of(enqueuer).run.backend._pool.dispatch
+        signal.signal(signal.SIGALRM, lambda number, frame: ask())
+        for name in ("pack", "offer"):
+            monkeypatch.setattr(dispatch, name, interrupted(getattr(dispatch, name)))
+
+    def interrupted(step):
+        def interrupts(*args):
+            signal.raise_signal(signal.SIGALRM)
+            result = step(*args)
+            signal.raise_signal(signal.SIGALRM)
+            return result
+
+        return interrupts
+
+    before = signal.getsignal(signal.SIGALRM)
+    yield patch
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_a_signal_handler_may_ask_while_tasks_are_submitted(backend, asking):
+    answers = []
+
+    def ask():
+        answers.append((enqueuer.queue.empty(), enqueuer.queue.qsize()))
+        assert enqueuer.stats().items <= 30
+        assert enqueuer.state_dict()["epoch"] == 0
+        with pytest.raises(queue.Empty):
+            enqueuer.queue.get_nowait()
+        with pytest.raises(InvalidState, match="get_nowait"):
+            next(batches)
+
+    with OrderedEnqueuer(range(30), str, max_queue_size=3, workers=2, **backend) as enqueuer:
+        asking(enqueuer, ask)
+        batches = iter(enqueuer)
+        assert list(batches) == [str(number) for number in range(30)]
+    assert len(answers) > 30
+    assert {is_empty for is_empty, _ in answers} == {True}
+
+
+def test_a_signal_handler_may_reconfigure_while_tasks_are_submitted(backend, asking):
+    with OrderedEnqueuer(range(30), str, max_queue_size=3, workers=2, **backend) as enqueuer:
+        asking(enqueuer, lambda: enqueuer.reconfigure(workers=3))
+        assert list(enqueuer) == [str(number) for number in range(30)]
+        assert "3 workers" in repr(enqueuer)
+
+
 def test_a_loop_that_asks_for_the_size_sees_the_end(backend):
     with GeneratorEnqueuer(lambda: iter("ab"), **backend) as enqueuer:
         batches = []
