@@ -153,7 +153,7 @@ def asking(monkeypatch):
     """Call `ask` from a signal handler whenever the thread of the loop submits a task."""
 
     def patch(enqueuer, ask):
-        dispatch = core_of(enqueuer).run.backend._pool.dispatch
+        dispatch = core_of(enqueuer).run.backend.pool.dispatch
         signal.signal(signal.SIGALRM, lambda number, frame: ask())
         for name in ("pack", "offer"):
             monkeypatch.setattr(dispatch, name, interrupted(getattr(dispatch, name)))
