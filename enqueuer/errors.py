@@ -15,7 +15,7 @@ class InvalidState(EnqueuerError, RuntimeError):
 
 
 class Closed(EnqueuerError):
-    """The buffer or the enqueuer is closed: nothing can be put into it, and nothing more comes."""
+    """The buffer or the enqueuer is closed: it accepts no items and returns no more."""
 
 
 class StartError(EnqueuerError, RuntimeError):

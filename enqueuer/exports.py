@@ -101,13 +101,13 @@ def _worker_metrics(stats: Stats) -> Iterator[_Metric]:
     yield (
         "worker_bytes_total",
         "counter",
-        "About how many bytes these had",
+        "Approximate size of these items in bytes",
         [(own, worker.bytes) for worker, own in per_worker],
     )
     yield (
         "worker_seconds_total",
         "counter",
-        "What a worker's time was spent on",
+        "Time of a worker by its use",
         [
             ({**own, "on": on}, getattr(worker, f"{on}_s"))
             for worker, own in per_worker
@@ -153,7 +153,7 @@ def tensorboard(writer: Any, prefix: str = "data/") -> Callable[[Stats], None]:
 
     def write(stats: Stats) -> None:
         nonlocal step
-        # The statistics are those since the last call.
+        # The statistics are those since the previous call.
         step += stats.items
         for tag, value in (
             ("batches_per_s", stats.items_per_s),

@@ -7,7 +7,7 @@ import weakref
 from typing import Protocol
 
 PORTABLE = "ENQUEUER_PORTABLE"
-"""Environment variable: do without memfds, packets and pidfds, as where there are none."""
+"""Environment variable: use no memfds, packets and pidfds, as on systems without them."""
 
 
 def is_portable() -> bool:

@@ -1,4 +1,4 @@
-"""Importing what an extra installs; the error for a missing one says how to install it."""
+"""Importing the packages that an extra installs; an error names the command to install them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def framework(
     Args:
         name: Name of the package that pip installs.
         extra: Extra of this package that installs it.
-        oldest: Oldest version that will do, such as "2.1".
+        oldest: Oldest supported version, such as "2.1".
         module: Name of the module to be imported; `name` by default.
         user: Part of this package that needs it, for the message.
 
     Raises:
-        FrameworkUnavailable: It is not installed, or older; the message says what to install.
+        FrameworkUnavailable: The package is not installed, or too old; the message has the command.
     """
     module = module or name
     try:

@@ -1,12 +1,12 @@
 """Calling a function when an object is garbage, also if a signal handler interrupts the call.
 
-    the owner is garbage -----> first callback ----- done, or an exception strikes: printed
-                         -----> second callback ---- completes what the first one did not
-    a later collection, exit -- complete what both did not
+    the owner is garbage -----> first callback ----- done, or interrupted by an exception
+                         -----> second callback ---- completes an interrupted first call
+    a later collection, exit -- complete a call that was interrupted twice
 
-Python calls the callback of a weak reference once and swallows what it raises, so an interrupted
-`weakref.finalize` is never completed. But Python calls each callback of an object by itself.
-So there are two of them, and the second is only missed if another exception strikes there.
+Python calls the callback of a weak reference once and only prints an exception that it raises, so
+an interrupted `weakref.finalize` is never completed. But Python calls each callback of an object
+by itself. So there are two of them, and only a second exception can interrupt both.
 
 Any thread may call anything.
 """
@@ -31,11 +31,11 @@ pending: dict[Finalizer, tuple[weakref.ref[Any], ...]] = {}
 class Finalizer:
     """Call a function once its owner is garbage, or at exit.
 
-    If an exception ends the call, another one is made. So the function must be able to go on
+    If an exception ends the call, the function is called again. So it must be able to continue
     where it was.
 
     Args:
-        owner: Object whose end is waited for; the function and its arguments must not refer to it.
+        owner: Object to wait for; the function and its arguments must not refer to it.
         function: Function to be called, in any thread.
         args: Arguments of the function.
     """
@@ -55,7 +55,7 @@ class Finalizer:
         return self in pending
 
     def detach(self) -> None:
-        """Never call the function."""
+        """Give up the call."""
         pending.pop(self, None)
 
     def __call__(self, reference: weakref.ref[Any]) -> None:
@@ -69,7 +69,7 @@ class Finalizer:
         """Call the function, unless it has returned or is being called."""
         call = object()
         try:
-            # To claim the call is one step and inside the block, so that no claim is left over.
+            # One step claims the call, and it is inside the block, so no claim is left over.
             if self in pending and self._current.setdefault("call", call) is call:
                 self._calls += 1
                 self._function(*self._args)
@@ -93,12 +93,12 @@ def _call_all() -> None:
             finalizer.call()
         except Exception:
             sys.excepthook(*sys.exc_info())
-    # What is collected from here on is left to the system.
+    # The operating system frees the resources of later finalizers.
     pending.clear()
 
 
 def _forget() -> None:
-    """Leave to the parent, in a forked child, what it was about to call."""
+    """Give up, in a forked child, the calls that are due in the parent."""
     for finalizer, references in list(pending.items()):
         # The call was that of a thread that does not exist here.
         finalizer._current.clear()

@@ -1,4 +1,4 @@
-"""Holding signal handlers back, while a step must not be left half done.
+"""Delaying signal handlers while a step must complete.
 
 Python runs signal handlers in the main thread, between two bytecodes of the running code. A
 handler that raises (Ctrl-C, an alarm, a test's time limit) can end a step anywhere: between
@@ -77,7 +77,8 @@ def held() -> Iterator[None]:
         is_held = False
         try:
             _put_handlers_back()
-        except BaseException:  # raised by a handler that is back in its place already
+        except BaseException:
+            # A handler that is back in its place already has raised it.
             _put_handlers_back()
             raise
         finally:

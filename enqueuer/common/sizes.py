@@ -1,8 +1,9 @@
-"""How many bytes a batch has: one answer for every bound and every statistic in this process.
+"""Measuring the size of a batch in bytes, for all limits and statistics in this process.
 
     size_of(batch): arrays, tensors, texts and numbers, in containers and in objects' attributes
 
-Batches of worker processes are measured by their packets; this is for what crosses as an object.
+Batches of worker processes are measured by their packets. This file is for batches that are
+passed as objects.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from enqueuer.common.trees import attributes_of
 # Smaller buffers are cheaper inside the pickle of an item than beside it.
 OUT_OF_BAND_BYTES = 16 * 1024
 
-# Objects that are counted where an estimate will do.
+# Objects that are counted for an estimate.
 SAMPLED = 256
 
 # Objects that are counted: more would take longer than most batches.
@@ -27,7 +28,7 @@ _NUMBER_BYTES = 8
 _NUMBERS = frozenset({int, float, bool})
 _TEXTS = frozenset({str, bytes, bytearray})
 _SERIES = frozenset({tuple, list, set, frozenset, deque})
-# Members of a container; one by one, so few take no longer.
+# Members of a container; so few take no longer one by one.
 _FEW = 32
 # What these refer to is code, and no part of a batch.
 _CODE = (
@@ -42,15 +43,15 @@ _WIDE_MODES = {"I": 4, "F": 4, "I;16": 2, "I;16L": 2, "I;16B": 2}
 
 
 def size_of(value: object, most: int = _MOST) -> int:
-    """Return the approximate size of a batch in bytes, wherever in it they are.
+    """Return the approximate size of a batch in bytes, with all that it contains.
 
     Objects with `nbytes` (arrays, tensors), byte strings, texts, numbers and PIL images count: in
     dicts, tuples, lists and sets, and in the attributes of other objects, such as dataclasses.
-    What is referred to twice counts once. Nothing is copied, and only built-in containers are
-    iterated over.
+    An object that is referred to twice counts once. Nothing is copied, and only built-in
+    containers are iterated over.
 
     Args:
-        value: Batch of any build.
+        value: Batch of any structure.
         most: Largest number of objects that are counted; the rest of a larger nest is left out.
 
     Example:
@@ -60,7 +61,7 @@ def size_of(value: object, most: int = _MOST) -> int:
     """
     total = 0
     left: list[Any] = [value]
-    # By their ids, with the objects: an object that ends here could hand its id to another one.
+    # The objects are kept with their ids, since a new object could get the id of a freed one.
     seen: dict[int, object] = {}
     while left and most > 0:
         most -= 1
@@ -68,7 +69,7 @@ def size_of(value: object, most: int = _MOST) -> int:
         if id(one) in seen:
             continue
         seen[id(one)] = one
-        # By what is most common, and by types as such, since this may run for each batch.
+        # The most common types come first, and exact types, since this may run for each batch.
         kind = type(one)
         if kind is dict:
             left += one.values()
@@ -92,7 +93,7 @@ def size_of(value: object, most: int = _MOST) -> int:
 
 
 def _plain_bytes(series: Collection[Any]) -> int | None:
-    """Return the bytes of a series of numbers or texts, which may be long; None of others."""
+    """Return the bytes of a series of numbers or texts, which may be long; else None."""
     kinds = set(map(type, series))
     if kinds <= _NUMBERS:
         return _NUMBER_BYTES * len(series)
@@ -100,10 +101,11 @@ def _plain_bytes(series: Collection[Any]) -> int | None:
 
 
 def _own_bytes(one: Any) -> int | None:
-    """Return the bytes of what counts as a whole; None of what has parts."""
+    """Return the bytes of an array or an image; None for an object with parts."""
     try:
         nbytes = one.nbytes
-    except Exception:  # a sparse tensor has none, and raises an error of its own
+    except Exception:
+        # A sparse tensor has none, and raises an error of its own.
         return _pixels(one)
     return nbytes if isinstance(nbytes, int) and not _holds_objects(one) else None
 
@@ -114,7 +116,7 @@ def _holds_objects(one: Any) -> bool:
 
 
 def _pixels(one: Any) -> int | None:
-    """Return the bytes of a PIL image, to whose pixels no attribute leads; None of others."""
+    """Return the bytes of a PIL image, to whose pixels no attribute leads; else None."""
     image = getattr(sys.modules.get("PIL.Image"), "Image", None)
     if image is None or not isinstance(one, image):
         return None

@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Formatting numbers as readable text."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02} h"
 
 
-def pluralize(count: int, what: str) -> str:
-    """Return a number with a noun, in the plural if need be.
+def pluralize(count: int, noun: str) -> str:
+    """Return a number with a noun, in the plural if the number is not 1.
 
     Example:
         >>> pluralize(1, "batch"), pluralize(2, "batch"), pluralize(0, "worker")
         ('1 batch', '2 batches', '0 workers')
     """
-    return f"{count} {what}{'' if count == 1 else 'es' if what.endswith('ch') else 's'}"
+    return f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith('ch') else 's'}"
 
 
 def an(noun: str) -> str:
-    """Return a noun, such as the name of a class, behind the indefinite article.
+    """Return a noun, such as the name of a class, with the indefinite article.
 
     Example:
         >>> an("OrderedEnqueuer"), an("dict"), an("io.BytesIO"), an("uint8")
@@ -61,9 +61,9 @@ def an(noun: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Return text whose control characters, and others that are not shown, are escaped.
+    """Return text with all characters escaped that a terminal does not show.
 
-    A terminal takes some of them for commands.
+    A terminal executes some of them as commands.
 
     Example:
         >>> printable("a b"), printable("\\x1b[2J")

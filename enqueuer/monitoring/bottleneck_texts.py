@@ -181,44 +181,39 @@ def cpus(run: RunInputs) -> Bottleneck:
 
 def source(run: RunInputs) -> Bottleneck:
     """Return the finding that making the batches takes too long."""
-    workers, made = len(run.workers), run.total("items")
-    # By the time of a batch, as there may have been fewer workers before. But the loop does wait,
-    # so at least one more is wanted.
-    make_s = ratio(run.total("busy_s"), made)
-    wanted = max(workers + 1, math.ceil(make_s / max(run.use_s, 1e-9) - 0.05))
-    reason = (
+    made = run.total("items")
+    return Bottleneck(
+        "source",
         "The bottleneck is the source: "
         f"the loop waited {percent(run.waiting_share)} of its time; a batch "
         f"takes {duration(ratio(run.total('making_s'), made))} to make, and "
-        f"{duration(run.use_s)} to use."
+        f"{duration(run.use_s)} to use.",
+        _advice_on_source(run),
     )
+
+
+def _advice_on_source(run: RunInputs) -> str:
+    workers, most = len(run.workers), run.most_that_help
     if run.holds_gil:
-        return Bottleneck(
-            "source",
-            reason,
+        return (
             f"The {pluralize(workers, 'thread')} used {run.worker_cpus:.1f} CPUs in all, so the "
-            "work is probably in Python, which runs in one thread at a time: take "
-            "backend='process'.",
+            "work is probably in Python, which runs in one thread at a time: use "
+            "backend='process'."
         )
-    most = run.most_that_help
+    # By the time of a batch, as there may have been fewer workers before. But the loop does wait,
+    # so at least one more is wanted.
+    make_s = ratio(run.total("busy_s"), run.total("items"))
+    wanted = max(workers + 1, math.ceil(make_s / max(run.use_s, 1e-9) - 0.05))
     if wanted > MANY_WORKERS and most > workers and run.computing_share < IS_COMPUTING:
         limit = "memory" if most > MANY_WORKERS else f"memory, up to about {most}"
-        return Bottleneck(
-            "source",
-            reason,
+        return (
             f"The loop hardly does anything itself, so more workers than the {workers} now would "
-            f"help, as long as there is {limit}.",
+            f"help, as long as there is {limit}."
         )
     if wanted > most:
-        return Bottleneck(
-            "source",
-            reason,
+        return (
             f"A worker computes {percent(run.computing_share)} of its time, so no more than "
             f"{pluralize(most, 'worker')} would help on {run.cpus:g} CPUs, and about {wanted} "
-            f"would be needed (now {workers}): make the work cheaper, too.",
+            f"would be needed (now {workers}): make the work cheaper, too."
         )
-    return Bottleneck(
-        "source",
-        reason,
-        f"About {pluralize(wanted, 'worker')} would keep up with the loop (now {workers}).",
-    )
+    return f"About {pluralize(wanted, 'worker')} would keep up with the loop (now {workers})."
