@@ -15,6 +15,7 @@ import time
 import warnings
 from pathlib import Path
 
+import hypothesis
 import psutil
 import pytest
 import selection
@@ -24,6 +25,10 @@ from helpers import twelve
 from enqueuer import GeneratorEnqueuer, Processes, Ray
 from enqueuer.backends.job import HAS_FORKSERVER
 from enqueuer.common.descriptors import PORTABLE
+
+# On a busy machine, an example may take longer than hypothesis allows by default.
+hypothesis.settings.register_profile("enqueuer", deadline=None)
+hypothesis.settings.load_profile("enqueuer")
 
 METHODS = [
     m for m in multiprocessing.get_all_start_methods() if m != "forkserver" or HAS_FORKSERVER

@@ -13,7 +13,6 @@ pytestmark = pytest.mark.repeats
 
 SEED = 7
 KWARGS = settings(
-    deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

@@ -110,7 +110,6 @@ def for_examples(count, **strategies):
     """Run a check with so many examples, each time the same ones."""
     some = settings(
         max_examples=max(1, count) * ROUNDS,
-        deadline=None,
         database=None,
         derandomize=True,
         suppress_health_check=list(HealthCheck),

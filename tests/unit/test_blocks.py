@@ -248,4 +248,4 @@ class Blocks(RuleBasedStateMachine):
 
 
 TestBlocks = Blocks.TestCase
-TestBlocks.settings = settings(max_examples=30, stateful_step_count=20, deadline=None)
+TestBlocks.settings = settings(max_examples=30, stateful_step_count=20)

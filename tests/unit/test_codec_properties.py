@@ -153,7 +153,7 @@ ENCODER = item_codec.Encoder()  # one for all, as a worker has it
 
 
 @given(NESTS)
-@settings(deadline=None, max_examples=500)
+@settings(max_examples=500)
 def test_any_nest_is_the_same_after_the_codec(value):
     data, buffers = ENCODER.encode(value)
     copies = [memoryview(bytearray(np.asarray(buffer).tobytes())) for buffer in buffers]
@@ -189,7 +189,7 @@ def test_what_is_kept_of_a_sequence_of_nests_stays_the_same():
     with contextlib.closing(Channel()) as channel:  # one for all examples: blocks are used again
 
         @given(st.lists(NESTS, min_size=1, max_size=6), st.integers(0, 63))
-        @settings(deadline=None, max_examples=300)
+        @settings(max_examples=300)
         def check(values, keep):
             kept = []
             for number, value in enumerate(values):
@@ -206,7 +206,7 @@ def test_an_array_that_is_there_twice_arrives_as_one():
     with contextlib.closing(Channel()) as channel:
 
         @given(arrays())
-        @settings(deadline=None, max_examples=300)
+        @settings(max_examples=300)
         def check(array):
             first, second = channel.through([array, {"again": array}])
             assert same(first, array)
