@@ -3,9 +3,9 @@
     python benchmarks/against.py ../before            # another checkout, of the commit before
     python benchmarks/against.py ../before --repeats 15
 
-Each number is taken in a fresh process, which imports `enqueuer` from one of the two trees; they
-come in turn, and the order changes each time. What is told is the ratio of the medians, and that
-of the best. Above 1, this tree is faster.
+Each number is taken in a fresh process, which imports `enqueuer` from one of the two trees. The
+trees are measured in turn, and the order changes each time. The program prints the ratio of the
+medians, and that of the best. Above 1, this tree is faster.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from typing import Any, Literal
 import numpy as np
 
 # The statistics are sampled by the clock, so a slow machine would execute more instructions.
-# Here each look at the clock takes 10 us. The package binds the function when it is imported.
+# Here each reading of the clock takes 10 us. The package binds the function when it is imported.
 time.monotonic_ns = itertools.count(10**9, 10_000).__next__
 
 from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, Processes  # noqa: E402
@@ -131,7 +131,7 @@ def take_results(backend: Literal["thread", "process"], rounds: int) -> None:
             turns.rest()
         return n + (1 << 40)
 
-    # The sequence is long enough that tickets are handed out until the last round.
+    # The sequence is long enough that tickets are sent until the last round.
     enqueuer = OrderedEnqueuer(
         range(ITEMS * (MOST_ROUNDS + 4)),
         task,

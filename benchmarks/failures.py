@@ -29,7 +29,7 @@ _LIMIT_S, _QUICK_LIMIT_S = 15.0, 6.0  # from the first item on; what takes longe
 _QUICK_FAULTS = ("ValueError", "unpicklable", "SIGKILL")
 _START_S = 30.0  # to the first item, with all that is imported; a machine may be busy
 _END_S = 2.0  # to end by itself, after its report
-_LOOK_S = 0.05  # between two looks at what was reported
+_POLL_S = 0.05  # between two readings of the report
 _TAIL = 2000  # characters of what a consumer and its workers printed
 
 
@@ -138,7 +138,7 @@ def _wait(process: subprocess.Popen[bytes], report: Path, limit: float) -> dict[
             started, deadline = True, time.monotonic() + limit
         if time.monotonic() > deadline:
             return {"items": items, "end": "hang"}
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
 
 
 def _about(loaders: list[Loader], options: argparse.Namespace) -> dict[str, Any]:

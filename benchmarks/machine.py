@@ -31,8 +31,8 @@ def describe(packages: list[str]) -> dict[str, Any]:
 def memory_of_session() -> int:
     """Return the bytes that all processes of this session have, and the machine's shared memory.
 
-    What processes share counts once. A piece of shared memory on its way may be mapped by nobody,
-    so it can only be counted for the machine as a whole: what matters is how much the sum grows.
+    Shared memory counts once. A block on its way may be mapped by no process, so it can only be
+    counted for the machine as a whole; only the growth of the sum matters.
     """
     own = sum(_own_memory(pid) for pid in session(os.getsid(0)))
     return 1024 * (own + _number("/proc/meminfo", "Shmem"))

@@ -11,7 +11,7 @@ object store are slow, and medians of the others are printed, and all as JSON wi
 
 - `ray`: GeneratorEnqueuer(backend="ray");
 - `bare`: actors with a method that returns the next batch, as many calls in flight as the queue
-  is long, dealt out over the actors in turn, and `ray.get` of each;
+  is long, sent to the actors in turn, and `ray.get` of each;
 - `data`: Ray Data, a task for each worker whose function yields batches, read by iter_batches;
   see `data` for how; `data, rows` is its iter_rows, of tiny batches alone;
 - `process`: GeneratorEnqueuer(backend="process"), for scale.

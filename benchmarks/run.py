@@ -29,7 +29,7 @@ _SECONDS, _QUICK_SECONDS = 1.5, 0.3  # that a number is measured for
 _REPEATS, _QUICK_REPEATS = 3, 1
 _START_S = 30.0  # to start, import, warm up and end; a machine may be busy
 _EACH_S = 10.0  # the same for each further row
-_LOOK_S = 0.1  # between two looks at the memory that is left
+_POLL_S = 0.1  # between two readings of the free memory
 _TAIL = 2000  # characters of what a failed measurement said
 
 
@@ -149,7 +149,7 @@ def _run(command: list[str], said: Path, limit: float) -> dict[str, str] | None:
     try:
         while time.monotonic() < deadline:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                code = process.wait(_LOOK_S)
+                code = process.wait(_POLL_S)
                 return {"status": "error", "why": f"exit code {code}"} if code else None
             if machine.memory_is_short():
                 return {"status": "error", "why": "the machine ran out of memory"}

@@ -23,7 +23,7 @@ async def train(enqueuer, weights):
 
 
 async def answer(weights, answers):
-    """Stand for whatever else the program does."""
+    """Stand for the other work of the program."""
     while True:
         answers.append(weights.round(2).tolist())
         await asyncio.sleep(0.001)
@@ -33,7 +33,8 @@ async def main():
     weights, answers, breaks = np.zeros(3), [], 0
     server = asyncio.create_task(answer(weights, answers))
     async with GeneratorEnqueuer(batches, workers=2, backend="process", random_seed=7) as enqueuer:
-        while enqueuer.is_running():  # in slices: a task that is cancelled loses no batch
+        while enqueuer.is_running():
+            # Train in slices: a task that is cancelled loses no batch.
             try:
                 await asyncio.wait_for(train(enqueuer, weights), 0.01)
             except asyncio.TimeoutError:
@@ -43,7 +44,7 @@ async def main():
 
 
 weights, answers, breaks = asyncio.run(main())
-print(f"answered {len(answers)} times, broke off {breaks} times, learnt {weights.round(2)}")
+print(f"answered {len(answers)} times, cancelled {breaks} times, learnt {weights.round(2)}")
 assert len(answers) > 1
 
 expected = np.zeros(3)

@@ -9,7 +9,8 @@ import time
 
 import numpy as np
 
-from enqueuer import GeneratorEnqueuer  # was: from data_util import GeneratorEnqueuer
+# It was: from data_util import GeneratorEnqueuer
+from enqueuer import GeneratorEnqueuer
 
 
 def generator(input_size=32, batch_size=4):

@@ -25,7 +25,7 @@ EPOCHS, BATCH_SIZE, FILES = 3, 4, 18
 
 
 def load(path):
-    """Load and normalise an image: what Python and numpy are for."""
+    """Load and normalise an image, with numpy."""
     image = np.load(path).astype(np.float32)
     return (image - image.mean()) / (image.std() + 1e-6)
 
@@ -90,7 +90,8 @@ def train(dataset):
 with tempfile.TemporaryDirectory() as directory:
     rng = np.random.default_rng(7)
     entries = {}
-    for i in range(FILES):  # bright at the left, or at the top
+    # An image is bright at the left, or at the top.
+    for i in range(FILES):
         image = rng.random((8, 8)) + np.linspace(2, 0, 8)
         path = Path(directory, f"{i:02}.npy")
         np.save(path, image if i % 2 else image.T)
@@ -100,6 +101,7 @@ with tempfile.TemporaryDirectory() as directory:
 
     for make in (pipeline, enqueued):
         losses, seen = train(make(list_file))
-        assert seen == dict.fromkeys(entries, EPOCHS)  # every file, once an epoch
+        # Each file came once in each epoch.
+        assert seen == dict.fromkeys(entries, EPOCHS)
         assert losses[-1] < losses[0] / 2
         print(f"{make.__name__}: {len(losses)} steps, loss {losses[0]:.2f} -> {losses[-1]:.2f}")

@@ -20,7 +20,8 @@ except ImportError as error:
 from enqueuer import GeneratorEnqueuer
 from enqueuer.datasets.files import FileBatches, find_files, load_image
 
-logging.getLogger("enqueuer").setLevel(logging.CRITICAL)  # the broken file is logged otherwise
+# Otherwise the broken file is logged.
+logging.getLogger("enqueuer").setLevel(logging.CRITICAL)
 
 CLASSES = ["bright at the left", "bright at the right"]
 EPOCHS, FILES, BROKEN = 4, 40, "007.png"
@@ -40,8 +41,9 @@ def write_images(folder):
 
 def load(path, task):
     pixels = load_image(path, size=(8, 8)).astype(np.float32) / 255 - 0.5
-    if task.rng.random() < 0.5:  # this file's own numbers, new ones in each epoch
-        pixels = pixels[::-1]  # upside down it is the same class
+    # The generator belongs to this file and this epoch. Upside down, the class is the same.
+    if task.rng.random() < 0.5:
+        pixels = pixels[::-1]
     return pixels
 
 

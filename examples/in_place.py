@@ -14,9 +14,11 @@ SHAPE = (64, 224, 224, 3)
 
 def batches(shard):
     for number in shard.split(range(40)):
-        images = empty(SHAPE, "uint8")  # a new one for each batch; the memory is used again
+        # Make a new array for each batch; the memory is reused.
+        images = empty(SHAPE, "uint8")
         for index in range(len(images)):
-            images[index] = number + index  # load an image here
+            # A real program loads an image here.
+            images[index] = number + index
         yield {"images": images, "number": number}
 
 

@@ -1,4 +1,4 @@
-"""Find out what a training loop waits for, and what helps: statistics, the bottleneck, a timeline.
+"""Find the bottleneck of a training loop and its remedy: statistics, advice, a timeline.
 
 A batch takes 20 ms to get, as from a slow disk, and 5 ms to train on. The loop runs with one
 worker, then with as many as the statistics ask for.
@@ -26,7 +26,7 @@ def train(batch):
 
 
 def run(workers, trace=None) -> Stats:
-    """Train for an epoch, and return what was measured."""
+    """Train for an epoch, and return the statistics."""
     # shards of their own: the data stay the same, however many workers there are
     with GeneratorEnqueuer(
         batches, workers=workers, shards=8, random_seed=7, trace=trace
@@ -45,7 +45,8 @@ def main(folder):
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        main(sys.argv[1])  # the traces stay there, for `enqueuer report`
+        # The traces stay there, for `enqueuer report`.
+        main(sys.argv[1])
     else:
         with tempfile.TemporaryDirectory() as folder:
             main(folder)

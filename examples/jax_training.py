@@ -50,7 +50,8 @@ def train(**options):
         losses = []
         for batch in loader:
             weights, loss = step(weights, batch)
-            losses.append(loss)  # a device array: the loop does not wait for it
+            # It is a device array, for which the loop does not wait.
+            losses.append(loss)
         print(f"epoch {epoch}: loss {np.mean(losses):.3f}")
     return weights
 

@@ -16,7 +16,8 @@ def inputs(element, task):
 
 
 if __name__ == "__main__":
-    try:  # here, as the worker processes import this file and need not wait for Keras
+    # Worker processes import this file, and need no Keras, so it is imported here.
+    try:
         import keras
 
         from enqueuer.adapters.keras import EnqueuerDataset

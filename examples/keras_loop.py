@@ -16,7 +16,8 @@ def batches(shard):
 def fit_enqueuer(model, train, steps_per_epoch, epochs, check, validation_steps, initial_epoch=0):
     """Train with an enqueuer, test with another one; return the mean logs of each epoch."""
     history = []
-    with train, check:  # starts the workers, and stops them whatever happens
+    # The block starts the workers, and stops them also after an error.
+    with train, check:
         output, checks = train.get(), check.get()
         for epoch in range(initial_epoch, epochs):
             logs = []
@@ -39,7 +40,8 @@ def mean(logs, prefix=""):
 
 
 if __name__ == "__main__":
-    try:  # here, as the worker processes import this file and need not wait for Keras
+    # Worker processes import this file, and need no Keras, so it is imported here.
+    try:
         import keras
     except ImportError as error:
         print(f"{error}. This needs Keras 3: pip install keras torch", file=sys.stderr)

@@ -12,7 +12,8 @@ import numpy as np
 
 from enqueuer import OrderedEnqueuer
 
-logging.getLogger("enqueuer").setLevel(logging.CRITICAL)  # skipped errors are logged otherwise
+# Otherwise skipped errors are logged.
+logging.getLogger("enqueuer").setLevel(logging.CRITICAL)
 
 
 def load(path, task):
@@ -35,7 +36,8 @@ with tempfile.TemporaryDirectory() as directory:
     paths = [Path(directory, f"{i:02}.npy") for i in range(12)]
     for i, path in enumerate(paths):
         np.save(path, np.arange(64).reshape(8, 8) + i)
-    paths[5].write_bytes(b"")  # a broken one
+    # This file is broken.
+    paths[5].write_bytes(b"")
 
     threads = epochs(paths, backend="thread", workers=2)
     processes = epochs(paths, backend="process", workers=3)
@@ -46,4 +48,5 @@ for one, other in zip(threads, processes, strict=True):
     assert np.array_equal(one["image"], other["image"])
 names = [name for batch in threads for name in batch["name"]]
 assert sorted(names) == sorted([p.stem for p in paths if p != paths[5]] * 2)
-assert names[:11] != names[11:]  # each epoch has an order of its own
+# Each epoch has its own order.
+assert names[:11] != names[11:]

@@ -46,7 +46,7 @@ parser.add_argument(
 parser.add_argument("--workers", type=int, default=2, help="how many actors (default: 2)")
 options = parser.parse_args()
 
-# An enqueuer would do this itself, and undo it. Here two of them use the same Ray.
+# Without this call, each enqueuer would start Ray and shut it down. Here two of them share it.
 ray.init(
     options.address,
     include_dashboard=None if options.address != "local" else False,
@@ -63,9 +63,11 @@ assert all((a["pixels"] == b["pixels"]).all() for a, b in zip(here, there, stric
 print("the same batches as in a plain loop, in the same order")
 
 pixels = there[0]["pixels"]
-assert not pixels.flags.writeable  # it lies in the object store, uncopied
+# It lies in the object store, without a copy.
+assert not pixels.flags.writeable
 for batch in epoch(workers=options.workers, backend=Ray(copy_arrays=True)):
-    batch["pixels"] //= 2  # a copy, which is ours to change
+    # It is a copy, so the loop may change it.
+    batch["pixels"] //= 2
 print("changed in place, with copy_arrays=True")
 
 ray.shutdown()

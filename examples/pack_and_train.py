@@ -32,7 +32,7 @@ EPOCHS = 10
 
 
 def write_loose_files(folder):
-    """Write scikit-learn's digits as people have such data: a file an image, a list of labels."""
+    """Write scikit-learn's digits as one file per image and a list of labels."""
     digits = load_digits()
     with open(folder / "labels.csv", "w", newline="") as file:
         for number, (image, label) in enumerate(zip(digits.images, digits.target, strict=True)):
@@ -49,13 +49,13 @@ class Digits:
     def __call__(self, shard):
         with open(self.folder / "labels.csv", newline="") as file:
             listed = list(csv.reader(file))
-        # a stretch for each shard rather than every count-th, so that rows keep their order
+        # Each shard has consecutive rows, not every count-th, so that the rows keep their order.
         for name, label in np.array_split(np.array(listed), shard.count)[shard.index]:
             yield {"image": np.load(self.folder / name), "label": int(label), "name": str(name)}
 
 
 def with_torch(enqueuer, held_out):
-    """Learn by a linear layer; return what it makes of the images that were held out."""
+    """Train a linear layer; return its predictions for the held-out images."""
     torch.manual_seed(7)
     model = torch.nn.Linear(64, 10)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)

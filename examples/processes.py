@@ -11,7 +11,7 @@ from enqueuer import GeneratorEnqueuer
 
 
 def make(seed):
-    """Return a batch, slowly: this much Python would hold up a training loop."""
+    """Return a batch, slowly: so much Python code would delay a training loop."""
     return np.array([[(seed * i * j) % 255 for i in range(64)] for j in range(64)], dtype="uint8")
 
 

@@ -13,15 +13,17 @@ from enqueuer import GeneratorEnqueuer
 
 
 def note(error):
-    print(f"skipped: {type(error).__name__}")  # and returns None: nothing comes in its place
+    # It returns None, so nothing comes in place of the file.
+    print(f"skipped: {type(error).__name__}")
 
 
 with tempfile.TemporaryDirectory() as directory:
     paths = [Path(directory, f"{i:02}.npy") for i in range(12)]
     for i, path in enumerate(paths):
         np.save(path, np.full((8, 8), i))
-    paths[3].write_bytes(b"")  # broken in a way that was expected
-    paths[6].unlink()  # and in one that was not
+    # The generator expects the first error, and not the second one.
+    paths[3].write_bytes(b"")
+    paths[6].unlink()
 
     def batches(shard):
         for path in shard.split(paths):
@@ -35,5 +37,5 @@ with tempfile.TemporaryDirectory() as directory:
         read = [int(image[0, 0]) for image in enqueuer]
         print(f"read {sorted(read)} with {enqueuer.error_count} error")
 
-# 3 was left out; 6 ended shard 2, which has 2, 6 and 10
+# 3 was left out; 6 ended shard 2, which has 2, 6 and 10.
 assert sorted(read) == [0, 1, 2, 4, 5, 7, 8, 9, 11]

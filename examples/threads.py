@@ -25,4 +25,5 @@ with tempfile.TemporaryDirectory() as directory:
         for epoch in range(2):
             means = [round(float(batch.mean())) for batch in enqueuer]
             print(f"epoch {epoch}: {means}")
-            assert means == list(range(12))  # three workers, and still in order
+            # There are three workers, and the batches are in order.
+            assert means == list(range(12))

@@ -1,4 +1,4 @@
-"""Who is compared, and what each is asked for. One file each; here is the list.
+"""The loaders that are compared, and the work that each gets. Each has a file; here is the list.
 
 Each file imports its package at the top and has `open(setup)`, a context manager that starts
 everything, gives an iterator over what `setup.source` yields, and stops everything. Or it has
@@ -22,7 +22,7 @@ METHODS = ("fork", "forkserver", "spawn")
 
 @dataclass(frozen=True)
 class Setup:
-    """What a contestant is asked for.
+    """The work of a contestant.
 
     Attributes:
         source: A generator function; each worker calls it for itself.
@@ -43,7 +43,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Tasks:
-    """What a contestant that maps is asked for: a result for each index, in their order.
+    """The work of a contestant that maps: a result for each index, in their order.
 
     Attributes:
         call: The work, as a function of an index.
@@ -151,7 +151,8 @@ _LIST = [
     ),
     Contestant("multiprocessing.Queue", "multi- process. Queue", "mp_queue", None, methods=METHODS),
     Contestant("torch", "torch Data- Loader", "torch_loader", "torch", methods=METHODS, tasks=True),
-    Contestant(  # what it does to tiny arrays, one file descriptor each, nobody would want
+    # Tiny arrays are left out: it needs a file descriptor for each.
+    Contestant(
         "torch-numpy",
         "torch, numpy",
         "torch_numpy",
@@ -160,15 +161,15 @@ _LIST = [
         only=frozenset({"large", "larger", "tiny", "tasks-batch", "tasks-large"}),
     ),
     Contestant("faster-fifo", "faster- fifo", "faster_fifo_", "faster_fifo"),
-    Contestant(  # takes dicts of arrays only
-        "pescador", "pescador", "pescador_", "pescador", never=frozenset({"ints"})
-    ),
+    # It takes only dicts of arrays.
+    Contestant("pescador", "pescador", "pescador_", "pescador", never=frozenset({"ints"})),
     Contestant("tensorpack", "tensor- pack", "tensorpack_", "tensorpack", threads=True),
     Contestant("grain", "Grain", "grain_", "grain", threads=True, tasks=True),
     Contestant("spdl", "SPDL", "spdl_", "spdl", methods=METHODS, threads=True),
     Contestant("spdl-arena", "SPDL arena", "spdl_arena", "spdl", only=_BYTES),
     Contestant("batchgenerators", "batch- genera- tors", "batchgenerators_", "batchgenerators"),
-    Contestant(  # has no end: its thread stays as long as the process
+    # It cannot be stopped: its thread stays as long as the process.
+    Contestant(
         "prefetch_generator",
         "prefetch_ generator",
         "prefetch_generator_",

@@ -1,4 +1,4 @@
-"""What goes wrong in a worker, and who has to cope with it: the two lists of the failure table.
+"""The two lists of the failure table: the faults of a worker, and the loaders.
 
 This file, `verdict.py` and `table.py` import no framework; `sources.py` runs in the workers, and
 each file of `loaders/` imports its own package.
@@ -12,9 +12,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-COUNT = 6  # items, 0 to 5
-STRIKES_AT = 2  # the index of the item that is never made, or cannot be sent
-NO_FAULT = "none"  # the control: all items must come, or the loader is not used as it should be
+# Number of items.
+COUNT = 6
+# Index of the item that is never made, or cannot be sent.
+STRIKES_AT = 2
+# The control: all items must come, or the loader is not used as it should be.
+NO_FAULT = "none"
 
 
 @dataclass(frozen=True)
@@ -24,8 +27,8 @@ class Fault:
     Attributes:
         name: As it is called on the command line.
         heading: The same for the head of the table: a line for each word.
-        rule: What the consumer must see; `verdict.py` explains each.
-        original: What the worker raises: the name of its class, if it raises anything.
+        rule: Behaviour that the consumer must see; `verdict.py` explains each.
+        original: Name of the class of the worker's exception, if it raises one.
         threads: Whether it can be done to a thread without ending the consumer.
     """
 

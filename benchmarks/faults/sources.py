@@ -1,7 +1,7 @@
-"""What the workers run: six items, one of which goes wrong.
+"""The source that the workers run: six items, one of which fails.
 
-An item takes a moment to make, so that whatever its loader sends from a thread of its own has
-been sent when the fault strikes: no loader loses an item by chance.
+An item takes a moment to make. So a loader that sends from a thread has sent earlier items when
+the fault strikes, and no loader loses an item by chance.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def item(index: int, fault: str) -> dict[str, Any]:
 
 
 def strike(fault: str) -> None:
-    """Do what the name says. This is the frame that is looked for in the traceback."""
+    """Cause the fault. The traceback must show this frame."""
     match fault:
         case "ValueError":
             raise ValueError(_MESSAGE, STRIKES_AT)

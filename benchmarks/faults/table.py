@@ -9,15 +9,19 @@ from typing import Any
 from faults import FAULTS, LOADERS
 
 OK, NOT_APPLICABLE = "ok", "n/a"
-MISSING, UNUSABLE = "not installed", "does not run"  # of a whole row
+# Content of a whole row.
+MISSING, UNUSABLE = "not installed", "does not run"
 
-_WIDTH = 10  # characters of a line of a cell, but for long words
+# Characters of a line of a cell, unless a word is longer.
+_WIDTH = 10
 _GAP = "  "
-_WORTH_TELLING_S = 1.0  # from the last item to the error
+# Shortest time from the last item to the error that is shown.
+_LONG_S = 1.0
 
 # {loader: {fault: {"verdict": ..., "seconds": ..., ...}}}
 Cells = dict[str, dict[str, dict[str, Any]]]
-_Row = list[list[str]]  # the lines of each of its cells
+# The lines of each cell.
+_Row = list[list[str]]
 
 
 def table(cells: Cells, faults: list[str]) -> str:
@@ -45,7 +49,7 @@ def _row(heading: str, row: dict[str, dict[str, Any]], faults: list[str]) -> _Ro
 
 def _wrapped(cell: dict[str, Any]) -> list[str]:
     seconds = cell.get("seconds", 0.0)
-    late = f" ({seconds:.0f} s)" if seconds >= _WORTH_TELLING_S else ""
+    late = f" ({seconds:.0f} s)" if seconds >= _LONG_S else ""
     return textwrap.wrap(cell["verdict"] + late, _WIDTH, break_long_words=False)
 
 

@@ -1,4 +1,4 @@
-"""What counts as right: written down before the first run, and the same for everybody."""
+"""The rules that a loader must keep: written before the first run, and the same for all loaders."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _SAYS_DEATH = re.compile("worker|process|exit|kill|signal|died|terminated", re.I
 
 @dataclass(frozen=True)
 class Seen:
-    """What a consumer saw of its loader.
+    """Observations of a consumer about its loader.
 
     Attributes:
         items: The indices of the items that arrived, in the order in which they did.
         end: How its loop ended: by an "error", by its "end", not at all: "hang"; or it is "gone"
             itself.
-        original: Whether the error has the very class of what the worker raised.
+        original: Whether the error has the class of the worker's exception.
         attributes: Whether its arguments and attributes are the same, too.
         frames: Where the worker's frames are: "real" in its traceback, in its "text", or "none".
         text: Its class, message and notes, and those of its causes and contexts.
@@ -38,16 +38,15 @@ class Seen:
 
 
 def remarks(fault: Fault, seen: Seen) -> list[str]:
-    """Return what is wrong with what a consumer saw; nothing, if it is as it should be.
+    """Return the violations of the rules in the observations of a consumer.
 
-    The rule is the same for everybody:
+    The rules are the same for all loaders:
 
     - The items that were made before the fault arrive, once and in order; else `lost item`.
       Nothing arrives that comes after it; else `went on`.
     - Then there is an error. The loop neither waits until the limit (`hang`) nor ends as if that
       were all (`silent end`), and the consumer is not ended by it (`consumer gone`). The error
-      comes within 10 s, which is longer than all timers that loaders look around with; else
-      `slow`.
+      comes within 10 s, which is longer than the polling interval of any loader; else `slow`.
     - The error says what happened; else `unclear`. What that takes is up to the fault.
 
     The faults' own rules:
