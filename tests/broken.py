@@ -41,7 +41,7 @@ def ends_instead_of_failing(sender, message):
 
 
 def never_waits_for_room(sender, message):
-    sender.buffer.max_size += 1
+    sender.inbox.max_size += 1
     send(sender, message)
 
 

@@ -31,7 +31,7 @@ from enqueuer.common import interrupts
 from enqueuer.errors import Closed, StartError, WorkerDied
 from enqueuer.monitoring.loop_meter import LoopMeter
 from enqueuer.monitoring.worker_stats import WorkerStats
-from enqueuer.workers.messages import Epoch, Failure, Item
+from enqueuer.workers.messages import Epoch, Failure, ItemTuple
 
 _log = logging.getLogger("enqueuer")
 
@@ -49,7 +49,7 @@ class Schedule(Protocol[W]):
     def next_step(self, order: Order) -> Step | Failure | W: ...
     def awaited_worker(self, order: Order) -> W | None: ...
     def awaited(self, order: Order) -> str: ...
-    def take(self, order: Order) -> Iterator[Item]: ...
+    def take(self, order: Order) -> Iterator[ItemTuple]: ...
     def pass_over(self) -> None: ...
     def acknowledge(self) -> None: ...
     def place_of(self, dead: W, order: Order) -> Place: ...
@@ -157,7 +157,7 @@ class Engine(Generic[W]):
             is_expired = deadline is not None and time.monotonic() >= deadline
         raise Closed("the enqueuer was stopped")
 
-    def take(self, order: Order) -> Iterator[Item]:
+    def take(self, order: Order) -> Iterator[ItemTuple]:
         """Yield what is next in `order` and is there, at least one after a `wait()`.
 
         To be read by something written in C, such as `deque.extend`, so that an exception of a

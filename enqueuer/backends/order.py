@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Container, Iterable, Mapping
 from typing import Any, Final, Protocol
 
-from enqueuer.workers.messages import Item, Start
+from enqueuer.workers.messages import ItemTuple, Start
 
 ANY: Final = None
 """The answer of `turn()` where any shard will do."""
@@ -53,14 +53,14 @@ class Order(Protocol):
     def number_of(self, shard: int) -> int:
         """Return the number of the next item of a shard."""
 
-    def rest(self, ready: Iterable[Item] = ()) -> dict[int, Start]:
+    def rest(self, ready: Iterable[ItemTuple] = ()) -> dict[int, Start]:
         """Return where the shards stand that are not at their end, in the order of their turns.
 
         Args:
             ready: What was taken last and counts as if it had not been.
         """
 
-    def beyond(self, ready: Iterable[Item] = ()) -> tuple[int, ...]:
+    def beyond(self, ready: Iterable[ItemTuple] = ()) -> tuple[int, ...]:
         """Return which later items were taken nevertheless; only of tasks."""
 
 
@@ -107,10 +107,10 @@ class ShardOrder(ABC):
     def number_of(self, shard: int) -> int:
         return self.numbers[shard]
 
-    def rest(self, ready: Iterable[Item] = ()) -> dict[int, Start]:
+    def rest(self, ready: Iterable[ItemTuple] = ()) -> dict[int, Start]:
         again: dict[int, int] = {}
         for item in ready:
-            again.setdefault(item.shard, item.number)
+            again.setdefault(item[0], item[1])
         shards = self._in_turn()
         if again:  # turns go by index, so this is where they were
             shards = sorted({*shards, *again})
@@ -118,7 +118,7 @@ class ShardOrder(ABC):
             shards = shards[at:] + shards[:at]
         return {shard: self._start_of(shard, again.get(shard)) for shard in shards}
 
-    def beyond(self, ready: Iterable[Item] = ()) -> tuple[int, ...]:
+    def beyond(self, ready: Iterable[ItemTuple] = ()) -> tuple[int, ...]:
         return ()
 
     @abstractmethod
@@ -309,14 +309,14 @@ class TaskOrder:
     def number_of(self, shard: int) -> int:
         return self.next
 
-    def rest(self, ready: Iterable[Item] = ()) -> dict[int, Start]:
+    def rest(self, ready: Iterable[ItemTuple] = ()) -> dict[int, Start]:
         self.advance()
-        number = min([self.next, *(item.number for item in ready)])
+        number = min([self.next, *(number for _, number, _, _ in ready)])
         return {0: Start(number - self.first, self._states.get(number))}
 
-    def beyond(self, ready: Iterable[Item] = ()) -> tuple[int, ...]:
+    def beyond(self, ready: Iterable[ItemTuple] = ()) -> tuple[int, ...]:
         self.advance()
-        again = {item.number for item in ready}
+        again = {number for _, number, _, _ in ready}
         earliest = min([self.next, *again])
         numbers = {*range(earliest, self.next), *self.taken} - again
         return tuple(sorted(number - self.first for number in numbers if number > earliest))

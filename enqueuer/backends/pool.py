@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 from enqueuer.backends.stall import WorkerSnapshot
 from enqueuer.errors import StartError
 from enqueuer.monitoring.worker_stats import WorkerStats
-from enqueuer.workers.messages import Empty, End, Epoch, Failure, Item, Ticket
+from enqueuer.workers.messages import Empty, End, Epoch, Failure, ItemTuple, Ticket
 
 
 class WorkerState(enum.Enum):
@@ -84,7 +84,7 @@ class Inbox(Protocol):
             object until it is removed.
         """
 
-    def items(self, most: int, taken: Taken) -> Iterator[Item]:
+    def items(self, most: int, taken: Taken) -> Iterator[ItemTuple]:
         """Take items as long as they are next: at most so many.
 
         To be read by something written in C, such as `deque.extend`. Counting an item as taken

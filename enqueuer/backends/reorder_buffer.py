@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from enqueuer.backends.order import TaskOrder
 from enqueuer.common.sizes import size_of
-from enqueuer.workers.messages import Empty, Failure, Item, Ticket
+from enqueuer.workers.messages import Empty, Failure, ItemTuple, Ticket
 
 
 class Next(enum.Enum):
@@ -36,7 +36,7 @@ class ReorderBuffer:
         self._measure = measure
         self.largest_bytes = 0
         self.tickets: dict[int, Ticket] = {}
-        self._results: dict[int, Item | Empty | Failure] = {}  # in the order of their arrival
+        self._results: dict[int, ItemTuple | Empty | Failure] = {}  # in the order of their arrival
         self._skipped: dict[int, deque[Failure]] = {}
         self._reported = -1  # the number of the task whose skipped error was returned last
         self._going = -1  # the number of the task whose result was given away last
@@ -45,7 +45,7 @@ class ReorderBuffer:
     def waiting(self) -> int:
         """How many results wait."""
         # A list is made in one step: another thread may ask while the loop takes results.
-        return sum(isinstance(result, Item) for result in list(self._results.values()))
+        return sum(isinstance(result, tuple) for result in list(self._results.values()))
 
     @property
     def outstanding(self) -> int:
@@ -71,9 +71,9 @@ class ReorderBuffer:
             errors, self._reported = self._skipped[self._reported], -1
             errors.popleft()
 
-    def put(self, message: Item | Empty | Failure) -> None:
+    def put(self, message: ItemTuple | Empty | Failure) -> None:
         """Keep what came of a task, unless it is known already."""
-        number = message.number
+        number = message[1] if isinstance(message, tuple) else message.number
         if number not in self.tickets or number in self._results:
             return
         if isinstance(message, Failure):
@@ -83,9 +83,9 @@ class ReorderBuffer:
             self._skipped.setdefault(number, deque()).append(message)
         else:
             self._results[number] = message
-            if self._measure and isinstance(message, Item):
+            if self._measure and isinstance(message, tuple):
                 # Never 0, which means that no result has come yet.
-                self.largest_bytes = max(self.largest_bytes, size_of(message.value), 1)
+                self.largest_bytes = max(self.largest_bytes, size_of(message[2]), 1)
 
     def begin_again(self, number: int) -> None:
         """Forget the skipped errors of a task that will be done once more."""
@@ -114,7 +114,7 @@ class ReorderBuffer:
             match self._results[number]:
                 case Failure() as failure:
                     return failure
-                case Item():
+                case tuple():
                     return Next.ITEM
             order.taken[number] = None
             self._going = number
@@ -122,7 +122,7 @@ class ReorderBuffer:
             found = Next.ROOM
         return found
 
-    def items(self, order: TaskOrder, most: int) -> Iterator[Item]:
+    def items(self, order: TaskOrder, most: int) -> Iterator[ItemTuple]:
         """Take items as long as they are next: at most so many."""
         if self._going >= 0:
             self.acknowledge(order)
@@ -132,7 +132,7 @@ class ReorderBuffer:
             if number is None or self._skipped.get(number):
                 return
             result = self._results[number]
-            if not isinstance(result, Item):
+            if not isinstance(result, tuple):
                 return
             # From here to the yield is no call and no jump, and so no signal handler runs.
             taken[number] = None

@@ -14,7 +14,7 @@ from enqueuer.backends.order import Order, ShardOrder
 from enqueuer.backends.pool import Inbox, W, WorkerState
 from enqueuer.backends.restarts import Place
 from enqueuer.backends.stall import awaited
-from enqueuer.workers.messages import Empty, End, Epoch, Failure, Item
+from enqueuer.workers.messages import Empty, End, Epoch, Failure, ItemTuple
 
 
 class Step(enum.Enum):
@@ -144,7 +144,7 @@ class ShardSchedule(Generic[W]):
         """Return what the loop waits for, in words."""
         return awaited(order)
 
-    def take(self, order: Order) -> Iterator[Item]:
+    def take(self, order: Order) -> Iterator[ItemTuple]:
         """Take what is next and is there."""
         assert isinstance(order, ShardOrder)
         self._is_acknowledged = False
@@ -155,7 +155,7 @@ class ShardSchedule(Generic[W]):
             return self._workers[self._served].inbox.items(self._bunch, order)
         return self._take_in_turn(order)
 
-    def _take_in_turn(self, order: ShardOrder) -> Iterator[Item]:
+    def _take_in_turn(self, order: ShardOrder) -> Iterator[ItemTuple]:
         for _ in range(self._bunch):
             worker = None if order.done else self.awaited_worker(order)
             if worker is None or worker.inbox.head() is not True:

@@ -37,6 +37,7 @@ _CALLERS = frozenset(
     _HOUSE + name
     for name in (
         "workers/loop.py",
+        "workers/bunch.py",
         "workers/stream.py",
         "workers/skipping.py",
         "workers/task_loop.py",

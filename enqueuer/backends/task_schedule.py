@@ -22,7 +22,7 @@ from enqueuer.backends.reorder_buffer import Next, ReorderBuffer
 from enqueuer.backends.restarts import Place
 from enqueuer.backends.shard_schedule import Step, inboxes_of
 from enqueuer.backends.stall import awaited_task
-from enqueuer.workers.messages import Empty, End, Epoch, Failure, Item, Ticket
+from enqueuer.workers.messages import Empty, End, Epoch, Failure, ItemTuple, Ticket
 
 _ALL = 1 << 62
 
@@ -77,7 +77,7 @@ class TaskSchedule(Generic[W]):
         self._dispatch = dispatch
         self._bunch = bunch
         self._buffer = ReorderBuffer(measure)
-        self._arrived: deque[Item | End | Failure | Empty] = deque()
+        self._arrived: deque[ItemTuple | End | Failure | Empty] = deque()
         # Not used: the reorder buffer and the order know which results were taken.
         self._taken = AsTheyCome({})
         self._unsent: deque[tuple[int, Any]] = deque()  # numbers of tasks, and packed tickets
@@ -184,7 +184,7 @@ class TaskSchedule(Generic[W]):
         assert isinstance(order, TaskOrder)
         return awaited_task(order, self._buffer.tickets.get(order.next))
 
-    def take(self, order: Order) -> Iterator[Item]:
+    def take(self, order: Order) -> Iterator[ItemTuple]:
         """Take the results that are next and are there."""
         assert isinstance(order, TaskOrder)
         return self._buffer.items(order, self._bunch)

@@ -27,7 +27,7 @@ from enqueuer.backends.task_schedule import TaskSchedule
 from enqueuer.monitoring.loop_meter import LoopMeter
 from enqueuer.monitoring.trace_file import Lines, Place, Track, begin, full_text, text_of
 from enqueuer.monitoring.worker_stats import WorkerStats
-from enqueuer.workers.messages import Epoch, Failure, Item
+from enqueuer.workers.messages import Epoch, Failure, Item, ItemTuple
 from enqueuer.workers.tasks import TaskSource
 
 _log = logging.getLogger("enqueuer")
@@ -86,7 +86,7 @@ class Trace:
             raise
         return _Recorded(inner, self, job, restarts)
 
-    def ready(self) -> deque[Item]:
+    def ready(self) -> deque[ItemTuple]:
         """Return a place for what is ready that records what is taken of it."""
         ready = Ready()
         ready.record = self._took
@@ -174,13 +174,14 @@ class Trace:
         with self._lock:
             self._end_work(_now())
 
-    def _took(self, item: Item) -> None:
+    def _took(self, item: ItemTuple) -> None:
         at = _now()
         with self._lock:
             if not self._is_closing:
                 self._end_work(at)
                 # without the value, which is the loop's
-                self._taken, self._item = at, Item(item.shard, item.number, None)
+                shard, number, *_ = item
+                self._taken, self._item = at, Item(shard, number, None)
 
     def _end_work(self, at: int) -> None:
         if not self._taken or self._track is None:
@@ -214,14 +215,14 @@ class Trace:
             )
 
 
-_NOTHING: deque[Item] = deque()
+_NOTHING: deque[ItemTuple] = deque()
 
 
-class Ready(deque[Item]):
+class Ready(deque[ItemTuple]):
     """What was taken from a backend and waits for the loop."""
 
-    record: Callable[[Item], None] | None = None
-    _said: Item | None = None
+    record: Callable[[ItemTuple], None] | None = None
+    _said: ItemTuple | None = None
 
     def __bool__(self) -> bool:
         """Record the first one, once: it is asked for right before it is taken."""
@@ -338,7 +339,7 @@ class _Recorded:
     def is_resizing(self) -> bool:
         return self._backend.is_resizing
 
-    def take(self, order: Order) -> Iterator[Item]:
+    def take(self, order: Order) -> Iterator[ItemTuple]:
         return self._backend.take(order)
 
     def pass_over(self) -> None:

@@ -8,13 +8,13 @@ from collections.abc import Iterable
 from enqueuer.backends.stall import level_of_user
 from enqueuer.errors import DuplicateDataWarning
 from enqueuer.monitoring.duplicates import FirstItems
-from enqueuer.workers.messages import Item
+from enqueuer.workers.messages import ItemTuple
 
 
-def compare(first: FirstItems, items: Iterable[Item]) -> None:
+def compare(first: FirstItems, items: Iterable[ItemTuple]) -> None:
     """Compare new items with the first ones of other shards, and warn if two shards are alike."""
-    for item in items:
-        twins = first.saw(item.shard, item.value)
+    for shard, _, value, _ in items:
+        twins = first.saw(shard, value)
         if twins is not None:
             _warn_of_twins(*twins, first.takes_shard)
 

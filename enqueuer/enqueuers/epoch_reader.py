@@ -24,7 +24,7 @@ from enqueuer.enqueuers.run import Run, State
 from enqueuer.enqueuers.workload import EpochWork, Workload
 from enqueuer.errors import Closed, EmptyEpochWarning, InvalidState
 from enqueuer.monitoring.stats import Stats
-from enqueuer.workers.messages import Epoch, Failure, Item
+from enqueuer.workers.messages import Epoch, Failure, ItemTuple
 
 
 class EpochReader:
@@ -52,7 +52,7 @@ class EpochReader:
         self.run = run
         self.work = work
         self.number = number
-        self.ready: deque[Item] = run.new_ready()
+        self.ready: deque[ItemTuple] = run.new_ready()
         self.failure: Failure | None = None
         self.is_over = False
         self._workload = workload
@@ -341,7 +341,7 @@ class EpochReader:
 
     # --- position ---
 
-    def position(self, ready: deque[Item]) -> Epoch:
+    def position(self, ready: deque[ItemTuple]) -> Epoch:
         """Return what has not been given to the loop: of this epoch, or all of the next one.
 
         Args:
@@ -359,9 +359,9 @@ class EpochReader:
         self.ready.clear()
         self._is_entered = False
 
-    def drop_ready(self) -> deque[Item]:
+    def drop_ready(self) -> deque[ItemTuple]:
         """Take all that is ready away from the iterators, and return it. No lock needed."""
-        left: deque[Item] = deque()
+        left: deque[ItemTuple] = deque()
         with contextlib.suppress(IndexError):  # iterators take without the lock
             while True:
                 left.append(self.ready.popleft())

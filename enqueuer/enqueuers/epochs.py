@@ -139,7 +139,7 @@ class Epochs:
             if ready:
                 item = ready[0]  # as in Batches
                 del ready[0]
-                return (item.value,)
+                return (item[2],)
             if not self.run.lock.acquire(blocking=False):
                 return ()
             try:

@@ -43,7 +43,7 @@ class Batches(Iterator[Batch]):
                 # here is none of these: `popleft` would be one, and the batch lost.
                 item = ready[0]
                 del ready[0]
-                return item.value  # type: ignore[return-value]  # what the generator yielded
+                return item[2]  # type: ignore[return-value]  # what the generator yielded
             self._wait()
 
     def _wait(self) -> None:

@@ -97,7 +97,7 @@ class Queue(Generic[Batch]):
             if ready:
                 item = ready[0]  # as in Batches
                 del ready[0]
-                return item.value  # type: ignore[return-value]  # as in Batches, too
+                return item[2]  # type: ignore[return-value]  # as in Batches, too
             epochs = core.epochs
             retune = None if epochs is None else epochs.retune
             left = -1.0 if deadline is None else max(0.0, deadline - time.monotonic())

@@ -29,7 +29,7 @@ from enqueuer.monitoring import usage
 from enqueuer.monitoring.loop_meter import LoopMeter, top_of
 from enqueuer.monitoring.meters import clock
 from enqueuer.monitoring.stats import Stats
-from enqueuer.workers.messages import Item
+from enqueuer.workers.messages import ItemTuple
 
 
 class State(enum.Enum):
@@ -146,7 +146,7 @@ class Run:
             raise
         return backend
 
-    def new_ready(self) -> deque[Item]:
+    def new_ready(self) -> deque[ItemTuple]:
         """Return an empty deque for items that are ready; the timeline records what is taken."""
         return deque() if self.timeline is None else self.timeline.ready()
 

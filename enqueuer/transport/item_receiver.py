@@ -36,7 +36,7 @@ from enqueuer.transport.ring import (
     WRITTEN,
     Ring,
 )
-from enqueuer.workers.messages import Empty, End, Epoch, Failure, Item
+from enqueuer.workers.messages import Empty, End, Epoch, Failure, ItemTuple
 
 _ITEM, _STATED = int(Kind.ITEM), int(Kind.STATED)
 _HEAD = FRAME.size
@@ -240,7 +240,7 @@ class ItemReceiver:
 
     # --- messages ---
 
-    def items(self, most: int, taken: Taken) -> Iterator[Item]:
+    def items(self, most: int, taken: Taken) -> Iterator[ItemTuple]:
         """Yield the items that are there now, up to an end or a failure.
 
         An exception out of a signal handler loses no item and repeats none, if the caller keeps
@@ -275,7 +275,7 @@ class ItemReceiver:
                 taken.remember(shard, number, state)
                 del state
             position += (end if end < RING_BYTES else RING_BYTES) - at
-            item = Item(shard, number, value)
+            item = (shard, number, value, None)
             del value, body
             most -= 1
             # From here to the yield is no call and no jump, and so no signal handler runs.

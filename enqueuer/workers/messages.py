@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 
-# Not frozen, as it would then take twice as long to make one.
-@dataclass(slots=True)
-class Item:
+class Item(NamedTuple):
     """A value that a shard's generator yielded; `number` counts its `next()` calls from 0.
 
     `state` is the iterator's own `state_dict()` after it, if it has one.
@@ -26,6 +24,10 @@ class Item:
     number: int
     value: object
     state: Any = None
+
+
+ItemTuple = tuple[int, int, object, Any]
+"""An item, or a plain tuple of its values: C code makes these in a third of the time."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import itertools
 import logging
 import secrets
 import traceback
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, TypeVar, overload
@@ -198,9 +198,25 @@ class Shard(Seeded):
         return {name: value for name, value in self.__dict__.items() if name != "_reports"}
 
 
-def collect_reports(shard: Shard) -> list[Report]:
+class Reports(list[Report]):
+    """The reports of a shard that were not sent.
+
+    Attributes:
+        heard: Function that is called after each new report; or None.
+    """
+
+    heard: Callable[[], None] | None = None
+
+    def append(self, report: Report) -> None:
+        """Add a report."""
+        super().append(report)
+        if self.heard is not None:
+            self.heard()
+
+
+def collect_reports(shard: Shard) -> Reports:
     """Return a list to which a shard's reports are appended from now on."""
-    reports: list[Report] = []
+    reports = Reports()
     object.__setattr__(shard, "_reports", reports)
     return reports
 

@@ -5,11 +5,14 @@ open(shard) -> replay, unsent -> advance(): the next item -> ... -> close()
 
 from __future__ import annotations
 
+import functools
+import itertools
 import logging
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 from enqueuer.errors import StateMismatch
+from enqueuer.workers.bunch import Bunch, BunchSender
 from enqueuer.workers.messages import Reported, Sender, Start
 from enqueuer.workers.shards import Shard, collect_reports
 from enqueuer.workers.sources import LiveSource, Source, Stateful, iterate
@@ -56,7 +59,14 @@ class ShardStream:
             self._replay(self._items, sender)
         index, items, number, stateful = self.shard.index, self._items, self.number, self._stateful
         reports = self._reports
+        # Each item by itself where others take turns, where each has a state, or a trace.
+        bunches = _bunches_of(sender) if alone and stateful is None else None
         while True:
+            if bunches is not None:
+                if not self._send_bunches(bunches, items):
+                    self.send_reports(sender)
+                    return False
+                number = self.number
             try:
                 value = next(items)
             except StopIteration:
@@ -83,9 +93,43 @@ class ShardStream:
                 sender.check()
             self.in_user_code = True
 
-    def send_reports(self, sender: Sender) -> None:
-        """Send the errors that the generator has reported since the last item."""
-        shard, number = self.shard.index, self.number
+    def _send_bunches(self, sender: BunchSender, items: Iterator[Any]) -> bool:
+        """Send items in bunches until one must be sent by itself; return False at the end."""
+        ended: list[None] = []
+        # The end is one more None.
+        values = itertools.chain(items, map(ended.append, (None,)))
+        while (bunch := sender.open_bunch(self.shard.index)) is not None:
+            # The next item of a bunch follows a report at once, so it is sent at once.
+            self._reports.heard = functools.partial(self._report_within, bunch, sender)
+            self.in_user_code = True
+            try:
+                bunch.fill(self.number, values)
+            except BaseException:
+                self.number += bunch.made
+                raise
+            finally:
+                self._reports.heard = None
+                sender.close_bunch(bunch)
+            self.in_user_code = False
+            if ended:
+                self.number += bunch.made
+                return False
+            self.number += bunch.asked
+            sender.check()
+        self.in_user_code = True
+        return True
+
+    def _report_within(self, bunch: Bunch, sender: Sender) -> None:
+        self.send_reports(sender, bunch.made)
+
+    def send_reports(self, sender: Sender, made: int = 0) -> None:
+        """Send the errors that the generator has reported since the last item.
+
+        Args:
+            sender: Sender of the errors.
+            made: Number of items of an open bunch that were made.
+        """
+        shard, number = self.shard.index, self.number + made
         for nth in range(1, len(self._reports) + 1):
             error, log = self._reports.pop(0)
             sender.send(Reported(shard, number, error, nth=nth, log=log))
@@ -132,3 +176,8 @@ class ShardStream:
             close()
         except BaseException:
             _log.exception("closing the generator of shard %d failed", self.shard.index)
+
+
+def _bunches_of(sender: Sender) -> BunchSender | None:
+    """Return a sender that takes bunches; None if this one takes each item by itself."""
+    return cast(BunchSender, sender) if hasattr(sender, "open_bunch") else None

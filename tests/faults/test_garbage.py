@@ -8,9 +8,12 @@ import pytest
 from helpers import LIMIT, METHODS, counting, start_method_of, wait_until
 
 from enqueuer import GeneratorEnqueuer, Processes
-from enqueuer.backends.thread import buffer as buffers
+from enqueuer.backends.lifecycle import WorkerThread
+from enqueuer.backends.order import AsTheyCome
+from enqueuer.backends.thread import inbox as inboxes
 from enqueuer.enqueuers.enqueuer import core_of
 from enqueuer.transport.packets import Packets
+from enqueuer.workers.messages import Start
 
 
 def forgotten(**options):
@@ -58,7 +61,7 @@ def test_an_enqueuer_is_collected_by_its_own_worker_thread_inside_put(monkeypatc
                 gc.collect()
             super().append(item)
 
-    monkeypatch.setattr(buffers, "deque", Collecting)
+    monkeypatch.setattr(inboxes, "deque", Collecting)
     gc.disable()
     try:
         enqueuer = GeneratorEnqueuer(counting, max_queue_size=2)
@@ -66,12 +69,13 @@ def test_an_enqueuer_is_collected_by_its_own_worker_thread_inside_put(monkeypatc
         batches = iter(enqueuer)
         next(batches)
         (worker,) = core_of(enqueuer).run.backend.pool.workers
-        buffer, thread = worker.inbox, worker.thread
-        wait_until(lambda: len(buffer) == 2)
+        inbox, thread = worker.inbox, worker.thread
+        wait_until(lambda: len(inbox) == 2)
         del enqueuer, batches
         armed.set()
-        # It makes room, so the worker puts.
-        buffer.get(0)
+        # This makes room, so the worker puts.
+        deque(inbox.items(1, AsTheyCome({0: Start()})), maxlen=0)
+        inbox.acknowledge()
         thread.join(LIMIT)
         assert not thread.is_alive()
     finally:
@@ -89,38 +93,34 @@ def test_enqueuers_are_collected_wherever_the_collector_strikes(backend):
         gc.set_threshold(*before)
 
 
-def test_an_enqueuer_is_collected_between_seeing_that_a_buffer_is_full_and_waiting(monkeypatch):
+def test_an_enqueuer_is_collected_between_seeing_that_an_inbox_is_full_and_waiting(monkeypatch):
     """Closing it right there would wake no thread, and the worker would wait forever."""
-    armed, waiting = threading.Event(), []
+    armed, struck, lock = threading.Event(), threading.Event(), threading.Lock
 
-    class Collecting(threading.Condition):
-        def wait_for(self, is_room, timeout=None):
-            def sees():
-                answer = is_room()
-                if armed.is_set():
-                    gc.collect()
-                return answer
-
-            waiting.append(self)
-            return super().wait_for(sees, timeout)
+    def collecting():
+        if armed.is_set() and isinstance(threading.current_thread(), WorkerThread):
+            armed.clear()
+            gc.collect()
+            struck.set()
+        return lock()
 
     gc.disable()
     try:
         enqueuer = GeneratorEnqueuer(counting, max_queue_size=2)
         enqueuer.myself = enqueuer
-        with monkeypatch.context() as patch:
-            patch.setattr(threading, "Condition", Collecting)
-            batches = iter(enqueuer)
+        batches = iter(enqueuer)
         next(batches)
         (worker,) = core_of(enqueuer).run.backend.pool.workers
-        buffer, thread = worker.inbox, worker.thread
-        wait_until(lambda: "<Buffer 2/2 open, 1 in put()>" in repr(buffer))
+        inbox, thread = worker.inbox, worker.thread
+        wait_until(lambda: len(inbox) == 2)
+        monkeypatch.setattr(threading, "Lock", collecting)
         del enqueuer, batches
         armed.set()
-        # A spurious wake-up: the worker sees that the buffer is full, and is about to wait.
-        with waiting[-1]:
-            waiting[-1].notify_all()
+        # This makes room for one, so the worker sees that there is none for the next one.
+        deque(inbox.items(1, AsTheyCome({0: Start()})), maxlen=0)
+        inbox.acknowledge()
         thread.join(LIMIT)
+        assert struck.is_set()
         assert not thread.is_alive()
     finally:
         gc.enable()

@@ -178,7 +178,7 @@ class Channel:
         (item,) = self.consumer.items(1, AsTheyCome({}))
         self.consumer.acknowledge()
         self.consumer.grant(100)
-        return item.value
+        return item[2]
 
     def close(self):
         self.consumer.close()

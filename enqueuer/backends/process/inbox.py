@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from enqueuer.backends.pool import Taken
 from enqueuer.transport.item_receiver import ItemReceiver
-from enqueuer.workers.messages import Empty, End, Failure, Item
+from enqueuer.workers.messages import Empty, End, Failure, ItemTuple
 
 _Head = tuple[int, bool | End | Failure | Empty]
 
@@ -59,7 +59,7 @@ class ProcessInbox:
         self._head = channel.position, found
         return found
 
-    def items(self, most: int, taken: Taken) -> Iterator[Item]:
+    def items(self, most: int, taken: Taken) -> Iterator[ItemTuple]:
         return self._channel.items(most, taken)
 
     def remove(self, message: End | Failure | Empty) -> None:

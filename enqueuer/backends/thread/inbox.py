@@ -1,26 +1,209 @@
-"""What worker threads have sent: a buffer whose items keep their places until acknowledged.
+"""What worker threads have sent and the loop has not taken: a bounded, closable queue.
 
-worker --put()--> [ waiting ... ] --items()--> the loop --acknowledge()--> room for as many
+    worker --open_bunch(), put(), send()--> [ item, item, ... ] --items()--> the loop
+           <------ room for as many ------------------- acknowledge() <-----
+
+Items keep their places until the loop acknowledges them. One lock guards what both sides write;
+nothing slow happens under it, and nothing polls. A worker with an inbox of its own appends a bunch
+of items without the lock, one by one. A loop that is about to sleep clears the bunch's gate: this
+ends the bunch after the item that is being made, so that the worker can wake the loop.
+
+The loop is the main thread as a rule, in which a signal handler may raise. So it waits for a lock
+of its own, and takes items by one call of C.
 """
 
 from __future__ import annotations
 
-import contextlib
+import itertools
+import operator
+import threading
+import time
+from collections import deque
 from collections.abc import Iterator
-from queue import Empty as NothingYet
+from typing import Any
 
 from enqueuer.backends.pool import Taken
-from enqueuer.backends.thread.buffer import Buffer
 from enqueuer.errors import Closed
-from enqueuer.workers.messages import Empty, End, Failure, Item, Message
+from enqueuer.monitoring import gil
+from enqueuer.workers.messages import Empty, End, Failure, ItemTuple
+
+UNBOUNDED = 1 << 62  # as `max_size`, where something else keeps the bound
 
 
-class ThreadInbox(Buffer[Message]):
-    """See `enqueuer.backends.pool.Inbox`."""
+class ThreadInbox:
+    """See `enqueuer.backends.pool.Inbox`.
+
+    A loop that waits is a place more, so that even an inbox of size 0 works.
+
+    Args:
+        max_size: Most items that may wait, >= 0.
+        max_bytes: Most bytes of these items; None for no such bound. The loop takes a larger item
+            if it waits for it.
+        shards: Number of shards whose items are sent to it.
+
+    Attributes:
+        max_size: Most items that may wait.
+        closed: Whether `close()` was called.
+
+    Example:
+        >>> inbox = ThreadInbox(max_size=2)
+        >>> inbox.offer((0, 0, "a", None)), inbox.offer((0, 1, "b", None))
+        (True, True)
+        >>> inbox.offer((0, 2, "c", None)), inbox.waiting, inbox.head()
+        (False, 2, True)
+    """
+
+    def __init__(self, max_size: int, max_bytes: int | None = None, shards: int = 1) -> None:
+        self.max_size = max_size
+        self.closed = False
+        self._max_bytes = max_bytes
+        self._items: deque[ItemTuple] = deque()
+        # Other messages, each with the number of items that were sent before it.
+        self._others: deque[tuple[int, End | Failure | Empty]] = deque()
+        self._sent = 0  # items, without those of an open bunch
+        self._taken = 0
+        self._acknowledged = 0
+        self._bytes_sent = 0
+        self._bytes_acknowledged = 0
+        # With a bound in bytes: numbers of items that were sent, and of their bytes.
+        self._totals: deque[tuple[int, int]] = deque()
+        # Whether all items are of one shard, and none has a state.
+        self._is_plain = shards == 1
+        # A worker alone may append without the lock, as long as only one thread runs at a time.
+        self._has_bunches = shards == 1 and max_bytes is None and gil.switch_s() is not None
+        self._gate: list[int] = []
+        self._sleeper: threading.Lock | None = None  # that the loop waits for
+        self._putters: deque[threading.Lock] = deque()  # that workers wait for
+        # Reentrant, as the garbage collector may close a forgotten inbox inside its own put().
+        self._lock = threading.RLock()
+
+    def __len__(self) -> int:
+        return len(self._items) + len(self._others)
+
+    # --- the worker ---
+
+    def open_bunch(self, shard: int, most: int) -> list[int]:
+        """Let a worker append items without the lock; return the gate of a `Bunch`.
+
+        It is cleared when the loop waits, and empty if the next item must be sent by itself.
+
+        Args:
+            shard: Shard of the items, the only one of this inbox.
+            most: Most items of the bunch.
+        """
+        with self._lock:
+            room = 0
+            if self._has_bunches and self._sleeper is None and not self.closed:
+                room = self.max_size - (self._sent - self._acknowledged) - len(self._others)
+            most = min(room, most)
+            self._gate = [shard] * (most + 1) if most > 0 else []
+            return self._gate
+
+    @property
+    def append_all(self) -> Any:
+        """The function that appends the items of an iterator."""
+        return self._items.extend
+
+    def close_bunch(self, made: int) -> None:
+        """Count the items of a bunch, and wake the loop if it waits."""
+        with self._lock:
+            self._gate = []
+            self._sent += made
+            if self._sleeper is not None and made:
+                self._wake_loop_locked()
+
+    def offer(self, item: ItemTuple, size_bytes: int = 0) -> bool:
+        """Append an item if there is room now, and return whether that was so.
+
+        Raises:
+            Closed: The inbox is closed.
+        """
+        with self._lock:
+            if not self._may_put_locked(size_bytes):
+                return False
+            self._put_locked(item, size_bytes)
+            return True
+
+    def put(self, item: ItemTuple, size_bytes: int = 0) -> None:
+        """Append an item; wait while there is no room.
+
+        Raises:
+            Closed: The inbox is closed, or was while waiting.
+        """
+        with self._lock:
+            self._wait_for_room_locked(size_bytes)
+            self._put_locked(item, size_bytes)
+
+    def send(self, message: End | Failure | Empty) -> None:
+        """Append another message; wait while there is no room.
+
+        Raises:
+            Closed: The inbox is closed, or was while waiting.
+        """
+        with self._lock:
+            self._wait_for_room_locked(0)
+            if self.closed:
+                raise Closed("the inbox is closed")
+            self._insert_locked(message, 0)
+
+    def insert(self, message: End | Failure | Empty, made: int) -> None:
+        """Append another message within a bunch, after so many of its items; wait for nothing."""
+        with self._lock:
+            if not self.closed:
+                self._insert_locked(message, made)
+
+    def _insert_locked(self, message: End | Failure | Empty, made: int) -> None:
+        self._others.append((self._sent + made, message))
+        self._wake_loop_locked()
+
+    def _put_locked(self, item: ItemTuple, size_bytes: int) -> None:
+        if self.closed:
+            raise Closed("the inbox is closed")
+        if item[3] is not None:
+            self._is_plain = False
+        self._sent += 1
+        if self._max_bytes is not None:
+            self._bytes_sent += size_bytes
+            self._totals.append((self._sent, self._bytes_sent))
+            while self._totals[0][0] <= self._acknowledged:
+                self._totals.popleft()
+        self._items.append(item)
+        if self._sleeper is not None:
+            self._wake_loop_locked()
+
+    def _may_put_locked(self, size_bytes: int) -> bool:
+        if self.closed:
+            return True
+        if self._sleeper is not None and not self._items and not self._others:
+            return True
+        if self._sent - self._acknowledged + len(self._others) >= self.max_size:
+            return False
+        waiting = self._bytes_sent - self._bytes_acknowledged
+        return self._max_bytes is None or waiting + size_bytes <= self._max_bytes
+
+    def _wait_for_room_locked(self, size_bytes: int) -> None:
+        while not self._may_put_locked(size_bytes):
+            wake_up = threading.Lock()
+            wake_up.acquire()
+            self._putters.append(wake_up)
+            if self.closed:  # by the garbage collector, just now
+                return
+            self._lock.release()
+            try:
+                wake_up.acquire()
+            finally:
+                self._lock.acquire()
+
+    def _wake_loop_locked(self) -> None:
+        sleeper, self._sleeper = self._sleeper, None
+        if sleeper is not None:
+            sleeper.release()
+
+    # --- the loop ---
 
     @property
     def waiting(self) -> int:
-        return sum(isinstance(message, Item) for message in self.snapshot())
+        return len(self._items)
 
     def wait(self, end: float | None) -> None:
         """Wait until there is a message, until the inbox is closed, or until a time.
@@ -28,44 +211,108 @@ class ThreadInbox(Buffer[Message]):
         Args:
             end: The time, of `time.monotonic()`; None waits forever.
         """
-        with contextlib.suppress(Closed, NothingYet):
-            self._wait_for_item(end)
+        sleeper = threading.Lock()
+        sleeper.acquire()
+        try:
+            with self._lock:
+                if self._items or self._others or self.closed:
+                    return
+                self._sleeper = sleeper
+                self._gate.clear()
+                left = -1.0
+                # A worker that waits for room has an item, and sends it now.
+                if end is not None and not self._putters:
+                    left = max(0.0, end - time.monotonic())
+                self._wake_putters_locked(1)
+            sleeper.acquire(True, left)
+        finally:
+            self._sleeper = None
 
     def head(self) -> bool | End | Failure | Empty:
+        # The items first: what was sent before one of them is seen as well then.
+        has_items = bool(self._items)
         try:
-            message = self._items[0][0]
+            before, message = self._others[0]
         except IndexError:
-            return False
-        return True if isinstance(message, Item) else message
+            return has_items
+        return message if before == self._taken else has_items
 
-    def items(self, most: int, taken: Taken) -> Iterator[Item]:
-        with self._lock:
-            items, numbers = self._items, taken.numbers
-            while most and items:
-                item, size_bytes = items[0]
-                if not isinstance(item, Item):
-                    return
-                shard, number = item.shard, item.number
-                if item.state is not None:
-                    taken.remember(shard, number, item.state)
-                most -= 1
-                # From here to the yield is no call and no jump, and so no signal handler runs.
-                numbers[shard] = number + 1
-                taken.last = shard
-                del items[0]
-                self._held += 1
-                self._held_bytes += size_bytes
-                yield item
+    def items(self, most: int, taken: Taken) -> Iterator[ItemTuple]:
+        items, others = self._items, self._others
+        count = min(most, len(items))
+        if others:
+            count = min(count, others[0][0] - self._taken)
+        if count <= 0:
+            return iter(())
+        if not self._is_plain:
+            return self._one_by_one(count, taken)
+        shard, number = items[count - 1][:2]
+        # What is written behind the items yields nothing.
+        return itertools.chain(
+            itertools.starmap(items.popleft, itertools.repeat((), count)),
+            filter(None, map(setattr, (self, taken), _NAMES, (self._taken + count, shard))),
+            filter(None, map(operator.setitem, (taken.numbers,), (shard,), (number + 1,))),
+        )
+
+    def _one_by_one(self, count: int, taken: Taken) -> Iterator[ItemTuple]:
+        items, numbers = self._items, taken.numbers
+        for total in range(self._taken + 1, self._taken + 1 + count):
+            if not items:  # they were cleared
+                return
+            item = items[0]
+            shard, number, _, state = item
+            if state is not None:
+                taken.remember(shard, number, state)
+            # From here to the yield is no call and no jump, and so no signal handler runs.
+            numbers[shard] = number + 1
+            taken.last = shard
+            self._taken = total
+            del items[0]
+            yield item
 
     def remove(self, message: End | Failure | Empty) -> None:
         with self._lock:
-            if self._items and self._items[0][0] is message:
-                self._get_locked()
+            if self._others and self._others[0][1] is message:
+                self._wake_putters_locked(1)
+                del self._others[0]
 
     def acknowledge(self) -> None:
-        if self._held:
-            with self._lock:
-                # First, as an exception of a signal handler that strikes here must leave all to do.
-                self._wake_putters_locked()
-                self._bytes -= self._held_bytes
-                self._held = self._held_bytes = 0
+        taken = self._taken
+        if taken == self._acknowledged:
+            return
+        with self._lock:
+            # First, as an exception of a signal handler that strikes here must leave all to do.
+            self._wake_putters_locked(taken - self._acknowledged)
+            if self._max_bytes is not None:
+                self._bytes_acknowledged = dict(self._totals)[taken]
+            self._acknowledged = taken
+
+    def _wake_putters_locked(self, most: int) -> None:
+        # With a bound in bytes the first one might be too large while the next one is not.
+        count = len(self._putters) if self._max_bytes is not None else most
+        while self._putters and count > 0:
+            count -= 1
+            self._putters.popleft().release()
+
+    # --- both ---
+
+    def close(self) -> None:
+        """Let nothing more in and wake all threads; what is in the inbox can still be taken."""
+        with self._lock:
+            self.closed = True
+            self._gate.clear()
+            self._wake_putters_locked(len(self._putters))
+            self._wake_loop_locked()
+
+    def clear(self) -> None:
+        """Throw away what waits, once it is closed."""
+        with self._lock:
+            # Others than these, as the loop may be about to take from them.
+            self._items, self._others = deque(), deque()
+
+    def snapshot(self) -> list[ItemTuple]:
+        """Return the items that wait now, the oldest first, and take nothing."""
+        return list(self._items)
+
+
+_NAMES = ("_taken", "last")

@@ -23,8 +23,7 @@ from enqueuer.backends.job import Job, split_bound
 from enqueuer.backends.lifecycle import WorkerThread
 from enqueuer.backends.pool import Death, NoRoom, WorkerState
 from enqueuer.backends.stall import WorkerSnapshot, level_of_user, stacks_of_threads
-from enqueuer.backends.thread.buffer import UNBOUNDED
-from enqueuer.backends.thread.inbox import ThreadInbox
+from enqueuer.backends.thread.inbox import UNBOUNDED, ThreadInbox
 from enqueuer.backends.thread.sender import EXIT, ThreadSender
 from enqueuer.backends.thread.work_queue import WorkQueue
 from enqueuer.common import interrupts
@@ -118,7 +117,7 @@ class ThreadPool:
         self._does_tasks = isinstance(job.source, TaskSource)
         self._measured = job.max_queue_bytes is not None and not self._does_tasks
         self._trace = job.trace
-        self._inboxes = _inboxes(job, len(self._plans))
+        self._inboxes = _inboxes(job, [len(plan.shards) for plan in self._plans])
         # The enqueuer keeps the bound: it submits no more tickets than that.
         self._tickets: WorkQueue[Ticket] = WorkQueue()
         self.dispatch = ThreadDispatch(self._tickets)
@@ -205,16 +204,17 @@ class ThreadPool:
                 _warn_of(thread, timeout)
 
 
-def _inboxes(job: Job, workers: int) -> list[ThreadInbox]:
+def _inboxes(job: Job, shards: list[int]) -> list[ThreadInbox]:
+    """Return the inboxes of workers that run so many shards each."""
     if isinstance(job.source, TaskSource):
         return [ThreadInbox(UNBOUNDED)]
     if not job.ordered:
-        return [ThreadInbox(job.max_queue_size, job.max_queue_bytes)]
-    sizes = split_bound(job.max_queue_size, workers)
-    if job.max_queue_bytes is None:
-        return [ThreadInbox(size) for size in sizes]
-    share = max(1, job.max_queue_bytes // workers)
-    return [ThreadInbox(size, share) for size in sizes]
+        return [ThreadInbox(job.max_queue_size, job.max_queue_bytes, sum(shards))]
+    sizes = split_bound(job.max_queue_size, len(shards))
+    share = job.max_queue_bytes
+    if share is not None:
+        share = max(1, share // len(shards))
+    return [ThreadInbox(size, share, own) for size, own in zip(sizes, shards, strict=True)]
 
 
 def _warn_of(thread: threading.Thread, timeout: float) -> None:

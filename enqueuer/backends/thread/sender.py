@@ -13,13 +13,14 @@ from collections.abc import Callable
 from typing import Any
 
 from enqueuer.backends.stall import level_of_user
-from enqueuer.backends.thread.buffer import Buffer
+from enqueuer.backends.thread.inbox import ThreadInbox
 from enqueuer.backends.thread.work_queue import WorkQueue
 from enqueuer.common.sizes import SAMPLED, size_of
 from enqueuer.errors import Closed, OverwrittenDataWarning
 from enqueuer.monitoring.duplicates import checksum
 from enqueuer.monitoring.meters import BEGAN, BYTES, IDLE, WAITING, Meter
-from enqueuer.workers.messages import Empty, End, Epoch, Failure, Item, Message, Ticket
+from enqueuer.workers.bunch import Bunch
+from enqueuer.workers.messages import Empty, End, Epoch, Failure, ItemTuple, Ticket
 
 _WATCHED = 16  # first items of a worker, each of which is weighed and may turn out to be reused
 _WEIGHED_EVERY = 64  # of so many items; to weigh each would take longer than to send it
@@ -32,7 +33,7 @@ class ThreadSender:
 
     Args:
         index: Index of the worker.
-        buffer: Buffer in which it puts its messages.
+        inbox: Inbox to which it sends its messages.
         orders: Queue from which it takes epochs, if it runs shards.
         tickets: Queue from which it takes tickets, if it does tasks.
         measured: Whether items count by their bytes.
@@ -41,19 +42,20 @@ class ThreadSender:
     def __init__(
         self,
         index: int,
-        buffer: Buffer[Message],
+        inbox: ThreadInbox,
         orders: WorkQueue[Epoch],
         tickets: WorkQueue[Ticket],
         measured: bool,
     ) -> None:
         self.index = index
         self.has_left = False
-        self.buffer = buffer
+        self.inbox = inbox
         self._orders = orders
         self._tickets = tickets
         self._measured = measured
         self.meter = Meter()
-        self._left = 1  # items until the next one is weighed
+        # Items until the next one is weighed, without those of the bunch that is open.
+        self._left: tuple[int, Bunch | None] = 1, None
         self._step = 1  # between the last one and that
         self._weighed = 1  # all until then
         # of the first items, by shard and number; None once they are no longer needed
@@ -62,57 +64,73 @@ class ThreadSender:
     @property
     def sent(self) -> tuple[int, int]:
         """How many items it has sent, or is about to send, and about how many bytes."""
-        sent, weighed = self._weighed - self._left, self._weighed - self._step
+        left, bunch = self._left
+        sent, weighed = self._weighed - left, self._weighed - self._step
+        if bunch is not None:
+            sent += bunch.made
         return sent, self.meter.words[BYTES] * sent // max(1, weighed)
 
     def send_item(self, shard: int, number: int, value: object, state: Any = None) -> None:
         size_bytes = size_of(value) if self._measured else 0
         if state is not None:
             state = copy.deepcopy(state)  # it may be the iterator's own, which goes on
-        self._left -= 1
-        item = Item(shard, number, value, state)
-        if not self._left:
+        left = self._left[0] - 1
+        self._left = left, None
+        item = (shard, number, value, state)
+        if not left:
             self._weigh(value)
             if self._checksums is not None:
                 self._look_for_reuse(item, self._checksums)
-        if not self.buffer.offer(item, size_bytes):
+        if not self.inbox.offer(item, size_bytes):
             self.meter.pause(WAITING)
-            self.buffer.put(item, size_bytes=size_bytes)
+            self.inbox.put(item, size_bytes)
             self.meter.resume()
+
+    def open_bunch(self, shard: int) -> Bunch | None:
+        # The item that is weighed next is sent by itself.
+        left = self._left[0]
+        gate = self.inbox.open_bunch(shard, left - 1) if left > 1 else None
+        if not gate:
+            return None
+        bunch = Bunch(gate, self.inbox.append_all)
+        self._left = left, bunch
+        return bunch
+
+    def close_bunch(self, bunch: Bunch) -> None:
+        made = bunch.made
+        self._left = self._left[0] - made, None
+        self.inbox.close_bunch(made)
 
     def _weigh(self, value: object) -> None:
         """Note the size of an item, which stands for those since the last one that was weighed."""
         self.meter.words[BYTES] += size_of(value, SAMPLED) * self._step
         few = self._weighed < _WATCHED
-        self._step = self._left = 1 if few else min(self._weighed, _WEIGHED_EVERY)
-        self._weighed += self._left
+        self._step = 1 if few else min(self._weighed, _WEIGHED_EVERY)
+        self._left = self._step, None
+        self._weighed += self._step
 
-    def _look_for_reuse(self, item: Item, checksums: dict[tuple[int, int], int]) -> None:
+    def _look_for_reuse(self, item: ItemTuple, checksums: dict[tuple[int, int], int]) -> None:
         """Warn if an item that waits is no longer what it was when it was yielded.
 
         The oldest and the newest of this worker are looked at, which is enough for a generator
         with one buffer or a few. What the loop has taken it may have changed itself.
         """
-        own = [
-            waiting
-            for waiting in self.buffer.snapshot()
-            if isinstance(waiting, Item) and (waiting.shard, waiting.number) in checksums
-        ]
+        own = [waiting for waiting in self.inbox.snapshot() if waiting[:2] in checksums]
         for waiting in own[:1] + own[1:][-1:]:
-            now = checksum(waiting.value)
-            if now is None or now == checksums[waiting.shard, waiting.number]:
+            now = checksum(waiting[2])
+            if now is None or now == checksums[waiting[:2]]:
                 continue
             # The loop may have taken it since, and changed it itself.
-            if any(item is waiting for item in self.buffer.snapshot()):
+            if any(one is waiting for one in self.inbox.snapshot()):
                 self._checksums = None
                 _warn_of_reuse(self, waiting)
                 return
         if self._weighed > _WATCHED:
             self._checksums = None
             return
-        found = checksum(item.value)
+        found = checksum(item[2])
         if found is not None:
-            checksums[item.shard, item.number] = found
+            checksums[item[:2]] = found
 
     def send(self, message: End | Failure | Empty) -> None:
         match message:
@@ -120,10 +138,14 @@ class ThreadSender:
                 message = dataclasses.replace(message, worker=str(self))
             case End(state=state) if state is not None:
                 message = dataclasses.replace(message, state=copy.deepcopy(state))
-        self.buffer.put(message)
+        bunch = self._left[1]
+        if bunch is None:
+            self.inbox.send(message)
+        else:
+            self.inbox.insert(message, bunch.made)
 
     def check(self) -> None:
-        if self.buffer.closed:
+        if self.inbox.closed:
             raise Closed("the enqueuer was stopped")
 
     def watch(self, waited: Callable[[int], None]) -> None:
@@ -149,9 +171,9 @@ class ThreadSender:
         return f"worker {self.index} (thread)"
 
 
-def _warn_of_reuse(sender: ThreadSender, item: Item) -> None:
+def _warn_of_reuse(sender: ThreadSender, item: ItemTuple) -> None:
     warnings.warn(
-        f"{sender}: item {item.number} of shard {item.shard} was changed after it was "
+        f"{sender}: item {item[1]} of shard {item[0]} was changed after it was "
         "yielded, while it waited for the loop. The generator seems to use one buffer again and "
         "again, and threads hand over the very object: yield a copy (batch.copy()), or use "
         "backend='process', which copies",

@@ -1,0 +1,88 @@
+"""Several items that C code moves from a generator to the loop, one by one.
+
+    gate, numbers, values --zip--> (shard, number, value, None) --append_all--> the loop
+
+Python code runs only before and after a bunch. It ends when its gate is used up or cleared, which
+`zip` asks before it asks the generator: so no item is lost. It also ends with the generator, with
+an exception, and with an item that is None.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, repeat, takewhile
+from typing import Any, Protocol
+
+from enqueuer.workers.messages import ItemTuple, Sender
+
+_is_given = functools.partial(operator.is_not, None)
+_FIRST = (True,)  # stands for a value
+
+
+class Bunch:
+    """The items that a worker sends without asking for room or counting in between.
+
+    Args:
+        gate: The shard once for each item, and once more. Any thread may clear it, which ends the
+            bunch after the item that is being made.
+        append_all: Function that sends the items of an iterator.
+
+    Example:
+        >>> sent = []
+        >>> bunch = Bunch([7] * 4, sent.extend)
+        >>> bunch.fill(10, iter("abcde")); bunch.asked, bunch.made
+        (3, 3)
+        >>> sent
+        [(7, 10, 'a', None), (7, 11, 'b', None), (7, 12, 'c', None)]
+        >>> bunch = Bunch([7] * 4, sent.extend)
+        >>> bunch.fill(13, iter(["f", None, "g"])); bunch.asked, bunch.made
+        (2, 1)
+    """
+
+    def __init__(self, gate: list[int], append_all: Callable[[Iterable[ItemTuple]], Any]) -> None:
+        self._size = len(gate)
+        self._gate = gate
+        self._append_all = append_all
+        self._numbers = iter(range(self._size))
+        self._left = repeat(None, self._size)
+
+    @property
+    def asked(self) -> int:
+        """How many times the generator was asked for an item. Any thread may ask, here and below.
+
+        While the generator runs, it is one more than `made`; after an item of None as well.
+        """
+        return max(0, self._size - 1 - operator.length_hint(self._numbers))
+
+    @property
+    def made(self) -> int:
+        """How many items the generator has made."""
+        return max(0, self._size - 1 - operator.length_hint(self._left))
+
+    def fill(self, number: int, values: Iterator[Any]) -> None:
+        """Send items.
+
+        Args:
+            number: Number of the first item.
+            values: Generator of the items.
+        """
+        self._numbers = iter(range(number - 1, number - 1 + self._size))
+        given = takewhile(_is_given, chain(_FIRST, values))
+        rows = zip(self._gate, self._numbers, given, self._left, strict=False)
+        # While this is kept, `zip` makes a new tuple for each item. Otherwise it would keep one
+        # of them, and with it an item that the loop has dropped.
+        kept = next(rows, None)
+        self._append_all(rows)
+        del kept
+
+
+class BunchSender(Sender, Protocol):
+    """A Sender to which a worker with one shard can send several items at once."""
+
+    def open_bunch(self, shard: int) -> Bunch | None:
+        """Return a bunch to be filled; None if the next item must be sent by itself."""
+
+    def close_bunch(self, bunch: Bunch) -> None:
+        """Count the items of a bunch, and wake the loop if it waits for one."""

@@ -1,0 +1,216 @@
+"""Items that threads send in bunches: each arrives as if it were sent by itself."""
+
+import itertools
+import threading
+import traceback
+import weakref
+
+import pytest
+from helpers import LIMIT, wait_until
+
+from enqueuer import BatchTimeout, GeneratorEnqueuer
+from enqueuer.enqueuers.enqueuer import core_of
+
+AT = 40  # an item in a bunch: the first 16 are sent by themselves, and a loop that waits is served
+COUNT = 100
+
+
+def is_in_bunch():
+    """Return whether the source that calls this is run by C code that fills a bunch."""
+    return "fill" in [frame.name for frame in traceback.extract_stack()]
+
+
+class Source:
+    """Numbers; at one of them it waits until it may go on."""
+
+    def __init__(self, at=AT):
+        self.at, self.made = at, []
+        self.reached, self.may_go_on = threading.Event(), threading.Event()
+        self.was_in_bunch = self.has_ended = False
+
+    def __call__(self):
+        try:
+            for number in range(COUNT):
+                if number == self.at:
+                    self.was_in_bunch = is_in_bunch()
+                    self.reached.set()
+                    assert self.may_go_on.wait(LIMIT)
+                self.made.append(number)
+                yield number
+        finally:
+            self.has_ended = True
+
+
+def test_a_loop_that_waits_gets_an_item_that_is_made_in_a_bunch_at_once():
+    source = Source()
+
+    def blocks_after():
+        for number in source():
+            yield number
+            if number == AT:
+                assert ended.wait(LIMIT)
+
+    ended = threading.Event()
+    with GeneratorEnqueuer(blocks_after, max_queue_size=64) as enqueuer:
+        assert source.reached.wait(LIMIT)
+        assert source.was_in_bunch
+        assert [enqueuer.queue.get(timeout=LIMIT) for _ in range(AT)] == list(range(AT))
+        taken = []
+        loop = threading.Thread(target=lambda: taken.append(enqueuer.queue.get(timeout=LIMIT)))
+        loop.start()
+        wait_until(lambda: core_of(enqueuer).run.meter.since)  # it waits
+        source.may_go_on.set()
+        loop.join(LIMIT)
+        assert taken == [AT]
+        ended.set()
+        assert list(enqueuer) == list(range(AT + 1, COUNT))
+
+
+def test_items_of_a_bunch_are_visible_one_by_one():
+    source = Source()
+    with GeneratorEnqueuer(source, max_queue_size=64) as enqueuer:
+        assert source.reached.wait(LIMIT)
+        assert source.was_in_bunch
+        assert enqueuer.queue.qsize() == AT
+        assert enqueuer.stats().workers[0].items == AT
+        assert list(itertools.islice(enqueuer, AT)) == list(range(AT))
+        source.may_go_on.set()
+        assert list(enqueuer) == list(range(AT, COUNT))
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 10, 64, 256])
+def test_a_bunch_is_never_larger_than_the_room(size):
+    made, taken, most = [0], [0], [0]
+
+    def source():
+        for number in range(20 * size + 200):
+            made[0] += 1
+            most[0] = max(most[0], made[0] - taken[0])
+            yield number
+
+    with GeneratorEnqueuer(source, max_queue_size=size) as enqueuer:
+        batches = iter(enqueuer)
+        wait_until(lambda: made[0] == size + 1)
+        for _ in range(5):
+            # Items that the loop takes together keep their places until it has had all of them.
+            wait_until(lambda: made[0] - taken[0] > size - size // 4)
+            for _ in range(size + size // 3):
+                next(batches)
+                taken[0] += 1
+        for _ in batches:
+            taken[0] += 1
+    # One is in hand, and one was taken and not counted yet.
+    assert size + 1 <= most[0] <= size + 2
+
+
+def test_an_error_in_a_bunch_comes_after_the_items_before_it():
+    def source():
+        yield from range(AT)
+        assert is_in_bunch()
+        raise KeyError("here")
+
+    with GeneratorEnqueuer(source, max_queue_size=64) as enqueuer:
+        wait_until(lambda: enqueuer.queue.qsize() == AT)
+        batches = iter(enqueuer)
+        assert list(itertools.islice(batches, AT)) == list(range(AT))
+        with pytest.raises(KeyError, match="here") as raised:
+            next(batches)
+    assert raised.value.enqueuer_origin.item == AT
+
+
+def test_stop_ends_a_bunch_after_the_item_that_is_made():
+    source = Source()
+    enqueuer = GeneratorEnqueuer(source, max_queue_size=64)
+    enqueuer.start()
+    (worker,) = core_of(enqueuer).run.backend.pool.workers
+    assert source.reached.wait(LIMIT)
+    assert source.was_in_bunch
+    stopping = threading.Thread(target=enqueuer.stop, args=(LIMIT,))
+    stopping.start()
+    wait_until(lambda: worker.inbox.closed)
+    source.may_go_on.set()
+    stopping.join(LIMIT)
+    assert source.has_ended
+    assert source.made == list(range(AT + 1))
+
+
+@pytest.mark.parametrize("taken", [30, 39, 40, 45])
+def test_a_position_within_a_bunch_counts_items_of_none(taken):
+    def source():
+        for number in range(COUNT):
+            yield None if number % 7 == 3 else number
+
+    expected = [number for number in range(COUNT) if number % 7 != 3]
+    with GeneratorEnqueuer(source, max_queue_size=64, random_seed=1) as enqueuer:
+        assert list(itertools.islice(enqueuer, taken)) == expected[:taken]
+        state = enqueuer.state_dict()
+    resumed = GeneratorEnqueuer(source, random_seed=1)
+    resumed.load_state_dict(state)
+    with resumed:
+        assert list(resumed) == expected[taken:]
+
+
+def test_a_report_in_a_bunch_comes_before_the_next_item():
+    def source(shard):
+        for number in range(COUNT):
+            if number == AT:
+                assert is_in_bunch()
+                shard.report(ValueError("spoilt"), log=False)
+            yield number
+
+    with GeneratorEnqueuer(source, max_queue_size=2 * COUNT) as enqueuer:
+        wait_until(lambda: enqueuer.queue.qsize() == COUNT)
+        counts = [(number, enqueuer.error_count) for number in enqueuer]
+    assert counts == [(number, int(number >= AT)) for number in range(COUNT)]
+
+
+def test_a_report_beyond_max_errors_is_raised_at_its_place():
+    def source(shard):
+        for number in range(COUNT):
+            if number == AT:
+                shard.report(ValueError("spoilt"), log=False)
+            yield number
+
+    seen = []
+    with (
+        pytest.raises(ValueError, match="spoilt") as raised,
+        GeneratorEnqueuer(source, max_queue_size=2 * COUNT, max_errors=0) as enqueuer,
+    ):
+        wait_until(lambda: enqueuer.queue.qsize() == COUNT)
+        seen.extend(enqueuer)
+    assert raised.value.enqueuer_origin.item == AT
+
+
+class Batch:
+    """An item to which weak references are possible."""
+
+
+def test_a_bunch_keeps_no_item_that_the_loop_has_dropped():
+    kept, source = [], Source()
+
+    def batches():
+        for _ in source():
+            batch = Batch()
+            kept.append(weakref.ref(batch))
+            yield batch
+            del batch
+
+    with GeneratorEnqueuer(batches, max_queue_size=64) as enqueuer:
+        assert source.reached.wait(LIMIT)
+        for _ in itertools.islice(enqueuer, AT):
+            pass
+        del _
+        assert [ref for ref in kept if ref() is not None] == []
+        source.may_go_on.set()
+
+
+def test_what_is_made_in_a_bunch_is_shown_when_it_hangs():
+    source = Source()
+    with GeneratorEnqueuer(source, max_queue_size=64, timeout=0.2) as enqueuer:
+        assert source.reached.wait(LIMIT)
+        batches = iter(enqueuer)
+        assert list(itertools.islice(batches, AT)) == list(range(AT))
+        with pytest.raises(BatchTimeout, match="is here:") as raised:
+            next(batches)
+        assert "may_go_on.wait" in str(raised.value)
+        source.may_go_on.set()
