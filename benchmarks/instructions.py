@@ -208,7 +208,7 @@ def rounded(count: float) -> int:
 
 def versions() -> dict[str, str]:
     """Return the versions that a count depends on."""
-    version = subprocess.run(["valgrind", "--version"], capture_output=True, text=True, check=True)
+    printed = subprocess.run(["valgrind", "--version"], capture_output=True, text=True, check=True)
     # Another build of the same CPython executes other instructions.
     build = f"{platform.python_compiler()}, {platform.python_build()[1]}"
     # Without AVX2, glibc and numpy copy in another way. Valgrind hides what is newer.
@@ -217,7 +217,7 @@ def versions() -> dict[str, str]:
     return {
         "python": f"{platform.python_version()} ({build})",
         "libc": " ".join(platform.libc_ver()),
-        "valgrind": version.stdout.strip().removeprefix("valgrind-"),
+        "valgrind": printed.stdout.strip().removeprefix("valgrind-"),
         "machine": platform.machine() + (" with AVX2" if has_avx2 else ""),
         "numpy": version("numpy"),
     }
