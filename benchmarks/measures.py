@@ -26,6 +26,7 @@ STEPS = 50_000  # of CPU-bound work: about 3 ms
 WORKERS = 4  # that start and stop
 # The loop whose memory is measured takes half as long as a training step.
 _STEP_S, _STEP_COUNT = 0.020, 50
+_SOME = 50  # items between two readings of the clock
 _CLOCK_S = 0.001  # between two readings of the clock
 _SAMPLE_S = 0.02  # between two readings of the memory
 
@@ -82,6 +83,34 @@ def in_place(contestant: Contestant, size: int, seconds: float) -> float:
             rate(items, 0, seconds)
             return rate(items, 0, seconds) * size / 1e9
     return bandwidth(contestant, _ring_of(size), seconds)
+
+
+def short_queue(contestant: Contestant, queue_size: int, seconds: float) -> float:
+    """Return tiny items a second."""
+    return throughput(contestant, Setup(sources.tiny, queue_size), seconds)
+
+
+def short_queue_cpu(contestant: Contestant, queue_size: int, seconds: float) -> float:
+    """Return the microseconds of CPU that a tiny item costs all processes together."""
+    with contestant.load()(Setup(sources.tiny, queue_size)) as items:
+        rate(items, 2 * queue_size + 2, 0.1)
+        start, count = machine.cpu_of_session(), 0
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            deque(itertools.islice(items, _SOME), maxlen=0)
+            count += _SOME
+        return (machine.cpu_of_session() - start) / count * 1e6
+
+
+def arrival(contestant: Contestant, quantile: float, seconds: float) -> float:
+    """Return the microseconds from `yield` to `next` of a loop that waits, at a quantile."""
+    with contestant.load()(Setup(sources.stamped, 4)) as items:
+        rate(items, 100, 0.0)
+        took = []
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            took.append(-next(items) + time.perf_counter_ns())
+    return sorted(took)[int(quantile * len(took))] / 1e3
 
 
 def python_work(contestant: Contestant, workers: int, seconds: float) -> float | None:

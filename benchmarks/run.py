@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import machine
+import page
 import report
 from cases import CASES
 from contestants import CONTESTANTS
@@ -56,6 +57,8 @@ def main() -> None:
         for case, rows in ((case, rows.items()) for case, rows in tries.items())
     }
     _save(options.out, about, results)
+    if options.page:
+        page.write(options.page, {"about": about, "results": page.short(results)})
 
 
 def _options() -> argparse.Namespace:
@@ -70,6 +73,14 @@ def _options() -> argparse.Namespace:
         "--seconds", type=float, help=f"for each number: {_SECONDS}; with --quick {_QUICK_SECONDS}"
     )
     parser.add_argument("--out", type=Path, metavar="DIR", default=_HERE / "results")
+    parser.add_argument(
+        "--page",
+        nargs="?",
+        type=Path,
+        const=page.DOCS,
+        metavar="DIR",
+        help="also write benchmarks.rst and its pictures, by default in docs/",
+    )
     parser.add_argument("--list", action="store_true", help="name the cases and contestants")
     options = parser.parse_args()
     if options.repeats is None:

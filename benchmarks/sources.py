@@ -58,6 +58,13 @@ def ints() -> Iterator[int]:
     yield from itertools.count(1 << 40)
 
 
+def stamped() -> Iterator[int]:
+    """Yield the time, each half millisecond; the clock is the same in all processes."""
+    while True:
+        time.sleep(0.0005)
+        yield time.perf_counter_ns()
+
+
 def python_work(steps: int) -> Iterator[dict[str, np.ndarray]]:
     """Yield what takes `steps` rounds of a loop in Python, which holds the GIL."""
     for n in itertools.count():

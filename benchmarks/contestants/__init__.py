@@ -178,6 +178,16 @@ _LIST = [
         many=False,
         never=frozenset({"stop"}),
     ),
+    # Its thread stays as long as the process, too.
+    Contestant(
+        "queue.Queue",
+        "queue. Queue",
+        "thread_queue",
+        None,
+        kind="thread",
+        many=False,
+        never=frozenset({"stop"}),
+    ),
     Contestant("multiprocessing.Pool", "Pool. imap", "mp_pool", None, tasks=True, only=_TASKS),
     Contestant(
         "ThreadPoolExecutor",

@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import runpy
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from helpers import needs, needs_installed
@@ -54,6 +56,25 @@ def test_a_run_prints_a_table_and_saves_it(tmp_path):
     for one in results.values():
         assert (one["status"], len(one["repeats"])) == ("ok", 2)
         assert one["median"] > 0
+
+
+def test_a_run_writes_a_page_with_pictures_and_the_page_can_be_made_again(tmp_path):
+    options = ("--quick", "--seconds", 0.1, "--out", tmp_path / "out", "--only", "tiny", "queue")
+    contestants = ("--contestants", "enqueuer-thread", "queue.Queue")
+    done = run(*options, *contestants, "--page", tmp_path)
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "benchmarks.rst").read_text()
+    assert "Small items\n-----------\n" in page
+    for name in re.findall(r"^\.\. image:: (.*)$", page, re.MULTILINE):
+        root = ElementTree.parse(tmp_path / name).getroot()
+        assert len(root.findall("{http://www.w3.org/2000/svg}rect")) == 1 + 2, name
+    assert page.count(".. image::") == page.count(":alt: Bars of") == 2
+    files = {path: path.read_bytes() for path in tmp_path.glob("benchmarks*/*.svg")}
+    assert len(files) == 2
+    done = run(tmp_path, program="page.py")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "benchmarks.rst").read_text() == page
+    assert {path: path.read_bytes() for path in files} == files
 
 
 @pytest.mark.skipif(shutil.which("valgrind") is None, reason="needs valgrind")

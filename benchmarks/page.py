@@ -1,0 +1,251 @@
+"""Results as a page of the documentation, with pictures: `python benchmarks/run.py --page`.
+
+    benchmarks.rst             the page
+    benchmarks/results.json    the results from which it was made
+    benchmarks/CASE.svg        pictures
+
+`python benchmarks/page.py` writes the page again from the results that are there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import report
+from cases import CASES
+from contestants import CONTESTANTS
+
+from enqueuer.tools.svg import element, text
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+# (title, words, cases with a table, cases with a picture)
+GROUPS = (
+    (
+        "Large batches",
+        "One worker sends a dict of 64 images and their labels to a loop that drops it. "
+        "Threads pass a reference, so their rate is no bandwidth. `memcpy` is the rate at which "
+        "one core copies the same arrays.",
+        ("large", "larger", "in-place", "consumer-cpu"),
+        ("large",),
+    ),
+    (
+        "Small items",
+        "One worker sends integers, or dicts of two small arrays, through a queue of 256. "
+        "The plain loop shows the cost of making an item.",
+        ("ints", "tiny"),
+        ("ints", "tiny"),
+    ),
+    (
+        "Short queues and latency",
+        "The same dicts through a queue of 1, 2 and 10; then the time from `yield` to `next` "
+        "while the loop waits for each item.",
+        ("queue", "queue-cpu", "arrival"),
+        ("queue",),
+    ),
+    (
+        "Tasks",
+        "An `OrderedEnqueuer` and its peers run a function of an index, in order, with two "
+        "workers; four with stragglers, where each 20th task takes 20 times as long.",
+        ("tasks-tiny", "tasks-batch", "tasks-cpu", "tasks-large", "tasks-straggler"),
+        ("tasks-tiny", "tasks-batch"),
+    ),
+    (
+        "Work that takes time",
+        "Work in Python; work that waits 20 ms; and what a step of the loop takes beyond the "
+        "slower of making and using a batch.",
+        ("cpu", "latency", "overlap"),
+        (),
+    ),
+    (
+        "Libraries with threads of their own",
+        "Batches that torch, numpy and OpenCV make, and the CPU time of all processes for one.",
+        ("native-threads", "native-threads-cpu"),
+        ("native-threads",),
+    ),
+    (
+        "Start, stop and memory",
+        "The time to the first batch with four workers: the first time in a process, with "
+        "imports, and again. Then the time to stop them, and the memory of all processes.",
+        (
+            *("first-fork", "first-forkserver", "first-spawn", "first-default"),
+            *("stop", "memory"),
+        ),
+        ("first-default",),
+    ),
+)
+
+_WIDTH, _BAR, _STEP, _TOP = 720, 18, 26, 34
+# Where the bars begin, and where the longest one ends.
+_LEFT, _RIGHT = 190, 640
+_OURS, _THEIRS = "#0072b2", "#b8b8b8"
+
+
+def write(folder: Path, everything: dict[str, Any]) -> None:
+    """Write the page, its pictures, and the results from which they were made, to a folder."""
+    (folder / "benchmarks").mkdir(parents=True, exist_ok=True)
+    _results(folder).write_text(json.dumps(everything, indent=1) + "\n")
+    (folder / "benchmarks.rst").write_text("\n".join(page(everything)) + "\n")
+    for name, picture in pictures(everything["results"]):
+        (folder / "benchmarks" / name).write_text(picture)
+
+
+def short(results: report.Results) -> report.Results:
+    """Return results without the single repeats, of which a page shows nothing."""
+    return {
+        case: {
+            row: {
+                name: {k: v for k, v in cell.items() if k != "repeats"} for name, cell in c.items()
+            }
+            for row, c in rows.items()
+        }
+        for case, rows in results.items()
+    }
+
+
+def page(everything: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines of the page."""
+    about, results = everything["about"], everything["results"]
+    box = about["machine"]
+    yield from (
+        *("Benchmarks", "==========", ""),
+        "`enqueuer` beside other ways to give the items of a Python generator to a loop.",
+        "Each number is a median; losses are shown like wins.",
+        "`benchmarks/README.md` describes each case, and how the comparison is kept fair; it also "
+        "has the failure table, and the figures of data files and of Ray.",
+        "",
+        f"Measured on {about['date'][:10]}, {box['cpu']}, {box['cores']} cores, "
+        f"Python {box['python']}, with medians of {about['repeats']} runs of "
+        f"{about['seconds']} s, by this command, which also writes this page:",
+        *("", ".. code-block:: sh", "", "   python benchmarks/run.py --page", ""),
+        "Versions: "
+        + ", ".join(f"{name} {version}" for name, version in box["versions"].items() if version)
+        + ".",
+        "Compare ratios rather than figures: two cores are shared by a worker, the loop and the "
+        "system, and the bandwidth of memory differs from machine to machine.",
+        "",
+    )
+    for title, words, tables, shown in GROUPS:
+        cases = [case for case in tables if results.get(case)]
+        if not cases:
+            continue
+        yield from (title, "-" * len(title), "", *words.replace(". ", ".\n").split("\n"), "")
+        for case in shown:
+            if case in cases:
+                yield f".. image:: benchmarks/{case}.svg"
+                yield f"   :alt: {_alternative(case, results[case])}"
+                yield ""
+        for case in cases:
+            yield from _table(case, results[case])
+
+
+def pictures(results: report.Results) -> Iterator[tuple[str, str]]:
+    """Yield the name and the content of each picture."""
+    for _, _, _, shown in GROUPS:
+        for case in shown:
+            if results.get(case):
+                yield f"{case}.svg", _picture(case, results[case])
+
+
+def _table(case: str, rows: dict[str, Any]) -> Iterator[str]:
+    """Yield a table with a line for each contestant, so that it is narrow."""
+    names = [
+        name for name in CONTESTANTS if any("median" in c.get(name, {}) for c in rows.values())
+    ]
+    yield from (f".. list-table:: {CASES[case].title}, {_unit(case)}", "   :header-rows: 1", "")
+    yield f"   * - `{case}`"
+    yield from (f"     - {row or CASES[case].unit}" for row in rows)
+    for name in names:
+        yield f"   * - {name}"
+        yield from (f"     - {_number(cells.get(name, {}))}" for cells in rows.values())
+    yield ""
+
+
+def _unit(case: str) -> str:
+    better = "more" if CASES[case].more_is_better else "less"
+    return f"{CASES[case].unit} ({better} is better)"
+
+
+def _number(cell: dict[str, Any]) -> str:
+    return report.number(cell["median"]) if "median" in cell else ""
+
+
+def _first(rows: dict[str, Any]) -> tuple[str, list[tuple[str, float]]]:
+    """Return the last row, which a picture shows, and its numbers, the largest first."""
+    row, cells = list(rows.items())[-1]
+    numbers = [
+        (name, cells[name]["median"]) for name in CONTESTANTS if "median" in cells.get(name, {})
+    ]
+    return row, sorted(numbers, key=lambda pair: -pair[1])
+
+
+def _alternative(case: str, rows: dict[str, Any]) -> str:
+    row, numbers = _first(rows)
+    listed = ", ".join(f"{name} {report.number(value)}" for name, value in numbers)
+    return f"Bars of {_title(case, row)}: {listed}."
+
+
+def _title(case: str, row: str) -> str:
+    return f"{CASES[case].title}{row and f', {row}'}, {_unit(case)}"
+
+
+def _picture(case: str, rows: dict[str, Any]) -> str:
+    """Return horizontal bars, on a logarithmic axis if they differ much."""
+    row, numbers = _first(rows)
+    values = [value for _, value in numbers]
+    is_wide = max(values) > 30 * min(values) > 0
+    floor = 10 ** math.floor(math.log10(min(values))) if is_wide else 0.0
+
+    def width(value: float) -> float:
+        share = (
+            math.log(value / floor) / math.log(max(values) / floor)
+            if is_wide
+            else (value / max(values))
+        )
+        return max(2.0, share * (_RIGHT - _LEFT))
+
+    height = _TOP + _STEP * len(numbers) + 10
+    title = _title(case, row) + (", logarithmic" if is_wide else "")
+    shapes = [
+        element("title", title),
+        element("rect", width=_WIDTH, height=height, fill="#fff"),
+        text(10, 20, title, font_size=15),
+    ]
+    for place, (name, value) in enumerate(numbers):
+        y = _TOP + _STEP * place
+        is_ours = CONTESTANTS[name].needs == "enqueuer"
+        long = width(value)
+        shapes += [
+            text(_LEFT - 8, y + 14, name, "end", font_weight="bold" if is_ours else "normal"),
+            element(
+                "rect", x=_LEFT, y=y, width=long, height=_BAR, fill=_OURS if is_ours else _THEIRS
+            ),
+            text(_LEFT + long + 6, y + 14, report.number(value)),
+        ]
+    picture = element(
+        "svg",
+        "\n".join(["", *shapes, ""]),
+        xmlns="http://www.w3.org/2000/svg",
+        viewBox=f"0 0 {_WIDTH} {height}",
+        width=_WIDTH,
+        height=height,
+        role="img",
+        font_family="system-ui, sans-serif",
+        font_size=13,
+        fill="#222",
+    )
+    return f"{picture}\n"
+
+
+def _results(folder: Path) -> Path:
+    return folder / "benchmarks" / "results.json"
+
+
+if __name__ == "__main__":
+    _folder = Path(sys.argv[1]) if len(sys.argv) > 1 else DOCS
+    write(_folder, json.loads(_results(_folder).read_text()))
