@@ -229,6 +229,9 @@ class Core:
                 raise InvalidState("cannot reconfigure after an error; call stop() first")
             if run is not None and self.state is State.RUNNING:
                 self._replace_workers(run, workers)
+            # Before the first start there are no data that should stay the same.
+            if self.state is not State.NEW:
+                self.workload.keep_shards()
             if self.epochs is not None:
                 self.epochs.scaling = None
             self.workload.options = dataclasses.replace(self.options, workers=workers)
@@ -236,7 +239,6 @@ class Core:
 
     def _replace_workers(self, run: Run, workers: int) -> None:
         if workers == run.workers:
-            self.workload.keep_shards()
             return
         job = self.workload.job_with(workers)
         if job is not None and self.epochs is not None:

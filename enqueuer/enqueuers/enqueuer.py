@@ -119,9 +119,9 @@ class BaseEnqueuer(Generic[Batch]):
 
         The new workers run the shards again up to the first batch that the loop has not taken,
         unless the iterators have their own state, and take over; then the old workers are
-        stopped. The number of shards stays the same. You may call it from any thread. If the
-        enqueuer does not run, it sets the number for the next start. It replaces
-        `workers="auto"`.
+        stopped. You may call it from any thread. After `stop()` it sets the number for the next
+        start. In both cases the number of shards stays the same, and with it the data. Before the
+        first start it has the effect of `workers` of the class. It replaces `workers="auto"`.
 
         Args:
             workers: As for the class.

@@ -120,7 +120,6 @@ class ShardWorkload:
                 "processes that share a live iterator cannot be reconfigured, as their copies "
                 "of it have gone on; pass the generator function itself"
             )
-        self.keep_shards()
         return self.job(workers)
 
     def keep_shards(self) -> None:

@@ -150,12 +150,24 @@ def _thirty_two(shard):
     yield from shard.split(range(32))
 
 
-def test_a_stopped_enqueuer_shows_the_number_of_the_next_start():
-    enqueuer = GeneratorEnqueuer(_thirty_two, workers=2)
+@pytest.mark.local
+def test_after_a_stop_the_shards_stay():
+    enqueuer = GeneratorEnqueuer(_thirty_two, workers=2, random_seed=7)
     with enqueuer:
-        pass
+        first = list(enqueuer)
     enqueuer.reconfigure(workers=5)
     assert "5 workers" in repr(enqueuer)
+    with enqueuer:
+        assert list(enqueuer) == first
+        assert enqueuer.state_dict()["shards"] == 2
+
+
+@pytest.mark.local
+def test_before_the_first_start_the_shards_follow_the_workers():
+    enqueuer = GeneratorEnqueuer(_thirty_two, workers=2)
+    enqueuer.reconfigure(workers=5)
+    with enqueuer:
+        assert enqueuer.state_dict()["shards"] == 5
 
 
 @pytest.mark.local

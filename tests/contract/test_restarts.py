@@ -134,6 +134,25 @@ def test_threads_take_the_option_and_need_nothing_of_it():
         assert enqueuer.restart_count == 0
 
 
+def test_an_interrupted_replacement_is_made_by_the_next_call(process, monkeypatch):
+    def interrupted(index):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    with GeneratorEnqueuer(pid_first, max_restarts=1, random_seed=7, **process) as enqueuer:
+        batches = iter(enqueuer)
+        pid = next(batches)
+        monkeypatch.setattr(core_of(enqueuer).run.backend.pool, "start_worker", interrupted)
+        os.kill(pid, signal.SIGKILL)
+        seen = []
+        with pytest.raises(KeyboardInterrupt):
+            seen.extend(batches)
+        assert enqueuer.restart_count == 0
+        seen.extend(batches)
+        assert len(seen) == 30
+        assert enqueuer.restart_count == 1
+
+
 def test_a_replacement_that_cannot_be_started_is_named_as_the_reason(process, monkeypatch):
     with GeneratorEnqueuer(pid_first, max_restarts=3, **process) as enqueuer:
         pool = core_of(enqueuer).run.backend.pool
