@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from enqueuer.adapters.loading import Loader
+from enqueuer.adapters.loading import Loader, inside_of
 from enqueuer.common.extras import framework
 from enqueuer.enqueuers.enqueuer import BaseEnqueuer
 from enqueuer.errors import InvalidState
@@ -58,6 +58,7 @@ class EnqueuerDataset(Loader[Any], keras.utils.PyDataset):  # type: ignore[name-
 
     def __init__(self, loader: Iterable[Any], steps_per_epoch: int | None = None) -> None:
         Loader.__init__(self, loader, steps_per_epoch)
+        self._source, self._owner = inside_of(self)
         keras.utils.PyDataset.__init__(self)
         # This raises TypeError if the length is not known.
         len(self)
@@ -176,21 +177,22 @@ class EnqueuerDataset(Loader[Any], keras.utils.PyDataset):  # type: ignore[name-
             self._skip()
         self._given = 0
         self._held.clear()
-        if self._batches is None or not self._epochs.keeps_position:
+        if self._batches is None or not self._source.keeps_position:
             self._batches = iter(())
 
     def _skip(self) -> None:
         """Skip the rest of an epoch that was ended early. Lock held."""
-        if not self._follows_epochs or not self._epochs.keeps_position:
+        if not self._follows_epochs or not self._source.keeps_position:
             return
-        if not self._ownership.is_started or not isinstance(self._loader, BaseEnqueuer):
+        enqueuer = self._source.loader
+        if not self._owner.is_started or not isinstance(enqueuer, BaseEnqueuer):
             # The enqueuer is its owner's and cannot be stopped.
             collections.deque(self._batches or (), maxlen=0)
             return
         # To read the rest could take an hour.
         super().stop()
-        state = {k: v for k, v in self._loader.state_dict().items() if k not in ("states", "done")}
-        self._loader.load_state_dict({**state, "epoch": state["epoch"] + 1, "positions": None})
+        state = {k: v for k, v in enqueuer.state_dict().items() if k not in ("states", "done")}
+        enqueuer.load_state_dict({**state, "epoch": state["epoch"] + 1, "positions": None})
         self._batches = iter(())
 
     def _take(self) -> Any:
@@ -202,9 +204,9 @@ class EnqueuerDataset(Loader[Any], keras.utils.PyDataset):  # type: ignore[name-
             for batch in self._batches:
                 return batch
             if self._batches is not None:
-                self._ownership.start()
+                self._owner.start()
                 # An iterator over `self` would keep it alive.
-                self._batches = iter(self._epochs)
+                self._batches = iter(self._source)
         raise ValueError("the loader has no batches")
 
 

@@ -133,6 +133,11 @@ class Loader(Generic[Batch]):
         self.stop()
 
 
+def inside_of(loader: Loader[Any]) -> tuple[Epochs, Ownership]:
+    """Return the epochs and the ownership of a loader, for other parts of the package."""
+    return loader._epochs, loader._ownership
+
+
 class Reader(Protocol[Batch]):  # type: ignore[misc]
     """The batches of one epoch after the other."""
 

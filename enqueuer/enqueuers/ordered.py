@@ -7,7 +7,7 @@ from typing import Any
 
 from enqueuer.common import checks
 from enqueuer.common.text import an
-from enqueuer.enqueuers.enqueuer import BaseEnqueuer
+from enqueuer.enqueuers.enqueuer import BaseEnqueuer, core_of
 from enqueuer.enqueuers.iterators import Endless
 from enqueuer.enqueuers.options import EnqueuerOptions, Options, Unpack, takes_options
 from enqueuer.enqueuers.task_workload import TaskWorkload
@@ -113,8 +113,9 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
         Raises:
             InvalidState: The enqueuer was not started, or was stopped.
         """
-        self._core.check_started("wait for the end of its epoch")
-        reader = self._core.started_reader()
+        core = core_of(self)
+        core.check_started("wait for the end of its epoch")
+        reader = core.started_reader()
         with reader.run.lock:
             reader.peek(None)
 
@@ -139,8 +140,9 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
         Raises:
             InvalidState: The enqueuer was not started, or was stopped.
         """
-        self._core.check_started("get() from it")
-        return Endless(self._core, self._core.started_reader())
+        core = core_of(self)
+        core.check_started("get() from it")
+        return Endless(core, core.started_reader())
 
 
 def _check_elements(sequence: object, map: object, shuffle: object) -> None:

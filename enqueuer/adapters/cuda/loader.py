@@ -114,13 +114,16 @@ class CudaDataLoader(PrefetchLoader[Any]):
             receive=transfer.receive,
             check=functools.partial(ranks.check, loader),
         )
+        self._source: Any = loader
 
     @property
     def dataset(self) -> Any:
         """The dataset of the loader."""
-        return self._loader.dataset  # type: ignore[attr-defined]  # a DataLoader has one
+        # A DataLoader has one.
+        return self._source.dataset
 
     @property
     def sampler(self) -> Any:
         """The sampler of the loader."""
-        return self._loader.sampler  # type: ignore[attr-defined]  # as above
+        # A DataLoader has one.
+        return self._source.sampler
