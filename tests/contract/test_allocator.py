@@ -10,7 +10,8 @@ from enqueuer.workers import allocator
 # By itself glibc keeps less than twice the largest block that was freed. The heap of a thread,
 # which an actor of Ray's works in, has at most 64 MiB.
 BLOCK = 24 << 20
-FRESH = 20  # page faults: fewer than fresh memory takes, be the pages as large as 2 MiB
+# Page faults; fresh memory takes more, even with pages of 2 MiB.
+FRESH = 20
 
 if allocator.mallopt is None:
     pytest.skip("needs glibc", allow_module_level=True)

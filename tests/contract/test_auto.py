@@ -157,18 +157,19 @@ def test_what_computes_has_no_more_processes_than_cpus(monkeypatch):
         assert max(loop.workers) <= 2
 
 
-@pytest.mark.local  # for actors it is the cluster's CPUs, as their memory is not known
+# For actors the limit is the CPUs of the cluster, as their memory is not known.
+@pytest.mark.local
 @pytest.mark.parametrize(("kind", "most"), [("tasks", 64), ("shards", 16)])
 def test_the_cpus_alone_are_no_limit(options, monkeypatch, kind, most):
     """How many there are CPUs for follows from what the workers do, so the autoscaler says it."""
     given = []
 
-    class Told(Given):
+    class Recording(Given):
         def __init__(self, workers, most, shards, longest_wait_s):
             given.append(most)
 
     monkeypatch.setattr("enqueuer.monitoring.usage.cpus", lambda: 2.0)
-    monkeypatch.setattr("enqueuer.enqueuers.scaling.Autoscaler", Told)
+    monkeypatch.setattr("enqueuer.enqueuers.scaling.Autoscaler", Recording)
     if kind == "tasks":
         made = OrderedEnqueuer(range(3), sleepy_task, workers="auto", **options)
     else:
@@ -203,7 +204,8 @@ def test_memory_is_a_limit(monkeypatch, caplog, kind):
     assert "a worker takes 1.0 kB of memory, and " in record.message
 
 
-@pytest.mark.local  # a start of Ray's beside it takes the CPU that the loop is measured by
+# A start of Ray would use CPU time while the loop is measured.
+@pytest.mark.local
 def test_it_comes_to_rest(options):
     """One and the same load: at its end nothing changes any more."""
     with OrderedEnqueuer(range(100_000), sleepy_task, workers=Auto(most=4), **options) as enqueuer:
@@ -217,7 +219,7 @@ def test_it_comes_to_rest(options):
 class Given:
     """Stands for the autoscaler: the number that it is given."""
 
-    reason, wanted, waiting_share, due_s = "as it was told", 1, 0.0, 0.0
+    reason, wanted, waiting_share, due_s = "as the test says", 1, 0.0, 0.0
     workers = 1
 
     def __init__(self, *_):
@@ -257,10 +259,10 @@ def test_those_who_are_retired_go_home(options, monkeypatch):
     for made in (tasks, shards):
         with made as enqueuer:
             loop = Loop(enqueuer, 0)
-            alone = everybody()
+            alone = running_count()
             for Given.workers in (4, 1, 3, 1):
                 loop.run_until(lambda: len(enqueuer.stats().workers) == Given.workers)
-            loop.run_until(functools.partial(nobody_else, alone))
+            loop.run_until(functools.partial(is_alone, alone))
 
 
 def test_a_restart_begins_with_the_workers_that_the_last_run_had(options, monkeypatch):
@@ -294,11 +296,12 @@ def test_each_change_is_in_the_trace(options, monkeypatch, tmp_path):
         assert changes == [3, 1]
 
 
-def test_a_stall_is_told_of_the_workers_in_the_statistics(monkeypatch):
+def test_a_stall_report_names_the_workers_in_the_statistics(monkeypatch):
     monkeypatch.setattr("enqueuer.enqueuers.scaling.Autoscaler", Given)
     with OrderedEnqueuer(range(100_000), sleepy_task, workers="auto") as enqueuer:
         loop = Loop(enqueuer, 0)
-        for Given.workers in (3, 2, 4, 1):  # who exits is any of them
+        # Any of the workers may exit.
+        for Given.workers in (3, 2, 4, 1):
             loop.run_until(lambda: len(enqueuer.stats().workers) == Given.workers)
             seen = (
                 core_of(enqueuer).run.backend.inspect(core_of(enqueuer).reader.work.order).workers
@@ -307,14 +310,15 @@ def test_a_stall_is_told_of_the_workers_in_the_statistics(monkeypatch):
             assert {worker.name for worker in seen} == names
 
 
-def everybody():
-    if IS_RAY:  # which starts processes that it may need, and ends them as it likes
+def running_count():
+    # Ray starts processes ahead, and ends them at any time.
+    if IS_RAY:
         return max(1, len(actors()))
     return threading.active_count() + len(psutil.Process().children(recursive=True))
 
 
-def nobody_else(alone):
-    return everybody() <= alone
+def is_alone(alone):
+    return running_count() <= alone
 
 
 # --- the data ---
@@ -385,7 +389,8 @@ def test_a_worker_that_dies_meanwhile_is_replaced(erratic, tmp_path):
         max_restarts=1,
     ) as enqueuer:
         assert list(enqueuer) == list(range(200))
-        assert enqueuer.restart_count <= 1  # 0 if it was about to be told to exit
+        # It is 0 if the worker was about to exit.
+        assert enqueuer.restart_count <= 1
 
 
 def test_an_error_comes_in_its_turn(options, erratic):

@@ -1,4 +1,4 @@
-"""Shards that make the same data are told of, once; and nobody else is."""
+"""One warning for shards that make the same data, and none for others."""
 
 import collections
 import itertools
@@ -22,12 +22,12 @@ def same(count, seed=3):
 
 
 def numbered(count=4):
-    """Yield batches that tell their number; the same in each shard."""
+    """Yield batches that are full of their number; the same in each shard."""
     for number in range(count):
         yield np.full((4, 8), number)
 
 
-def test_a_captured_generator_is_told_of_with_its_cure(process):
+def test_a_captured_generator_is_reported_with_its_cure(process):
     with GeneratorEnqueuer(same(4), workers=2, **process) as enqueuer:
         with pytest.warns(DuplicateDataWarning) as caught:
             batches = list(enqueuer)
@@ -39,7 +39,7 @@ def test_a_captured_generator_is_told_of_with_its_cure(process):
     assert np.array_equal(batches[0]["x"], batches[1]["x"])
 
 
-def test_a_function_that_takes_no_shard_is_told_of(backend):
+def test_a_function_that_takes_no_shard_is_reported(backend):
     with GeneratorEnqueuer(numbered, workers=2, **backend) as enqueuer:
         with pytest.warns(DuplicateDataWarning, match="takes no shard"):
             batches = [int(batch[0, 0]) for batch in enqueuer]
@@ -97,7 +97,7 @@ def only_one(shard):
     yield np.arange(64)
 
 
-def of_somebody_else(shard):
+def of_unknown_content(shard):
     for number in range(3):
         yield collections.deque([np.full(64, number)])
 
@@ -147,13 +147,13 @@ QUIET = [
     small,
     with_its_shard,
     only_one,
-    of_somebody_else,
+    of_unknown_content,
     short_labels,
     lone_numbers,
     one_number_again_and_again,
 ]
 
-TOLD = {
+ALIKE = {
     "tokens": lambda: ([number, 7, number + 1] for number in range(20)),
     "scalars": lambda: ({"x": number / 3, "label": number % 2} for number in range(20)),
     "texts": lambda: (
@@ -167,7 +167,7 @@ TOLD = {
 }
 
 
-@pytest.mark.parametrize("source", TOLD.values(), ids=TOLD)
+@pytest.mark.parametrize("source", ALIKE.values(), ids=ALIKE)
 def test_small_items_of_any_kind_are_compared(source):
     with GeneratorEnqueuer(source, workers=2) as enqueuer:
         with pytest.warns(DuplicateDataWarning, match="shards 0 and 1 .* takes no shard"):
@@ -175,7 +175,7 @@ def test_small_items_of_any_kind_are_compared(source):
 
 
 @pytest.mark.parametrize("source", QUIET)
-def test_what_may_well_be_is_not_told_of(backend, source, no_warnings):
+def test_no_warning_for_items_that_may_be_alike(backend, source, no_warnings):
     with GeneratorEnqueuer(source, workers=2, **backend) as enqueuer:
         for _ in range(2):
             assert list(enqueuer)
@@ -198,7 +198,8 @@ def test_a_warning_that_is_made_an_error_loses_nothing(backend, no_warnings):
         batches = []
         with pytest.raises(DuplicateDataWarning):
             for batch in enqueuer:
-                batches.append(batch)  # it raises
+                # The loop goes on until the warning is raised.
+                batches.append(batch)
         batches += enqueuer
     assert [int(batch[0, 0]) for batch in batches] == [0, 0, 1, 1, 2, 2, 3, 3]
 

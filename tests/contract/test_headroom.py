@@ -75,7 +75,7 @@ def test_an_iterator_that_ends_is_measured_up_to_there():
 
 
 @pytest.mark.parametrize("batches", [iter("ab"), iter(""), []], ids=["as many", "none", "empty"])
-def test_too_few_batches_are_told(batches):
+def test_too_few_batches_are_an_error(batches):
     with pytest.raises(ValueError, match="headroom needs more than keep=2 batches"):
         list(headroom(batches, keep=2))
 

@@ -51,7 +51,8 @@ def test_the_same_batches_arrive_on_every_backend(backend, source):
     assert all(is_full_of(number, batch) for number, batch in enumerate(kept))
     for batch in kept:
         if isinstance(batch, np.ndarray):
-            batch += 1  # the consumer's own
+            # The array belongs to the consumer.
+            batch += 1
 
 
 def counts_copies(shard):

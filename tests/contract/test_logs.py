@@ -112,7 +112,8 @@ def test_tracebacks_and_odd_arguments_arrive_as_text(process, caplog):
 def test_logs_can_be_left_in_the_worker(process, heard):
     with GeneratorEnqueuer(chatty, **with_backend(process, forward_logs=False)) as enqueuer:
         list(enqueuer)
-        if start_method_of(process) != "fork":  # whose inherited handler fills a copy of the list
+        # In a fork, the inherited handler would fill a copy of the list.
+        if start_method_of(process) != "fork":
             assert heard == []
     assert heard == []
 

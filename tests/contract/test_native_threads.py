@@ -1,4 +1,4 @@
-"""Native threads: each worker process runs its share of the CPUs, or as many as it is told."""
+"""Native threads: each worker process runs as many as its share of the CPUs, or as `threads`."""
 
 import os
 
@@ -55,7 +55,8 @@ def test_each_worker_has_its_share_of_the_cpus(process, workers):
         found = list(enqueuer)
     share = max(1, int(usage.cpus()) // workers)
     assert found == [expected(share, start_method_of(process))] * workers
-    assert threads_here() == before  # this process is left alone
+    # The limits of this process stay the same.
+    assert threads_here() == before
 
 
 def test_fewer_workers_than_asked_for_share_the_cpus(process):
@@ -63,7 +64,7 @@ def test_fewer_workers_than_asked_for_share_the_cpus(process):
         assert list(enqueuer) == [expected(max(1, int(usage.cpus())), start_method_of(process))]
 
 
-def test_as_many_as_are_told(process):
+def test_the_option_threads_is_the_limit(process):
     options = dict(workers=2, **with_backend(process, threads=3))
     with GeneratorEnqueuer(of_each_shard, **options) as enqueuer:
         assert list(enqueuer) == [expected(3, start_method_of(process))] * 2
@@ -83,11 +84,11 @@ def test_the_environment_comes_before_the_share(process, monkeypatch):
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     with GeneratorEnqueuer(of_each_shard, workers=2, **process) as enqueuer:
         found = list(enqueuer)
-    told = {"MKL_NUM_THREADS": "5,2", "OMP_WAIT_POLICY": "ACTIVE", "GOMP_SPINCOUNT": None}
-    assert found == [expected(2, start_method_of(process)) | told] * 2
+    given = {"MKL_NUM_THREADS": "5,2", "OMP_WAIT_POLICY": "ACTIVE", "GOMP_SPINCOUNT": None}
+    assert found == [expected(2, start_method_of(process)) | given] * 2
 
 
-def test_what_is_told_comes_before_the_environment(process, monkeypatch):
+def test_the_option_threads_comes_before_the_environment(process, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     monkeypatch.setenv("MKL_NUM_THREADS", "5")
     with GeneratorEnqueuer(of_each_shard, **with_backend(process, threads=1)) as enqueuer:
@@ -137,7 +138,7 @@ def test_frameworks_that_the_generator_imports_have_their_share(method):
 
 
 def native_threads(shard):
-    """Yield how many threads stay; one that was told to end needs a moment."""
+    """Yield how many threads stay; one that was asked to end needs a moment."""
     wait_until(lambda: len(os.listdir("/proc/self/task")) == 1)
     yield len(os.listdir("/proc/self/task"))
 

@@ -16,7 +16,7 @@ tqdm = needs("tqdm").tqdm
 
 
 class Bar:
-    """Stands for tqdm, and writes down what it is told."""
+    """Stands for tqdm, and records its calls."""
 
     made: list["Bar"]
 
@@ -40,7 +40,8 @@ class Bar:
 @pytest.fixture(autouse=True)
 def _forget(monkeypatch):
     Bar.made = []
-    monkeypatch.setattr(tqdm, "monitor_interval", 0)  # its monitor is a thread that stays
+    # The monitor of tqdm is a thread that stays.
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)
 
 
 @pytest.fixture
@@ -166,10 +167,10 @@ def test_what_is_no_class_is_refused():
 def test_a_bar_of_a_command_shows_text():
     with (
         contextlib.redirect_stderr(Terminal()) as terminal,
-        progress.bar("packing", 4, "shard") as tell,
+        progress.bar("packing", 4, "shard") as update,
     ):
-        tell(3, "300 rows")
-        tell(1)
+        update(3, "300 rows")
+        update(1)
     text = terminal.getvalue()
     assert "packing: 100%" in text
     assert "300 rows" in text
@@ -178,7 +179,7 @@ def test_a_bar_of_a_command_shows_text():
 def test_a_bar_that_is_not_to_be_shown_shows_nothing():
     with (
         contextlib.redirect_stderr(Terminal()) as terminal,
-        progress.bar("packing", 4, "shard", shown=False) as tell,
+        progress.bar("packing", 4, "shard", shown=False) as update,
     ):
-        tell(4)
+        update(4)
     assert terminal.getvalue() == ""

@@ -39,14 +39,15 @@ def test_every_shard_and_epoch_has_a_stream_of_its_own(backend):
     assert len({b[2] for b in batches}) == 6
 
 
-def test_no_seed_draws_one_and_tells_it(backend):
+def test_without_a_seed_one_is_drawn_and_shown(backend):
     with GeneratorEnqueuer(draws, workers=2, **backend) as first:
         batches = list(first)
     other = GeneratorEnqueuer(draws, workers=2, random_seed=first.random_seed, **backend)
     with other:
         assert list(other) == batches
     assert GeneratorEnqueuer(draws).random_seed != first.random_seed
-    assert first.random_seed < 2**31  # as much as numpy.random.seed and OpenCV take
+    # numpy.random.seed and OpenCV take no larger seed.
+    assert first.random_seed < 2**31
 
 
 def test_a_state_with_a_longer_seed_is_loaded():
@@ -106,7 +107,8 @@ def test_workers_that_are_not_forked_hash_alike():
             found += enqueuer
     assert len(set(map(str, found))) == 1
     given = os.environ.get("PYTHONHASHSEED")
-    assert found[0][2] == given  # what the worker starts has the environment of this process
+    # A process that the worker starts has the environment of this process.
+    assert found[0][2] == given
     program = "print(hash('text'))"
     output = subprocess.run(
         [sys.executable, "-c", program],
@@ -114,4 +116,5 @@ def test_workers_that_are_not_forked_hash_alike():
         stdout=subprocess.PIPE,
         check=True,
     ).stdout
-    assert found[0][0] == int(output)  # in another process of this program, too
+    # The seed is the same in another process of this program.
+    assert found[0][0] == int(output)

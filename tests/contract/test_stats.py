@@ -124,7 +124,8 @@ def test_the_time_of_a_worker_is_divided_without_a_rest(options):
     )
     assert all(part >= 0 for part in parts)
     assert worker.making_s >= 0.2
-    assert took - 0.1 < sum(parts) < took + 0.5  # it began a little before the clock
+    # The enqueuer began a little before the clock.
+    assert took - 0.1 < sum(parts) < took + 0.5
 
 
 @pytest.mark.parametrize("options", BACKENDS)
@@ -168,7 +169,8 @@ def test_a_wait_that_lasts_is_counted_while_it_lasts(options):
         thread.start()
         wait_until(lambda: enqueuer.stats().waiting_s > 0.2)
         assert enqueuer.stats().workers[0].making_s > 0.1
-        assert enqueuer.stats().waits == {}  # it is not over
+        # The wait is not over.
+        assert enqueuer.stats().waits == {}
         thread.join(LIMIT)
 
 
@@ -352,7 +354,7 @@ def sleeping(make_s, count=30):
 
 
 def is_crowded(stats):
-    """Tell whether other processes kept the workers from the CPUs."""
+    """Return whether other processes kept the workers from the CPUs."""
     worked = sum(worker.making_s + worker.sending_s for worker in stats.workers)
     return sum(worker.cpu_wait_s or 0.0 for worker in stats.workers) > OFTEN_LACKS_CPU * worked
 
@@ -368,14 +370,15 @@ def check(kind, measure):
 
 
 @pytest.mark.parametrize("options", BACKENDS)
-def test_a_slow_source_is_told(options):
+def test_a_slow_source_is_reported(options):
     stats = check("source", lambda: steady_stats_of(sleeping(0.02), use_s=0.005, **options))
     assert stats.waiting_share > 0.4
 
 
-@pytest.mark.local  # Ray takes longer to start than all the rest
+# Ray takes longer to start than all the rest takes.
+@pytest.mark.local
 @pytest.mark.parametrize("options", BACKENDS)
-def test_elements_that_the_loop_reads_slowly_are_told(options):
+def test_elements_that_the_loop_reads_slowly_are_reported(options):
     def elements():
         for number in range(30):
             time.sleep(0.01)
@@ -393,12 +396,13 @@ def test_elements_that_the_loop_reads_slowly_are_told(options):
 
 
 @pytest.mark.parametrize("options", BACKENDS)
-def test_a_slow_loop_is_told(options):
+def test_a_slow_loop_is_reported(options):
     stats = check("loop", lambda: steady_stats_of(sleeping(0.001), use_s=0.02, **options))
     assert stats.waiting_share < HARDLY_WAITS or is_crowded(stats)
 
 
-@pytest.mark.local  # Ray takes longer to start than all the rest
+# Ray takes longer to start than all the rest takes.
+@pytest.mark.local
 @pytest.mark.parametrize("options", BACKENDS)
 def test_what_is_done_between_epochs_is_no_step_of_the_loop(options):
     def measure():
@@ -416,7 +420,7 @@ def test_what_is_done_between_epochs_is_no_step_of_the_loop(options):
 
 
 @pytest.mark.parametrize("options", BACKENDS[1:])
-def test_copying_is_told(options):
+def test_copying_is_reported(options):
     def source():
         array = np.zeros(20 * MEGABYTE, np.uint8)
         for _ in range(50):
@@ -426,7 +430,7 @@ def test_copying_is_told(options):
 
 
 @pytest.mark.parametrize("options", BACKENDS)
-def test_one_slow_shard_is_told(options):
+def test_one_slow_shard_is_reported(options):
     def source(shard):
         for number in range(20):
             time.sleep(0.04 if shard.index == 1 else 0.004)
@@ -437,7 +441,7 @@ def test_one_slow_shard_is_told(options):
 
 
 @pytest.mark.parametrize("options", BACKENDS)
-def test_a_short_queue_before_an_uneven_source_is_told(options):
+def test_a_short_queue_before_an_uneven_source_is_reported(options):
     def source():
         for number in range(60):
             if number % 10 == 0:
@@ -448,7 +452,7 @@ def test_a_short_queue_before_an_uneven_source_is_told(options):
 
 
 @pytest.mark.parametrize("options", BACKENDS)
-def test_a_long_start_is_told(options):
+def test_a_long_start_is_reported(options):
     def source():
         time.sleep(1.0)
         yield from range(20)
@@ -457,14 +461,15 @@ def test_a_long_start_is_told(options):
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="of Linux")
-def test_too_few_cpus_are_told():
+def test_too_few_cpus_are_reported():
     def source(shard):
         for number in range(40):
             sum(range(300_000))
             yield number
 
     allowed = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(allowed)})  # forked workers inherit it
+    # Forked workers inherit it.
+    os.sched_setaffinity(0, {min(allowed)})
     try:
         stats = stats_of(source, workers=2, backend=Processes(start_method="fork"))
     finally:
@@ -473,7 +478,7 @@ def test_too_few_cpus_are_told():
     assert stats.bottleneck().kind == "cpus", stats
 
 
-def test_threads_that_compute_in_python_are_told_to_be_processes():
+def test_processes_are_advised_if_threads_compute_in_python():
     def source(shard):
         for number in range(150):
             sum(number * i for i in range(30_000))
@@ -484,7 +489,7 @@ def test_threads_that_compute_in_python_are_told_to_be_processes():
         assert "backend='process'" in stats.bottleneck().advice
 
 
-def test_threads_that_wait_outside_of_python_are_not_told_to_be_processes():
+def test_processes_are_not_advised_if_threads_wait_outside_of_python():
     """Although they compute a little, and all threads together as much as half a CPU."""
 
     def load(element):

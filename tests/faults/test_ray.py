@@ -68,7 +68,8 @@ def where(shard):
 
     yield ray.get_runtime_context().get_node_id()
     for number in range(40):
-        time.sleep(0.01)  # so that the epoch lasts longer than the kill takes
+        # So the epoch lasts longer than the kill.
+        time.sleep(0.01)
         yield number, shard.rng.random(20_000).tobytes()
 
 
@@ -106,7 +107,7 @@ def test_tasks_of_a_killed_node_are_done_elsewhere(cluster, doomed):
 
 
 @pytest.mark.timeout(120)
-def test_a_killed_node_is_told(cluster, doomed):
+def test_a_killed_node_is_reported(cluster, doomed):
     with GeneratorEnqueuer(where, backend=Ray(actor_options=on("doomed"))) as enqueuer:
         batches = iter(enqueuer)
         next(batches)
@@ -168,7 +169,7 @@ def test_an_option_of_our_own_is_refused():
         GeneratorEnqueuer(where, backend=Ray(actor_options=["num_cpus"]))
 
 
-def test_actors_that_have_no_room_are_told_of():
+def test_actors_without_room_are_reported():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with GeneratorEnqueuer(
@@ -209,7 +210,8 @@ def test_what_is_kept_outlives_the_actors():
 
 def test_batches_that_are_dropped_make_room_in_the_object_store():
     def source():
-        for number in range(100):  # 800 MB; a node's store has 200
+        # These are 800 MB, and the store of a node has 200 MB.
+        for number in range(100):
             yield np.full(1_000_000, number)
 
     with GeneratorEnqueuer(source, max_queue_size=4, **RAY) as enqueuer:
@@ -296,8 +298,8 @@ OWN = """
     def numbers(shard):
         yield from shard.split(range(6))
 
-    def tell(*what):
-        print(json.dumps(what), flush=True)
+    def report(*values):
+        print(json.dumps(values), flush=True)
 
     options = dict(backend=Ray(address="local"), workers=2)
 """
@@ -305,51 +307,51 @@ OWN = """
 
 @pytest.mark.timeout(120)
 def test_a_ray_that_was_started_for_it_ends_with_the_last_enqueuer(folder):
-    told = run(
+    reported = run(
         folder,
         """
     one, two = GeneratorEnqueuer(numbers, **options), GeneratorEnqueuer(numbers, **options)
     one.start()
     two.start()
-    tell(list(one), list(two))
+    report(list(one), list(two))
     one.stop()
-    tell(ray.is_initialized())
+    report(ray.is_initialized())
     two.stop()
-    tell(ray.is_initialized())
+    report(ray.is_initialized())
     """,
     )
-    assert told == [[list(range(6)), list(range(6))], [True], [False]]
+    assert reported == [[list(range(6)), list(range(6))], [True], [False]]
 
 
 @pytest.mark.timeout(120)
 def test_a_ray_that_was_there_stays(folder):
-    told = run(
+    reported = run(
         folder,
         """
     ray.init(address="local", num_cpus=2, include_dashboard=False)
     with GeneratorEnqueuer(numbers, backend="ray", workers=4) as enqueuer:  # more than CPUs
-        tell(list(enqueuer))
-    tell(ray.is_initialized())
+        report(list(enqueuer))
+    report(ray.is_initialized())
     """,
     )
-    assert told == [[list(range(6))], [True]]
+    assert reported == [[list(range(6))], [True]]
 
 
 @pytest.mark.timeout(120)
 def test_whoever_forgets_to_stop_leaves_nothing(folder):
-    told = run(
+    reported = run(
         folder,
         """
     enqueuer = GeneratorEnqueuer(numbers, **options)
-    tell(next(iter(enqueuer)))
+    report(next(iter(enqueuer)))
     """,
     )
-    assert told == [[0]]
+    assert reported == [[0]]
 
 
 @pytest.mark.timeout(120)
-def test_a_cluster_that_is_not_there_is_told(folder):
-    told = run(
+def test_a_cluster_that_is_not_there_is_reported(folder):
+    reported = run(
         folder,
         """
     from enqueuer import Ray, StartError
@@ -358,10 +360,10 @@ def test_a_cluster_that_is_not_there_is_told(folder):
     try:
         GeneratorEnqueuer(numbers, **options).start()
     except StartError as error:
-        tell(str(error))
+        report(str(error))
     """,
     )
-    assert told[0][0].startswith("Ray at '127.0.0.1:1' cannot be reached: ")
+    assert reported[0][0].startswith("Ray at '127.0.0.1:1' cannot be reached: ")
 
 
 def _command(pid):
@@ -374,7 +376,7 @@ def _command(pid):
 def test_a_driver_that_is_killed_leaves_nothing(folder):
     text = """
     enqueuer = GeneratorEnqueuer(numbers, **options)
-    tell(next(iter(enqueuer)))
+    report(next(iter(enqueuer)))
     import time
     time.sleep(1000)
     """
@@ -382,5 +384,5 @@ def test_a_driver_that_is_killed_leaves_nothing(folder):
         while "[0]" not in program.process.stdout.readline():
             pass
         program.process.kill()
-        # two agents of Ray's stay behind, whoever is killed
+        # two agents of Ray stay behind, whichever process is killed
         wait_until(lambda: not {p for p in program.members() if "RayWorker" in _command(p)})

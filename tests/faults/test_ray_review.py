@@ -58,11 +58,12 @@ def test_what_cannot_be_loaded_names_its_actor():
 
 def dying():
     yield 1
-    time.sleep(0.1)  # so that this one is on its way
+    # By then this item is on its way.
+    time.sleep(0.1)
     os._exit(1)
 
 
-def test_a_replacement_that_cannot_be_started_is_told_as_the_cause(monkeypatch):
+def test_a_replacement_that_cannot_be_started_is_reported_as_the_cause(monkeypatch):
     def fails(self, index):
         raise RuntimeError("no more of them")
 
@@ -93,7 +94,8 @@ def test_a_thread_of_the_users_that_logs_does_not_hold_up_the_end(caplog):
         (actor,) = backend.pool.workers
         backend.close()
         actor.thread.join(LIMIT)
-        assert not actor.thread.is_alive()  # and nobody killed the actor
+        # The thread ends, although the actor was not killed.
+        assert not actor.thread.is_alive()
 
 
 IN_A_FORK = """
@@ -110,7 +112,7 @@ os._exit(1)
 """
 
 
-def test_a_child_that_was_forked_from_a_driver_is_told_so():
+def test_a_child_that_was_forked_from_a_driver_gets_an_error():
     pid = os.fork()
     if not pid:
         exec(IN_A_FORK.format(limit=int(LIMIT)))
@@ -192,7 +194,7 @@ def test_a_notebook_that_shuts_its_ray_down_and_starts_another_one_goes_on(tmp_p
     assert "StopWarning" not in done.stderr
 
 
-def test_no_descriptors_left_to_listen_with_is_told(monkeypatch):
+def test_a_lack_of_descriptors_for_receiving_is_reported(monkeypatch):
     def none_left():
         raise OSError(errno.EMFILE, "Too many open files")
 

@@ -22,7 +22,7 @@ class Load:
         use_s: What the loop needs for a batch.
         autoscaler: Asked every quarter of a second.
         cpu_share: How much of the making is computing.
-        shards: Dealt out to the workers, the slowest of which the loop waits for.
+        shards: Number of shards, divided among the workers; the loop waits for the slowest.
         replay_s: Function of the time and the number of workers: seconds that a change repeats.
     """
 
@@ -39,7 +39,8 @@ class Load:
         self.replay_s = replay_s or (lambda time_s, workers: None)
         self.workers, self.time_s = 1, 0.0
         self.items = self.waiting_s = self.working_s = 0.0
-        self.each = {}  # of the workers of now: items, making, waiting
+        # Items, making and waiting of the present workers.
+        self.each = {}
         self.generation = 0
         self.history = [1]
 
@@ -65,7 +66,8 @@ class Load:
 
     def _pass(self, seconds):
         make_s = self.make_s(self.workers)
-        share = 1 / self.workers  # of the work, for the one that has most of it
+        # Share of the work of the worker that has most of it.
+        share = 1 / self.workers
         if self.shards is not None:
             share = math.ceil(self.shards / self.workers) / self.shards
         rate = min(1 / self.use_s, 1 / (make_s * share))
@@ -165,7 +167,7 @@ def test_what_helps_only_so_far_is_found():
     assert one.run(600) == [1, 2, 4, 8, 4]
 
 
-def test_one_bad_window_does_not_tell_that_a_step_did_not_help():
+def test_one_bad_window_does_not_show_that_a_step_did_not_help():
     one = load(0.04, 0.01)
     one.make_s = lambda workers: 0.075 if workers == 2 and one.time_s < 2.6 else 0.04
     assert one.run(60) == [1, 2, 4]
@@ -199,16 +201,18 @@ def _half(one, seconds):
 def test_those_who_have_nothing_to_do_are_retired_but_one_in_five():
     one = load(0.16, 0.01)
     assert one.run(30)[-1] == 16
-    one.use_s = 0.04  # now four would do
+    # Now four workers are enough.
+    one.use_s = 0.04
     assert one.run(600)[-1] == 5
     assert one.run(3600)[-1] == 5
     assert len(one.history) <= 8
 
 
-def test_one_pause_of_the_loop_retires_nobody():
+def test_no_worker_exits_for_one_pause_of_the_loop():
     one = load(0.08, 0.01)
     one.run(30)
-    one.time_s += 300  # as while a model is validated
+    # For example, a model is validated.
+    one.time_s += 300
     one.working_s += 300
     assert one.run(300) == [1, 2, 4, 8]
 
@@ -256,7 +260,7 @@ def test_late_it_waits_for_the_next_epoch():
     assert late.begin_epoch() == [1, 2]
 
 
-def test_nobody_is_retired_in_the_middle_of_an_epoch():
+def test_no_worker_exits_in_the_middle_of_an_epoch():
     one = load(0.16, 0.01, replay_s=lambda time_s, workers: 0.1)
     assert one.run(30)[-1] == 16
     one.use_s = 0.04

@@ -75,11 +75,12 @@ def test_a_source_that_waits_needs_as_many_workers_as_it_is_slower():
 
 def test_a_source_is_judged_by_its_batches_and_not_by_how_few_workers_there_were_before():
     late = [worker(making=1.0, waiting=0.0, items=10) for _ in range(4)]
-    bottleneck = find_bottleneck(inputs(*late))  # of 100 batches one worker had made 60
+    # One worker made 60 of the 100 batches.
+    bottleneck = find_bottleneck(inputs(*late))
     assert bottleneck.advice == "About 5 workers would keep up with the loop (now 4)."
 
 
-def test_a_loop_that_waits_is_never_told_to_take_as_many_as_there_are():
+def test_a_loop_that_waits_is_never_advised_to_keep_its_number_of_workers():
     bottleneck = find_bottleneck(
         inputs(*[worker(making=1.0, waiting=0.0, items=100) for _ in range(2)])
     )
@@ -126,7 +127,7 @@ def files(threads, *, cpu, cpu_wait=0.0, switches, wall_s=10.0, **more):
         pytest.param(files(16, cpu=0.44, cpu_wait=0.46, switches=982, wall_s=8.2), id="more"),
     ],
 )
-def test_threads_that_wait_for_files_are_told_to_be_more(found):
+def test_more_threads_are_advised_if_they_wait_for_files(found):
     bottleneck = find_bottleneck(found)
     assert bottleneck.kind == "source"
     assert "more workers than the" in bottleneck.advice
@@ -143,7 +144,7 @@ def test_threads_that_wait_for_files_are_told_to_be_more(found):
         pytest.param(files(1, cpu=9.8, switches=0), id="one"),
     ],
 )
-def test_threads_that_wait_for_the_gil_are_told_to_be_processes(found):
+def test_processes_are_advised_if_threads_wait_for_the_gil(found):
     assert "backend='process'" in find_bottleneck(found).advice
 
 
@@ -198,7 +199,7 @@ def test_no_share_is_more_than_all(measured, waiting, working, in_threads, cpus)
     assert all(0 <= share <= 100 for share in shares), bottleneck
 
 
-def test_a_loop_that_does_nothing_is_not_told_a_number_of_workers():
+def test_no_number_of_workers_is_advised_to_a_loop_that_does_nothing():
     bottleneck = find_bottleneck(
         inputs(worker(making=10.0, waiting=0.0), waiting=9.99, working=0.01)
     )
@@ -223,7 +224,7 @@ def test_a_loop_that_only_takes_tiny_batches_is_bound_by_the_transport():
     assert bottleneck.kind == "transport"
 
 
-def test_a_loop_that_reads_slow_elements_itself_is_told_so():
+def test_slow_elements_that_the_loop_reads_itself_are_reported():
     found = inputs(worker(making=0.1, waiting=9.9), reading_s=7.5, ordered=False)
     bottleneck = find_bottleneck(found)
     assert bottleneck.kind == "source"

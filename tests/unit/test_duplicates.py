@@ -89,7 +89,7 @@ def test_a_large_array_is_looked_at_in_all_its_parts():
         (None, 0),
     ],
 )
-def test_what_is_small_tells_how_small(value, size):
+def test_the_size_of_small_items_is_known(value, size):
     assert digest(value)[1] == size
 
 

@@ -1,4 +1,4 @@
-"""Errors travel and tell."""
+"""Errors can be pickled, and their texts are complete."""
 
 import pickle
 

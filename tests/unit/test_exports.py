@@ -24,11 +24,12 @@ def test_a_line_has_rates_waits_fill_and_workers(stats):
     assert "batches/s" in text
     assert "the loop waits" in text
     assert "0/10 in the queue" in text
-    assert text.count("%") == 3  # the loop and two workers
+    # The shares of the loop and of two workers.
+    assert text.count("%") == 3
     assert "error" not in text
 
 
-def test_a_line_tells_of_errors_and_restarts_if_there_were_some(stats):
+def test_a_line_shows_errors_and_restarts_if_there_were_some(stats):
     text = line(dataclasses.replace(stats, error_count=2, restart_count=1))
     assert text.endswith(", 2 errors, 1 restarts")
 
@@ -70,7 +71,7 @@ def test_tensorboard_counts_its_steps_in_batches(stats):
 
 
 @pytest.mark.parametrize("backend", ["thread", "process"])
-def test_callbacks_are_told_what_was_new(backend):
+def test_callbacks_get_the_statistics_since_the_last_call(backend):
     seen = []
     with OrderedEnqueuer(range(400), abs, backend=backend) as enqueuer:
         enqueuer.on_stats(seen.append, every=0)
@@ -102,7 +103,7 @@ def test_a_callback_that_fails_is_logged_and_called_no_more(caplog):
     assert "ValueError: no" in caplog.text
 
 
-def test_no_callback_is_told_before_its_time():
+def test_no_callback_is_called_before_its_time():
     seen = []
     with GeneratorEnqueuer(lambda: iter(range(50))) as enqueuer:
         enqueuer.on_stats(seen.append, every=3600)
@@ -110,7 +111,7 @@ def test_no_callback_is_told_before_its_time():
     assert seen == []
 
 
-def test_after_a_new_start_they_are_told_of_the_new_run():
+def test_after_a_new_start_callbacks_get_statistics_of_the_new_run():
     seen = []
     enqueuer = GeneratorEnqueuer(lambda: iter(range(50)))
     enqueuer.on_stats(seen.append, every=0)

@@ -135,7 +135,8 @@ def test_a_forked_child_leaves_to_its_parent_what_was_missed():
     Finalizer(second, int)
     del first
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads that others have left
+        # Threads of other tests may still run.
+        warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
         try:

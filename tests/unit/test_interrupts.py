@@ -43,7 +43,7 @@ def test_a_block_is_not_interrupted(seen):
     assert seen == [signal.SIGUSR1]
 
 
-@pytest.mark.skipif(interrupts.sigaction is None, reason="only Linux tells")
+@pytest.mark.skipif(interrupts.sigaction is None, reason="only Linux reports it")
 @pytest.mark.parametrize("interrupts_calls", [True, False])
 def test_what_siginterrupt_has_set_stays(seen, interrupts_calls):
     signal.siginterrupt(signal.SIGUSR2, interrupts_calls)
@@ -170,7 +170,8 @@ def test_a_handler_that_the_block_installs_stays(seen):
 
 def test_a_forked_child_is_not_inside_the_block(seen):
     with interrupts.held(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads that others have left
+        # Threads of other tests may still run.
+        warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
         if child == 0:
             try:
@@ -183,10 +184,12 @@ def test_a_forked_child_is_not_inside_the_block(seen):
 
 def test_an_interrupt_anywhere_leaves_the_handlers_in_their_places(seen, monkeypatch):
     """Before the block, in it and after it."""
-    few = (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)  # places, too
+    # With fewer signals there are fewer places for an interrupt.
+    few = (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
     monkeypatch.setattr(interrupts, "_SIGNALS", few)
     signal.siginterrupt(signal.SIGUSR2, False)
-    restarts = interrupts.restarts(signal.SIGUSR2)  # False where nothing tells
+    # False if the system does not report it.
+    restarts = interrupts.restarts(signal.SIGUSR2)
     inside = []
 
     def act():

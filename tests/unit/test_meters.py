@@ -83,14 +83,16 @@ def test_reading_is_waiting_and_known_apart(clock):
         waits.left -= 1
         waits.sample(0)
     assert (waits.first_wait, waits.waited, waits.reading) == (500, 2_000_300, 2_000_300)
-    assert sum(waits.buckets.values()) == 1  # who reads fast is not slowed down by counting
+    # Short reads are not counted, as counting would slow them down.
+    assert sum(waits.buckets.values()) == 1
 
 
 def test_between_epochs_the_loop_idles(clock):
     waits = LoopMeter()
     waits.rest()
     clock[0] += 100
-    waits.sample(0)  # that was before the first batch
+    # The rest before the first batch does not count.
+    waits.sample(0)
     for nanoseconds in (7, 20):
         waits.rest()
         waits.rest()
@@ -118,7 +120,7 @@ def test_a_long_run_keeps_few_samples_spread_over_all_of_it(clock):
 @pytest.mark.parametrize("end", [LoopMeter.resume, LoopMeter.read])
 def test_after_a_long_wait_or_read_the_next_batch_is_looked_at(clock, end):
     waits = LoopMeter()
-    for _ in range(5000):  # very fast
+    for _ in range(5000):
         clock[0] += 100
         waits.left -= 1
         if waits.left <= 0:

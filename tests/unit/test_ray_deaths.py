@@ -11,7 +11,7 @@ class ActorDiedError(Exception):
 
 
 class ActorUnavailableError(Exception):
-    """Ray's: the connection broke, and within a second Ray was told of no death."""
+    """Ray's: the connection broke, and Ray noticed no death within a second."""
 
 
 def lost(error, state):

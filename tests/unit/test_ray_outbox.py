@@ -63,7 +63,8 @@ def test_closing_frees_a_worker_that_waits_for_a_copy():
     outbox = Outbox(Credit(9, None, 0), asks=False)
     worker = threading.Thread(target=outbox.send_item, args=(0, 0, np.zeros(3_000_000)))
     worker.start()
-    outbox.take()  # and it is not copied before the next packet is asked for
+    # The packet counts as copied only when the next one is taken.
+    outbox.take()
     outbox.close()
     worker.join(LIMIT)
     assert not worker.is_alive()

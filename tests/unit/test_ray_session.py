@@ -1,4 +1,4 @@
-"""Who starts Ray and who shuts it down, with a small Ray of our own that only counts."""
+"""Starting Ray and shutting it down, with a small Ray of our own that only counts."""
 
 import random
 import signal
@@ -49,16 +49,19 @@ class FakeRay:
         return self.is_up
 
     def get_runtime_context(self):
-        assert self.is_up  # else Ray would start
+        # Otherwise Ray would start.
+        assert self.is_up
         return Context(self.started)
 
 
 @pytest.fixture
 def ray(monkeypatch):
-    monkeypatch.setattr(ray_session, "check_reachable", lambda address: None)  # nobody is there
+    # No server listens at the address.
+    monkeypatch.setattr(ray_session, "check_reachable", lambda address: None)
     fake = FakeRay()
     monkeypatch.setattr(ray_session, "framework", lambda *args, **options: fake)
-    monkeypatch.setattr(ray_session, "check_process", lambda: None)  # it has no threads
+    # The small Ray has no threads.
+    monkeypatch.setattr(ray_session, "check_process", lambda: None)
     monkeypatch.setattr(ray_session, "started_here", None)
     before = signal.getsignal(signal.SIGTERM)
     yield fake
@@ -190,21 +193,21 @@ def test_who_asks_while_another_thread_shuts_ray_down_is_kept_until_that_is_over
     ray._private = types.SimpleNamespace(worker=types.SimpleNamespace(global_worker=connection))
     session = Session(RayOptions())
     session.join()
-    asked, told = threading.Event(), threading.Event()
+    asked, raised = threading.Event(), threading.Event()
 
     def ask():
         asked.set()
         with pytest.raises(Gone):
             session.check()
-        told.set()
+        raised.set()
 
     ray.shutdown()
     asking = threading.Thread(target=ask)
     asking.start()
     assert asked.wait(LIMIT)
-    assert not told.wait(0.2)
+    assert not raised.wait(0.2)
     del connection.core_worker
-    assert told.wait(LIMIT)
+    assert raised.wait(LIMIT)
     asking.join(LIMIT)
 
 

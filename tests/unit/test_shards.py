@@ -69,7 +69,8 @@ def test_seeds_differ_by_seed_epoch_and_index():
 def test_other_libraries_take_a_seed_as_it_is():
     for seed in (Shard(1, 2, 3, 4).seed, Task(5, 6, 7).seed, fresh_seed()):
         np.random.seed(seed)
-        assert ctypes.c_int32(seed).value == seed  # as OpenCV takes it
+        # OpenCV takes 32 bits with a sign.
+        assert ctypes.c_int32(seed).value == seed
 
 
 def test_a_shard_is_frozen_and_travels():

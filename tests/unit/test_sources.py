@@ -1,4 +1,4 @@
-"""What was handed over -> what a shard can run. (The refusals are in contract/test_source.py.)"""
+"""Arguments of the user -> sources that a shard can run. Errors: contract/test_source.py."""
 
 import functools
 

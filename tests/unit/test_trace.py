@@ -1,4 +1,4 @@
-"""The file of a timeline: who writes to it, and who does not any more."""
+"""The file of a timeline, and the writers that may still write to it."""
 
 import json
 import os
@@ -52,7 +52,8 @@ def test_what_comes_half_a_second_later_is_written_at_once(place):
 
 def test_nothing_comes_after_the_end(place):
     late, writer = trace_file.Lines(place), trace_file.Lines(place)
-    late.add(line("late"), now=0)  # of a thread that hangs, say, and goes on after the stop
+    # As by a thread that hangs and continues after the stop.
+    late.add(line("late"), now=0)
     writer.end(line("last"))
     writer.close()
     late.close()
@@ -89,7 +90,7 @@ def test_another_file_of_the_same_name_is_left_alone(place):
         assert len(file.readlines()) == 2
 
 
-def test_a_file_that_was_ended_by_somebody_else_is_begun_anew(place):
+def test_a_file_that_another_program_has_ended_is_begun_anew(place):
     with open(place.path, "a") as file:
         file.write(line("torn")[:5])
     again = trace_file.begin(place.path, run=1, last=place.file)
@@ -113,7 +114,8 @@ def test_what_another_thread_takes_just_then_is_not_promised(nth):
     ready = timeline.Ready(["batch"])
     returned = []
 
-    def other_thread(frame, event, function):  # gets the interpreter after a call
+    # The other thread gets the interpreter after a call.
+    def other_thread(frame, event, function):
         if event == "c_return":
             returned.append(function)
             if len(returned) == nth + 1:
