@@ -1,4 +1,4 @@
-"""Hand over any Python generator; get its batches back ahead of time, in order.
+"""Prefetch the batches of any Python generator on workers, in order.
 
 >>> from enqueuer import prefetch
 >>> list(prefetch(iter("abc")))

@@ -85,7 +85,7 @@ class Job:
     ray: RayOptions = RayOptions()
 
     def share_of(self, cpus: float) -> int:
-        """Return how many of the CPUs each worker has if they are dealt out evenly; at least 1."""
+        """Return the number of CPUs of each worker if they are divided evenly; at least 1."""
         workers = max(self.workers, self.most_workers)
         if not isinstance(self.source, TaskSource):
             workers = min(workers, len(self.own))

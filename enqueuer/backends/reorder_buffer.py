@@ -1,6 +1,6 @@
 """The results of tasks between their arrival and their turn, and the tickets that are out.
 
-A task that was handed out twice, since its worker seemed to have died with it, still has one
+A task that was assigned twice, since its worker seemed to have died with it, still has one
 result: the second is dropped here.
 """
 
@@ -19,9 +19,12 @@ from enqueuer.workers.messages import Empty, Failure, ItemTuple, Ticket
 class Next(enum.Enum):
     """What is in the reorder buffer."""
 
-    ITEM = 1  # the next one
-    NOTHING = 2  # that could be taken now
-    ROOM = 3  # nothing either; but some that had no result are gone, and others can be handed out
+    # The next result can be taken.
+    ITEM = 1
+    # No result can be taken now.
+    NOTHING = 2
+    # Neither now; but tasks without a result are done, so others can be assigned.
+    ROOM = 3
 
 
 class ReorderBuffer:
@@ -92,7 +95,7 @@ class ReorderBuffer:
         self._skipped.pop(number, None)
 
     def fail(self, number: int, failure: Failure) -> None:
-        """Tell a failure in the place of a task, also of one that has no ticket."""
+        """Put a failure in the place of a task, also of one that has no ticket."""
         self._results[number] = failure
 
     def has_next(self, order: TaskOrder) -> bool:

@@ -1,4 +1,4 @@
-"""Which tasks are handed out, which result is next, and what is done again after a death.
+"""Which tasks are assigned, which result is next, and which tasks run again after a death.
 
     tickets -> unsent -> Dispatch -> workers -> inboxes -> the reorder buffer -> in order
 

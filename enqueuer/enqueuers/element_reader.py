@@ -26,7 +26,7 @@ class Reader:
 
     Args:
         source: Source of the elements.
-        reading: Rules by which the elements are dealt out.
+        reading: Rules by which the elements are divided among readers.
         epoch: Number of the epoch, from 0.
         start: First task to be read, and perhaps the state of the iterator before it.
         first: Number of the epoch's first task among those of all epochs.

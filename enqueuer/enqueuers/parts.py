@@ -27,9 +27,9 @@ def hand_on(core: Core, made: Core, part: Part) -> None:
         if any(start.number for start in (saved.epoch.starts or {}).values()):
             raise InvalidState(
                 f"a position within epoch {saved.epoch.number} was loaded, which cannot be "
-                "dealt out over ranks or over workers of a DataLoader; load it there: into "
-                "what is made of the enqueuer for a rank, and with workers of a DataLoader "
-                "into torchdata's StatefulDataLoader"
+                "divided among ranks or workers of a DataLoader; load it after the division: into "
+                "the loader or dataset of a rank, or into torchdata's StatefulDataLoader for the "
+                "workers of a DataLoader"
             )
         made.saved = SavedPosition(saved.epoch, is_loaded=True)
     if made.workload.take_part(part):

@@ -89,7 +89,7 @@ class ShardWorkload:
         shards, options = self.all_shards, self.options
         if shards < options.world_size:
             raise ValueError(
-                f"shards={self._shards} cannot be dealt out over world_size={options.world_size} "
+                f"shards={self._shards} cannot be divided over world_size={options.world_size} "
                 "ranks; give at least as many shards as ranks"
             )
         return range(options.rank, shards, options.world_size)
@@ -205,7 +205,7 @@ class ShardWorkload:
         return (generator, False, None, self.seed.value), options
 
     def arguments_of(self, part: Part) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        assert part.block == 1, "shards are dealt out one by one"
+        assert part.block == 1, "shards are divided one by one"
         given, options = self.arguments()
         if part.count > 1 and self._shards is not None:
             # Which shards are left out depends on the ranks, not on how many share one.
@@ -228,7 +228,7 @@ class ShardWorkload:
         if not is_promised or self.shard_count % parts == 0:
             return ""
         return (
-            f"the {self.shard_count} shards of the enqueuer cannot be dealt out evenly over {parts}"
+            f"the {self.shard_count} shards of the enqueuer cannot be divided evenly over {parts}"
         )
 
     def has_kept_order(self, order: Order) -> bool:

@@ -1,4 +1,4 @@
-"""The order of the elements of an epoch, and how it is dealt out to ranks and readers.
+"""The order of the elements of an epoch, and its division among ranks and readers.
 
     length, seed, epoch --> order_of() --> indices of a rank --> Reading.own() --> batches of a part
 
@@ -17,11 +17,12 @@ from enqueuer.workers.tasks import TaskSource
 
 @dataclass(frozen=True)
 class Reading:
-    """The rules by which the elements of an epoch are dealt out.
+    """The rules by which the elements of an epoch are divided among readers.
 
     Attributes:
         shuffle: Whether each epoch has an order of its own, drawn from the seed.
-        drop_last: Whether an incomplete batch is left out, and what cannot be dealt out evenly.
+        drop_last: Whether an incomplete batch is left out, and elements that cannot be divided
+            evenly.
         rank: Rank of this reader.
         world_size: Number of ranks, of which each reads its own elements.
         part: First batch of the rank that is read, before every `parts`-th.
@@ -50,14 +51,14 @@ class Reading:
 
 
 def places_of(source: TaskSource, reading: Reading) -> range:
-    """Return the places of an epoch's order that a rank is dealt."""
+    """Return the places of an epoch's order that belong to a rank."""
     count = source.length
     kept = count - count % reading.world_size if reading.drop_last else count
     return range(reading.rank, kept, reading.world_size)
 
 
 def order_of(source: TaskSource, reading: Reading, epoch: int) -> range | np.ndarray:
-    """Return the indices of a rank in an epoch, in the order in which they are dealt out."""
+    """Return the indices of a rank in an epoch, in its order."""
     places = places_of(source, reading)
     if not reading.shuffle:
         return places

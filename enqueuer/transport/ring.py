@@ -106,7 +106,7 @@ class Ring:
         return cls(map_shared(fd, SIZE_BYTES))
 
     def order(self) -> None:
-        """Keep stores before it ahead of those after it, and loads likewise."""
+        """Keep stores and loads before it ahead of those after it."""
         if not IS_STRONG:
             self.fence()
 

@@ -539,7 +539,7 @@ def of_lengths(lengths, shard):
 @pytest.mark.parametrize(
     ("lengths", "workers", "says"),
     [
-        ((2, 2, 2, 2), 3, r"4 shards .* cannot be dealt out evenly over 3 workers"),
+        ((2, 2, 2, 2), 3, r"4 shards .* cannot be divided evenly over 3 workers"),
         ((1, 2, 2, 2), 2, "differ in length"),
         ((3, 3, 3, 1), 2, "differ in length"),
     ],

@@ -43,7 +43,7 @@ def test_without_shards_there_are_as_many_as_workers_on_all_ranks():
         ({"rank": 2, "world_size": 2}, "rank must be < world_size, got rank=2 with world_size=2"),
         ({"rank": -1}, "rank must be >= 0"),
         ({"world_size": 0}, "world_size must be >= 1"),
-        ({"shards": 2, "world_size": 3}, "shards=2 cannot be dealt out"),
+        ({"shards": 2, "world_size": 3}, "shards=2 cannot be divided"),
     ],
 )
 def test_what_cannot_be_is_refused(options, says):

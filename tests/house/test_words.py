@@ -32,15 +32,16 @@ INSTEAD = {
     r"at_rest": "saved position",
     r"size_at_sight": "estimate_nbytes",
     r"retire(s|d)?": "exit, end",
-}
-# The same for what users read: pages name the actor, in words that one would search for.
-INSTEAD_IN_PAGES = {
-    r"whoever|somebody|someone|nobody": "the worker, the loop, the caller, you",
+    r"nobody|whom": "no worker, no caller",
     r"likewise": "in the same way",
     r"mend(s|ed|ing)?": "fix",
     r"dearer|dearest|dear": "expensive",
-    r"hand(s|ed|ing)? over": "pass",
-    r"deal(s|t|ing)? out|dealt": "divide, distribute",
+    r"hand(s|ed|ing)?[ _](over|out)": "pass, assign",
+    r"deal(s|t|ing)?[ _]out|dealt": "divide, distribute",
+}
+# The same for pages alone.
+INSTEAD_IN_PAGES = {
+    r"tell(s|ing)?|told": "log, send, report, record, show",
 }
 
 

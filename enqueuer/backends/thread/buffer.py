@@ -31,14 +31,14 @@ UNBOUNDED = 1 << 62  # as `max_size`, where something else keeps the bound
 class Buffer(Generic[T]):
     """A bounded, closable, thread-safe first-in first-out buffer.
 
-    It differs from `queue.Queue` in three ways: it can be closed, which wakes everybody who
-    waits; it can be bounded by bytes as well as by items; and a thread that waits in `get()` is a
-    place more, so that even a buffer of size 0 works: it hands over from hand to hand.
+    It differs from `queue.Queue` in three ways. It can be closed, which wakes all waiting threads.
+    It can be limited by bytes as well as by items. A thread that waits in `get()` counts as a
+    place, so even a buffer of size 0 works: it passes items directly.
 
     Args:
         max_size: The most items that may wait, >= 0.
         max_bytes: The most bytes that may wait, as given to `put()`, or None for no such bound.
-            A larger item is handed over only to a thread that waits for it.
+            A larger item is passed only to a thread that waits for it.
 
     Example:
         >>> buffer = Buffer(max_size=2)
@@ -257,7 +257,7 @@ class Buffer(Generic[T]):
                         raise Empty
                     self._getters[wake_up] = None
                     self._wake_putters_locked()
-                    # A thread in put() hands over now, so that get_nowait() finds its item.
+                    # A thread in put() appends its item now, so that get_nowait() finds it.
                     left = -1.0
                     if end is not None and not self._putters:
                         left = max(0.0, end - time.monotonic())

@@ -1,7 +1,6 @@
 """A worker thread's end of its inbox: it sends items, and waits for epochs or tickets.
 
-The value itself is handed over, so this also notices generators that use one array again and
-again.
+The loop gets the yielded object itself, so this also notices generators that reuse one array.
 """
 
 from __future__ import annotations
@@ -174,8 +173,8 @@ class ThreadSender:
 def _warn_of_reuse(sender: ThreadSender, item: ItemTuple) -> None:
     warnings.warn(
         f"{sender}: item {item[1]} of shard {item[0]} was changed after it was "
-        "yielded, while it waited for the loop. The generator seems to use one buffer again and "
-        "again, and threads hand over the very object: yield a copy (batch.copy()), or use "
+        "yielded, while it waited for the loop. The generator seems to reuse one buffer, but "
+        "threads pass on the object itself: yield a copy (batch.copy()), or use "
         "backend='process', which copies",
         OverwrittenDataWarning,
         stacklevel=level_of_user(),

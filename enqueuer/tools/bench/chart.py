@@ -13,7 +13,7 @@ _WIDTH, _HEIGHT = 640, 400
 # Margins.
 _LEFT, _RIGHT, _TOP, _BOTTOM = 72, 24, 64, 56
 _LEGEND_WIDTH = 130
-# Colour-blind people can tell these colours apart, too.
+# Colour-blind readers can distinguish these colours, too.
 _COLOURS = {"thread": "#0072b2", "process": "#d55e00"}
 _NAMES = {"thread": "threads", "process": "processes"}
 _GREY = "#767676"
