@@ -25,8 +25,8 @@ def line(stats: Stats) -> str:
         >>> line(GeneratorEnqueuer(lambda: iter("abc")).stats())
         '0 batches/s, 0 B/s, the loop waits 0 %, 0/10 in the queue, workers busy -'
     """
-    made = sum(worker.items for worker in stats.workers)
-    bytes_per_s = stats.items_per_s * ratio(stats.bytes, made)
+    sent = sum(worker.items for worker in stats.workers)
+    bytes_per_s = stats.items_per_s * ratio(stats.bytes, sent)
     busy = " ".join(percent(worker.busy_share) for worker in stats.workers) or "-"
     parts = [
         f"{rate(stats.items_per_s)} batches/s",
@@ -96,21 +96,21 @@ def _worker_metrics(stats: Stats) -> Iterator[_Metric]:
         "worker_items_total",
         "counter",
         "Items that a worker has sent",
-        [(own, worker.items) for worker, own in per_worker],
+        [(labels, worker.items) for worker, labels in per_worker],
     )
     yield (
         "worker_bytes_total",
         "counter",
         "Approximate size of these items in bytes",
-        [(own, worker.bytes) for worker, own in per_worker],
+        [(labels, worker.bytes) for worker, labels in per_worker],
     )
     yield (
         "worker_seconds_total",
         "counter",
         "Time of a worker by its use",
         [
-            ({**own, "on": on}, getattr(worker, f"{on}_s"))
-            for worker, own in per_worker
+            ({**labels, "on": on}, getattr(worker, f"{on}_s"))
+            for worker, labels in per_worker
             for on in ("starting", "making", "sending", "waiting", "idle")
         ],
     )
@@ -118,7 +118,11 @@ def _worker_metrics(stats: Stats) -> Iterator[_Metric]:
         "worker_rss_bytes",
         "gauge",
         "Memory of a worker's process",
-        [(own, worker.rss_bytes) for worker, own in per_worker if worker.rss_bytes is not None],
+        [
+            (labels, worker.rss_bytes)
+            for worker, labels in per_worker
+            if worker.rss_bytes is not None
+        ],
     )
 
 

@@ -85,10 +85,10 @@ def optional(check: Callable[[str, object], T]) -> Callable[[str, object], T | N
 
 def rank(rank: object, world_size: object) -> tuple[int, int]:
     """Return rank and world size; raise TypeError or ValueError unless they fit."""
-    size, own = positive("world_size", world_size), count("rank", rank)
-    if own >= size:
-        raise ValueError(f"rank must be < world_size, got rank={own} with world_size={size}")
-    return own, size
+    size, number = positive("world_size", world_size), count("rank", rank)
+    if number >= size:
+        raise ValueError(f"rank must be < world_size, got rank={number} with world_size={size}")
+    return number, size
 
 
 def seed(value: object) -> int:

@@ -65,30 +65,30 @@ def size_of(value: object, most: int = _MOST) -> int:
     seen: dict[int, object] = {}
     while left and most > 0:
         most -= 1
-        one = left.pop()
-        if id(one) in seen:
+        part = left.pop()
+        if id(part) in seen:
             continue
-        seen[id(one)] = one
+        seen[id(part)] = part
         # The most common types come first, and exact types, since this may run for each batch.
-        kind = type(one)
+        kind = type(part)
         if kind is dict:
-            left += one.values()
+            left += part.values()
         elif kind in _NUMBERS:
             total += _NUMBER_BYTES
         elif kind in _TEXTS:
-            total += len(one)
+            total += len(part)
         elif kind in _SERIES:
-            own = _plain_bytes(one) if len(one) > _FEW else None
-            if own is None:
-                left += one
+            nbytes = _plain_bytes(part) if len(part) > _FEW else None
+            if nbytes is None:
+                left += part
             else:
-                total += own
+                total += nbytes
         else:
-            own = _own_bytes(one)
-            if own is None:
-                left += _parts_of(one)
+            nbytes = _whole_bytes(part)
+            if nbytes is None:
+                left += _parts_of(part)
             else:
-                total += own
+                total += nbytes
     return total
 
 
@@ -100,48 +100,48 @@ def _plain_bytes(series: Collection[Any]) -> int | None:
     return sum(map(len, series)) if kinds <= _TEXTS else None
 
 
-def _own_bytes(one: Any) -> int | None:
+def _whole_bytes(part: Any) -> int | None:
     """Return the bytes of an array or an image; None for an object with parts."""
     try:
-        nbytes = one.nbytes
+        nbytes = part.nbytes
     except Exception:
         # A sparse tensor has none, and raises an error of its own.
-        return _pixels(one)
-    return nbytes if isinstance(nbytes, int) and not _holds_objects(one) else None
+        return _pixels(part)
+    return nbytes if isinstance(nbytes, int) and not _holds_objects(part) else None
 
 
-def _holds_objects(one: Any) -> bool:
+def _holds_objects(part: Any) -> bool:
     """Return whether this is an array of references, as collating unequal batches makes them."""
-    return getattr(getattr(one, "dtype", None), "hasobject", False) and hasattr(one, "ravel")
+    return getattr(getattr(part, "dtype", None), "hasobject", False) and hasattr(part, "ravel")
 
 
-def _pixels(one: Any) -> int | None:
+def _pixels(part: Any) -> int | None:
     """Return the bytes of a PIL image, to whose pixels no attribute leads; else None."""
     image = getattr(sys.modules.get("PIL.Image"), "Image", None)
-    if image is None or not isinstance(one, image):
+    if image is None or not isinstance(part, image):
         return None
-    width, height = one.size
-    return int(width * height * len(one.getbands()) * _WIDE_MODES.get(one.mode, 1))
+    width, height = part.size
+    return int(width * height * len(part.getbands()) * _WIDE_MODES.get(part.mode, 1))
 
 
-def _parts_of(one: Any) -> Iterable[Any]:
-    if isinstance(one, _CODE):
+def _parts_of(part: Any) -> Iterable[Any]:
+    if isinstance(part, _CODE):
         return ()
     parts: list[Any] = []
-    if isinstance(one, dict):
-        parts += dict.values(one)
-    elif isinstance(one, types.MappingProxyType):
-        parts += one.values()
-    elif isinstance(one, (tuple, list, set, frozenset, deque)):
-        parts += one
-    elif _holds_objects(one):
-        parts += one.ravel().tolist()
-    elif _is_sparse(one):
-        parts += (one._indices(), one._values())
-    parts += attributes_of(one).values()
+    if isinstance(part, dict):
+        parts += dict.values(part)
+    elif isinstance(part, types.MappingProxyType):
+        parts += part.values()
+    elif isinstance(part, (tuple, list, set, frozenset, deque)):
+        parts += part
+    elif _holds_objects(part):
+        parts += part.ravel().tolist()
+    elif _is_sparse(part):
+        parts += (part._indices(), part._values())
+    parts += attributes_of(part).values()
     return parts
 
 
-def _is_sparse(one: Any) -> bool:
+def _is_sparse(part: Any) -> bool:
     torch = sys.modules.get("torch")
-    return torch is not None and isinstance(one, torch.Tensor) and one.layout is torch.sparse_coo
+    return torch is not None and isinstance(part, torch.Tensor) and part.layout is torch.sparse_coo

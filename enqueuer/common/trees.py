@@ -38,7 +38,8 @@ def members_of(nest: object) -> Mapping[Any, Any] | None:
     if isinstance(nest, (tuple, list)):
         return dict(enumerate(nest))
     if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
-        return {at.name: getattr(nest, at.name) for at in dataclasses.fields(nest) if at.init}
+        fields = dataclasses.fields(nest)
+        return {field.name: getattr(nest, field.name) for field in fields if field.init}
     return None
 
 
@@ -163,12 +164,12 @@ def attributes_of(value: Any) -> dict[str, Any]:
         >>> attributes_of(types.SimpleNamespace(x=1))
         {'x': 1}
     """
-    own = getattr(value, "__dict__", None)
-    found = dict(own) if isinstance(own, dict) else {}
+    attributes = getattr(value, "__dict__", None)
+    found = dict(attributes) if isinstance(attributes, dict) else {}
     for kind in type(value).__mro__:
         slots = vars(kind).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
-            # A name with two underscores is kept under another one.
+            # Python mangles a name that begins with two underscores.
             is_private = name.startswith("__") and not name.endswith("__")
             key = f"_{kind.__name__.lstrip('_')}{name}" if is_private else name
             slot = vars(kind).get(key)

@@ -92,7 +92,7 @@ class Lines:
         return self._fd is not None and not self.is_full
 
     def add(self, line: str, now: int) -> None:
-        """Keep an event for the next writing, or write now.
+        """Keep an event until the next write, or write now.
 
         Args:
             line: Event as JSON.
@@ -260,8 +260,8 @@ class Track:
         self._add(f'"name": "{name}", "ph": "C", "ts": {at // 1000}', {"items": value}, at)
 
     def arrow(self, is_begin: bool, at: int, run: int, epoch: int, shard: int, item: int) -> None:
-        """Let the arrow of an item begin, or end, in the span that was recorded last."""
-        # 64 bits in all, as Perfetto reads it; lost bits make a wrong arrow and nothing worse.
+        """Record the begin or the end of an item's arrow, in the span that was recorded last."""
+        # Perfetto reads 64 bits. Without the other bits, an arrow may be wrong, but nothing else.
         name = f"{run & 0xFF:02x}{epoch & 0xFFF:03x}{shard & 0xFFF:03x}{item & 0xFFFFFFFF:08x}"
         phase = '"ph": "s"' if is_begin else '"ph": "f", "bp": "e"'
         head = f'"name": "item", "cat": "item", {phase}, "id": "{name}", "ts": {at // 1000}'

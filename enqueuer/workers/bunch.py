@@ -1,10 +1,10 @@
-"""Several items that C code moves from a generator to the loop, one by one.
+"""A bunch of items, which C code moves from a generator to the loop one by one.
 
     gate, numbers, values --zip--> (shard, number, value, None) --append_all--> the loop
 
-Python code runs only before and after a bunch. It ends when its gate is used up or cleared, which
-`zip` asks before it asks the generator: so no item is lost. It also ends with the generator, with
-an exception, and with an item that is None.
+Python code runs only before and after a bunch. A bunch ends when its gate is used up or cleared.
+`zip` asks the gate before it asks the generator, so no item is lost. A bunch also ends with the
+generator, with an exception, and with an item that is None.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import Any, Protocol
 from enqueuer.workers.messages import ItemTuple, Sender
 
 _is_given = functools.partial(operator.is_not, None)
-_FIRST = (True,)  # stands for a value
+# Stands for a value in the row before the first item.
+_FIRST = (True,)
 
 
 class Bunch:
@@ -50,15 +51,15 @@ class Bunch:
 
     @property
     def asked(self) -> int:
-        """How many times the generator was asked for an item. Any thread may ask, here and below.
+        """Number of items that the generator was asked for; any thread may read this and `made`.
 
-        While the generator runs, it is one more than `made`; after an item of None as well.
+        While the generator runs, and after an item of None, it is one more than `made`.
         """
         return max(0, self._size - 1 - operator.length_hint(self._numbers))
 
     @property
     def made(self) -> int:
-        """How many items the generator has made."""
+        """Number of items that the generator has made."""
         return max(0, self._size - 1 - operator.length_hint(self._left))
 
     def fill(self, number: int, values: Iterator[Any]) -> None:

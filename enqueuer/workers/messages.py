@@ -127,7 +127,7 @@ class Epoch:
         """Return the order for some of the shards."""
         if self.starts is None:
             return self
-        return Epoch(self.number, {s: at for s, at in self.starts.items() if s in shards})
+        return Epoch(self.number, {s: start for s, start in self.starts.items() if s in shards})
 
 
 class Sender(Protocol):

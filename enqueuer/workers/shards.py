@@ -159,7 +159,7 @@ class Shard(Seeded):
             return items[self.index :: self.count]
         if hasattr(items, "__len__") and hasattr(items, "__getitem__"):
             # Not every map-style dataset takes a slice or returns the same elements for it.
-            return (items[at] for at in range(self.index, len(items), self.count))
+            return (items[index] for index in range(self.index, len(items), self.count))
         return itertools.islice(items, self.index, None, self.count)
 
     def report(self, error: Exception, log: bool = True) -> None:

@@ -85,7 +85,7 @@ class ShardStream:
                 self.number = number = number + 1
                 if not alone:
                     return True
-                # Otherwise it lives on while next() makes the following one: twice the memory.
+                # Otherwise the item would live on while next() makes the following one.
                 del value
             else:
                 self.number = number = number + 1
@@ -139,7 +139,7 @@ class ShardStream:
         try:
             items, self._stateful = iterate(self._source.open(self.shard), state)
         except StopIteration as error:
-            # Unchanged, it would look like an end.
+            # Unchanged, it would be mistaken for the end.
             raise RuntimeError("the generator function raised StopIteration") from error
         if state is not None:
             self.number = wanted - behind
@@ -158,7 +158,7 @@ class ShardStream:
                     "itself. Draw from shard.rng only, and read the same data"
                 ) from None
             self.number += 1
-            # They were sent when the item was made first.
+            # These reports were sent when the item was made first.
             self._reports.clear()
             self.in_user_code = False
             sender.check()

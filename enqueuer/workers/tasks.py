@@ -91,9 +91,9 @@ class TaskSource:
     @property
     def runs_code(self) -> bool:
         """Whether the user's code runs, which might draw from the global generators."""
-        own = self.map is not None or self.collate is not stack
+        is_given = self.map is not None or self.collate is not stack
         plain = (list, tuple, range, str, bytes, np.ndarray, PackedList)
-        return own or type(self.items) not in plain
+        return is_given or type(self.items) not in plain
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out an iterable, as its elements come with the tickets; pack a long list."""

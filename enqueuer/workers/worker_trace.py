@@ -79,22 +79,22 @@ class _Recorder:
         self._waits: list[tuple[int, int]] = []
 
     def send_item(self, shard: int, number: int, value: object, state: Any = None) -> None:
-        at, size = _now(), size_of(value, SAMPLED)
+        began, size = _now(), size_of(value, SAMPLED)
         args = self._args_of(shard, number)
-        self._track.span("next", self._since, at, args)
+        self._track.span("next", self._since, began, args)
         self._is_sending, was_sent = True, False
         try:
             self._sender.send_item(shard, number, value, state)
             was_sent = True
         finally:
             self._since = _now()
-            self._track.span("send", at, self._since, args | {"bytes": size} if size else args)
+            self._track.span("send", began, self._since, args | {"bytes": size} if size else args)
             if was_sent:
-                self._track.arrow(True, at, self._run, self._epoch, shard, number)
+                self._track.arrow(True, began, self._run, self._epoch, shard, number)
             self._record_waits()
 
     def send(self, message: End | Failure | Empty) -> None:
-        at = _now()
+        began = _now()
         match message:
             case End(shard=shard):
                 args: dict[str, Any] = {"shard": shard, "end": True}
@@ -102,7 +102,7 @@ class _Recorder:
                 args = {**self._args_of(0, number), "empty": True}
             case Failure(shard=shard, number=number, error=error):
                 args = {**self._args_of(shard, number), "error": text_of(error)}
-        self._track.span("next", self._since, at, args)
+        self._track.span("next", self._since, began, args)
         self._is_sending = True
         try:
             self._sender.send(message)
@@ -118,21 +118,21 @@ class _Recorder:
         self._sender.watch(waited)
 
     def next_epoch(self) -> Epoch | None:
-        at = _now()
+        began = _now()
         # The wait may be long, and the process may be killed meanwhile.
         self._lines.flush()
         epoch: Epoch | None = self._orders.next_epoch()
         if epoch is not None:
             self._epoch = epoch.number
-        self._waited_for("epoch", at)
+        self._waited_for("epoch", began)
         return epoch
 
     def next_ticket(self) -> Ticket | None:
-        at = _now()
+        began = _now()
         ticket: Ticket | None = self._orders.next_ticket()
         if ticket is not None:
             self._epoch, self._ticket = ticket.epoch, ticket
-        self._waited_for("task", at)
+        self._waited_for("task", began)
         return ticket
 
     def waited(self, since: int) -> None:

@@ -64,7 +64,7 @@ class Actor:
 
     @property
     def is_receiving(self) -> bool:
-        """Whether its thread runs, and is not this one."""
+        """Whether the thread that receives from it runs; False in that thread itself."""
         thread = self.thread
         return thread is not None and thread is not threading.current_thread() and thread.is_alive()
 

@@ -203,7 +203,7 @@ class RayPool:
             self._lose(actor, error)
 
     def _grant(self, index: int, wanted: bool = False) -> None:
-        """Let an actor send more, if that is worth a call.
+        """Grant an actor more credit, if that is worth a call.
 
         Args:
             index: Index of the actor, if it runs shards.
