@@ -9,15 +9,19 @@ are the same until the frame counts as read.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
 from enqueuer.errors import BlockMemoryError, ItemNotLoadable, TransportError
-from enqueuer.transport import item_codec
+from enqueuer.transport import item_codec, small_arrays
 from enqueuer.transport.block_map import BlockMap
 from enqueuer.transport.error_codec import decode_error
 from enqueuer.transport.protocol import REPORT, SEGMENT, Kind
 from enqueuer.workers.messages import Empty, End, Failure, Reported
+
+_ARRAYS = int(Kind.ARRAYS)
+_loads = pickle.loads
 
 
 class FrameDecoder:
@@ -34,18 +38,22 @@ class FrameDecoder:
         self._pump = pump
         self._name = name
 
-    def load(self, body: memoryview, table: int) -> Any:
+    def load(self, kind: int, body: memoryview, table: int) -> Any:
         """Return the value in the body of a frame, which begins with a table of that size.
 
         Raises:
             BlockMemoryError: A block could not be mapped.
         """
+        if kind == _ARRAYS:
+            return small_arrays.decode(bytes(body[:table]), body[table:])
+        if not table:
+            return _loads(body)
         return item_codec.decode(*self._open(body, table))
 
-    def why_not_loaded(self, body: memoryview, table: int) -> BaseException | None:
+    def why_not_loaded(self, kind: int, body: memoryview, table: int) -> BaseException | None:
         """Return why an item cannot be loaded; None if it can."""
         try:
-            self.load(body, table)
+            self.load(kind, body, table)
         except BlockMemoryError as error:
             return error
         except Exception as error:
@@ -78,7 +86,7 @@ class FrameDecoder:
         if not body:
             return End(shard, None, number)
         try:
-            return End(shard, self.load(body, table), number)
+            return End(shard, self.load(Kind.END, body, table), number)
         except BlockMemoryError as error:
             return Failure(shard, number, error)
 

@@ -105,7 +105,7 @@ class Encoder:
         return False
 
     def _reduce_array(self, array: np.ndarray) -> Any:
-        dtype = _portable_dtypes[array.dtype]
+        dtype = portable_dtypes[array.dtype]
         if dtype is None:
             return array.__reduce_ex__(5)
         flags = array.flags
@@ -166,7 +166,7 @@ class _PortableDtypes(dict[np.dtype[Any], "str | np.dtype[Any] | None"]):
         return form
 
 
-_portable_dtypes = _PortableDtypes()
+portable_dtypes = _PortableDtypes()
 
 
 def _buffer_of(array: np.ndarray) -> PickleBuffer:

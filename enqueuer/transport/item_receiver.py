@@ -20,7 +20,7 @@ from enqueuer.monitoring.meters import BYTES
 from enqueuer.transport.block_map import BlockMap
 from enqueuer.transport.frame_decoder import FrameDecoder
 from enqueuer.transport.packets import Packets
-from enqueuer.transport.protocol import FRAME, Credit, Kind
+from enqueuer.transport.protocol import ALIGNMENT, FRAME, Credit, Kind
 from enqueuer.transport.receiver_control import ReceiverControl
 from enqueuer.transport.ring import (
     ASKING,
@@ -38,7 +38,8 @@ from enqueuer.transport.ring import (
 )
 from enqueuer.workers.messages import Empty, End, Epoch, Failure, ItemTuple
 
-_ITEM, _STATED = int(Kind.ITEM), int(Kind.STATED)
+_RUN, _STATED = int(Kind.RUN), int(Kind.STATED)
+_ITEMS = frozenset(map(int, (Kind.ITEM, Kind.STATED, Kind.ARRAYS)))
 _HEAD = FRAME.size
 _NO_LIMIT = 1 << 62
 
@@ -77,6 +78,12 @@ class ItemReceiver:
         self.meter = ring.meter
         self.records: deque[logging.LogRecord] = self._control.records
         self.position = 0
+        # The run in which the position lies, if it does: the position of its head, its shard, and
+        # the number of the next item that is to be loaded.
+        self._run: tuple[int, int, int] | None = None
+        # The values of a run that were loaded last, how many items had been given before them,
+        # their shard and the number of the first.
+        self._loaded: tuple[list[Any], int, int, int] = ([], 0, 0, 0)
         # Items that were taken off the ring, and those of them that the worker knows of.
         self._given = 0
         self._taken = 0
@@ -111,7 +118,9 @@ class ItemReceiver:
     @property
     def has_message(self) -> bool:
         """Whether anything waits in the ring."""
-        return bool(self._words[WRITTEN] != self.position)
+        values, first, _, _ = self._loaded
+        is_loaded = self._given - first < len(values)
+        return is_loaded or bool(self._words[WRITTEN] != self.position)
 
     @property
     def is_asking(self) -> bool:
@@ -132,7 +141,12 @@ class ItemReceiver:
     @property
     def is_settled(self) -> bool:
         """Whether all that was taken off the ring, failures too, is counted as consumed."""
-        return bool(self._words[READ] == self.position)
+        return self._taken == self._given and bool(self._words[READ] == self._free)
+
+    @property
+    def _free(self) -> int:
+        """Position before which the worker may write again; the head of a run is still needed."""
+        return self.position if self._run is None else self._run[0]
 
     # --- the socket ---
 
@@ -193,7 +207,7 @@ class ItemReceiver:
     def acknowledge(self) -> None:
         """Count what was given away as consumed: its room in the ring is free again."""
         self._taken = self._given
-        self._words[READ] = self.position
+        self._words[READ] = self._free
         self._words[TAKEN] = self._given
         released = self._blocks.released
         if released:
@@ -250,22 +264,42 @@ class ItemReceiver:
             most: Largest number of items.
             taken: Object that notes each item that is yielded.
         """
-        frames, unpack, loads = self._frames, FRAME.unpack_from, pickle.loads
-        decode, numbers, current = self._decoder.load, taken.numbers, self._blocks.current
+        frames, unpack, numbers = self._frames, FRAME.unpack_from, taken.numbers
+        load, current = self._decoder.load, self._blocks.current
         written = self._words[WRITTEN]
         self._ring.order()
-        while most > 0 and self.position < written:
-            position = self.position
-            at = position % RING_BYTES
-            size, table, kind, shard, number = unpack(frames, at)
-            if kind != _ITEM and kind != _STATED:
+        while most > 0:
+            if self._is_in_run(written):
+                values, first, shard, number = self._loaded
+                index = self._given - first
+                number += index
+                for value in values[index : index + most]:
+                    item = (shard, number, value, None)
+                    number += 1
+                    most -= 1
+                    # From here to the yield is no call and no jump, and so no handler runs.
+                    numbers[shard] = number
+                    taken.last = shard
+                    self._given += 1
+                    yield item
+                continue
+            if self.position >= written:
                 return
+            at = self.position % RING_BYTES
+            size, table, kind, shard, number = unpack(frames, at)
+            if kind == _RUN:
+                run = self.position, shard, number
+                position = self.position + _HEAD
+                self._run = run
+                self.position = position
+                continue
+            if kind not in _ITEMS:
+                return
+            body = frames[at + _HEAD : at + size]
             try:
-                end = at + size
-                body = frames[at + _HEAD : end]
-                value = decode(body, table) if table else loads(body)
+                value = load(kind, body, table)
             except Exception:
-                self._trouble = self._decoder.why_not_loaded(body, table)
+                self._trouble = self._decoder.why_not_loaded(kind, body, table)
                 if self._trouble is None:
                     # A signal handler has raised it: the item is whole at the next try.
                     raise
@@ -274,7 +308,7 @@ class ItemReceiver:
                 value, state = value
                 taken.remember(shard, number, state)
                 del state
-            position += (end if end < RING_BYTES else RING_BYTES) - at
+            position = self._behind(self.position, size)
             item = (shard, number, value, None)
             del value, body
             most -= 1
@@ -296,23 +330,62 @@ class ItemReceiver:
         Raises:
             TransportError: It makes no sense.
         """
+        written = self._words[WRITTEN]
         self._ring.order()
+        if self._is_in_run(written):
+            return None
         at = self.position % RING_BYTES
         size, table, kind, shard, number = FRAME.unpack_from(self._frames, at)
-        body = self._frames[at + _HEAD : at + size]
-        if kind != _ITEM and kind != _STATED:
+        if kind == _RUN:
+            return None
+        if kind not in _ITEMS:
+            body = self._frames[at + _HEAD : at + size]
             return self._decoder.message(kind, shard, number, body, table)
         return None if self._trouble is None else Failure(shard, number, self._trouble)
 
     def pass_over(self) -> None:
         """Count what `other` returned last as read."""
-        position = self.position
-        at = position % RING_BYTES
-        size, _, kind, _, _ = FRAME.unpack_from(self._frames, at)
-        end = at + size
-        position += (end if end < RING_BYTES else RING_BYTES) - at
-        given = self._given + (kind in (_ITEM, _STATED))
+        size, _, kind, _, _ = FRAME.unpack_from(self._frames, self.position % RING_BYTES)
+        position = self._behind(self.position, size)
+        given = self._given + (kind in _ITEMS)
         self.position = position
         self._given = given
         self._trouble = None
         self._blocks.current.clear()
+
+    def _is_in_run(self, written: int) -> bool:
+        """Return whether the next message is an item of a run; load all that have come of it.
+
+        Args:
+            written: Bytes of frames that were written, loaded before this call.
+        """
+        values, first, _, _ = self._loaded
+        if self._given - first < len(values):
+            return True
+        if self._run is None:
+            return False
+        begin, shard, number = self._run
+        # 0 as long as the run may grow: then nothing else had been written at `written`.
+        size = self._ring.sizes[begin % RING_BYTES // 4]
+        end = min(written, begin + size) if size else written
+        if end == self.position:
+            if size and end < written:
+                position = self._behind(begin, size)
+                self._run = None
+                self.position = position
+            return False
+        offset = begin % RING_BYTES - begin
+        pickles = self._frames[offset + self.position : offset + end]
+        values = pickle.loads(b"".join((pickle.MARK, pickles, pickle.LIST, pickle.STOP)))
+        run, loaded = (begin, shard, number + len(values)), (values, self._given, shard, number)
+        # These stores need no call: no exception of a signal handler can strike between them.
+        self._run = run
+        self._loaded = loaded
+        self.position = end
+        return True
+
+    def _behind(self, begin: int, size: int) -> int:
+        """Return the position behind a frame, which may be that of a new lap."""
+        end = begin % RING_BYTES + size
+        end += -end % ALIGNMENT
+        return begin - begin % RING_BYTES + min(end, RING_BYTES)

@@ -22,30 +22,16 @@ from enqueuer.transport import task_queue
 from enqueuer.transport.block_pool import BlockPool
 from enqueuer.transport.block_writer import BlockWriter
 from enqueuer.transport.error_codec import encode_error
+from enqueuer.transport.frame_writer import MOST_IN_RUN, FrameWriter
 from enqueuer.transport.item_codec import SCALARS, Buffer, Encoder
 from enqueuer.transport.packets import Packets
-from enqueuer.transport.protocol import FRAME, INLINE_BYTES, REPORT, Credit, Kind
-from enqueuer.transport.ring import (
-    ASKING,
-    CLAIMED,
-    CONSUMER_ASLEEP,
-    IS_STRONG,
-    LIMIT,
-    ORDERS,
-    READ,
-    RING_BYTES,
-    SENT,
-    TAKEN,
-    WANTED,
-    WRITTEN,
-    Ring,
-)
+from enqueuer.transport.protocol import INLINE_BYTES, REPORT, Credit, Kind
+from enqueuer.transport.ring import ASKING, CLAIMED, LIMIT, ORDERS, TAKEN, WANTED, Ring
 from enqueuer.transport.sender_control import SenderControl
+from enqueuer.transport.small_arrays import Layouts
 from enqueuer.workers.messages import Empty, End, Epoch, Failure, Reported, Ticket
 
-_ITEM, _STATED = int(Kind.ITEM), int(Kind.STATED)
-_HEAD = FRAME.size
-_pack_head = FRAME.pack_into
+_ITEM, _STATED, _ARRAYS = int(Kind.ITEM), int(Kind.STATED), int(Kind.ARRAYS)
 _dumps = pickle.dumps
 
 
@@ -59,16 +45,17 @@ class ItemSender:
     def __init__(self, packets: Packets, ring: Ring, credit: Credit) -> None:
         self.meter = Meter(ring.meter)
         self._control = SenderControl(packets, ring, self.meter)
-        self._records = self._control.records
         encoder = Encoder()
         self._encode = encoder.encode
         self._blocks = BlockWriter(ring, self._control, encoder.arrays, keep=credit.items + 4)
-        self._words, self._frames, self._fence = ring.words, ring.frames, ring.fence
+        self._words, self._fence = ring.words, ring.fence
+        self._writer = FrameWriter(ring, self._control)
+        self._put, self._append = self._writer.put, self._writer.append
+        self._pack = Layouts().encode
         self._allowance = _Allowance(ring.words, credit)
         self._asks = credit.ask
         # Items that the times of the meter stand for.
         self._timed = 0
-        self._written = self._sent = self._read = 0
         # Items that may be sent without asking the allowance; stays 0 with a bound on bytes.
         self._limit = 0
         self._severed = _Severed(self)
@@ -89,28 +76,39 @@ class ItemSender:
             ItemNotPicklable: The item cannot be sent.
             BlockMemoryError: There is no memory to send it through.
         """
-        kind, table = _ITEM, 0
         # An item that may have to wait, or has much to copy, is timed, and stands for all since
         # the last one that was timed.
-        began = clock() if self._sent >= self._limit else 0
+        began = clock() if self._writer.sent >= self._limit else 0
+        kind, table = _ITEM, 0
         buffers: Sequence[Buffer] = ()
         if state is not None:
-            kind, value = _STATED, (value, state)
-        if type(value) in SCALARS:
+            kind = _STATED
+            data, buffers = self._encode((value, state))
+        elif type(value) in SCALARS:
             data = _dumps(value, 5)
+            if not began and len(data) <= MOST_IN_RUN:
+                if self._words[ORDERS] != self._control.orders:
+                    self._control.check()
+                self._append(shard, number, data)
+                return
+        elif (packed := self._pack(value)) is not None:
+            layout, data = packed
+            kind, table, data = _ARRAYS, len(layout), layout + data
         else:
             data, buffers = self._encode(value)
+        is_large = False
         if began or buffers or len(data) > INLINE_BYTES:
             began = began or clock()
             waited = self.meter.words[WAITING]
-            data, table = self._prepare(data, buffers)
+            data, segments = self._prepare(data, buffers)
+            if segments:
+                is_large, table, data = True, len(segments), segments + data
             began += self.meter.words[WAITING] - waited
         elif self._words[ORDERS] != self._control.orders:
             self._control.check()
-        self._sent += 1
-        self._put(kind, shard, number, table, data)
+        self._put(kind, shard, number, table, data, 1)
         if began:
-            self._account(clock() - began, table > 0)
+            self._account(clock() - began, is_large)
 
     def send(self, message: End | Failure | Empty) -> None:
         """Send what is no item; needs no credit. Raises as `send_item`."""
@@ -188,11 +186,11 @@ class ItemSender:
 
     # --- an item ---
 
-    def _prepare(self, data: bytes, buffers: Sequence[Buffer]) -> tuple[bytes, int]:
+    def _prepare(self, data: bytes, buffers: Sequence[Buffer]) -> tuple[bytes, bytes]:
         """Put large parts into blocks, and wait for credit.
 
         Returns:
-            The body of the frame, and the size of the table of parts in blocks at its begin.
+            The pickle, if it is small, and the table of the parts in blocks.
         """
         self._control.check()
         size = len(data) + sum(buffer.nbytes for buffer in buffers)
@@ -201,8 +199,7 @@ class ItemSender:
             self.meter.words[BYTES] += size
         self._allowance.add(size)
         self._wait_for_credit()
-        table = self._blocks.announce(segments)
-        return table + data, len(table)
+        return data, self._blocks.announce(segments)
 
     def _account(self, took: int, is_large: bool) -> None:
         """Add the time of an item, and of those before it that are like it, to the meter.
@@ -211,8 +208,8 @@ class ItemSender:
             took: Nanoseconds that sending took, without waiting.
             is_large: Whether parts of it went into blocks; others are like those before it.
         """
-        alike = 1 if is_large else self._sent - self._timed
-        self._timed = self._sent
+        alike = 1 if is_large else self._writer.sent - self._timed
+        self._timed = self._writer.sent
         self.meter.words[SENDING] += took * alike
 
     def _wait_for_credit(self) -> None:
@@ -221,50 +218,17 @@ class ItemSender:
         control.check()
         while not self._may_send():
             if self._asks:
-                self._words[ASKING] = self._sent + 1
+                self._words[ASKING] = self._writer.sent + 1
                 self._fence()
                 control.wake_consumer()
             control.sleep(self._may_send)
             control.check()
 
     def _may_send(self) -> bool:
-        if not self._allowance.covers(self._sent):
+        if not self._allowance.covers(self._writer.sent):
             return False
         self._limit = self._allowance.limit
         return True
-
-    # --- the ring ---
-
-    def _put(self, kind: int, shard: int, number: int, table: int, body: bytes) -> None:
-        """Write a frame, wait for room if need be, and wake the consumer if it waits for it."""
-        # Records that were logged before it and did not fit into the socket then.
-        if self._records:
-            self._control.flush_records()
-        size = _HEAD + len(body)
-        if self._written + size - self._read > RING_BYTES:
-            self._wait_for_room(size)
-        frames, words = self._frames, self._words
-        at = self._written % RING_BYTES
-        end = at + size
-        _pack_head(frames, at, size, table, kind, shard, number)
-        frames[at + _HEAD : end] = body
-        self._written = written = self._written - at + (end if end < RING_BYTES else RING_BYTES)
-        if not IS_STRONG:
-            self._fence()
-        words[SENT] = self._sent
-        words[WRITTEN] = written
-        self._fence()
-        if words[CONSUMER_ASLEEP]:
-            self._control.wake_consumer()
-
-    def _wait_for_room(self, size: int) -> None:
-        def is_room() -> bool:
-            self._read = self._words[READ]
-            return self._written + size - self._read <= RING_BYTES
-
-        while not is_room():
-            self._control.sleep(is_room)
-            self._control.check()
 
 
 class _Allowance:

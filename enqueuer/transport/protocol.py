@@ -35,6 +35,10 @@ class Kind(enum.IntEnum):
     EMPTY = 6
     # A failure that the generator has caught itself; REPORT comes before the error.
     REPORTED = 7
+    # Many items, each a short pickle without its STOP; see `frame_writer.py`.
+    RUN = 8
+    # An item of small arrays, behind their layout; see `small_arrays.py`.
+    ARRAYS = 9
 
     READY = 10
     BLOCK = 11
@@ -49,8 +53,11 @@ class Kind(enum.IntEnum):
 
 
 # A frame is this head, a table of the segments that lie in blocks, and the pickle if it is small.
-# The head: size of the frame, size of the table, kind, shard, number of the item.
+# The head: size of the frame, size of the table, kind, shard, number of the item. The size of a
+# run is 0 as long as it may grow.
 FRAME = struct.Struct("=IHBxIQ")
+# A frame begins at a multiple of so many bytes, so that its size is stored at once.
+ALIGNMENT = 8
 # Number of the block, offset in it, size.
 SEGMENT = struct.Struct("=IQQ")
 # Kind of the packet, its number in the sequence.

@@ -82,6 +82,7 @@ class Ring:
         frames: Ring buffer of frames. A frame begins at its position modulo `RING_BYTES` and may
             continue beyond that, so that each lies in one piece; behind such a frame a new lap
             begins.
+        sizes: The same memory by words of 4 bytes, for the sizes of frames.
         released: Ring buffer of the numbers of blocks that the consumer has released.
         meter: Words of the worker's meter.
         fence: Full memory barrier: the other side sees what was stored before it, before anything
@@ -93,6 +94,7 @@ class Ring:
         self.words = view[:_METER_AT].cast("Q")
         self.meter = view[_METER_AT:_WORDS_BYTES].cast("Q")
         self.frames = view[_FRAMES_AT:]
+        self.sizes = self.frames.cast("I")
         self.released = view[_WORDS_BYTES:_FRAMES_AT].cast("I")
         self.fence = _make_fence()
 

@@ -54,6 +54,7 @@ THIRD_PARTIES = {
         "transport.mapping",
         "transport.user_block",
         "transport.item_codec",
+        "transport.small_arrays",
         "transport.tensors",
         "transport.block_writer",
         "workers.arrays",

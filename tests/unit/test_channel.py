@@ -354,6 +354,87 @@ def test_many_laps_of_the_ring_with_frames_of_every_size(open_channel):
     assert sum(sizes) > 10 * RING_BYTES
 
 
+def test_many_laps_of_the_ring_with_runs_and_other_frames(open_channel):
+    channel = open_channel(items=5000)
+    values = [
+        bytes(1000 + number % 4000)
+        if number % 97 == 0
+        else (number, "t" * (number % 200))[number % 2]
+        for number in range(20_000)
+    ]
+    channel.send(*items(*values))
+    taken, order = deque(), AsTheyCome({})
+    while len(taken) < len(values):
+        wait_until(lambda: channel.consumer.has_message)
+        taken.extend(channel.consumer.items(1 + len(taken) % 300, order))
+        assert order.numbers == {0: len(taken)}
+        channel.consumer.acknowledge()
+        channel.consumer.grant(room=5000)
+    channel.join()
+    assert taken == deque(items(*values))
+    assert channel.consumer.position > 2 * RING_BYTES
+    assert not channel.consumer.has_message
+
+
+def test_items_of_a_run_can_be_taken_as_soon_as_each_is_sent(open_channel):
+    channel = open_channel()
+    for number, value in enumerate([1, "two", 3.0, True, b"five"]):
+        channel.worker.send_item(0, number, value)
+        assert channel.consumer.waiting == 1
+        assert channel.consumer.other() is None
+        assert channel.take() == Item(0, number, value)
+        assert not channel.consumer.has_message
+        assert channel.consumer.is_settled
+        channel.consumer.grant(room=10)
+
+
+def test_a_run_ends_where_the_shard_or_the_number_leaps_or_another_frame_comes(open_channel):
+    channel = open_channel(items=20)
+    sent = [
+        Item(0, 0, "a"),
+        Item(0, 1, "b"),
+        Item(1, 2, "c"),
+        Item(1, 4, "d"),
+        Item(1, 5, ["no scalar"]),
+        Item(1, 6, "e"),
+        End(1, None, 7),
+        Item(0, 2, "f"),
+    ]
+    channel.send(*sent)
+    channel.join()
+    assert [channel.take() for _ in sent] == sent
+    assert not channel.consumer.has_message
+
+
+def test_an_item_that_is_half_written_into_a_run_is_not_read(open_channel):
+    channel = open_channel()
+    channel.send(*items(1, 2))
+    channel.join()
+    words = channel.ring.words
+    before = words[layout.SENT], words[layout.WRITTEN]
+    channel.send(Item(0, 2, "half"))
+    channel.join()
+    # A worker that is killed has written the bytes, and has not stored how many there are.
+    words[layout.SENT], words[layout.WRITTEN] = before
+    assert [channel.take().value for _ in range(2)] == [1, 2]
+    assert not channel.consumer.has_message
+
+
+def test_what_is_left_of_a_run_counts_as_not_taken(open_channel):
+    channel = open_channel()
+    channel.send(*items(*range(5)), End(0))
+    channel.join()
+    order = AsTheyCome({})
+    assert [item[2] for item in channel.consumer.items(2, order)] == [0, 1]
+    channel.consumer.acknowledge()
+    assert (channel.consumer.waiting, channel.consumer.load) == (3, 8)
+    assert channel.consumer.has_message
+    assert channel.consumer.other() is None
+    assert [item[2] for item in channel.consumer.items(9, order)] == [2, 3, 4]
+    assert not channel.consumer.is_settled
+    assert channel.take() == End(0)
+
+
 def test_a_full_ring_makes_the_worker_wait(open_channel):
     channel = open_channel(items=1000)
     channel.send(*items(*[bytes(10_000)] * 100))
