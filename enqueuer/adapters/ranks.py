@@ -10,7 +10,7 @@ from typing import Any
 from enqueuer.common import checks
 from enqueuer.common.extras import framework
 from enqueuer.enqueuers.enqueuer import BaseEnqueuer, core_of, part_of
-from enqueuer.enqueuers.workload import Part
+from enqueuer.enqueuers.workload import Portion
 from enqueuer.errors import InvalidState
 
 torch = framework("torch", "torch", "2.1")
@@ -68,7 +68,7 @@ class Ranks:
                 f"the enqueuer was started, so it cannot become that of rank {own[0]} of "
                 f"{own[1]}; pass one that was not started, or give it rank and world_size yourself"
             )
-        return part_of(enqueuer, Part(*own))
+        return part_of(enqueuer, Portion(*own))
 
     def check(self, loader: object) -> None:
         """Raise InvalidState if an enqueuer has no rank, but `torch.distributed` has several now.

@@ -268,7 +268,8 @@ class Engine(Generic[W]):
         self.pool.discard(dead)
         _log.warning(
             "%s %s; %s goes on with %s (restart %d, of max_restarts=%d)",
-            str(dead),  # as text: a handler may keep the record, and with it descriptors
+            # As text, as a handler may keep the record, and with it descriptors.
+            str(dead),
             death.how,
             str(new),
             place.text,

@@ -45,23 +45,23 @@ class Job:
 
     Attributes:
         source: Source that the user gave; if it is a TaskSource, there are no shards.
-        shards: How many shards there are, over all ranks.
-        own: The indices of those that are run here.
-        workers: How many workers run them; at most one a shard is started.
-        random_seed: Of the enqueuer.
+        shards: Number of shards, over all ranks.
+        own: Indices of the shards that are run here.
+        workers: Number of workers that run them; at most one a shard is started.
+        random_seed: Seed of the enqueuer.
         ordered: Whether the consumer reads the shards in turn.
-        max_queue_size: The most finished items that may wait, over all workers.
+        max_queue_size: Largest number of finished items that wait, over all workers.
         max_queue_bytes: The same in bytes, or None.
         start_method: "fork", "forkserver" or "spawn"; processes only.
-        most_workers: How many workers there may be later, if that is more than `workers`.
-        threads_per_worker: How many threads native libraries may run in each worker process;
+        most_workers: Number of workers that there may be later, if that is more than `workers`.
+        threads_per_worker: Number of threads that native libraries may run in each worker process;
             None: its share of the CPUs, or what the environment says.
         forward_logs: True, False or "multiprocessing-logging"; not of threads.
-        on_error: What to do about an exception of the source's.
-        max_restarts: How many workers that died are replaced; not of threads.
-        may_grow: Whether there may be more workers later; tasks only.
-        longest_wait_s: How long a wait without a deadline lasts at most; None: forever.
-        trace: Where workers record what they do; None: nowhere.
+        on_error: Reaction to an exception of the source.
+        max_restarts: Number of dead workers that are replaced; not of threads.
+        may_grow: Whether there may be more workers later.
+        longest_wait_s: Longest time of a wait without a deadline, in seconds; None: forever.
+        trace: File in which workers record what they do; None: nothing is recorded.
         ray: Options of Ray; used by Ray only.
     """
 
@@ -92,7 +92,7 @@ class Job:
         return max(1, int(cpus) // workers)
 
     def plans(self) -> list[Plan]:
-        """Deal the shards out: of n workers, worker w gets every n-th from the w-th on."""
+        """Divide the shards: of n workers, worker w gets every n-th from the w-th on."""
         workers = self.workers
         if not isinstance(self.source, TaskSource):
             workers = min(workers, len(self.own))
@@ -113,7 +113,7 @@ def owners_of(plans: Sequence[Plan]) -> dict[int, int]:
 
 
 def split_bound(total: int, workers: int) -> list[int]:
-    """Deal a bound out over workers: as even as can be, and never more than `total`.
+    """Divide a limit among workers, as evenly as possible, and never more than `total`.
 
     Example:
         >>> split_bound(10, 4), split_bound(1, 3)

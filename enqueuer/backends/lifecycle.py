@@ -9,7 +9,8 @@ from typing import NoReturn, Protocol
 
 from enqueuer.errors import InvalidState
 
-ESCALATION_S = 0.6  # terminate, wait half of this, kill, wait the other half
+# Seconds; SIGTERM comes first, and SIGKILL after half of them.
+ESCALATION_S = 0.6
 
 
 class WorkerThread(threading.Thread):
@@ -17,7 +18,7 @@ class WorkerThread(threading.Thread):
 
 
 class Stoppable(Protocol):
-    """What has workers that can be stopped."""
+    """An object with workers that can be stopped."""
 
     def stop(self, timeout: float) -> None:
         """End them within `timeout` seconds."""
@@ -45,8 +46,8 @@ class Inherited:
     held would never be released, so the backend of the parent is not touched.
 
     Args:
-        owner: The process that has the workers.
-        backend: What the parent reads from. It is kept, as its end might do harm here.
+        owner: Process that has the workers.
+        backend: Backend of the parent. It is kept, as its end might do harm here.
     """
 
     def __init__(self, owner: int, backend: object) -> None:

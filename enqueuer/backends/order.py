@@ -78,7 +78,8 @@ class ShardOrder(ABC):
 
     def __init__(self, starts: Mapping[int, Start], recent: int) -> None:
         self.numbers = {shard: start.number for shard, start in starts.items()}
-        self.last: int = next(reversed([*starts]), -1)  # as if a round had just ended
+        # It is as if a round had just ended.
+        self.last: int = next(reversed([*starts]), -1)
         self._recent = recent
         self.ends: dict[int, Any] = {}
         self.yielded = 0
@@ -167,7 +168,8 @@ class RoundRobin(ShardOrder):
         super().__init__(starts, recent)
         shards = list(starts)
         self._after = dict(zip(shards, shards[1:] + shards[:1], strict=True))
-        self._at_first_end: dict[int, int] | None = None  # the number of each shard's next item
+        # Number of the next item of each shard when the first shard ended.
+        self._at_first_end: dict[int, int] | None = None
 
     @property
     def is_even(self) -> bool:
@@ -256,8 +258,10 @@ class TaskOrder:
     def __init__(self, first: int, start: Start, done: Iterable[int], ordered: bool) -> None:
         self.first = first
         self.ordered = ordered
-        self.next = first + start.number  # all before it were taken
-        self.items = 0  # that were taken, and not only passed over
+        # All tasks before it were taken.
+        self.next = first + start.number
+        # Number of tasks that were taken, and not only passed over.
+        self.items = 0
         # Numbers that were taken, until `next` has gone past them. Code that takes a result writes
         # to it itself: that needs no call, see `ShardOrder`.
         self.taken: dict[int, None] = dict.fromkeys(first + number for number in done)

@@ -1,4 +1,4 @@
-"""What a worker that was not forked must be handed: pickled once, for all of them.
+"""The source and the configuration of workers that are not forked: pickled once, for all.
 
 To processes it travels in a nameless file, whose descriptor goes over each worker's channel.
 """
@@ -25,7 +25,8 @@ from enqueuer.workers.plan import OnError
 from enqueuer.workers.sources import LiveSource, Source, name_of
 from enqueuer.workers.tasks import TaskSource
 
-_lock = threading.Lock()  # of what cloudpickle is told
+# Held while cloudpickle pickles the main module by value, which is a global setting.
+_lock = threading.Lock()
 
 _OTHERS = "backend='thread' or backend=Processes(start_method='fork')"
 
@@ -63,10 +64,10 @@ def pickled_source(
     """Return the pickle of a source and `on_error`.
 
     Args:
-        source: What is to be run.
-        on_error: Of the enqueuer.
-        where: What it is sent to, in words.
-        others: The options that would not send it, in words.
+        source: Source that is to be run.
+        on_error: Option of the enqueuer.
+        where: Destination, in words.
+        others: Options that would not send it, in words.
         keep_large: Function that pickle calls with each buffer, as `buffer_callback`.
 
     Raises:
@@ -101,7 +102,7 @@ def _by_value(what: object, keep_large: Callable[[PickleBuffer], bool] | None) -
 
 
 def why_not(source: Source | TaskSource, where: str, others: str) -> str:
-    """Say which part of a source cannot be pickled, and what to do."""
+    """Return which part of a source cannot be pickled, and what to do."""
     advice = f"pass a generator function that makes its own in the worker, or use {others}"
     if isinstance(source, TaskSource):
         return _why_no_tasks(source, where, others)
@@ -136,7 +137,7 @@ def _why_no_tasks(source: TaskSource, where: str, others: str) -> str:
 
 
 def _culprits(function: Callable[..., Any]) -> list[str]:
-    """Say which of the things that a function refers to cannot be pickled."""
+    """Return which of the things that a function refers to cannot be pickled."""
     found = [(step, part) for step, part in _references(function) if not is_picklable(part)]
     named = [find_culprit(_first(step), part, _references) for step, part in found]
     return list(dict.fromkeys(_with_type(where, value) for where, value in named))

@@ -27,9 +27,12 @@ class WorkerState(enum.Enum):
 
     STARTING = "starting"
     RUNNING = "running"
-    DRAINING = "draining"  # its process has ended; what it had sent is still being read
-    ENDED = "ended"  # as it was asked to
-    DEAD = "dead"  # without having been asked
+    # Its process has ended; what it had sent is still being read.
+    DRAINING = "draining"
+    # It exited because it was asked to.
+    ENDED = "ended"
+    # It exited without having been asked.
+    DEAD = "dead"
 
 
 HAS_ENDED = frozenset({WorkerState.ENDED, WorkerState.DEAD})

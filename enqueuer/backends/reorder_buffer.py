@@ -39,20 +39,23 @@ class ReorderBuffer:
         self._measure = measure
         self.largest_bytes = 0
         self.tickets: dict[int, Ticket] = {}
-        self._results: dict[int, ItemTuple | Empty | Failure] = {}  # in the order of their arrival
+        # In the order of their arrival.
+        self._results: dict[int, ItemTuple | Empty | Failure] = {}
         self._skipped: dict[int, deque[Failure]] = {}
-        self._reported = -1  # the number of the task whose skipped error was returned last
-        self._going = -1  # the number of the task whose result was given away last
+        # Number of the task whose skipped error was returned last.
+        self._reported = -1
+        # Number of the task whose result was given away last.
+        self._going = -1
 
     @property
     def waiting(self) -> int:
-        """How many results wait."""
+        """Number of results that wait."""
         # A list is made in one step: another thread may ask while the loop takes results.
         return sum(isinstance(result, tuple) for result in list(self._results.values()))
 
     @property
     def outstanding(self) -> int:
-        """How many tickets there are of tasks whose results were not taken."""
+        """Number of tickets of tasks whose results were not taken."""
         return len(self.tickets) - (self._going in self.tickets)
 
     def undone(self) -> list[int]:
@@ -90,8 +93,8 @@ class ReorderBuffer:
                 # Never 0, which means that no result has come yet.
                 self.largest_bytes = max(self.largest_bytes, size_of(message[2]), 1)
 
-    def begin_again(self, number: int) -> None:
-        """Forget the skipped errors of a task that will be done once more."""
+    def forget_skipped(self, number: int) -> None:
+        """Forget the skipped errors of a task that will run again."""
         self._skipped.pop(number, None)
 
     def fail(self, number: int, failure: Failure) -> None:

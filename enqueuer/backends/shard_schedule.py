@@ -20,11 +20,14 @@ from enqueuer.workers.messages import Empty, End, Epoch, Failure, ItemTuple
 class Step(enum.Enum):
     """What the engine does next, if it is neither a failure nor a worker that has ended."""
 
-    TAKE = 1  # something can be taken, or the epoch is over
-    WAIT = 2  # nothing can be taken until something comes
+    # Something can be taken, or the epoch is over.
+    TAKE = 1
+    # Nothing can be taken until something comes.
+    WAIT = 2
 
 
-_TAKE, _WAIT = Step.TAKE, Step.WAIT  # to look up a member of an enum takes long
+# To look up a member of an enum takes long.
+_TAKE, _WAIT = Step.TAKE, Step.WAIT
 
 
 class ShardSchedule(Generic[W]):
@@ -63,7 +66,8 @@ class ShardSchedule(Generic[W]):
         # Index of the worker whose message was next last. Not the worker, nor its inbox: after
         # `stop()` nothing must keep the memory that is shared with it.
         self._served = 0
-        self._failed: Failure | None = None  # failure that was returned last
+        # The failure that was returned last.
+        self._failed: Failure | None = None
         # The end of a shard that is about to be noted and dropped. It must not stay behind after
         # an interrupt: it would end the shard in the next epoch.
         self._ending: tuple[int, End, Order] | None = None

@@ -1,8 +1,8 @@
-"""When the loop has waited too long for a batch: what is said, and where each worker is.
+"""The report when the loop has waited too long for a batch: where each worker is.
 
-    backend.wait() --Late--> Wait.cut() --> a StallWarning, and the wait goes on
-                                 |     \\-> BatchTimeout
-                           backend.inspect() --> WaitSnapshot --> the report
+    backend.wait() --DeadlineExpired--> Wait.cut() --> a StallWarning, and the wait goes on
+                                            |     \\-> BatchTimeout
+                                      backend.inspect() --> WaitSnapshot --> the report
 
 No thread watches the clock: the wait itself is cut where it sleeps, and goes on afterwards. Called
 by the thread that waits, which is one at a time.
@@ -29,7 +29,8 @@ from enqueuer.workers.messages import Ticket
 Stack = Sequence[traceback.FrameSummary]
 """Where a thread is, the outermost frame first, as `traceback` has it."""
 
-_FOR_EVER_S = 1e6  # eleven days, which every way of waiting accepts
+# Eleven days, which every way of waiting accepts.
+_FOR_EVER_S = 1e6
 
 _HOUSE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 # Files that call the user's code in a worker: frames outside of it are the same for all.
@@ -55,8 +56,10 @@ _WAITS = frozenset({"sleep", "_wait_for_room_locked"})
 
 _HEAD = "Stack (most recent call first):"
 _FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
-_CUT = "  ..."  # that there are more; Python 3.13 does not say so
-_MOST_FRAMES = 100  # that faulthandler writes
+# Faulthandler writes this line if there are more frames; Python 3.13 does not.
+_CUT = "  ..."
+# Faulthandler writes at most so many.
+_MOST_FRAMES = 100
 
 
 class DeadlineExpired(TimeoutError):
@@ -96,7 +99,7 @@ class WaitSnapshot:
 
 
 class Seen(Protocol):
-    """What a report asks of a backend."""
+    """A backend, as far as a report asks it."""
 
     def inspect(self, order: Order) -> WaitSnapshot:
         """Return what can be seen, within about a second."""
@@ -106,8 +109,8 @@ class WaitLimits(NamedTuple):
     """How long the loop waits for a batch.
 
     Attributes:
-        warn_s: Seconds until something is said; None: forever.
-        most_s: Seconds until it gives up; None: forever.
+        warn_s: Seconds until it warns; None: never.
+        most_s: Seconds until it gives up; None: never.
 
     Example:
         >>> limits = [WaitLimits(60.0, None), WaitLimits(60.0, 5.0), WaitLimits(None, None)]
@@ -143,15 +146,15 @@ class Wait:
         self.until = None if first is None else self._began + first
 
     def cut(self, backend: Seen, order: Order, epoch: int) -> None:
-        """Say what the loop waits for, and set when to be asked again.
+        """Warn or raise with what the loop waits for, and set the next time.
 
         Args:
-            backend: That nothing came from until now.
-            order: What is next.
-            epoch: Its number.
+            backend: Backend that sent nothing until now.
+            order: Order of the items.
+            epoch: Number of the epoch.
 
         Raises:
-            BatchTimeout: That was all.
+            BatchTimeout: The wait was as long as `most_s`.
         """
         warn, most = self._limits
         if warn is not None and not self._has_warned and (most is None or warn < most):
@@ -170,7 +173,7 @@ class Wait:
 
 
 def report(seconds: float, view: WaitSnapshot, epoch: int) -> str:
-    """Say for what the loop has waited so long, and what each worker does meanwhile.
+    """Return what the loop has waited for so long, and what each worker does meanwhile.
 
     Example:
         >>> worker = WorkerSnapshot("worker 1 (thread)", (1,), None, "is gone")
@@ -222,7 +225,8 @@ def stacks_of_threads(threads: Iterable[threading.Thread]) -> list[Stack | None]
             for thread in threads
         ]
     finally:
-        del frames  # or this very frame would know itself
+        # Otherwise this very frame would refer to itself.
+        del frames
 
 
 def parse(text: str) -> tuple[Stack, bool]:
@@ -237,7 +241,8 @@ def parse(text: str) -> tuple[Stack, bool]:
         ('load', False)
     """
     _, _, answer = text.rpartition(_HEAD)
-    lines = answer.split("\n")[:-1]  # what is behind the last line's end is not whole
+    # The last line may be incomplete.
+    lines = answer.split("\n")[:-1]
     found = [match for line in lines if (match := _FRAME.fullmatch(line))]
     frames = [
         traceback.FrameSummary(file, int(line) if line.isdigit() else 0, name)

@@ -80,9 +80,12 @@ class TaskSchedule(Generic[W]):
         self._arrived: deque[ItemTuple | End | Failure | Empty] = deque()
         # Not used: the reorder buffer and the order know which results were taken.
         self._taken = AsTheyCome({})
-        self._unsent: deque[tuple[int, Any]] = deque()  # numbers of tasks, and packed tickets
-        self._last = -1  # number of the last task
-        self._reported: set[W] = set()  # dead workers whose death was reported
+        # Numbers of tasks, and their packed tickets.
+        self._unsent: deque[tuple[int, Any]] = deque()
+        # Number of the last task.
+        self._last = -1
+        # Dead workers whose death was reported.
+        self._reported: set[W] = set()
 
     # --- tickets ---
 
@@ -159,7 +162,8 @@ class TaskSchedule(Generic[W]):
                     arrived.extend(inbox.items(_ALL, self._taken))
                 else:
                     arrived.append(message)
-                    inbox.remove(message)  # an exception before this repeats it, without harm
+                    # An exception before this repeats the step, without harm.
+                    inbox.remove(message)
             inbox.acknowledge()
             if state in HAS_ENDED and worker not in self._reported:
                 ended = worker
@@ -219,7 +223,7 @@ class TaskSchedule(Generic[W]):
     def resume(self, dead: W, successor: W, order: Order) -> None:
         """Have a new worker do the tasks of a dead one."""
         for number in self._lost():
-            self._dispatch.assign(successor, number, self._again(number))
+            self._dispatch.assign(successor, number, self._rerun_ticket(number))
         self._dispatch.forget(dead)
 
     def give_up(self, dead: W, failure: Failure) -> Failure | None:
@@ -234,10 +238,10 @@ class TaskSchedule(Generic[W]):
     def part_with(self, leaver: W) -> None:
         """Let others do what a worker that was asked to exit has not done."""
         for number in sorted(self._lost(), reverse=True):
-            self._unsent.appendleft((number, self._again(number)))
+            self._unsent.appendleft((number, self._rerun_ticket(number)))
         self._dispatch.forget(leaver)
 
-    def _again(self, number: int) -> Any:
-        """Return the packed ticket of a task that is done once more."""
-        self._buffer.begin_again(number)
+    def _rerun_ticket(self, number: int) -> Any:
+        """Return the packed ticket of a task that runs again."""
+        self._buffer.forget_skipped(number)
         return self._dispatch.pack(self._buffer.tickets[number])

@@ -42,21 +42,26 @@ class Trace:
     Any thread may call anything: the thread of the loop records, another one may stop it.
 
     Attributes:
-        path: Of the file, as it was given.
+        path: Path of the file, as it was given.
     """
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._lock = threading.RLock()  # reentrant, for the garbage collector
+        # Reentrant, for the garbage collector.
+        self._lock = threading.RLock()
         self._pid = os.getpid()
         self._runs = 0
-        self._users = 0  # backends: while one takes over from another there are two
+        # Number of backends: while one takes over from another there are two.
+        self._users = 0
         self._place: Place | None = None
         self._lines: Lines | None = None
         self._track: Track | None = None
-        self._said = False  # that it is full, or cannot be written
-        self._at = 0  # the end of the last span: they do not overlap, whichever thread takes
-        self._taken = 0  # when the item was that the loop works on; 0: it has none
+        # Whether it was logged that the file is full, or cannot be written.
+        self._is_reported = False
+        # End of the last span: spans do not overlap, whichever thread takes.
+        self._at = 0
+        # Time at which the loop took the item that it works on; 0: it has none.
+        self._taken = 0
         self._item = Item(0, 0, None)
         self._epoch = 0
         self._fill = -1
@@ -87,18 +92,18 @@ class Trace:
         return _Recorded(inner, self, job, restarts)
 
     def ready(self) -> deque[ItemTuple]:
-        """Return a place for what is ready that records what is taken of it."""
+        """Return an empty deque that records the items that are taken from it."""
         ready = Ready()
         ready.record = self._took
         return ready
 
     def leave(self) -> None:
-        """Take leave of a backend; the last one ends the file."""
+        """End the recording of a backend; that of the last one ends the file."""
         with self._lock:
             self._users -= 1
             if self._users or self._track is None or self._lines is None:
                 return
-            self._look_after()
+            self._report_end()
             self._track.last("end", _now())
             self._lines.close()
             self._lines = self._track = None
@@ -119,58 +124,60 @@ class Trace:
             cpus=os.cpu_count(),
         )
         self._track.instant("start", _now(), about)
-        self._lines.flush()  # before workers write: a viewer likes to know the names first
+        # Before workers write, as a viewer needs the names first.
+        self._lines.flush()
         self._runs += 1
-        self._said, self._at, self._taken, self._fill = False, 0, 0, -1
+        self._is_reported, self._at, self._taken, self._fill = False, 0, 0, -1
         self._is_closing = False
 
     # --- what happens ---
 
     def instant(self, name: str, args: Mapping[str, Any] = _NO_ARGS) -> None:
-        """Tell what happened now."""
+        """Record that something happened now."""
         with self._lock:
             if self._track is not None:
                 self._track.instant(name, _now(), args)
 
     def began(self, epoch: int) -> None:
-        """Tell that an epoch begins."""
+        """Record that an epoch begins."""
         with self._lock:
             self._epoch = epoch
             self.instant("epoch", {"epoch": epoch})
 
     def filled(self, count: int) -> None:
-        """Tell how many items wait, if that is news."""
+        """Record how many items wait, if the number has changed."""
         with self._lock:
             if count != self._fill and self._track is not None:
                 self._fill = count
                 self._track.counter("queue", _now(), count)
 
     def waited(self, asked: int, since: int, args: Mapping[str, Any]) -> None:
-        """Tell that the loop has waited until now.
+        """Record that the loop has waited until now.
 
         Args:
-            asked: When it asked for the next item; then its work was done.
-            since: When it began to wait; in between elements were read.
-            args: What for.
+            asked: Time at which it asked for the next item, and its work was done.
+            since: Time at which it began to wait; in between it read elements.
+            args: Item that it waited for.
         """
         with self._lock:
             self._end_work(asked)
             if since // 1000 > asked // 1000:
                 self._span("read", asked, since, {})
             self._span("wait", since, _now(), args)
-            self._look_after()
+            self._report_end()
 
     def closing(self) -> None:
-        """Tell that a backend is about to be stopped: the only one, or one that was replaced."""
+        """Record that a backend is about to be stopped, unless another one has replaced it."""
         with self._lock:
             if self._users > 1:
                 return
             self.rest()
-            self._is_closing = True  # what is taken from now on goes nowhere
+            # Items that are taken from now on are not recorded.
+            self._is_closing = True
             self.instant("stop")
 
     def rest(self) -> None:
-        """Tell that the loop has nothing in hand: an epoch is over, or all."""
+        """Record that the loop has no item: an epoch is over, or the run."""
         with self._lock:
             self._end_work(_now())
 
@@ -199,15 +206,15 @@ class Trace:
             self._at = max(since, until)
             self._track.span(name, since, self._at, args)
 
-    def _look_after(self) -> None:
-        """Say once that nothing more is recorded, and why."""
-        if self._said or self._lines is None:
+    def _report_end(self) -> None:
+        """Log once that nothing more is recorded, and why."""
+        if self._is_reported or self._lines is None:
             return
         if self._lines.is_full:
-            self._said = True
+            self._is_reported = True
             self._lines.write(full_text(self._pid, _now()))
         elif self._lines.trouble is not None:
-            self._said = True
+            self._is_reported = True
             _log.warning(
                 "the trace %s is no longer written: %s; all else goes on",
                 self.path,
@@ -222,16 +229,16 @@ class Ready(deque[ItemTuple]):
     """What was taken from a backend and waits for the loop."""
 
     record: Callable[[ItemTuple], None] | None = None
-    _said: ItemTuple | None = None
+    _recorded: ItemTuple | None = None
 
     def __bool__(self) -> bool:
         """Record the first one, once: it is asked for right before it is taken."""
         if len(self) and self.record is not None:
             with contextlib.suppress(IndexError):  # another thread was faster
                 item = self[0]
-                if item is not self._said:
+                if item is not self._recorded:
                     self.record(item)
-                    self._said = item
+                    self._recorded = item
         # No call: after one another thread could take it, and `self[0]` would raise.
         return self != _NOTHING
 
@@ -299,7 +306,8 @@ class _Recorded:
         elif order.done:
             self._trace.rest()
         else:
-            self._trace.filled(self._backend.waiting() - 1)  # one of them is about to be taken
+            # One of them is about to be taken.
+            self._trace.filled(self._backend.waiting() - 1)
         return failure
 
     def close(self) -> None:

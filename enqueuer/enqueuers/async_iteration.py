@@ -48,7 +48,8 @@ class Notifier:
             goes_on = watcher()
         except BaseException as error:
             first, *others = self._all_waiting()
-            _send(first, error)  # the others will ask again, and get one of their own
+            # The others will ask again, and get an error of their own.
+            _send(first, error)
             goes_on = True
         else:
             others = self._all_waiting()

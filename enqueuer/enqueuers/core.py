@@ -121,11 +121,7 @@ class Core:
     # --- life cycle ---
 
     def start(self, options: Options) -> None:
-        """Start the workers; see `BaseEnqueuer.start`.
-
-        Args:
-            options: Options of this run and those that follow.
-        """
+        """Start the workers, with these options from now on; see `BaseEnqueuer.start`."""
         with self.state_lock:
             if not self.is_idle:
                 raise InvalidState(
@@ -137,7 +133,8 @@ class Core:
             workload.options = options
             if not saved.is_loaded:
                 workload.rewind()
-            self.owned.stop(STOP_S)  # of a stop() that was interrupted
+            # A stop() may have been interrupted.
+            self.owned.stop(STOP_S)
             before = self.epochs
             count = saved.error_count if saved.is_loaded else 0
             with interrupts.held():
@@ -164,7 +161,8 @@ class Core:
             return
         final = None
         try:
-            final = self._last_stats()  # before the workers exit
+            # Before the workers exit, as these answer.
+            final = self._last_stats()
         finally:
             self._stop(seconds, final)
 
@@ -188,7 +186,8 @@ class Core:
     def _stop(self, seconds: float, final: Stats | None) -> None:
         with interrupts.held():
             if (run := self.run) is not None:
-                run.close()  # wakes the consumer, which then releases its lock
+                # This wakes the consumer, which then releases its lock.
+                run.close()
             with interrupts.taken(self.state_lock):
                 try:
                     if self.run is not None:

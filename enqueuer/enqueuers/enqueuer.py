@@ -15,14 +15,14 @@ from enqueuer.enqueuers.core import Core
 from enqueuer.enqueuers.iterators import Batches
 from enqueuer.enqueuers.keras_queue import Queue
 from enqueuer.enqueuers.owned_backends import STOP_S
-from enqueuer.enqueuers.parts import hand_on
+from enqueuer.enqueuers.parts import complete
 from enqueuer.enqueuers.run import State, next_workers
-from enqueuer.enqueuers.workload import Part, Workload
+from enqueuer.enqueuers.workload import Portion, Workload
 from enqueuer.monitoring.progress import Shown, bar_class
 from enqueuer.monitoring.stats import Stats
 
 Batch = TypeVar("Batch")
-Made = TypeVar("Made", bound="BaseEnqueuer[Any]")
+AnyEnqueuer = TypeVar("AnyEnqueuer", bound="BaseEnqueuer[Any]")
 Self = TypeVar("Self", bound="BaseEnqueuer[Any]")
 
 
@@ -334,7 +334,8 @@ class BaseEnqueuer(Generic[Batch]):
         """
         if self._core.state is State.STOPPED:
             self._core.check_started("iterate over it")
-        from enqueuer.enqueuers import async_iteration  # only here, as in __aenter__
+        # Only here, as in __aenter__.
+        from enqueuer.enqueuers import async_iteration
 
         if self._notifier is None:
             self._notifier = async_iteration.Notifier()
@@ -379,7 +380,7 @@ def core_of(enqueuer: BaseEnqueuer[Any]) -> Core:
     return enqueuer._core
 
 
-def part_of(enqueuer: Made, part: Part) -> Made:
+def part_of(enqueuer: AnyEnqueuer, part: Portion) -> AnyEnqueuer:
     """Return a new enqueuer for one rank, or for a part of its batches.
 
     Taking `part.block` batches of each part in turn gives the batches of the rank in their order,
@@ -392,5 +393,5 @@ def part_of(enqueuer: Made, part: Part) -> Made:
     core = enqueuer._core
     given, options = core.workload.arguments_of(part)
     made = enqueuer._make(*given, **options)
-    hand_on(core, made._core, part)
-    return cast(Made, made)
+    complete(core, made._core, part)
+    return cast(AnyEnqueuer, made)

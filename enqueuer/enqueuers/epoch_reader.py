@@ -284,7 +284,8 @@ class EpochReader:
         finally:
             # The backend lives until it is stopped; what was raised has the frames of the loop.
             self.work.keep(kept)
-            del error  # or it and its traceback would be a circle
+            # Otherwise it and its traceback would refer to each other.
+            del error
 
     def _warn_of_nothing(self) -> None:
         why = self._workload.why_empty(self._taken_before) if self._is_whole else None

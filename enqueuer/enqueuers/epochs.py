@@ -114,7 +114,8 @@ class Epochs:
 
     def retune(self, between_epochs: bool = False) -> None:
         """Change the number of workers if that is due. Lock of the run held; may wait."""
-        scaling = self.scaling  # another thread may replace it by None
+        # Read once, as another thread may replace it by None.
+        scaling = self.scaling
         if scaling is not None:
             scaling.step(self._current, between_epochs)
 
@@ -137,7 +138,8 @@ class Epochs:
         ready = reader.ready
         while True:
             if ready:
-                item = ready[0]  # as in Batches
+                # No call and no jump, as in `Batches`.
+                item = ready[0]
                 del ready[0]
                 return (item[2],)
             if not self.run.lock.acquire(blocking=False):

@@ -67,7 +67,8 @@ class FailurePolicy:
         nth = failure.nth if isinstance(failure, Reported) else math.inf
         place = failure.number, nth
         if place <= self._skipped.get(failure.shard, (-1, 0)):
-            return True  # sent again, by a worker that replaces another one
+            # A worker that replaces another one has sent it again.
+            return True
         self._skipped[failure.shard] = place
         self.count += 1
         if self._max_errors is not None and self.count > self._max_errors:
@@ -111,7 +112,8 @@ class FailurePolicy:
         if failure.skipped:
             notes.append(f"{self.count} errors are more than max_errors={self._max_errors}")
         with contextlib.suppress(Exception):  # a class may forbid it
-            shown.__notes__ = notes  # add_note() is of Python 3.11
+            # Python 3.10 has no add_note().
+            shown.__notes__ = notes
             setattr(shown, ATTRIBUTE, origin)
         return shown
 

@@ -95,7 +95,8 @@ class Queue(Generic[Batch]):
             reader = core.started_reader()
             ready = reader.ready
             if ready:
-                item = ready[0]  # as in Batches
+                # No call and no jump, as in `Batches`.
+                item = ready[0]
                 del ready[0]
                 return item[2]  # type: ignore[return-value]  # as in Batches, too
             epochs = core.epochs

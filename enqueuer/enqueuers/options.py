@@ -37,7 +37,7 @@ else:
             return Any
 
 
-Made = TypeVar("Made", bound=Callable[..., Any])
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 Backends = BackendName | Processes | Ray
 Workers = int | Literal["auto"] | Auto
@@ -316,7 +316,7 @@ def _check_names(given: Iterable[str]) -> None:
         raise TypeError(f"there is no option {name!r}" + (f"; give {instead}" if instead else ""))
 
 
-def takes_options(made: Made) -> Made:
+def takes_options(made: Decorated) -> Decorated:
     """Write the options into the signature and the docstring of a class or a function.
 
     A docstring has a line `{options}` where their descriptions belong. What `made` itself names

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from enqueuer.enqueuers.core import Core
 from enqueuer.enqueuers.position import SavedPosition
-from enqueuer.enqueuers.workload import Part
+from enqueuer.enqueuers.workload import Portion
 from enqueuer.errors import InvalidState
 from enqueuer.workers.messages import Epoch
 
 
-def hand_on(core: Core, made: Core, part: Part) -> None:
-    """Give an enqueuer for a part of the batches what its constructor does not take.
+def complete(core: Core, made: Core, part: Portion) -> None:
+    """Complete an enqueuer for a part of the batches by what its constructor does not take.
 
     Args:
         core: The enqueuer of all batches.

@@ -18,7 +18,8 @@ T = TypeVar("T")
 
 VERSION = 1
 
-_MOST_EPOCHS = 2**32  # a word of the key of a seed; a sequence has callbacks for each epoch
+# A word of the key of a seed. Besides, a sequence has callbacks for each epoch.
+_MOST_EPOCHS = 2**32
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,9 @@ def save(
     """Return the state of an enqueuer.
 
     Args:
-        identity: What the data depend on.
-        epoch: What has not been given away.
-        error_count: How many errors were skipped.
+        identity: Values that the data depend on.
+        epoch: Items that were not given to the loop.
+        error_count: Number of errors that were skipped.
         own: All shards of this rank; None for tasks.
     """
     state: dict[str, Any] = {"version": VERSION, **identity, "epoch": epoch.number}
@@ -78,8 +79,8 @@ def load(state: Mapping[str, Any], identity: Mapping[str, Any]) -> tuple[Epoch, 
     """Return the position that a state holds, and the number of errors that were skipped.
 
     Args:
-        state: What `save` returned, perhaps by way of JSON.
-        identity: What it must be a state of, as far as that is fixed.
+        state: Result of `save`, perhaps by way of JSON.
+        identity: Values that the state must have, as far as they are fixed.
 
     Raises:
         StateMismatch: It is none, or of something else; the message says what differs.

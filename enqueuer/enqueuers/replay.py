@@ -133,7 +133,8 @@ def rerun_task(
             try:
                 raise failed_fetch
             finally:
-                failed_fetch = None  # or it and its traceback would be a circle
+                # Otherwise it and its traceback would refer to each other.
+                failed_fetch = None
         return results[0] if source.batch_size is None else source.collate(results)
 
 

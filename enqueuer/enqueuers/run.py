@@ -184,7 +184,8 @@ class Run:
         with interrupts.held():
             new, old = self._start_backend(job), self.backend
             self._successor = new, job.workers, pass_work
-            old.close()  # wakes the consumer, which then waits for the change
+            # This wakes the consumer, which then waits for the change.
+            old.close()
             self.finish_change()
 
     def finish_change(self) -> None:
@@ -260,7 +261,8 @@ class Run:
         Args:
             seconds: How long to wait for the lock.
         """
-        self.close()  # another backend, perhaps, if it has just been replaced
+        # Its backend may have just been replaced.
+        self.close()
         self._successor = None
         is_locked = self.lock.acquire(timeout=max(seconds, 0.1))
         try:
@@ -296,7 +298,7 @@ class Run:
             return self.final
         backend, waits, options = self._backend, self.meter, self.options
         now, first, since, ended = clock(), waits.first, waits.since, waits.ended
-        waiting = now - since if since else 0  # just now
+        waiting = now - since if since else 0
         waited = waits.waited + (waiting if first else 0)
         idle = waits.idle + (now - ended if ended else 0)
         return Stats(

@@ -15,7 +15,7 @@ from enqueuer.enqueuers.options import Options
 from enqueuer.enqueuers.replay import Origin, item_of
 from enqueuer.enqueuers.run import Run
 from enqueuer.enqueuers.shard_epoch import ShardEpoch
-from enqueuer.enqueuers.workload import EpochWork, Part, Seed, job_of
+from enqueuer.enqueuers.workload import EpochWork, Portion, Seed, job_of
 from enqueuer.errors import DuplicateDataWarning, InvalidState
 from enqueuer.monitoring.duplicates import FirstItems
 from enqueuer.workers.messages import Epoch, Ticket
@@ -115,7 +115,8 @@ class ShardWorkload:
     def job_with(self, workers: int) -> Job | None:
         if isinstance(self.source, LiveSource):
             if self.options.backend_name == "thread":
-                return None  # one thread reads it, whatever `workers` says
+                # One thread reads it, whatever `workers` is.
+                return None
             raise InvalidState(
                 "processes that share a live iterator cannot be reconfigured, as their copies "
                 "of it have gone on; pass the generator function itself"
@@ -204,7 +205,7 @@ class ShardWorkload:
         options = {**self.options.given(), "shards": self._shards}
         return (generator, False, None, self.seed.value), options
 
-    def arguments_of(self, part: Part) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments_of(self, part: Portion) -> tuple[tuple[Any, ...], dict[str, Any]]:
         assert part.block == 1, "shards are divided one by one"
         given, options = self.arguments()
         if part.count > 1 and self._shards is not None:
@@ -216,7 +217,7 @@ class ShardWorkload:
         options["world_size"] = part.world_size * part.count
         return given, options
 
-    def take_part(self, part: Part) -> bool:
+    def take_part(self, part: Portion) -> bool:
         return False
 
     def has_blocks(self, length: int) -> bool:

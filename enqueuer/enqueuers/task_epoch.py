@@ -124,9 +124,11 @@ class TaskEpoch:
                     return None
                 raise
             if self._source.is_sequence:
-                self._reader = None  # it can be read on from here
+                # A new reader continues from here.
+                self._reader = None
             if not isinstance(error, Exception):
-                raise  # a Ctrl-C
+                # A KeyboardInterrupt, for example.
+                raise
             # An error of the source's own comes again; else a signal handler has raised it.
             try:
                 self._read_on()

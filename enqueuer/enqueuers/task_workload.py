@@ -13,7 +13,7 @@ from enqueuer.enqueuers.replay import Origin, refuse, rerun_task
 from enqueuer.enqueuers.run import Run
 from enqueuer.enqueuers.task_epoch import TaskEpoch
 from enqueuer.enqueuers.task_order import Reading, order_of, places_of, steps_in
-from enqueuer.enqueuers.workload import EpochWork, Part, Seed, job_of
+from enqueuer.enqueuers.workload import EpochWork, Portion, Seed, job_of
 from enqueuer.errors import InvalidState, StateMismatch
 from enqueuer.workers.collate import stack
 from enqueuer.workers.messages import Epoch, Ticket
@@ -162,11 +162,11 @@ class TaskWorkload:
         }
         return (source.items, source.map, self.reading.shuffle), options
 
-    def arguments_of(self, part: Part) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments_of(self, part: Portion) -> tuple[tuple[Any, ...], dict[str, Any]]:
         given, options = self.arguments()
         return given, options | {"rank": part.rank, "world_size": part.world_size}
 
-    def take_part(self, part: Part) -> bool:
+    def take_part(self, part: Portion) -> bool:
         reading, options = self.reading, self.options
         self.reading = Reading(
             reading.shuffle,

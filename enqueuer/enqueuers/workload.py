@@ -56,7 +56,7 @@ class Seed:
 
 
 @dataclass(frozen=True)
-class Part:
+class Portion:
     """Which of the batches of all ranks an enqueuer makes.
 
     Attributes:
@@ -218,10 +218,10 @@ class Workload(Protocol):
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments that make an enqueuer like this one."""
 
-    def arguments_of(self, part: Part) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments_of(self, part: Portion) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments that make the enqueuer of a part."""
 
-    def take_part(self, part: Part) -> bool:
+    def take_part(self, part: Portion) -> bool:
         """Read only a part of the rank's batches; return whether that was not done by arguments."""
 
     def has_blocks(self, length: int) -> bool:

@@ -23,7 +23,7 @@ from enqueuer import (
     prefetch,
 )
 from enqueuer.enqueuers.enqueuer import core_of, part_of
-from enqueuer.enqueuers.workload import Part
+from enqueuer.enqueuers.workload import Portion
 from enqueuer.transport.mapping import mapping_at
 
 torch = needs("torch")
@@ -356,8 +356,8 @@ def test_which_shards_drop_last_leaves_out_does_not_depend_on_dataloader_workers
 
     own = GeneratorEnqueuer(shard_itself, shards=7, drop_last=True, random_seed=7)
     for rank in range(ranks):
-        whole = part_of(own, Part(rank, ranks))
-        shares = [part_of(own, Part(rank, ranks, part, parts)) for part in range(parts)]
+        whole = part_of(own, Portion(rank, ranks))
+        shares = [part_of(own, Portion(rank, ranks, part, parts)) for part in range(parts)]
         assert sorted(had for share in shares for had in seen(share)) == seen(whole)
         for enqueuer in (whole, *shares):
             enqueuer.stop()
@@ -623,16 +623,16 @@ def test_a_dropped_dataset_stops_its_enqueuer(backend):
 
 def test_a_position_of_a_part_is_that_of_the_part():
     own = OrderedEnqueuer(range(10), noisy, shuffle=True, batch_size=2, random_seed=7)
-    parts = [part_of(own, Part(0, 1, part, 2)) for part in range(2)]
+    parts = [part_of(own, Portion(0, 1, part, 2)) for part in range(2)]
     with parts[1] as part:
         had = seen(itertools.islice(part, 1))
         state = part.state_dict()
         rest = seen(part)
     assert (len(had), len(rest)) == (1, 1)
-    other = part_of(own, Part(0, 1, 1, 2))
+    other = part_of(own, Portion(0, 1, 1, 2))
     other.load_state_dict(state)
     assert seen(other) == rest
-    for wrong in (own, part_of(own, Part(0, 1, 1, 3))):
+    for wrong in (own, part_of(own, Portion(0, 1, 1, 3))):
         with pytest.raises(StateMismatch):
             wrong.load_state_dict(state)
     other.stop()
@@ -660,7 +660,9 @@ def test_a_dataloader_worker_is_resumed_and_counts_on(in_a_worker):
 @pytest.mark.parametrize("part", [0, 1])
 def test_an_iterable_with_a_state_is_resumed_in_a_part(part, had):
     def make():
-        return part_of(OrderedEnqueuer(Reiterable(10), add_ten, batch_size=2), Part(0, 1, part, 2))
+        return part_of(
+            OrderedEnqueuer(Reiterable(10), add_ten, batch_size=2), Portion(0, 1, part, 2)
+        )
 
     alone = make()
     everything = seen(alone)

@@ -8,7 +8,7 @@ from helpers import bytes_of, random_batches, twelve
 
 from enqueuer import GeneratorEnqueuer, OrderedEnqueuer
 from enqueuer.enqueuers.enqueuer import part_of
-from enqueuer.enqueuers.workload import Part
+from enqueuer.enqueuers.workload import Portion
 
 
 @pytest.mark.parametrize(("shards", "world_size"), [(4, 2), (5, 2), (3, 3), (7, 3)])
@@ -61,7 +61,7 @@ def shuffled(shard):
     [
         lambda **options: GeneratorEnqueuer(shuffled, rank=1, world_size=2, **options),
         lambda **options: OrderedEnqueuer(range(9), abs, True, rank=1, world_size=2, **options),
-        lambda **options: part_of(GeneratorEnqueuer(shuffled, **options), Part(1, 2)),
+        lambda **options: part_of(GeneratorEnqueuer(shuffled, **options), Portion(1, 2)),
     ],
     ids=["shards", "shuffled tasks", "portion"],
 )
@@ -83,7 +83,7 @@ def test_ranks_without_a_common_seed_are_refused(make):
     [
         lambda: OrderedEnqueuer(range(9), abs, rank=1, world_size=2),
         lambda: GeneratorEnqueuer(lambda: iter("abcd"), rank=1, world_size=2),
-        lambda: part_of(GeneratorEnqueuer(shuffled, shards=4), Part(0, 1, 1, 2)),
+        lambda: part_of(GeneratorEnqueuer(shuffled, shards=4), Portion(0, 1, 1, 2)),
     ],
     ids=["tasks in their order", "a function without the seed", "a worker of a DataLoader"],
 )

@@ -22,7 +22,7 @@ from helpers import (
 import enqueuer
 from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, Processes, Ray, WorkerDied
 from enqueuer.enqueuers.enqueuer import core_of, part_of
-from enqueuer.enqueuers.workload import Part
+from enqueuer.enqueuers.workload import Portion
 from enqueuer.monitoring import trace_file
 
 SPANS = {"next", "send", "wait", "work", "read"}
@@ -327,7 +327,7 @@ def test_copies_have_the_same_file_and_portions_one_each(tmp_path):
         path.unlink()
     for maker in (made, OrderedEnqueuer(range(12), trace=path)):
         for part in range(2):
-            with part_of(maker, Part(0, 1, part, 2)) as portion:
+            with part_of(maker, Portion(0, 1, part, 2)) as portion:
                 list(portion)
         assert sorted(p.name for p in tmp_path.iterdir()) == [
             "run.0-of-2.json",

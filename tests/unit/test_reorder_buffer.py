@@ -65,7 +65,7 @@ def test_skipped_errors_come_once_each_and_before_the_result():
 def test_a_task_that_is_done_again_tells_its_errors_again_and_once():
     buffer, order = buffer_of(1)
     buffer.put(Failure(0, 0, KeyError(1), skipped=True))
-    buffer.begin_again(0)
+    buffer.forget_skipped(0)
     again = Failure(0, 0, KeyError(1), skipped=True)
     for message in (again, Empty(0)):
         buffer.put(message)

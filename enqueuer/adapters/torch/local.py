@@ -20,7 +20,7 @@ from enqueuer.adapters.torch.loader import TorchLoader
 from enqueuer.common.extras import framework
 from enqueuer.enqueuers.enqueuer import BaseEnqueuer, core_of, part_of
 from enqueuer.enqueuers.parts import begin_at, comes_next, has_kept_order
-from enqueuer.enqueuers.workload import Part
+from enqueuer.enqueuers.workload import Portion
 from enqueuer.errors import EnqueuerWarning, InvalidState, StateMismatch
 
 torch = framework("torch", "torch", "2.1")
@@ -116,9 +116,9 @@ class LocalLoader:
         options = core_of(own).options
         rank = options.rank, options.world_size
         if block:
-            twin = part_of(own, Part(*rank, worker, workers, block))
+            twin = part_of(own, Portion(*rank, worker, workers, block))
         else:
-            twin = part_of(own, Part(*rank))
+            twin = part_of(own, Portion(*rank))
             index, ranks = rank
             core_of(twin).record_as(index + ranks * worker, ranks * workers)
         begin_at(core_of(twin), epoch)
@@ -262,7 +262,7 @@ class LocalLoader:
         _check_idle(own)
         options = core_of(own).options
         try:
-            twin = part_of(own, Part(options.rank, options.world_size, part, parts))
+            twin = part_of(own, Portion(options.rank, options.world_size, part, parts))
         except ValueError as error:
             raise ValueError(
                 f"the batches cannot be divided over num_workers={parts} workers of a "
