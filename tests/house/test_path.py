@@ -153,3 +153,10 @@ def test_the_design_page_shows_the_files_that_a_batch_passes(kind, backend, tmp_
     for files, listed in zip(passed, shown(kind, backend), strict=True):
         assert {name for mark, name in listed if not mark} <= set(files)
         assert set(files) <= {name for _, name in listed}
+
+
+@pytest.mark.parametrize("kind", ["batch", "task"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_files_that_the_design_page_shows_exist(kind, backend):
+    names = {name for listed in shown(kind, backend) for _, name in listed}
+    assert {name for name in names if not (PACKAGE / name).exists()} == set()
