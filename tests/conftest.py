@@ -59,7 +59,7 @@ def pytest_configure(config):
     """
     gc.disable()  # until the tests are collected: thousands of objects, of which all stay
     os.environ.setdefault("RAY_TMPDIR", "/tmp")  # the paths of its sockets must be short
-    if hasattr(config, "workerinput"):  # pytest-xdist's, and nobody else's
+    if hasattr(config, "workerinput"):  # only pytest-xdist sets it
         # not a TemporaryDirectory: what a test forks might remove it at its exit
         folder = tempfile.mkdtemp(prefix=f"{config.workerinput['workerid']}-")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
@@ -198,12 +198,12 @@ def left(before):
     """Return what is there now and was not there before."""
     after = census()
     new = {kind: after[kind] - before[kind] for kind in before if after[kind] - before[kind]}
-    if "shm" in new and not (new["shm"] & _in_use_by_nobody_else()):
+    if "shm" in new and not (new["shm"] & _used_by_no_other_process()):
         del new["shm"]
     return new
 
 
-def _in_use_by_nobody_else():
+def _used_by_no_other_process():
     """Return the names in /dev/shm, which is everybody's, that only our processes have mapped."""
     me = psutil.Process()
     ours = {me.pid, *(child.pid for child in me.children(recursive=True))}

@@ -241,7 +241,7 @@ class Gated:
             pass
 
     def let_on(self):
-        """Let one on who waits, or wait for somebody to come: each time at the next gate."""
+        """Release a waiting thread, or wait until one comes: each time at the next gate."""
         gate = list(self.gates.values())[self.opened]
         self.opened += 1
         with open(gate, "w"):
@@ -343,7 +343,7 @@ def hang_in_a_lock():
 
 
 def hang_deep(depth=150):
-    """Hang below more frames than are told of."""
+    """Hang below more frames than are shown."""
     if depth:
         hang_deep(depth - 1)
     else:
@@ -364,7 +364,7 @@ def alive(pid):
 
 
 def pid_of(enqueuer, worker=0):
-    """Return the process of a worker, once that is known; fail if it is not told in time."""
+    """Return the process of a worker, once that is known; fail if it is not known in time."""
 
     def find():
         return re.search(r"process (\d+)", enqueuer.stats().workers[worker].name)
@@ -374,7 +374,7 @@ def pid_of(enqueuer, worker=0):
 
 
 def wait_until(condition, limit=LIMIT):
-    """Wait for another process's doing, of which nothing tells; fail at `limit`."""
+    """Wait for a change in another process, which sends no event; fail at `limit`."""
     end = time.monotonic() + limit
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
@@ -586,7 +586,7 @@ class Once:
         path = Path(self.folder, f"{shard.index}.{time.monotonic_ns()}")
         path.touch()
         yield np.arange(3) + 10 * shard.index
-        if shard.index == self.fails_in and not Path(self.folder, "mended").exists():
+        if shard.index == self.fails_in and not Path(self.folder, "fixed").exists():
             raise KeyError("no such file")
         yield np.arange(3, 5) + 10 * shard.index
 

@@ -123,7 +123,7 @@ class Strike:
 
 
 class _Opcodes:
-    """The places of one frame that only its opcodes tell."""
+    """The places of one frame that only its opcodes show."""
 
     def __init__(self, strike, code):
         self.strike = strike
@@ -136,7 +136,7 @@ class _Opcodes:
         at, last, self.last = frame.f_lasti, self.last, frame.f_lasti
         what = self.code.place(last, at)
         if what == "after a call" and self.strike.returned == id(frame):
-            what = None  # the profiler has told
+            what = None  # the profiler has reported it
         self.strike.returned = 0
         if what is not None:
             self.strike.place(frame, what)

@@ -99,7 +99,7 @@ def runs(enqueuer):
 
 
 def gone(enqueuer):
-    """Tell whether the workers are gone, now that nobody refers to the dataset."""
+    """Return whether the workers are gone, now that nothing refers to the dataset."""
     gc.collect()  # an exception may be in a circle
     return not runs(enqueuer)
 
@@ -259,7 +259,7 @@ def test_a_training_run_learns(backend):
     assert not runs(check)
 
 
-# --- who stops whom ----------------------------------------------------------------------------
+# --- stopping ----------------------------------------------------------------------------------
 
 
 class StopAt(keras.callbacks.Callback):
@@ -286,7 +286,7 @@ def test_the_workers_go_with_the_dataset(backend):
     assert gone(enqueuer)
 
 
-def test_the_workers_go_after_a_fit_that_nobody_kept():
+def test_the_workers_end_after_a_fit_whose_result_is_dropped():
     train, check = ordered(4), ordered(3)
     model = recorder()
     model.fit(EnqueuerDataset(train), validation_data=EnqueuerDataset(check), verbose=0)
@@ -382,7 +382,7 @@ def test_a_state_between_epochs_is_exact():
     assert trained(recorder(), other) == [200, 201, 202, 203, 204]
 
 
-def test_who_stops_it_amid_an_epoch_hears_of_it():
+def test_a_stop_amid_an_epoch_is_an_error():
     dataset = EnqueuerDataset(ordered(50))
 
     class Stop(keras.callbacks.Callback):
@@ -424,7 +424,7 @@ def test_a_killed_worker_is_an_error():
         recorder().fit(EnqueuerDataset(enqueuer), verbose=0)
 
 
-def test_nobody_knows_the_length():
+def test_the_length_is_unknown():
     with pytest.raises(TypeError, match=r"GeneratorEnqueuer .* give steps_per_epoch"):
         EnqueuerDataset(GeneratorEnqueuer(columns))
 

@@ -231,7 +231,7 @@ def test_a_nested_tensor_is_moved(layout, device):
     ],
 )
 def test_the_memory_of_every_tensor_is_found(make, of_it):
-    """CUDA can be told of strided tensors alone which stream uses them."""
+    """CUDA can record the stream only of strided tensors."""
     tensor = make()
     parts = list(plain_parts(tensor))
     assert all(type(part) is torch.Tensor and is_plain(part) for part in parts)
@@ -290,7 +290,7 @@ def test_a_dataloader_begins_a_new_epoch_after_a_break():
     assert [batch.tolist()[0] for batch in loader] == [0, 2, 4, 6, 8]
 
 
-def test_an_enqueuer_goes_on_after_a_break_and_tells_its_position():
+def test_an_enqueuer_goes_on_after_a_break_and_gives_its_position():
     def make():
         return CudaDataLoader(OrderedEnqueuer(range(9), np.array, random_seed=7), "cpu")
 
@@ -683,7 +683,7 @@ def test_what_is_called_beside_captures_is_not_of_them(monkeypatch):
     assert modes == [0, 2, 0]
 
 
-def test_without_a_gpu_nothing_is_told_of_captures():
+def test_without_a_gpu_no_capture_mode_is_set():
     with pinning.beside_captures():
         pass
 
@@ -757,7 +757,7 @@ class Stream:
 
 class BlockingEvent:
     def __init__(self, blocking=False):
-        assert blocking, "who waits for it would keep a CPU busy"
+        assert blocking, "a thread that waits for it would keep a CPU busy"
 
 
 @pytest.fixture

@@ -100,7 +100,7 @@ def test_what_is_no_array_to_jax_is_left_as_it_is():
     assert all(got[key] is value for key, value in batch.items())
 
 
-def test_64_bits_become_32_unless_jax_is_told_otherwise():
+def test_64_bits_become_32_unless_jax_is_set_to_64():
     batch = [np.arange(3), np.ones(3), np.ones(3, "uint8")]
     (got,) = JaxLoader([batch])
     assert [str(array.dtype) for array in got] == ["int32", "float32", "uint8"]

@@ -1,4 +1,4 @@
-"""What all adapters have in common: who stops whom, epochs, positions, working ahead."""
+"""What all adapters have in common: stopping, epochs, positions, working ahead."""
 
 import functools
 import gc
@@ -42,7 +42,7 @@ def failing():
     raise KeyError("no such thing")
 
 
-# --- who stops whom ----------------------------------------------------------------------------
+# --- stopping ----------------------------------------------------------------------------------
 
 
 def test_an_enqueuer_that_was_not_started_ends_with_its_loader(kind, backend):
@@ -167,7 +167,7 @@ def test_steps_per_epoch_goes_on_where_the_generator_ends(kind):
     assert list(loader) == [0, 1, 2, 3, 0, 1]
 
 
-def test_who_leaves_with_the_last_batch_begins_an_epoch_afterwards(kind):
+def test_a_loop_that_leaves_with_the_last_batch_begins_an_epoch_afterwards(kind):
     loader = kind(GeneratorEnqueuer(counting), steps_per_epoch=3)
     for first in (0, 3, 6):
         assert [number for _, number in itertools.islice(loader, 3)] == [
@@ -270,7 +270,7 @@ def test_a_position_is_what_the_loop_was_given(kind, taken, steps):
     assert [list(other), list(other)] == rest
 
 
-def test_the_position_is_still_told_after_stop(kind):
+def test_the_position_is_known_after_stop(kind):
     loader = kind(GeneratorEnqueuer(twelve, random_seed=7))
     assert list(itertools.islice(loader, 5)) == [0, 1, 2, 3, 4]
     loader.stop()
@@ -304,7 +304,7 @@ def test_messages_have_the_article_of_the_class(kind):
         kind(Odd([1])).state_dict()
 
 
-def test_a_list_tells_no_position(kind):
+def test_a_list_has_no_position(kind):
     loader = kind([1])
     for name in ("state_dict", "load_state_dict"):
         assert not hasattr(loader, name)
@@ -317,7 +317,7 @@ def test_a_list_tells_no_position(kind):
         _ = loader.position
 
 
-def test_an_enqueuer_tells_its_position_by_protocol(kind):
+def test_an_enqueuer_gives_its_position_by_protocol(kind):
     loader = kind(GeneratorEnqueuer(twelve))
     assert isinstance(loader, Stateful)
     assert isinstance(Later(loader), Stateful)
@@ -354,7 +354,7 @@ def test_two_iterators_over_an_enqueuer_share_the_epoch(kind):
 
 def test_after_a_break_nothing_of_a_list_is_kept():
     class Batch:
-        """What a weak reference can tell the end of."""
+        """An object that a weak reference can watch."""
 
     made, threads = weakref.WeakSet(), []
 

@@ -1,4 +1,4 @@
-"""An enqueuer as a tf.data.Dataset: signatures, passes, who stops whom, errors, a training run."""
+"""An enqueuer as a tf.data.Dataset: signatures, passes, stopping, errors, a training run."""
 
 import gc
 import re
@@ -260,7 +260,7 @@ def test_a_tf_function_can_iterate_over_it():
     assert [int(total(dataset)), int(total(dataset))] == [66, 66]
 
 
-# --- who stops whom ----------------------------------------------------------------------------
+# --- stopping ----------------------------------------------------------------------------------
 
 
 def test_the_workers_end_with_the_dataset(backend):

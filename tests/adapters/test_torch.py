@@ -76,7 +76,7 @@ def noisy(number, task):
 
 
 def worker_info(id, num_workers, seed=0):
-    """Return what torch tells a worker; its seed is that of the iteration, and its index."""
+    """Return the information of torch for a worker: the seed of the iteration plus its index."""
     return types.SimpleNamespace(id=id, num_workers=num_workers, seed=seed + id)
 
 
@@ -281,7 +281,7 @@ def test_batches_of_an_ordered_enqueuer_do_not_depend_on_dataloader_workers(work
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_elements_of_an_iterable_are_dealt_out_to_dataloader_workers(workers):
+def test_elements_of_an_iterable_are_divided_among_dataloader_workers(workers):
     own = OrderedEnqueuer(Reiterable(10), add_ten, batch_size=2)
     loader = DataLoader(EnqueuerIterableDataset(own), batch_size=None, num_workers=workers)
     assert seen(loader) == [[10, 11], [12, 13], [14, 15], [16, 17], [18, 19]]
@@ -697,7 +697,7 @@ def test_a_map_dataset_in_dataloader_workers_repeats_nothing(persistent):
         assert sorted(items) == [(number, epoch) for number in range(12)]
 
 
-def dealt(monkeypatch, dataset, sampler, batch_size, workers, epochs=1, one_by_one=False):
+def divided(monkeypatch, dataset, sampler, batch_size, workers, epochs=1, one_by_one=False):
     """Yield what the workers of a DataLoader are asked for, as (index, item, epoch of the loader).
 
     torch deals out batches of indices in turn: worker w gets those of batch w, w + workers, ...
@@ -732,11 +732,11 @@ def test_a_map_dataset_gives_every_element_once_and_by_its_index(
     with OrderedEnqueuer(range(length), noisy, shuffle=True, random_seed=7) as alone:
         expected = [seen(alone) for _ in range(2)]
     how = (list(range(length)), batch_size, workers, 2, one_by_one)
-    if workers > 1 and one_by_one and batch_size > 1:  # the first worker cannot tell the batches
+    if workers > 1 and one_by_one and batch_size > 1:  # the first worker does not know the batches
         with pytest.warns(EnqueuerWarning, match="makes all items"):
-            found = list(dealt(monkeypatch, dataset, *how))
+            found = list(divided(monkeypatch, dataset, *how))
     else:
-        found = list(dealt(monkeypatch, dataset, *how))
+        found = list(divided(monkeypatch, dataset, *how))
     assert len(found) == 2 * length
     for index, item, epoch in found:
         assert item.tolist() == expected[epoch][index]
@@ -744,7 +744,7 @@ def test_a_map_dataset_gives_every_element_once_and_by_its_index(
 
 def test_a_map_dataset_whose_last_batch_is_dropped_begins_each_epoch_at_its_first(monkeypatch):
     dataset = EnqueuerMapDataset(OrderedEnqueuer(range(11), noisy, random_seed=7))
-    for index, item, epoch in dealt(monkeypatch, dataset, list(range(8)), 4, 2, epochs=3):
+    for index, item, epoch in divided(monkeypatch, dataset, list(range(8)), 4, 2, epochs=3):
         assert item.tolist()[:2] == [index, epoch]
 
 
@@ -752,7 +752,7 @@ def test_a_map_dataset_whose_last_batch_is_dropped_begins_each_epoch_at_its_firs
 def test_a_map_dataset_of_a_generator_gives_every_item_once(length, monkeypatch):
     dataset = EnqueuerMapDataset(GeneratorEnqueuer(numbers, shards=4), length=length)
     with pytest.warns(EnqueuerWarning, match=r"each of the 2 workers .* makes all items"):
-        found = list(dealt(monkeypatch, dataset, list(range(length)), 4, 2, epochs=2))
+        found = list(divided(monkeypatch, dataset, list(range(length)), 4, 2, epochs=2))
     assert len(found) == 2 * length
     for index, item, epoch in found:
         assert item.tolist() == [index, epoch]
@@ -765,7 +765,7 @@ def test_a_map_dataset_in_dataloader_workers_refuses_torchs_shuffle(sampler, mak
     own = make() if make else GeneratorEnqueuer(numbers, shards=2)
     dataset = EnqueuerMapDataset(own, length=4)
     with pytest.raises(ValueError, match=r"leave out shuffle=True and sampler="):
-        list(dealt(monkeypatch, dataset, sampler, 4, 2))
+        list(divided(monkeypatch, dataset, sampler, 4, 2))
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def folder(tmp_path):
     return paths
 
 
-# --- who gets what -------------------------------------------------------------------------------
+# --- the shares ----------------------------------------------------------------------------------
 
 
 @given(st.integers(1, 60), st.integers(1, 12), st.integers(1, 9), st.integers(0, 3), st.booleans())
@@ -409,7 +409,7 @@ def test_nonsense_is_refused_at_the_door(kind, change, said):
         FileBatches(**arguments)
 
 
-def test_it_tells_what_it_is():
+def test_its_repr_describes_it():
     assert repr(FileBatches(numbers(3), int, 2)) == "<FileBatches of 3 files, 2 a batch>"
 
 

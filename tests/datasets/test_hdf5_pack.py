@@ -241,7 +241,9 @@ def test_attributes_belong_to_the_file_or_to_a_key(tmp_path):
         ({3: 1}, "the attribute 3 cannot be stored in HDF5: "),
     ],
 )
-def test_attributes_that_cannot_be_stored_are_told_before_anything_runs(tmp_path, attributes, says):
+def test_attributes_that_cannot_be_stored_are_refused_before_anything_runs(
+    tmp_path, attributes, says
+):
     def never(shard):
         raise AssertionError("it ran")
 
@@ -250,7 +252,7 @@ def test_attributes_that_cannot_be_stored_are_told_before_anything_runs(tmp_path
     assert os.listdir(tmp_path) == []
 
 
-def test_attributes_of_keys_that_are_not_there_are_told_at_the_first_batch(tmp_path):
+def test_attributes_of_missing_keys_are_refused_at_the_first_batch(tmp_path):
     def batches(shard):
         yield {"x": [shard.index]}
         if "go on" not in os.listdir(tmp_path):
@@ -337,7 +339,7 @@ def test_whatever_can_be_iterated_is_a_source(tmp_path, kind):
     ],
 )
 @pytest.mark.filterwarnings("ignore:Creating an ndarray from ragged")  # numpy 1.23, beside
-def test_what_cannot_be_packed_is_told(tmp_path, item, options, error, says):
+def test_items_that_cannot_be_packed_are_refused(tmp_path, item, options, error, says):
     with pytest.raises(error, match=says):
         pack([item], tmp_path / "a.h5", **options)
     assert not (tmp_path / "a.h5").exists()
@@ -398,9 +400,9 @@ def test_errors_of_the_source_arrive_and_what_was_finished_is_kept(tmp_path, bac
     assert list(Path(f"{path}.parts").glob("*.tmp")) == []
     for name in os.listdir(ran):
         (ran / name).unlink()
-    (ran / "mended").touch()
+    (ran / "fixed").touch()
     assert pack(source, path, shards=4, **backend) == 20
-    again = {name.split(".")[0] for name in os.listdir(ran)} - {"mended"}
+    again = {name.split(".")[0] for name in os.listdir(ran)} - {"fixed"}
     assert again == {"0", "1", "2", "3"} - {str(int(name[6:11])) for name in whole}
     assert before
     assert contents(path)[1]["data"][3] == [10 * s + n for s in range(4) for n in range(5)]
@@ -423,7 +425,7 @@ def test_a_run_that_goes_on_keeps_the_seed(tmp_path):
     with pytest.raises(KeyError):
         pack(source, tmp_path / "a.h5", shards=4, backend="thread")
     drawn = json.loads((tmp_path / "a.h5.parts" / "pack.json").read_text())["random_seed"]
-    (ran / "mended").touch()
+    (ran / "fixed").touch()
     pack(source, tmp_path / "a.h5", shards=4, backend="thread")
     assert contents(tmp_path / "a.h5")[0]["enqueuer.random_seed"] == str(drawn)
 
@@ -447,7 +449,7 @@ def test_what_a_finished_run_left_is_not_taken_for_a_new_one(tmp_path):
         pack([np.ones(2)], tmp_path / "a.h5", random_seed=7)
 
 
-def test_shards_that_nobody_knows_are_not_taken(tmp_path):
+def test_shards_of_an_unknown_run_are_not_used(tmp_path):
     pack([np.zeros(2)], tmp_path / "a.h5")
     (tmp_path / "a.h5").unlink()
     (tmp_path / "a.h5.parts" / "finished").unlink()
@@ -531,7 +533,7 @@ def _closure(number, fails, extra=None):
     [Numbers, lambda *a: Numbers(*a).method, _partial, _closure],
     ids=["object", "method", "partial", "closure"],
 )
-def test_what_is_bound_tells_sources_apart(tmp_path, make):
+def test_bound_values_distinguish_sources(tmp_path, make):
     paths = [Path("a"), {"b": np.arange(3)}, 2.5]
     with pytest.raises(ValueError, match="interrupted"):
         packed(make(1, True, paths), tmp_path / "a.h5")
@@ -576,7 +578,7 @@ def test_a_version_is_compared_instead_of_what_is_bound(tmp_path):
         pack([[1]], tmp_path / "b.h5", version=[1])
 
 
-def test_a_place_that_cannot_be_written_is_told(tmp_path):
+def test_a_path_that_cannot_be_written_is_reported(tmp_path):
     (tmp_path / "a.h5.parts").write_text("precious")
     with pytest.raises(DataFileError, match=r"a\.h5\.parts cannot be written: "):
         pack([[1]], tmp_path / "a.h5")

@@ -397,7 +397,7 @@ def test_text_that_says_it_is_ascii_may_be_utf8(tmp_path):
     assert HDF5Source(tmp_path / "a.h5", "x")[:].tolist() == ["é", "e"]
 
 
-def test_text_that_is_not_utf8_is_told_with_key_and_rows(tmp_path):
+def test_text_that_is_not_utf8_is_reported_with_key_and_rows(tmp_path):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("x", data=[b"e", b"\xe9"], dtype=h5py.string_dtype())
     with pytest.raises(DataFileError, match=r"a\.h5: rows 0 to 2 of 'x' cannot be read: .*utf-8"):
@@ -515,7 +515,7 @@ def test_parts_of_parts_are_looked_at(tmp_path):
         HDF5Source(tmp_path / "outer.h5", "x")
 
 
-def test_a_part_that_goes_while_the_file_is_open_is_told(simple):
+def test_a_part_that_disappears_while_the_file_is_open_is_reported(simple):
     source = HDF5Source(simple, "data")
     assert source[0] == 0
     os.rename(simple.with_name("simple.h5.parts"), simple.with_name("elsewhere"))
@@ -525,7 +525,7 @@ def test_a_part_that_goes_while_the_file_is_open_is_told(simple):
 
 
 @pytest.mark.parametrize("spare", range(3))
-def test_parts_that_cannot_be_opened_are_told(simple, spare):
+def test_parts_that_cannot_be_opened_are_reported(simple, spare):
     resource = pytest.importorskip("resource")
     source = HDF5Source(simple, "data")
     was = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -665,7 +665,7 @@ def test_what_is_not_made_of_whole_rows_is_refused_and_described(two, layout, ma
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])
-def test_virtual_datasets_that_show_each_other_are_told(tmp_path, length):
+def test_virtual_datasets_that_show_each_other_are_reported(tmp_path, length):
     names = [f"{number}.h5" for number in range(length)]
     for name, other in zip(names, [*names[1:], names[0]], strict=True):
         with h5py.File(tmp_path / name, "w") as file:
@@ -712,7 +712,7 @@ def linked_outside(path, there):
 
 
 @pytest.mark.parametrize("leads", [raw_outside, virtual_outside, linked_outside])
-def test_rows_in_files_outside_of_the_folder_are_told_and_can_be_refused(tmp_path, leads):
+def test_rows_in_files_outside_of_the_folder_are_listed_and_can_be_refused(tmp_path, leads):
     for folder in ("inside", "elsewhere"):
         (tmp_path / folder).mkdir()
     path, there = tmp_path / "inside" / "a.h5", tmp_path / "elsewhere" / "b.h5"
@@ -742,7 +742,7 @@ def test_parts_in_the_folder_are_not_outside_even_behind_a_link(simple, tmp_path
         source.close()
 
 
-def test_rows_that_do_not_fit_into_memory_are_told(tmp_path):
+def test_rows_that_do_not_fit_into_memory_are_reported(tmp_path):
     with h5py.File(tmp_path / "a.h5", "w") as file:  # none of it is written
         file.create_dataset("x", (4, 1 << 50), "u1", chunks=(2, 1 << 20))
     source = HDF5Source(tmp_path / "a.h5", "x")
@@ -844,7 +844,7 @@ def damage(kind, path):
         ("no rows", r"simple\.h5: there is no dataset with rows"),
     ],
 )
-def test_a_broken_file_is_told_with_its_path(simple, kind, says):
+def test_a_broken_file_is_named_by_its_path(simple, kind, says):
     damage(kind, simple)
     with pytest.raises(DataFileError, match=says) as caught:
         HDF5Source(simple)
@@ -852,14 +852,14 @@ def test_a_broken_file_is_told_with_its_path(simple, kind, says):
 
 
 @pytest.mark.parametrize("kind", ["missing", "part missing", "part truncated"])
-def test_what_breaks_later_is_told_in_the_loop(simple, kind, backend):
+def test_a_file_that_breaks_later_is_an_error_in_the_loop(simple, kind, backend):
     source = HDF5Source(simple)
     damage(kind, simple)
     with pytest.raises(DataFileError, match=r"is gone|was changed"):
         list(GeneratorEnqueuer(source, **backend))
 
 
-def test_a_file_that_is_being_written_is_told(tmp_path):
+def test_a_file_that_is_being_written_is_reported(tmp_path):
     path = tmp_path / "a.h5"
     here, there = multiprocessing.Pipe()
 
@@ -883,7 +883,7 @@ def test_a_file_that_is_being_written_is_told(tmp_path):
 
 
 @pytest.mark.parametrize("options", [{"checksum": True}, {"compression": "gzip"}])
-def test_a_flipped_bit_is_told_with_key_and_rows(tmp_path, options, backend):
+def test_a_flipped_bit_is_reported_with_key_and_rows(tmp_path, options, backend):
     path = tmp_path / "a.h5"
     pack(
         [np.random.default_rng(0).integers(0, 9, 4000)],
@@ -909,13 +909,13 @@ def test_a_flipped_bit_is_told_with_key_and_rows(tmp_path, options, backend):
 # --- describe ---
 
 
-def test_describe_tells_what_is_there(tmp_path):
+def test_describe_shows_the_content(tmp_path):
     pack(
         packable, tmp_path / "a.h5", shards=4, backend="thread", ragged=["tail"], compression="lzf"
     )
     found = describe(tmp_path / "a.h5", full=True)
-    told = {c.name: (c.shape, c.dtype, c.compression, c.is_virtual) for c in found.columns}
-    assert told == {
+    columns = {c.name: (c.shape, c.dtype, c.compression, c.is_virtual) for c in found.columns}
+    assert columns == {
         "global": ((100,), "float64", "lzf", True),
         "name": ((100,), "text", "lzf", True),
         "row": ((100,), "int64", "lzf", True),

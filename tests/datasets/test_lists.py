@@ -70,7 +70,7 @@ def test_labels_are_ints_if_all_are_written_as_ints(tmp_path):
     assert listed(tmp_path, "a 0.5\n", label=float) == [("a", 0.5)]
 
 
-def test_a_wrong_line_is_told_by_its_number(tmp_path):
+def test_a_wrong_line_is_named_by_its_number(tmp_path):
     with pytest.raises(
         ValueError, match=r"train\.txt, line 2: 3 fields.* contains blanks: 'b c\.png 1'"
     ):

@@ -1,4 +1,4 @@
-"""torch tensors: equal, out of band, without a copy, and without torch for who has none."""
+"""torch tensors: equal, out of band, without a copy, and without torch where none is installed."""
 
 import sys
 
@@ -127,7 +127,7 @@ def test_a_tensor_is_writable_and_lives_as_long_as_anybody_refers_to_it(process)
     assert all((a == b + 1).all() for a, b in zip(kept, copies, strict=True))
 
 
-def test_who_has_no_tensors_needs_no_torch(tmp_path):
+def test_batches_without_tensors_need_no_torch(tmp_path):
     text = """
     import sys
     import numpy as np

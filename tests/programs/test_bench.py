@@ -147,7 +147,7 @@ def test_more_workers_that_do_not_help_end_the_search(source, monkeypatch):
     assert [one.workers for one in found.measured] == [0, 1, 2, 4, 8]
 
 
-def test_what_takes_no_shard_is_told(source):
+def test_a_source_that_takes_no_shard_is_reported(source):
     assert not last(source("unsplit"), backends=["thread"], max_workers=1).takes_shard
 
 
@@ -157,25 +157,25 @@ def test_what_cannot_be_sent_leaves_the_threads(source):
     assert found.best.backend == "thread"
 
 
-def test_what_breaks_only_there_is_told_beside_the_setting(source):
+def test_an_error_in_one_setting_is_shown_beside_it(source):
     found = last(source("breaks_if_split"), backends=["thread"])
     assert [one.failed for one in found.measured] == [None, None, "KeyError: 'the second of them'"]
 
 
 def test_each_report_has_one_more(source):
-    told = []
+    printed = []
     reports = list(
         bench(
             source("unsplit"),
             seconds=0.05,
             max_workers=1,
             backends=["thread"],
-            announce=told.append,
+            announce=printed.append,
         )
     )
     assert [len(one.measured) for one in reports] == [1, 1, 2]
     assert [one.gil_share is None for one in reports] == [True, False, False]
-    assert told == ["the plain loop", "the GIL", "1 thread"]
+    assert printed == ["the plain loop", "the GIL", "1 thread"]
 
 
 # --- what cannot be measured ---
@@ -186,7 +186,7 @@ def test_an_error_of_the_source_is_raised_as_itself(source):
         last(source("breaks"))
 
 
-def test_a_source_without_batches_is_told(source):
+def test_a_source_without_batches_is_reported(source):
     with pytest.raises(Unmeasurable, match="yields no batch"):
         last(source("empty"))
 
@@ -196,7 +196,7 @@ def test_a_live_iterator_cannot_be_run_again(source):
         last(source("running"))
 
 
-def test_a_source_that_never_yields_is_told_with_its_place():
+def test_a_source_that_never_yields_is_reported_with_its_place():
     gate = threading.Event()
 
     def stuck():
@@ -215,7 +215,7 @@ def test_a_source_that_yields_nothing_but_none_is_left():
         last(lambda: iter(lambda: None, 1), wait_limit_s=0.2)
 
 
-def test_a_setting_whose_workers_hang_is_told_and_ended(source):
+def test_a_setting_whose_workers_hang_is_reported_and_ended(source):
     found = last(source("hangs_if_split"), backends=["process"], wait_limit_s=5.0, max_workers=2)
     assert "did not come within" in found.measured[-1].failed
 

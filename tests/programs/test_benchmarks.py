@@ -1,4 +1,4 @@
-"""The programs in benchmarks/ run without any peer, and say who is missing."""
+"""The programs in benchmarks/ run without any peer, and name the missing ones."""
 
 import json
 import os

@@ -78,7 +78,7 @@ def test_ctrl_c_at_any_moment_of_a_start_leaves_nothing(method, moment, tmp_path
 
 
 def _stories(err):
-    """Count the tracebacks on stderr; one that tells what it interrupted is still one.
+    """Count the tracebacks on stderr; a traceback that shows an interrupted one counts once.
 
     A Ctrl-C may strike anywhere, in an `except KeyError:` of the import system, too.
     """

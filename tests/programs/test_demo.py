@@ -77,7 +77,7 @@ def left_in(folder: Path) -> Sequence[str]:
 
 
 def group_members(process: "subprocess.Popen[str]") -> set[int]:
-    """Tell which processes of the program's session still run."""
+    """Return which processes of the program's session still run."""
     psutil = pytest.importorskip("psutil")
     members = set()
     for pid in psutil.pids():

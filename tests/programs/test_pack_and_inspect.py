@@ -156,7 +156,7 @@ def test_a_dry_run_tells_and_writes_nothing(run, tmp_path):
         ("inspect mydata.py", "mydata.py: not an HDF5 file"),
     ],
 )
-def test_what_fails_is_told_in_a_line(run, arguments, says):
+def test_a_failure_is_reported_in_a_line(run, arguments, says):
     done = run(*arguments.split())
     assert (done.returncode, done.stdout) == (1, "")
     assert says in done.stderr
@@ -176,7 +176,7 @@ def test_what_fails_is_told_in_a_line(run, arguments, says):
         ("mydata:listed --shards 2", "can be split into --shards 2; write"),
     ],
 )
-def test_what_helps_is_told_as_an_option_of_the_shell(
+def test_a_remedy_is_named_as_an_option_of_the_shell(
     tmp_path, monkeypatch, capsys, arguments, says
 ):
     (tmp_path / "mydata.py").write_text(SOURCE)
@@ -186,10 +186,10 @@ def test_what_helps_is_told_as_an_option_of_the_shell(
     source, *options = arguments.split()
     code = main.main(["pack", source, "out.h5", "--quiet", "--backend", "thread", *options])
     monkeypatch.delitem(sys.modules, "mydata", raising=False)
-    told = capsys.readouterr().err
+    printed = capsys.readouterr().err
     assert code == 1
-    assert says in told
-    assert len(told.splitlines()) == 1
+    assert says in printed
+    assert len(printed.splitlines()) == 1
 
 
 def test_names_and_attributes_cannot_command_the_terminal(tmp_path, capsys):
@@ -199,15 +199,15 @@ def test_names_and_attributes_cannot_command_the_terminal(tmp_path, capsys):
         file["x\x1b[31m"].attrs["unit\x07"] = "m\x1b]0;title\x07"
         file.attrs["by"] = "\u202emoc"
     assert main.main(["inspect", str(path)]) == 0
-    told = capsys.readouterr().out
-    assert told.replace("\n", "").isprintable()
-    assert r"x\x1b[31m@unit\x07 = m\x1b]0;title\x07" in told
-    assert r"by = \u202emoc" in told
+    printed = capsys.readouterr().out
+    assert printed.replace("\n", "").isprintable()
+    assert r"x\x1b[31m@unit\x07 = m\x1b]0;title\x07" in printed
+    assert r"by = \u202emoc" in printed
     assert main.main(["inspect", str(tmp_path / "no\x1b[2J")]) == 1
     assert r"no\x1b[2J: no such file" in capsys.readouterr().err
 
 
-def test_files_outside_of_the_folder_are_told_and_can_be_refused(tmp_path, capsys):
+def test_files_outside_of_the_folder_are_listed_and_can_be_refused(tmp_path, capsys):
     (tmp_path / "folder").mkdir()
     path = str(tmp_path / "folder" / "a.h5")
     (tmp_path / "raw").write_bytes(bytes(range(8)))
@@ -228,15 +228,15 @@ def test_what_is_in_a_file_is_printed_as_json(tmp_path, capsys):
         file.attrs["sizes"] = [1, 2]
         file.attrs["odd"] = np.nan
     assert main.main(["inspect", path, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["path"], told["files"], told["outside"]) == (path, 1, [])
-    name, x = told["columns"]
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["path"], printed["files"], printed["outside"]) == (path, 1, [])
+    name, x = printed["columns"]
     assert (x["shape"], x["dtype"], x["attributes"]) == ([3, 2], "float64", {"unit": "m"})
     assert x["statistics"] == {
         "rows": 3, "minimum": 0, "mean": 2.5, "maximum": 5, "not_finite": 0,
     }  # fmt: skip
     assert (name["dtype"], name["statistics"]["mean"]) == ("text", None)
-    assert told["attributes"] == {"sizes": [1, 2], "odd": "nan"}
+    assert printed["attributes"] == {"sizes": [1, 2], "odd": "nan"}
 
 
 def test_an_error_of_the_source_has_its_traceback(run, tmp_path):
@@ -262,9 +262,9 @@ def test_help_has_examples_and_exit_codes(name, capsys):
     with pytest.raises(SystemExit) as caught:
         main.main([name, "--help"])
     assert caught.value.code == 0
-    told = capsys.readouterr().out
-    assert f"examples:\n  enqueuer {name} " in told
-    assert "exit codes: 0" in told
+    printed = capsys.readouterr().out
+    assert f"examples:\n  enqueuer {name} " in printed
+    assert "exit codes: 0" in printed
 
 
 FULL = """
@@ -276,7 +276,7 @@ exit $code
 """
 
 
-def test_a_full_disk_is_told_in_a_line_and_nothing_is_left(tmp_path):
+def test_a_full_disk_is_reported_in_a_line_and_nothing_is_left(tmp_path):
     """HDF5 would crash, now or later, for what it could not write any more."""
     (tmp_path / "mydata.py").write_text(SOURCE)
     (tmp_path / "small").mkdir()
@@ -303,10 +303,10 @@ def test_after_ctrl_c_the_same_command_goes_on(run, tmp_path):
     )  # fmt: skip
     assert process.stdout.readline() == "reached\n"
     os.killpg(process.pid, signal.SIGINT)
-    _, told = process.communicate(timeout=LIMIT)
+    _, printed = process.communicate(timeout=LIMIT)
     assert process.returncode == 130
-    assert "the same command resumes" in told
-    assert "Traceback" not in told
+    assert "the same command resumes" in printed
+    assert "Traceback" not in printed
     assert (tmp_path / "out.h5.parts" / "shard-00000.h5").exists()
     (tmp_path / "mydata.py").write_text(SOURCE.replace("time.sleep(100)", "pass"))
     assert run(*arguments).returncode == 0

@@ -134,7 +134,7 @@ def test_the_numbers_of_a_run_are_counted(tmp_path):
     assert (numbers.errors, numbers.skipped, numbers.restarts) == (0, 1, 1)
 
 
-def test_what_the_enqueuer_has_measured_is_told_rather_than_what_the_spans_say(tmp_path):
+def test_measurements_of_the_enqueuer_have_priority_over_the_spans(tmp_path):
     """It is what its bottleneck says."""
     totals = dict(items=4, waiting_us=1_000_000, working_us=3_000_000)
     events = [*STORY, instant("bottleneck", 5 * S, text="All is well.", **totals)]
@@ -292,14 +292,14 @@ def test_what_a_crash_left_is_shown(tmp_path, capsys):
         (trace_file.HEAD + b', "pid": 1},\n[1, 2],\n{"ph": "X", "pid": 3},\n7\n', "nothing was"),
     ],
 )
-def test_what_is_no_trace_is_told_in_a_line(tmp_path, content, says, capsys):
+def test_a_file_that_is_no_trace_is_reported_in_a_line(tmp_path, content, says, capsys):
     path = tmp_path / "run.json"
     if content is not None:
         path.write_bytes(content)
     assert main.main(["report", str(path)]) == 1
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert re.fullmatch(rf"enqueuer: {re.escape(str(path))}: {says}.*\n", told.err)
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert re.fullmatch(rf"enqueuer: {re.escape(str(path))}: {says}.*\n", printed.err)
     assert not (tmp_path / "run.html").exists()
 
 
@@ -312,11 +312,11 @@ def test_the_page_does_not_take_the_place_of_the_trace(tmp_path, capsys):
     assert trace.read(path).waits
 
 
-NOBODY = {"pid": 3, "tid": 4}
+UNKNOWN = {"pid": 3, "tid": 4}
 HUGE = 10**30
 BAD = {
-    "ts": span("next", 0, 5, NOBODY) | {"ts": "now"},
-    "dur": span("next", 0, 5, NOBODY) | {"dur": None},
+    "ts": span("next", 0, 5, UNKNOWN) | {"ts": "now"},
+    "dur": span("next", 0, 5, UNKNOWN) | {"dur": None},
     "negative": span("work", 9, 5, LOOP),
     "bool": span("work", 0, 5, LOOP) | {"ts": True},
     "huge time": span("work", 0, 5, LOOP) | {"ts": HUGE},
@@ -361,12 +361,12 @@ def test_a_pipe_is_refused_rather_than_waited_for(tmp_path, capsys):
 
 
 def test_what_a_terminal_would_obey_is_escaped(tmp_path, capsys):
-    told = "\x1b[2J\x07 \ud800 \u202e"
+    printed = "\x1b[2J\x07 \ud800 \u202e"
     events = [
         *STORY,
-        instant("error", S, error=told, worker=told),
-        instant("bottleneck", S, text=told),
-        name_of(worker(2), f"worker 2 ({told})"),
+        instant("error", S, error=printed, worker=printed),
+        instant("bottleneck", S, text=printed),
+        name_of(worker(2), f"worker 2 ({printed})"),
     ]
     path = write(tmp_path / "run\x1b[2J.json", events)
     assert main.main(["report", path]) == 0
@@ -403,14 +403,14 @@ def test_a_large_trace_takes_little_memory(tmp_path):
 def test_the_numbers_are_printed_as_json(tmp_path, capsys):
     path = write(tmp_path / "run.json", [*STORY, instant("bottleneck", 5 * S, text="Good.")])
     assert main.main(["report", path, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["items"], told["seconds"], told["errors"]) == (4, 5, 0)
-    assert (told["bottleneck"], told["is_whole"], told["left_out"]) == ("Good.", True, 0)
-    assert told["page"] == str(tmp_path / "run.html")
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["items"], printed["seconds"], printed["errors"]) == (4, 5, 0)
+    assert (printed["bottleneck"], printed["is_whole"], printed["left_out"]) == ("Good.", True, 0)
+    assert printed["page"] == str(tmp_path / "run.html")
     check((tmp_path / "run.html").read_text())
 
 
-def test_a_page_that_cannot_be_written_is_told(tmp_path, capsys):
+def test_a_page_that_cannot_be_written_is_reported(tmp_path, capsys):
     path = write(tmp_path / "run.json")
     assert main.main(["report", path, "-o", str(tmp_path / "no" / "run.html")]) == 1
     assert "cannot be written: No such file" in capsys.readouterr().err
@@ -420,6 +420,6 @@ def test_help_has_examples_and_exit_codes(capsys):
     with pytest.raises(SystemExit) as caught:
         main.main(["report", "--help"])
     assert caught.value.code == 0
-    told = capsys.readouterr().out
-    assert "examples:\n  enqueuer report run.json" in told
-    assert "exit codes: 0" in told
+    printed = capsys.readouterr().out
+    assert "examples:\n  enqueuer report run.json" in printed
+    assert "exit codes: 0" in printed

@@ -172,7 +172,7 @@ def test_closed_standard_streams_do_no_harm(options, closed, tmp_path):
 
         with GeneratorEnqueuer(batches, OPTIONS) as running:
             assert list(running) == list(range(5))
-        os._exit(42)  # nobody could hear an AssertionError
+        os._exit(42)  # an AssertionError would reach no process
     """
     assert run_program(tmp_path, text.replace("OPTIONS", options))[0] == 42
 
