@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Generic
+from typing import Generic, cast
 
 from enqueuer.backends.order import Order, ShardOrder
 from enqueuer.backends.pool import Inbox, W, WorkerState
@@ -104,10 +104,14 @@ class ShardSchedule(Generic[W]):
 
     def _head(self, order: Order) -> bool | End | Failure | Empty:
         """Return what is next in the inbox whose turn it is, as `Inbox.head` does."""
-        shard, count = order.turn(), len(self._workers)
+        workers, count = self._workers, len(self._workers)
+        if count == 1:
+            self._served = 0
+            return workers[0].inbox.head()
+        shard = order.turn()
         if shard is not None and count:  # else the workers were stopped meanwhile
             self._served = self._owners[shard]
-            return self._workers[self._served].inbox.head()
+            return workers[self._served].inbox.head()
         for index in range(self._served + 1, self._served + 1 + count):
             message = self._workers[index % count].inbox.head()
             if message is not False:
@@ -150,14 +154,23 @@ class ShardSchedule(Generic[W]):
 
     def take(self, order: Order) -> Iterator[ItemTuple]:
         """Take what is next and is there."""
-        assert isinstance(order, ShardOrder)
         self._is_acknowledged = False
-        count = len(self._workers)
-        if not count:  # they were stopped meanwhile
+        workers, shards = self._workers, cast(ShardOrder, order)
+        if not workers:  # they were stopped meanwhile
             return iter(())
-        if self._bunch == 1 or count == 1 or order.turn() is None:
-            return self._workers[self._served].inbox.items(self._bunch, order)
-        return self._take_in_turn(order)
+        if len(workers) == 1 or self._bunch == 1 or order.turn() is None:
+            return workers[self._served].inbox.items(self._bunch, shards)
+        return self._take_in_turn(shards)
+
+    def more(self, order: Order) -> Iterator[ItemTuple] | None:
+        """Acknowledge what was taken, and take what is next and is there; None if no item is."""
+        if not self._is_acknowledged:
+            for worker in self._workers:
+                worker.inbox.acknowledge()
+            self._is_acknowledged = True
+        if self._ending is not None or order.done or self._head(order) is not True:
+            return None
+        return self.take(order)
 
     def _take_in_turn(self, order: ShardOrder) -> Iterator[ItemTuple]:
         for _ in range(self._bunch):

@@ -193,6 +193,9 @@ class TaskSchedule(Generic[W]):
         assert isinstance(order, TaskOrder)
         return self._buffer.items(order, self._bunch)
 
+    def more(self, order: Order) -> None:
+        """Return None: tickets are submitted first."""
+
     def pass_over(self) -> None:
         """Forget the failure that `next_step` returned last, if it is skipped."""
         self._buffer.pass_over()

@@ -350,6 +350,9 @@ class _Recorded:
     def take(self, order: Order) -> Iterator[ItemTuple]:
         return self._backend.take(order)
 
+    def more(self, order: Order) -> None:
+        """Return None: a wait is recorded, even one that does not sleep."""
+
     def pass_over(self) -> None:
         self._backend.pass_over()
 

@@ -14,7 +14,7 @@ import functools
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from enqueuer.backends.load import Backend
@@ -83,6 +83,21 @@ class EpochReader:
         if has_more and not self.ready and self.failure is not None:
             self._raise(self.failure)
         return has_more
+
+    def has_more(self) -> bool:
+        """Take the items that have come; return False if none is next, or more is to be done."""
+        if self._is_entered or self.ready or self.failure is not None:
+            return False
+        self._is_entered = True
+        try:
+            backend = self.run.backend
+            items = backend.more(self._order)
+            if items is None:
+                return False
+            self._keep(backend, items)
+        finally:
+            self._is_entered = False
+        return True
 
     def peek(self, deadline: float | None, retune: Callable[[], None] | None = None) -> bool:
         """Wait until an item or the failure is ready; return whether one is.
@@ -190,22 +205,29 @@ class EpochReader:
                 self.failure = failure
             backend.pass_over()
         elif not self._order.done:
-            self.ready.extend(backend.take(self._order))
-            meter = run.meter
-            meter.left -= len(self.ready)
-            # This happens every few milliseconds, or at each batch if these take longer.
-            if meter.left <= 0:
-                # The batch that is about to be given does not wait.
-                meter.sample(self.waiting() - 1)
-                is_time = run.is_news = True
-            first_items = self.work.first_items
-            if first_items is not None:
-                duplicates.compare(first_items, self.ready.copy())
-                if first_items.done:
-                    self.work.first_items = None
+            is_time = self._keep(backend, backend.take(self._order))
+        return is_time
+
+    def _keep(self, backend: Backend, items: Iterator[ItemTuple]) -> bool:
+        """Take items from the backend; return whether it is time for what `note` says."""
+        run, ready, is_time = self.run, self.ready, False
+        ready.extend(items)
+        count = len(ready)
         # Of several items, those behind the first one still wait.
-        if len(self.ready) == 1:
+        if count == 1:
             backend.acknowledge()
+        meter = run.meter
+        meter.left -= count
+        # This happens every few milliseconds, or at each batch if these take longer.
+        if meter.left <= 0:
+            # The batch that is about to be given does not wait.
+            meter.sample(self.waiting() - 1)
+            is_time = run.is_news = True
+        first_items = self.work.first_items
+        if first_items is not None:
+            duplicates.compare(first_items, ready.copy())
+            if first_items.done:
+                self.work.first_items = None
         return is_time
 
     def is_other_than_item_next(self) -> bool:

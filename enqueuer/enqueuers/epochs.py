@@ -126,6 +126,9 @@ class Epochs:
         with self.run.lock:
             if reader is not self.reader or self.run.state is State.STOPPED:
                 raise StopIteration
+            # The shortest way: nothing is to be waited for, fed or changed.
+            if self.scaling is None and reader.has_more():
+                return
             if not reader.has_item(None, self.retune):
                 raise StopIteration
 

@@ -15,7 +15,6 @@ of its own, and takes items by one call of C.
 from __future__ import annotations
 
 import itertools
-import operator
 import threading
 import time
 from collections import deque
@@ -25,6 +24,7 @@ from typing import Any
 from enqueuer.backends.pool import Taken
 from enqueuer.errors import Closed
 from enqueuer.monitoring import gil
+from enqueuer.monitoring.meters import WAITING, Meter
 from enqueuer.workers.messages import Empty, End, Failure, ItemTuple
 
 UNBOUNDED = 1 << 62  # as `max_size`, where something else keeps the bound
@@ -47,10 +47,9 @@ class ThreadInbox:
 
     Example:
         >>> inbox = ThreadInbox(max_size=2)
-        >>> inbox.offer((0, 0, "a", None)), inbox.offer((0, 1, "b", None))
-        (True, True)
-        >>> inbox.offer((0, 2, "c", None)), inbox.waiting, inbox.head()
-        (False, 2, True)
+        >>> inbox.put((0, 0, "a", None), 0, Meter())
+        >>> inbox.waiting, inbox.head()
+        (1, True)
     """
 
     def __init__(self, max_size: int, max_bytes: int | None = None, shards: int = 1) -> None:
@@ -112,26 +111,22 @@ class ThreadInbox:
             if self._sleeper is not None and made:
                 self._wake_loop_locked()
 
-    def offer(self, item: ItemTuple, size_bytes: int = 0) -> bool:
-        """Append an item if there is room now, and return whether that was so.
-
-        Raises:
-            Closed: The inbox is closed.
-        """
-        with self._lock:
-            if not self._may_put_locked(size_bytes):
-                return False
-            self._put_locked(item, size_bytes)
-            return True
-
-    def put(self, item: ItemTuple, size_bytes: int = 0) -> None:
+    def put(self, item: ItemTuple, size_bytes: int, meter: Meter) -> None:
         """Append an item; wait while there is no room.
+
+        Args:
+            item: The item.
+            size_bytes: Bytes that count against the bound.
+            meter: Account of the worker, where a wait is noted.
 
         Raises:
             Closed: The inbox is closed, or was while waiting.
         """
         with self._lock:
-            self._wait_for_room_locked(size_bytes)
+            if not self._may_put_locked(size_bytes):
+                meter.pause(WAITING)
+                self._wait_for_room_locked(size_bytes)
+                meter.resume()
             self._put_locked(item, size_bytes)
 
     def send(self, message: End | Failure | Empty) -> None:
@@ -195,9 +190,11 @@ class ThreadInbox:
                 self._lock.acquire()
 
     def _wake_loop_locked(self) -> None:
-        sleeper, self._sleeper = self._sleeper, None
-        if sleeper is not None:
+        sleeper = self._sleeper
+        if sleeper is not None and sleeper.locked():
             sleeper.release()
+        # Last, so that after an exception of a signal handler the loop is woken by another call.
+        self._sleeper = None
 
     # --- the loop ---
 
@@ -244,14 +241,14 @@ class ThreadInbox:
             count = min(count, others[0][0] - self._taken)
         if count <= 0:
             return iter(())
-        if not self._is_plain:
+        if count == 1 or not self._is_plain:
             return self._one_by_one(count, taken)
         shard, number = items[count - 1][:2]
         # What is written behind the items yields nothing.
         return itertools.chain(
             itertools.starmap(items.popleft, itertools.repeat((), count)),
             filter(None, map(setattr, (self, taken), _NAMES, (self._taken + count, shard))),
-            filter(None, map(operator.setitem, (taken.numbers,), (shard,), (number + 1,))),
+            filter(None, map(taken.numbers.__setitem__, (shard,), (number + 1,))),
         )
 
     def _one_by_one(self, count: int, taken: Taken) -> Iterator[ItemTuple]:
@@ -282,7 +279,8 @@ class ThreadInbox:
             return
         with self._lock:
             # First, as an exception of a signal handler that strikes here must leave all to do.
-            self._wake_putters_locked(taken - self._acknowledged)
+            if self._putters:
+                self._wake_putters_locked(taken - self._acknowledged)
             if self._max_bytes is not None:
                 self._bytes_acknowledged = dict(self._totals)[taken]
             self._acknowledged = taken
@@ -291,8 +289,12 @@ class ThreadInbox:
         # With a bound in bytes the first one might be too large while the next one is not.
         count = len(self._putters) if self._max_bytes is not None else most
         while self._putters and count > 0:
-            count -= 1
-            self._putters.popleft().release()
+            first = self._putters[0]
+            # An exception of a signal handler may have struck before one was removed.
+            if first.locked():
+                first.release()
+                count -= 1
+            del self._putters[0]
 
     # --- both ---
 

@@ -80,10 +80,7 @@ class ThreadSender:
             self._weigh(value)
             if self._checksums is not None:
                 self._look_for_reuse(item, self._checksums)
-        if not self.inbox.offer(item, size_bytes):
-            self.meter.pause(WAITING)
-            self.inbox.put(item, size_bytes)
-            self.meter.resume()
+        self.inbox.put(item, size_bytes, self.meter)
 
     def open_bunch(self, shard: int) -> Bunch | None:
         # The item that is weighed next is sent by itself.
