@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from enqueuer.workers.shards import Seeded, Shard, Task, words_of
+from enqueuer.workers.task_words import TaskWords
 
 
 class GlobalStreams:
@@ -55,15 +56,22 @@ class GlobalStreams:
 
 
 class TaskSeeds:
-    """Seed the global generators of one worker process for the task that it does."""
+    """Seed the global generators of one worker process for each task that it runs."""
 
     def __init__(self) -> None:
         self._current: Task | None = None
+        self._words = TaskWords()
 
     def enter(self, task: Task) -> None:
         """Seed all that are imported, except for those of GPUs, which take far longer."""
         self._current = task
-        seed_globals(task, gpus=False)
+        seeds = self._words.of(task)
+        if seeds is None or not sys.modules.keys().isdisjoint(FRAMEWORKS):
+            seed_globals(task, gpus=False)
+            return
+        for_python, for_numpy = seeds
+        random.seed(for_python)
+        np.random.seed(for_numpy)
 
     def seed_imported(self, framework: str) -> None:
         """Seed a framework that the code of the current task has just imported."""
