@@ -29,6 +29,7 @@ from enqueuer.transport.protocol import INLINE_BYTES, REPORT, Credit, Kind
 from enqueuer.transport.ring import ASKING, CLAIMED, LIMIT, ORDERS, TAKEN, WANTED, Ring
 from enqueuer.transport.sender_control import SenderControl
 from enqueuer.transport.small_arrays import Layouts
+from enqueuer.transport.spin import Spin
 from enqueuer.workers.messages import Empty, End, Epoch, Failure, Reported, Ticket
 
 _ITEM, _STATED, _ARRAYS = int(Kind.ITEM), int(Kind.STATED), int(Kind.ARRAYS)
@@ -44,7 +45,7 @@ class ItemSender:
 
     def __init__(self, packets: Packets, ring: Ring, credit: Credit) -> None:
         self.meter = Meter(ring.meter)
-        self._control = SenderControl(packets, ring, self.meter)
+        self._control = SenderControl(packets, ring, self.meter, Spin(credit.spins))
         encoder = Encoder()
         self._encode = encoder.encode
         self._blocks = BlockWriter(ring, self._control, encoder.arrays, keep=credit.items + 4)
@@ -87,7 +88,7 @@ class ItemSender:
         elif type(value) in SCALARS:
             data = _dumps(value, 5)
             if not began and len(data) <= MOST_IN_RUN:
-                if self._words[ORDERS] != self._control.orders:
+                if self._words[ORDERS] > self._control.orders:
                     self._control.check()
                 self._append(shard, number, data)
                 return
@@ -104,7 +105,7 @@ class ItemSender:
             if segments:
                 is_large, table, data = True, len(segments), segments + data
             began += self.meter.words[WAITING] - waited
-        elif self._words[ORDERS] != self._control.orders:
+        elif self._words[ORDERS] > self._control.orders:
             self._control.check()
         self._put(kind, shard, number, table, data, 1)
         if began:
@@ -154,7 +155,7 @@ class ItemSender:
         """Wait for a task, for this worker or for any; None when there will be none."""
         control = self._control
         while True:
-            if self._words[ORDERS] != control.orders:
+            if self._words[ORDERS] > control.orders:
                 control.read_orders()
             if control.closed:
                 return None
@@ -193,10 +194,13 @@ class ItemSender:
             The pickle, if it is small, and the table of the parts in blocks.
         """
         self._control.check()
+        if not buffers and len(data) <= INLINE_BYTES:
+            self._allowance.add(len(data))
+            self._wait_for_credit()
+            return data, b""
         size = len(data) + sum(buffer.nbytes for buffer in buffers)
         data, segments = self._blocks.lay_out(data, buffers)
-        if segments:
-            self.meter.words[BYTES] += size
+        self.meter.words[BYTES] += size
         self._allowance.add(size)
         self._wait_for_credit()
         return data, self._blocks.announce(segments)
@@ -215,7 +219,6 @@ class ItemSender:
     def _wait_for_credit(self) -> None:
         """Return when the current item may be sent."""
         control = self._control
-        control.check()
         while not self._may_send():
             if self._asks:
                 self._words[ASKING] = self._writer.sent + 1

@@ -80,8 +80,10 @@ class Credit:
         items: Number of its items that may wait.
         waiting_bytes: Largest number of bytes of its items that may wait, or None.
         ask: Whether the worker reports that it has an item and no credit.
+        spins: Whether the worker may spin before it sleeps, as it has a CPU of its own.
     """
 
     items: int
     waiting_bytes: int | None
     ask: bool
+    spins: bool = False

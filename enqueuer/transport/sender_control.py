@@ -25,6 +25,7 @@ from enqueuer.transport.memory import nameless_file, read_whole
 from enqueuer.transport.packets import Packets
 from enqueuer.transport.protocol import INLINE_BYTES, PACKET, Kind
 from enqueuer.transport.ring import CONSUMER_ASLEEP, ORDERS, PACKETS, WORKER_ASLEEP, Ring
+from enqueuer.transport.spin import Spin
 from enqueuer.workers.messages import Epoch
 
 # Records that are kept while the socket is full; more are counted and dropped.
@@ -45,6 +46,7 @@ class SenderControl:
         packets: The worker's end of the socket.
         ring: Ring between the worker and the consumer.
         meter: Meter of the worker, which counts its waits.
+        spin: Whether, and how often, it spins before a sleep.
 
     Attributes:
         closed: Whether the consumer left, or has asked the worker to stop.
@@ -54,7 +56,7 @@ class SenderControl:
         records: Pickled log records that are still to be sent.
     """
 
-    def __init__(self, packets: Packets, ring: Ring, meter: Meter) -> None:
+    def __init__(self, packets: Packets, ring: Ring, meter: Meter, spin: Spin) -> None:
         self.closed = False
         self.orders = 0
         self.epochs: deque[Epoch] = deque()
@@ -69,31 +71,38 @@ class SenderControl:
         self._lost_records = 0
         self._readable = select.poll()
         self._readable.register(packets.fileno(), select.POLLIN)
+        self._spin = spin
         self._sleeps = 0
         # The sleep of the consumer that was ended last.
         self._woken = 0
 
     def check(self) -> None:
         """Raise Closed if the consumer left."""
-        if self._words[ORDERS] != self.orders:
+        if self._words[ORDERS] > self.orders:
             self.read_orders()
         if self.closed:
             raise Closed("the consumer left")
 
     def sleep(
         self,
-        enough: Callable[[], bool] = lambda: False,
+        enough: Callable[[], bool] | None = None,
         also: int | None = None,
         phase: int = WAITING,
     ) -> None:
         """Sleep until there are orders, the consumer's end or a wake-up; send logs meanwhile.
 
         Args:
-            enough: Function that is asked once more after the consumer can see that this sleeps.
+            enough: Function that returns whether there is no need to sleep. It is asked once more
+                after the consumer can see that this sleeps.
             also: Descriptor that ends the sleep, too, when there is something to read.
             phase: Word of the meter to which the time is added.
         """
         self._meter.pause(phase)
+        if enough is not None and self._spin.until(enough):
+            self._meter.resume()
+            if self._words[ORDERS] > self.orders:
+                self.read_orders()
+            return
         with self._lock:
             try:
                 self._send_records_locked(wait=False)
@@ -106,7 +115,7 @@ class SenderControl:
         self._sleeps += 1
         self._words[WORKER_ASLEEP] = self._sleeps
         self._fence()
-        if not enough():
+        if enough is None or not enough():
             self._readable.poll()
         self._words[WORKER_ASLEEP] = 0
         if also is not None:

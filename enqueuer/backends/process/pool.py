@@ -32,7 +32,7 @@ from enqueuer.backends.process import stack_dump
 from enqueuer.backends.process.dispatch import QueueDispatch
 from enqueuer.backends.process.handle import ProcessWorker, has_ended, wait_for_exitcode
 from enqueuer.backends.process.inbox import ProcessInbox
-from enqueuer.backends.process.starter import Starter
+from enqueuer.backends.process.starter import Starter, may_spin
 from enqueuer.backends.stall import WorkerSnapshot, level_of_user
 from enqueuer.common import interrupts
 from enqueuer.common.descriptors import close_in_children
@@ -40,6 +40,7 @@ from enqueuer.errors import StartError, StopWarning
 from enqueuer.monitoring import usage
 from enqueuer.monitoring.worker_stats import WorkerStats
 from enqueuer.transport.memory import remove_names_of
+from enqueuer.transport.spin import Spin
 from enqueuer.workers import logs
 from enqueuer.workers.tasks import TaskSource
 
@@ -63,6 +64,7 @@ class ProcessPool:
         self._is_closed = False
         self._resources = contextlib.ExitStack()
         self._wake: socket.socket | None = None
+        self._spin = Spin(not self._does_tasks and may_spin(len(job.plans())))
         self._started = 0.0  # when the last worker was started
         self._allowed = 0  # index of the worker that was allowed an item last for which it asked
 
@@ -112,6 +114,8 @@ class ProcessPool:
     def sleep(self, awaited: ProcessWorker | None, deadline: float | None) -> None:
         watched = list(self.workers) if awaited is None else [awaited]
         is_coming = not self._does_tasks and self._ask_for(awaited)
+        if self._spin.until(lambda: any(_has_news(worker, is_coming) for worker in watched)):
+            return
         try:
             for worker in watched:
                 worker.channel.arm_wake_up()

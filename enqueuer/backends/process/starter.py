@@ -38,6 +38,11 @@ from enqueuer.workers.remote import WorkerConfig
 from enqueuer.workers.tasks import TaskSource
 
 
+def may_spin(workers: int) -> bool:
+    """Return whether this process and each of the workers has a CPU of its own."""
+    return usage.cpus() > workers
+
+
 class Starter:
     """Starts worker processes.
 
@@ -183,4 +188,4 @@ class Starter:
             return Credit(job.max_queue_size + job.workers, None, ask=False)
         quota = split_bound(job.max_queue_size, count)[index]
         share = None if job.max_queue_bytes is None else job.max_queue_bytes // count
-        return Credit(quota, share, ask=not job.ordered)
+        return Credit(quota, share, ask=not job.ordered, spins=may_spin(count))
