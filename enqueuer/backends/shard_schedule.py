@@ -42,7 +42,7 @@ class ShardSchedule(Generic[W]):
 
     Example:
         >>> from enqueuer.backends.order import RoundRobin
-        >>> from enqueuer.workers.messages import Start
+        >>> from enqueuer.workers.messages import Item, Start
         >>> class Worker:
         ...     def __init__(self, state, *messages):
         ...         self.shards, self.state, self.inbox = (len(messages),), state, self
