@@ -54,7 +54,8 @@ class Layouts:
         else:
             return None
         for array in arrays:
-            if type(array) is not _ndarray:
+            # Pickle keeps a read-only array read-only.
+            if type(array) is not _ndarray or not array.flags.writeable:
                 return None
             key += array.dtype, array.shape, array.strides
         build = tuple(key)

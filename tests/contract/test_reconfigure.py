@@ -189,7 +189,7 @@ def test_a_change_that_was_interrupted_leaves_the_next_run_alone():
     consumer = threading.Thread(target=lambda: list(enqueuer))
     consumer.start()
     assert inside.wait(LIMIT)
-    with signals_raising(KeyError, 0.1), pytest.raises(KeyError):
+    with raising_within("taken", KeyError), pytest.raises(KeyError):
         enqueuer.reconfigure(workers=3)
     [changer] = [one for one in threading.enumerate() if one.name == "enqueuer-reconfigure"]
     enqueuer.stop(timeout=0.1)
@@ -203,14 +203,17 @@ def test_a_change_that_was_interrupted_leaves_the_next_run_alone():
 
 
 @contextlib.contextmanager
-def signals_raising(error, after_s):
-    """Raise an exception in the main thread after some time, which must be in a wait by then."""
+def raising_within(name, error):
+    """Raise an exception in the main thread, by a signal, once it is in a function of this name."""
 
-    def handler(*_):
-        raise error
+    def handler(number, frame):
+        while frame is not None and frame.f_code.co_name != name:
+            frame = frame.f_back
+        if frame is not None:
+            raise error
 
     before = signal.signal(signal.SIGALRM, handler)
-    signal.setitimer(signal.ITIMER_REAL, after_s)
+    signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
     try:
         yield
     finally:

@@ -22,6 +22,7 @@ LEFT_TO_PICKLE = {
     "strides": [SHORT[::2]],
     "Fortran's order": [np.zeros((2, 3)).T],
     "nothing in it": [np.zeros(0)],
+    "read-only": {"x": SHORT, "y": np.broadcast_to(LABEL, (1,))},
     "too large": [np.zeros(small_arrays._MOST_BYTES, np.uint8)],
 }
 
@@ -53,7 +54,6 @@ def test_a_container_of_arrays_comes_back(container, count):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_arrays_of_each_dtype_come_back(dtype):
     original = np.arange(6).astype(dtype).reshape(3, 2)
-    original.flags.writeable = False
     copy, _ = there_and_back((original, LABEL))
     assert copy.dtype == original.dtype
     assert (copy == original).all()
@@ -65,6 +65,14 @@ def test_other_items_are_left_to_pickle(value):
     layouts = Layouts()
     assert layouts.encode(value) is None
     assert layouts.encode(value) is None
+
+
+def test_a_read_only_array_is_left_to_pickle_which_keeps_it_so():
+    layouts = Layouts()
+    fixed = SHORT.copy()
+    assert layouts.encode([fixed]) is not None
+    fixed.flags.writeable = False
+    assert layouts.encode([fixed]) is None
 
 
 def test_an_array_that_is_there_twice_is_left_to_pickle_which_keeps_it_one():
