@@ -1,9 +1,9 @@
 """The base of all loaders: an enqueuer, or any other iterable, as a framework's loader.
 
-    loader -> Epochs: epochs of so many steps, a position -> Reader -> the training loop
+    loader -> LoaderEpochs: epochs of so many steps, a position -> BatchReader -> the training loop
 
-A `Reader` gives the batches of an epoch: in the loop's thread, or from a thread that works ahead
-(`prefetching`).
+A `BatchReader` gives the batches of an epoch: in the loop's thread, or from a thread that works
+ahead (`prefetching`).
 
 The owner that starts an enqueuer stops it. An enqueuer that does not run is started by the first
 iteration, and stopped when its Loader and all iterators of it are dropped. One that runs already
@@ -66,12 +66,12 @@ class Loader(Generic[Batch]):
         *,
         convert: Callable[[Any], Batch] | None = None,
         check: Callable[[], object] | None = None,
-        reader: Callable[[Epochs, Ownership], Reader[Batch]] | None = None,
+        reader: Callable[[LoaderEpochs, Ownership], BatchReader[Batch]] | None = None,
     ) -> None:
         self._loader = loader
-        self._epochs = epochs = Epochs(loader, steps_per_epoch)
+        self._epochs = epochs = LoaderEpochs(loader, steps_per_epoch)
         self._ownership = Ownership(epochs, check)
-        self._reader: Reader[Batch] = (
+        self._reader: BatchReader[Batch] = (
             _DirectReader(epochs, self._ownership, convert)
             if reader is None
             else reader(epochs, self._ownership)
@@ -133,12 +133,12 @@ class Loader(Generic[Batch]):
         self.stop()
 
 
-def inside_of(loader: Loader[Any]) -> tuple[Epochs, Ownership]:
+def inside_of(loader: Loader[Any]) -> tuple[LoaderEpochs, Ownership]:
     """Return the epochs and the ownership of a loader, for other parts of the package."""
     return loader._epochs, loader._ownership
 
 
-class Reader(Protocol[Batch]):  # type: ignore[misc]
+class BatchReader(Protocol[Batch]):  # type: ignore[misc]
     """The batches of one epoch after the other."""
 
     def read(self) -> Iterator[Batch]:
@@ -152,20 +152,20 @@ class _DirectReader(Generic[Batch]):
     """Read in the loop's thread."""
 
     def __init__(
-        self, epochs: Epochs, ownership: Ownership, convert: Callable[[Any], Batch] | None
+        self, epochs: LoaderEpochs, ownership: Ownership, convert: Callable[[Any], Batch] | None
     ) -> None:
         self._epochs = epochs
         self._ownership = ownership
         self._convert = convert
 
     def read(self) -> Iterator[Batch]:
-        """See `Reader`."""
+        """See `BatchReader`."""
         # The bound method keeps the ownership, and so the workers, alive. `map` is no frame that
         # an error would keep, and holds no batch.
         return map(self._converted, self._epochs)
 
     def stop(self, timeout: float | None) -> None:
-        """See `Reader`."""
+        """See `BatchReader`."""
 
     def _converted(self, batch: Any) -> Batch:
         return batch if self._convert is None else self._convert(batch)
@@ -184,7 +184,7 @@ class Ownership:
         is_started: Whether this has started the loader.
     """
 
-    def __init__(self, epochs: Epochs, check: Callable[[], object] | None = None) -> None:
+    def __init__(self, epochs: LoaderEpochs, check: Callable[[], object] | None = None) -> None:
         self.is_started = False
         self._epochs = epochs
         self._loader = epochs.loader
@@ -237,7 +237,7 @@ class Ownership:
             self._claim = None
 
 
-class Epochs:
+class LoaderEpochs:
     """The epochs of a loader, each of `steps` batches if that is not None.
 
     Attributes:

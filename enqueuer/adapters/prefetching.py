@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Generic, TypeVar
 
-from enqueuer.adapters.loading import Epochs, Loader, Ownership
+from enqueuer.adapters.loading import Loader, LoaderEpochs, Ownership
 from enqueuer.common import checks
 from enqueuer.enqueuers.enqueuer import core_of
 from enqueuer.enqueuers.generator import GeneratorEnqueuer
@@ -53,7 +53,7 @@ class PrefetchLoader(Loader[Batch]):
     ) -> None:
         queue_size = checks.positive("queue_size", queue_size)
 
-        def reader(epochs: Epochs, ownership: Ownership) -> _PrefetchReader[Batch]:
+        def reader(epochs: LoaderEpochs, ownership: Ownership) -> _PrefetchReader[Batch]:
             run = functools.partial(_changed, epochs, change, running)
             return _PrefetchReader(epochs, ownership, run, queue_size, receive)
 
@@ -92,7 +92,7 @@ class _PrefetchReader(Generic[Batch]):
 
     def __init__(
         self,
-        epochs: Epochs,
+        epochs: LoaderEpochs,
         ownership: Ownership,
         run: Callable[[], Iterator[Any]],
         queue_size: int,
@@ -108,7 +108,7 @@ class _PrefetchReader(Generic[Batch]):
         self._given = 0
 
     def read(self) -> Iterator[Batch]:
-        """See `Reader`."""
+        """See `BatchReader`."""
         epochs = self._epochs
         if not epochs.keeps_position or self._given == epochs.steps:
             if self._current is not None:
@@ -126,7 +126,7 @@ class _PrefetchReader(Generic[Batch]):
         return self._batches(self._current)
 
     def stop(self, timeout: float | None = None) -> None:
-        """See `Reader`."""
+        """See `BatchReader`."""
         if self._current is not None:
             run, self._current = self._current, None
             run.enqueuer.stop(timeout)
@@ -177,7 +177,7 @@ class _Raised:
 
 
 def _changed(
-    epochs: Epochs,
+    epochs: LoaderEpochs,
     change: Callable[[Any], Any],
     running: Callable[[], AbstractContextManager[Any]],
 ) -> Iterator[Any]:

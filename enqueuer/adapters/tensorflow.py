@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from enqueuer.adapters.loading import Epochs, Ownership
+from enqueuer.adapters.loading import LoaderEpochs, Ownership
 from enqueuer.common.extras import framework
 from enqueuer.common.text import an
 
@@ -93,7 +93,7 @@ class _Passes:
 
     def __init__(self, loader: Iterable[Any], steps_per_epoch: int | None) -> None:
         self.output_signature: Any = None
-        self._epochs = Epochs(loader, steps_per_epoch)
+        self._epochs = LoaderEpochs(loader, steps_per_epoch)
         self._ownership = Ownership(self._epochs)
         # The batch that the signature was taken from, until it is given, and the following ones.
         self._first: list[Any] = []
@@ -137,7 +137,7 @@ class _Weakly:
         return _end(self._passes) if passes is None else iter(passes)
 
 
-def _pass(epochs: Epochs) -> Iterator[Any]:
+def _pass(epochs: LoaderEpochs) -> Iterator[Any]:
     """Yield the batches of an epoch, or the rest of one if something is left of it."""
     for _ in range(2):
         # With steps_per_epoch each pass has as many.

@@ -23,7 +23,7 @@ from enqueuer.backends.job import Job
 from enqueuer.backends.lifecycle import check_owner
 from enqueuer.backends.order import Order
 from enqueuer.backends.pool import HAS_ENDED, Death, NoRoom, W, Worker, WorkerPool
-from enqueuer.backends.restarts import Place, Restarts
+from enqueuer.backends.restarts import DeathPlace, Restarts
 from enqueuer.backends.shard_schedule import Step
 from enqueuer.backends.stall import DeadlineExpired, WaitSnapshot, first_for
 from enqueuer.backends.task_schedule import TaskSchedule
@@ -53,7 +53,7 @@ class Schedule(Protocol[W]):
     def more(self, order: Order) -> Iterator[ItemTuple] | None: ...
     def pass_over(self) -> None: ...
     def acknowledge(self) -> None: ...
-    def place_of(self, dead: W, order: Order) -> Place: ...
+    def place_of(self, dead: W, order: Order) -> DeathPlace: ...
     def resume(self, dead: W, successor: W, order: Order) -> None: ...
     def give_up(self, dead: W, failure: Failure) -> Failure | None: ...
     def part_with(self, leaver: W) -> None: ...
@@ -250,7 +250,7 @@ class Engine(Generic[W]):
             self._before.pop(leaver.index, None)
             self.pool.discard(leaver)
 
-    def _successor(self, dead: W, place: Place) -> W | Failure | None:
+    def _successor(self, dead: W, place: DeathPlace) -> W | Failure | None:
         """Start a worker in the place of a dead one, whose messages were delivered.
 
         Returns:
@@ -337,7 +337,7 @@ class Engine(Generic[W]):
                 self.pool.stop(timeout)
 
 
-def _failure_of(dead: Worker, place: Place, text: str, death: Death) -> Failure:
+def _failure_of(dead: Worker, place: DeathPlace, text: str, death: Death) -> Failure:
     """Return the failure of a worker that is not replaced, at the place of its death."""
     error = WorkerDied(text, dead.index, death.exitcode)
     return Failure(place.shard, place.number, error, worker=str(dead))

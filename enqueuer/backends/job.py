@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from enqueuer.monitoring.trace_file import Place
+from enqueuer.monitoring.trace_file import TraceTarget
 from enqueuer.workers.plan import OnError, Plan
 from enqueuer.workers.sources import Source
 from enqueuer.workers.tasks import TaskSource
@@ -81,7 +81,7 @@ class Job:
     threads_per_worker: int | None = None
     may_grow: bool = False
     longest_wait_s: float | None = None
-    trace: Place | None = None
+    trace: TraceTarget | None = None
     ray: RayOptions = RayOptions()
 
     def share_of(self, cpus: float) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Place(NamedTuple):
+class DeathPlace(NamedTuple):
     """Where in the data a worker died.
 
     Attributes:
@@ -28,7 +28,7 @@ class Restarts:
         most: Largest number of restarts in a run.
 
     Example:
-        >>> restarts, place = Restarts(most=1), Place(0, 7, "shard 0, item 7")
+        >>> restarts, place = Restarts(most=1), DeathPlace(0, 7, "shard 0, item 7")
         >>> restarts.allowed
         True
         >>> restarts.add(place); restarts.allowed
@@ -51,11 +51,11 @@ class Restarts:
         """Whether another worker may be replaced."""
         return self.count < self.most
 
-    def add(self, place: Place) -> None:
+    def add(self, place: DeathPlace) -> None:
         """Record that a worker died at a place and was replaced."""
         self._places.append(place[:2])
 
-    def history(self, place: Place) -> str:
+    def history(self, place: DeathPlace) -> str:
         """Return, as a part of a message, how often replaced workers had died, and where.
 
         Args:

@@ -12,7 +12,7 @@ from typing import Generic, cast
 
 from enqueuer.backends.order import Order, ShardOrder
 from enqueuer.backends.pool import Inbox, W, WorkerState
-from enqueuer.backends.restarts import Place
+from enqueuer.backends.restarts import DeathPlace
 from enqueuer.backends.stall import awaited
 from enqueuer.workers.messages import Empty, End, Epoch, Failure, ItemTuple
 
@@ -199,13 +199,13 @@ class ShardSchedule(Generic[W]):
 
     # --- deaths ---
 
-    def place_of(self, dead: W, order: Order) -> Place:
+    def place_of(self, dead: W, order: Order) -> DeathPlace:
         """Return where a worker died: the first item that it did not send."""
         shard = order.next_of(dead.shards)
         if shard is None:  # it had sent all of this epoch
             shard = dead.shards[0]
         number = order.number_of(shard)
-        return Place(shard, number, f"shard {shard}, item {number}")
+        return DeathPlace(shard, number, f"shard {shard}, item {number}")
 
     def resume(self, dead: W, successor: W, order: Order) -> None:
         """Have a new worker go on with the first items that a dead one did not send."""

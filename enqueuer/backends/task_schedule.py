@@ -19,7 +19,7 @@ from typing import Any, Generic
 from enqueuer.backends.order import AsTheyCome, Order, TaskOrder
 from enqueuer.backends.pool import HAS_ENDED, Dispatch, W
 from enqueuer.backends.reorder_buffer import Next, ReorderBuffer
-from enqueuer.backends.restarts import Place
+from enqueuer.backends.restarts import DeathPlace
 from enqueuer.backends.shard_schedule import Step, inboxes_of
 from enqueuer.backends.stall import awaited_task
 from enqueuer.workers.messages import Empty, End, Epoch, Failure, ItemTuple, Ticket
@@ -213,7 +213,7 @@ class TaskSchedule(Generic[W]):
         unsent = {number for number, _ in self._unsent}
         return [n for n in self._buffer.undone() if n not in unsent and n not in safe]
 
-    def place_of(self, dead: W, order: Order) -> Place:
+    def place_of(self, dead: W, order: Order) -> DeathPlace:
         """Return the task that a worker did when it died, or the first one that it had."""
         assert isinstance(order, TaskOrder)
         lost, number = self._lost(), self._dispatch.current(dead)
@@ -221,7 +221,7 @@ class TaskSchedule(Generic[W]):
             number = min(lost, default=order.next)
         ticket = self._buffer.tickets.get(number)
         index = 0 if ticket is None else ticket.indices[0]
-        return Place(index, number, f"task {number - order.first}")
+        return DeathPlace(index, number, f"task {number - order.first}")
 
     def resume(self, dead: W, successor: W, order: Order) -> None:
         """Have a new worker do the tasks of a dead one."""

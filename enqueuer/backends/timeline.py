@@ -1,7 +1,7 @@
 """Recording what the loop does, and when items were made for it, if a trace is wanted.
 
     loop:           Engine  -> _Recorded: wait, read, what waits, errors, restarts
-    what is ready:  deque   -> Ready: which item was taken when, so: work
+    what is ready:  deque   -> RecordedItems: which item was taken when, so: work
 
 `workers/worker_trace.py` records what workers do.
 """
@@ -25,7 +25,7 @@ from enqueuer.backends.restarts import Restarts
 from enqueuer.backends.stall import WaitSnapshot
 from enqueuer.backends.task_schedule import TaskSchedule
 from enqueuer.monitoring.loop_meter import LoopMeter
-from enqueuer.monitoring.trace_file import Lines, Place, Track, begin, full_text, text_of
+from enqueuer.monitoring.trace_file import Lines, TraceTarget, Track, begin, full_text, text_of
 from enqueuer.monitoring.worker_stats import WorkerStats
 from enqueuer.workers.messages import Epoch, Failure, Item, ItemTuple
 from enqueuer.workers.tasks import TaskSource
@@ -53,7 +53,7 @@ class Trace:
         self._runs = 0
         # Number of backends: while one takes over from another there are two.
         self._users = 0
-        self._place: Place | None = None
+        self._place: TraceTarget | None = None
         self._lines: Lines | None = None
         self._track: Track | None = None
         # Whether it was logged that the file is full, or cannot be written.
@@ -93,7 +93,7 @@ class Trace:
 
     def ready(self) -> deque[ItemTuple]:
         """Return an empty deque that records the items that are taken from it."""
-        ready = Ready()
+        ready = RecordedItems()
         ready.record = self._took
         return ready
 
@@ -225,7 +225,7 @@ class Trace:
 _NOTHING: deque[ItemTuple] = deque()
 
 
-class Ready(deque[ItemTuple]):
+class RecordedItems(deque[ItemTuple]):
     """What was taken from a backend and waits for the loop."""
 
     record: Callable[[ItemTuple], None] | None = None

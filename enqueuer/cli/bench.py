@@ -123,7 +123,7 @@ def _reports(
     backends: tuple[BackendName, ...] = ("thread", "process")
     if options.backend is not None:
         backends = (options.backend,)
-    most = options.max_workers or bench.most_workers()
+    most = options.max_workers or bench.default_most_workers()
     longest = duration(bench.longest_s(options.seconds, most, len(backends)))
     terminal.write(f"enqueuer: this takes up to {longest}, and less if more workers do not help")
     return bench.bench(

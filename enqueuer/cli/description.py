@@ -42,7 +42,7 @@ def _cells(column: Column, summary: Summary) -> Sequence[str]:
     )
 
 
-def attributes_of(found: Description) -> Iterator[str]:
+def attribute_lines(found: Description) -> Iterator[str]:
     """Yield a line for each attribute of a file and of its columns."""
     owners = {"": found.attributes, **found.column_attributes}
     for owner, attributes in owners.items():

@@ -6,7 +6,7 @@ import argparse
 import json
 
 from enqueuer.cli.arguments import Commands, add_command, add_progress
-from enqueuer.cli.description import as_dict, attributes_of, table_of
+from enqueuer.cli.description import as_dict, attribute_lines, table_of
 from enqueuer.cli.user_errors import in_one_line
 from enqueuer.common.text import pluralize, printable, size
 from enqueuer.monitoring.progress import bar
@@ -63,7 +63,7 @@ def _inspect(options: argparse.Namespace) -> int:
         f"{found.path}: {size(found.bytes)} in {pluralize(found.files, 'file')}",
         *table_of(found),
         *(f"reads a file outside of its folder: {path}" for path in found.outside),
-        *attributes_of(found),
+        *attribute_lines(found),
     ]
     # Names and attributes come from the file, which may contain control characters.
     print("\n".join(map(printable, lines)))

@@ -1,6 +1,6 @@
 """Reading the elements of an epoch into tickets, in the loop's thread.
 
-sequence or iterable --Reader.next()--> a ticket --advance()--> the next one
+sequence or iterable --ElementReader.next()--> a ticket --advance()--> the next one
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from enqueuer.workers.sources import Stateful, iterate
 from enqueuer.workers.tasks import TaskSource
 
 
-class Reader:
+class ElementReader:
     """Read one epoch of a source into tickets, each when it is asked for.
 
     An exception out of a signal handler loses no element, unless it strikes inside the iterable's

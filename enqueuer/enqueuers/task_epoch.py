@@ -9,7 +9,7 @@ from typing import Any
 from enqueuer.backends.load import Backend
 from enqueuer.backends.order import TaskOrder
 from enqueuer.backends.task_schedule import TaskSchedule
-from enqueuer.enqueuers.element_reader import Reader
+from enqueuer.enqueuers.element_reader import ElementReader
 from enqueuer.enqueuers.replay import Origin
 from enqueuer.enqueuers.run import Run
 from enqueuer.enqueuers.task_order import Reading
@@ -58,7 +58,7 @@ class TaskEpoch:
         self.order = TaskOrder(first, start, epoch.done, run.options.ordered)
         self.number = first + start.number
         self._start = Start() if goes_on else start
-        self._reader: Reader | None = None
+        self._reader: ElementReader | None = None
         # Failure because of which nothing more can be read.
         self._unread: Failure | None = None
         # Ticket that was read and not submitted, with the state of the iterator after it.
@@ -144,7 +144,7 @@ class TaskEpoch:
             start = self._start
             if source.is_sequence:
                 start = Start(self.number - order.first)
-            self._reader = Reader(source, self._reading, self._epoch, start, order.first)
+            self._reader = ElementReader(source, self._reading, self._epoch, start, order.first)
         read = self._timed(self._reader)
         state = self._reader.state()
         if read is None:
@@ -158,7 +158,7 @@ class TaskEpoch:
             return None
         return read, state
 
-    def _timed(self, reader: Reader) -> Ticket | None:
+    def _timed(self, reader: ElementReader) -> Ticket | None:
         """Read on, and count it as a wait of the loop if it runs code of the user."""
         if self._source.is_sequence:
             return reader.next()

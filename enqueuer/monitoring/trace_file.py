@@ -42,7 +42,7 @@ _TAIL = b"\n]\n"
 
 
 @dataclass
-class Place:
+class TraceTarget:
     """The file of one run; also pickled, for workers.
 
     Attributes:
@@ -68,7 +68,7 @@ class Lines:
         is_full: Whether the file is as large as it may be.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: TraceTarget) -> None:
         self.trouble: OSError | None = None
         self.is_full = False
         self._place = place
@@ -152,7 +152,7 @@ class Lines:
             self._fd = None
 
 
-def begin(path: str, run: int, last: tuple[int, int] | None) -> Place:
+def begin(path: str, run: int, last: tuple[int, int] | None) -> TraceTarget:
     """Begin the file, or continue that of the run before.
 
     Args:
@@ -167,7 +167,7 @@ def begin(path: str, run: int, last: tuple[int, int] | None) -> Place:
     path = os.path.realpath(path)
     with contextlib.suppress(OSError):
         if last is not None and _reopen(path, last):
-            return Place(path, last, run, os.getpid())
+            return TraceTarget(path, last, run, os.getpid())
     if os.path.lexists(path):
         if not is_trace(path):
             raise FileExistsError(
@@ -184,7 +184,7 @@ def begin(path: str, run: int, last: tuple[int, int] | None) -> Place:
             os.write(fd, head)
     finally:
         os.close(fd)
-    return Place(path, (found.st_dev, found.st_ino), run, os.getpid())
+    return TraceTarget(path, (found.st_dev, found.st_ino), run, os.getpid())
 
 
 def _reopen(path: str, last: tuple[int, int]) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from enqueuer.errors import Closed
-from enqueuer.monitoring.trace_file import Place
+from enqueuer.monitoring.trace_file import TraceTarget
 from enqueuer.workers import logs, loop, task_loop
 from enqueuer.workers.import_hook import after_import
 from enqueuer.workers.messages import Failure, Sender
@@ -26,13 +26,13 @@ class WorkerConfig:
         count: Number of shards, over all ranks.
         random_seed: Seed of the enqueuer.
         levels: Levels of the loggers whose records are wanted; None if none are.
-        trace: Place where workers record what they do; None if they record nothing.
+        trace: TraceTarget where workers record what they do; None if they record nothing.
     """
 
     count: int
     random_seed: int
     levels: logs.Levels | None
-    trace: Place | None
+    trace: TraceTarget | None
 
     def serve(
         self,

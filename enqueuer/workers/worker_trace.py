@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from enqueuer.common.sizes import SAMPLED, size_of
-from enqueuer.monitoring.trace_file import Lines, Place, Track, text_of
+from enqueuer.monitoring.trace_file import Lines, TraceTarget, Track, text_of
 from enqueuer.workers.messages import Empty, End, Epoch, Failure, Sender, Ticket
 from enqueuer.workers.plan import Plan
 
@@ -29,14 +29,14 @@ Serve = Callable[..., None]
 """`loop.serve` or `task_loop.serve_tasks`."""
 
 
-def traced(serve: Serve, place: Place | None, index: int) -> Serve:
+def traced(serve: Serve, place: TraceTarget | None, index: int) -> Serve:
     """Return the loop of a worker, with recording if there is a trace file."""
     return serve if place is None else functools.partial(_serve, serve, place, index)
 
 
 def _serve(
     serve: Serve,
-    place: Place,
+    place: TraceTarget,
     index: int,
     plan: Plan,
     orders: Any,
@@ -54,7 +54,7 @@ def _serve(
 class _Recorder:
     """The Sender of a worker, and its Orders or Tickets, which record each call."""
 
-    def __init__(self, place: Place, index: int, orders: Any, sender: Sender) -> None:
+    def __init__(self, place: TraceTarget, index: int, orders: Any, sender: Sender) -> None:
         self._orders = orders
         self._sender = sender
         self._run = place.run

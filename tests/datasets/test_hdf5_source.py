@@ -26,7 +26,7 @@ from enqueuer import (  # noqa: E402
 )
 from enqueuer.datasets.hdf5 import HDF5Source, describe, pack  # noqa: E402
 from enqueuer.datasets.hdf5 import batches as h5batches  # noqa: E402
-from enqueuer.datasets.hdf5.reader import Reader  # noqa: E402
+from enqueuer.datasets.hdf5.reader import RowReader  # noqa: E402
 
 ROWS = 103  # a prime: nothing divides it
 
@@ -164,13 +164,13 @@ def open_files():
 def what_is_read(monkeypatch):
     """Return a list that grows by the first row and the end of whatever is read from now on."""
     read = []
-    take = Reader.take
+    take = RowReader.take
 
     def noted(self, at, low, high, *args, **kwargs):
         read.append((low, high))
         return take(self, at, low, high, *args, **kwargs)
 
-    monkeypatch.setattr(Reader, "take", noted)
+    monkeypatch.setattr(RowReader, "take", noted)
     return read
 
 

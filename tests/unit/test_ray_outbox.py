@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from helpers import LIMIT
 
-from enqueuer.backends.ray.outbox import Credit, Ended, ItemFrame, Outbox
+from enqueuer.backends.ray.outbox import Ended, ItemFrame, Outbox, TotalCredit
 from enqueuer.transport.item_codec import decode
 
 
@@ -37,7 +37,7 @@ class Stream:
 @pytest.mark.parametrize("is_strided", [False, True])
 @pytest.mark.parametrize("size", [100, 500_000, 3_000_000])
 def test_what_was_sent_stays_as_it_was(size, is_strided):
-    outbox = Outbox(Credit(100, None, 0), asks=False)
+    outbox = Outbox(TotalCredit(100, None, 0), asks=False)
     stream = Stream(outbox)
     array = np.empty((size, 2), np.uint8)[:, 0] if is_strided else np.empty(size, np.uint8)
     for number in range(30):
@@ -49,18 +49,18 @@ def test_what_was_sent_stays_as_it_was(size, is_strided):
 
 
 def test_credit_lets_a_waiting_worker_go_on():
-    outbox = Outbox(Credit(1, None, 0), asks=False)
+    outbox = Outbox(TotalCredit(1, None, 0), asks=False)
     stream = Stream(outbox)
     worker = threading.Thread(target=lambda: [outbox.send_item(0, n, n) for n in range(3)])
     worker.start()
-    outbox.grant(Credit(3, None, 0))
+    outbox.grant(TotalCredit(3, None, 0))
     worker.join(LIMIT)
     assert not worker.is_alive()
     assert stream.values() == [0, 1, 2]
 
 
 def test_closing_frees_a_worker_that_waits_for_a_copy():
-    outbox = Outbox(Credit(9, None, 0), asks=False)
+    outbox = Outbox(TotalCredit(9, None, 0), asks=False)
     worker = threading.Thread(target=outbox.send_item, args=(0, 0, np.zeros(3_000_000)))
     worker.start()
     # The packet counts as copied only when the next one is taken.

@@ -82,7 +82,7 @@ def test_another_file_of_the_same_name_is_left_alone(place):
     writer.close()
     other = trace_file.begin(place.path, run=0, last=None)
     assert other.file != place.file or other == place
-    stranger = trace_file.Lines(trace_file.Place(place.path, (0, 0), 0, os.getpid()))
+    stranger = trace_file.Lines(trace_file.TraceTarget(place.path, (0, 0), 0, os.getpid()))
     assert stranger.trouble is not None
     stranger.add(line(0), now=0)
     stranger.close()
@@ -111,7 +111,7 @@ def test_an_error_whose_text_fails_has_a_name():
 
 @pytest.mark.parametrize("nth", range(3))
 def test_what_another_thread_takes_just_then_is_not_promised(nth):
-    ready = timeline.Ready(["batch"])
+    ready = timeline.RecordedItems(["batch"])
     returned = []
 
     # The other thread gets the interpreter after a call.

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from enqueuer.adapters.loading import Epochs
+from enqueuer.adapters.loading import LoaderEpochs
 from enqueuer.adapters.ranks import Ranks
 from enqueuer.adapters.torch.epoch_entries import SEED_BITS, Entry, agreed_epoch
 from enqueuer.adapters.torch.indexed import IndexedItems
@@ -41,7 +41,7 @@ class LocalLoader:
     def __init__(self, enqueuer: BaseEnqueuer[Any], steps: int | None, ranks: Ranks) -> None:
         self._ranks = ranks
         self._enqueuer = enqueuer = ranks.part_of(enqueuer)
-        self._whole = Epochs(enqueuer, steps)
+        self._whole = LoaderEpochs(enqueuer, steps)
         self._steps = steps
         # The latest epoch of each worker of a DataLoader (`Entry`). It is shared, since most
         # DataLoaders make new workers, with new copies of the dataset, for each epoch.

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from enqueuer.backends.lifecycle import WorkerThread
-from enqueuer.backends.ray.outbox import Credit, Ended, Frame, Outbox, Ready
+from enqueuer.backends.ray.outbox import Ended, Frame, Outbox, Ready, TotalCredit
 from enqueuer.backends.stall import Stack
 from enqueuer.monitoring import usage
 from enqueuer.monitoring.meters import BYTES, clock
@@ -65,7 +65,7 @@ class RayWorker:
         payload: Pickle of the source and of `on_error`.
     """
 
-    def __init__(self, config: ActorConfig, credit: Credit, payload: bytes) -> None:
+    def __init__(self, config: ActorConfig, credit: TotalCredit, payload: bytes) -> None:
         allocator.keep_freed_memory()
         self._config = config
         self._payload = payload
@@ -122,8 +122,8 @@ class RayWorker:
         self._outbox.assign(orders, tickets)
 
     def grant(self, items: int, size: int | None, wanted: int) -> None:
-        """Replace the credit; the arguments are the fields of a `Credit`."""
-        self._outbox.grant(Credit(items, size, wanted))
+        """Replace the credit; the arguments are the fields of a `TotalCredit`."""
+        self._outbox.grant(TotalCredit(items, size, wanted))
 
     def close(self) -> None:
         """End the loop; its remaining frames come before the last packet."""

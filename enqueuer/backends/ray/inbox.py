@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from enqueuer.backends.pool import Taken
-from enqueuer.backends.ray.outbox import Credit
+from enqueuer.backends.ray.outbox import TotalCredit
 from enqueuer.monitoring.meters import clock
 from enqueuer.workers import logs
 from enqueuer.workers.messages import Empty, End, Failure, Item, Message
@@ -34,7 +34,7 @@ class RayInbox:
         self,
         lock: threading.RLock,
         records: deque[logging.LogRecord],
-        credit: Credit,
+        credit: TotalCredit,
         grant: Callable[[], None],
     ) -> None:
         self.needs_credit = False
@@ -105,7 +105,7 @@ class RayInbox:
             self._acknowledged, self._acknowledged_bytes = self._taken, self._taken_bytes
             self._grant()
 
-    def due_credit(self, wanted: bool) -> Credit | None:
+    def due_credit(self, wanted: bool) -> TotalCredit | None:
         """Return the credit to grant now; None if it is not worth a call.
 
         Args:
@@ -126,7 +126,7 @@ class RayInbox:
             is_worth_it |= 2 * (size - before.size) >= (self._share or 0)
         if at_least == before.wanted and not (is_worth_it and (items, size) != before[:2]):
             return None
-        self._credit, self._granted = Credit(items, size, at_least), now
+        self._credit, self._granted = TotalCredit(items, size, at_least), now
         return self._credit
 
 

@@ -34,7 +34,7 @@ _SMALL_BYTES = 1 << 20
 _NO_ERROR = Exception()
 
 
-class Credit(NamedTuple):
+class TotalCredit(NamedTuple):
     """The total that a worker may have sent since its start.
 
     Attributes:
@@ -97,7 +97,7 @@ class Outbox:
         asks: Whether the worker sends `NeedsCredit` when its credit is used up.
     """
 
-    def __init__(self, credit: Credit, asks: bool) -> None:
+    def __init__(self, credit: TotalCredit, asks: bool) -> None:
         self.meter = Meter()
         self.sent = 0
         self._size = 0
@@ -252,7 +252,7 @@ class Outbox:
             self._tickets.extend(tickets)
             self._called.notify_all()
 
-    def grant(self, credit: Credit) -> None:
+    def grant(self, credit: TotalCredit) -> None:
         """Replace the credit by a larger one."""
         with self._lock:
             self._credit = credit

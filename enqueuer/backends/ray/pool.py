@@ -32,7 +32,7 @@ from enqueuer.backends.ray.actor import GROUPS, ActorConfig, RayWorker
 from enqueuer.backends.ray.dispatch import ActorDispatch
 from enqueuer.backends.ray.handle import Actor
 from enqueuer.backends.ray.inbox import RayInbox, deliver
-from enqueuer.backends.ray.outbox import Credit, Ended, Frame, ItemFrame, NeedsCredit, Ready
+from enqueuer.backends.ray.outbox import Ended, Frame, ItemFrame, NeedsCredit, Ready, TotalCredit
 from enqueuer.backends.ray.receiver import Receiver, unpack
 from enqueuer.backends.ray.session import Gone, Session, unwrapped
 from enqueuer.backends.stall import WorkerSnapshot, level_of_user
@@ -132,15 +132,15 @@ class RayPool:
         actor.thread.start()
         return actor
 
-    def _credit(self, index: int) -> Credit:
+    def _credit(self, index: int) -> TotalCredit:
         """Return the credit that a worker begins with."""
         job, count = self._job, len(self._plans)
         # The number of tickets is the limit for tasks, and one worker may do all of them.
         if self._does_tasks:
-            return Credit(_ALL, None, 0)
+            return TotalCredit(_ALL, None, 0)
         limit = job.max_queue_bytes
         share = None if limit is None else limit // count
-        return Credit(split_bound(job.max_queue_size, count)[index], share, 0)
+        return TotalCredit(split_bound(job.max_queue_size, count)[index], share, 0)
 
     # --- receiving, in the thread for each actor ---
 

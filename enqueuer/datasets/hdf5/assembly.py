@@ -9,13 +9,13 @@ from typing import Any
 
 from enqueuer.datasets.hdf5.files import h5py, readable
 from enqueuer.datasets.hdf5.layout import escaped
-from enqueuer.datasets.hdf5.parts import Job, kinds_of, opened_part
+from enqueuer.datasets.hdf5.parts import PackingJob, kinds_of, opened_part
 from enqueuer.datasets.hdf5.resume import must_be_new
 from enqueuer.datasets.hdf5.whole import whole
 from enqueuer.datasets.hdf5.writer import Kind, Writer
 
 
-def assemble(target: Path, job: Job, attributes: Mapping[str, Any], merge: bool) -> int:
+def assemble(target: Path, job: PackingJob, attributes: Mapping[str, Any], merge: bool) -> int:
     """Make one file of all parts; return its number of rows.
 
     Args:
@@ -44,7 +44,7 @@ def assemble(target: Path, job: Job, attributes: Mapping[str, Any], merge: bool)
 
 
 def _copy(
-    file: Any, target: Path, job: Job, parts: Sequence[Path], kinds: Mapping[str, Kind]
+    file: Any, target: Path, job: PackingJob, parts: Sequence[Path], kinds: Mapping[str, Kind]
 ) -> None:
     """Copy the rows of all parts."""
     ragged = tuple(key for key, kind in kinds.items() if kind.name.startswith("ragged"))

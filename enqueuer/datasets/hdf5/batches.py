@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from enqueuer.datasets.hdf5.layout import Layout
-from enqueuer.datasets.hdf5.reader import Reader
+from enqueuer.datasets.hdf5.reader import RowReader
 from enqueuer.datasets.hdf5.windows import Piece, cut, finer, stretch, windows
 from enqueuer.errors import StateMismatch
 from enqueuer.workers.arrays import empty
@@ -46,7 +46,7 @@ _ORDER = 2
 
 
 @dataclass(frozen=True)
-class Plan:
+class ReadPlan:
     """The rows of an epoch, and how batches are made of them.
 
     Attributes:
@@ -84,19 +84,19 @@ class Plan:
 
     def batches(self, shard: Shard, first: int) -> Generator[dict[str, Any]]:
         """Yield the batches of a shard from number `first` on."""
-        with Reader(self.layout, self.names) as reader:
+        with RowReader(self.layout, self.names) as reader:
             make = self._shuffled if self.window else self._plain
             for batch in make(reader, shard, first):
                 yield batch
                 del batch
 
-    def _plain(self, reader: Reader, shard: Shard, first: int) -> Iterator[dict[str, Any]]:
+    def _plain(self, reader: RowReader, shard: Shard, first: int) -> Iterator[dict[str, Any]]:
         size = self.batch_size
         rows = self.rows - self.rows % size if self.drop_last else self.rows
         for start in shard.split(range(self.first, self.first + rows, size))[first:]:
             yield reader.rows(start, min(start + size, self.first + rows))
 
-    def _shuffled(self, reader: Reader, shard: Shard, first: int) -> Iterator[dict[str, Any]]:
+    def _shuffled(self, reader: RowReader, shard: Shard, first: int) -> Iterator[dict[str, Any]]:
         size = self.batch_size
         left = self.rows // shard.count // size if self.drop_last else sys.maxsize
         # Which rows come is drawn without reading any, so earlier batches can be left out.
@@ -174,7 +174,7 @@ class ShardBatches:
         form: Makes the batch that the user gets of a dict of columns.
     """
 
-    def __init__(self, plan: Plan, shard: Shard, form: Callable[[dict[str, Any]], Any]) -> None:
+    def __init__(self, plan: ReadPlan, shard: Shard, form: Callable[[dict[str, Any]], Any]) -> None:
         self._plan = plan
         self._shard = shard
         self._form = form
@@ -223,7 +223,7 @@ class ShardBatches:
         self._next = state["batch"]
 
 
-def _rows_by_number(reader: Reader, numbers: np.ndarray) -> dict[str, np.ndarray]:
+def _rows_by_number(reader: RowReader, numbers: np.ndarray) -> dict[str, np.ndarray]:
     return reader.pool([(row, row + 1) for row in numbers.tolist()], None)
 
 

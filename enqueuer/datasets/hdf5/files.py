@@ -111,9 +111,9 @@ def _reason(path: str | os.PathLike[str], error: Exception) -> str:
     if os.path.isdir(path):
         return "a folder, and no HDF5 file"
     if isinstance(error, FileNotFoundError):
-        if parts_of(path).is_dir():
+        if parts_folder(path).is_dir():
             return (
-                f"not there yet, but {parts_of(path).name} is: it is being packed, or that was "
+                f"not there yet, but {parts_folder(path).name} is: it is being packed, or that was "
                 "interrupted; run the same pack again to go on"
             )
         return "no such file"
@@ -135,7 +135,7 @@ def _reason(path: str | os.PathLike[str], error: Exception) -> str:
     return text
 
 
-def parts_of(path: str | os.PathLike[str]) -> Path:
+def parts_folder(path: str | os.PathLike[str]) -> Path:
     """Return the folder of the parts of a packed file."""
     whole = Path(path)
     return whole.with_name(whole.name + ".parts")

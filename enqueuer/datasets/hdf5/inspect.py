@@ -13,7 +13,7 @@ import numpy as np
 
 from enqueuer.datasets.hdf5.files import opened
 from enqueuer.datasets.hdf5.layout import Column, Layout, layout_of
-from enqueuer.datasets.hdf5.reader import Reader
+from enqueuer.datasets.hdf5.reader import RowReader
 
 # `describe` makes its statistics of as many blocks.
 _SAMPLE_BLOCKS = 16
@@ -121,12 +121,12 @@ def _summary(
     if not full and len(blocks) > _SAMPLE_BLOCKS:
         picked = np.linspace(0, len(blocks) - 1, _SAMPLE_BLOCKS).astype(int)
         blocks = [blocks[at] for at in picked]
-    with Reader(layout, [column.name]) as reader:
+    with RowReader(layout, [column.name]) as reader:
         return _statistics(_read_blocks(reader, blocks, progress))
 
 
 def _read_blocks(
-    reader: Reader, blocks: Iterable[tuple[int, int]], progress: Callable[[int], object] | None
+    reader: RowReader, blocks: Iterable[tuple[int, int]], progress: Callable[[int], object] | None
 ) -> Iterator[np.ndarray]:
     for start, stop in blocks:
         (rows,) = reader.rows(start, stop).values()

@@ -20,7 +20,7 @@ from typing import Any
 from enqueuer.common import checks
 from enqueuer.datasets.hdf5 import assembly, columns, parts, writer
 from enqueuer.datasets.hdf5.files import h5py
-from enqueuer.datasets.hdf5.resume import begun, identity, must_be_new, name_of
+from enqueuer.datasets.hdf5.resume import begun, identity, must_be_new, source_name
 from enqueuer.enqueuers.options import Backends
 from enqueuer.errors import DataFileError
 from enqueuer.monitoring.progress import Progress
@@ -139,7 +139,7 @@ def pack(
         **dataclasses.asdict(format),
     }
     with begun(target, run, keep=not merge) as (folder, drawn):
-        job = parts.Job(opens, str(folder), count, drawn, format, frozenset(of_keys))
+        job = parts.PackingJob(opens, str(folder), count, drawn, format, frozenset(of_keys))
         if isinstance(opens, LiveSource) and version is None:
             # The part may be of another list, which is known only when this one has been read.
             job.part(0).unlink(missing_ok=True)
@@ -151,7 +151,7 @@ def pack(
         )
         parts.write_parts(job, options, progress)
         provenance = {
-            "enqueuer.source": name_of(source),
+            "enqueuer.source": source_name(source),
             # The seed may have more bits than HDF5's numbers.
             "enqueuer.random_seed": str(drawn),
             "enqueuer.shards": count,

@@ -19,7 +19,7 @@ from enqueuer.workers.sources import LiveSource, Source
 
 
 @dataclass(frozen=True)
-class Job:
+class PackingJob:
     """The work of packing; a worker can write any shard of it.
 
     Attributes:
@@ -98,7 +98,7 @@ def opened_part(path: Path) -> Iterator[Any]:
         raise DataFileError(f"{error}; remove this part and pack again", str(path)) from error
 
 
-def write_parts(job: Job, options: dict[str, Any], progress: Progress) -> None:
+def write_parts(job: PackingJob, options: dict[str, Any], progress: Progress) -> None:
     """Write all parts that do not exist, by the workers of an enqueuer with these options."""
     # A live iterable can be read in this process only.
     if isinstance(job.source, LiveSource):
@@ -118,7 +118,7 @@ def write_parts(job: Job, options: dict[str, Any], progress: Progress) -> None:
             job.ended.append(True)
 
 
-def _write_here(job: Job, progress: Progress) -> None:
+def _write_here(job: PackingJob, progress: Progress) -> None:
     written = 0
     with bar("packing", None, "row", progress) as advance:
         for rows in job.write(0):

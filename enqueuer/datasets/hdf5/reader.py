@@ -32,7 +32,7 @@ from enqueuer.errors import DataFileError
 _DIRECT_BYTES = 1 << 16
 
 
-class Reader:
+class RowReader:
     """Read the same rows of several columns. A reader belongs to the process that made it.
 
     Any thread may call any method; the threads take turns, as in h5py itself.
@@ -53,7 +53,7 @@ class Reader:
         self._datasets: dict[tuple[str, str], tuple[Any, Any]] = {}
         self._lock = threading.Lock()
 
-    def __enter__(self) -> Reader:
+    def __enter__(self) -> RowReader:
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -23,7 +23,7 @@ from typing import IO, Any
 import numpy as np
 
 from enqueuer.common.text import an
-from enqueuer.datasets.hdf5.files import parts_of
+from enqueuer.datasets.hdf5.files import parts_folder
 from enqueuer.datasets.hdf5.whole import sync
 from enqueuer.errors import DataFileError, InvalidState, StateMismatch
 from enqueuer.workers.shards import fresh_seed
@@ -49,13 +49,13 @@ def identity(source: Any, version: str | int | None) -> dict[str, Any]:
     bound = _bound(source) if version is None and callable(source) else {}
     digests = {name: _digest(value) for name, value in bound.items()}
     return {
-        "source": name_of(source),
+        "source": source_name(source),
         "version": version,
         "bound": {name: digest for name, digest in digests.items() if digest},
     }
 
 
-def name_of(source: Any) -> str:
+def source_name(source: Any) -> str:
     """Return the name of a source."""
     while isinstance(source, functools.partial):
         source = source.func
@@ -119,7 +119,7 @@ def begun(target: Path, run: Mapping[str, Any], keep: bool) -> Iterator[tuple[Pa
         InvalidState: Another process or thread is packing to the same path.
         DataFileError: The folder cannot be written.
     """
-    folder = parts_of(target)
+    folder = parts_folder(target)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_only_thread(target))
         try:
@@ -188,8 +188,8 @@ def must_be_new(target: Path) -> None:
     """Raise FileExistsError if a path exists."""
     if os.path.lexists(target):
         raise FileExistsError(
-            f"{target} is there already; remove it, and {parts_of(target).name} if it is there, "
-            "or choose another name"
+            f"{target} is there already; remove it, and {parts_folder(target).name} if it is "
+            "there, or choose another name"
         )
 
 

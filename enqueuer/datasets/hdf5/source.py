@@ -15,15 +15,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any, SupportsIndex
 
 from enqueuer.common import checks
-from enqueuer.datasets.hdf5.batches import Plan, ShardBatches, default_window, pieces_of
+from enqueuer.datasets.hdf5.batches import ReadPlan, ShardBatches, default_window, pieces_of
 from enqueuer.datasets.hdf5.layout import Layout, layout_of
-from enqueuer.datasets.hdf5.reader import Reader
+from enqueuer.datasets.hdf5.reader import RowReader
 from enqueuer.errors import DataFileError
 from enqueuer.workers.shards import Shard
 
 # Readers of the process that this one was forked from. They are never touched: to close their
 # files here would close them there.
-_inherited: list[Reader] = []
+_inherited: list[RowReader] = []
 
 
 class HDF5Source:
@@ -113,7 +113,7 @@ class HDF5Source:
         if window is None:
             window = default_window(layout, names, size)
         window = checks.positive("window", window)
-        self._plan = Plan(
+        self._plan = ReadPlan(
             layout=layout,
             names=names,
             first=first,
@@ -125,7 +125,7 @@ class HDF5Source:
         )
         # An interrupted `pack` of this source is resumed only if all plain attributes are the same.
         self._identity = self._plan.identity()
-        self._reader: Reader | None = None
+        self._reader: RowReader | None = None
 
     def __call__(self, shard: Shard) -> Iterator[Any]:
         """Return an iterator over the batches of a shard in its epoch; it has a `state_dict`."""
@@ -175,7 +175,7 @@ class HDF5Source:
         keys = ", ".join(self._plan.names)
         return f"<HDF5Source {self._path} ({keys}), {len(self)} rows>"
 
-    def _own_reader(self) -> Reader:
+    def _own_reader(self) -> RowReader:
         """Return the reader of this process."""
         reader = self._reader
         if reader is not None and reader.pid != os.getpid():
@@ -183,7 +183,7 @@ class HDF5Source:
             reader = None
         if reader is None:
             # If two threads come here at a time, one of the readers ends with its last use.
-            reader = self._reader = Reader(self._plan.layout, self._plan.names)
+            reader = self._reader = RowReader(self._plan.layout, self._plan.names)
         return reader
 
     def _formed(self, found: dict[str, Any]) -> Any:

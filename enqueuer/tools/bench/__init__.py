@@ -2,6 +2,14 @@
 
 from enqueuer.tools.bench.loop import Unmeasurable
 from enqueuer.tools.bench.report import Measurement, Report
-from enqueuer.tools.bench.run import bench, ladder, longest_s, most_workers
+from enqueuer.tools.bench.run import bench, default_most_workers, ladder, longest_s
 
-__all__ = ["Measurement", "Report", "Unmeasurable", "bench", "ladder", "longest_s", "most_workers"]
+__all__ = [
+    "Measurement",
+    "Report",
+    "Unmeasurable",
+    "bench",
+    "default_most_workers",
+    "ladder",
+    "longest_s",
+]

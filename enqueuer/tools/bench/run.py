@@ -73,7 +73,7 @@ def bench(
         takes_shard=plain_source.takes_shard,
         cpus=usage.cpus(),
         seconds=seconds,
-        max_workers=max_workers or most_workers(),
+        max_workers=max_workers or default_most_workers(),
         step_s=consume_s + consume_cpu_s,
     )
     announce("the plain loop")
@@ -130,7 +130,7 @@ def _climb(
         fastest = max(fastest, measured.batches_per_s)
 
 
-def most_workers() -> int:
+def default_most_workers() -> int:
     """Return the default of the largest number of workers."""
     return max(_FEWEST_MOST, math.ceil(2 * usage.cpus()))
 

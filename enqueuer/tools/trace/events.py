@@ -27,7 +27,7 @@ _MARKS = ("epoch", "error", "skipped", "restart", "reconfigured", "full")
 _MOST_MARKS = 1000
 
 # The process and thread that an event is of.
-Place: TypeAlias = "tuple[int, int | None]"
+ThreadKey: TypeAlias = "tuple[int, int | None]"
 
 
 class _Track:
@@ -49,10 +49,10 @@ class Events:
     def __init__(self) -> None:
         self.first: int | None = None
         self._last = 0
-        self._tracks: dict[Place, _Track] = {}
+        self._tracks: dict[ThreadKey, _Track] = {}
         self._rows: dict[int, Row] = {}
         # Index of the worker of each track.
-        self._numbers: dict[Place, int] = {}
+        self._numbers: dict[ThreadKey, int] = {}
         self._queue_depth = levels()
         self._starts: list[tuple[int, dict[str, Any]]] = []
         self._bottleneck = (0, "")
@@ -121,7 +121,7 @@ class Events:
             spans.sort()
             spans.shift(zero, columns=2)
 
-    def _add_name(self, name: str, place: Place, args: dict[str, Any]) -> None:
+    def _add_name(self, name: str, place: ThreadKey, args: dict[str, Any]) -> None:
         if name not in ("thread_name", "process_name"):
             return
         text = shown_text(args.get("name", ""))
@@ -135,7 +135,7 @@ class Events:
             self._numbers[place] = row.number
 
     def _add_span(
-        self, name: str, place: Place, begin: int, end: int, args: dict[str, Any]
+        self, name: str, place: ThreadKey, begin: int, end: int, args: dict[str, Any]
     ) -> None:
         if name not in CODES:
             return
