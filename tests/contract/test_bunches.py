@@ -1,6 +1,7 @@
 """Items that threads send in bunches: each arrives as if it were sent by itself."""
 
 import itertools
+import sys
 import threading
 import traceback
 import weakref
@@ -9,6 +10,7 @@ import pytest
 from helpers import LIMIT, wait_until
 
 from enqueuer import BatchTimeout, GeneratorEnqueuer
+from enqueuer.backends.thread.inbox import ThreadInbox
 from enqueuer.enqueuers.enqueuer import core_of
 
 AT = 40  # an item in a bunch: the first 16 are sent by themselves, and a loop that waits is served
@@ -64,6 +66,40 @@ def test_a_loop_that_waits_gets_an_item_that_is_made_in_a_bunch_at_once():
         assert taken == [AT]
         ended.set()
         assert list(enqueuer) == list(range(AT + 1, COUNT))
+
+
+@pytest.mark.parametrize("line", range(8))
+def test_a_loop_gets_an_item_that_comes_while_it_begins_to_wait(line):
+    source, lines = Source(), itertools.count()
+
+    def blocks_after():
+        for number in source():
+            yield number
+            if number == AT:
+                assert taken.wait(LIMIT)
+
+    def trace(frame, event, _):
+        if frame.f_code is not ThreadInbox.wait.__code__:
+            return None
+        if event == "line" and next(lines) == line:
+            source.may_go_on.set()
+            wait_until(lambda: frame.f_locals["self"].waiting)
+        return trace
+
+    taken = threading.Event()
+    with GeneratorEnqueuer(blocks_after, max_queue_size=64) as enqueuer:
+        assert source.reached.wait(LIMIT)
+        assert source.was_in_bunch
+        batches = iter(enqueuer)
+        assert list(itertools.islice(batches, AT)) == list(range(AT))
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            assert next(batches) == AT
+        finally:
+            sys.settrace(before)
+        taken.set()
+        assert list(batches) == list(range(AT + 1, COUNT))
 
 
 def test_items_of_a_bunch_are_visible_one_by_one():

@@ -212,10 +212,12 @@ class ThreadInbox:
         sleeper.acquire()
         try:
             with self._lock:
+                # Before the look: an item that comes after it then ends its bunch, and the worker
+                # wakes the loop. The thread may be switched in between.
+                self._gate.clear()
                 if self._items or self._others or self.closed:
                     return
                 self._sleeper = sleeper
-                self._gate.clear()
                 left = -1.0
                 # A worker that waits for room has an item, and sends it now.
                 if end is not None and not self._putters:
