@@ -42,7 +42,7 @@ _FAILED_START_S = 1.0
 
 
 class Schedule(Protocol[W]):
-    """What the engine asks of `ShardSchedule` and `TaskSchedule`, which describe it."""
+    """The methods of `ShardSchedule` and `TaskSchedule` that the engine calls."""
 
     def waiting(self) -> int: ...
     def begin(self, epoch: Epoch) -> None: ...
@@ -101,7 +101,8 @@ class Engine(Generic[W]):
             StartError: They cannot be started.
         """
         workers, count = self.pool.workers, len(self._job.plans())
-        with interrupts.held():  # or there might be a worker that is in no list
+        # Otherwise a signal handler could leave a worker behind that is in no list.
+        with interrupts.held():
             try:
                 self.pool.open()
                 for index in range(count):
@@ -138,7 +139,8 @@ class Engine(Generic[W]):
         schedule, is_expired = self._schedule, False
         while not self.is_closed:
             step = schedule.next_step(order)
-            if self.is_closed:  # a handler of a log record has called stop()
+            # A handler of a log record may have called stop().
+            if self.is_closed:
                 break
             if step is _TAKE:
                 return None
@@ -267,7 +269,8 @@ class Engine(Generic[W]):
             failure = _failure_of(dead, place, text, death)
             failure.error.__cause__ = trouble
             return failure
-        if self.is_closed:  # stop() was called, and does not know of this worker
+        # stop() was called in the meantime, and does not know of this worker.
+        if self.is_closed:
             self.pool.discard(new)
             return None
         if death.counts:

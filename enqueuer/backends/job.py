@@ -1,4 +1,4 @@
-"""What a backend runs: the source, how many workers, and the options that concern them.
+"""The job of a backend: the source, the number of workers, and the options that concern them.
 
 A backend has at most as many workers as there are shards; of n workers, worker w runs every n-th
 shard from the w-th on, and sends their items in the order in which an ordered consumer reads them.

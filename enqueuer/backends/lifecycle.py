@@ -35,7 +35,8 @@ def forget(workers: Stoppable, timeout: float) -> None:
         workers.stop(timeout)
         return
     helper = threading.Thread(target=workers.stop, args=(timeout,), daemon=True)
-    with contextlib.suppress(RuntimeError):  # the interpreter ends, and daemonic threads with it
+    # While the interpreter ends, no thread can be started. It ends daemonic threads itself.
+    with contextlib.suppress(RuntimeError):
         helper.start()
 
 

@@ -26,7 +26,7 @@ from enqueuer.workers.tasks import TaskSource
 
 
 class Backend(Protocol):
-    """What an enqueuer asks of a backend; `Engine` describes it."""
+    """The methods of a backend that an enqueuer calls; `Engine` describes them."""
 
     @property
     def tasks(self) -> TaskSchedule[Any] | None: ...

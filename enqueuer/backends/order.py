@@ -21,7 +21,7 @@ ANY: Final = None
 
 
 class Order(Protocol):
-    """What the consumer asks before each item."""
+    """The next shard, and the end, for the consumer to ask before each item."""
 
     @property
     def done(self) -> bool:
@@ -35,7 +35,7 @@ class Order(Protocol):
 
         Args:
             shard: The shard that has ended.
-            state: What its source then said of itself, if anything.
+            state: State of its source at the end, if it has one.
             number: How many items its generator has yielded, those of None included.
         """
 
@@ -57,7 +57,7 @@ class Order(Protocol):
         """Return where the shards stand that are not at their end, in the order of their turns.
 
         Args:
-            ready: What was taken last and counts as if it had not been.
+            ready: Items that were taken last, and count as if they had not been.
         """
 
     def beyond(self, ready: Iterable[ItemTuple] = ()) -> tuple[int, ...]:
@@ -99,7 +99,8 @@ class ShardOrder(ABC):
         states = self._states.get(shard)
         if states is None:
             states = self._states[shard] = deque([Start()], self._recent)
-        if states[-1].number != number + 1:  # else an exception struck before the item was taken
+        # An exception may have struck after an earlier call, before the item was taken.
+        if states[-1].number != number + 1:
             states.append(Start(number + 1, state))
 
     def next_of(self, shards: Container[int]) -> int | None:
@@ -113,7 +114,8 @@ class ShardOrder(ABC):
         for item in ready:
             again.setdefault(item[0], item[1])
         shards = self._in_turn()
-        if again:  # turns go by index, so this is where they were
+        # Turns go by index, so each shard gets its turn back.
+        if again:
             shards = sorted({*shards, *again})
             at = shards.index(next(iter(again)))
             shards = shards[at:] + shards[:at]

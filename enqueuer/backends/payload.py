@@ -179,7 +179,8 @@ def _used_by(function: FunctionType) -> Iterator[tuple[str, object]]:
     """Yield what the code of a function, and the code within it, refers to; then its defaults."""
     cells = function.__closure__ or ()
     for name, cell in zip(function.__code__.co_freevars, cells, strict=True):
-        with contextlib.suppress(ValueError):  # an empty cell
+        # An empty cell raises ValueError.
+        with contextlib.suppress(ValueError):
             yield f": the variable {name!r}", cell.cell_contents
     for name in dict.fromkeys(_names_in(function.__code__)):
         if name in function.__globals__:
@@ -191,5 +192,6 @@ def _used_by(function: FunctionType) -> Iterator[tuple[str, object]]:
 def _names_in(code: CodeType) -> Iterator[str]:
     yield from code.co_names
     for constant in code.co_consts:
-        if isinstance(constant, CodeType):  # a lambda, a comprehension, an inner function
+        # The code of a lambda, a comprehension or an inner function.
+        if isinstance(constant, CodeType):
             yield from _names_in(constant)

@@ -1,4 +1,4 @@
-"""What the engine asks of a backend: a pool that runs, wakes and ends workers.
+"""The protocols of a backend: a pool that runs, wakes and ends workers, as the engine needs it.
 
     Engine --open(), start_worker(), sleep(), stop()--> WorkerPool
            --begin(), death()-------------------------> Worker
@@ -70,7 +70,7 @@ class Taken(Protocol):
 
 
 class Inbox(Protocol):
-    """What a worker has sent and the loop has not taken. Several workers may share one.
+    """The messages that a worker has sent and the loop has not taken; workers may share one.
 
     Nothing here waits. Called by one consumer at a time, but for `waiting`.
     """
@@ -119,7 +119,7 @@ class Worker(Protocol):
 
     @property
     def inbox(self) -> Inbox:
-        """What it has sent."""
+        """Messages that it has sent."""
 
     @property
     def state(self) -> WorkerState:

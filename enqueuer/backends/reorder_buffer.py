@@ -17,7 +17,7 @@ from enqueuer.workers.messages import Empty, Failure, ItemTuple, Ticket
 
 
 class Next(enum.Enum):
-    """What is in the reorder buffer."""
+    """The next thing in the reorder buffer."""
 
     # The next result can be taken.
     ITEM = 1

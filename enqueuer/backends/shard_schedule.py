@@ -18,7 +18,7 @@ from enqueuer.workers.messages import Empty, End, Epoch, Failure, ItemTuple
 
 
 class Step(enum.Enum):
-    """What the engine does next, if it is neither a failure nor a worker that has ended."""
+    """The next step of the engine, if it is neither a failure nor a worker that has ended."""
 
     # Something can be taken, or the epoch is over.
     TAKE = 1
@@ -109,7 +109,8 @@ class ShardSchedule(Generic[W]):
             self._served = 0
             return workers[0].inbox.head()
         shard = order.turn()
-        if shard is not None and count:  # else the workers were stopped meanwhile
+        # Without workers, stop() was called in the meantime.
+        if shard is not None and count:
             self._served = self._owners[shard]
             return workers[self._served].inbox.head()
         for index in range(self._served + 1, self._served + 1 + count):
@@ -156,7 +157,8 @@ class ShardSchedule(Generic[W]):
         """Take what is next and is there."""
         self._is_acknowledged = False
         workers, shards = self._workers, cast(ShardOrder, order)
-        if not workers:  # they were stopped meanwhile
+        # stop() was called in the meantime.
+        if not workers:
             return iter(())
         if len(workers) == 1 or self._bunch == 1 or order.turn() is None:
             return workers[self._served].inbox.items(self._bunch, shards)
@@ -186,7 +188,8 @@ class ShardSchedule(Generic[W]):
             self._failed = None
 
     def _remove(self, index: int, message: End | Failure) -> None:
-        if self._workers:  # else they were stopped
+        # Without workers, stop() was called in the meantime.
+        if self._workers:
             self._workers[index].inbox.remove(message)
             self._is_acknowledged = False
 
@@ -202,7 +205,8 @@ class ShardSchedule(Generic[W]):
     def place_of(self, dead: W, order: Order) -> DeathPlace:
         """Return where a worker died: the first item that it did not send."""
         shard = order.next_of(dead.shards)
-        if shard is None:  # it had sent all of this epoch
+        # The worker had sent all of this epoch.
+        if shard is None:
             shard = dead.shards[0]
         number = order.number_of(shard)
         return DeathPlace(shard, number, f"shard {shard}, item {number}")

@@ -30,7 +30,7 @@ Stack = Sequence[traceback.FrameSummary]
 """Where a thread is, the outermost frame first, as `traceback` has it."""
 
 # Eleven days, which every way of waiting accepts.
-_FOR_EVER_S = 1e6
+_FOREVER_S = 1e6
 
 _HOUSE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 # Files that call the user's code in a worker: frames outside of it are the same for all.
@@ -88,7 +88,7 @@ class WaitSnapshot:
     """State of a backend while the loop waits.
 
     Attributes:
-        awaited: What the loop waits for.
+        awaited: Item or task that the loop waits for, in words.
         waiting: How many finished batches wait that are not next.
         workers: Snapshots of the workers, the awaited worker first.
     """
@@ -160,11 +160,11 @@ class Wait:
         if warn is not None and not self._has_warned and (most is None or warn < most):
             self._has_warned = True
             # before it is said, since that may raise; and without a deadline it would be cut again
-            self.until = self._began + (_FOR_EVER_S if most is None else most)
+            self.until = self._began + (_FOREVER_S if most is None else most)
             text = report(warn, backend.inspect(order), epoch)
             warnings.warn(text, StallWarning, stacklevel=level_of_user())
         elif most is None:
-            self.until = time.monotonic() + _FOR_EVER_S
+            self.until = time.monotonic() + _FOREVER_S
         else:
             raise BatchTimeout(
                 f"{report(most, backend.inspect(order), epoch)}\n"
@@ -204,7 +204,8 @@ def awaited_task(order: Order, ticket: Ticket | None) -> str:
     if not order.ordered:
         return "the result of any task"
     text = f"task {order.next - order.first}"
-    if ticket is None:  # it was not read yet
+    # The elements of this task were not read yet.
+    if ticket is None:
         return text
     elements = ", ".join(map(str, ticket.indices))
     return f"{text} (element{'' if len(ticket.indices) == 1 else 's'} {elements})"
@@ -278,7 +279,7 @@ def _what_it_does(stack: Stack) -> str:
         if inner[0].name in _IDLE:
             return _IDLE[inner[0].name]
         if _WAITS.intersection(ours):
-            return "has a batch in hand and waits for room"
+            return "has made a batch and waits for room"
         does = "is sending a batch"
     else:
         does = "is here"

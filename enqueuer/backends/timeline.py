@@ -37,7 +37,7 @@ _NO_ARGS: Mapping[str, Any] = {}
 
 
 class Trace:
-    """What is recorded of one enqueuer, in all its runs, and the row of the loop.
+    """The recording of one enqueuer, in all its runs, and the row of the loop in it.
 
     Any thread may call anything: the thread of the loop records, another one may stop it.
 
@@ -226,7 +226,7 @@ _NOTHING: deque[ItemTuple] = deque()
 
 
 class RecordedItems(deque[ItemTuple]):
-    """What was taken from a backend and waits for the loop."""
+    """Items that were taken from a backend and wait for the loop; records when each is taken."""
 
     record: Callable[[ItemTuple], None] | None = None
     _recorded: ItemTuple | None = None
@@ -234,7 +234,8 @@ class RecordedItems(deque[ItemTuple]):
     def __bool__(self) -> bool:
         """Record the first one, once: it is asked for right before it is taken."""
         if len(self) and self.record is not None:
-            with contextlib.suppress(IndexError):  # another thread was faster
+            # Another thread may take it first.
+            with contextlib.suppress(IndexError):
                 item = self[0]
                 if item is not self._recorded:
                     self.record(item)

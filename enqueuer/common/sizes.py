@@ -30,7 +30,7 @@ _TEXTS = frozenset({str, bytes, bytearray})
 _SERIES = frozenset({tuple, list, set, frozenset, deque})
 # Members of a container; so few take no longer one by one.
 _FEW = 32
-# What these refer to is code, and no part of a batch.
+# These refer to code, which is no part of a batch.
 _CODE = (
     type,
     types.ModuleType,

@@ -1,1 +1,1 @@
-"""What users construct: the side of the loop."""
+"""The enqueuers that users construct, on the side of the loop."""

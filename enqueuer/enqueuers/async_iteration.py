@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class Notifier:
-    """What wakes the tasks that wait for an enqueuer; they may be of several event loops."""
+    """Wakes the tasks that wait for an enqueuer; they may be of several event loops."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -69,7 +69,7 @@ class Batches(AsyncIterator[Batch]):
     def __init__(self, core: Core, notifier: Notifier) -> None:
         self._core = core
         self._notifier = notifier
-        # as it is now: tasks that begin at once share an epoch, however short it is
+        # Read now, so that tasks that begin together share an epoch, however short it is.
         self._reader = reader = core.reader
         self._has_begun = not core.is_idle and reader is not None and not reader.is_over
 
@@ -112,11 +112,12 @@ def _start(function: Callable[..., None], *args: Any) -> None:
 def _send(future: asyncio.Future[Any], result: object) -> None:
     # The event loop may be closed, and then no task waits any longer.
     with contextlib.suppress(RuntimeError):
-        future.get_loop().call_soon_threadsafe(_settle, future, result)
+        future.get_loop().call_soon_threadsafe(_resolve, future, result)
 
 
-def _settle(future: asyncio.Future[Any], result: object) -> None:
-    if future.done():  # the task was cancelled
+def _resolve(future: asyncio.Future[Any], result: object) -> None:
+    # The task was cancelled.
+    if future.done():
         return
     if isinstance(result, BaseException):
         future.set_exception(result)

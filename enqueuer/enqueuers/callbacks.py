@@ -84,7 +84,8 @@ class StatsCallbacks:
                 callback.function(stats)
             except Exception:
                 _log.exception("a callback of on_stats() failed; it is not called again")
-                with contextlib.suppress(ValueError):  # it failed in two threads
+                # Another thread in which it failed may have removed it.
+                with contextlib.suppress(ValueError):
                     self._callbacks.remove(callback)
 
 

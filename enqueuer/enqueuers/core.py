@@ -3,7 +3,7 @@
     Core --> Epochs: the epochs of one run                   (a new one for each start)
              --> Run: the workers, from start() to stop()    (a new one for each start)
              --> EpochReader: the epoch that the loop reads  (a new one for each epoch)
-         --> Workload: what the batches depend on
+         --> Workload: shards or tasks, on which the batches depend
          --> SavedPosition: where it stands while no run goes on
 
 One consumer at a time waits (`lock`); any number of threads may ask, and each batch goes to
@@ -38,17 +38,17 @@ from enqueuer.workers.messages import Epoch
 
 
 class Core:
-    """What all enqueuers do.
+    """The life cycle, the position and the epochs of an enqueuer.
 
     Args:
-        workload: What the batches depend on.
+        workload: Workload of the enqueuer: shards or tasks.
 
     Attributes:
         epochs: Epochs of the run that goes on, or of the last one; None before the first start.
         saved: Position while no run goes on.
         callbacks: Callbacks of `on_stats`.
         owned: Backends whose workers have not all ended.
-        timeline: Recorder of what happens; None: nothing is recorded.
+        timeline: Recorder of events; None: nothing is recorded.
     """
 
     def __init__(self, workload: Workload) -> None:
@@ -108,13 +108,14 @@ class Core:
         return self.state is State.RUNNING and reader is not None and not reader.is_over
 
     def check_started(self, what: str) -> None:
-        """Raise InvalidState unless there is a run; `what` says what is to be done."""
+        """Raise InvalidState unless there is a run; `what` is a verb phrase for the message."""
         check_started(self.state, what)
 
     def started_reader(self) -> EpochReader:
         """Return the epoch that the loop reads, of an enqueuer that was started."""
         reader = self.reader
-        if reader is None:  # another thread starts it
+        # Another thread is starting the enqueuer.
+        if reader is None:
             raise InvalidState("cannot read before start() has begun the first epoch")
         return reader
 
@@ -170,7 +171,8 @@ class Core:
         """Return the statistics of a run that is about to end, and record its bottleneck."""
         try:
             final = self.stats()
-        except InvalidState:  # the workers are those of another process
+        except InvalidState:
+            # The workers belong to another process.
             return None
         if self.timeline is not None and not self.is_idle:
             bottleneck = final.bottleneck()

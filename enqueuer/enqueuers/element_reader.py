@@ -55,7 +55,8 @@ class ElementReader:
         self._left_out, self._behind, had = reading.part, 0, start.number * reading.parts
         if start.state is None:
             _skip(numbered, had * self._size, reading)
-        else:  # the iterator continues after the last batch that the loop had
+        else:
+            # The iterator continues after the last batch that the loop had.
             had = max(0, had - reading.parts + reading.part + 1)
             self._left_out = reading.parts - 1 if had else reading.part
             self._behind = had * self._size * reading.world_size

@@ -30,7 +30,7 @@ class BaseEnqueuer(Generic[Batch]):
     """The base class of the enqueuers; not to be constructed itself.
 
     Args:
-        workload: What the batches depend on.
+        workload: Workload of the enqueuer: shards or tasks.
         make: Class, or function, that makes another enqueuer of the same arguments.
     """
 

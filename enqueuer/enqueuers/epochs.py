@@ -22,11 +22,11 @@ class Epochs:
 
     Args:
         run: The run.
-        workload: What it runs.
+        workload: Workload of the run.
 
     Attributes:
         reader: The epoch that the loop reads; None until the first one has begun.
-        scaling: What changes the number of workers; None if that is fixed.
+        scaling: Object that changes the number of workers; None if that is fixed.
     """
 
     def __init__(self, run: Run, workload: Workload) -> None:

@@ -1,4 +1,4 @@
-"""What becomes of the failures of workers: skipped and counted, or raised in the loop."""
+"""The policy for failures of workers: skip and count them, or raise them in the loop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class FailurePolicy:
     """Counts and skips failures, or prepares them to be raised, as the user's options say.
 
     Args:
-        on_error: What the user's option of this name says.
+        on_error: Option of this name.
         max_errors: Number of errors that may be skipped; None if that has no bound.
         count: Number of errors that were skipped before, in the run whose state was loaded.
 
@@ -58,7 +58,7 @@ class FailurePolicy:
         """Count and log a failure; return False if it must be raised when its turn comes.
 
         Args:
-            failure: What has come from a worker.
+            failure: Failure that came from a worker.
             where: Returns where it happened, for the log.
         """
         if not failure.skipped:
@@ -89,7 +89,7 @@ class FailurePolicy:
         """Return the exception to raise now, and the one to keep for the next time.
 
         Args:
-            failure: What must be raised.
+            failure: Failure to be raised.
             where: Where it happened, for a note of the exception.
             origin: Returns what becomes an attribute of the exception; called the first time.
         """
@@ -111,7 +111,8 @@ class FailurePolicy:
         notes = [*getattr(shown, "__notes__", ()), where]
         if failure.skipped:
             notes.append(f"{self.count} errors are more than max_errors={self._max_errors}")
-        with contextlib.suppress(Exception):  # a class may forbid it
+        # A class may forbid new attributes.
+        with contextlib.suppress(Exception):
             # Python 3.10 has no add_note().
             shown.__notes__ = notes
             setattr(shown, ATTRIBUTE, origin)
@@ -132,7 +133,8 @@ class _Repeatable:
         would keep alive all objects that the loop knows.
         """
         error = self.error
-        with contextlib.suppress(Exception):  # not every class can be copied
+        # Not every class can be copied.
+        with contextlib.suppress(Exception):
             twin = copy.copy(error)
             if type(twin) is type(error) and str(twin) == str(error):
                 twin.__cause__, twin.__context__ = error.__cause__, error.__context__

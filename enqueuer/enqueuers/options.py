@@ -319,8 +319,8 @@ def _check_names(given: Iterable[str]) -> None:
 def takes_options(made: Decorated) -> Decorated:
     """Write the options into the signature and the docstring of a class or a function.
 
-    A docstring has a line `{options}` where their descriptions belong. What `made` itself names
-    in its signature or describes is left out.
+    A docstring has a line `{options}` where their descriptions belong. Options that `made` itself
+    names in its signature are left out.
     """
     function = made.__init__ if inspect.isclass(made) else made
     signature = inspect.signature(function)
@@ -340,7 +340,8 @@ def takes_options(made: Decorated) -> Decorated:
     )
     # setattr, as type checkers know no such attribute of a function.
     setattr(made, "__signature__", signature)  # noqa: B010
-    if made.__doc__ is not None:  # python -OO leaves none
+    # With `python -OO` there are no docstrings.
+    if made.__doc__ is not None:
         described = "\n".join(text for name, text in _descriptions() if name not in names)
         before, after = made.__doc__.split("{options}")
         # Python 3.13 strips the indent of docstrings, so it is taken from the line itself.

@@ -57,7 +57,7 @@ class OwnedBackends:
             in_use: The backend that the enqueuer reads from.
 
         Returns:
-            What replaces `in_use`: it raises InvalidState.
+            The object that replaces `in_use`; its methods raise InvalidState.
         """
         parents, self._backends = self._backends, []
         pid = self._pid

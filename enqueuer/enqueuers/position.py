@@ -1,7 +1,7 @@
-"""What `state_dict()` returns, and whether a state fits: a position and what it is a position in.
+"""The state that `state_dict()` returns: saving a position, and loading one that fits.
 
-A state is made of plain ints, strings and lists, so that JSON can hold it; only what a source's
-iterator says of itself (`states`) is kept as it is.
+A state is made of plain ints, strings and lists, so that JSON can hold it. Only the states of the
+source's iterators (`states`) are kept as they are.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class SavedPosition:
 
     Attributes:
         epoch: The batches that were not given to the loop.
-        identity: What the batches depended on when it was saved; None: as now.
+        identity: Values that the batches depended on when it was saved; None: as now.
         is_loaded: Whether the next run begins there, and not at the first epoch.
         error_count: Number of errors that were skipped until then.
     """
@@ -115,7 +115,8 @@ def check_shards(state: Mapping[str, Any], epoch: Epoch, own: range) -> None:
     strangers = [shard for shard in epoch.starts or () if shard not in own]
     if strangers:
         raise StateMismatch(f"the state has positions of shards {strangers}, not of {own}")
-    if epoch.starts is None or "ended" not in state:  # an early version saved no ends
+    # An early version saved no ends.
+    if epoch.starts is None or "ended" not in state:
         return
     missing = sorted(set(own).difference(epoch.starts, state["ended"]))
     if missing:

@@ -207,7 +207,8 @@ class Run:
             raise
 
     def _finish_change_later(self) -> None:
-        with contextlib.suppress(Closed), self.lock:  # Closed: it is being stopped
+        # Closed is raised if the run is being stopped.
+        with contextlib.suppress(Closed), self.lock:
             self._take_over()
         with self.state_lock:
             # After stop(), which has stopped them, there may be workers of the next run.
@@ -344,7 +345,7 @@ def check_started(state: State, what: str) -> None:
 
     Args:
         state: State of the enqueuer.
-        what: What is to be done with it, for the message.
+        what: Verb phrase for the message: "iterate over it".
     """
     if state is State.NEW:
         raise InvalidState(

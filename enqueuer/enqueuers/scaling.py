@@ -23,7 +23,7 @@ class Scaling:
 
     Args:
         run: The run.
-        workload: What it runs.
+        workload: Workload of the run.
     """
 
     def __init__(self, run: Run, workload: Workload) -> None:

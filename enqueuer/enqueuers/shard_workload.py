@@ -30,7 +30,7 @@ class ShardWorkload:
     """See `Workload`.
 
     Args:
-        source: What the user gave.
+        source: Source that the user gave.
         options: Options of the enqueuer.
         seed: Seed of the enqueuer.
         shards: Number of shards over all ranks; None: as many as workers.

@@ -24,7 +24,7 @@ class TaskEpoch:
     """See `EpochWork`.
 
     Args:
-        source: What the user gave.
+        source: Source that the user gave.
         reading: Which elements are read, and in which order.
         rerun: Returns a function that makes an item again; see `Workload.rerun`.
         run: The run that the epoch belongs to.
@@ -187,7 +187,8 @@ class TaskEpoch:
             return f"while the elements of task {task} were read"
         indices: Sequence[int] = [failure.shard]
         ticket = self.ticket(task)
-        if isinstance(failure.error, WorkerDied) and ticket is not None:  # at any of them
+        # The worker may have died at any of the elements.
+        if isinstance(failure.error, WorkerDied) and ticket is not None:
             indices = ticket.indices
         what = f"element {indices[0]}" if len(indices) == 1 else f"one of the elements {[*indices]}"
         return f"in {failure.worker}, task {task}, {what}"

@@ -24,7 +24,7 @@ class TaskWorkload:
     """See `Workload`.
 
     Args:
-        source: What the user gave.
+        source: Source that the user gave.
         options: Options of the enqueuer.
         seed: Seed of the enqueuer.
         shuffle: Whether each epoch has an order of its own.

@@ -1,4 +1,4 @@
-"""What an enqueuer needs to know of its data: shards of a generator, or tasks over elements.
+"""The protocols of a workload, which knows the data: shards of a generator, or tasks of elements.
 
 A `Workload` lives as long as its enqueuer; it never waits and has no lock. For each epoch it makes
 an `EpochWork`, which knows how far the epoch has come.

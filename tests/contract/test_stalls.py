@@ -143,7 +143,7 @@ def test_workers_that_are_not_busy_are_told_in_words(backend, tmp_path):
     source = Gated(new_folder(tmp_path), count=20)
     with GeneratorEnqueuer(source, max_queue_size=2, **options) as enqueuer:
         assert take(enqueuer, 3) == ALL[:3]
-        text_when(enqueuer, "has a batch in hand and waits for room")
+        text_when(enqueuer, "has made a batch and waits for room")
         source.let_on()
         assert len(take(enqueuer, 37)) == 37
     source = Gated(new_folder(tmp_path), stops=[(1, 1)])
