@@ -10,6 +10,8 @@ import dataclasses
 import enum
 from collections import deque
 from collections.abc import Iterator
+from itertools import chain, takewhile
+from typing import Any, cast
 
 from enqueuer.backends.order import TaskOrder
 from enqueuer.common.sizes import size_of
@@ -27,6 +29,11 @@ class Next(enum.Enum):
     ROOM = 3
 
 
+_NAMES = ("next", "items")
+# Returns None, and keeps nothing.
+_forget = deque[object](maxlen=0).append
+
+
 class ReorderBuffer:
     """Called by one thread at a time.
 
@@ -41,6 +48,8 @@ class ReorderBuffer:
         self.tickets: dict[int, Ticket] = {}
         # In the order of their arrival.
         self._results: dict[int, ItemTuple | Empty | Failure] = {}
+        # Numbers of the tasks in `_results` that have no result: empty ones, and failures.
+        self._without: set[int] = set()
         self._skipped: dict[int, deque[Failure]] = {}
         # Number of the task whose skipped error was returned last.
         self._reported = -1
@@ -69,6 +78,7 @@ class ReorderBuffer:
             self.tickets.pop(self._going, None)
             self._results.pop(self._going, None)
             self._skipped.pop(self._going, None)
+            self._without.discard(self._going)
             self._going = -1
 
     def pass_over(self) -> None:
@@ -88,10 +98,24 @@ class ReorderBuffer:
         if isinstance(message, Failure) and message.skipped:
             self._skipped.setdefault(number, deque()).append(message)
         else:
+            if not isinstance(message, tuple):
+                self._without.add(number)
             self._results[number] = message
             if self._measure and isinstance(message, tuple):
                 # Never 0, which means that no result has come yet.
                 self.largest_bytes = max(self.largest_bytes, size_of(message[2]), 1)
+
+    def put_all(self, arrived: deque[Any]) -> None:
+        """Keep what came of some tasks, and remove it from where it arrived."""
+        if not self._measure and set(map(type, arrived)) == {tuple}:
+            tickets, results = self.tickets, self._results
+            items = cast("deque[ItemTuple]", arrived)
+            known = {item[1]: item for item in items if item[1] in tickets}
+            results.update({n: item for n, item in known.items() if n not in results})
+            arrived.clear()
+        while arrived:
+            self.put(arrived[0])
+            arrived.popleft()
 
     def forget_skipped(self, number: int) -> None:
         """Forget the skipped errors of a task that will run again."""
@@ -99,6 +123,7 @@ class ReorderBuffer:
 
     def fail(self, number: int, failure: Failure) -> None:
         """Put a failure in the place of a task, also of one that has no ticket."""
+        self._without.add(number)
         self._results[number] = failure
 
     def has_next(self, order: TaskOrder) -> bool:
@@ -129,9 +154,25 @@ class ReorderBuffer:
         return found
 
     def items(self, order: TaskOrder, most: int) -> Iterator[ItemTuple]:
-        """Take items as long as they are next: at most so many."""
+        """Take items as long as they are next: at most so many.
+
+        To be read by something written in C, as `Inbox.items`.
+        """
         if self._going >= 0:
             self.acknowledge(order)
+        if not order.ordered or most == 1 or self._without or self._skipped:
+            return self._one_by_one(order, most)
+        first, results = order.next, cast("dict[int, ItemTuple]", self._results)
+        there = len(list(takewhile(results.__contains__, range(first, first + most))))
+        numbers, after = range(first, first + there), (first + there, order.items + there)
+        # What is written behind the items yields nothing.
+        return chain(
+            map(results.pop, numbers),
+            filter(None, map(_forget, map(self.tickets.pop, numbers))),
+            filter(None, map(setattr, (order, order), _NAMES, after)),
+        )
+
+    def _one_by_one(self, order: TaskOrder, most: int) -> Iterator[ItemTuple]:
         taken = order.taken
         for _ in range(most):
             number = self._ready(order)

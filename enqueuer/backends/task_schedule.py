@@ -13,7 +13,7 @@ This file decides and does not wait.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Generic
 
 from enqueuer.backends.order import AsTheyCome, Order, TaskOrder
@@ -118,6 +118,16 @@ class TaskSchedule(Generic[W]):
         self._unsent.append((ticket.number, packed))
         self._offer()
 
+    def submit_all(self, tickets: Sequence[Ticket]) -> None:
+        """Let free workers do some tasks, whose elements the workers have."""
+        if not tickets:
+            return
+        numbers, pack = [ticket.number for ticket in tickets], self._dispatch.pack
+        self._buffer.tickets.update(zip(numbers, tickets, strict=True))
+        self._last = numbers[-1]
+        self._unsent.extend(zip(numbers, map(pack, tickets), strict=True))
+        self._offer()
+
     def fail(self, failure: Failure) -> None:
         """Let a task have failed that could not be submitted."""
         self._last = failure.number
@@ -167,11 +177,8 @@ class TaskSchedule(Generic[W]):
             inbox.acknowledge()
             if state in HAS_ENDED and worker not in self._reported:
                 ended = worker
-        while arrived:
-            result = arrived[0]
-            assert not isinstance(result, End)
-            self._buffer.put(result)
-            arrived.popleft()
+        if arrived:
+            self._buffer.put_all(arrived)
         return ended
 
     def poll(self, order: TaskOrder) -> bool:

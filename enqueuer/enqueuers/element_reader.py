@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from enqueuer.enqueuers.task_order import Reading, order_of, steps_in
@@ -90,6 +90,29 @@ class ElementReader:
                 return Ticket(self._number, self._epoch, indices, elements)
             fresh = deque[tuple[int, Any] | None]()
             self._read, self._left_out = fresh, max(0, self._left_out - 1)
+
+    def next_many(self, most: int) -> list[Ticket]:
+        """Return the next tickets of a sequence, at most so many; again until `advance_many`."""
+        size, steps = self._size, self._steps[self._at : self._at + most]
+        parts: Iterable[tuple[int, ...]]
+        if size == 1:
+            parts = zip(map(int, map(self._indices.__getitem__, steps)), strict=False)
+        else:
+            parts = [
+                tuple(map(int, self._indices[step * size : (step + 1) * size])) for step in steps
+            ]
+        numbers = range(self._number, self._number + len(steps))
+        rows = zip(numbers, itertools.repeat(self._epoch), parts, itertools.repeat(None))
+        # In a fifth of the time that calls of Ticket take.
+        return list(map(tuple.__new__, itertools.repeat(Ticket), rows))
+
+    def advance_many(self, tickets: list[Ticket]) -> None:
+        """Go on behind some tickets, the next ones; repeating it does nothing."""
+        count = len(tickets)
+        if count and tickets[0].number == self._number:
+            # No call comes between these stores, and so no signal handler runs.
+            self._at += count
+            self._number += count
 
     def advance(self, number: int) -> None:
         """Go on behind the ticket of this number; repeating it does nothing."""

@@ -63,6 +63,8 @@ class TaskEpoch:
         self._unread: Failure | None = None
         # Ticket that was read and not submitted, with the state of the iterator after it.
         self._pending: tuple[Ticket, Any] | None = None
+        # Tickets of a sequence that were read and perhaps not submitted.
+        self._unsubmitted: list[Ticket] = []
         self._is_read = False
 
     @property
@@ -79,6 +81,8 @@ class TaskEpoch:
         """Read elements and submit their tasks, as many as the bound allows."""
         order, tasks, source = self.order, self._tasks, self._source
         reads, most = 0, self._most_out(tasks)
+        if source.is_sequence and self._reader is not None and self._pending is None:
+            self._feed_many(self._reader, tasks, most)
         while not self._is_read and tasks.outstanding < most:
             if self._pending is None:
                 # A loop that waits for a batch should not wait for a slow iterable.
@@ -102,6 +106,28 @@ class TaskEpoch:
             if self._reader is not None:
                 self._reader.advance(ticket.number)
             self._pending = None
+
+    def _feed_many(self, reader: ElementReader, tasks: TaskSchedule[Any], most: int) -> None:
+        """Submit several tasks of a sequence at once."""
+        tickets = self._unsubmitted
+        if not tickets:
+            if self._is_read or tasks.outstanding >= most:
+                return
+            tickets = self._unsubmitted = reader.next_many(most - tasks.outstanding)
+            if not tickets:
+                return
+        order = self.order
+        # Some were done before, or were submitted before an exception of a signal handler.
+        if order.taken or tickets[0].number < order.next:
+            tasks.submit_all([t for t in tickets if not order.was_taken(t.number)])
+        else:
+            tasks.submit_all(tickets)
+        # A signal handler has called reconfigure(): the new workers may lack these tickets.
+        if self._run.backend.tasks is not tasks:
+            return
+        self.number = tickets[-1].number + 1
+        reader.advance_many(tickets)
+        self._unsubmitted = []
 
     def _most_out(self, tasks: TaskSchedule[Any]) -> int:
         """Return how many tasks may be submitted and not taken."""

@@ -7,6 +7,8 @@ Any worker may call it; it keeps nothing.
 
 from __future__ import annotations
 
+import functools
+import operator
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +16,8 @@ from typing import Any
 import numpy as np
 
 from enqueuer.common.trees import columns_of, with_members
+
+_is_none = functools.partial(operator.is_, None)
 
 
 def stack(results: list[Any], join: Callable[[list[Any]], Any] = np.stack) -> Any:
@@ -35,7 +39,7 @@ def stack(results: list[Any], join: Callable[[list[Any]], Any] = np.stack) -> An
         {'x': array([1., 2.]), 'name': ['a', 'b']}
     """
     first = results[0]
-    if any(result is None for result in results):
+    if any(map(_is_none, results)):
         return results
     if isinstance(first, (np.ndarray, np.generic)):
         return _joined(results, join)

@@ -49,7 +49,7 @@ def _do(
     on_error: OnError,
 ) -> None:
     """Send the result of a ticket, or `Empty`, and before that a failure for each error."""
-    results = []
+    results: list[Any] = []
     seed = source.random_seed
     failed_fetch: BaseException | None = None
     if enter is not do_nothing:
@@ -59,16 +59,25 @@ def _do(
     except BaseException as error:
         # If the elements are fetched one by one, the element at fault raises its own error.
         elements, failed_fetch = [FETCH] * len(ticket.indices), error
-    for place, (index, element) in enumerate(zip(ticket.indices, elements, strict=True)):
+    failed: BaseException | None = None
+    if failed_fetch is None:
         try:
-            result = source.result(index, ticket.epoch, seed, element)
+            results.extend(source.results_of(ticket, elements))
         except BaseException as error:
-            failed_fetch = None
+            failed = error
+    # From the one that failed; if it raised StopIteration, that looks like an end, and comes again.
+    for place in range(len(results), len(ticket.indices)):
+        try:
+            if failed is not None:
+                raise failed
+            result = source.result(ticket.indices[place], ticket.epoch, seed, elements[place])
+        except BaseException as error:
+            failed = failed_fetch = None
             goes_on, result = skip_or_end(Failure(place, ticket.number, error), sender, on_error)
             if not goes_on:
                 return
-        if result is not None:
-            results.append(result)
+        results.append(result)
+    results = [result for result in results if result is not None]
     # No single element is at fault, so the failure is that of fetching all of them.
     if failed_fetch is not None:
         of_all, failed_fetch = Failure(0, ticket.number, failed_fetch), None

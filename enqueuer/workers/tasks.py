@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import copy
 import inspect
+import operator
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any, Protocol
 
 import numpy as np
@@ -161,6 +163,25 @@ class TaskSource:
         if self.takes_task:
             return self.map(element, Task(index, epoch, random_seed))
         return self.map(element)
+
+    def results_of(self, ticket: Ticket, elements: Iterable[Any]) -> Iterable[Any]:
+        """Return the results of a ticket as an iterator that is written in C.
+
+        Args:
+            ticket: The ticket.
+            elements: What `elements_of` returned.
+        """
+        epoch = ticket.epoch
+        if next(iter(elements)) is FETCH:
+            if self.begun <= epoch:
+                self.begin(epoch)
+            elements = map(operator.getitem, repeat(self.items), ticket.indices)
+        if self.map is None:
+            return elements
+        if self.takes_task:
+            tasks = map(Task, ticket.indices, repeat(epoch), repeat(self.random_seed))
+            return map(self.map, elements, tasks)
+        return map(self.map, elements)
 
     def begin(self, epoch: int) -> None:
         """Announce to the sequence all epochs before this one, and the beginning of this one.
