@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, repeat, takewhile
 from typing import Any, Protocol
 
-from enqueuer.workers.messages import ItemTuple, Sender
+from enqueuer.workers.messages import ItemTuple, Reported, Sender
 
 _is_given = functools.partial(operator.is_not, None)
 # Stands for a value in the row before the first item.
@@ -84,6 +84,9 @@ class BunchSender(Sender, Protocol):
 
     def open_bunch(self, shard: int) -> Bunch | None:
         """Return a bunch to be filled; None if the next item must be sent by itself."""
+
+    def send_report(self, report: Reported) -> None:
+        """Send a report at once, also within a bunch; any thread may call this."""
 
     def close_bunch(self, bunch: Bunch) -> None:
         """Count the items of a bunch, and wake the loop if it waits for one."""

@@ -168,7 +168,7 @@ class Shard(Seeded):
         The enqueuer counts it in `error_count`; the error after `max_errors` is raised in the
         loop. It is logged with its traceback by the logger `enqueuer`; errors with the same text,
         as in each epoch, are logged only once. The report is sent with the next item; if none may
-        come for long, yield None.
+        come for long, yield None. Threads of the generator may report, too.
 
         Args:
             error: Exception that was caught. Its text should name the item that is left out.
@@ -210,8 +210,9 @@ class Reports(list[Report]):
     def append(self, report: Report) -> None:
         """Add a report."""
         super().append(report)
-        if self.heard is not None:
-            self.heard()
+        heard = self.heard
+        if heard is not None:
+            heard()
 
 
 def collect_reports(shard: Shard) -> Reports:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 from enqueuer.errors import StateMismatch
@@ -40,6 +41,10 @@ class ShardStream:
         self._items: Iterator[Any] | None = None
         self._stateful: Stateful | None = None
         self._reports = collect_reports(shard)
+        # Number of the item before which reports were sent last, and how many of them.
+        self._reported = -1, 0
+        # Any thread of the generator may report within a bunch.
+        self._report_lock = threading.RLock()
 
     @property
     def is_behind(self) -> bool:
@@ -100,7 +105,10 @@ class ShardStream:
         values = itertools.chain(items, map(ended.append, (None,)))
         while (bunch := sender.open_bunch(self.shard.index)) is not None:
             # The next item of a bunch follows a report at once, so it is sent at once.
-            self._reports.heard = functools.partial(self._report_within, bunch, sender)
+            heard = functools.partial(self._report_within, bunch, sender, self.number)
+            self._reports.heard = heard
+            if self._reports:
+                heard()
             self.in_user_code = True
             try:
                 bunch.fill(self.number, values)
@@ -119,20 +127,25 @@ class ShardStream:
         self.in_user_code = True
         return True
 
-    def _report_within(self, bunch: Bunch, sender: Sender) -> None:
-        self.send_reports(sender, bunch.made)
+    def send_reports(self, sender: Sender) -> None:
+        """Send the errors that the generator has reported since the last item."""
+        self._send_reports(sender.send, self.number)
 
-    def send_reports(self, sender: Sender, made: int = 0) -> None:
-        """Send the errors that the generator has reported since the last item.
+    def _report_within(self, bunch: Bunch, sender: BunchSender, first: int) -> None:
+        self._send_reports(sender.send_report, first + bunch.made)
 
-        Args:
-            sender: Sender of the errors.
-            made: Number of items of an open bunch that were made.
-        """
-        shard, number = self.shard.index, self.number + made
-        for nth in range(1, len(self._reports) + 1):
-            error, log = self._reports.pop(0)
-            sender.send(Reported(shard, number, error, nth=nth, log=log))
+    def _send_reports(self, send: Callable[[Reported], None], number: int) -> None:
+        """Send the reports before an item; each has a greater number or place than the last."""
+        with self._report_lock:
+            last, nth = self._reported
+            # Of two threads, one may have come to a later item first.
+            number = max(number, last)
+            nth = nth if number == last else 0
+            while self._reports:
+                error, log = self._reports.pop(0)
+                nth += 1
+                self._reported = number, nth
+                send(Reported(self.shard.index, number, error, nth=nth, log=log))
 
     def _open(self) -> Iterator[Any]:
         wanted, state, behind = self._start

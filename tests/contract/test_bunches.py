@@ -5,6 +5,7 @@ import sys
 import threading
 import traceback
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from helpers import LIMIT, wait_until
@@ -198,6 +199,35 @@ def test_a_report_in_a_bunch_comes_before_the_next_item():
         wait_until(lambda: enqueuer.queue.qsize() == COUNT)
         counts = [(number, enqueuer.error_count) for number in enqueuer]
     assert counts == [(number, int(number >= AT)) for number in range(COUNT)]
+
+
+def test_each_of_several_reports_before_an_item_in_a_bunch_is_counted():
+    def source(shard):
+        for number in range(COUNT):
+            for _ in range(number % 4):
+                shard.report(ValueError("spoilt"), log=False)
+            yield None if number % 7 == 3 else number
+
+    with GeneratorEnqueuer(source, max_queue_size=2 * COUNT) as enqueuer:
+        counts = [(number, enqueuer.error_count) for number in enqueuer]
+    expected = list(itertools.accumulate(number % 4 for number in range(COUNT)))
+    assert counts == [(at, count) for at, count in enumerate(expected) if at % 7 != 3]
+
+
+def test_threads_of_a_generator_may_report_within_a_bunch():
+    def source(shard):
+        def load(number):
+            if number % 3 == 0:
+                shard.report(ValueError("spoilt"), log=False)
+
+        with ThreadPoolExecutor(4) as pool:
+            for number in range(0, 20 * COUNT, 4):
+                list(pool.map(load, range(number, number + 4)))
+                yield number
+
+    with GeneratorEnqueuer(source, max_queue_size=64) as enqueuer:
+        counts = [(number, enqueuer.error_count) for number in enqueuer]
+    assert counts == [(at, len(range(0, at + 4, 3))) for at in range(0, 20 * COUNT, 4)]
 
 
 def test_a_report_beyond_max_errors_is_raised_at_its_place():

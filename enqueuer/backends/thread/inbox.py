@@ -19,12 +19,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
 
 from enqueuer.backends.pool import Taken
 from enqueuer.errors import Closed
 from enqueuer.monitoring import gil
 from enqueuer.monitoring.meters import WAITING, Meter
+from enqueuer.workers.bunch import Bunch
 from enqueuer.workers.messages import Empty, End, Failure, ItemTuple
 
 UNBOUNDED = 1 << 62  # as `max_size`, where something else keeps the bound
@@ -70,6 +70,7 @@ class ThreadInbox:
         self._is_plain = shards == 1
         # A worker alone may append without the lock, as long as only one thread runs at a time.
         self._has_bunches = shards == 1 and max_bytes is None and gil.switch_s() is not None
+        self._bunch: Bunch | None = None
         self._gate: list[int] = []
         self._sleeper: threading.Lock | None = None  # that the loop waits for
         self._putters: deque[threading.Lock] = deque()  # that workers wait for
@@ -81,32 +82,32 @@ class ThreadInbox:
 
     # --- the worker ---
 
-    def open_bunch(self, shard: int, most: int) -> list[int]:
-        """Let a worker append items without the lock; return the gate of a `Bunch`.
-
-        It is cleared when the loop waits, and empty if the next item must be sent by itself.
+    def open_bunch(self, shard: int, most: int) -> Bunch | None:
+        """Let a worker append items without the lock, until the loop waits.
 
         Args:
             shard: Shard of the items, the only one of this inbox.
             most: Most items of the bunch.
+
+        Returns:
+            None if the next item must be sent by itself.
         """
         with self._lock:
             room = 0
             if self._has_bunches and self._sleeper is None and not self.closed:
                 room = self.max_size - (self._sent - self._acknowledged) - len(self._others)
             most = min(room, most)
-            self._gate = [shard] * (most + 1) if most > 0 else []
-            return self._gate
+            if most <= 0:
+                return None
+            self._gate = [shard] * (most + 1)
+            self._bunch = Bunch(self._gate, self._items.extend)
+            return self._bunch
 
-    @property
-    def append_all(self) -> Any:
-        """The function that appends the items of an iterator."""
-        return self._items.extend
-
-    def close_bunch(self, made: int) -> None:
+    def close_bunch(self, bunch: Bunch) -> None:
         """Count the items of a bunch, and wake the loop if it waits."""
         with self._lock:
-            self._gate = []
+            self._gate, self._bunch = [], None
+            made = bunch.made
             self._sent += made
             if self._sleeper is not None and made:
                 self._wake_loop_locked()
@@ -139,15 +140,16 @@ class ThreadInbox:
             self._wait_for_room_locked(0)
             if self.closed:
                 raise Closed("the inbox is closed")
-            self._insert_locked(message, 0)
+            self._insert_locked(message)
 
-    def insert(self, message: End | Failure | Empty, made: int) -> None:
-        """Append another message within a bunch, after so many of its items; wait for nothing."""
+    def insert(self, message: Failure) -> None:
+        """Append a failure, also within a bunch, and also by another thread; wait for nothing."""
         with self._lock:
             if not self.closed:
-                self._insert_locked(message, made)
+                self._insert_locked(message)
 
-    def _insert_locked(self, message: End | Failure | Empty, made: int) -> None:
+    def _insert_locked(self, message: End | Failure | Empty) -> None:
+        made = 0 if self._bunch is None else self._bunch.made
         self._others.append((self._sent + made, message))
         self._wake_loop_locked()
 

@@ -19,7 +19,7 @@ from enqueuer.errors import Closed, OverwrittenDataWarning
 from enqueuer.monitoring.duplicates import checksum
 from enqueuer.monitoring.meters import BEGAN, BYTES, IDLE, WAITING, Meter
 from enqueuer.workers.bunch import Bunch
-from enqueuer.workers.messages import Empty, End, Epoch, Failure, ItemTuple, Ticket
+from enqueuer.workers.messages import Empty, End, Epoch, Failure, ItemTuple, Reported, Ticket
 
 _WATCHED = 16  # first items of a worker, each of which is weighed and may turn out to be reused
 _WEIGHED_EVERY = 64  # of so many items; to weigh each would take longer than to send it
@@ -85,17 +85,13 @@ class ThreadSender:
     def open_bunch(self, shard: int) -> Bunch | None:
         # The item that is weighed next is sent by itself.
         left = self._left[0]
-        gate = self.inbox.open_bunch(shard, left - 1) if left > 1 else None
-        if not gate:
-            return None
-        bunch = Bunch(gate, self.inbox.append_all)
+        bunch = self.inbox.open_bunch(shard, left - 1) if left > 1 else None
         self._left = left, bunch
         return bunch
 
     def close_bunch(self, bunch: Bunch) -> None:
-        made = bunch.made
-        self._left = self._left[0] - made, None
-        self.inbox.close_bunch(made)
+        self._left = self._left[0] - bunch.made, None
+        self.inbox.close_bunch(bunch)
 
     def _weigh(self, value: object) -> None:
         """Note the size of an item, which stands for those since the last one that was weighed."""
@@ -131,14 +127,16 @@ class ThreadSender:
     def send(self, message: End | Failure | Empty) -> None:
         match message:
             case Failure():
-                message = dataclasses.replace(message, worker=str(self))
+                message = self._signed(message)
             case End(state=state) if state is not None:
                 message = dataclasses.replace(message, state=copy.deepcopy(state))
-        bunch = self._left[1]
-        if bunch is None:
-            self.inbox.send(message)
-        else:
-            self.inbox.insert(message, bunch.made)
+        self.inbox.send(message)
+
+    def send_report(self, report: Reported) -> None:
+        self.inbox.insert(self._signed(report))
+
+    def _signed(self, failure: Failure) -> Failure:
+        return dataclasses.replace(failure, worker=str(self))
 
     def check(self) -> None:
         if self.inbox.closed:
