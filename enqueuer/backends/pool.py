@@ -153,14 +153,21 @@ class Dispatch(Protocol[W_contra]):
             ItemNotPicklable: An element cannot be sent to a worker.
         """
 
-    def offer(self, number: int, packed: Any) -> bool:
-        """Let a free worker do a task; return whether there was room for its ticket."""
+    def offer(self, tickets: Sequence[tuple[int, Any]]) -> int:
+        """Let free workers do the first of some tasks.
+
+        Args:
+            tickets: Numbers of tasks and their packed tickets, at least one.
+
+        Returns:
+            How many of them there was room for; more may be offered unless it is 0.
+        """
 
     def assign(self, worker: W_contra, number: int, packed: Any) -> None:
         """Have one worker do a task, before those that were offered."""
 
-    def current(self, worker: W_contra) -> int:
-        """Return the number of the task that a worker does, or did when it died; -1 if none."""
+    def current(self, worker: W_contra) -> Sequence[int]:
+        """Return the numbers of the tasks that a worker took last, those that are done included."""
 
     def safe(self) -> Container[int]:
         """Return the numbers of the tasks that no worker has begun or that a living worker has."""

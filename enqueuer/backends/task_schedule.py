@@ -48,12 +48,12 @@ class TaskSchedule(Generic[W]):
         ...     def acknowledge(self): pass
         >>> class OneEach:
         ...     tasks, pack = {}, staticmethod(lambda ticket: ticket)
-        ...     def offer(self, number, packed):
+        ...     def offer(self, tickets):
         ...         free = [worker for worker in workers if worker not in self.tasks]
-        ...         self.tasks.update((worker, number) for worker in free[:1])
-        ...         return bool(free)
+        ...         self.tasks.update((worker, tickets[0][0]) for worker in free[:1])
+        ...         return len(free[:1])
         ...     def assign(self, worker, number, packed): self.tasks[worker] = number
-        ...     def current(self, worker): return self.tasks[worker]
+        ...     def current(self, worker): return [self.tasks[worker]]
         ...     def safe(self):
         ...         return [n for w, n in self.tasks.items() if w.state is WorkerState.RUNNING]
         ...     def forget(self, worker): del self.tasks[worker]
@@ -69,7 +69,7 @@ class TaskSchedule(Generic[W]):
         (True, 'task 1')
         >>> dead, workers[1] = workers[1], Worker()
         >>> schedule.resume(dead, workers[1], order); dispatch.current(workers[1])
-        1
+        [1]
     """
 
     def __init__(self, workers: list[W], dispatch: Dispatch[W], bunch: int, measure: bool) -> None:
@@ -137,10 +137,11 @@ class TaskSchedule(Generic[W]):
         """Send tickets as long as there is room for them; the rest is sent when results come."""
         unsent = self._unsent
         while unsent:
-            number, packed = unsent[0]
-            if not self._dispatch.offer(number, packed):
+            sent = self._dispatch.offer(unsent)
+            if not sent:
                 return
-            unsent.popleft()
+            for _ in range(sent):
+                unsent.popleft()
 
     # --- results ---
 
@@ -223,9 +224,10 @@ class TaskSchedule(Generic[W]):
     def place_of(self, dead: W, order: Order) -> DeathPlace:
         """Return the task that a worker did when it died, or the first one that it had."""
         assert isinstance(order, TaskOrder)
-        lost, number = self._lost(), self._dispatch.current(dead)
-        if number not in lost:
-            number = min(lost, default=order.next)
+        lost = self._lost()
+        # A worker runs the tasks that it took in their order.
+        own = [number for number in self._dispatch.current(dead) if number in lost]
+        number = own[0] if own else min(lost, default=order.next)
         ticket = self._buffer.tickets.get(number)
         index = 0 if ticket is None else ticket.indices[0]
         return DeathPlace(index, number, f"task {number - order.first}")

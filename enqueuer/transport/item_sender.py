@@ -55,6 +55,8 @@ class ItemSender:
         self._pack = Layouts().encode
         self._allowance = _Allowance(ring.words, credit)
         self._asks = credit.ask
+        # Tickets of the packet that was taken last.
+        self._tickets: deque[Ticket] = deque()
         # Items that the times of the meter stand for.
         self._timed = 0
         # Items that may be sent without asking the allowance; stays 0 with a bound on bytes.
@@ -159,6 +161,8 @@ class ItemSender:
                 control.read_orders()
             if control.closed:
                 return None
+            if self._tickets:
+                return self._tickets.popleft()
             found = control.tasks.popleft() if control.tasks else task_queue.take(task_socket)
             if found is None:
                 control.sleep(also=task_socket.fileno())
@@ -168,7 +172,7 @@ class ItemSender:
             token, number = task_queue.HEAD.unpack_from(found[0])
             self._words[CLAIMED] = token + 1
             try:
-                return task_queue.unpack(*found)
+                self._tickets.extend(task_queue.unpack(*found))
             except Exception as error:  # the user's class cannot be loaded here
                 self.send(Failure(0, number, error))
 

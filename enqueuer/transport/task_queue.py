@@ -125,7 +125,8 @@ def pack(ticket: Ticket, are_forked: bool) -> bytes:
     return by_value
 
 
-def unpack(packet: bytes, fds: list[int]) -> Ticket:
-    """Return the ticket of a packet, and close the descriptors."""
-    ticket: Ticket = pickle.loads(read_whole(packet[HEAD.size :], fds))
-    return ticket
+def unpack(packet: bytes, fds: list[int]) -> list[Ticket]:
+    """Return the tickets of a packet, and close the descriptors."""
+    body = packet[HEAD.size :]
+    loaded = pickle.loads(read_whole(body, fds) if fds else body)
+    return [loaded] if type(loaded) is Ticket else [Ticket(*ticket) for ticket in loaded]

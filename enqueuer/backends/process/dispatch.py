@@ -1,6 +1,6 @@
 """How tickets reach worker processes: idle workers take them from one pair of sockets.
 
-    consumer --offer()--> tickets --> whichever worker is free takes one and claims it by its token
+    consumer --offer()--> packets --> a free worker takes one and claims it by its token
              --assign()-> the channel of one worker, for tasks of a dead one
 
 Tokens only grow, so the first ticket that still lies in the socket tells which ones were taken. A
@@ -10,15 +10,24 @@ living worker was done, or was the dead one's.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+import itertools
+import pickle
+from collections.abc import Callable, Container, Sequence
 
 from enqueuer.backends.pool import HAS_ENDED
 from enqueuer.backends.process.handle import ProcessWorker
+from enqueuer.monitoring.meters import clock
 from enqueuer.transport import task_queue
 from enqueuer.transport.task_queue import TaskQueue
 from enqueuer.workers.messages import Ticket
 
-_MOST_TOKENS = 1000  # that are kept, beside as many as are needed, before some are forgotten
+# Tokens that are kept, beside as many as are needed, before some are forgotten.
+_MOST_TOKENS = 1000
+# Tickets, and indices in them, that share a packet; they fit into it, and into 1 KiB.
+_MOST_TICKETS = 32
+_MOST_INDICES = 100
+# Nanoseconds that the tasks of a packet may take, as another worker cannot take some of them.
+_PACKET_NS = 1_000_000
 
 
 class QueueDispatch:
@@ -36,7 +45,8 @@ class QueueDispatch:
         self._is_closed = False
         self._last_token = 0
         # Numbers of tasks by their tokens: of the queue, and of what one worker alone got.
-        self._offered: dict[int, int] = {}
+        self._offered: dict[int, Sequence[int]] = {}
+        self._sizes = PacketSizes()
         self._assigned: dict[ProcessWorker, dict[int, int]] = {}
         self._most_tokens = _MOST_TOKENS
 
@@ -51,43 +61,52 @@ class QueueDispatch:
         if self._queue is not None:
             self._queue.close()
 
-    def pack(self, ticket: Ticket) -> bytes:
-        return task_queue.pack(ticket, self._are_forked)
+    def pack(self, ticket: Ticket) -> Ticket | bytes:
+        # Tickets without elements are pickled together.
+        return ticket if ticket.elements is None else task_queue.pack(ticket, self._are_forked)
 
-    def offer(self, number: int, packed: bytes) -> bool:
+    def offer(self, tickets: Sequence[tuple[int, Ticket | bytes]]) -> int:
         assert self._queue is not None
-        token = self._last_token + 1
+        first = tickets[0][1]
+        most = 1
+        if isinstance(first, Ticket):
+            limit = max(1, _MOST_INDICES // len(first.indices))
+            most = self._sizes.next(len(tickets), len(self._workers), limit)
+        token, chosen = self._last_token + 1, list(itertools.islice(tickets, most))
         try:
-            if not self._queue.send(token, number, packed):
-                return False
+            if not self._queue.send(token, chosen[0][0], _body([ticket for _, ticket in chosen])):
+                return 0
         except OSError:
             # stop() has closed the sockets while the loop's thread read an iterable.
             if self._is_closed:
-                return False
+                return 0
             raise
         self._last_token = token
-        self._offered[token] = number
+        self._offered[token] = [number for number, _ in chosen]
         if len(self._offered) > self._most_tokens:
             self._forget_done()
-        return True
+        return len(chosen)
 
-    def assign(self, worker: ProcessWorker, number: int, packed: bytes) -> None:
+    def assign(self, worker: ProcessWorker, number: int, packed: Ticket | bytes) -> None:
         self._last_token += 1
         self._assigned.setdefault(worker, {})[self._last_token] = number
-        worker.channel.assign(self._last_token, number, packed)
+        worker.channel.assign(self._last_token, number, _body([packed]))
 
-    def current(self, worker: ProcessWorker) -> int:
+    def current(self, worker: ProcessWorker) -> Sequence[int]:
         token = worker.channel.claimed
-        return self._assigned.get(worker, {}).get(token, self._offered.get(token, -1))
+        assigned = self._assigned.get(worker, {})
+        return [assigned[token]] if token in assigned else self._offered.get(token, ())
 
     def safe(self) -> Container[int]:
         assert self._queue is not None
         first, safe = self._queue.first(), set[int]()
         if first is not None:
-            safe.update(number for token, number in self._offered.items() if token >= first)
+            for token, numbers in self._offered.items():
+                if token >= first:
+                    safe.update(numbers)
         for worker in self._workers:
             if worker.state not in HAS_ENDED:
-                safe.add(self.current(worker))
+                safe.update(self.current(worker))
                 safe.update(self._assigned.get(worker, {}).values())
         return safe
 
@@ -100,8 +119,62 @@ class QueueDispatch:
         first = self._queue.first()
         claimed = {worker.channel.claimed for worker in self._workers}
         self._offered = {
-            token: number
-            for token, number in self._offered.items()
+            token: numbers
+            for token, numbers in self._offered.items()
             if token in claimed or (first is not None and token >= first)
         }
         self._most_tokens = 2 * len(self._offered) + _MOST_TOKENS
+
+
+class PacketSizes:
+    """Decide how many tickets share a packet: several where the tasks are quick.
+
+    Many tickets are offered at once where the loop takes many results at once. If that happened
+    soon after the last time, twice, the tasks in between were quick.
+
+    Example:
+        >>> ms = 1_000_000
+        >>> sizes = PacketSizes(clock=iter([0, 100 * ms, 101 * ms, 102 * ms, 200 * ms]).__next__)
+        >>> sizes.next(16, workers=2), sizes.next(15, workers=2)
+        (1, 1)
+        >>> [sizes.next(16, workers=2) for _ in range(3)]
+        [1, 8, 1]
+    """
+
+    def __init__(self, clock: Callable[[], int] = clock) -> None:
+        self._clock = clock
+        self._began = clock()
+        # Tickets that were offered at once last, and those of them that are still to be sent.
+        self._count = self._left = 0
+        self._size = 1
+        # Time of a task, in nanoseconds.
+        self._each = _PACKET_NS
+
+    def next(self, count: int, workers: int, most: int = _MOST_TICKETS) -> int:
+        """Return the number of tickets in the next packet.
+
+        Args:
+            count: Number of tickets that are offered and were not sent.
+            workers: Number of workers.
+            most: Largest number of tickets in a packet.
+        """
+        if count > self._left:
+            self._begin(count, workers)
+        size = min(self._size, most, count)
+        self._left = count - size
+        return size
+
+    def _begin(self, count: int, workers: int) -> None:
+        now = self._clock()
+        each = workers * (now - self._began) // self._count if self._count else _PACKET_NS
+        quick = _PACKET_NS // max(each, self._each, 1)
+        self._size = max(1, min(count // workers, quick, _MOST_TICKETS))
+        self._began, self._count, self._each = now, count, each
+
+
+def _body(tickets: Sequence[Ticket | bytes]) -> bytes:
+    """Return the body of a packet."""
+    if isinstance(tickets[0], bytes):
+        return tickets[0]
+    # As plain tuples, of which pickle writes no class.
+    return pickle.dumps([(*ticket,) for ticket in tickets], protocol=5)

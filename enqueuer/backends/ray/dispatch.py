@@ -85,21 +85,21 @@ class ActorDispatch:
     def pack(self, ticket: Ticket) -> bytes:
         return task_queue.pack(ticket, are_forked=False)
 
-    def offer(self, number: int, packed: bytes) -> bool:
+    def offer(self, tickets: Sequence[tuple[int, bytes]]) -> int:
         with self._lock:
-            self._waiting.append((number, packed))
+            self._waiting.extend(tickets)
             self._assign_waiting_locked()
-        return True
+        return len(tickets)
 
     def assign(self, worker: Actor, number: int, packed: bytes) -> None:
         with self._lock:
             self._assigned.setdefault(worker, Assigned()).add(number)
             self._send(worker, [(number, packed)])
 
-    def current(self, worker: Actor) -> int:
+    def current(self, worker: Actor) -> Sequence[int]:
         with self._lock:
             assigned = self._assigned.get(worker)
-            return -1 if assigned is None else next(iter(assigned.numbers), -1)
+            return () if assigned is None else list(assigned.numbers)
 
     def safe(self) -> Container[int]:
         with self._lock:

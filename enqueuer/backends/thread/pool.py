@@ -88,15 +88,15 @@ class ThreadDispatch:
     def pack(self, ticket: Ticket) -> Ticket:
         return ticket
 
-    def offer(self, number: int, packed: Ticket) -> bool:
-        self._tickets.put(packed)
-        return True
+    def offer(self, tickets: Sequence[tuple[int, Ticket]]) -> int:
+        self._tickets.put(tickets[0][1])
+        return 1
 
     def assign(self, worker: ThreadWorker, number: int, packed: Ticket) -> None:
         raise AssertionError("no thread takes the place of another one")
 
-    def current(self, worker: ThreadWorker) -> int:
-        return -1
+    def current(self, worker: ThreadWorker) -> Sequence[int]:
+        return ()
 
     def safe(self) -> Container[int]:
         return range(UNBOUNDED)  # a thread that leaves has done what it took
