@@ -50,6 +50,11 @@ if IS_RAY:
     BACKENDS = PROCESSES = RAY
 
 
+def without(*names):
+    """Return the backends without some, for tests to which these make no difference."""
+    return [backend for backend in BACKENDS if backend.id not in names]
+
+
 def pytest_configure(config):
     """Give each of several processes that share the tests (`-n 4`) what is otherwise theirs all.
 

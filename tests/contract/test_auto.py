@@ -13,19 +13,14 @@ import time
 import numpy as np
 import psutil
 import pytest
-from conftest import IS_RAY, RAY, actors
+from conftest import IS_RAY, actors, without
 from helpers import LIMIT, bytes_of, random_batches, twelve
 
 from enqueuer import Auto, GeneratorEnqueuer, OrderedEnqueuer, Processes, StartError, imap, prefetch
 from enqueuer.enqueuers.enqueuer import core_of
 from enqueuer.monitoring import autoscaler
 
-BACKENDS = [
-    pytest.param({"backend": "thread"}, id="thread"),
-    pytest.param({"backend": Processes(start_method="fork")}, id="process-fork"),
-    pytest.param({"backend": Processes(start_method="forkserver")}, id="process-forkserver"),
-    *RAY,
-]
+BACKENDS = without("process-spawn", "process-fork-portable")
 MAKE_S = 0.02
 
 

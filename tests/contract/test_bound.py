@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from conftest import RAY
+from conftest import without
 from helpers import LIMIT, backend_of, wait_until
 
-from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, Processes, StopWarning
+from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, StopWarning
 
 
 class Counter:
@@ -36,11 +36,7 @@ class Counter:
             yield np.zeros(100_000, np.uint8)
 
 
-FORK_OR_THREAD = [
-    pytest.param({"backend": "thread"}, id="thread"),
-    pytest.param({"backend": Processes(start_method="fork")}, id="process-fork"),
-    *RAY,
-]
+FORK_OR_THREAD = without("process-spawn", "process-forkserver", "process-fork-portable")
 
 
 @pytest.mark.parametrize("ordered", [True, False])

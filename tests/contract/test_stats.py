@@ -9,18 +9,14 @@ import time
 
 import numpy as np
 import pytest
-from conftest import IS_RAY, RAY
+from conftest import IS_RAY, without
 from helpers import LIMIT, backend_of, twelve, wait_until
 
 from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, Processes
 from enqueuer.monitoring.bottleneck import HARDLY_WAITS, OFTEN_LACKS_CPU
 
-BACKENDS = [
-    pytest.param({"backend": "thread"}, id="thread"),
-    pytest.param({"backend": Processes(start_method="fork")}, id="process-fork"),
-    pytest.param({"backend": Processes(start_method="forkserver")}, id="process-forkserver"),
-    *RAY,
-]
+BACKENDS = without("process-spawn", "process-fork-portable")
+OTHER_PROCESSES = without("thread", "process-spawn", "process-fork-portable")
 MEGABYTE = 1_000_000
 
 
@@ -186,7 +182,7 @@ def test_the_fill_is_known_at_several_times(options):
     assert all(0 <= size <= 10 for _, size in stats.queue_depth)
 
 
-@pytest.mark.parametrize("options", BACKENDS[1:])
+@pytest.mark.parametrize("options", OTHER_PROCESSES)
 def test_of_processes_cpu_and_memory_are_known(options):
     def source():
         for _ in range(30):
@@ -419,7 +415,7 @@ def test_what_is_done_between_epochs_is_no_step_of_the_loop(options):
     assert stats.working_s < 1.0
 
 
-@pytest.mark.parametrize("options", BACKENDS[1:])
+@pytest.mark.parametrize("options", OTHER_PROCESSES)
 def test_copying_is_reported(options):
     def source():
         array = np.zeros(20 * MEGABYTE, np.uint8)
