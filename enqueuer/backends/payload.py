@@ -108,7 +108,7 @@ def why_not(source: Source | TaskSource, where: str, others: str) -> str:
         return _why_no_tasks(source, where, others)
     if isinstance(source, LiveSource):
         kind = type(source.iterable).__name__
-        return f"a live {kind} cannot be sent to {where}; {advice}"
+        return f"a running {kind} cannot be sent to {where}; {advice}"
     culprits = _culprits(source.function)
     what = ", ".join(culprits) or "something that it refers to"
     return (

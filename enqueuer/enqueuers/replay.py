@@ -149,7 +149,7 @@ def item_of(source: Source, make_shard: Callable[[], Shard], number: int, seed: 
     """
     if isinstance(source, LiveSource):
         raise InvalidState(
-            "a live iterator cannot be run again; pass the generator function itself"
+            "a running iterator cannot be read again; pass the generator function itself"
         )
     shard = make_shard()
     with _globals_of(shard, seed):

@@ -1,4 +1,4 @@
-"""The workload of GeneratorEnqueuer: shards of a generator function, or a live iterator."""
+"""The workload of GeneratorEnqueuer: shards of a generator function, or a running iterator."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class ShardWorkload:
             split = f"over {self.options.world_size} ranks"
         if split:
             raise ValueError(
-                f"a live iterator cannot be split {split}; pass the generator function itself"
+                f"a running iterator cannot be split {split}; pass the generator function itself"
             )
 
     @property
@@ -118,7 +118,7 @@ class ShardWorkload:
                 # One thread reads it, whatever `workers` is.
                 return None
             raise InvalidState(
-                "processes that share a live iterator cannot be reconfigured, as their copies "
+                "processes that share a running iterator cannot be reconfigured, as their copies "
                 "of it have gone on; pass the generator function itself"
             )
         return self.job(workers)
@@ -178,7 +178,7 @@ class ShardWorkload:
     def adopt(self, state: Mapping[str, Any], epoch: Epoch, was_run: bool) -> None:
         if isinstance(self.source, LiveSource) and was_run:
             raise InvalidState(
-                "a live iterator that was read cannot be rewound; make a new enqueuer with a "
+                "a running iterator that was read cannot be rewound; make a new enqueuer with a "
                 "fresh one, or pass the generator function itself"
             )
         shards = state["shards"]
@@ -241,7 +241,8 @@ class ShardWorkload:
             raise ValueError("with ordered=False each would make the batches in another order")
         if isinstance(self.source, LiveSource):
             raise ValueError(
-                "a live iterator cannot be read by each of them; pass the generator function itself"
+                "a running iterator cannot be read by each of them; pass the generator function "
+                "itself"
             )
 
 

@@ -1,7 +1,7 @@
 """The source that the user passed -> a source that a shard can run.
 
 generator function (no argument, or the shard) -> FunctionSource: run once per shard and epoch
-live iterator, other iterable                  -> LiveSource: one stream that cannot be split
+running iterator, other iterable               -> LiveSource: one stream that cannot be split
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class LiveSource:
     iterable: Iterable[Any]
 
     def open(self, shard: Shard) -> Iterable[Any]:
-        """Return the iterable; a shard of a live source is all of it."""
+        """Return the iterable; a shard of a `LiveSource` is all of it."""
         return self.iterable
 
 

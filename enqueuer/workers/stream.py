@@ -28,7 +28,7 @@ class ShardStream:
         shard: Shard that is run.
         number: Number of the next item.
         in_user_code: Whether the user's code runs, or has raised.
-        state_at_end: State of a live source at its end, if it has one.
+        state_at_end: State of a running iterator at its end, if it has one.
     """
 
     def __init__(self, source: Source, shard: Shard, start: Start) -> None:
@@ -75,7 +75,7 @@ class ShardStream:
             try:
                 value = next(items)
             except StopIteration:
-                # The iterable of a function is dropped now, but a live source is read again.
+                # The iterable of a function is dropped now, but a running iterator is read again.
                 if stateful is not None and isinstance(self._source, LiveSource):
                     self.state_at_end = stateful.state_dict()
                 self.in_user_code = False

@@ -589,7 +589,7 @@ def test_too_few_shards_for_dataloader_workers_is_an_error_that_says_so(in_a_wor
 
 def test_a_live_iterator_is_not_copied_into_dataloader_workers(in_a_worker):
     dataset = EnqueuerIterableDataset(GeneratorEnqueuer(iter("abc")))
-    with pytest.raises(ValueError, match="live iterator cannot be split"):
+    with pytest.raises(ValueError, match="running iterator cannot be split"):
         list(dataset)
 
 
@@ -772,7 +772,7 @@ def test_a_map_dataset_in_dataloader_workers_refuses_torchs_shuffle(sampler, mak
     ("make", "says"),
     [
         (lambda: GeneratorEnqueuer(numbers, shards=2, ordered=False), "ordered=False"),
-        (lambda: GeneratorEnqueuer(iter(range(9))), "live iterator"),
+        (lambda: GeneratorEnqueuer(iter(range(9))), "running iterator"),
     ],
 )
 def test_a_map_dataset_refuses_workers_that_would_disagree(make, says, monkeypatch):

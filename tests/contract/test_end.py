@@ -89,7 +89,7 @@ def test_prefetch_stops_after_a_break(backend):
 
 def test_an_iterator_that_was_read_to_its_end_is_told_of_once(backend, no_warnings):
     if start_method_of(backend) not in (None, "fork"):
-        pytest.skip("a live iterator is handed over by fork")
+        pytest.skip("a running iterator is sent by fork")
     with GeneratorEnqueuer(iter("abc"), **backend) as enqueuer:
         assert list(enqueuer) == ["a", "b", "c"]
         with pytest.warns(

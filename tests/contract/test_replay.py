@@ -81,5 +81,5 @@ def test_a_live_iterator_cannot_be_replayed():
     with GeneratorEnqueuer(1 / n for n in (1, 0)) as enqueuer:
         with pytest.raises(ZeroDivisionError) as caught:
             list(enqueuer)
-    with pytest.raises(InvalidState, match="cannot be run again"):
+    with pytest.raises(InvalidState, match="cannot be read again"):
         replay(caught.value)

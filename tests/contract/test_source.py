@@ -164,7 +164,7 @@ def test_the_culprit_of_a_source_that_cannot_be_pickled_is_named(method):
 
     with pytest.raises(SourceNotPicklable, match=r"variable 'lock' \(a _thread.lock\)"):
         GeneratorEnqueuer(closure, **options).start()
-    with pytest.raises(SourceNotPicklable, match="a live generator cannot be sent"):
+    with pytest.raises(SourceNotPicklable, match="a running generator cannot be sent"):
         GeneratorEnqueuer((x for x in "ab"), **options).start()
     with GeneratorEnqueuer(closure, backend=Processes(start_method="fork")) as enqueuer:
         assert list(enqueuer) == [1]

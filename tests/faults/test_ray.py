@@ -239,7 +239,9 @@ def test_a_live_generator_cannot_be_sent():
     from enqueuer import SourceNotPicklable
 
     enqueuer = GeneratorEnqueuer((n for n in range(3)), **RAY)
-    with pytest.raises(SourceNotPicklable, match="a live generator cannot be sent to a Ray actor"):
+    with pytest.raises(
+        SourceNotPicklable, match="a running generator cannot be sent to a Ray actor"
+    ):
         enqueuer.start()
 
 

@@ -100,7 +100,7 @@ def opened_part(path: Path) -> Iterator[Any]:
 
 def write_parts(job: PackingJob, options: dict[str, Any], progress: Progress) -> None:
     """Write all parts that do not exist, by the workers of an enqueuer with these options."""
-    # A live iterable can be read in this process only.
+    # A running iterator can be read in this process only.
     if isinstance(job.source, LiveSource):
         _write_here(job, progress)
         return
