@@ -82,11 +82,11 @@ def load(name: str, job: Job, restarts: Restarts, loop_meter: LoopMeter) -> Back
 def _engine(job: Job, pool: WorkerPool[W], restarts: Restarts, loop_meter: LoopMeter) -> Engine[W]:
     # Items that are taken together keep their places until the loop has used them. With a bound in
     # bytes there may be few places, and taking large items together gains nothing.
-    size = job.max_queue_size
-    bunch = 1 if job.max_queue_bytes is not None else max(1, size // 4, min(size // 2, _BUNCH))
+    size, is_measured = job.max_queue_size, job.max_queue_bytes is not None
     if isinstance(job.source, TaskSource):
-        measure = job.max_queue_bytes is not None
-        tasks = TaskSchedule(pool.workers, pool.dispatch, bunch, measure)
+        bunch = 1 if is_measured else max(1, size // 2)
+        tasks = TaskSchedule(pool.workers, pool.dispatch, bunch, is_measured)
         return Engine(job, pool, tasks, restarts, loop_meter)
+    bunch = 1 if is_measured else max(1, size // 4, min(size // 2, _BUNCH))
     shards = ShardSchedule(pool.workers, owners_of(job.plans()), bunch)
     return Engine(job, pool, shards, restarts, loop_meter)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
+import operator
 from collections import deque
 from collections.abc import Iterator
 from itertools import chain, takewhile
@@ -30,6 +32,8 @@ class Next(enum.Enum):
 
 
 _NAMES = ("next", "items")
+_value_of = operator.itemgetter(2)
+_is_none = functools.partial(operator.is_, None)
 # Returns None, and keeps nothing.
 _forget = deque[object](maxlen=0).append
 
@@ -89,6 +93,8 @@ class ReorderBuffer:
 
     def put(self, message: ItemTuple | Empty | Failure) -> None:
         """Keep what came of a task, unless it is known already."""
+        if isinstance(message, tuple) and message[2] is None:
+            message = Empty(message[1])
         number = message[1] if isinstance(message, tuple) else message.number
         if number not in self.tickets or number in self._results:
             return
@@ -107,7 +113,8 @@ class ReorderBuffer:
 
     def put_all(self, arrived: deque[Any]) -> None:
         """Keep what came of some tasks, and remove it from where it arrived."""
-        if not self._measure and set(map(type, arrived)) == {tuple}:
+        is_plain = not self._measure and set(map(type, arrived)) == {tuple}
+        if is_plain and not any(map(_is_none, map(_value_of, arrived))):
             tickets, results = self.tickets, self._results
             items = cast("deque[ItemTuple]", arrived)
             known = {item[1]: item for item in items if item[1] in tickets}

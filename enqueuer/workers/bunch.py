@@ -12,14 +12,16 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, repeat, takewhile
+from itertools import chain, compress, repeat, starmap, takewhile, tee
 from typing import Any, Protocol
 
-from enqueuer.workers.messages import ItemTuple, Reported, Sender
+from enqueuer.workers.messages import ItemTuple, Reported, Sender, Ticket
 
 _is_given = functools.partial(operator.is_not, None)
 # Stands for a value in the row before the first item.
 _FIRST = (True,)
+_getter: Callable[[int], Callable[[Any], Any]] = operator.itemgetter
+_number_of, _indices_of, _elements_of = map(_getter, (0, 2, 3))
 
 
 class Bunch:
@@ -29,6 +31,10 @@ class Bunch:
         gate: The shard once for each item, and once more. Any thread may clear it, which ends the
             bunch after the item that is being made.
         append_all: Function that sends the items of an iterator.
+
+    Attributes:
+        gate: The gate.
+        unfinished: The ticket that was taken last, if `fill_tasks` did not send its result.
 
     Example:
         >>> sent = []
@@ -44,10 +50,12 @@ class Bunch:
 
     def __init__(self, gate: list[int], append_all: Callable[[Iterable[ItemTuple]], Any]) -> None:
         self._size = len(gate)
-        self._gate = gate
+        self.gate = gate
         self._append_all = append_all
         self._numbers = iter(range(self._size))
-        self._left = repeat(None, self._size)
+        self._left: repeat[Any] = repeat(None, self._size)
+        # The ticket of a task that raised, or none.
+        self.unfinished: list[Ticket | None] = []
 
     @property
     def asked(self) -> int:
@@ -71,12 +79,45 @@ class Bunch:
         """
         self._numbers = iter(range(number - 1, number - 1 + self._size))
         given = takewhile(_is_given, chain(_FIRST, values))
-        rows = zip(self._gate, self._numbers, given, self._left, strict=False)
+        rows = zip(self.gate, self._numbers, given, self._left, strict=False)
         # While this is kept, `zip` makes a new tuple for each item. Otherwise it would keep one
         # of them, and with it an item that the loop has dropped.
         kept = next(rows, None)
         self._append_all(rows)
         del kept
+
+    def fill_tasks(
+        self,
+        take: Callable[[], Ticket | None],
+        results_of: Callable[[Iterator[Any]], Iterator[Any]],
+    ) -> None:
+        """Send the results of tasks, None too, as long as there are tickets and no task fails.
+
+        Args:
+            take: Function that takes a ticket; it raises `queue.Empty` if there is none.
+            results_of: Function of an iterator over the indices of tickets; returns an iterator
+                over their results.
+        """
+        self._left = repeat(True, self._size)
+        taken = repeat(True, self._size)
+        first, second, third = tee(compress(starmap(take, repeat(())), taken), 3)
+        rows = zip(
+            self.gate,
+            chain((-1,), map(_number_of, first)),
+            chain((None,), results_of(map(_indices_of, second))),
+            # Of a sequence it is None. It is read when the result is there.
+            compress(chain((None,), map(_elements_of, third)), self._left),
+            strict=False,
+        )
+        # As in `fill`.
+        kept = next(rows, None)
+        try:
+            self._append_all(rows)
+        finally:
+            del kept
+            # A ticket was taken, and there is no result of it.
+            if self._size - operator.length_hint(taken) > self.made:
+                self.unfinished.append(next(third))
 
 
 class BunchSender(Sender, Protocol):
@@ -90,3 +131,14 @@ class BunchSender(Sender, Protocol):
 
     def close_bunch(self, bunch: Bunch) -> None:
         """Count the items of a bunch, and wake the loop if it waits for one."""
+
+
+class TaskSender(BunchSender, Protocol):
+    """A BunchSender of a worker that does tasks."""
+
+    @property
+    def take_ticket(self) -> Callable[[], Ticket | None]:
+        """The function that takes a ticket, or raises `queue.Empty`."""
+
+    def give_back(self, ticket: Ticket | None) -> None:
+        """Put back what was taken and is no ticket of a task."""

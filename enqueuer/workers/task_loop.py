@@ -5,10 +5,12 @@ serve_tasks: take a ticket -> its elements -> their results -> collate -> send -
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from enqueuer.errors import Closed
+from enqueuer.workers.bunch import TaskSender
 from enqueuer.workers.messages import Empty, Failure, Sender, Ticket, Tickets
 from enqueuer.workers.plan import OnError, Plan
 from enqueuer.workers.shards import Task, do_nothing
@@ -34,11 +36,41 @@ def serve_tasks(
     source = plan.source
     assert isinstance(source, TaskSource)
     enter = enter if enter is not None and source.runs_code else do_nothing
+    may_bunch = enter is do_nothing and source.is_plain and hasattr(sender, "open_bunch")
+    many = cast(TaskSender, sender) if may_bunch else None
     try:
         while (ticket := tickets.next_ticket()) is not None:
             _do(source, ticket, sender, enter, plan.on_error)
+            if many is not None:
+                _do_many(source, many, plan.on_error)
     except Closed:
         pass
+
+
+def _do_many(source: TaskSource, sender: TaskSender, on_error: OnError) -> None:
+    """Do tasks by C code, until none is left, the loop waits for a result, or one has failed."""
+    bunch = sender.open_bunch(0)
+    if bunch is None:
+        return
+    failed: BaseException | None = None
+    try:
+        bunch.fill_tasks(sender.take_ticket, source.results_at)
+    except BaseException as error:
+        # Without a ticket it was not a task that raised, but the queue is empty.
+        if not bunch.unfinished and not isinstance(error, queue.Empty):
+            raise
+        failed = error
+    finally:
+        sender.close_bunch(bunch)
+    for ticket in bunch.unfinished:
+        # It ends the worker.
+        if ticket is None or not ticket.indices:
+            sender.give_back(ticket)
+        else:
+            # Without an exception the task raised StopIteration, which looks like an end.
+            _do(source, ticket, sender, do_nothing, on_error, failed)
+    # Otherwise its traceback would refer to itself, through this frame.
+    del failed
 
 
 def _do(
@@ -47,8 +79,18 @@ def _do(
     sender: Sender,
     enter: Callable[[Task], None],
     on_error: OnError,
+    failed: BaseException | None = None,
 ) -> None:
-    """Send the result of a ticket, or `Empty`, and before that a failure for each error."""
+    """Send the result of a ticket, or `Empty`, and before that a failure for each error.
+
+    Args:
+        source: The source of the tasks.
+        ticket: The ticket.
+        sender: Sender of the result.
+        enter: Function of the first task.
+        on_error: What to do about an exception.
+        failed: Exception of the first element, if it was tried already.
+    """
     results: list[Any] = []
     seed = source.random_seed
     failed_fetch: BaseException | None = None
@@ -59,8 +101,7 @@ def _do(
     except BaseException as error:
         # If the elements are fetched one by one, the element at fault raises its own error.
         elements, failed_fetch = [FETCH] * len(ticket.indices), error
-    failed: BaseException | None = None
-    if failed_fetch is None:
+    if failed_fetch is None and failed is None:
         try:
             results.extend(source.results_of(ticket, elements))
         except BaseException as error:

@@ -9,12 +9,13 @@ the order. The ticket of a sequence has indices; that of an iterable has the ele
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import operator
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
+from itertools import repeat, starmap
 from typing import Any, Protocol
 
 import numpy as np
@@ -182,6 +183,16 @@ class TaskSource:
             tasks = map(Task, ticket.indices, repeat(epoch), repeat(self.random_seed))
             return map(self.map, elements, tasks)
         return map(self.map, elements)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a result needs nothing but the index of its element."""
+        return self.is_sequence and self.batch_size is None and not self.takes_task
+
+    def results_at(self, places: Iterator[tuple[int]]) -> Iterator[Any]:
+        """Return the results of elements of a plain source as an iterator that is written in C."""
+        elements = starmap(functools.partial(operator.getitem, self.items), places)
+        return elements if self.map is None else map(self.map, elements)
 
     def begin(self, epoch: int) -> None:
         """Announce to the sequence all epochs before this one, and the beginning of this one.

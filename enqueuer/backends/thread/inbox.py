@@ -40,6 +40,7 @@ class ThreadInbox:
         max_bytes: Most bytes of these items; None for no such bound. The loop takes a larger item
             if it waits for it.
         shards: Number of shards whose items are sent to it.
+        has_bunches: Whether workers may append bunches.
 
     Attributes:
         max_size: Most items that may wait.
@@ -52,7 +53,13 @@ class ThreadInbox:
         (1, True)
     """
 
-    def __init__(self, max_size: int, max_bytes: int | None = None, shards: int = 1) -> None:
+    def __init__(
+        self,
+        max_size: int,
+        max_bytes: int | None = None,
+        shards: int = 1,
+        has_bunches: bool = True,
+    ) -> None:
         self.max_size = max_size
         self.closed = False
         self._max_bytes = max_bytes
@@ -68,10 +75,9 @@ class ThreadInbox:
         self._totals: deque[tuple[int, int]] = deque()
         # Whether all items are of one shard, and none has a state.
         self._is_plain = shards == 1
-        # A worker alone may append without the lock, as long as only one thread runs at a time.
-        self._has_bunches = shards == 1 and max_bytes is None and gil.switch_s() is not None
-        self._bunch: Bunch | None = None
-        self._gate: list[int] = []
+        # Without the lock only one thread at a time may run. Workers that do tasks need no room.
+        self._has_bunches = has_bunches and max_bytes is None and gil.switch_s() is not None
+        self._bunches: list[Bunch] = []
         self._sleeper: threading.Lock | None = None  # that the loop waits for
         self._putters: deque[threading.Lock] = deque()  # that workers wait for
         # Reentrant, as the garbage collector may close a forgotten inbox inside its own put().
@@ -99,14 +105,14 @@ class ThreadInbox:
             most = min(room, most)
             if most <= 0:
                 return None
-            self._gate = [shard] * (most + 1)
-            self._bunch = Bunch(self._gate, self._items.extend)
-            return self._bunch
+            bunch = Bunch([shard] * (most + 1), self._items.extend)
+            self._bunches.append(bunch)
+            return bunch
 
     def close_bunch(self, bunch: Bunch) -> None:
         """Count the items of a bunch, and wake the loop if it waits."""
         with self._lock:
-            self._gate, self._bunch = [], None
+            self._bunches.remove(bunch)
             made = bunch.made
             self._sent += made
             if self._sleeper is not None and made:
@@ -149,7 +155,7 @@ class ThreadInbox:
                 self._insert_locked(message)
 
     def _insert_locked(self, message: End | Failure | Empty) -> None:
-        made = 0 if self._bunch is None else self._bunch.made
+        made = sum(bunch.made for bunch in self._bunches)
         self._others.append((self._sent + made, message))
         self._wake_loop_locked()
 
@@ -216,7 +222,8 @@ class ThreadInbox:
             with self._lock:
                 # Before the look: an item that comes after it then ends its bunch, and the worker
                 # wakes the loop. The thread may be switched in between.
-                self._gate.clear()
+                for bunch in self._bunches:
+                    bunch.gate.clear()
                 if self._items or self._others or self.closed:
                     return
                 self._sleeper = sleeper
@@ -236,7 +243,7 @@ class ThreadInbox:
             before, message = self._others[0]
         except IndexError:
             return has_items
-        return message if before == self._taken else has_items
+        return message if before <= self._taken else has_items
 
     def items(self, most: int, taken: Taken) -> Iterator[ItemTuple]:
         items, others = self._items, self._others
@@ -306,7 +313,8 @@ class ThreadInbox:
         """Let nothing more in and wake all threads; what is in the inbox can still be taken."""
         with self._lock:
             self.closed = True
-            self._gate.clear()
+            for bunch in self._bunches:
+                bunch.gate.clear()
             self._wake_putters_locked(len(self._putters))
             self._wake_loop_locked()
 

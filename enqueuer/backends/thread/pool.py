@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from enqueuer.backends.job import Job, split_bound
 from enqueuer.backends.lifecycle import WorkerThread
@@ -91,6 +91,10 @@ class ThreadDispatch:
     def offer(self, tickets: Sequence[tuple[int, Ticket]]) -> int:
         self._tickets.put(tickets[0][1])
         return 1
+
+    def offer_all(self, packed: Iterable[Ticket]) -> None:
+        """Let free workers do some tasks."""
+        self._tickets.put_all(packed)
 
     def assign(self, worker: ThreadWorker, number: int, packed: Ticket) -> None:
         raise AssertionError("no thread takes the place of another one")
@@ -207,14 +211,18 @@ class ThreadPool:
 def _inboxes(job: Job, shards: list[int]) -> list[ThreadInbox]:
     """Return the inboxes of workers that run so many shards each."""
     if isinstance(job.source, TaskSource):
-        return [ThreadInbox(UNBOUNDED)]
+        # With `ordered=False` a failure must not come before results that were sent earlier.
+        return [ThreadInbox(UNBOUNDED, has_bunches=job.ordered)]
     if not job.ordered:
-        return [ThreadInbox(job.max_queue_size, job.max_queue_bytes, sum(shards))]
+        count = sum(shards)
+        return [ThreadInbox(job.max_queue_size, job.max_queue_bytes, count, count == 1)]
     sizes = split_bound(job.max_queue_size, len(shards))
     share = job.max_queue_bytes
     if share is not None:
         share = max(1, share // len(shards))
-    return [ThreadInbox(size, share, own) for size, own in zip(sizes, shards, strict=True)]
+    return [
+        ThreadInbox(size, share, own, own == 1) for size, own in zip(sizes, shards, strict=True)
+    ]
 
 
 def _warn_of(thread: threading.Thread, timeout: float) -> None:

@@ -93,6 +93,13 @@ class ThreadSender:
         self._left = self._left[0] - bunch.made, None
         self.inbox.close_bunch(bunch)
 
+    @property
+    def take_ticket(self) -> Callable[[], Ticket | None]:
+        return self._tickets.take
+
+    def give_back(self, ticket: Ticket | None) -> None:
+        self._tickets.put(ticket)
+
     def _weigh(self, value: object) -> None:
         """Note the size of an item, which stands for those since the last one that was weighed."""
         self.meter.words[BYTES] += size_of(value, SAMPLED) * self._step

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable, Iterable
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
@@ -29,9 +31,18 @@ class WorkQueue(Generic[T]):
         self._queue: SimpleQueue[T | None] = SimpleQueue()
         self._is_closed = False
 
-    def put(self, item: T) -> None:
-        """Append an item."""
+    def put(self, item: T | None) -> None:
+        """Append an item, or put back what `take` gave."""
         self._queue.put(item)
+
+    def put_all(self, items: Iterable[T]) -> None:
+        """Append several items."""
+        deque(map(self._queue.put, items), maxlen=0)
+
+    @property
+    def take(self) -> Callable[[], T | None]:
+        """The function that takes the oldest item, or raises `queue.Empty`."""
+        return self._queue.get_nowait
 
     def get(self, meter: Meter, phase: int) -> T | None:
         """Take the oldest item; wait while there is none.
