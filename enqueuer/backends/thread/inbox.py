@@ -298,14 +298,18 @@ class ThreadInbox:
 
     def _wake_putters_locked(self, most: int) -> None:
         # With a bound in bytes the first one might be too large while the next one is not.
-        count = len(self._putters) if self._max_bytes is not None else most
-        while self._putters and count > 0:
-            first = self._putters[0]
-            # An exception of a signal handler may have struck before one was removed.
-            if first.locked():
+        putters = self._putters
+        count = len(putters) if self._max_bytes is not None else most
+        while putters and count > 0:
+            first = putters[0]
+            # An exception of a signal handler may have struck before one was removed. And each
+            # call may run a handler that calls close(), which wakes all.
+            is_asleep = first.locked()
+            if is_asleep and putters and putters[0] is first:
                 first.release()
                 count -= 1
-            del self._putters[0]
+            if putters and putters[0] is first:
+                del putters[0]
 
     # --- both ---
 
