@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic
 
 from enqueuer.backends.order import AsTheyCome, Order, TaskOrder
-from enqueuer.backends.pool import HAS_ENDED, Dispatch, W
+from enqueuer.backends.pool import HAS_ENDED, Dispatch, W, WorkerState
 from enqueuer.backends.reorder_buffer import Next, ReorderBuffer
 from enqueuer.backends.restarts import DeathPlace
 from enqueuer.backends.shard_schedule import Step, inboxes_of
@@ -25,6 +25,8 @@ from enqueuer.backends.stall import awaited_task
 from enqueuer.workers.messages import Empty, End, Epoch, Failure, ItemTuple, Ticket
 
 _ALL = 1 << 62
+# The hash of an enum, which a set needs, is a function in Python.
+_RUNNING = WorkerState.RUNNING
 
 
 class TaskSchedule(Generic[W]):
@@ -183,7 +185,7 @@ class TaskSchedule(Generic[W]):
                     # An exception before this repeats the step, without harm.
                     inbox.remove(message)
             inbox.acknowledge()
-            if state in HAS_ENDED and worker not in self._reported:
+            if state is not _RUNNING and state in HAS_ENDED and worker not in self._reported:
                 ended = worker
         if arrived:
             self._buffer.put_all(arrived)

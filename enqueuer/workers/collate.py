@@ -11,6 +11,7 @@ import functools
 import operator
 import sys
 from collections.abc import Callable
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,7 @@ def stack(results: list[Any], join: Callable[[list[Any]], Any] = np.stack) -> An
 
 
 def _joined(arrays: list[Any], join: Callable[[list[Any]], Any]) -> Any:
-    shapes = {getattr(array, "shape", ()) for array in arrays}
+    shapes = set(map(getattr, arrays, repeat("shape"), repeat(())))
     if len(shapes) > 1:
         raise ValueError(
             f"the results of a batch differ in shape ({', '.join(map(str, sorted(shapes)))}); "
