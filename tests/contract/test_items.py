@@ -6,6 +6,7 @@ import functools
 import gc
 import os
 import threading
+import types
 
 import numpy as np
 import psutil
@@ -14,7 +15,7 @@ from helpers import LIMIT, backend_of, wait_until
 
 from enqueuer import GeneratorEnqueuer, OverwrittenDataWarning
 from enqueuer.backends.thread import sender as thread_sender
-from enqueuer.backends.thread.buffer import Buffer
+from enqueuer.backends.thread.inbox import ThreadInbox
 from enqueuer.backends.thread.work_queue import WorkQueue
 from enqueuer.monitoring import duplicates
 
@@ -303,11 +304,11 @@ def test_a_loop_may_change_what_it_has(no_warnings):
 
 
 def test_a_loop_may_take_and_change_a_batch_while_that_is_looked_at(no_warnings, monkeypatch):
-    buffer = Buffer(4)
-    sender = thread_sender.ThreadSender(0, buffer, WorkQueue(), WorkQueue(), measured=False)
+    inbox, taken = ThreadInbox(4), types.SimpleNamespace(numbers={}, last=0)
+    sender = thread_sender.ThreadSender(0, inbox, WorkQueue(), WorkQueue(), measured=False)
 
     def checksum(batch):
-        if buffer.poll() is not None:
+        for _ in inbox.items(1, taken):
             batch += 1
         return duplicates.checksum(batch)
 

@@ -133,7 +133,8 @@ def test_a_step_that_takes_longer_than_the_data_ends_the_search(source):
 
 def test_a_step_may_compute(source):
     found = last(source("sleeping"), backends=["thread"], consume_cpu_s=0.02, max_workers=1)
-    assert found.measured[1].cpus_used > 0.2
+    # A step that sleeps uses less than 0.01; a busy machine may leave it a tenth of a CPU.
+    assert found.measured[1].cpus_used > 0.05
 
 
 def test_more_workers_that_do_not_help_end_the_search(source, monkeypatch):

@@ -71,7 +71,8 @@ class QueueDispatch:
         most = 1
         if isinstance(first, Ticket):
             limit = max(1, _MOST_INDICES // len(first.indices))
-            most = self._sizes.next(len(tickets), len(self._workers), limit)
+            # During a change of the workers there is none for a moment.
+            most = self._sizes.next(len(tickets), max(1, len(self._workers)), limit)
         token, chosen = self._last_token + 1, list(itertools.islice(tickets, most))
         try:
             if not self._queue.send(token, chosen[0][0], _body([ticket for _, ticket in chosen])):
@@ -155,7 +156,7 @@ class PacketSizes:
 
         Args:
             count: Number of tickets that are offered and were not sent.
-            workers: Number of workers.
+            workers: Number of workers, at least 1.
             most: Largest number of tickets in a packet.
         """
         if count > self._left:
