@@ -22,7 +22,7 @@ from enqueuer.cli.arguments import (
     seconds,
     svg_file,
 )
-from enqueuer.cli.sources import load
+from enqueuer.cli.sources import load_source
 from enqueuer.cli.user_errors import FAILED, in_one_line
 from enqueuer.common.text import duration
 from enqueuer.errors import DataFileError, DuplicateDataWarning
@@ -96,7 +96,7 @@ def _add_times(command: argparse.ArgumentParser) -> None:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    source = load(*options.source)
+    source = load_source(*options.source)
     terminal = _Terminal(sys.stderr.isatty() and not options.quiet)
     known: bench.Report | None = None
     try:

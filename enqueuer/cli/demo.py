@@ -60,7 +60,7 @@ def _demo(options: argparse.Namespace) -> int:
     return 0 if report.same_weights else FAILED
 
 
-def _lines(settings: demo.Settings, report: demo.Report) -> Iterator[str]:
+def _lines(settings: demo.Settings, report: demo.DemoResult) -> Iterator[str]:
     """Put a report into words and numbers, a line each."""
     workers = _counted(settings.workers, settings.backend)
     yield (

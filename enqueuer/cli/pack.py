@@ -20,7 +20,7 @@ from enqueuer.cli.arguments import (
     names,
 )
 from enqueuer.cli.description import table_of
-from enqueuer.cli.sources import load
+from enqueuer.cli.sources import load_source
 from enqueuer.cli.user_errors import UnusableSource, in_one_line
 from enqueuer.common.text import pluralize, printable
 from enqueuer.workers.shards import Shard, fresh_seed
@@ -109,7 +109,7 @@ def _pack(options: argparse.Namespace) -> int:
     from enqueuer.datasets.hdf5 import pack
     from enqueuer.datasets.hdf5.pack import as_shards, is_refusal
 
-    source = load(*options.source)
+    source = load_source(*options.source)
     try:
         as_shards(source, options.shards)
     except (TypeError, ValueError) as error:

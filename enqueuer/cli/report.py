@@ -13,7 +13,7 @@ from enqueuer.cli.arguments import Commands, add_command
 from enqueuer.cli.user_errors import in_one_line
 from enqueuer.common.text import duration, percent, pluralize, printable, rate
 from enqueuer.errors import DataFileError
-from enqueuer.tools.trace import Recording, count, page, read
+from enqueuer.tools.trace import Recording, page, read, totals_of
 
 _EXAMPLES = """\
 examples:
@@ -77,7 +77,7 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _as_dict(recording: Recording, target: Path) -> dict[str, Any]:
-    return dataclasses.asdict(count(recording)) | {
+    return dataclasses.asdict(totals_of(recording)) | {
         "bottleneck": recording.bottleneck,
         "is_whole": recording.is_whole,
         "left_out": recording.torn,
@@ -87,7 +87,7 @@ def _as_dict(recording: Recording, target: Path) -> dict[str, Any]:
 
 def _lines(recording: Recording) -> Iterator[str]:
     """Put the numbers into words, a line each."""
-    numbers = count(recording)
+    numbers = totals_of(recording)
     yield (
         f"{numbers.items:,} items in {duration(numbers.seconds)}, "
         f"{rate(numbers.items_per_second)} a second after the first"

@@ -11,7 +11,7 @@ from typing import Any
 from enqueuer.cli.user_errors import UnusableSource
 
 
-def load(module: str, name: str) -> Any:
+def load_source(module: str, name: str) -> Any:
     """Import a source, from the current directory first, as `python -m` does.
 
     Raises:

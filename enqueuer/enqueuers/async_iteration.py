@@ -63,7 +63,7 @@ class Notifier:
         return waiting
 
 
-class Batches(AsyncIterator[Batch]):
+class AsyncBatches(AsyncIterator[Batch]):
     """An asynchronous iterator over one epoch of an enqueuer, which it keeps alive."""
 
     def __init__(self, core: Core, notifier: Notifier) -> None:

@@ -33,7 +33,7 @@ from enqueuer.enqueuers.run import Run, State, check_started, next_workers, usab
 from enqueuer.enqueuers.workload import Workload, check_seed
 from enqueuer.errors import InvalidState
 from enqueuer.monitoring.stats import Stats
-from enqueuer.monitoring.trace_file import part_of
+from enqueuer.monitoring.trace_file import path_of_part
 from enqueuer.workers.messages import Epoch
 
 
@@ -325,7 +325,7 @@ class Core:
         """
         if self.options.trace is not None:
             path = os.fspath(self.options.trace)
-            self.timeline = Trace(part_of(path, number, count) if count > 1 else path)
+            self.timeline = Trace(path_of_part(path, number, count) if count > 1 else path)
 
     # --- position ---
 

@@ -339,7 +339,7 @@ class BaseEnqueuer(Generic[Batch]):
 
         if self._notifier is None:
             self._notifier = async_iteration.Notifier()
-        return async_iteration.Batches(self._core, self._notifier)
+        return async_iteration.AsyncBatches(self._core, self._notifier)
 
     def get(self) -> Iterator[Batch]:
         """Return an iterator over the rest of the running epoch, as Keras does.

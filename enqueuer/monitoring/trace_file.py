@@ -214,11 +214,11 @@ def is_trace(path: str) -> bool:
         return file.read(len(HEAD)) in (b"", HEAD)
 
 
-def part_of(path: str, number: int, count: int) -> str:
+def path_of_part(path: str, number: int, count: int) -> str:
     """Return the path of the file for one of several that share the work.
 
     Example:
-        >>> part_of("runs/first.json", 1, 4)
+        >>> path_of_part("runs/first.json", 1, 4)
         'runs/first.1-of-4.json'
     """
     whole = Path(path)

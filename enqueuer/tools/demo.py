@@ -93,7 +93,7 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Report:
+class DemoResult:
     """The measurements of the demo.
 
     Attributes:
@@ -139,7 +139,7 @@ def check_extras() -> None:
             ) from error
 
 
-def run(settings: Settings) -> Report:
+def run(settings: Settings) -> DemoResult:
     """Train with the enqueuer and without it; return the measurements.
 
     The image files lie in a temporary directory that is removed in any case. Progress bars go to
@@ -152,7 +152,7 @@ def run(settings: Settings) -> Report:
         with _one_blas_thread():
             pupil, enqueued = train_enqueued(batches, settings, steps)
             twin, serial = train_serially(batches, settings, steps)
-        return Report(
+        return DemoResult(
             train_images=len(train),
             held_out_images=len(held_out),
             steps=steps,

@@ -26,7 +26,7 @@ T = TypeVar("T")
 _log = logging.getLogger("enqueuer")
 
 
-class Report(NamedTuple):
+class CaughtError(NamedTuple):
     """An error that a generator has caught itself, and whether it is to be logged."""
 
     error: Exception
@@ -129,7 +129,7 @@ class Shard(Seeded):
     epoch: int
     random_seed: int
     # Set on an object whose reports are collected.
-    _reports: ClassVar[list[Report] | None] = None
+    _reports: ClassVar[list[CaughtError] | None] = None
 
     @overload
     def split(self, items: Sequence[T]) -> Sequence[T]: ...
@@ -187,7 +187,7 @@ class Shard(Seeded):
             [1.0, 0.5] 1
         """
         if self._reports is not None:
-            self._reports.append(Report(error, log))
+            self._reports.append(CaughtError(error, log))
         elif log:
             # No enqueuer runs this shard. The traceback is text, as frames keep much alive.
             text = "".join(traceback.format_exception(error)).rstrip()
@@ -198,7 +198,7 @@ class Shard(Seeded):
         return {name: value for name, value in self.__dict__.items() if name != "_reports"}
 
 
-class Reports(list[Report]):
+class CaughtErrors(list[CaughtError]):
     """The reports of a shard that were not sent.
 
     Attributes:
@@ -207,7 +207,7 @@ class Reports(list[Report]):
 
     heard: Callable[[], None] | None = None
 
-    def append(self, report: Report) -> None:
+    def append(self, report: CaughtError) -> None:
         """Add a report."""
         super().append(report)
         heard = self.heard
@@ -215,9 +215,9 @@ class Reports(list[Report]):
             heard()
 
 
-def collect_reports(shard: Shard) -> Reports:
+def collect_reports(shard: Shard) -> CaughtErrors:
     """Return a list to which a shard's reports are appended from now on."""
-    reports = Reports()
+    reports = CaughtErrors()
     object.__setattr__(shard, "_reports", reports)
     return reports
 

@@ -120,7 +120,7 @@ def check(text):
 
 
 def test_the_numbers_of_a_run_are_counted(tmp_path):
-    numbers = trace.count(trace.read(write(tmp_path / "run.json")))
+    numbers = trace.totals_of(trace.read(write(tmp_path / "run.json")))
     assert numbers.items == 4
     assert numbers.seconds == 5
     assert numbers.items_per_second == 0.75  # 3 after the first, in 4 s
@@ -138,7 +138,7 @@ def test_measurements_of_the_enqueuer_have_priority_over_the_spans(tmp_path):
     """It is what its bottleneck says."""
     totals = dict(items=4, waiting_us=1_000_000, working_us=3_000_000)
     events = [*STORY, instant("bottleneck", 5 * S, text="All is well.", **totals)]
-    numbers = trace.count(trace.read(write(tmp_path / "run.json", events)))
+    numbers = trace.totals_of(trace.read(write(tmp_path / "run.json", events)))
     assert (numbers.waited, numbers.waited_share, numbers.items_per_second) == (1, 0.25, 0.75)
 
 
@@ -147,7 +147,7 @@ def test_the_start_of_each_run_is_left_out(tmp_path):
     later = [{**event, "ts": event["ts"] + 10 * S} for event in STORY if "ts" in event]
     totals = dict(items=4, waiting_us=2_000_000, working_us=2_000_000)
     events = [*STORY, instant("bottleneck", 5 * S, **totals), *later]
-    numbers = trace.count(trace.read(write(tmp_path / "run.json", events)))
+    numbers = trace.totals_of(trace.read(write(tmp_path / "run.json", events)))
     assert (numbers.items, numbers.waited, numbers.waited_share) == (8, 4, 0.5)
     assert numbers.items_per_second == 0.75
 
@@ -182,7 +182,7 @@ def test_one_run_has_one_share_of_waiting_and_one_rate(tmp_path, backend, capsys
     [bar] = bars
     stats = enqueuer.stats()
     share, rate = text.percent(stats.waiting_share), text.rate(stats.items_per_s)
-    numbers = trace.count(trace.read(str(path)))
+    numbers = trace.totals_of(trace.read(str(path)))
     assert numbers.waited_share == pytest.approx(stats.waiting_share, rel=1e-3)
     assert numbers.items_per_second == pytest.approx(stats.items_per_s, rel=1e-3)
     assert main.main(["report", str(path)]) == 0
@@ -348,7 +348,8 @@ def test_an_event_that_makes_no_sense_is_left_out_and_counted(tmp_path, bad, cap
     if bad == "DEEP":
         text = (tmp_path / "run.json").read_text()
         (tmp_path / "run.json").write_text(text.replace('"DEEP"', "[" * 100_000))
-    assert trace.count(trace.read(path)) == trace.count(trace.read(write(tmp_path / "good.json")))
+    whole = trace.read(write(tmp_path / "good.json"))
+    assert trace.totals_of(trace.read(path)) == trace.totals_of(whole)
     assert main.main(["report", path]) == 0
     assert "1 event could not be read and left out" in capsys.readouterr().out.splitlines()
     assert "left out: 1." in (tmp_path / "run.html").read_text()

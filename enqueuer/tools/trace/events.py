@@ -6,7 +6,7 @@ import re
 from collections import Counter, deque
 from typing import Any, TypeAlias
 
-from enqueuer.tools.trace.fields import describe, setting, shown_text, time_us, whole_number
+from enqueuer.tools.trace.fields import event_text, setting, shown_text, time_us, whole_number
 from enqueuer.tools.trace.recording import (
     CODES,
     NAMES,
@@ -156,7 +156,7 @@ class Events:
             self._add_bottleneck(at, args)
         elif name in _MARKS:
             kept = self._marks.setdefault(name, [])
-            kept.append(Mark(name, at, describe(name, args)))
+            kept.append(Mark(name, at, event_text(name, args)))
             self._counts[name] += 1
             if len(kept) > 2 * _MOST_MARKS:
                 kept[:] = _earliest(kept)

@@ -46,7 +46,7 @@ def setting(value: Any) -> str | int | float | None:
     return shown_text(value) if isinstance(value, str) else whole_number(int(value))
 
 
-def describe(name: str, args: dict[str, Any]) -> str:
+def event_text(name: str, args: dict[str, Any]) -> str:
     """Describe an event in words."""
     values = {key: shown_text(value) for key, value in args.items()}
     match name:

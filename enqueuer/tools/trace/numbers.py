@@ -48,7 +48,7 @@ class Numbers:
     restarts: int
 
 
-def count(recording: Recording) -> Numbers:
+def totals_of(recording: Recording) -> Numbers:
     """Add up a recording."""
     first = recording.first
     start = recording.starts[0] if recording.starts else 0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from enqueuer.common.text import duration, percent, pluralize, printable, rate, size
 from enqueuer.tools.svg import element
-from enqueuer.tools.trace.numbers import Numbers, count
+from enqueuer.tools.trace.numbers import Numbers, totals_of
 from enqueuer.tools.trace.pictures import MOST_MARKS, WORKER_LABELS, depths, legend, waits
 from enqueuer.tools.trace.recording import Recording, Row
 from enqueuer.tools.trace.style import STYLE
@@ -17,7 +17,7 @@ from enqueuer.tools.trace.timeline import timeline
 
 def page(recording: Recording) -> str:
     """Return the page for a recording, as HTML."""
-    numbers = count(recording)
+    numbers = totals_of(recording)
     name = printable(Path(recording.path).name)
     parts = [
         "<!DOCTYPE html>",
