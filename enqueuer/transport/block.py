@@ -2,7 +2,7 @@
 
     FREE --> FILLING --> SENT --> FREE; or FILLING --> FREE, if it is not sent after all
 
-`block_pool.py` shows who changes the state, and when.
+`block_pool.py` shows which side changes the state, and when.
 """
 
 from __future__ import annotations

@@ -66,7 +66,8 @@ def decode_error(data: bytes) -> BaseException:
     thread = threading.Thread(target=_load_into, args=(loaded, pickled, done), daemon=True)
     try:
         thread.start()
-    except RuntimeError:  # there can be no more threads
+    except RuntimeError:
+        # The interpreter is ending, and there can be no more threads.
         _load_into(loaded, pickled, done)
     done.wait()
     error = loaded.pop()
@@ -168,7 +169,8 @@ def _cut(tb: TracebackType) -> TracebackType:
 def _text_of(error: BaseException) -> str:
     try:
         return "".join(traceback.format_exception(error))
-    except Exception as trouble:  # a __str__ or __repr__ of the user that fails
+    except Exception as trouble:
+        # A `__str__` or `__repr__` of the user may fail.
         return f"(no traceback: {trouble!r})"
 
 

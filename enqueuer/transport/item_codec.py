@@ -116,7 +116,8 @@ class Encoder:
             # Contiguous and writable, so a bytearray does, which is faster than a buffer.
             try:
                 return np.ndarray, (array.shape, dtype, bytearray(array.data))
-            except ValueError:  # a datetime, for example: see _buffer_of
+            except ValueError:
+                # A datetime, for example, has no buffer: see `_buffer_of`.
                 pass
         if flags.c_contiguous:
             return np.ndarray, (array.shape, dtype, _buffer_of(array))
@@ -173,7 +174,8 @@ def _buffer_of(array: np.ndarray) -> PickleBuffer:
     """Return the memory of a contiguous array, whatever its dtype."""
     try:
         return PickleBuffer(array)  # type: ignore[arg-type]  # numpy declares no buffer
-    except (BufferError, ValueError):  # a datetime, or a dtype that numpy does not know itself
+    except (BufferError, ValueError):
+        # This is a datetime, or a dtype that numpy does not know itself.
         flat = (array if array.flags.c_contiguous else array.T).reshape(-1)
         return PickleBuffer(flat.view(np.uint8))  # type: ignore[arg-type]  # the same
 

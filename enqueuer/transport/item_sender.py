@@ -173,7 +173,8 @@ class ItemSender:
             self._words[CLAIMED] = token + 1
             try:
                 self._tickets.extend(task_queue.unpack(*found))
-            except Exception as error:  # the user's class cannot be loaded here
+            except Exception as error:
+                # The user's class cannot be loaded here.
                 self.send(Failure(0, number, error))
 
     def send_record(self, record: logging.LogRecord) -> None:

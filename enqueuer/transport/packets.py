@@ -113,7 +113,8 @@ class Packets:
         try:
             self._sock.shutdown(socket.SHUT_WR)
         except OSError:
-            pass  # the other end is gone already
+            # The other end is gone already.
+            pass
 
     def close(self) -> None:
         """Close the socket, and every descriptor that came and was not taken."""

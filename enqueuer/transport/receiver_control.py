@@ -119,9 +119,11 @@ class ReceiverControl:
         packet = PACKET.pack(kind, self._orders + 1) + body
         try:
             if not self._packets.send(packet, fds, wait=wait):
-                return  # the socket is full of what the worker has not read: that wakes it, too
+                # The socket is full of packets that the worker has not read; these wake it, too.
+                return
         except OSError:
-            return  # the worker is dead; the end of its channel shows that in its turn
+            # The worker is dead; the end of its channel shows that in its turn.
+            return
         self._orders += 1
         self._words[ORDERS] = self._orders
 
@@ -146,7 +148,8 @@ class ReceiverControl:
         except struct.error:
             raise TransportError(f"{self._name} sent a malformed packet") from None
         if sequence < self._sequence:
-            return  # seen already: an exception struck between sorting it and forgetting it
+            # An exception struck between handling this packet and forgetting it.
+            return
         if sequence > self._sequence:
             raise TransportError(
                 f"{self._name} sent packet {sequence}, but {self._sequence} was due"
@@ -169,7 +172,8 @@ class ReceiverControl:
     def _record(self, data: bytes, fds: list[int]) -> logging.LogRecord:
         try:
             return logging.makeLogRecord(pickle.loads(read_whole(data, fds)))
-        except Exception as error:  # a log must not stop the data
+        except Exception as error:
+            # A log record must not stop the data.
             text = f"a log record of {self._name} could not be loaded: {error!r}"
             return logging.LogRecord("enqueuer", logging.WARNING, __file__, 0, text, None, None)
 

@@ -178,7 +178,8 @@ class SenderControl:
             try:
                 self._send_records_locked(wait=False)
             except OSError:
-                pass  # the consumer left, so no process handles its logs any more
+                # The consumer left, so no process handles its logs any more.
+                pass
             finally:
                 self._lock.release()
 

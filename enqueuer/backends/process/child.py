@@ -40,7 +40,8 @@ from enqueuer.workers.remote import WorkerConfig, serve_failure
 from enqueuer.workers.sources import Source
 from enqueuer.workers.tasks import TaskSource
 
-_GRANDCHILD = 70  # exit code of a copy that the user's code forked and let run on
+# Exit code of a copy that the user's code has forked and let run on.
+_GRANDCHILD = 70
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ class ParentEnvironment:
         sys.argv[:] = self.argv
         os.environ.clear()
         os.environ.update(self.environment)
-        with contextlib.suppress(OSError):  # the directory is gone; the code may not need it
+        # The directory may be gone, and the code may not need it.
+        with contextlib.suppress(OSError):
             os.chdir(self.directory)
 
 
@@ -151,9 +153,11 @@ def serve(fd: int, preload: Sequence[str] = ()) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in preload:
-        with contextlib.suppress(BaseException):  # sys.exit(), too
+        # A module may even call `sys.exit()`.
+        with contextlib.suppress(BaseException):
             importlib.import_module(name)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would take the exit codes away
+    # If the signal were ignored, the system would drop the exit codes.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     mine = serve_forks(fd)
     if mine is not None:
         main(*mine)
@@ -166,7 +170,8 @@ def _leave() -> None:
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, OSError, ValueError):  # None, full or closed
+        # A stream may be None, full or closed.
+        with contextlib.suppress(AttributeError, OSError, ValueError):
             stream.flush()
     os._exit(0)
 
@@ -177,8 +182,10 @@ def _begin(sock: socket.socket, lifeline: Descriptor) -> Packets:
     close_in_children(sock)
     close_in_children(lifeline)
     sock.setblocking(True)
-    with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):  # no stderr
-        faulthandler.enable()  # a crash in C then shows the Python stack on stderr
+    # There may be no stderr.
+    with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):
+        # A crash in C then shows the Python stack on stderr.
+        faulthandler.enable()
     packets = Packets(sock)
     send_ready(packets)
     return packets
@@ -190,14 +197,15 @@ def _reset_signals() -> None:
     for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGCHLD"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the parent's to answer
+    # The parent reacts to a Ctrl-C.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
 
 def _arm(lifeline: Descriptor) -> None:
     """Have the kernel kill this process when the parent's end of the pipe closes.
 
-    That works even if `next()` hangs in C. Who lives without F_SETSIG (macOS) learns of the
+    That works even if `next()` hangs in C. Without F_SETSIG (macOS) the worker learns of the
     parent's death from the channel, between two items.
     """
     fd = lifeline.fileno()
@@ -205,10 +213,12 @@ def _arm(lifeline: Descriptor) -> None:
         fcntl.fcntl(fd, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
-    poller = select.poll()  # select() knows no descriptor beyond 1023
+    # `select()` accepts no descriptor beyond 1023.
+    poller = select.poll()
     poller.register(fd, select.POLLIN)
     if poller.poll(0):
-        os._exit(1)  # the parent died before the lifeline was armed
+        # The parent died before the lifeline was armed.
+        os._exit(1)
 
 
 def _receive_job(
@@ -218,7 +228,8 @@ def _receive_job(
     poller.register(packets.fileno(), select.POLLIN)
     while not packets.received:
         if packets.ended:
-            os._exit(1)  # the parent changed its mind
+            # The parent has closed the channel.
+            os._exit(1)
         poller.poll()
         packets.drain()
     data, (payload_fd, ring_fd, *others) = packets.received.popleft()
@@ -239,7 +250,8 @@ def _work(
     stack: Descriptor | None,
 ) -> None:
     pid = os.getpid()
-    multiprocessing.current_process().name = f"enqueuer-worker-{start.index}"  # log records have it
+    # Log records contain this name.
+    multiprocessing.current_process().name = f"enqueuer-worker-{start.index}"
     if stack is not None:
         stack_dump.answer(stack.fileno())
     allocator.keep_freed_memory()

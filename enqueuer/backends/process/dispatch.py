@@ -3,7 +3,7 @@
     consumer --offer()--> packets --> a free worker takes one and claims it by its token
              --assign()-> the channel of one worker, for tasks of a dead one
 
-Tokens only grow, so the first ticket that still lies in the socket tells which ones were taken. A
+Tokens only grow, so the first ticket that still lies in the socket shows which ones were taken. A
 worker that has taken one writes the token into its ring. What was taken and is claimed by no
 living worker was done, or was the dead one's.
 """

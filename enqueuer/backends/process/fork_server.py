@@ -36,10 +36,12 @@ from enqueuer.errors import StartError
 from enqueuer.transport.packets import Packets, pair
 from enqueuer.workers import native_threads
 
-_SERVER_START_S = 60.0  # a fresh interpreter that imports numpy, on a busy machine
+# Seconds: a fresh interpreter imports numpy, perhaps on a busy machine.
+_SERVER_START_S = 60.0
 # For the fork server, which runs no native code: each fork would have to stop threads of its BLAS.
 _ONE_THREAD = dict.fromkeys(native_threads.VARIABLES, "1")
-_STATUS_S = 1.0  # until a fork server whose socket was closed has ended
+# Seconds until a fork server whose socket was closed has ended.
+_STATUS_S = 1.0
 
 _PRELOADED = "a module that was given to multiprocessing.set_forkserver_preload()"
 _NO_SERVER = f"the fork server ends as soon as it starts; a likely cause is {_PRELOADED}"
@@ -49,7 +51,8 @@ _NO_ANSWER = (
 )
 
 _REQUEST = struct.Struct("<q")  # number
-_NOTHING = 0  # number of a request for nothing; the others begin with 1
+# Number of a request for nothing; the others begin with 1.
+_NOTHING = 0
 _ANSWER = struct.Struct("<Bqq")  # kind, number of the request, and what the kind says
 _PID, _EXIT, _ERRNO = 1, 2, 3
 
@@ -90,7 +93,8 @@ class Server:
         self._codes: dict[int, int] = {}
         self._errors: dict[int, int] = {}
         self._owner = 0
-        self._loop_meter = 0  # of this thread, one within the other
+        # Number of waits of this thread, one within the other.
+        self._loop_meter = 0
 
     def fork(self, sock: socket.socket, lifeline: Descriptor) -> _Served:
         """Let the server fork a child that owns `sock` and `lifeline`.
@@ -104,13 +108,15 @@ class Server:
                 try:
                     number = self._ask_locked(sock, lifeline)
                     break
-                except TimeoutError:  # it hangs, and so would another one
+                except TimeoutError:
+                    # The server hangs, and so would another one.
                     if self.popen is not None and self._owner == os.getpid():
                         self.popen.kill()
                     self._leave_locked()
                     raise StartError(_NO_ANSWER) from None
                 except (OSError, EOFError):
-                    self._leave_locked()  # it was killed; the next attempt starts a new one
+                    # The server was killed; the next attempt starts a new one.
+                    self._leave_locked()
                     if attempt:
                         raise StartError(_NO_SERVER) from None
             if number in self._errors:
@@ -130,7 +136,9 @@ class Server:
         """
         with interrupts.held(), self._lock:
             if connection is not self._packets:
-                return None  # the server that forked it was killed, and no other one knows it
+                # The server that forked it was killed, and no other process can ask for its exit
+                # code.
+                return None
             try:
                 self._wait_locked(lambda: number in self._codes, timeout)
             except (OSError, EOFError, TimeoutError):
@@ -220,7 +228,8 @@ class Server:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.popen.wait(_STATUS_S)
         elif self.popen is not None:
-            self.popen.returncode = 0  # the parent's child, not ours: nothing to wait for
+            # It is a child of the parent, so this process cannot wait for it.
+            self.popen.returncode = 0
         self.popen = self._sock = self._packets = None
         for said in (self.open_requests, self._pids, self._codes, self._errors):
             said.clear()
@@ -323,9 +332,11 @@ def _deaths() -> Iterator[socket.socket]:
     here, there = socket.socketpair()
     with here, there:
         here.setblocking(False)
-        there.setblocking(False)  # if it is full, there is enough to read
+        # If the pipe is full, there is enough to read.
+        there.setblocking(False)
         signal.set_wakeup_fd(there.fileno(), warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # else nothing is written there
+        # Without a handler nothing is written there.
+        signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
         try:
             yield here
@@ -340,7 +351,8 @@ def _report(packets: Packets, children: dict[int, int]) -> None:
         if pid == 0:
             return
         number = children.pop(pid, None)
-        if number is not None:  # else a module that was preloaded has started that process
+        # A module that was preloaded has started the other processes.
+        if number is not None:
             _say(packets, _EXIT, number, os.waitstatus_to_exitcode(status))
 
 

@@ -134,7 +134,7 @@ def _signalled(pidfd: Descriptor, number: int) -> bool:
 
 
 def open_pidfd(pid: int) -> Descriptor | None:
-    """Return a descriptor that tells of a process's end; None where there are none."""
+    """Return a descriptor that shows a process's end; None where there are none."""
     if is_portable() or not hasattr(os, "pidfd_open"):
         return None
     try:
@@ -147,7 +147,7 @@ def open_pidfd(pid: int) -> Descriptor | None:
 
 
 def has_ended(worker: ProcessWorker, timeout: float = 0) -> bool:
-    """Tell whether the process is gone, or goes within `timeout` seconds."""
+    """Return whether the process is gone, or goes within `timeout` seconds."""
     if worker.pidfd is None:
         return worker.channel.ended
     poller = select.poll()
@@ -173,7 +173,7 @@ def how_it_ended(worker: ProcessWorker) -> str:
 
 
 def death_message(worker: ProcessWorker) -> str:
-    """Say who died, how, and what to do about it."""
+    """Return a message that names the worker, its end, and a remedy."""
     advice = {
         -signal.SIGKILL: "Unless you killed it, the system was probably out of memory: try "
         "fewer workers, smaller batches or a smaller max_queue_size.",

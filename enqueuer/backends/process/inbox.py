@@ -36,7 +36,8 @@ class ProcessInbox:
         self._name = name
         self._read = read
         self._room = room
-        self._head = _NOTHING  # position in the ring, and the message that `head` returned there
+        # Position in the ring, and the message that `head` returned there.
+        self._head = _NOTHING
 
     @property
     def waiting(self) -> int:

@@ -19,7 +19,8 @@ def silent_children() -> Iterator[None]:
 
     Otherwise a Ctrl-C during the start prints a traceback for each child.
     """
-    with interrupts.held():  # else a handler that raises could leave SIGINT blocked here
+    # A handler that raises could otherwise leave SIGINT blocked here.
+    with interrupts.held():
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
             yield

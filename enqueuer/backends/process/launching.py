@@ -77,7 +77,8 @@ class _Bookkeeping:
 
     def renew(self) -> None:
         """Make a new lock in a forked child: a thread of the parent may hold the old one."""
-        self.lock = threading.RLock()  # reentrant, for the garbage collector
+        # Reentrant, as the garbage collector may run under it.
+        self.lock = threading.RLock()
 
 
 _bookkeeping = _Bookkeeping()

@@ -47,7 +47,8 @@ from enqueuer.workers.tasks import TaskSource
 # Until the first frame of a worker. A longer wait is a deadlock: imports come after that frame.
 START_TIMEOUT_S = 60.0
 
-_EXITCODE_S = 1.0  # between the end of a process and its exit code
+# Seconds between the end of a process and its exit code.
+_EXITCODE_S = 1.0
 
 
 class ProcessPool:
@@ -65,8 +66,10 @@ class ProcessPool:
         self._resources = contextlib.ExitStack()
         self._wake: socket.socket | None = None
         self._spin = Spin(not self._does_tasks and may_spin(len(job.plans())))
-        self._started = 0.0  # when the last worker was started
-        self._allowed = 0  # index of the worker that was allowed an item last for which it asked
+        # Time at which the last worker was started.
+        self._started = 0.0
+        # Index of the worker that was last allowed an item for which it had asked.
+        self._allowed = 0
 
     # --- start ---
 
@@ -182,7 +185,8 @@ class ProcessPool:
             return
         worker.channel.pump()
         self._deliver_records(worker)
-        if self._is_closed:  # a handler of a log record has called stop()
+        # A handler of a log record may have called `stop()`.
+        if self._is_closed:
             return
         if worker.channel.is_ready and worker.state is WorkerState.STARTING:
             worker.move(WorkerState.RUNNING)
@@ -193,10 +197,12 @@ class ProcessPool:
         """Read the last messages of a process that has ended, and find out how it ended."""
         worker.move(WorkerState.DRAINING)
         self._forget(worker)
-        worker.channel.pump()  # messages that it sent after the last reading
+        # The worker may have sent messages after the last reading.
+        worker.channel.pump()
         self._deliver_records(worker)
         worker.exitcode = wait_for_exitcode(worker, _EXITCODE_S)
-        if worker.exitcode is None:  # it runs on: the user's code has closed all descriptors
+        # The process still runs: the user's code has closed all its descriptors.
+        if worker.exitcode is None:
             worker.send_signal(signal.SIGKILL)
             wait_for_exitcode(worker, _EXITCODE_S)
         worker.move(WorkerState.DEAD)
@@ -275,7 +281,8 @@ class ProcessPool:
             for worker in left:
                 end = worker.channel if worker.pidfd is None else worker.pidfd
                 poller.register(end.fileno(), select.POLLIN)
-                if not worker.channel.ended:  # an ended channel would wake the poll every time
+                # An ended channel would wake the poll every time.
+                if not worker.channel.ended:
                     poller.register(worker.channel.fileno(), select.POLLIN)
             remaining = deadline - time.monotonic()
             if remaining <= 0:
@@ -286,7 +293,8 @@ class ProcessPool:
                 self._reap(worker)
 
     def _reap(self, worker: ProcessWorker) -> None:
-        with contextlib.suppress(Exception):  # it is ending: errors no longer matter
+        # The worker is ending, so errors no longer matter.
+        with contextlib.suppress(Exception):
             worker.channel.pump()
         self._deliver_records(worker)
         if has_ended(worker):
@@ -300,7 +308,8 @@ class ProcessPool:
                     worker.channel.pump()
                 self._deliver_records(worker)
                 worker.exitcode = wait_for_exitcode(worker, _EXITCODE_S)
-        finally:  # the user's handler of a log record may raise anything
+        finally:
+            # The user's handler of a log record may raise anything.
             worker.close()
             with contextlib.suppress(OSError):
                 remove_names_of(worker.process.pid)

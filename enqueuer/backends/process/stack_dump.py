@@ -22,7 +22,8 @@ from typing import Protocol
 from enqueuer.backends.stall import Stack, parse
 from enqueuer.common.descriptors import Descriptor, close_in_children
 
-ASK_S = 1.0  # for all workers at once; an answer takes about a millisecond
+# Seconds for all workers at once; an answer takes about a millisecond.
+ASK_S = 1.0
 
 _MOST = 1 << 16  # bytes at once: all that a pipe holds
 
@@ -38,7 +39,8 @@ class Stacks:
         self._read = read
         self._text = ""
         self._can_answer = False
-        self.stack: Stack | None = None  # the last answer
+        # The last answer of the worker.
+        self.stack: Stack | None = None
 
     def fileno(self) -> int:
         return self._read.fileno()
@@ -58,7 +60,8 @@ class Stacks:
             while data := os.read(self.fileno(), _MOST):
                 self._can_answer = True
                 self._text += data.decode(errors="replace")
-            return True  # it has ended
+            # The worker has ended.
+            return True
         stack, is_whole = parse(self._text)
         if is_whole:
             self.stack = stack
@@ -73,7 +76,8 @@ def pipe() -> tuple[Stacks, Descriptor]:
     """
     read, write = map(Descriptor, os.pipe())
     for end in (read, write):
-        os.set_blocking(end.fileno(), False)  # a worker must not wait in the signal's handler
+        # A worker must not wait in the signal's handler.
+        os.set_blocking(end.fileno(), False)
     close_in_children(read)
     return Stacks(read), write
 
@@ -110,7 +114,7 @@ def ask(those: Iterable[Asked], seconds: float = ASK_S) -> list[Stacks]:
         seconds: Time after which the stacks that have not come are left out.
 
     Returns:
-        Those that could be asked; who has answered has a `stack`.
+        Those that could be asked; after an answer they have a `stack`.
     """
     # The user's code may have reset the signal after the worker had said that it handles it.
     asked = [

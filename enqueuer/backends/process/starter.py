@@ -114,7 +114,8 @@ class Starter:
             OSError: The system has no room for it.
             StartError: It cannot be started.
         """
-        job, plan = self._job, self._plans[index % len(self._plans)]  # of tasks all are alike
+        # With tasks, all plans are alike.
+        job, plan = self._job, self._plans[index % len(self._plans)]
         start = ProcessStart(
             index, plan.shards, self._credit(index), job.longest_wait_s is not None
         )
@@ -137,7 +138,8 @@ class Starter:
             for thing in (ours, lifeline):
                 close_in_children(thing)
             packets, ring = Packets(ours), Ring.of(memory.fileno())
-            ring.words[LIMIT] = start.credit.items  # before the start: the worker may send at once
+            # The worker may send as soon as it starts.
+            ring.words[LIMIT] = start.credit.items
             forked = functools.partial(
                 main_forked,
                 its,
@@ -184,7 +186,8 @@ class Starter:
 
     def _credit(self, index: int) -> Credit:
         job, count = self._job, len(self._plans)
-        if self._queue is not None:  # tickets are the bound: one worker may do all of them
+        # The tickets are the bound, and one worker may run all of them.
+        if self._queue is not None:
             return Credit(job.max_queue_size + job.workers, None, ask=False)
         quota = split_bound(job.max_queue_size, count)[index]
         share = None if job.max_queue_bytes is None else job.max_queue_bytes // count
