@@ -1,4 +1,4 @@
-"""Starting the worker processes of a job; what they all need is made once.
+"""Starting the worker processes of a job, with one payload for all of them.
 
 start(): channel, ring, lifeline, stack pipe -> launch() -> the ends that the worker has are
          closed here -> ProcessWorker
@@ -10,7 +10,9 @@ import contextlib
 import functools
 import os
 import pickle
+import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from enqueuer.backends.job import Job, split_bound
 from enqueuer.backends.payload import pickled_payload
@@ -23,7 +25,7 @@ from enqueuer.backends.process.child import (
 )
 from enqueuer.backends.process.handle import ProcessWorker, open_pidfd
 from enqueuer.backends.process.inbox import ProcessInbox
-from enqueuer.backends.process.launching import launch
+from enqueuer.backends.process.launching import Launched, launch
 from enqueuer.backends.process.payload_file import write_payload
 from enqueuer.common import interrupts
 from enqueuer.common.descriptors import Descriptor, close_in_children
@@ -115,67 +117,55 @@ class Starter:
             StartError: It cannot be started.
         """
         # With tasks, all plans are alike.
-        job, plan = self._job, self._plans[index % len(self._plans)]
-        start = ProcessStart(
-            index, plan.shards, self._credit(index), job.longest_wait_s is not None
-        )
-        with contextlib.ExitStack() as passing, contextlib.ExitStack() as undo:
-            ours, its = pair()
-            passing.callback(its.close)
-            undo.callback(ours.close)
-            its_lifeline, lifeline = map(Descriptor, os.pipe())
-            passing.callback(its_lifeline.close)
-            undo.callback(lifeline.close)
-            memory = Descriptor(open_ring())
-            passing.callback(memory.close)
-            heard, its_stack = stack_dump.pipe() if start.is_asked else (None, None)
-            if heard is not None and its_stack is not None:
-                passing.callback(its_stack.close)
-                undo.callback(heard.close)
-            task_socket = None if self._queue is None else self._queue.worker_socket()
-            if task_socket is not None:
-                passing.callback(task_socket.close)
-            for thing in (ours, lifeline):
-                close_in_children(thing)
-            packets, ring = Packets(ours), Ring.of(memory.fileno())
+        plan, is_asked = self._plans[index % len(self._plans)], self._job.longest_wait_s is not None
+        start = ProcessStart(index, plan.shards, self._credit(index), is_asked)
+        with contextlib.ExitStack() as passed, contextlib.ExitStack() as undo:
+            ends = _Ends.open(is_asked, self._queue, passed, undo)
+            ring = Ring.of(ends.memory.fileno())
             # The worker may send as soon as it starts.
             ring.words[LIMIT] = start.credit.items
-            forked = functools.partial(
-                main_forked,
-                its,
-                its_lifeline,
-                ring,
-                self._config,
-                self._loaded,
-                start,
-                self._source,
-                job.on_error,
-                task_socket,
-                its_stack,
-            )
-            process = launch(job.start_method, its, its_lifeline, forked, self._thread_limits)
-            if self._payload is not None:
-                passed = [self._payload, memory, its_stack, task_socket]
-                fds = [thing.fileno() for thing in passed if thing is not None]
-                packets.send(pickle.dumps(start), fds)
+            process = self._launch(ends, ring, start)
             undo.pop_all()
-        name = f"worker {index} (process {process.pid}, {job.start_method})"
-        channel = ItemReceiver(packets, ring, start.credit, name)
-        if task_socket is not None:
+        name = f"worker {index} (process {process.pid}, {self._job.start_method})"
+        channel = ItemReceiver(ends.packets, ring, start.credit, name)
+        if self._queue is not None:
             channel.grant_all()
         inbox = ProcessInbox(channel, name, read, room if self._queue is None else None)
         self._close_payload_after(index)
         return ProcessWorker(
             index,
-            job.start_method,
+            self._job.start_method,
             process,
             channel,
             inbox,
-            lifeline,
+            ends.lifeline,
             open_pidfd(process.pid),
             plan.shards,
-            heard,
+            ends.stacks,
         )
+
+    def _launch(self, ends: _Ends, ring: Ring, start: ProcessStart) -> Launched:
+        """Start the process of a worker, and send what it does not inherit."""
+        job = self._job
+        forked = functools.partial(
+            main_forked,
+            ends.its,
+            ends.its_lifeline,
+            ring,
+            self._config,
+            self._loaded,
+            start,
+            self._source,
+            job.on_error,
+            ends.task_socket,
+            ends.its_stack,
+        )
+        process = launch(job.start_method, ends.its, ends.its_lifeline, forked, self._thread_limits)
+        if self._payload is not None:
+            passed = [self._payload, ends.memory, ends.its_stack, ends.task_socket]
+            fds = [thing.fileno() for thing in passed if thing is not None]
+            ends.packets.send(pickle.dumps(start), fds)
+        return process
 
     def _close_payload_after(self, index: int) -> None:
         """Give the memory of the payload back once no other worker can need it."""
@@ -192,3 +182,65 @@ class Starter:
         quota = split_bound(job.max_queue_size, count)[index]
         share = None if job.max_queue_bytes is None else job.max_queue_bytes // count
         return Credit(quota, share, ask=not job.ordered, spins=may_spin(count))
+
+
+@dataclass(frozen=True)
+class _Ends:
+    """The ends of what connects this process and a worker; the worker's are called `its`.
+
+    Attributes:
+        packets: This process's end of the socket.
+        its: The worker's end of the socket.
+        lifeline: Pipe whose closing ends the worker.
+        its_lifeline: The worker's end of that pipe.
+        memory: Memory of the ring.
+        stacks: The stacks that the worker sends; None if it is never asked.
+        its_stack: The worker's end of the pipe for its stack.
+        task_socket: Socket from which the worker takes tickets; None for shards.
+    """
+
+    packets: Packets
+    its: socket.socket
+    lifeline: Descriptor
+    its_lifeline: Descriptor
+    memory: Descriptor
+    stacks: stack_dump.Stacks | None
+    its_stack: Descriptor | None
+    task_socket: socket.socket | None
+
+    @classmethod
+    def open(
+        cls,
+        is_asked: bool,
+        queue: TaskQueue | None,
+        passed: contextlib.ExitStack,
+        undo: contextlib.ExitStack,
+    ) -> _Ends:
+        """Open all of them.
+
+        Args:
+            is_asked: Whether the worker is asked for its stack if the loop waits long.
+            queue: Queue from which the worker takes tickets; None for shards.
+            passed: Closes what the worker alone needs, once it has started.
+            undo: Closes the rest, if the worker does not start.
+        """
+        ours, its = pair()
+        passed.callback(its.close)
+        undo.callback(ours.close)
+        its_lifeline, lifeline = map(Descriptor, os.pipe())
+        passed.callback(its_lifeline.close)
+        undo.callback(lifeline.close)
+        memory = Descriptor(open_ring())
+        passed.callback(memory.close)
+        stacks, its_stack = stack_dump.pipe() if is_asked else (None, None)
+        if stacks is not None and its_stack is not None:
+            passed.callback(its_stack.close)
+            undo.callback(stacks.close)
+        task_socket = None if queue is None else queue.worker_socket()
+        if task_socket is not None:
+            passed.callback(task_socket.close)
+        for end in (ours, lifeline):
+            close_in_children(end)
+        return cls(
+            Packets(ours), its, lifeline, its_lifeline, memory, stacks, its_stack, task_socket
+        )
