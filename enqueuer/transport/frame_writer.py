@@ -10,6 +10,8 @@ their last byte, STOP, so that the consumer can load all that has come as one li
 
 from __future__ import annotations
 
+import threading
+
 from enqueuer.transport.protocol import ALIGNMENT, FRAME, Kind
 from enqueuer.transport.ring import (
     CONSUMER_ASLEEP,
@@ -48,6 +50,10 @@ class FrameWriter:
         self._words, self._fence = ring.words, ring.fence
         self._frames, self._sizes = ring.frames, ring.sizes
         self._control, self._records = control, control.records
+        lock = threading.Lock()
+        self._take_lock, self._release_lock = lock.acquire, lock.release
+        # The sleep of the consumer that was seen last; 0 if it did not sleep.
+        self._asleep = 0
         # Bytes that were written and read, ever, and how many there were before the current lap.
         self._written = self._read = self._lap = 0
         # The run that may grow: the offset of its head, that of its greatest end, which is 0 if
@@ -97,9 +103,21 @@ class FrameWriter:
             self._control.flush_records()
         self._frames[at : end + 1] = data
         self._run_number = number + 1
-        self.sent += 1
-        self._written = self._lap + end
-        self._publish()
+        self.sent = sent = self.sent + 1
+        self._written = written = self._lap + end
+        # As `_publish`, without its call and that of the fence.
+        words = self._words
+        if not IS_STRONG:
+            self._fence()
+        words[SENT] = sent
+        words[WRITTEN] = written
+        if IS_STRONG:
+            self._take_lock(False)
+            self._release_lock()
+        else:
+            self._fence()
+        if words[CONSUMER_ASLEEP] != self._asleep:
+            self._wake_consumer()
 
     def _begin_run(self, shard: int, number: int, size: int) -> int:
         """Begin a run with an item of that size; return its offset, 0 if the lap ends before it."""
@@ -152,5 +170,11 @@ class FrameWriter:
         words[SENT] = self.sent
         words[WRITTEN] = self._written
         self._fence()
-        if words[CONSUMER_ASLEEP]:
+        if words[CONSUMER_ASLEEP] != self._asleep:
+            self._wake_consumer()
+
+    def _wake_consumer(self) -> None:
+        """Wake the consumer if it sleeps, and remember which sleep that was."""
+        self._asleep = self._words[CONSUMER_ASLEEP]
+        if self._asleep:
             self._control.wake_consumer()

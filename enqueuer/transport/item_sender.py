@@ -9,7 +9,6 @@ one. What is no item goes and comes by `SenderControl`.
 from __future__ import annotations
 
 import logging
-import pickle
 import socket
 import weakref
 from collections import deque
@@ -33,7 +32,6 @@ from enqueuer.transport.spin import Spin
 from enqueuer.workers.messages import Empty, End, Epoch, Failure, Reported, Ticket
 
 _ITEM, _STATED, _ARRAYS = int(Kind.ITEM), int(Kind.STATED), int(Kind.ARRAYS)
-_dumps = pickle.dumps
 
 
 class ItemSender:
@@ -87,8 +85,8 @@ class ItemSender:
         if state is not None:
             kind = _STATED
             data, buffers = self._encode((value, state))
-        elif type(value) in SCALARS:
-            data = _dumps(value, 5)
+        elif (encode := SCALARS.get(type(value))) is not None:
+            data = encode(value)
             if not began and len(data) <= MOST_IN_RUN:
                 if self._words[ORDERS] > self._control.orders:
                     self._control.check()
