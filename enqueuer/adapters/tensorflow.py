@@ -39,16 +39,16 @@ def as_dataset(
     transformations such as `map`, `shuffle` and `prefetch` read ahead, and batches that they hold
     at a `break` are lost.
 
-    Batches are numbers, strings, arrays and tensors, and nests of them in dicts, tuples and
-    named tuples. A list of plain values is an array, as usual in TensorFlow; a list with arrays
-    or nests in it stands for a tuple.
+    Batches are numbers, strings, arrays and tensors, also nested in dicts, tuples and named
+    tuples. A list of plain values is an array, as usual in TensorFlow; a list that contains
+    arrays, dicts or tuples stands for a tuple.
 
     Args:
         enqueuer: An enqueuer, or any object that can be iterated once an epoch.
-        output_signature: A nest of `tf.TypeSpec`, as in `from_generator`. None, the default:
-            that of the first batch, which is taken at once, and is the first batch of the first
-            pass. Then the first dimension of arrays is None, so that a smaller last batch fits,
-            and strings are `tf.string`; Python's int is int32, its float is float32.
+        output_signature: Nested structure of `tf.TypeSpec`, as in `from_generator`. None, the
+            default: that of the first batch, which is taken at once, and is the first batch of
+            the first pass. Then the first dimension of arrays is None, so that a smaller last
+            batch fits. Strings are `tf.string`; Python's int is int32, its float is float32.
         steps_per_epoch: Number of batches in a pass, for generators without an end, and for
             `len(dataset)` and Keras. Each pass then has as many: where an epoch ends earlier,
             the next one follows. None, the default: a pass is an epoch, or the rest of one, and

@@ -23,8 +23,8 @@ _NOT_QUEUED = 2
 class CudaDataLoader(PrefetchLoader[Any]):
     """A loader whose batches are on the GPU already when the loop asks for them.
 
-    A thread takes batches from `loader`, and copies their tensors and arrays to the GPU on a
-    stream of its own, while the loop's kernels run. Large tensors from worker processes lie in
+    A thread takes batches from `loader` while the loop's kernels run. It copies their tensors and
+    arrays to the GPU on a stream of its own. Large tensors from worker processes lie in
     blocks of shared memory. They are copied straight from there, as each block is registered with
     CUDA once. Other tensors are copied through reused pinned buffers, unless they are pinned.
 
@@ -51,8 +51,8 @@ class CudaDataLoader(PrefetchLoader[Any]):
             The GPU converts them, so `float16` that becomes `float32` is half the bytes to copy.
         transform: Function of a batch on the GPU, such as one that normalises images which came
             as bytes. The loop's thread calls it when it takes the batch, on the copying stream,
-            so random numbers come in the order of the loop. It returns a nest of the same kinds.
-            None, the default: the batch is left as it is.
+            so random numbers come in the order of the loop. It may return nested mappings,
+            tuples, lists and dataclasses. None, the default: the batch is left as it is.
         steps_per_epoch: Number of batches in an epoch. None, the default: as many as `loader`
             gives. Give a number for a generator without an end.
         rank: Rank of this process among those that train together, for an enqueuer. By default

@@ -124,8 +124,8 @@ class EnqueuerMapDataset(_Dataset):
     epoch follows another without an end. It is the pattern in which reader threads fill a buffer
     and `__getitem__` takes from it.
 
-    With `num_workers` each DataLoader worker has an enqueuer of its own, and `dataset[i]` is item
-    `i` of the epoch, so that each item comes once, for any `batch_size` and `num_workers`. The
+    With `num_workers` each DataLoader worker has an enqueuer of its own. `dataset[i]` is then item
+    `i` of the epoch, so each item comes once, for any `batch_size` and `num_workers`. The
     indices must be in order: `shuffle=True` and samplers are refused. For an `OrderedEnqueuer`
     of a sequence without `length`, each worker makes only its own items. Any other enqueuer makes
     all items in each worker, with a warning. `EnqueuerIterableDataset` divides that work, and

@@ -62,8 +62,8 @@ def pack(
 
     Args:
         source: A generator function of a `Shard` (or of no argument, with `shards=1`), which
-            workers run. Or any iterable, also an enqueuer; this process reads it, and reads it
-            anew after an interruption.
+            workers run. Or any iterable, also an enqueuer; this process reads it, after an
+            interruption again from the start.
             An item is a batch: an array, or a flat dict or tuple of arrays and lists with
             equally many rows. None is skipped.
         path: Path of the file, which must not exist yet.
@@ -73,8 +73,9 @@ def pack(
         shards: Number of parts of the work; 32 by default. The content depends on it.
         random_seed: As for `GeneratorEnqueuer`. None, the default, draws one; a resumed
             run keeps its seed.
-        keys: Names for the members of a tuple (by default those of a named tuple, or `"0"`,
-            `"1"` ...) or for a single array (`"data"`); of a dict, the keys to take.
+        keys: Names for the members of a tuple, by default those of a named tuple, or `"0"`, `"1"`
+            and so on. Or the name of a single array, by default `"data"`, or the keys to take
+            from a dict.
         batched: Whether an item is a batch of rows, as by default, or one row.
         ragged: Keys whose rows are 1-D arrays of any length.
         chunk_rows: Number of rows in a chunk, which is read from the disk, and compressed, as a
@@ -89,7 +90,7 @@ def pack(
             the default, makes virtual datasets, in no time; file and folder belong together.
         progress: Whether to show a bar. True shows it if standard error is a terminal, and needs
             tqdm; a class, such as `tqdm.notebook.tqdm`, is used as it is. False by default.
-        max_restarts: Number of dead workers that are replaced; each writes its shard anew.
+        max_restarts: Number of dead workers that are replaced; a new one starts the shard again.
         version: Version of the rows of the source. Change it when they change: an interrupted run
             is resumed only with the same version. None, the default, compares the values that
             the source has bound, as far as they can be compared: numbers, texts, paths, arrays,

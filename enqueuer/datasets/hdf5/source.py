@@ -30,28 +30,28 @@ class HDF5Source:
     """The rows of an HDF5 file: a generator function of a shard, and a sequence.
 
     For `GeneratorEnqueuer` it yields batches. Without `shuffle` these are the slices of the file,
-    in its order for any number of shards. With it, whole chunks come in an order that is new
-    each epoch, and rows are shuffled within a window of several chunks; each row comes exactly
-    once an epoch. Both depend on the enqueuer's `random_seed` and `shards` alone. Its `rank` and
+    in its order for any number of shards. With `shuffle`, whole chunks come in a new order each
+    epoch, and rows are shuffled within a window of several chunks. Each row comes exactly once an
+    epoch. The order depends on the enqueuer's `random_seed` and `shards` alone. Its `rank` and
     `world_size` divide the shards among training processes. It resumes at once, without reading
     earlier rows.
 
     For `OrderedEnqueuer`, for torch as a map-style dataset, and for yourself it is a sequence of
     rows: `len(source)`, `source[3]`, `source[10:20]`.
 
-    The file is opened in each process that reads it. When this is made, it is checked that the
-    file is whole, and all files that it refers to.
+    Each process that reads the file opens it. The constructor checks that the file, and all files
+    that it refers to, are whole.
 
     Args:
         path: Path of the file, written by `pack` or by any other program.
-        keys: Names of the datasets that are read together. None, the default: a dict of all
-            datasets in the file; a list of names: a dict of these; a tuple of names: a tuple in
-            that order, such as `("x", "y")`; one name: its array alone.
+        keys: Names of the datasets that are read together. None, the default, gives a dict of all
+            datasets in the file. A list of names gives a dict of these, a tuple of names, such as
+            `("x", "y")`, a tuple in that order, and one name its array alone.
         batch_size: Number of rows in a batch; 32 by default.
         shuffle: Whether batches are drawn at random; False by default.
-        window: Number of rows, at least, that are shuffled among each other. A worker has fewer
-            than twice as many in memory, and one chunk more; the first batch of a shard comes
-            when its first window has been read. A larger window mixes better. By default as many
+        window: Least number of rows that are shuffled among each other. A worker has fewer than
+            twice as many in memory, and one chunk more. The first batch of a shard comes when its
+            first window has been read. A larger window mixes better. By default as many
             rows as 128 MiB hold, but at least 4 batches. Text and ragged rows are counted by the
             size of their files.
         rows: A slice of the rows, with step 1, as if the file had only these: one file for
