@@ -13,7 +13,7 @@ This file decides and does not wait.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Generic
 
 from enqueuer.backends.order import AsTheyCome, Order, TaskOrder
@@ -77,10 +77,6 @@ class TaskSchedule(Generic[W]):
     def __init__(self, workers: list[W], dispatch: Dispatch[W], bunch: int, measure: bool) -> None:
         self._workers = workers
         self._dispatch = dispatch
-        # Threads take tickets as they are, and any number of them.
-        self._offer_all: Callable[[Sequence[Ticket]], None] | None = getattr(
-            dispatch, "offer_all", None
-        )
         self._bunch = bunch
         self._buffer = ReorderBuffer(measure)
         self._arrived: deque[ItemTuple | End | Failure | Empty] = deque()
@@ -131,8 +127,10 @@ class TaskSchedule(Generic[W]):
         numbers, pack = [ticket.number for ticket in tickets], self._dispatch.pack
         self._buffer.tickets.update(zip(numbers, tickets, strict=True))
         self._last = numbers[-1]
-        if self._offer_all is not None and not self._unsent:
-            self._offer_all(tickets)
+        # Threads take tickets as they are, and any number of them.
+        offer_all = getattr(self._dispatch, "offer_all", None)
+        if offer_all is not None and not self._unsent:
+            offer_all(tickets)
             return
         self._unsent.extend(zip(numbers, map(pack, tickets), strict=True))
         self._offer()
