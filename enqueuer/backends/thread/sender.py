@@ -22,7 +22,7 @@ from enqueuer.workers.bunch import Bunch
 from enqueuer.workers.messages import Empty, End, Epoch, Failure, ItemTuple, Reported, Ticket
 
 _WATCHED = 16  # first items of a worker, each of which is weighed and may turn out to be reused
-_WEIGHED_EVERY = 64  # of so many items; to weigh each would take longer than to send it
+_WEIGHED_EVERY = 256  # of so many items; to weigh each would take longer than to send it
 
 EXIT = Ticket(-1, 0, ())  # the worker that takes it exits
 
