@@ -236,7 +236,8 @@ class Core:
             if self.epochs is not None:
                 self.epochs.scaling = None
             self.workload.options = dataclasses.replace(self.options, workers=workers)
-            self.owned.stop(STOP_S, but=None if run is None else run.backend)
+            if run is not None and self.state is State.RUNNING:
+                run.end_replaced()
 
     def _replace_workers(self, run: Run, workers: int) -> None:
         if workers == run.workers:

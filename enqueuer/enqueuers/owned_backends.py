@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Container
 from typing import cast
 
 from enqueuer.backends.lifecycle import ESCALATION_S, Inherited, forget
@@ -40,15 +41,17 @@ class OwnedBackends:
         """Whether there are any; not after the end of the interpreter has stopped them."""
         return any(finalizer.alive for _, finalizer in self._backends)
 
-    def stop(self, timeout: float, but: Backend | None = None) -> None:
-        """Stop all backends but one; may be called again if that is interrupted."""
+    def stop(self, timeout: float, but: Container[Backend | None] = ()) -> None:
+        """Stop all backends but some; may be called again if that is interrupted."""
         with interrupts.held():
             for one in self._backends.copy():
                 backend, finalizer = one
-                if backend is not but:
+                if backend not in but:
                     backend.stop(timeout)
                     finalizer.detach()
-                    self._backends.remove(one)
+                    # A signal handler may have stopped it as well, meanwhile.
+                    if one in self._backends:
+                        self._backends.remove(one)
 
     def leave_to_parent(self, in_use: Backend | None) -> Backend | None:
         """Replace the backends in a child forked from the process that has their workers.

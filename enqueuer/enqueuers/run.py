@@ -103,6 +103,8 @@ class Run:
         self.final: Stats | None = None
         self._changed = threading.Condition(self.lock)
         self._backend: Backend | None = None
+        # Backends that start. Within each, a signal handler may start another one.
+        self._starting: list[Backend] = []
         # Started workers that are about to take over, their number, and the function that passes
         # the work to them.
         self._successor: tuple[Backend, int, PassWork] | None = None
@@ -139,11 +141,14 @@ class Run:
         backend = load(self.options.backend_name, job, self.restarts, self.meter)
         # Before it is started: if that is interrupted, and the clean-up as well, stop() ends it.
         self.owned.add(backend)
+        self._starting.append(backend)
         try:
             backend.start()
         except BaseException:
-            self.owned.stop(STOP_S, but=self._backend)
+            self._starting.remove(backend)
+            self.end_replaced()
             raise
+        self._starting.remove(backend)
         return backend
 
     def new_ready(self) -> deque[ItemTuple]:
@@ -237,7 +242,7 @@ class Run:
 
     def end_replaced(self) -> None:
         """End the workers that others have replaced. State lock of the enqueuer held."""
-        self.owned.stop(STOP_S, but=self._backend)
+        self.owned.stop(STOP_S, but=[self._backend, *self._starting])
 
     def _record_change(self) -> None:
         """Record the number of workers in the timeline."""

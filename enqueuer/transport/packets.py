@@ -105,8 +105,11 @@ class Packets:
                 # Raised once, before the last packets of a dead sender, which can still be read.
                 continue
         while self._raw:
-            self._unpack(*self._raw[0])
-            self._raw.popleft()
+            first = self._raw[0]
+            self._unpack(*first)
+            # A signal handler may have drained it as well, meanwhile.
+            if self._raw and self._raw[0] is first:
+                del self._raw[0]
 
     def shutdown(self) -> None:
         """End what is sent; what comes can still be read."""

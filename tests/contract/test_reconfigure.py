@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import random
 import signal
 import sys
@@ -11,6 +12,7 @@ import pytest
 from helpers import LIMIT, bytes_of, random_batches
 
 from enqueuer import GeneratorEnqueuer, InvalidState, OrderedEnqueuer
+from enqueuer.common import interrupts
 from enqueuer.enqueuers.enqueuer import core_of
 
 
@@ -134,6 +136,30 @@ def test_a_signal_handler_may_reconfigure_while_the_loop_waits(backend, whole, m
 
         monkeypatch.setattr(old, "wait", interrupted)
         assert [bytes_of(batch) for batch in enqueuer] == whole[0]
+
+
+@pytest.mark.local
+@pytest.mark.parametrize("wait", range(4))
+def test_a_signal_handler_may_reconfigure_within_a_reconfigure(backend, whole, monkeypatch, wait):
+    waits, interruptible = itertools.count(), interrupts.interruptible
+
+    def interrupted(*args, **kwargs):
+        # Handlers are held back otherwise.
+        if next(waits) == wait:
+            signal.raise_signal(signal.SIGUSR1)
+        return interruptible(*args, **kwargs)
+
+    with make(workers=1, **backend) as enqueuer:
+        batches = iter(enqueuer)
+        seen = [bytes_of(batch) for batch in itertools.islice(batches, 3)]
+        before = signal.signal(signal.SIGUSR1, lambda *_: enqueuer.reconfigure(workers=3))
+        monkeypatch.setattr(interrupts, "interruptible", interrupted)
+        try:
+            enqueuer.reconfigure(workers=2)
+        finally:
+            monkeypatch.undo()
+            signal.signal(signal.SIGUSR1, before)
+        assert seen + [bytes_of(batch) for batch in batches] == whole[0]
 
 
 @pytest.mark.local

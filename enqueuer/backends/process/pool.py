@@ -289,15 +289,17 @@ class ProcessPool:
                 return
             if not interrupts.interruptible(poller.poll, remaining * 1000 + 1):
                 return
+            # A signal handler that ran in the wait may have called stop().
             for worker in left:
-                self._reap(worker)
+                if worker.state is not WorkerState.ENDED:
+                    self._reap(worker)
 
     def _reap(self, worker: ProcessWorker) -> None:
         # The worker is ending, so errors no longer matter.
         with contextlib.suppress(Exception):
             worker.channel.pump()
         self._deliver_records(worker)
-        if has_ended(worker):
+        if worker.state is not WorkerState.ENDED and has_ended(worker):
             self._end(worker)
 
     def _end(self, worker: ProcessWorker) -> None:
