@@ -59,7 +59,6 @@ class Buffer(Generic[T]):
         self._items: deque[tuple[T, int]] = deque()
         self._bytes = 0  # of items that wait, and of those that were taken and keep their places
         self._held = 0  # items that were taken and keep their places
-        self._held_bytes = 0
         self._getters: dict[threading.Lock, None] = {}  # what each of them waits for
         self._putters = 0
         self._closed = False
@@ -173,7 +172,7 @@ class Buffer(Generic[T]):
         """Throw away what waits."""
         with self._lock:
             self._items.clear()
-            self._bytes = self._held = self._held_bytes = 0
+            self._bytes = self._held = 0
             self._not_full.notify_all()
 
     def snapshot(self) -> list[T]:
