@@ -114,7 +114,7 @@ class ThreadPool:
 
     def __init__(self, job: Job) -> None:
         if isinstance(job.source, LiveSource) and job.shards > 1:
-            raise AssertionError("a running iterator is one shard: threads cannot share it in order")
+            raise AssertionError("a running iterator is one shard: threads cannot share it")
         self.workers: list[ThreadWorker] = []
         self._plans = job.plans()
         self._began = clock()
