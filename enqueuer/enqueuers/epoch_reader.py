@@ -352,7 +352,8 @@ class EpochReader:
         if not run.lock.acquire(blocking=False):
             return ""
         try:
-            with contextlib.suppress(InvalidState):  # the workers are those of another process
+            # The workers may be those of another process.
+            with contextlib.suppress(InvalidState):
                 return f", {self.waiting()}/{run.options.max_queue_size} waiting"
             return ""
         finally:
@@ -385,7 +386,8 @@ class EpochReader:
     def drop_ready(self) -> deque[ItemTuple]:
         """Take all that is ready away from the iterators, and return it. No lock needed."""
         left: deque[ItemTuple] = deque()
-        with contextlib.suppress(IndexError):  # iterators take without the lock
+        # Iterators take items without the lock.
+        with contextlib.suppress(IndexError):
             while True:
                 left.append(self.ready.popleft())
         return left

@@ -139,7 +139,7 @@ class ItemReceiver:
         return claimed - 1
 
     @property
-    def is_settled(self) -> bool:
+    def is_acknowledged(self) -> bool:
         """Whether all that was taken off the ring, failures too, is counted as consumed."""
         return self._taken == self._given and bool(self._words[READ] == self._free)
 

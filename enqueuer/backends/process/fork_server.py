@@ -50,10 +50,12 @@ _NO_ANSWER = (
     f"{_PRELOADED} and takes longer to import"
 )
 
-_REQUEST = struct.Struct("<q")  # number
+# The number of a request.
+_REQUEST = struct.Struct("<q")
 # Number of a request for nothing; the others begin with 1.
 _NOTHING = 0
-_ANSWER = struct.Struct("<Bqq")  # kind, number of the request, and what the kind says
+# Kind, number of the request, and the value that the kind describes.
+_ANSWER = struct.Struct("<Bqq")
 _PID, _EXIT, _ERRNO = 1, 2, 3
 
 
@@ -291,7 +293,8 @@ def serve_forks(fd: int) -> tuple[int, int] | None:
     """
     sock = socket.socket(fileno=fd)
     packets = Packets(sock)
-    children: dict[int, int] = {}  # pid -> number of the request
+    # Number of the request for each process, by its pid.
+    children: dict[int, int] = {}
     with _deaths() as deaths:
         poller = select.poll()
         for one in (sock, deaths):

@@ -73,6 +73,6 @@ class ProcessInbox:
         channel = self._channel
         if self._room is None:
             channel.make_room()
-        elif not channel.is_settled:
+        elif not channel.is_acknowledged:
             channel.acknowledge()
             channel.grant(self._room())

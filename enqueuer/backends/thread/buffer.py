@@ -25,7 +25,8 @@ from enqueuer.errors import Closed
 
 T = TypeVar("T")
 
-UNBOUNDED = 1 << 62  # as `max_size`, where something else keeps the bound
+# Value of `max_size` where something else keeps the bound.
+UNBOUNDED = 1 << 62
 
 
 class Buffer(Generic[T]):
@@ -57,9 +58,12 @@ class Buffer(Generic[T]):
         self.max_size = max_size
         self.max_bytes = max_bytes
         self._items: deque[tuple[T, int]] = deque()
-        self._bytes = 0  # of items that wait, and of those that were taken and keep their places
-        self._held = 0  # items that were taken and keep their places
-        self._getters: dict[threading.Lock, None] = {}  # what each of them waits for
+        # Bytes of items that wait, and of those that were taken and keep their places.
+        self._bytes = 0
+        # Number of items that were taken and keep their places.
+        self._held = 0
+        # The lock that each waiting thread waits for.
+        self._getters: dict[threading.Lock, None] = {}
         self._putters = 0
         self._closed = False
         # reentrant, as the garbage collector may close a forgotten buffer inside its own put()
@@ -119,7 +123,8 @@ class Buffer(Generic[T]):
         while True:
             self._wait_for_item(end)
             with self._lock:
-                if self._items:  # else another thread has taken it
+                # Another thread may have taken it.
+                if self._items:
                     return self._get_locked()
 
     def peek(self, timeout: float | None = None) -> T:
@@ -136,7 +141,8 @@ class Buffer(Generic[T]):
         while True:
             self._wait_for_item(end)
             with self._lock:
-                if self._items:  # as in get()
+                # Another thread may have taken it.
+                if self._items:
                     return self._items[0][0]
 
     def look(self) -> T | None:
@@ -252,7 +258,8 @@ class Buffer(Generic[T]):
                     if self._closed:
                         raise Closed("the buffer is closed and empty")
                     if is_late:
-                        del self._getters[wake_up]  # or put() would go beyond the bound for it
+                        # Otherwise put() would exceed the bound for this thread.
+                        del self._getters[wake_up]
                         raise Empty
                     self._getters[wake_up] = None
                     self._wake_putters_locked()
@@ -263,7 +270,8 @@ class Buffer(Generic[T]):
                 # Woken by put(), by close() and by the last putter that leaves.
                 is_late = not wake_up.acquire(True, left)
         finally:
-            self._getters.pop(wake_up, None)  # in one step, and before anything can strike
+            # In one step, so that no exception of a signal handler comes between.
+            self._getters.pop(wake_up, None)
 
     def _wake_getters_locked(self) -> None:
         for wake_up in tuple(self._getters):
@@ -273,7 +281,7 @@ class Buffer(Generic[T]):
     def _wake_putters_locked(self) -> None:
         if not self._putters:
             return
-        # With a bound on bytes the one who is woken might be too large while the next is not.
+        # With a bound on bytes the woken thread may have too large an item, and the next one not.
         if self.max_bytes is None:
             self._not_full.notify(max(1, self._held))
         else:

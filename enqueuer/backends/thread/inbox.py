@@ -27,7 +27,8 @@ from enqueuer.monitoring.meters import WAITING, Meter
 from enqueuer.workers.bunch import Bunch
 from enqueuer.workers.messages import Empty, End, Failure, ItemTuple
 
-UNBOUNDED = 1 << 62  # as `max_size`, where something else keeps the bound
+# Value of `max_size` where something else keeps the bound.
+UNBOUNDED = 1 << 62
 
 
 class ThreadInbox:
@@ -66,7 +67,8 @@ class ThreadInbox:
         self._items: deque[ItemTuple] = deque()
         # Other messages, each with the number of items that were sent before it.
         self._others: deque[tuple[int, End | Failure | Empty]] = deque()
-        self._sent = 0  # items, without those of an open bunch
+        # Number of items that were sent, without those of an open bunch.
+        self._sent = 0
         self._taken = 0
         self._acknowledged = 0
         self._bytes_sent = 0
@@ -78,8 +80,10 @@ class ThreadInbox:
         # Without the lock only one thread at a time may run. Workers that do tasks need no room.
         self._has_bunches = has_bunches and max_bytes is None and gil.switch_s() is not None
         self._bunches: list[Bunch] = []
-        self._sleeper: threading.Lock | None = None  # that the loop waits for
-        self._putters: deque[threading.Lock] = deque()  # that workers wait for
+        # The lock that the loop waits for.
+        self._sleeper: threading.Lock | None = None
+        # The locks that workers wait for.
+        self._putters: deque[threading.Lock] = deque()
         # Reentrant, as the garbage collector may close a forgotten inbox inside its own put().
         self._lock = threading.RLock()
 
@@ -189,7 +193,8 @@ class ThreadInbox:
             wake_up = threading.Lock()
             wake_up.acquire()
             self._putters.append(wake_up)
-            if self.closed:  # by the garbage collector, just now
+            # The garbage collector may have closed it in the wait.
+            if self.closed:
                 return
             self._lock.release()
             try:
@@ -265,7 +270,8 @@ class ThreadInbox:
     def _one_by_one(self, count: int, taken: Taken) -> Iterator[ItemTuple]:
         items, numbers = self._items, taken.numbers
         for total in range(self._taken + 1, self._taken + 1 + count):
-            if not items:  # they were cleared
+            # The inbox may have been cleared.
+            if not items:
                 return
             item = items[0]
             shard, number, _, state = item

@@ -70,7 +70,8 @@ class ThreadWorker:
         self.orders.put(epoch)
 
     def ask_to_exit(self) -> None:
-        self._tickets.put(EXIT)  # taken by this worker or another one
+        # This worker or another one takes it.
+        self._tickets.put(EXIT)
 
     def death(self) -> Death:
         raise AssertionError("a thread does not die alone")
@@ -103,7 +104,8 @@ class ThreadDispatch:
         return ()
 
     def safe(self) -> Container[int]:
-        return range(UNBOUNDED)  # a thread that leaves has done what it took
+        # A thread that leaves has done all that it took.
+        return range(UNBOUNDED)
 
     def forget(self, worker: ThreadWorker) -> None:
         pass
@@ -130,7 +132,8 @@ class ThreadPool:
         pass
 
     def start_worker(self, index: int) -> ThreadWorker:
-        plan = self._plans[index % len(self._plans)]  # of tasks they are all alike
+        # The plans of tasks are all alike.
+        plan = self._plans[index % len(self._plans)]
         inbox = self._inboxes[index % len(self._inboxes)]
         orders: WorkQueue[Epoch] = WorkQueue()
         sender = ThreadSender(index, inbox, orders, self._tickets, self._measured)
@@ -157,7 +160,8 @@ class ThreadPool:
     def discard(self, worker: ThreadWorker) -> None:
         worker.orders.close()
         if worker.thread is not None:
-            worker.thread.join()  # all that it has left to do is to return
+            # The thread only has to return.
+            worker.thread.join()
 
     def measures(self, workers: Sequence[ThreadWorker]) -> list[WorkerStats]:
         return [
@@ -185,7 +189,8 @@ class ThreadPool:
         return usage.cpus()
 
     def worker_bytes(self) -> int | None:
-        return None  # the memory is that of the process
+        # The memory is that of the process.
+        return None
 
     def close(self) -> None:
         self._tickets.close()
@@ -200,7 +205,8 @@ class ThreadPool:
         deadline = time.monotonic() + timeout
         threads = [worker.thread for worker in self.workers if worker.thread is not None]
         others = [thread for thread in threads if thread is not threading.current_thread()]
-        for thread in others:  # not this one: the generator itself may call stop()
+        # Not this thread: the generator itself may call stop().
+        for thread in others:
             interrupts.interruptible(thread.join, max(0.0, deadline - time.monotonic()))
         self.workers.clear()
         for thread in others:

@@ -21,10 +21,13 @@ from enqueuer.monitoring.meters import BEGAN, BYTES, IDLE, WAITING, Meter
 from enqueuer.workers.bunch import Bunch
 from enqueuer.workers.messages import Empty, End, Epoch, Failure, ItemTuple, Reported, Ticket
 
-_WATCHED = 16  # first items of a worker, each of which is weighed and may turn out to be reused
-_WEIGHED_EVERY = 256  # of so many items; to weigh each would take longer than to send it
+# First items of a worker, each of which is weighed and checked for reuse.
+_WATCHED = 16
+# One item of so many is weighed: to weigh each would take longer than to send it.
+_WEIGHED_EVERY = 256
 
-EXIT = Ticket(-1, 0, ())  # the worker that takes it exits
+# The worker that takes this ticket exits.
+EXIT = Ticket(-1, 0, ())
 
 
 class ThreadSender:
@@ -55,8 +58,10 @@ class ThreadSender:
         self.meter = Meter()
         # Items until the next one is weighed, without those of the bunch that is open.
         self._left: tuple[int, Bunch | None] = 1, None
-        self._step = 1  # between the last one and that
-        self._weighed = 1  # all until then
+        # Items between the last one that was weighed and the next one.
+        self._step = 1
+        # All items until the next one is weighed.
+        self._weighed = 1
         # of the first items, by shard and number; None once they are no longer needed
         self._checksums: dict[tuple[int, int], int] | None = {}
 
@@ -72,7 +77,8 @@ class ThreadSender:
     def send_item(self, shard: int, number: int, value: object, state: Any = None) -> None:
         size_bytes = size_of(value) if self._measured else 0
         if state is not None:
-            state = copy.deepcopy(state)  # it may be the iterator's own, which goes on
+            # It may be the iterator's own state, which changes.
+            state = copy.deepcopy(state)
         left = self._left[0] - 1
         self._left = left, None
         item = (shard, number, value, state)

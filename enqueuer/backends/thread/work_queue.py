@@ -61,7 +61,8 @@ class WorkQueue(Generic[T]):
             item = self._queue.get()
             meter.resume()
         if self._is_closed:
-            self._queue.put(None)  # wakes the next thread
+            # This wakes the next thread.
+            self._queue.put(None)
             return None
         return item
 
