@@ -384,7 +384,7 @@ def test_items_of_a_run_can_be_taken_as_soon_as_each_is_sent(open_channel):
         assert channel.consumer.other() is None
         assert channel.take() == Item(0, number, value)
         assert not channel.consumer.has_message
-        assert channel.consumer.is_settled
+        assert channel.consumer.is_acknowledged
         channel.consumer.grant(room=10)
 
 
@@ -431,7 +431,7 @@ def test_what_is_left_of_a_run_counts_as_not_taken(open_channel):
     assert channel.consumer.has_message
     assert channel.consumer.other() is None
     assert [item[2] for item in channel.consumer.items(9, order)] == [2, 3, 4]
-    assert not channel.consumer.is_settled
+    assert not channel.consumer.is_acknowledged
     assert channel.take() == End(0)
 
 
