@@ -1,15 +1,15 @@
-"""The bounded buffer that worker threads share with the consumer.
+"""A bounded, closable buffer for threads.
 
-    worker 0..n-1 --put()--> [ item, item, ... <= max_size ] --get()--> the consumer
+    threads --put()--> [ item, item, ... <= max_size ] --get()--> threads
 
 Any thread may call anything. One lock guards everything; nothing slow happens under it and
-nothing polls. Closing wakes all threads: put() raises Closed at once, get() first returns what is
-left.
+nothing polls. Closing wakes all threads: put() raises Closed at once, get() first returns the items
+that are left.
 
-The consumer is the main thread as a rule, in which a signal handler may raise. So the lock is
-taken by itself, since a `threading.Condition` enters and leaves it in Python code, where an
-exception would leave it locked. Who waits in get() waits for a lock of its own: an exception in
-`Condition.wait` leaves a waiter behind, on which a later notify() is wasted.
+A signal handler may raise in the main thread. So the lock is taken by itself: a
+`threading.Condition` enters and leaves it in Python code, where an exception would leave it locked.
+A thread in get() waits for a lock of its own: an exception in `Condition.wait` leaves a waiter
+behind, on which a later notify() is wasted.
 """
 
 from __future__ import annotations
@@ -24,9 +24,6 @@ from typing import Generic, TypeVar
 from enqueuer.errors import Closed
 
 T = TypeVar("T")
-
-# Value of `max_size` where something else keeps the bound.
-UNBOUNDED = 1 << 62
 
 
 class Buffer(Generic[T]):
@@ -58,15 +55,13 @@ class Buffer(Generic[T]):
         self.max_size = max_size
         self.max_bytes = max_bytes
         self._items: deque[tuple[T, int]] = deque()
-        # Bytes of items that wait, and of those that were taken and keep their places.
+        # Bytes of the items that wait.
         self._bytes = 0
-        # Number of items that were taken and keep their places.
-        self._held = 0
         # The lock that each waiting thread waits for.
         self._getters: dict[threading.Lock, None] = {}
         self._putters = 0
         self._closed = False
-        # reentrant, as the garbage collector may close a forgotten buffer inside its own put()
+        # Reentrant, as the garbage collector may close a forgotten buffer inside its own put().
         self._lock = threading.RLock()
         self._not_full = threading.Condition(self._lock)
 
@@ -127,37 +122,6 @@ class Buffer(Generic[T]):
                 if self._items:
                     return self._get_locked()
 
-    def peek(self, timeout: float | None = None) -> T:
-        """Return the oldest item and leave it there; wait while there is none.
-
-        Args:
-            timeout: As for `get()`.
-
-        Raises:
-            Closed: The buffer is closed and nothing is left in it.
-            queue.Empty: Nothing came within `timeout`.
-        """
-        end = None if timeout is None else time.monotonic() + timeout
-        while True:
-            self._wait_for_item(end)
-            with self._lock:
-                # Another thread may have taken it.
-                if self._items:
-                    return self._items[0][0]
-
-    def look(self) -> T | None:
-        """Return the oldest item that is there now and leave it there; None if none is."""
-        try:
-            return self._items[0][0]
-        except IndexError:
-            return None
-
-    def drop(self) -> None:
-        """Throw the oldest item away, if there is one."""
-        with self._lock:
-            if self._items:
-                self._get_locked()
-
     def poll(self) -> T | None:
         """Take the oldest item that is there now; None if none is, also if it is closed."""
         with self._lock:
@@ -168,21 +132,21 @@ class Buffer(Generic[T]):
         return self.get(0)
 
     def close(self) -> None:
-        """Let nothing more in and wake everybody; what is in the buffer can still be taken."""
+        """Let nothing more in and wake all threads; the items in the buffer can still be taken."""
         with self._lock:
             self._closed = True
             self._not_full.notify_all()
             self._wake_getters_locked()
 
     def clear(self) -> None:
-        """Throw away what waits."""
+        """Drop the items that wait."""
         with self._lock:
             self._items.clear()
-            self._bytes = self._held = 0
+            self._bytes = 0
             self._not_full.notify_all()
 
     def snapshot(self) -> list[T]:
-        """Return what waits now, the oldest first, and take nothing."""
+        """Return the items that wait now, the oldest first, and take none."""
         with self._lock:
             return [item for item, _ in self._items]
 
@@ -223,14 +187,14 @@ class Buffer(Generic[T]):
             return True
         if len(self._getters) > len(self._items):
             return True
-        if len(self._items) + self._held >= self.max_size:
+        if len(self._items) >= self.max_size:
             return False
         return self.max_bytes is None or self._bytes + size_bytes <= self.max_bytes
 
     def _wait_for_room_locked(self, size_bytes: int, timeout: float | None) -> None:
         self._putters += 1
         try:
-            # woken by get(), by a new getter, by clear() and by close()
+            # Woken by get(), by a new getter, by clear() and by close().
             if not self._not_full.wait_for(lambda: self._may_put_locked(size_bytes), timeout):
                 raise Full
         finally:
@@ -283,6 +247,6 @@ class Buffer(Generic[T]):
             return
         # With a bound on bytes the woken thread may have too large an item, and the next one not.
         if self.max_bytes is None:
-            self._not_full.notify(max(1, self._held))
+            self._not_full.notify()
         else:
             self._not_full.notify_all()
