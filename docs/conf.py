@@ -1,6 +1,12 @@
 """How Sphinx builds these pages; see CONTRIBUTING.md for the commands."""
 
+import sys
+from pathlib import Path
+
 import enqueuer
+
+# The extensions of this folder.
+sys.path.insert(0, str(Path(__file__).parent))
 
 project = "enqueuer"
 author = "the enqueuer authors"
@@ -12,15 +18,25 @@ extensions = [
     "sphinx.ext.doctest",
     "sphinx.ext.napoleon",
     "myst_parser",
+    "name_links",
+    "sphinx_copybutton",
+    "sphinx_design",
 ]
 source_suffix = {".rst": "restructuredtext", ".md": "markdown"}
 exclude_patterns = ["build"]
 nitpicky = True
 default_role = "literal"  # docstrings and pages write `name` as in Markdown
 
-html_theme = "alabaster"
-html_theme_options = {"description": "Prefetch batches from any generator", "page_width": "60rem"}
-html_sidebars = {"**": ["about.html", "searchfield.html", "navigation.html"]}
+toc_object_entries_show_parents = "hide"
+html_theme = "furo"
+html_title = f"enqueuer {release}"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_theme_options = {"top_of_page_buttons": []}
+pygments_style, pygments_dark_style = "tango", "monokai"
+# A copied block has neither prompts nor output.
+copybutton_exclude = ".linenos, .gp, .go"
 
 python_maximum_signature_line_length = 90
 autodoc_mock_imports = ["h5py", "jax", "keras", "tensorflow", "torch"]

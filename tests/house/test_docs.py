@@ -1,6 +1,7 @@
 """The pages and the project's files say what is there: names, errors, files, commands."""
 
 import re
+import runpy
 import subprocess
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from enqueuer.cli import main
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(enqueuer.__file__).parent
 DOCS = ROOT / "docs"
+DRAWINGS = runpy.run_path(str(DOCS / "drawings.py"))["DRAWINGS"]
 
 README_COMMANDS = [
     "python3 -m venv .venv && .venv/bin/pip install -q -e '.[demo]'"
@@ -146,3 +148,17 @@ def test_nothing_names_the_place_where_it_was_written():
             continue
         found += [f"{path.relative_to(ROOT)}: {word}" for word in words if word in text]
     assert found == []
+
+
+@pytest.mark.parametrize("name", DRAWINGS)
+def test_a_drawing_is_what_its_program_draws(name, tmp_path):
+    DRAWINGS[name]().write(tmp_path / "drawn.svg")
+    assert (tmp_path / "drawn.svg").read_text() == read("docs", "drawings", f"{name}.svg")
+
+
+def test_every_picture_has_a_text_alternative():
+    without = []
+    for page in DOCS.rglob("*.rst"):
+        pictures = re.findall(r"^ *\.\. image:: .*\n(.*)", page.read_text(), re.MULTILINE)
+        without += [page.name for after in pictures if ":alt:" not in after]
+    assert without == []

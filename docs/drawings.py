@@ -1,0 +1,285 @@
+"""Draw the pictures of the design page anew: run this file.
+
+Boxes stand on a grid; an arrow joins two boxes, with words above it or beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from enqueuer.tools.svg import element, text
+
+HERE = Path(__file__).parent
+# The distance of lines, and the space around the words of a box, in pixels.
+LINE, PAD = 17, 9
+INK, BOX, WORKER, PAPER = "#222222", "#eef3fa", "#fdf3e1", "#ffffff"
+
+
+@dataclass
+class Box:
+    """Lines of words in a rectangle; the first line is bold."""
+
+    x: int
+    y: int
+    width: int
+    lines: tuple[str, ...]
+    fill: str = BOX
+
+    @property
+    def height(self) -> int:
+        return LINE * len(self.lines) + 2 * PAD
+
+    def draw(self) -> list[str]:
+        shape = element(
+            "rect",
+            x=self.x,
+            y=self.y,
+            width=self.width,
+            height=self.height,
+            rx=5,
+            fill=self.fill,
+            stroke=INK,
+        )
+        return [
+            shape,
+            *(
+                text(
+                    self.x + PAD,
+                    self.y + PAD + LINE * (i + 1) - 5,
+                    line,
+                    font_weight="normal" if i else "bold",
+                )
+                for i, line in enumerate(self.lines)
+            ),
+        ]
+
+
+@dataclass
+class Drawing:
+    """Boxes, arrows between them, and words."""
+
+    title: str
+    width: int
+    height: int
+    shapes: list[str] = field(default_factory=list)
+
+    def box(self, x: int, y: int, width: int, *lines: str, fill: str = BOX) -> Box:
+        box = Box(x, y, width, lines, fill)
+        self.shapes += box.draw()
+        return box
+
+    def words(self, x: float, y: float, words: str, anchor: str = "start") -> None:
+        self.shapes.append(text(x, y, words, anchor, font_style="italic"))
+
+    def across(self, start: Box, end: Box, *words: str) -> None:
+        """Draw an arrow between boxes that stand side by side, with words above it."""
+        y = start.y + min(start.height, end.height) / 2
+        if start.x < end.x:
+            x, to = start.x + start.width, end.x
+        else:
+            x, to = start.x, end.x + end.width
+        self._arrow(x, y, to, y)
+        for i, line in enumerate(reversed(words)):
+            self.words((x + to) / 2, y - 6 - LINE * i, line, "middle")
+
+    def down(self, start: Box, end: Box, *words: str) -> None:
+        """Draw an arrow between boxes that stand one above the other, with words beside it."""
+        left, right = max(start.x, end.x), min(start.x + start.width, end.x + end.width)
+        x = (left + right) / 2
+        if start.y < end.y:
+            y, to = start.y + start.height, end.y
+        else:
+            y, to = start.y, end.y + end.height
+        self._arrow(x, y, x, to)
+        middle = (y + to) / 2 + 4 - LINE * (len(words) - 1) / 2
+        for i, line in enumerate(words):
+            self.words(x + 10, middle + LINE * i, line)
+
+    def border(self, y: float, words: str) -> None:
+        """Draw the border between processes."""
+        self.shapes.append(
+            element(
+                "line", x1=0, y1=y, x2=self.width, y2=y, stroke="#999999", stroke_dasharray="6 5"
+            )
+        )
+        self.words(10, y - 6, words)
+
+    def write(self, path: Path) -> None:
+        picture = element(
+            "svg",
+            "\n".join(
+                [
+                    "",
+                    element("title", self.title),
+                    element("rect", width=self.width, height=self.height, fill=PAPER),
+                    *self.shapes,
+                    "",
+                ]
+            ),
+            xmlns="http://www.w3.org/2000/svg",
+            viewBox=f"0 0 {self.width} {self.height}",
+            width=self.width,
+            height=self.height,
+            role="img",
+            font_family="system-ui, sans-serif",
+            font_size=12,
+            fill=INK,
+        )
+        path.write_text(f"{picture}\n")
+
+    def _arrow(self, x: float, y: float, to_x: float, to_y: float) -> None:
+        across, down = _sign(to_x - x), _sign(to_y - y)
+        back_x, back_y = to_x - 8 * across, to_y - 8 * down
+        head = (
+            f"M{to_x} {to_y} L{back_x + 4 * down} {back_y + 4 * across} "
+            f"L{back_x - 4 * down} {back_y - 4 * across} Z"
+        )
+        self.shapes += [
+            element("line", x1=x, y1=y, x2=back_x, y2=back_y, stroke=INK),
+            element("path", d=head, fill=INK),
+        ]
+
+
+def _sign(number: float) -> int:
+    return (number > 0) - (number < 0)
+
+
+def path_of_a_batch() -> Drawing:
+    drawing = Drawing("The path of a batch from a worker to the loop", 760, 330)
+    drawing.words(10, 22, "A worker: a thread, a process or a Ray actor")
+    source = drawing.box(10, 34, 170, "workers/sources", "open(shard)", fill=WORKER)
+    loop = drawing.box(260, 34, 150, "workers/loop", "run()", fill=WORKER)
+    sender = drawing.box(
+        490,
+        34,
+        260,
+        "A sender",
+        "thread/sender,",
+        "transport/item_sender or ray/actor",
+        fill=WORKER,
+    )
+    drawing.across(source, loop, "next()")
+    drawing.across(loop, sender, "Item")
+    drawing.border(190, "Process boundary: packets, shared memory, Ray's store")
+    engine = drawing.box(
+        490,
+        220,
+        260,
+        "backends/engine",
+        "A schedule: which item is next",
+        "A pool: the workers' inboxes, sleep()",
+    )
+    reader = drawing.box(235, 220, 190, "enqueuers/epoch_reader", "ready: a deque of items")
+    user = drawing.box(10, 220, 140, "Your loop", "next()")
+    drawing.down(sender, engine, "Item")
+    drawing.across(engine, reader, "Item")
+    drawing.across(reader, user, "batch")
+    drawing.words(10, 315, "Your process")
+    return drawing
+
+
+def path_of_a_task() -> Drawing:
+    drawing = Drawing("The path of a task from the loop to a worker and back", 760, 345)
+    drawing.words(10, 22, "Your process")
+    drawing.words(540, 22, "A worker")
+    epoch = drawing.box(
+        10,
+        34,
+        190,
+        "enqueuers/task_epoch",
+        "element_reader: indices",
+        "or elements",
+    )
+    queue = drawing.box(280, 34, 170, "A queue", "thread/work_queue or", "transport/task_queue")
+    worker = drawing.box(
+        540,
+        34,
+        210,
+        "workers/task_loop",
+        "workers/tasks:",
+        "element -> map -> collate",
+        fill=WORKER,
+    )
+    drawing.across(epoch, queue, "Ticket", "submit()")
+    drawing.across(queue, worker, "next_", "ticket()")
+    order = drawing.box(540, 230, 210, "backends/reorder_buffer", "The results in order")
+    reader = drawing.box(270, 230, 190, "enqueuers/epoch_reader", "ready: a deque of items")
+    user = drawing.box(10, 230, 140, "Your loop", "next()")
+    drawing.border(195, "Process boundary")
+    drawing.down(worker, order, "Item")
+    drawing.across(order, reader, "Item")
+    drawing.across(reader, user, "batch")
+    drawing.words(10, 330, "Your process")
+    return drawing
+
+
+def parts_of_the_engine() -> Drawing:
+    drawing = Drawing("The engine between enqueuers, schedules and pools", 760, 225)
+    enqueuers = drawing.box(10, 20, 130, "enqueuers")
+    engine = drawing.box(290, 20, 130, "engine")
+    schedule = drawing.box(570, 20, 180, "shard_schedule", "or task_schedule")
+    pool = drawing.box(
+        290,
+        150,
+        460,
+        "A pool of threads, processes or Ray actors",
+        "The handle and the inbox of each worker",
+    )
+    drawing.across(enqueuers, engine, "wait(), take()")
+    drawing.across(engine, schedule, "next_step()")
+    drawing.down(engine, pool, "start_worker(), sleep(), stop()")
+    drawing.down(schedule, pool, "head()")
+    return drawing
+
+
+def from_enqueuer_to_framework() -> Drawing:
+    drawing = Drawing("From the enqueuer through an adapter to the loop", 760, 115)
+    enqueuers = drawing.box(10, 20, 120, "enqueuers", "next()")
+    adapters = drawing.box(
+        220, 20, 250, "adapters", "Loader: converts batches", "PrefetchLoader: in a thread"
+    )
+    user = drawing.box(640, 20, 110, "Your loop", "next()")
+    drawing.across(enqueuers, adapters, "batch")
+    drawing.across(adapters, user, "tensors,", "JAX arrays …")
+    return drawing
+
+
+def path_from_an_actor() -> Drawing:
+    drawing = Drawing("The path of an item from a Ray actor to the loop", 760, 215)
+    drawing.words(10, 22, "The actor, on any node")
+    drawing.words(430, 22, "The driver")
+    worker = drawing.box(10, 34, 80, "Worker", "a thread", fill=WORKER)
+    outbox = drawing.box(165, 34, 80, "Outbox", " ", fill=WORKER)
+    stream = drawing.box(315, 34, 90, "packets()", "a thread", fill=WORKER)
+    receiver = drawing.box(480, 34, 95, "Receiver", "a thread")
+    inbox = drawing.box(660, 34, 90, "Inbox", " ")
+    loop = drawing.box(660, 150, 90, "Your loop", "take()")
+    control = drawing.box(165, 150, 310, "assign(), grant()", "Epochs, tickets and credit")
+    drawing.across(worker, outbox, "encode")
+    drawing.across(outbox, stream, "take all")
+    drawing.across(stream, receiver, "packet")
+    drawing.across(receiver, inbox, "unpack")
+    drawing.down(inbox, loop, "item")
+    drawing.across(loop, control, "acknowledge()")
+    drawing.down(control, outbox)
+    return drawing
+
+
+DRAWINGS = {
+    "path_of_a_batch": path_of_a_batch,
+    "path_of_a_task": path_of_a_task,
+    "engine": parts_of_the_engine,
+    "adapters": from_enqueuer_to_framework,
+    "path_from_an_actor": path_from_an_actor,
+}
+
+
+def main() -> None:
+    (HERE / "drawings").mkdir(exist_ok=True)
+    for name, drawing in DRAWINGS.items():
+        drawing().write(HERE / "drawings" / f"{name}.svg")
+
+
+if __name__ == "__main__":
+    main()
