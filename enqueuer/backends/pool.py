@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from enqueuer.backends.stall import WorkerSnapshot
 from enqueuer.errors import StartError
@@ -42,8 +41,7 @@ class NoRoom(StartError):
     """The system has no room for another worker; the message says of what."""
 
 
-@dataclass(frozen=True)
-class Death:
+class Death(NamedTuple):
     """How a worker ended.
 
     Attributes:

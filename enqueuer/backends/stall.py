@@ -18,7 +18,6 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from enqueuer.backends.order import ANY, Order, TaskOrder
@@ -66,8 +65,7 @@ class DeadlineExpired(TimeoutError):
     """Nothing came until the deadline of a wait; a type of its own, as the user's code has that."""
 
 
-@dataclass(frozen=True)
-class WorkerSnapshot:
+class WorkerSnapshot(NamedTuple):
     """State of one worker.
 
     Attributes:
@@ -83,8 +81,7 @@ class WorkerSnapshot:
     why: str = ""
 
 
-@dataclass(frozen=True)
-class WaitSnapshot:
+class WaitSnapshot(NamedTuple):
     """State of a backend while the loop waits.
 
     Attributes:

@@ -8,15 +8,14 @@ Pure: it keeps nothing and waits for nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from enqueuer.workers.tasks import TaskSource
 
 
-@dataclass(frozen=True)
-class Reading:
+class Reading(NamedTuple):
     """The rules by which the elements of an epoch are divided among readers.
 
     Attributes:

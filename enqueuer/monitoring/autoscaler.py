@@ -15,7 +15,7 @@ number stays the same while the load does. Only another load resets the limits.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from enqueuer.common.text import percent, ratio
 from enqueuer.monitoring.bottleneck import FEWEST_BATCHES, HARDLY_WAITS, OFTEN_WAITS
@@ -212,8 +212,7 @@ class Autoscaler:
         self._arrived = self._base = self._known = self._wish = None
 
 
-@dataclass(frozen=True)
-class _Wish:
+class _Wish(NamedTuple):
     """A number of workers, the window that shows it, whether it is urgent, and the reason."""
 
     workers: int
@@ -237,8 +236,7 @@ def _busy_s(worker: WorkerStats) -> float:
     return worker.making_s + worker.sending_s
 
 
-@dataclass(frozen=True)
-class _Window:
+class _Window(NamedTuple):
     """The numbers of a window.
 
     Attributes:

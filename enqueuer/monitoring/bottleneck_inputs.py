@@ -6,7 +6,7 @@ WorkerInputs (one a worker) --> RunInputs --> sums, shares, CPUs, whether thread
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from enqueuer.common.text import ratio
 
@@ -18,8 +18,7 @@ MORE_THAN_GIL = 1.2
 IS_OUTSIDE = 0.1
 
 
-@dataclass(frozen=True)
-class WorkerInputs:
+class WorkerInputs(NamedTuple):
     """The work of one worker: seconds, and `items` of so many `bytes`; None if not known."""
 
     name: str
@@ -80,8 +79,7 @@ class WorkerInputs:
         return max(0.0, self.busy_s - self.computed_s - self.switches * switch_s)
 
 
-@dataclass(frozen=True)
-class RunInputs:
+class RunInputs(NamedTuple):
     """All numbers from which the bottleneck is found, of a run of so many `seconds`.
 
     `switch_s` is the time after which a thread that waits for the GIL asks for it again; None if

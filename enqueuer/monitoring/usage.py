@@ -7,15 +7,14 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 # Share of the available memory; the rest is for batches, and for workers that grow.
 _OF_MEMORY = 0.8
 
 
-@dataclass(frozen=True)
-class Usage:
+class Usage(NamedTuple):
     """The usage of a thread or a process so far; None where the system does not report it.
 
     Attributes:

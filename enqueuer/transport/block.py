@@ -11,7 +11,6 @@ import contextlib
 import enum
 import mmap
 import os
-from dataclasses import dataclass
 
 
 class BlockState(enum.Enum):
@@ -30,7 +29,6 @@ _NEXT = {
 }
 
 
-@dataclass(eq=False)
 class Block:
     """A piece of shared memory as its worker sees it.
 
@@ -42,11 +40,12 @@ class Block:
         taken: Time at which the block was last taken, by `time.monotonic()`.
     """
 
-    number: int
-    memory: mmap.mmap
-    fd: int | None
-    state: BlockState = BlockState.FREE
-    taken: float = 0.0
+    def __init__(self, number: int, memory: mmap.mmap, fd: int | None) -> None:
+        self.number = number
+        self.memory = memory
+        self.fd = fd
+        self.state = BlockState.FREE
+        self.taken = 0.0
 
     @property
     def size(self) -> int:

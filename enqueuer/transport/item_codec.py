@@ -23,13 +23,11 @@ from collections.abc import Callable, Iterable, Sequence
 from pickle import PickleBuffer
 from typing import Any
 
-import cloudpickle
 import numpy as np
 
 from enqueuer.common.sizes import OUT_OF_BAND_BYTES
 from enqueuer.errors import ItemNotPicklable
 from enqueuer.transport import tensors
-from enqueuer.transport.culprit import describe_culprit
 
 _pack_int = struct.Struct("<2sq1s").pack
 _pack_float = struct.Struct(">1sd1s").pack
@@ -114,6 +112,11 @@ class Encoder:
         return data, buffers
 
     def _by_cloudpickle(self, value: object, first: Exception) -> bytes:
+        # Few items need these two, whose import takes some milliseconds of the first start.
+        import cloudpickle
+
+        from enqueuer.transport.culprit import describe_culprit
+
         try:
             data: bytes = cloudpickle.dumps(value, protocol=5, buffer_callback=self._keep_in_band)
         except Exception as second:

@@ -20,7 +20,6 @@ from enqueuer.monitoring.meters import BYTES, IDLE, SENDING, WAITING, Meter, clo
 from enqueuer.transport import task_queue
 from enqueuer.transport.block_pool import BlockPool
 from enqueuer.transport.block_writer import BlockWriter
-from enqueuer.transport.error_codec import encode_error
 from enqueuer.transport.frame_writer import MOST_IN_RUN, FrameWriter
 from enqueuer.transport.item_codec import SCALARS, Buffer, Encoder
 from enqueuer.transport.packets import Packets
@@ -129,6 +128,9 @@ class ItemSender:
             if message.state is not None:
                 data, buffers = self._encode(message.state)
             return Kind.END, data, buffers
+        # As in `frame_decoder`.
+        from enqueuer.transport.error_codec import encode_error
+
         data = encode_error(message.error)
         if isinstance(message, Reported):
             return Kind.REPORTED, REPORT.pack(message.nth, message.log) + data, ()

@@ -12,8 +12,7 @@ import bisect
 import mmap
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -47,8 +46,7 @@ _mappings: weakref.WeakValueDictionary[int, Mapping] = weakref.WeakValueDictiona
 _newest = object()
 
 
-@dataclass(frozen=True)
-class _Sorted:
+class _Sorted(NamedTuple):
     """The mapped blocks in the order of their addresses.
 
     Attributes:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import enum
 import struct
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
 class Kind(enum.IntEnum):
@@ -72,8 +72,7 @@ INLINE_BYTES = 16 * 1024
 MOST_IN_PACKET = 4096
 
 
-@dataclass(frozen=True)
-class Credit:
+class Credit(NamedTuple):
     """The credit with which a worker begins, and the rules for more.
 
     Attributes:

@@ -14,9 +14,7 @@ import os
 import pickle
 import struct
 from collections import deque
-from collections.abc import Sequence
-
-import cloudpickle
+from collections.abc import Callable, Sequence
 
 from enqueuer.errors import TransportError
 from enqueuer.transport import task_queue
@@ -73,8 +71,14 @@ class ReceiverControl:
 
     def begin(self, epoch: Epoch) -> None:
         """Order the worker to run its shards for `epoch`."""
-        # By cloudpickle, as states may be of any class.
-        self._send_whole(Kind.EPOCH, b"", cloudpickle.dumps(epoch, protocol=5))
+        dumps: Callable[..., bytes] = pickle.dumps
+        if epoch.starts is not None:
+            # States of iterators may be of any class. Most epochs have none, and the import takes
+            # some milliseconds of the first start.
+            import cloudpickle
+
+            dumps = cloudpickle.dumps
+        self._send_whole(Kind.EPOCH, b"", dumps(epoch, protocol=5))
 
     def assign(self, token: int, number: int, ticket: bytes) -> None:
         """Send the worker a ticket, packed, that no other worker may take."""

@@ -17,12 +17,9 @@ import pickle
 import socket
 import struct
 
-import cloudpickle
-
 from enqueuer.common.descriptors import close_in_children, is_portable
 from enqueuer.common.text import an
 from enqueuer.errors import ItemNotPicklable
-from enqueuer.transport.culprit import find_culprit
 from enqueuer.transport.memory import nameless_file, read_whole
 from enqueuer.transport.packets import HAS_SEQPACKET
 from enqueuer.workers.messages import Ticket
@@ -114,6 +111,11 @@ def pack(ticket: Ticket, are_forked: bool) -> bytes:
         data = pickle.dumps(ticket, protocol=5)
         if are_forked or b"__main__" not in data:
             return data
+    # As in `item_codec`.
+    import cloudpickle
+
+    from enqueuer.transport.culprit import find_culprit
+
     try:
         by_value: bytes = cloudpickle.dumps(ticket, protocol=5)
     except Exception as error:

@@ -11,14 +11,12 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 
 from enqueuer.transport.block import Block
 
 
-@dataclass(eq=False)
 class UserBlock:
     """A block that the generator fills itself, and the arrays that show it.
 
@@ -29,10 +27,17 @@ class UserBlock:
         array: Array that the generator was given.
     """
 
-    block: Block
-    address: int
-    root: weakref.ref[np.ndarray]
-    array: weakref.ref[np.ndarray]
+    def __init__(
+        self,
+        block: Block,
+        address: int,
+        root: weakref.ref[np.ndarray],
+        array: weakref.ref[np.ndarray],
+    ) -> None:
+        self.block = block
+        self.address = address
+        self.root = root
+        self.array = array
 
     def freeze(self, known: Iterable[np.ndarray]) -> bool:
         """Make all arrays that show the block read-only; return whether all are known.

@@ -18,7 +18,7 @@ import logging
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from enqueuer.errors import StartError
 
@@ -29,8 +29,7 @@ _SIMPLE = (str, int, float, bool, type(None))
 _set_aside: list[logging.Handler] = []
 
 
-@dataclass(frozen=True)
-class Levels:
+class Levels(NamedTuple):
     """The levels of the parent's loggers, so that a worker sends no record below them."""
 
     disabled: int

@@ -17,8 +17,6 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from threadpoolctl import ThreadpoolController
-
 # The variable of each library, by the name that threadpoolctl has for it.
 _VARIABLE_OF = {
     "openmp": "OMP_NUM_THREADS",
@@ -90,7 +88,7 @@ def limit_loaded() -> None:
     # Then the libraries were loaded with this limit.
     if all(os.environ.get(name) == "1" for name in VARIABLES):
         return
-    for library in ThreadpoolController().lib_controllers:
+    for library in _libraries():
         library.set_num_threads(_limit_of(library))
 
 
@@ -102,7 +100,7 @@ class Loaded:
     """
 
     def __init__(self) -> None:
-        self._libraries = ThreadpoolController().lib_controllers
+        self._libraries = _libraries()
 
     def limit(self) -> None:
         """Limit them in this process, which was forked, by its environment.
@@ -127,6 +125,15 @@ class Loaded:
         if cv2 is not None and hasattr(cv2, "setNumThreads"):
             # With 1, OpenCV would wait for the threads of its pool to end.
             cv2.setNumThreads(0)
+
+
+def _libraries() -> list[Any]:
+    """Return the native libraries with threads that this process has loaded."""
+    # Where each library has one thread, as in most workers, the import is not needed.
+    from threadpoolctl import ThreadpoolController
+
+    found: list[Any] = ThreadpoolController().lib_controllers
+    return found
 
 
 def _limit_of(library: Any) -> int:

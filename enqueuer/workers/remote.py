@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from enqueuer.errors import Closed
 from enqueuer.monitoring.trace_file import TraceTarget
@@ -18,18 +17,17 @@ from enqueuer.workers.tasks import TaskSource
 from enqueuer.workers.worker_trace import traced
 
 
-@dataclass(frozen=True)
-class WorkerConfig:
+class WorkerConfig(NamedTuple):
     """Configuration of all workers of an enqueuer that run in other processes; not the source.
 
     Attributes:
-        count: Number of shards, over all ranks.
+        shard_count: Number of shards, over all ranks.
         random_seed: Seed of the enqueuer.
         levels: Levels of the loggers whose records are wanted; None if none are.
         trace: TraceTarget where workers record what they do; None if they record nothing.
     """
 
-    count: int
+    shard_count: int
     random_seed: int
     levels: logs.Levels | None
     trace: TraceTarget | None
@@ -53,7 +51,7 @@ class WorkerConfig:
             orders: Orders of the worker, or Tickets if it does tasks.
             sender: Sender of the worker.
         """
-        plan = Plan(source, shards, self.count, self.random_seed, on_error)
+        plan = Plan(source, shards, self.shard_count, self.random_seed, on_error)
         if isinstance(source, TaskSource):
             seeds = TaskSeeds()
             after_import(FRAMEWORKS, seeds.seed_imported)

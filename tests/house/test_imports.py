@@ -82,8 +82,11 @@ THIRD_PARTIES = {
 
 
 # Imports inside functions, apart from third parties: costly ones that most programs never need,
-# and modules that are missing on some systems.
+# modules that are missing on some systems, and those that a first start by fork does not need.
 INNER = {
+    ("backends.process.child", "enqueuer"),
+    ("backends.process.launching", "enqueuer"),
+    ("backends.process.starter", "enqueuer"),
     ("backends.ray.pool", "atexit"),
     ("cli.inspect", "enqueuer"),
     ("cli.pack", "enqueuer"),
@@ -92,6 +95,10 @@ INNER = {
     ("enqueuers.options", "difflib"),
     ("monitoring.duplicates", "hashlib"),
     ("monitoring.gil", "resource"),
+    ("transport.frame_decoder", "enqueuer"),
+    ("transport.item_codec", "enqueuer"),
+    ("transport.item_sender", "enqueuer"),
+    ("transport.task_queue", "enqueuer"),
 }
 
 
@@ -177,6 +184,23 @@ def test_third_parties_are_imported_where_they_belong():
 def test_importing_the_package_imports_no_framework_and_no_extra():
     heavy = "torch tensorflow keras jax ray h5py sklearn PIL tqdm multiprocessing_logging"
     program = f"import sys, enqueuer; print([m for m in {heavy!r}.split() if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "[]\n"
+
+
+def test_a_first_start_by_fork_imports_only_what_it_needs():
+    program = """
+import sys
+from enqueuer import GeneratorEnqueuer, Processes
+
+fork = Processes(start_method="fork")
+with GeneratorEnqueuer(lambda shard: iter("ab"), backend=fork) as enqueuer:
+    assert list(enqueuer) == ["a", "b"]
+late = "cloudpickle tblib enqueuer.backends.process.fork_server enqueuer.transport.error_codec"
+print([name for name in late.split() if name in sys.modules])
+"""
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
     )

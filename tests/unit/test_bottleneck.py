@@ -1,6 +1,5 @@
 """The bottleneck by numbers alone: each kind of load, and the sentences."""
 
-import dataclasses
 import re
 
 import pytest
@@ -97,8 +96,8 @@ def test_threads_that_share_one_cpu_should_be_processes():
     threads = [worker(making=10.0, waiting=0.0, cpu=0.45) for _ in range(2)]
     found = inputs(*threads, in_threads=True)
     assert find_bottleneck(found).kind == "source"
-    busy = [dataclasses.replace(thread, cpu_s=4.7) for thread in threads]
-    bottleneck = find_bottleneck(dataclasses.replace(found, workers=busy))
+    busy = [thread._replace(cpu_s=4.7) for thread in threads]
+    bottleneck = find_bottleneck(found._replace(workers=busy))
     assert bottleneck.kind == "source"
     assert "backend='process'" in bottleneck.advice
 
@@ -149,15 +148,15 @@ def test_processes_are_advised_if_threads_wait_for_the_gil(found):
 
 
 def test_without_a_gil_nothing_waits_for_it():
-    found = dataclasses.replace(files(2, cpu=4.9, switches=0), switch_s=None, cpus=8)
+    found = files(2, cpu=4.9, switches=0)._replace(switch_s=None, cpus=8)
     assert "process" not in find_bottleneck(found).advice
 
 
 def test_the_loop_holds_the_gil_too():
     found = files(2, cpu=3.0, switches=1900)
     assert "process" not in find_bottleneck(found).advice
-    found = dataclasses.replace(found, waiting_s=5.0, working_s=5.0, loop_cpu_s=9.5)
-    assert "backend='process'" in find_bottleneck(dataclasses.replace(found, cpus=8)).advice
+    found = found._replace(waiting_s=5.0, working_s=5.0, loop_cpu_s=9.5)
+    assert "backend='process'" in find_bottleneck(found._replace(cpus=8)).advice
 
 
 def test_what_waits_most_of_the_time_gets_more_workers_than_cpus():
@@ -236,7 +235,7 @@ def test_workers_that_came_late_are_measured_by_their_own_time():
     late = [worker(making=0.9, waiting=0.1) for _ in range(4)]
     bottleneck = find_bottleneck(inputs(*late, waiting=0.1, working=9.9))
     assert bottleneck.advice == "Faster data would not make it faster."
-    busy = [dataclasses.replace(one, cpu_s=0.95) for one in late]
+    busy = [one._replace(cpu_s=0.95) for one in late]
     assert find_bottleneck(inputs(*busy, cpus=4)).kind == "cpus"
 
 

@@ -21,10 +21,9 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from enqueuer.backends.process import stack_dump
-from enqueuer.backends.process.fork_server import serve_forks
 from enqueuer.backends.process.payload_file import read_payload
 from enqueuer.common.descriptors import Descriptor, close_in_children
 from enqueuer.monitoring import usage
@@ -40,12 +39,13 @@ from enqueuer.workers.remote import WorkerConfig, serve_failure
 from enqueuer.workers.sources import Source
 from enqueuer.workers.tasks import TaskSource
 
+# A module that most sources are loaded with, so a fork server imports it once for all workers.
+_OFTEN_LOADED = ("cloudpickle",)
 # Exit code of a copy that the user's code has forked and let run on.
 _GRANDCHILD = 70
 
 
-@dataclass(frozen=True)
-class ParentEnvironment:
+class ParentEnvironment(NamedTuple):
     """State of the parent that a process which was not forked lacks."""
 
     path: list[str]
@@ -69,8 +69,7 @@ class ParentEnvironment:
             os.chdir(self.directory)
 
 
-@dataclass(frozen=True)
-class ProcessConfig:
+class ProcessConfig(NamedTuple):
     """Configuration of all worker processes of an enqueuer.
 
     Attributes:
@@ -84,18 +83,17 @@ class ProcessConfig:
     thread_limits: dict[str, str]
 
 
-@dataclass(frozen=True)
-class ProcessStart:
+class ProcessStart(NamedTuple):
     """Configuration of one worker process.
 
     Attributes:
-        index: Index of the worker.
+        worker: Index of the worker.
         shards: Indices of its shards; empty for tasks.
         credit: Credit that it begins with.
         is_asked: Whether it is asked for its stack if the loop waits long.
     """
 
-    index: int
+    worker: int
     shards: tuple[int, ...]
     credit: Credit
     is_asked: bool
@@ -151,8 +149,11 @@ def serve(fd: int, preload: Sequence[str] = ()) -> None:
         preload: Names of modules to import now, once for all workers. One that fails is passed
             over: a worker that needs it imports it again, and reports the error.
     """
+    # Only a fork server needs it.
+    from enqueuer.backends.process.fork_server import serve_forks
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for name in preload:
+    for name in (*_OFTEN_LOADED, *preload):
         # A module may even call `sys.exit()`.
         with contextlib.suppress(BaseException):
             importlib.import_module(name)
@@ -251,7 +252,7 @@ def _work(
 ) -> None:
     pid = os.getpid()
     # Log records contain this name.
-    multiprocessing.current_process().name = f"enqueuer-worker-{start.index}"
+    multiprocessing.current_process().name = f"enqueuer-worker-{start.worker}"
     if stack is not None:
         stack_dump.answer(stack.fileno())
     allocator.keep_freed_memory()
@@ -268,15 +269,14 @@ def _work(
     else:
         used = usage.of_process(os.getpid())
         channel.meter.begin(used.cpu_s or 0.0, used.cpu_wait_s or 0.0)
-        config.worker.serve(start.index, start.shards, source, on_error, orders, channel)
+        config.worker.serve(start.worker, start.shards, source, on_error, orders, channel)
     if os.getpid() != pid:
         # the generator forked, and the copy came out of its loop as if it were the worker
         os._exit(_GRANDCHILD)
     channel.close()
 
 
-@dataclass
-class _TaskSocket:
+class _TaskSocket(NamedTuple):
     """Where this worker takes its tickets."""
 
     channel: ItemSender

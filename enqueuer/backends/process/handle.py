@@ -10,7 +10,6 @@ import contextlib
 import os
 import select
 import signal
-from dataclasses import dataclass, field
 
 from enqueuer.backends.pool import Death, WorkerState
 from enqueuer.backends.process.inbox import ProcessInbox
@@ -32,7 +31,6 @@ _NEXT_STATE = {
 }
 
 
-@dataclass(eq=False)
 class ProcessWorker:
     """A worker process as this process sees it; see `enqueuer.backends.pool.Worker`.
 
@@ -49,20 +47,32 @@ class ProcessWorker:
         began: When it was started.
     """
 
-    index: int
-    method: str
-    process: Launched
-    channel: ItemReceiver
-    inbox: ProcessInbox
-    lifeline: Descriptor
-    pidfd: Descriptor | None
-    shards: tuple[int, ...]
-    stacks: Stacks | None = None
-    state: WorkerState = WorkerState.STARTING
-    exitcode: int | None = None
-    gone: bool = False
-    began: int = field(default_factory=clock)
-    is_leaving: bool = False
+    def __init__(
+        self,
+        index: int,
+        method: str,
+        process: Launched,
+        channel: ItemReceiver,
+        inbox: ProcessInbox,
+        lifeline: Descriptor,
+        pidfd: Descriptor | None,
+        shards: tuple[int, ...],
+        stacks: Stacks | None = None,
+    ) -> None:
+        self.index = index
+        self.method = method
+        self.process = process
+        self.channel = channel
+        self.inbox = inbox
+        self.lifeline = lifeline
+        self.pidfd = pidfd
+        self.shards = shards
+        self.stacks = stacks
+        self.state = WorkerState.STARTING
+        self.exitcode: int | None = None
+        self.gone = False
+        self.began = clock()
+        self.is_leaving = False
 
     def move(self, new: WorkerState) -> None:
         """Change state; the only method that assigns `state` after the start."""

@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from enqueuer.backends.process import fork_server
 from enqueuer.backends.process.interpreter import (
     SAME_HASHES,
     interpreter_flags,
@@ -63,6 +62,9 @@ def launch(
         return _Spawned(
             program("main", sock.fileno(), lifeline.fileno()), sock, lifeline, environment
         )
+    # Its import takes a millisecond of a first start that does not need it.
+    from enqueuer.backends.process import fork_server
+
     return fork_server.fork(sock, lifeline)
 
 

@@ -12,10 +12,9 @@ import os
 import pickle
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from enqueuer.backends.job import Job, split_bound
-from enqueuer.backends.payload import pickled_payload
 from enqueuer.backends.process import stack_dump
 from enqueuer.backends.process.child import (
     ParentEnvironment,
@@ -26,7 +25,6 @@ from enqueuer.backends.process.child import (
 from enqueuer.backends.process.handle import ProcessWorker, open_pidfd
 from enqueuer.backends.process.inbox import ProcessInbox
 from enqueuer.backends.process.launching import Launched, launch
-from enqueuer.backends.process.payload_file import write_payload
 from enqueuer.common import interrupts
 from enqueuer.common.descriptors import Descriptor, close_in_children
 from enqueuer.monitoring import usage
@@ -75,6 +73,10 @@ class Starter:
             if isinstance(job.source, TaskSource):
                 self._source = job.source.packed()
         else:
+            # Forked workers do not need these, whose import takes some milliseconds.
+            from enqueuer.backends.payload import pickled_payload
+            from enqueuer.backends.process.payload_file import write_payload
+
             # Handlers are held back: an exception of theirs would be reported as the source's.
             payload = pickled_payload(self._config, job.source, job.on_error, job.start_method)
             interrupts.check()
@@ -184,8 +186,7 @@ class Starter:
         return Credit(quota, share, ask=not job.ordered, spins=may_spin(count))
 
 
-@dataclass(frozen=True)
-class _Ends:
+class _Ends(NamedTuple):
     """The ends of what connects this process and a worker; the worker's are called `its`.
 
     Attributes:

@@ -18,7 +18,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from enqueuer.backends.lifecycle import WorkerThread
 from enqueuer.backends.ray.outbox import Ended, Frame, Outbox, Ready, TotalCredit
@@ -143,7 +143,7 @@ class RayWorker:
         if thread is not None and used.cpu_s is not None:
             # Without the time that Ray took to start the process.
             cpu_s = used.cpu_s - self._cpu_s
-            used = replace(used, cpu_s=cpu_s, cpu_wait_s=usage.of_thread(thread).cpu_wait_s)
+            used = used._replace(cpu_s=cpu_s, cpu_wait_s=usage.of_thread(thread).cpu_wait_s)
         return worker_stats(
             self._config.index,
             "",
