@@ -34,6 +34,7 @@ from enqueuer.errors import (
     WorkerDied,
     WorkerError,
 )
+from enqueuer.generators.mixing import mix
 from enqueuer.monitoring.bottleneck_texts import Bottleneck
 from enqueuer.monitoring.headroom import Headroom, headroom
 from enqueuer.monitoring.stats import Stats
@@ -81,6 +82,7 @@ __all__ = [
     "empty_like",
     "headroom",
     "imap",
+    "mix",
     "prefetch",
     "replay",
 ]

@@ -43,6 +43,10 @@ _CALLERS = frozenset(
         "workers/task_loop.py",
         "workers/tasks.py",
         "workers/collate.py",
+        "generators/batches.py",
+        "generators/mixing.py",
+        "generators/samples.py",
+        "generators/shuffling.py",
         "workers/sources.py",
         "backends/process/child.py",
     )

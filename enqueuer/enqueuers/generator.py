@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from enqueuer.common import checks
 from enqueuer.enqueuers.enqueuer import BaseEnqueuer, Batch
 from enqueuer.enqueuers.options import EnqueuerOptions, Options, Unpack, takes_options
 from enqueuer.enqueuers.shard_workload import ShardWorkload
 from enqueuer.enqueuers.workload import Seed
+from enqueuer.generators.samples import Samples
 from enqueuer.workers.shards import Shard
 from enqueuer.workers.sources import as_source
 
@@ -35,6 +38,14 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
             `workers="auto"` it is 16 on any machine; or 1 for a function that takes no shard,
             because all of its runs would give the same data, and then there is 1 worker. With
             `world_size` it counts the shards of all ranks.
+        batch_size: Number of items of the generator, its samples, in a batch, which the worker
+            makes. None, the default: the generator yields batches. Each shard makes batches of its
+            own samples, so its last batch may be smaller. Yield a new array for each sample.
+        collate: Function that makes one batch of a list of samples. By default arrays, tensors
+            and numbers are stacked along a new first axis, inside of dicts, tuples and lists, too;
+            large arrays are stacked in shared memory.
+        shuffle_buffer: Number of samples of each shard that wait in memory for their turn, which
+            is drawn from the seed. None, the default: the order of the generator.
         pickle_safe: Old name of `use_multiprocessing`, in Keras until 2.0.5.
         {options}
 
@@ -52,6 +63,9 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
         >>> with GeneratorEnqueuer(squares, workers=2) as enqueuer:
         ...     list(enqueuer)
         [0, 1, 4, 9, 16]
+        >>> with GeneratorEnqueuer(squares, shards=2, batch_size=2) as enqueuer:
+        ...     list(enqueuer)
+        [array([0, 4]), array([1, 9]), array([16])]
     """
 
     def __init__(
@@ -64,6 +78,9 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
         random_seed: int | None = None,
         *,
         shards: int | None = None,
+        batch_size: int | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        shuffle_buffer: int | None = None,
         pickle_safe: bool | None = None,
         **options: Unpack[EnqueuerOptions],
     ) -> None:
@@ -76,5 +93,8 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
             use_multiprocessing = pickle_safe
         checked = Options.of(use_multiprocessing, options)
         seed = Seed.of(random_seed, checked.world_size)
+        samples = Samples.of(batch_size, collate, checked.drop_last, shuffle_buffer)
+        if samples is not None:
+            source = dataclasses.replace(source, stage=samples)
         split = None if shards is None else checks.positive("shards", shards)
         super().__init__(ShardWorkload(source, checked, seed, split), GeneratorEnqueuer)

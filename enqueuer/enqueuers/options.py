@@ -159,7 +159,7 @@ class Options:
             processes need the same `random_seed`.
         world_size: Number of training processes that share the data; 1 by default.
         drop_last: Whether each rank gets the same number of shards or elements, and an incomplete
-            last batch of elements is left out; False by default.
+            last batch, of elements or of the samples of a shard, is left out; False by default.
         progress: Whether a `for` loop over the enqueuer shows a progress bar with batches, rate,
             waiting time, queue and workers; False by default. True shows it if standard error is
             a terminal, and needs tqdm. A class, such as `tqdm.notebook.tqdm`, is used instead of

@@ -18,6 +18,9 @@ T = TypeVar("T")
 
 VERSION = 1
 
+# Values that are left out of a state if they are None.
+_OPTIONAL = {"batch_size": None, "shuffle_buffer": None}
+
 # A word of the key of a seed. Besides, a sequence has callbacks for each epoch.
 _MOST_EPOCHS = 2**32
 
@@ -94,10 +97,11 @@ def load(state: Mapping[str, Any], identity: Mapping[str, Any]) -> tuple[Epoch, 
             )
         if kind != identity["kind"]:
             raise StateMismatch(f"the state is that of {kind}, and this is {identity['kind']}")
+        here, saved = {**_OPTIONAL, **identity}, {**_OPTIONAL, **state}
         differences = [
-            f"{name} is {state[name]!r} in the state and {value!r} here"
-            for name, value in identity.items()
-            if state[name] != value
+            f"{name} is {saved[name]!r} in the state and {value!r} here"
+            for name, value in here.items()
+            if saved[name] != value
         ]
         if differences:
             raise StateMismatch(f"the state does not fit: {'; '.join(differences)}")

@@ -161,7 +161,7 @@ class ShardWorkload:
     # --- position ---
 
     def identity(self) -> dict[str, Any]:
-        options = self.options
+        options, stage = self.options, self.source.stage
         return {
             "kind": "GeneratorEnqueuer",
             "random_seed": self.seed.value,
@@ -169,6 +169,7 @@ class ShardWorkload:
             "rank": options.rank,
             "world_size": options.world_size,
             "ordered": options.ordered,
+            **({} if stage is None else stage.identity()),
         }
 
     def given(self) -> dict[str, bool]:
@@ -200,10 +201,8 @@ class ShardWorkload:
     # --- parts ---
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        source = self.source
-        generator = source.iterable if isinstance(source, LiveSource) else source.function
         options = {**self.options.given(), "shards": self._shards}
-        return (generator, False, None, self.seed.value), options
+        return (self.source, False, None, self.seed.value), options
 
     def arguments_of(self, part: Portion) -> tuple[tuple[Any, ...], dict[str, Any]]:
         assert part.block == 1, "shards are divided one by one"

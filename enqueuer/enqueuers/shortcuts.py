@@ -22,6 +22,9 @@ def prefetch(  # noqa: D417, as takes_options() adds them
     use_multiprocessing: bool = False,
     random_seed: int | None = None,
     shards: int | None = None,
+    batch_size: int | None = None,
+    collate: Callable[[list[Any]], Any] | None = None,
+    shuffle_buffer: int | None = None,
     **options: Unpack[CommonOptions],
 ) -> Iterator[Batch]:
     """Iterate over one epoch of `generator`, made ahead in the background.
@@ -35,7 +38,10 @@ def prefetch(  # noqa: D417, as takes_options() adds them
             enough to overlap steady work.
         use_multiprocessing: Keras' name for `backend="process"`.
         random_seed: As for `GeneratorEnqueuer`.
-        shards: As for `GeneratorEnqueuer`.
+        shards: As for `GeneratorEnqueuer`, like the three that follow.
+        batch_size: Number of samples in a batch; None, the default: the generator yields batches.
+        collate: Function that makes one batch of a list of samples.
+        shuffle_buffer: Number of samples of each shard that are shuffled among each other.
         {options}
 
     Raises:
@@ -56,6 +62,9 @@ def prefetch(  # noqa: D417, as takes_options() adds them
         use_multiprocessing,
         random_seed=random_seed,
         shards=shards,
+        batch_size=batch_size,
+        collate=collate,
+        shuffle_buffer=shuffle_buffer,
         max_queue_size=max_queue_size,
         **options,
     )

@@ -10,18 +10,19 @@ from __future__ import annotations
 import functools
 import operator
 import sys
-from collections.abc import Callable
 from itertools import repeat
 from typing import Any
 
 import numpy as np
 
+from enqueuer.common.sizes import OUT_OF_BAND_BYTES
 from enqueuer.common.trees import columns_of, with_members
+from enqueuer.workers.arrays import empty
 
 _is_none = functools.partial(operator.is_, None)
 
 
-def stack(results: list[Any], join: Callable[[list[Any]], Any] = np.stack) -> Any:
+def stack(results: list[Any]) -> Any:
     """Make one batch of results: arrays and numbers are stacked along a new first axis.
 
     The members of mappings, tuples, lists and dataclasses are stacked one by one, and the
@@ -30,7 +31,6 @@ def stack(results: list[Any], join: Callable[[list[Any]], Any] = np.stack) -> An
 
     Args:
         results: Results of one batch, all of the same structure.
-        join: Function that stacks arrays of one shape.
 
     Raises:
         ValueError: Arrays differ in shape.
@@ -43,7 +43,7 @@ def stack(results: list[Any], join: Callable[[list[Any]], Any] = np.stack) -> An
     if any(map(_is_none, results)):
         return results
     if isinstance(first, (np.ndarray, np.generic)):
-        return _joined(results, join)
+        return _joined(results)
     if isinstance(first, (bool, int, float, complex)):
         array = np.array(results)
         # With a text among the numbers, numpy would make texts of all of them.
@@ -54,14 +54,18 @@ def stack(results: list[Any], join: Callable[[list[Any]], Any] = np.stack) -> An
     columns = columns_of(results)
     if columns is None:
         return results
-    return with_members(first, {key: stack(column, join) for key, column in columns.items()})
+    return with_members(first, {key: stack(column) for key, column in columns.items()})
 
 
-def _joined(arrays: list[Any], join: Callable[[list[Any]], Any]) -> Any:
+def _joined(arrays: list[Any]) -> np.ndarray:
+    """Stack arrays; large ones into memory that processes share, so that they are not copied."""
     shapes = set(map(getattr, arrays, repeat("shape"), repeat(())))
     if len(shapes) > 1:
         raise ValueError(
             f"the results of a batch differ in shape ({', '.join(map(str, sorted(shapes)))}); "
             "give them one in map, or give collate= a function that can join them"
         )
-    return join(arrays)
+    if len(arrays) * arrays[0].nbytes < OUT_OF_BAND_BYTES or set(map(type, arrays)) != {np.ndarray}:
+        return np.stack(arrays)
+    dtype = np.result_type(*{array.dtype for array in arrays})
+    return np.stack(arrays, out=empty((len(arrays), *arrays[0].shape), dtype))

@@ -235,5 +235,26 @@ def words_of(place: Seeded) -> np.ndarray:
     return place._sequence(1).generate_state(8, np.uint64)
 
 
+def seed_of_shuffle(shard: Shard) -> int:
+    """Return the seed of the shuffle buffer of a shard."""
+    # No other sequence of a shard has this key: the global generators have 1, `seed` has 0.
+    return int(shard._sequence(4).generate_state(1, np.uint64)[0])
+
+
+def part_for(shard: Shard, name: str, number: int) -> Shard:
+    """Return a shard for one of several sources that share a shard, with other random numbers.
+
+    Args:
+        shard: Shard that the sources share, and to which they report.
+        name: Name of the source.
+        number: How often the source was called for this shard before.
+    """
+    entropy = (shard.random_seed, number, *name.encode())
+    seed = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]) >> 33
+    part = Shard(shard.index, shard.count, shard.epoch, seed)
+    object.__setattr__(part, "_reports", shard._reports)
+    return part
+
+
 def do_nothing(place: Seeded) -> None:
     """Leave the global states alone, as threads share them with the training loop."""

@@ -9,12 +9,22 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeGuard
 
 from enqueuer.common.text import an
 from enqueuer.errors import StateMismatch
 from enqueuer.workers.shards import Shard
+
+
+class Stage(Protocol):
+    """What the enqueuer does with the items of a source, such as batching them."""
+
+    def open(self, items: Iterable[Any], shard: Shard) -> Iterable[Any]:
+        """Return an iterable over the results; `shard` seeds random choices."""
+
+    def identity(self) -> dict[str, int | None]:
+        """Return the options that a saved position depends on."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +33,7 @@ class FunctionSource:
 
     function: Callable[..., Any]
     takes_shard: bool
+    stage: Stage | None = None
 
     def open(self, shard: Shard) -> Iterable[Any]:
         """Call the function for `shard`; raise TypeError if what it returns cannot be iterated."""
@@ -32,7 +43,10 @@ class FunctionSource:
                 f"{name_of(self.function)} returned {_a(items)}, which cannot be iterated; "
                 "it must be a generator function or return an iterable of batches"
             )
-        return items
+        if self.stage is None:
+            return items
+        # Shards that give the same data keep the same order, so that this is noticed.
+        return self.stage.open(items, shard if self.takes_shard else replace(shard, index=0))
 
 
 @dataclass(frozen=True)
@@ -40,10 +54,13 @@ class LiveSource:
     """A running iterator, or an iterable of which there is one stream."""
 
     iterable: Iterable[Any]
+    stage: Stage | None = None
 
     def open(self, shard: Shard) -> Iterable[Any]:
         """Return the iterable; a shard of a `LiveSource` is all of it."""
-        return self.iterable
+        if self.stage is None:
+            return self.iterable
+        return self.stage.open(self.iterable, replace(shard, index=0))
 
 
 class Stepped(Iterator[Any]):
@@ -77,11 +94,11 @@ def iterate(items: Iterable[Any], state: Any = None) -> tuple[Iterator[Any], Sta
     Raises:
         StateMismatch: There is a state, and nothing here can load it.
     """
-    stateful = items if _is_stateful(items) else None
+    stateful = items if is_stateful(items) else None
     if stateful is not None and state is not None:
         stateful.load_state_dict(state)
     iterator = iter(items)
-    if stateful is None and _is_stateful(iterator):
+    if stateful is None and is_stateful(iterator):
         stateful = iterator
         if state is not None:
             stateful.load_state_dict(state)
@@ -93,12 +110,16 @@ def iterate(items: Iterable[Any], state: Any = None) -> tuple[Iterator[Any], Sta
     return iterator, stateful
 
 
-def _is_stateful(items: object) -> TypeGuard[Stateful]:
+def is_stateful(items: object) -> TypeGuard[Stateful]:
+    """Return whether an iterator or an iterable can be resumed by its own methods."""
     return hasattr(items, "state_dict") and hasattr(items, "load_state_dict")
 
 
 def as_source(generator: object) -> Source:
     """Return the source of `generator`; raise TypeError that says what to pass instead."""
+    if isinstance(generator, (FunctionSource, LiveSource)):
+        # Of another enqueuer.
+        return generator
     if isinstance(generator, Iterator):
         return LiveSource(generator)
     if _is_async(generator):

@@ -20,7 +20,7 @@ RANKS = [
     ["adapters", "datasets"],
     ["enqueuers"],
     ["backends"],
-    ["transport"],
+    ["transport", "generators"],
     ["workers"],
     ["exports"],
     ["monitoring"],

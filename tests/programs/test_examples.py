@@ -33,6 +33,7 @@ def test_there_are_examples():
         "keras_loop.py",
         "keras_style.py",
         "map_files.py",
+        "mix_samples.py",
         "on_a_cluster.py",
         "pack_and_train.py",
         "processes.py",

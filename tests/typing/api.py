@@ -15,6 +15,7 @@ from enqueuer import (
     Task,
     headroom,
     imap,
+    mix,
     prefetch,
 )
 
@@ -47,6 +48,7 @@ sum_of(
         backend=Ray(address="auto", actor_options={"num_gpus": 0.5}, copy_arrays=True),
     )
 )
+sum_of(GeneratorEnqueuer(mix({"a": numbers, "b": numbers}, weights=[2, 1], at_end="restart")))
 first: str = next(GeneratorEnqueuer(words).get())
 again: str = GeneratorEnqueuer(iter(["a"]), True, 0.05, 7).queue.get(timeout=1.0)
 ordered = OrderedEnqueuer(range(10), noisy, shuffle=True, batch_size=4, drop_last=True)

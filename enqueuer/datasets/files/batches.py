@@ -24,7 +24,6 @@ from enqueuer.datasets.files.lists import FileEntry, Path
 from enqueuer.enqueuers import options
 from enqueuer.enqueuers.task_order import permutation, steps_in
 from enqueuer.errors import FrameworkUnavailable, StateMismatch
-from enqueuer.workers.arrays import empty
 from enqueuer.workers.collate import stack
 from enqueuer.workers.plan import OnError
 from enqueuer.workers.shards import Shard, Task
@@ -191,7 +190,7 @@ class FileBatches:
 
     def _collated(self, samples: list[Any], indices: list[int]) -> Any:
         try:
-            return stack(samples, _joined) if self._collate is None else self._collate(samples)
+            return stack(samples) if self._collate is None else self._collate(samples)
         except Exception as error:
             names = [os.fspath(self._paths[index]) for index in indices]
             builds = [_build_of(sample) for sample in samples]
@@ -269,14 +268,6 @@ def _note(error: Exception, text: str) -> None:
     # A class may forbid attributes. Python 3.10 has no add_note().
     with contextlib.suppress(Exception):
         error.__notes__ = [*getattr(error, "__notes__", ()), text]
-
-
-def _joined(arrays: list[Any]) -> np.ndarray:
-    """Stack arrays into memory that processes share."""
-    arrays = [np.asarray(array) for array in arrays]
-    dtype = np.result_type(*{array.dtype for array in arrays})
-    out = empty((len(arrays), *arrays[0].shape), dtype)
-    return np.stack(arrays, out=out)
 
 
 def _build_of(sample: Any) -> Any:

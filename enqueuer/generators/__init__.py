@@ -1,0 +1,1 @@
+"""What an enqueuer does with the samples of a generator: shuffling, batching, mixing."""

@@ -1,0 +1,271 @@
+"""mix(): several generator functions as one, with fixed proportions."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, get_args
+
+from enqueuer.common.text import an
+from enqueuer.generators.schedule import Schedule
+from enqueuer.workers.shards import Shard, part_for
+from enqueuer.workers.sources import FunctionSource, as_source, is_stateful, iterate
+
+Item = TypeVar("Item")
+AtEnd = Literal["stop", "restart", "continue"]
+
+_END = object()
+
+
+def mix(
+    generators: Mapping[str, Callable[[Shard], Iterable[Item]] | Callable[[], Iterable[Item]]],
+    weights: Mapping[str, float] | Sequence[float] | None = None,
+    *,
+    at_end: AtEnd = "stop",
+) -> Callable[[Shard], Iterable[Item]]:
+    """Return a generator function whose items come from several, in fixed proportions.
+
+    Of the first `n` items, the share of each generator differs from its weight by at most
+    `1 / sqrt(n)`; in a shard, by at most `2 / n`. The order is always the same for the same weights
+    and shards. Each generator has random numbers of its own, which depend on its name.
+
+    Args:
+        generators: Generator functions, by name. Each takes no argument, or the `Shard`.
+        weights: Positive number for each generator, by name or in the same order. None, the
+            default: all have the same.
+        at_end: What to do when one of the generators has ended. `"stop"`, the default: the shard
+            ends, and the proportions hold until its end. `"restart"`: it is called again, with
+            new random numbers, until each has ended once. `"continue"`: the others continue, with
+            the proportions among them, until all have ended.
+
+    Returns:
+        A generator function for `GeneratorEnqueuer`, `prefetch` or another `mix`.
+
+    Raises:
+        TypeError: An argument has the wrong type, or a generator is not a function.
+        ValueError: The weights do not fit, or are not positive.
+
+    Example:
+        >>> from enqueuer import mix, prefetch
+        >>> letters, numbers = lambda: iter("abcdef"), lambda: iter(range(9))
+        >>> list(prefetch(mix({"letters": letters, "numbers": numbers}, weights=[2, 1])))
+        ['a', 0, 'b', 'c', 1, 'd', 'e', 2, 'f']
+    """
+    if not isinstance(generators, Mapping):
+        raise TypeError(
+            "mix() needs a dict of generator functions by name, got "
+            f"{an(type(generators).__name__)}"
+        )
+    if not generators:
+        raise ValueError("mix() needs at least one generator function")
+    if at_end not in get_args(AtEnd):
+        raise ValueError(f"at_end must be 'stop', 'restart' or 'continue', got {at_end!r}")
+    sources = {name: _source(name, function) for name, function in generators.items()}
+    return Mixture(sources, _weights(list(generators), weights), at_end)
+
+
+def _source(name: object, function: object) -> FunctionSource:
+    if not isinstance(name, str):
+        raise TypeError(f"the names of mix() must be strings, got {name!r}")
+    if not callable(function):
+        raise TypeError(
+            f"mix() needs generator functions, but {name!r} is {an(type(function).__name__)}; "
+            "pass a function that returns it anew for each shard and epoch"
+        )
+    source = as_source(function)
+    assert isinstance(source, FunctionSource), "an object that can be called and is no iterator"
+    return source
+
+
+def _weights(names: list[str], weights: object) -> tuple[float, ...]:
+    """Return a weight for each name; raise TypeError or ValueError if they do not fit."""
+    if weights is None:
+        return (1.0,) * len(names)
+    if isinstance(weights, Mapping):
+        if set(weights) != set(names):
+            raise ValueError(f"weights must be for {names}, got them for {list(weights)}")
+        values = [weights[name] for name in names]
+    elif isinstance(weights, Iterable) and not isinstance(weights, (str, bytes)):
+        values = list(weights)
+    else:
+        raise TypeError(f"weights must be a dict or a list of numbers, got {weights!r}")
+    if len(values) != len(names):
+        raise ValueError(f"weights must be {len(names)}, one for each name, got {len(values)}")
+    for name, value in zip(names, values, strict=True):
+        if isinstance(value, bool) or not hasattr(value, "__float__"):
+            raise TypeError(f"the weight of {name!r} must be a number, got {value!r}")
+        if not (float(value) > 0 and math.isfinite(value)):
+            raise ValueError(
+                f"the weight of {name!r} must be > 0, got {value!r}; leave the generator out to "
+                "take nothing from it"
+            )
+    return tuple(map(float, values))
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The generator function that `mix` returns.
+
+    Attributes:
+        sources: Sources by name.
+        weights: Weight of each source.
+        at_end: What happens when a source has ended.
+    """
+
+    sources: Mapping[str, FunctionSource]
+    weights: tuple[float, ...]
+    at_end: AtEnd
+
+    def __call__(self, shard: Shard) -> Iterable[Any]:
+        """Return an iterable over the items of a shard; with a state, if all sources have one."""
+        run = _Run(self, shard)
+        return _Resumable(run) if run.is_stateful else run.items()
+
+
+class _Part:
+    """One source of a mixture in one shard, and the items that are left of it.
+
+    Attributes:
+        name: Name of the source.
+        weight: Weight of the source.
+        has_ended: Whether it has ended, at least once.
+    """
+
+    def __init__(self, mixture: Mixture, name: str, weight: float, shard: Shard) -> None:
+        self.name = name
+        self.weight = weight
+        self.has_ended = False
+        self._source = mixture.sources[name]
+        self._shard = shard
+        # How often it was called before.
+        self._round = 0
+        self._is_empty = True
+        self._items: Any = ()
+        self._iterator: Iterator[Any] | None = None
+        self._open()
+
+    def _open(self) -> None:
+        """Call the generator function, which does not begin to run."""
+        items = self._source.open(part_for(self._shard, self.name, self._round))
+        self._items = items if is_stateful(items) else iter(items)
+
+    @property
+    def is_stateful(self) -> bool:
+        return is_stateful(self._items)
+
+    def next(self) -> Any:
+        """Return the next item, or `_END`."""
+        if self._iterator is None:
+            self._iterator = iter(self._items)
+        item = next(self._iterator, _END)
+        if item is not _END:
+            self._is_empty = False
+        return item
+
+    def restart(self) -> None:
+        """Call the generator function again; raise ValueError if it had no items."""
+        if self._is_empty:
+            raise ValueError(
+                f"{self.name!r} has no items in shard {self._shard.index} of "
+                f"{self._shard.count}, so mix() cannot restart it; give fewer shards, or "
+                "at_end='continue'"
+            )
+        self._round += 1
+        self._is_empty, self._iterator = True, None
+        self._open()
+
+    def close(self) -> None:
+        """Run the `finally` of a generator."""
+        close = getattr(self._iterator, "close", None)
+        if close is not None:
+            close()
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self._items.state_dict()
+        return {"round": self._round, "has_ended": self.has_ended, "state": state}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._round, self.has_ended = state["round"], state["has_ended"]
+        self._open()
+        # It had an item, or it would not have a state.
+        self._iterator, _ = iterate(self._items, state["state"])
+        self._is_empty = False
+
+
+class _Run:
+    """The items of a mixture in one shard."""
+
+    def __init__(self, mixture: Mixture, shard: Shard) -> None:
+        self._at_end = mixture.at_end
+        weights = zip(mixture.sources, mixture.weights, strict=True)
+        self._parts = [_Part(mixture, name, weight, shard) for name, weight in weights]
+        self._schedule = self._new_schedule()
+        # Otherwise all shards would begin with the same source, and with many shards the first
+        # items of all of them would not have the proportions.
+        for _ in range(shard.index):
+            self._schedule.next()
+
+    def _new_schedule(self) -> Schedule:
+        return Schedule([part.weight for part in self._parts])
+
+    @property
+    def is_stateful(self) -> bool:
+        return all(part.is_stateful for part in self._parts)
+
+    def items(self) -> Iterator[Any]:
+        """Yield the items of all sources; at the end, close those that have not ended."""
+        with contextlib.ExitStack() as opened:
+            for part in self._parts:
+                opened.callback(part.close)
+            while self._parts:
+                part = self._parts[self._schedule.next()]
+                item = part.next()
+                while item is None or (item is _END and self._goes_on(part)):
+                    if item is None:
+                        yield None
+                    item = part.next()
+                if item is not _END:
+                    yield item
+                    # Otherwise it would live on while the next one is made.
+                    del item
+                elif self._at_end == "continue":
+                    self._parts.remove(part)
+                    self._schedule = self._new_schedule()
+                else:
+                    return
+
+    def _goes_on(self, part: _Part) -> bool:
+        """Restart a source that has ended; return False if it is not to be restarted."""
+        part.has_ended = True
+        if self._at_end != "restart" or all(part.has_ended for part in self._parts):
+            return False
+        part.restart()
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        parts = {part.name: part.state_dict() for part in self._parts}
+        return {"parts": parts, "taken": list(self._schedule.taken)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._parts = [part for part in self._parts if part.name in state["parts"]]
+        for part in self._parts:
+            part.load_state_dict(state["parts"][part.name])
+        self._schedule = Schedule([part.weight for part in self._parts], state["taken"])
+
+
+class _Resumable:
+    """The items of a mixture whose sources all have a state, and so has the mixture."""
+
+    def __init__(self, run: _Run) -> None:
+        self._run = run
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._run.items()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._run.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._run.load_state_dict(state)

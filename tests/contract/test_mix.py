@@ -1,0 +1,278 @@
+"""mix(): fixed proportions at every prefix, the same items for any workers, resumable."""
+
+import itertools
+import json
+import math
+
+import pytest
+
+from enqueuer import GeneratorEnqueuer, Shard, mix, prefetch
+from enqueuer.generators.schedule import Schedule
+
+THREADS = {"backend": "thread"}
+WEIGHTS = [[1, 1], [3, 1], [0.7, 0.2, 0.1], [5, 3, 1, 1], [1] * 9, [100, 1], [0.123, 4.5, 2.7]]
+
+
+def first(shard):
+    for number in shard.split(range(60)):
+        yield "first", number, shard.rng.random()
+
+
+def second(shard):
+    for number in shard.split(range(40)):
+        yield "second", number, shard.rng.random()
+
+
+def no_shard():
+    yield from (("none", number, 0.0) for number in range(20))
+
+
+class Rows:
+    """Items with a state of their own."""
+
+    def __init__(self, name, count, shard):
+        self.name, self.rows, self.at = name, list(shard.split(range(count))), 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.at == len(self.rows):
+            raise StopIteration
+        self.at += 1
+        return self.name, self.rows[self.at - 1]
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+def rows_a(shard):
+    return Rows("a", 30, shard)
+
+
+def rows_b(shard):
+    return Rows("b", 9, shard)
+
+
+MIXED = mix({"first": first, "second": second, "none": no_shard}, weights=[3, 2, 1])
+
+
+def names(weights):
+    return [f"g{index}" for index in range(len(weights))]
+
+
+def endless(weights):
+    return {name: lambda name=name: itertools.repeat(name) for name in names(weights)}
+
+
+def worst(items, weights):
+    """Return the largest difference of a share, in units of 1 / sqrt(n), and of a count."""
+    total, counts = sum(weights), dict.fromkeys(names(weights), 0)
+    share, count = 0.0, 0.0
+    for n, item in enumerate(items, 1):
+        counts[item] += 1
+        wanted = (n * weight / total for weight in weights)
+        most = max(abs(a - b) for a, b in zip(counts.values(), wanted, strict=True))
+        share, count = max(share, most / math.sqrt(n)), max(count, most)
+    return share, count
+
+
+@pytest.mark.parametrize("weights", WEIGHTS, ids=str)
+@pytest.mark.parametrize("shards", [1, 2, 5, 16])
+def test_the_proportions_hold_at_every_prefix(weights, shards):
+    mixed = mix(endless(weights), weights)
+    each = [iter(mixed(Shard(index, shards, 0, 7))) for index in range(shards)]
+    turns = itertools.chain.from_iterable(zip(*each, strict=True))
+    share, count = worst(itertools.islice(turns, 2000), weights)
+    assert share <= 1
+    if shards == 1:
+        assert count < 1
+    for index in range(shards):
+        items = mixed(Shard(index, shards, 0, 7))
+        assert worst(itertools.islice(items, 500), weights)[0] <= 1
+
+
+@pytest.mark.parametrize("weights", WEIGHTS, ids=str)
+def test_a_schedule_continues_after_the_turns_that_were_taken(weights):
+    whole = Schedule(weights)
+    for _ in range(30):
+        later = Schedule(weights, whole.taken)
+        turns = [whole.next() for _ in range(7)]
+        assert [later.next() for _ in range(7)] == turns
+
+
+def test_the_items_do_not_depend_on_the_workers(backend):
+    with GeneratorEnqueuer(MIXED, shards=3, random_seed=7, **THREADS) as enqueuer:
+        whole = [list(enqueuer) for _ in range(2)]
+    assert whole[0] != whole[1]
+    with GeneratorEnqueuer(MIXED, shards=3, workers=2, random_seed=7, **backend) as enqueuer:
+        assert [list(enqueuer) for _ in range(2)] == whole
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 40])
+def test_the_rest_is_what_it_would_have_been(backend, count):
+    options = {"shards": 2, "batch_size": 2, "shuffle_buffer": 5, "collate": list}
+    with GeneratorEnqueuer(MIXED, random_seed=7, **options, **backend) as enqueuer:
+        for _ in range(count):
+            next(iter(enqueuer))
+        state = json.loads(json.dumps(enqueuer.state_dict()))
+        rest = list(enqueuer)
+    later = GeneratorEnqueuer(MIXED, workers=2, **options, **THREADS)
+    later.load_state_dict(state)
+    with later:
+        assert list(later) == rest
+
+
+@pytest.mark.parametrize("at_end", ["stop", "restart", "continue"])
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_sources_with_a_state_are_resumed_by_it(backend, at_end, batch_size):
+    source = mix({"a": rows_a, "b": rows_b}, [2, 1], at_end=at_end)
+    options = {"shards": 2, "batch_size": batch_size, "random_seed": 7}
+    if batch_size:
+        options["collate"] = list
+    with GeneratorEnqueuer(source, **options) as enqueuer:
+        whole = list(enqueuer)
+    for count in range(0, len(whole), 5):
+        with GeneratorEnqueuer(source, **options, **THREADS) as enqueuer:
+            for _ in range(count):
+                next(iter(enqueuer))
+            state = json.loads(json.dumps(enqueuer.state_dict()))
+        if count > 2:
+            assert len(state["states"]) > 0
+        later = GeneratorEnqueuer(source, **{**options, **(backend if count == 15 else THREADS)})
+        later.load_state_dict(state)
+        with later:
+            assert list(later) == whole[count:]
+
+
+def test_stop_ends_with_the_first_that_ends(backend):
+    source = mix({"first": first, "second": second})
+    with GeneratorEnqueuer(source, **backend) as enqueuer:
+        items = [name for name, *_ in enqueuer]
+    assert items == ["first", "second"] * 40 + ["first"]
+
+
+def test_continue_gives_every_item_once(backend):
+    source = mix({"first": first, "second": second}, at_end="continue")
+    with GeneratorEnqueuer(source, shards=3, workers=2, **backend) as enqueuer:
+        items = [item[:2] for item in enqueuer]
+    assert sorted(items) == [("first", n) for n in range(60)] + [("second", n) for n in range(40)]
+
+
+def test_restart_gives_new_random_numbers_until_all_have_ended():
+    source = mix({"first": first, "second": second}, at_end="restart")
+    items = list(prefetch(source, random_seed=7))
+    assert [n for name, n, _ in items if name == "first"] == list(range(60))
+    of_second = [item for item in items if item[0] == "second"]
+    assert [n for _, n, _ in of_second] == [*range(40), *range(20)]
+    assert of_second[0][2] != of_second[40][2]
+
+
+def test_each_source_has_random_numbers_of_its_own():
+    """They depend on its name alone, and not on the other sources."""
+    alone = list(prefetch(mix({"second": second}), random_seed=7))
+    both = list(prefetch(mix({"b": second, "second": second}), random_seed=7))
+    assert both[1::2] == alone
+    assert both[0::2] != alone
+
+
+def test_none_takes_no_turn():
+    def gaps():
+        for number in range(4):
+            yield None
+            yield number
+
+    assert list(prefetch(mix({"gaps": gaps, "abc": lambda: iter("abcde")}))) == [
+        *(0, "a", 1, "b", 2, "c", 3, "d")
+    ]
+
+
+def test_sources_report_to_their_shard(backend):
+    with GeneratorEnqueuer(mix({"a": reports, "b": no_shard}), **backend) as enqueuer:
+        list(enqueuer)
+        assert enqueuer.error_count == 3
+
+
+def reports(shard):
+    for number in range(3):
+        shard.report(ValueError(f"bad {number}"), log=False)
+        yield "good", number, 0.0
+
+
+def test_all_generators_are_closed(tmp_path, backend):
+    def endless(name):
+        try:
+            while True:
+                yield name
+        finally:
+            (tmp_path / name).touch()
+
+    source = mix({name: lambda name=name: endless(name) for name in "ab"})
+    with GeneratorEnqueuer(source, **backend) as enqueuer:
+        batches = iter(enqueuer)
+        assert [next(batches), next(batches)] == ["a", "b"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_an_error_while_closing_is_logged(caplog):
+    source = mix({"a": lambda: itertools.repeat("a"), "b": fails_at_its_end})
+    with GeneratorEnqueuer(source) as enqueuer:
+        assert [next(enqueuer.get()) for _ in range(2)] == ["a", 1]
+    assert "closing the generator of shard 0 failed" in caplog.text
+
+
+def fails_at_its_end():
+    try:
+        yield from itertools.repeat(1)
+    finally:
+        raise OSError("no end")
+
+
+def test_stop_closes_those_that_have_not_ended():
+    closed = []
+
+    def endless():
+        try:
+            yield from itertools.repeat(1)
+        finally:
+            closed.append(True)
+
+    list(prefetch(mix({"a": lambda: iter("xy"), "b": endless})))
+    assert closed == [True]
+
+
+def test_mixtures_can_be_mixed():
+    inner = mix({"a": lambda: itertools.repeat("a"), "b": lambda: itertools.repeat("b")})
+    outer = mix({"inner": inner, "c": lambda: iter("ccc")})
+    assert "".join(prefetch(outer)) == "acbcacb"
+
+
+def test_an_empty_source_cannot_be_restarted():
+    source = mix({"a": lambda: iter("abc"), "empty": lambda: iter(())}, at_end="restart")
+    with pytest.raises(ValueError, match=r"'empty' has no items in shard 0 of 1, .*'continue'"):
+        list(prefetch(source))
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "error", "says"),
+    [
+        ([first, second], {}, TypeError, "needs a dict of generator functions by name, got a list"),
+        ({}, {}, ValueError, "at least one"),
+        ({1: first}, {}, TypeError, "names of mix.. must be strings, got 1"),
+        ({"a": iter("a")}, {}, TypeError, "'a' is a str_a?s?c?i?i?_?iterator; pass a function"),
+        ({"a": lambda x, y: None}, {}, TypeError, "must take no argument or one"),
+        ({"a": first}, {"weights": [1, 2]}, ValueError, "weights must be 1, one for each name"),
+        ({"a": first}, {"weights": {"b": 1}}, ValueError, r"for \['a'\], got them for \['b'\]"),
+        ({"a": first}, {"weights": [0]}, ValueError, "weight of 'a' must be > 0, got 0; leave"),
+        ({"a": first}, {"weights": [math.inf]}, ValueError, "weight of 'a' must be > 0"),
+        ({"a": first}, {"weights": ["x"]}, TypeError, "weight of 'a' must be a number"),
+        ({"a": first}, {"weights": 3}, TypeError, "a dict or a list of numbers, got 3"),
+        ({"a": first}, {"at_end": "end"}, ValueError, "'stop', 'restart' or 'continue', got 'end'"),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused(given, options, error, says):
+    with pytest.raises(error, match=says):
+        mix(given, **options)

@@ -1,0 +1,354 @@
+"""Samples: the workers batch and shuffle them, by shards, and a position is resumed exactly."""
+
+import copy
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from enqueuer import (
+    DuplicateDataWarning,
+    GeneratorEnqueuer,
+    OrderedEnqueuer,
+    StateMismatch,
+    prefetch,
+)
+from enqueuer.enqueuers.enqueuer import part_of
+from enqueuer.enqueuers.workload import Portion
+from enqueuer.transport import block_writer
+
+THREADS = {"backend": "thread"}
+
+
+def numbers(shard):
+    yield from shard.split(range(23))
+
+
+def random_samples(shard):
+    for number in shard.split(range(60)):
+        yield {"x": shard.rng.random(3), "name": f"n{number}"}
+
+
+def some_nones(shard):
+    for number in shard.split(range(12)):
+        yield None if number % 3 == 0 else number
+
+
+def large_samples(shard):
+    for number in shard.split(range(12)):
+        yield {"image": np.full((60, 100), number, "f4"), "parts": (np.full(6000, number), number)}
+
+
+class Counting:
+    """Samples with a state of their own, which count how many were made."""
+
+    def __init__(self, shard):
+        self.rows, self.at = list(shard.split(range(40))), 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.at == len(self.rows):
+            raise StopIteration
+        self.at += 1
+        return self.rows[self.at - 1]
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+def plain(batch):
+    """Return a batch as plain data that can be compared."""
+    if isinstance(batch, dict):
+        return {key: plain(value) for key, value in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        return [plain(value) for value in batch]
+    return (batch.dtype.str, batch.tolist()) if isinstance(batch, np.ndarray) else batch
+
+
+def lists(batches):
+    return [batch.tolist() for batch in batches]
+
+
+def epoch(source, **options):
+    with GeneratorEnqueuer(source, **{"random_seed": 7, **options}) as enqueuer:
+        return [plain(batch) for batch in enqueuer]
+
+
+def test_each_shard_batches_its_own_samples(backend):
+    with GeneratorEnqueuer(numbers, shards=2, batch_size=5, **backend) as enqueuer:
+        assert lists(enqueuer) == [
+            [0, 2, 4, 6, 8],
+            [1, 3, 5, 7, 9],
+            [10, 12, 14, 16, 18],
+            [11, 13, 15, 17, 19],
+            [20, 22],
+            [21],
+        ]
+
+
+def test_drop_last_leaves_out_the_incomplete_batch_of_each_shard(backend):
+    with GeneratorEnqueuer(numbers, shards=2, batch_size=5, drop_last=True, **backend) as enqueuer:
+        assert [len(batch) for batch in enqueuer] == [5] * 4
+
+
+def test_drop_last_without_batch_size_leaves_the_items_alone():
+    assert list(prefetch(numbers, shards=2, drop_last=True)) == list(range(23))
+
+
+def test_the_batches_do_not_depend_on_the_workers(backend):
+    options = {"shards": 3, "batch_size": 4, "shuffle_buffer": 8}
+    whole = epoch(random_samples, **options)
+    assert epoch(random_samples, workers=2, **options, **backend) == whole
+    assert epoch(random_samples, **{**options, "random_seed": 8}) != whole
+
+
+@pytest.mark.local
+def test_large_arrays_are_stacked_in_shared_memory(process):
+    """Then sending a batch copies nothing: the block that was filled is sent."""
+    expected = [plain(batch) for batch in prefetch(large_samples, batch_size=4)]
+    with GeneratorEnqueuer(counts_copies, batch_size=4, **process) as enqueuer:
+        batches = list(enqueuer)
+    assert [int(batch.pop("copies").max()) for batch in batches] == [0, 0, 0]
+    assert [plain(batch) for batch in batches] == expected
+
+
+def counts_copies(shard):
+    copies = count_copies()
+    for sample in large_samples(shard):
+        yield {**sample, "copies": len(copies)}
+
+
+def count_copies():
+    """Return a list to which each copy into shared memory is appended."""
+    copies = []
+    copy = block_writer.copy_part
+    block_writer.copy_part = lambda *given: (copies.append(given), copy(*given))[1]
+    return copies
+
+
+def test_collate_makes_the_batch(backend):
+    with GeneratorEnqueuer(numbers, batch_size=10, collate=tuple, **backend) as enqueuer:
+        assert [sum(batch) for batch in enqueuer] == [45, 145, 63]
+
+
+def test_samples_that_are_none_belong_to_no_batch(backend):
+    for more in ({}, {"shuffle_buffer": 3}):
+        with GeneratorEnqueuer(some_nones, batch_size=4, **more, **backend) as enqueuer:
+            batches = lists(enqueuer)
+        assert [len(batch) for batch in batches] == [4, 4]
+        assert sorted(itertools.chain(*batches)) == [1, 2, 4, 5, 7, 8, 10, 11]
+
+
+def test_batches_of_a_generator_may_be_batched_again():
+    def batches():
+        for number in range(4):
+            yield np.full((3, 2), number)
+
+    assert [batch.shape for batch in prefetch(batches, batch_size=2)] == [(2, 3, 2)] * 2
+
+
+def test_a_running_iterator_is_batched_and_shuffled():
+    assert lists(prefetch(iter(range(5)), batch_size=2)) == [[0, 1], [2, 3], [4]]
+    shuffled = list(prefetch(iter(range(50)), shuffle_buffer=10, random_seed=7))
+    assert sorted(shuffled) == list(range(50)) != shuffled
+
+
+def test_the_buffer_mixes_what_is_in_it_and_loses_nothing():
+    for _ in range(2):
+        order = list(prefetch(numbers, shards=1, shuffle_buffer=5, random_seed=7))
+        assert sorted(order) == list(range(23))
+        # A sample cannot come before those that must have left the buffer for it.
+        assert all(sample <= at + 5 for at, sample in enumerate(order))
+    assert sum(abs(sample - at) for at, sample in enumerate(order)) > 23
+
+
+def test_each_epoch_and_shard_has_an_order_of_its_own():
+    def same(shard):
+        yield from range(30)
+
+    with GeneratorEnqueuer(same, shards=2, shuffle_buffer=10, random_seed=7) as enqueuer:
+        epochs = [list(enqueuer) for _ in range(2)]
+    orders = {tuple(epoch[index::2]) for epoch in epochs for index in range(2)}
+    assert len(orders) == 4
+
+
+def test_the_random_numbers_of_the_shard_stay_the_same():
+    def draws(shard):
+        yield from shard.rng.random(20)
+
+    plain = list(prefetch(draws, random_seed=7))
+    assert sorted(prefetch(draws, random_seed=7, shuffle_buffer=5)) == sorted(plain)
+
+
+def test_shards_with_the_same_data_are_still_noticed():
+    """They keep the same order, although each has a buffer."""
+
+    def the_same():
+        for number in range(20):
+            yield np.full(100, number)
+
+    with (
+        pytest.warns(DuplicateDataWarning),
+        GeneratorEnqueuer(the_same, workers=2, shuffle_buffer=8, random_seed=7) as enqueuer,
+    ):
+        list(enqueuer)
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 14, 15, 18])
+def test_the_rest_is_what_it_would_have_been(backend, count):
+    """15 batches an epoch: five of each of three shards."""
+    options = {"shards": 3, "batch_size": 4, "shuffle_buffer": 8}
+    with GeneratorEnqueuer(random_samples, random_seed=7, **options, **backend) as enqueuer:
+        had = [next(iter(enqueuer)) for _ in range(count % 15)] if count < 15 else None
+        if had is None:
+            list(enqueuer)
+            had = [next(iter(enqueuer)) for _ in range(count - 15)]
+        state = json.loads(json.dumps(enqueuer.state_dict()))
+        rest = [plain(batch) for batch in enqueuer]
+    later = GeneratorEnqueuer(random_samples, workers=2, **options, **THREADS)
+    later.load_state_dict(state)
+    with later:
+        assert [plain(batch) for batch in later] == rest
+
+
+def test_samples_with_a_state_are_not_made_again(backend):
+    options = {"shards": 2, "batch_size": 3}
+    with GeneratorEnqueuer(Counting, random_seed=7, **options, **backend) as enqueuer:
+        whole = lists(enqueuer)
+    with GeneratorEnqueuer(Counting, random_seed=7, **options, **backend) as enqueuer:
+        had = [next(enqueuer.get()).tolist() for _ in range(5)]
+        state = json.loads(json.dumps(enqueuer.state_dict()))
+    assert dict(state["states"]) == {0: {"at": 9}, 1: {"at": 6}}
+    later = GeneratorEnqueuer(Counting, workers=2, **options, **backend)
+    later.load_state_dict(state)
+    with later:
+        assert had + lists(later) == whole
+
+
+def test_samples_in_a_buffer_are_not_lost_although_they_have_a_state():
+    options = {"shards": 2, "shuffle_buffer": 5, "random_seed": 7}
+    whole = list(prefetch(Counting, **options))
+    with GeneratorEnqueuer(Counting, **options) as enqueuer:
+        had = [next(enqueuer.get()) for _ in range(11)]
+        state = enqueuer.state_dict()
+    assert "states" not in state
+    later = GeneratorEnqueuer(Counting, **options)
+    later.load_state_dict(state)
+    with later:
+        assert had + list(later) == whole
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "says"),
+    [
+        ({"batch_size": 4}, {"batch_size": 5}, "batch_size is 4 in the state and 5 here"),
+        ({"batch_size": 4}, {}, "batch_size is 4 in the state and None here"),
+        ({}, {"shuffle_buffer": 5}, "shuffle_buffer is None in the state and 5 here"),
+    ],
+)
+def test_a_state_of_other_batches_is_refused(saved, loaded, says):
+    with GeneratorEnqueuer(numbers, **saved) as enqueuer:
+        state = enqueuer.state_dict()
+    with pytest.raises(StateMismatch, match=says):
+        GeneratorEnqueuer(numbers, **loaded).load_state_dict(state)
+
+
+def test_an_error_comes_after_the_batches_before_it(backend):
+    with GeneratorEnqueuer(fails_at_seven, batch_size=3, **backend) as enqueuer:
+        batches = iter(enqueuer)
+        assert lists([next(batches), next(batches)]) == [[0, 1, 2], [3, 4, 5]]
+        with pytest.raises(ZeroDivisionError):
+            next(batches)
+
+
+def fails_at_seven():
+    for number in range(10):
+        yield number + 0 // (number - 7)
+
+
+def test_the_generator_is_closed_in_the_worker(tmp_path, backend):
+    mark = tmp_path / "closed"
+
+    def endless():
+        try:
+            while True:
+                yield 1
+        finally:
+            mark.write_text("yes")
+
+    with GeneratorEnqueuer(endless, batch_size=2, shuffle_buffer=2, **backend) as enqueuer:
+        next(iter(enqueuer))
+    assert mark.read_text() == "yes"
+
+
+def test_an_error_while_closing_is_logged(caplog):
+    def endless():
+        try:
+            yield from itertools.repeat(1)
+        finally:
+            raise OSError("no end")
+
+    with GeneratorEnqueuer(endless, batch_size=2) as enqueuer:
+        next(enqueuer.get())
+    assert "closing the generator of shard 0 failed" in caplog.text
+
+
+def test_ranks_and_copies_keep_the_options():
+    enqueuer = GeneratorEnqueuer(numbers, shards=2, batch_size=5, drop_last=True)
+    with copy.copy(enqueuer) as again:
+        assert [len(batch) for batch in again] == [5] * 4
+    with part_of(enqueuer, Portion(0, 1, index=1, count=2)) as half:
+        assert [len(batch) for batch in half] == [5] * 2
+    options = {"shards": 2, "batch_size": 5, "random_seed": 7}
+    with GeneratorEnqueuer(numbers, rank=1, world_size=2, **options) as second:
+        assert lists(second) == [[1, 3, 5, 7, 9], [11, 13, 15, 17, 19], [21]]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"batch_size": 0}, ValueError, "batch_size must be >= 1, got 0"),
+        ({"batch_size": "4"}, TypeError, "batch_size must be an int, got '4'"),
+        ({"collate": tuple}, ValueError, "give batch_size with it"),
+        ({"collate": 4, "batch_size": 2}, TypeError, "collate must be a function of a list"),
+        ({"shuffle_buffer": 1}, ValueError, "shuffle_buffer must be >= 2, got 1"),
+        ({"shuffle_buffer": True}, TypeError, "shuffle_buffer must be an int, got True"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options, error, says):
+    for make in (GeneratorEnqueuer, prefetch):
+        with pytest.raises(error, match=says):
+            make(numbers, **options)
+
+
+def test_samples_of_different_shapes_say_what_to_do():
+    def odd():
+        yield from (np.zeros(2), np.zeros(3))
+
+    with pytest.raises(ValueError, match="differ in shape"):
+        list(prefetch(odd, batch_size=2))
+
+
+@pytest.mark.local
+def test_tasks_are_stacked_in_shared_memory(process):
+    """The same function makes the batches of tasks."""
+    with OrderedEnqueuer(LargeResults(), batch_size=4, **process) as enqueuer:
+        assert [int(copies.max()) for _, copies in enqueuer] == [0, 0]
+
+
+class LargeResults:
+    copies = None
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        if self.copies is None:
+            self.copies = count_copies()
+        return np.full((60, 100), index), len(self.copies)
