@@ -3,6 +3,7 @@
     benchmarks.rst             the page
     benchmarks/results.json    the results from which it was made
     benchmarks/CASE.svg        pictures
+    benchmarks/overview.svg    the picture of README.md
 
 `python benchmarks/page.py` writes the page again from the results that are there.
 """
@@ -80,6 +81,21 @@ GROUPS = (
     ),
 )
 
+# The cases of the picture in README.md: name, title, and the factor of its numbers.
+OVERVIEW = (
+    ("large", "9.6 MB batches, GB/s", 1.0),
+    ("tiny", "Small dicts, thousands/s", 1e-3),
+    ("tasks-batch", "64 rows stacked, batches/s", 1.0),
+)
+OVERVIEW_NAMES = {
+    "enqueuer-process": "enqueuer",
+    "torch": "torch DataLoader",
+    "grain": "Grain",
+    "spdl": "SPDL",
+    "multiprocessing.Queue": "multiprocessing.Queue",
+    "multiprocessing.Pool": "multiprocessing.Pool",
+}
+
 _WIDTH, _BAR, _STEP, _TOP = 720, 18, 26, 34
 # Where the bars begin, and where the longest one ends.
 _LEFT, _RIGHT = 190, 640
@@ -91,7 +107,8 @@ def write(folder: Path, everything: dict[str, Any]) -> None:
     (folder / "benchmarks").mkdir(parents=True, exist_ok=True)
     _results(folder).write_text(json.dumps(everything, indent=1) + "\n")
     (folder / "benchmarks.rst").write_text("\n".join(page(everything)) + "\n")
-    for name, picture in pictures(everything["results"]):
+    results = everything["results"]
+    for name, picture in (*pictures(results), *overview(results)):
         (folder / "benchmarks" / name).write_text(picture)
 
 
@@ -150,6 +167,36 @@ def pictures(results: report.Results) -> Iterator[tuple[str, str]]:
         for case in shown:
             if results.get(case):
                 yield f"{case}.svg", _picture(case, results[case])
+
+
+def overview(results: report.Results) -> Iterator[tuple[str, str]]:
+    """Yield the picture of three cases side by side, if all of them were measured."""
+    if not all(results.get(case) for case, _, _ in OVERVIEW):
+        return
+    panel, gap, left = 215, 20, 10
+    bottom = 0
+    shapes = []
+    for place, (case, title, factor) in enumerate(OVERVIEW):
+        x = left + place * (panel + gap)
+        shapes.append(text(x, 46, title, font_weight="bold"))
+        _, numbers = _first(results[case])
+        numbers = [(name, value) for name, value in numbers if name in OVERVIEW_NAMES]
+        for line, (name, value) in enumerate(numbers):
+            y = 60 + 36 * line
+            is_ours = CONTESTANTS[name].needs == "enqueuer"
+            long = max(2.0, value / numbers[0][1] * (panel - 60))
+            shapes += [
+                text(x, y + 10, OVERVIEW_NAMES[name], font_weight="bold" if is_ours else "normal"),
+                element(
+                    "rect", x=x, y=y + 14, width=long, height=12, fill=_OURS if is_ours else _THEIRS
+                ),
+                text(x + long + 6, y + 24, report.number(value * factor)),
+            ]
+            bottom = max(bottom, y + 44)
+    shapes.insert(
+        0, text(left, 20, "From worker processes to the loop; more is better", font_size=15)
+    )
+    yield "overview.svg", _svg("Throughput of loaders with worker processes", bottom, shapes)
 
 
 def _table(case: str, rows: dict[str, Any]) -> Iterator[str]:
@@ -211,11 +258,7 @@ def _picture(case: str, rows: dict[str, Any]) -> str:
 
     height = _TOP + _STEP * len(numbers) + 10
     title = _title(case, row) + (", logarithmic" if is_wide else "")
-    shapes = [
-        element("title", title),
-        element("rect", width=_WIDTH, height=height, fill="#fff"),
-        text(10, 20, title, font_size=15),
-    ]
+    shapes = [text(10, 20, title, font_size=15)]
     for place, (name, value) in enumerate(numbers):
         y = _TOP + _STEP * place
         is_ours = CONTESTANTS[name].needs == "enqueuer"
@@ -227,9 +270,15 @@ def _picture(case: str, rows: dict[str, Any]) -> str:
             ),
             text(_LEFT + long + 6, y + 14, report.number(value)),
         ]
+    return _svg(title, height, shapes)
+
+
+def _svg(title: str, height: int, shapes: list[str]) -> str:
+    """Return a picture of shapes on white, so that it can be read in dark mode, too."""
+    paper = element("rect", width=_WIDTH, height=height, fill="#fff")
     picture = element(
         "svg",
-        "\n".join(["", *shapes, ""]),
+        "\n".join(["", element("title", title), paper, *shapes, ""]),
         xmlns="http://www.w3.org/2000/svg",
         viewBox=f"0 0 {_WIDTH} {height}",
         width=_WIDTH,

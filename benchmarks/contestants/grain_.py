@@ -8,11 +8,16 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 import grain
+from absl import flags
 
 from contestants import Setup, Tasks
 
 _SHARED_FROM = 64 * 1024  # bytes; smaller arrays are faster in the pickle
 _ENDLESS = 1 << 40
+
+# Grain reads flags of absl, which a program must parse first.
+if not flags.FLAGS.is_parsed():
+    flags.FLAGS.mark_as_parsed()
 
 
 class _Items:

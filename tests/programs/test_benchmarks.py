@@ -77,6 +77,22 @@ def test_a_run_writes_a_page_with_pictures_and_the_page_can_be_made_again(tmp_pa
     assert {path: path.read_bytes() for path in files} == files
 
 
+def test_the_picture_of_the_readme_has_a_bar_for_each_contestant(tmp_path):
+    names = ("enqueuer-process", "multiprocessing.Queue", "plain-loop")
+    cell = {"status": "ok", "median": 2.0}
+    results = {case: {"": dict.fromkeys(names, cell)} for case in ("large", "tiny", "tasks-batch")}
+    (tmp_path / "benchmarks").mkdir()
+    machine = {"cpu": "a", "cores": 2, "python": "3", "versions": {}}
+    about = {"date": "2026-01-01", "seconds": 1, "repeats": 1, "machine": machine}
+    everything = json.dumps({"about": about, "results": results})
+    (tmp_path / "benchmarks" / "results.json").write_text(everything)
+    assert run(tmp_path, program="page.py").returncode == 0
+    picture = (tmp_path / "benchmarks" / "overview.svg").read_text()
+    # The paper, and in each of three panels a bar of ours and one of the queue.
+    assert picture.count("<rect") == 1 + 3 * 2
+    assert "plain" not in picture
+
+
 @pytest.mark.skipif(shutil.which("valgrind") is None, reason="needs valgrind")
 @pytest.mark.parametrize(
     ("case", "parts"), [("ints-thread", [""]), ("ints-process", [" loop", " worker"])]

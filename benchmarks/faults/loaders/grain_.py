@@ -7,8 +7,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import grain
+from absl import flags
 
 from faults import COUNT, sources
+
+# Grain reads flags of absl, which a program must parse first.
+if not flags.FLAGS.is_parsed():
+    flags.FLAGS.mark_as_parsed()
 
 
 def items(fault: str) -> Iterable[Any]:
