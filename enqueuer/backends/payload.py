@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -90,15 +91,40 @@ def _by_value(what: object, keep_large: Callable[[PickleBuffer], bool] | None) -
     A process that multiprocessing has spawned calls it so, and no worker could import it.
     """
     main = sys.modules["__main__"]
-    dumps = functools.partial(cloudpickle.dumps, what, 5, keep_large)
     if main.__name__ != "__mp_main__":
-        return dumps()  # type: ignore[no-any-return]
+        return _dumps(what, keep_large)
     with _lock:
         cloudpickle.register_pickle_by_value(main)
         try:
-            return dumps()  # type: ignore[no-any-return]
+            return _dumps(what, keep_large)
         finally:
             cloudpickle.unregister_pickle_by_value(main)
+
+
+def _dumps(what: object, keep_large: Callable[[PickleBuffer], bool] | None) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file, 5, keep_large).dump(what)
+    return file.getvalue()
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+    """Sends cached functions that no worker can import by value, as cloudpickle does others.
+
+    `functools.cache` and `lru_cache` make objects that pickle by name only. The worker's copy
+    begins with an empty cache.
+    """
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, functools._lru_cache_wrapper):
+            is_local = "<locals>" in value.__qualname__
+            if is_local or value.__module__ in ("__main__", "__mp_main__"):
+                sizes = value.cache_parameters()
+                return _cached, (value.__wrapped__, sizes["maxsize"], sizes["typed"])
+        return super().reducer_override(value)
+
+
+def _cached(function: Callable[..., Any], maxsize: int | None, typed: bool) -> Any:
+    return functools.lru_cache(maxsize, typed)(function)
 
 
 def why_not(source: Source | TaskSource, where: str, others: str) -> str:

@@ -50,6 +50,25 @@ def test_a_function_may_be_a_lambda_a_partial_or_an_object(backend):
             assert list(enqueuer) == [(word, 0), (word, 1)]
 
 
+def test_a_function_may_use_cached_functions_that_no_worker_can_import(backend):
+    @functools.cache
+    def factorial(n):
+        return n * factorial(n - 1) if n else 1
+
+    class Table:
+        @staticmethod
+        @functools.lru_cache(maxsize=2)
+        def row(n):
+            return [n] * 2
+
+    def numbers(shard):
+        yield from [factorial(5), factorial.cache_info().misses, Table.row(3), Table.row(3)]
+        yield Table.row.cache_parameters()["maxsize"]
+
+    with GeneratorEnqueuer(numbers, **backend) as enqueuer:
+        assert list(enqueuer) == [120, 6, [3, 3], [3, 3], 2]
+
+
 def test_a_function_is_called_once_per_shard_and_epoch_in_the_worker():
     calls = []
 

@@ -19,6 +19,47 @@ NEEDS = {
     "torch_training.py": ("torch",),
 }
 
+RECIPES = EXAMPLES / "recipes"
+RECIPES_NEED = {
+    "audio_clips.py": ("soundfile",),
+    "hugging_face.py": ("datasets",),
+    "lmdb_records.py": ("lmdb",),
+    "parquet.py": ("pyarrow",),
+    "token_packing.py": (),
+    "two_processes_ddp.py": ("torch",),
+    "webdataset_tars.py": ("webdataset",),
+    "zarr_chunks.py": ("zarr",),
+}
+ALL_NEEDS = {EXAMPLES / name: needs for name, needs in NEEDS.items()} | {
+    RECIPES / name: needs for name, needs in RECIPES_NEED.items()
+}
+ALL = sorted((*EXAMPLES.glob("*.py"), *RECIPES.glob("*.py")))
+
+
+def test_there_are_recipes():
+    assert {path.name for path in RECIPES.glob("*.py")} == set(RECIPES_NEED)
+
+
+RUN_NOTEBOOK = """
+import os
+import nbclient, nbformat
+
+notebook = nbformat.read(os.environ["NOTEBOOK"], as_version=4)
+nbclient.NotebookClient(notebook, timeout=100).execute()
+outputs = [out for cell in notebook.cells for out in cell.get("outputs", ())]
+print(outputs[0]["text"], len(outputs))
+"""
+
+
+def test_the_notebook_runs(tmp_path):
+    needs_installed("nbclient", "ipykernel")
+    program = tmp_path / "run.py"
+    program.write_text(RUN_NOTEBOOK)
+    notebook = str(RECIPES / "notebook.ipynb")
+    code, out, err = run_script(program, tmp_path, LIMIT, NOTEBOOK=notebook)
+    assert code == 0, err
+    assert out == "epoch 0: 320 rows\nepoch 1: 320 rows\n 2\n"
+
 
 def test_there_are_examples():
     assert {path.name for path in EXAMPLES.glob("*.py")} == {
@@ -44,26 +85,28 @@ def test_there_are_examples():
     }
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", ALL, ids=lambda path: path.name)
 def test_an_example_runs(path, tmp_path):
-    needs_installed(*NEEDS.get(path.name, ()))
+    needs_installed(*ALL_NEEDS.get(path, ()))
     code, out, err = run_script(path, tmp_path, LIMIT, KERAS_BACKEND="torch")
     assert code == 0, err
-    assert err == "" or path.name in NEEDS  # frameworks are talkative
+    assert err == "" or ALL_NEEDS.get(path)  # frameworks are talkative
     assert out
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", NEEDS)
-def test_an_example_that_lacks_a_package_says_what_to_install(name, tmp_path):
-    program = shutil.copy(EXAMPLES / name, tmp_path)
-    for package in NEEDS[name]:
+@pytest.mark.parametrize(
+    "path", [path for path, needs in ALL_NEEDS.items() if needs], ids=lambda path: path.name
+)
+def test_an_example_that_lacks_a_package_says_what_to_install(path, tmp_path):
+    program = shutil.copy(path, tmp_path)
+    for package in ALL_NEEDS[path]:
         error = f'ModuleNotFoundError("No module named {package!r}", name={package!r})'
         (tmp_path / f"{package}.py").write_text(f"raise {error}")
     code, out, err = run_script(program, tmp_path, LIMIT, PYTHONDONTWRITEBYTECODE="1")
     assert (code, out) == (2, "")  # 0 would say that it ran
     assert ": pip install " in err
-    assert NEEDS[name][0] in err
+    assert ALL_NEEDS[path][0] in err
     assert "Traceback" not in err
 
 
