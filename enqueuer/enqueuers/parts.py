@@ -36,9 +36,10 @@ def complete(core: Core, made: Core, part: Portion) -> None:
         made.record_as(part.rank + part.world_size * part.index, part.world_size * part.count)
 
 
-def begin_at(core: Core, epoch: int) -> None:
+def begin_at(core: Core, epoch: int | Epoch) -> None:
     """Let the next start begin with an epoch, as if those before it had been read."""
-    core.saved = SavedPosition(Epoch(epoch), is_loaded=True)
+    at = epoch if isinstance(epoch, Epoch) else Epoch(epoch)
+    core.saved = SavedPosition(at, is_loaded=True)
 
 
 def comes_next(core: Core, epoch: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from enqueuer.errors import Closed
@@ -12,6 +13,7 @@ from enqueuer.workers.import_hook import after_import
 from enqueuer.workers.messages import Failure, Sender
 from enqueuer.workers.plan import OnError, Plan
 from enqueuer.workers.seeding import FRAMEWORKS, GlobalStreams, TaskSeeds
+from enqueuer.workers.shards import Task
 from enqueuer.workers.sources import Source
 from enqueuer.workers.tasks import TaskSource
 from enqueuer.workers.worker_trace import traced
@@ -55,8 +57,15 @@ class WorkerConfig(NamedTuple):
         if isinstance(source, TaskSource):
             seeds = TaskSeeds()
             after_import(FRAMEWORKS, seeds.seed_imported)
+            enter: Callable[[Task], None] = seeds.enter
+            if source.begin_worker is not None:
+                try:
+                    enter = source.begin_worker(index) or enter
+                except BaseException as error:
+                    serve_failure(error, shards, orders, sender)
+                    return
             serve = traced(task_loop.serve_tasks, self.trace, index)
-            serve(plan, orders, sender, seeds.enter)
+            serve(plan, orders, sender, enter)
         else:
             streams = GlobalStreams()
             after_import(FRAMEWORKS, streams.seed_imported)

@@ -58,6 +58,8 @@ class TaskSource:
         batch_size: Number of results that are collated into one; None if each comes alone.
         collate: Function that makes one batch of a list of results.
         random_seed: Seed of the enqueuer.
+        begin_worker: Function that a worker in another process calls once, with its index. It
+            returns the function that seeds before each task; None: as for other sources.
         takes_task: Whether `map` takes the `Task` as well.
         is_sequence: Whether workers can fetch single elements, by their index.
         begun: Number of epochs whose beginning was announced to the sequence.
@@ -69,6 +71,7 @@ class TaskSource:
     batch_size: int | None
     collate: Callable[[list[Any]], Any]
     random_seed: int
+    begin_worker: Callable[[int], Callable[[Task], None] | None] | None = None
     takes_task: bool = field(init=False)
     is_sequence: bool = field(init=False)
     # These two travel with the sequence, so that each epoch is announced to every copy exactly

@@ -31,6 +31,9 @@ RANK = {name: rank for rank, names in enumerate(RANKS) for name in names}
 
 THIRD_PARTIES = {
     "numpy": {
+        "adapters.torch.collating",
+        "adapters.torch.fetching",
+        "adapters.torch.index_order",
         "adapters.torch.loader",
         "adapters.tensorflow",
         "adapters.jax",

@@ -1,5 +1,6 @@
-"""PyTorch: a loader of tensors without a DataLoader, and datasets whose items an enqueuer makes.
+"""PyTorch: a DataLoader, a loader of tensors, and datasets whose items an enqueuer makes.
 
+    DataLoader:               a torch dataset -> workers of an enqueuer -> batches
     TorchLoader:              enqueuer -> tensors -> the loop
     EnqueuerIterableDataset:  enqueuer -> tensors -> DataLoader(dataset, batch_size=None)
     EnqueuerMapDataset:       the same for libraries that need __getitem__ and __len__
@@ -7,7 +8,14 @@
 Each worker of a DataLoader has its own enqueuer, for its part of the batches.
 """
 
+from enqueuer.adapters.torch.data_loader import DataLoader
 from enqueuer.adapters.torch.datasets import EnqueuerIterableDataset, EnqueuerMapDataset
 from enqueuer.adapters.torch.loader import TorchLoader, as_tensors
 
-__all__ = ["EnqueuerIterableDataset", "EnqueuerMapDataset", "TorchLoader", "as_tensors"]
+__all__ = [
+    "DataLoader",
+    "EnqueuerIterableDataset",
+    "EnqueuerMapDataset",
+    "TorchLoader",
+    "as_tensors",
+]

@@ -1,0 +1,79 @@
+"""Collating in a worker process: samples are stacked straight into shared memory.
+
+torch's `default_collate` looks up its functions for arrays and tensors in a table. A worker
+replaces these two, so types, containers and errors stay those of torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from enqueuer.common.extras import framework
+from enqueuer.common.sizes import OUT_OF_BAND_BYTES
+from enqueuer.workers import arrays
+
+torch = framework("torch", "torch", "2.1")
+
+_collate = torch.utils.data._utils.collate
+_by_torch = {kind: _collate.default_collate_fn_map.get(kind) for kind in (torch.Tensor, np.ndarray)}
+
+
+def collate_in_place() -> None:
+    """Let `default_collate` of this process stack into shared memory.
+
+    A function that the program itself has registered stays.
+    """
+    functions = _collate.default_collate_fn_map
+    for kind, function in ((torch.Tensor, stack_tensors), (np.ndarray, stack_arrays)):
+        if functions.get(kind) is _by_torch[kind]:
+            functions[kind] = function
+
+
+def stack_tensors(batch: Sequence[Any], *, collate_fn_map: Any = None) -> Any:
+    """Return tensors stacked along a new first axis, in shared memory if they are large."""
+    first = batch[0]
+    size = len(batch) * first.numel() * first.element_size()
+    if not all(_is_plain(tensor, first) for tensor in batch):
+        return _by_torch_itself(torch.Tensor, batch, collate_fn_map)
+    if size < OUT_OF_BAND_BYTES:
+        return torch.stack(list(batch), 0)
+    memory = torch.from_numpy(arrays.empty(size, np.uint8))
+    stacked = memory.view(first.dtype).view(len(batch), *first.shape)
+    return torch.stack(list(batch), 0, out=stacked)
+
+
+def stack_arrays(batch: Sequence[Any], *, collate_fn_map: Any = None) -> Any:
+    """Return arrays stacked along a new first axis, as a tensor; see `stack_tensors`."""
+    first = batch[0]
+    dtype, shape = first.dtype, first.shape
+    for array in batch:
+        if type(array) is not np.ndarray or array.dtype != dtype or array.shape != shape:
+            return _by_torch_itself(np.ndarray, batch, collate_fn_map)
+    if dtype.kind not in "biuf" or not dtype.isnative or not math.prod(shape):
+        return _by_torch_itself(np.ndarray, batch, collate_fn_map)
+    stacked = arrays.empty((len(batch), *shape), dtype)
+    np.stack(batch, out=stacked)
+    try:
+        return torch.from_numpy(stacked)
+    except TypeError:
+        # torch lacks some dtypes, such as float128.
+        return _by_torch_itself(np.ndarray, batch, collate_fn_map)
+
+
+def _is_plain(tensor: Any, first: Any) -> bool:
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.dtype is first.dtype
+        and tensor.shape == first.shape
+        and tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and not (tensor.requires_grad or tensor.is_quantized)
+    )
+
+
+def _by_torch_itself(kind: Any, batch: Sequence[Any], collate_fn_map: Any) -> Any:
+    return _by_torch[kind](batch, collate_fn_map=collate_fn_map)

@@ -1,0 +1,44 @@
+"""Failures of a DataLoader as torch's users expect them: RuntimeError, with torch's first words.
+
+They are also the errors that an enqueuer raises, so either kind of `except` catches them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+from enqueuer.adapters.torch.worker_handles import WorkerHandle
+from enqueuer.errors import BatchTimeout, WorkerDied, WorkerError
+
+
+class LoaderTimeout(BatchTimeout, RuntimeError):
+    """No batch came within the `timeout` of a DataLoader."""
+
+
+class LoaderWorkerDied(WorkerDied, RuntimeError):
+    """A worker process of a DataLoader has died."""
+
+
+def timed_out(error: BatchTimeout, timeout: float) -> LoaderTimeout:
+    """Return the error of a batch that did not come in time."""
+    return LoaderTimeout(f"DataLoader timed out after {timeout} seconds: {error}")
+
+
+def died(error: WorkerDied, workers: Sequence[WorkerHandle]) -> LoaderWorkerDied:
+    """Return the error of a worker that has died."""
+    pids = ", ".join(str(worker.pid) for worker in workers if worker.index == error.worker)
+    message = f"DataLoader worker (pid(s) {pids}) exited unexpectedly: {error}"
+    return LoaderWorkerDied(message, error.worker, error.exitcode)
+
+
+def reraise(error: BaseException) -> NoReturn:
+    """Raise an error of a worker in the loop."""
+    # The loop would end as if all were well.
+    if isinstance(error, (StopIteration, StopAsyncIteration)):
+        raise WorkerError(f"a worker of the DataLoader raised {error!r}") from error
+    try:
+        raise error
+    finally:
+        # Otherwise its traceback would refer to itself, through this frame.
+        del error

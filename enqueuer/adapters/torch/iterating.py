@@ -1,0 +1,234 @@
+"""One iteration over a DataLoader with workers.
+
+    torch's samplers -> IndexSource -> an OrderedEnqueuer -> batches in order   (map-style)
+    shards           -> a GeneratorEnqueuer               -> batches in turn    (iterable)
+
+It draws from torch's generators exactly as torch's own iterator does, which is its base class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from enqueuer.adapters.torch import failures
+from enqueuer.adapters.torch.fetching import (
+    NOTHING,
+    CaughtError,
+    Dataset,
+    FetchIndices,
+    FetchShard,
+    Worker,
+)
+from enqueuer.adapters.torch.position import Position, advanced
+from enqueuer.adapters.torch.worker_handles import handles_of
+from enqueuer.common.extras import framework
+from enqueuer.enqueuers.enqueuer import BaseEnqueuer, core_of
+from enqueuer.enqueuers.generator import GeneratorEnqueuer
+from enqueuer.enqueuers.ordered import OrderedEnqueuer
+from enqueuer.enqueuers.parts import begin_at
+from enqueuer.errors import BatchTimeout, WorkerDied
+from enqueuer.monitoring.stats import Stats
+from enqueuer.workers.messages import Epoch, Start
+
+torch = framework("torch", "torch", "2.1")
+
+_BaseIterator: Any = torch.utils.data.dataloader._BaseDataLoaderIter
+_LocalIterator: Any = torch.utils.data.dataloader._SingleProcessDataLoaderIter
+
+_pinning: Any = torch.utils.data._utils.pin_memory
+
+
+class WorkerIterator(_BaseIterator):
+    """An iterator whose batches come from workers of an enqueuer.
+
+    Args:
+        loader: The DataLoader.
+        options: Options of the enqueuer.
+        position: Position of the loader, which this iterator moves on.
+    """
+
+    _base_seed: int
+
+    def __init__(self, loader: Any, options: Mapping[str, Any], position: Position) -> None:
+        with position.resuming():
+            super().__init__(loader)
+        self._base_seed = position.seed(self._base_seed)
+        self._position = position
+        self._indices = IndexSource()
+        self._keeps_order = options["ordered"]
+        self._enqueuer = self._new_enqueuer(loader, options)
+        self._batches: Iterator[Any] = iter(())
+        self._is_started = False
+        self._reset(loader, first_iter=True)
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        """Begin an epoch: the first one, or with persistent workers another one."""
+        self._leave_epoch()
+        with self._position.begin(first_iter) as resumed:
+            super()._reset(loader, first_iter)
+            if resumed is not None:
+                self._sampler_iter = self._position.reopened(loader)
+            self._indices.iterator = self._sampler_iter
+            if not self._is_started:
+                self._start(resumed)
+            self._batches = iter(self._enqueuer)
+        self._workers = handles_of(self._enqueuer)
+        if self._is_iterable or not self._keeps_order:
+            self._position.ask(self._enqueuer)
+
+    def _start(self, resumed: Mapping[str, Any] | None) -> None:
+        enqueuer, position = self._enqueuer, self._position
+        if resumed is not None and "workers" in resumed:
+            enqueuer.load_state_dict(resumed["workers"])
+        elif position.step or position.epoch:
+            start = {0: Start(position.step)} if position.step else None
+            begin_at(core_of(enqueuer), Epoch(position.epoch, start))
+        enqueuer.start()
+        self._is_started = True
+
+    @property
+    def _is_iterable(self) -> bool:
+        return bool(self._dataset_kind == torch.utils.data._DatasetKind.Iterable)
+
+    def _leave_epoch(self) -> None:
+        """Drop what is left of the epoch before, after a `break`."""
+        if self._is_started:
+            self._indices.cut()
+            for _ in self._batches:
+                pass
+
+    def _new_enqueuer(self, loader: Any, options: Mapping[str, Any]) -> BaseEnqueuer[Any]:
+        worker = Worker(
+            loader.dataset,
+            self._num_workers,
+            self._base_seed,
+            loader.worker_init_fn,
+            self._shared_seed,
+        )
+        dataset = dataset_of(loader)
+        is_apart = options["backend"] != "thread"
+        options = {**options, "random_seed": self._base_seed}
+        if self._is_iterable:
+            size = loader.batch_size if self._auto_collation else None
+            shards = FetchShard(dataset, worker if is_apart else None, size)
+            return GeneratorEnqueuer(shards, shards=self._num_workers, **options)
+        fetch = FetchIndices(dataset, worker)
+        enqueuer = OrderedEnqueuer(self._indices, fetch, **options)
+        source: Any = core_of(enqueuer).workload.source
+        source.begin_worker = fetch.begin
+        return enqueuer
+
+    def _next_data(self) -> Any:
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._position.end()
+            if not self._persistent_workers:
+                self._shutdown_workers()
+            raise
+        except BatchTimeout as error:
+            raise failures.timed_out(error, self._timeout) from error
+        except WorkerDied as error:
+            raise failures.died(error, self._workers) from error
+        self._position.step += 1
+        if isinstance(batch, CaughtError):
+            failures.reraise(batch.error)
+        if batch is NOTHING:
+            return None
+        if self._pin_memory:
+            return _pinning.pin_memory(batch, self._pin_memory_device)
+        return batch
+
+    def stats(self) -> Stats:
+        """Return the statistics of the workers."""
+        return self._enqueuer.stats()
+
+    def _shutdown_workers(self) -> None:
+        """End the workers; libraries call this by torch's name for it."""
+        self._enqueuer.stop()
+
+
+class LocalIterator(_LocalIterator):
+    """torch's iterator without workers, with a position.
+
+    Args:
+        loader: The DataLoader.
+        position: Position of the loader, which this iterator moves on.
+    """
+
+    _base_seed: int
+
+    def __init__(self, loader: Any, position: Position) -> None:
+        before = position.streams()
+        with position.resuming():
+            super().__init__(loader)
+        self._base_seed = position.seed(self._base_seed)
+        self._position = position
+        with position.begin(is_first=True) as resumed:
+            if resumed is None:
+                position.note(before)
+            else:
+                self._resume(loader)
+
+    def _resume(self, loader: Any) -> None:
+        indices = self._position.reopened(loader)
+        kinds = torch.utils.data._DatasetKind
+        if self._dataset_kind == kinds.Map:
+            self._sampler_iter = advanced(indices, self._position.step)
+            return
+        # An iterable dataset is iterated again.
+        self._sampler_iter = indices
+        self._dataset_fetcher = dataset_of(loader).fetcher()
+        for _ in range(self._position.step):
+            self._dataset_fetcher.fetch(next(indices))
+
+    def _next_data(self) -> Any:
+        try:
+            batch = super()._next_data()
+        except StopIteration:
+            self._position.end()
+            raise
+        self._position.step += 1
+        return batch
+
+
+def dataset_of(loader: Any) -> Dataset:
+    """Return the dataset of a DataLoader, and how batches are made of it."""
+    return Dataset(
+        loader._dataset_kind,
+        loader.dataset,
+        loader._auto_collation,
+        loader.collate_fn,
+        loader.drop_last,
+    )
+
+
+class IndexSource:
+    """The batches of indices of one epoch after the other, which the loop's thread reads.
+
+    Attributes:
+        iterator: Iterator of torch's sampler for the next epoch.
+    """
+
+    def __init__(self) -> None:
+        self.iterator: Iterator[Any] = iter(())
+        self._current = _Indices(self.iterator)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._current = _Indices(self.iterator)
+        return self._current
+
+    def cut(self) -> None:
+        """End the epoch that is being read."""
+        self._current.iterator = iter(())
+
+
+class _Indices(Iterator[Any]):
+    """An iterator that can be cut short."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self.iterator = iterator
+
+    def __next__(self) -> Any:
+        return next(self.iterator)

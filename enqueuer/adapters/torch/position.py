@@ -1,0 +1,209 @@
+"""The position of a DataLoader: the random numbers before its epoch, and the batches given.
+
+    begin()            notes the streams, then step += 1 for each batch, then end()
+    state_dict()       -> the streams before the epoch, the seed of the workers, the step
+    load_state_dict(), resuming(), begin(), reopened() -> the same order of indices again
+
+Resuming an epoch leaves the global streams as they are: the epoch has drawn from them before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from enqueuer.adapters.torch import index_order
+from enqueuer.common import checks
+from enqueuer.common.extras import framework
+from enqueuer.enqueuers.enqueuer import BaseEnqueuer
+from enqueuer.errors import InvalidState, StateMismatch
+
+torch = framework("torch", "torch", "2.1")
+
+_VERSION = 1
+
+
+class Position:
+    """The position of one DataLoader, which its latest iterator moves on.
+
+    Args:
+        loader: The DataLoader; only read here, and not kept.
+
+    Attributes:
+        step: Number of batches of the epoch that the loop was given.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self.step = 0
+        self._streams = index_order.streams_of(loader)
+        self._identity = {
+            "batch_size": loader.batch_size,
+            "drop_last": loader.drop_last,
+            "iterable": loader._dataset_kind == torch.utils.data._DatasetKind.Iterable,
+        }
+        self._is_persistent = loader.persistent_workers
+        # States before the epoch; None between epochs.
+        self._before: dict[str, Any] | None = None
+        # Whether torch has drawn the seed of the workers between these and the order of indices.
+        self._draws_seed = False
+        # Seed of the workers, and the number of the epoch for them; None before the first epoch.
+        self._seed: int | None = None
+        self._epoch = 0
+        self._loaded: dict[str, Any] | None = None
+        # Enqueuer whose own position is needed as well.
+        self._enqueuer: weakref.ref[BaseEnqueuer[Any]] | None = None
+
+    # --- a new iterator ---
+
+    @property
+    def is_within_epoch(self) -> bool:
+        """Whether a state was loaded whose epoch is not over."""
+        return self._loaded is not None and self._loaded["before"] is not None
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the next iterator goes on with the seed of a loaded state."""
+        loaded = self._loaded
+        if loaded is None or loaded["seed"] is None:
+            return False
+        return self.is_within_epoch or (self._is_persistent and loaded["persistent"])
+
+    def resuming(self) -> AbstractContextManager[None]:
+        """Return the context in which torch's iterator is made: one that resumes draws nothing."""
+        if not self.goes_on:
+            return contextlib.nullcontext()
+        return index_order.kept(self._streams)
+
+    def seed(self, drawn: int) -> int:
+        """Return the seed of the workers: the one that torch has drawn, or that of a state."""
+        self._seed = self._loaded["seed"] if self._loaded and self.goes_on else drawn
+        return self._seed
+
+    @contextlib.contextmanager
+    def begin(self, is_first: bool) -> Iterator[dict[str, Any] | None]:
+        """Begin an epoch.
+
+        Args:
+            is_first: Whether it is the first one of its iterator.
+
+        Yields:
+            The loaded state of the epoch; None if all of the epoch is left.
+        """
+        loaded, within, goes_on = self._loaded, self.is_within_epoch, self.goes_on
+        self._loaded = self._enqueuer = None
+        if loaded is None or not within:
+            self._epoch = 0 if is_first else self._epoch + 1
+            if loaded is not None and goes_on:
+                self._epoch = loaded["epoch"] + 1
+            self.step, self._draws_seed = 0, False
+            self._before = index_order.save(self._streams)
+            yield None
+            return
+        self._epoch, self.step, self._before = loaded["epoch"], loaded["step"], loaded["before"]
+        self._draws_seed = loaded["draws_seed"]
+        shared = {name: stream for name, stream in self._streams.items() if stream.is_global}
+        with index_order.kept(shared):
+            index_order.restore(self._streams, loaded["before"])
+            yield loaded
+
+    def reopened(self, loader: Any) -> Iterator[Any]:
+        """Return the sampler's iterator as it was at the start of a resumed epoch."""
+        indices: Iterator[Any] = iter(loader._index_sampler)
+        if self._draws_seed:
+            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+        return indices
+
+    def note(self, before: dict[str, Any]) -> None:
+        """Note the states from before torch's iterator was made, which has drawn a seed since."""
+        self._before, self._draws_seed = before, True
+
+    def streams(self) -> dict[str, Any]:
+        """Return the states of all streams as they are now."""
+        return index_order.save(self._streams)
+
+    def ask(self, enqueuer: BaseEnqueuer[Any]) -> None:
+        """Ask this enqueuer for its position as well, from now on."""
+        self._enqueuer = weakref.ref(enqueuer)
+
+    def end(self) -> None:
+        """Note that the epoch is over."""
+        self.step, self._before, self._enqueuer = 0, None, None
+
+    # --- states ---
+
+    @property
+    def epoch(self) -> int:
+        """Number of the epoch for the workers."""
+        return self._epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after the last batch that the loop was given.
+
+        Raises:
+            InvalidState: It depends on an iterator that was dropped.
+        """
+        if self._loaded is not None:
+            return dict(self._loaded)
+        own = {name: stream for name, stream in self._streams.items() if not stream.is_global}
+        state = {
+            "version": _VERSION,
+            "kind": "DataLoader",
+            **self._identity,
+            "epoch": self._epoch,
+            "step": self.step,
+            "seed": self._seed,
+            "before": self._before,
+            "draws_seed": self._draws_seed,
+            "persistent": self._is_persistent,
+            "now": None if self._before is not None else index_order.save(own),
+        }
+        if self._enqueuer is not None:
+            enqueuer = self._enqueuer()
+            if enqueuer is None:
+                raise InvalidState(
+                    "the iterator was dropped in the middle of an epoch, and with it the position "
+                    "of its workers; keep the iterator until state_dict() was called"
+                )
+            state["workers"] = enqueuer.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue at a position at the next iteration.
+
+        Raises:
+            StateMismatch: The state is of another loader, or damaged.
+        """
+        try:
+            if state["kind"] != "DataLoader" or state["version"] != _VERSION:
+                raise StateMismatch("this is not the state of a DataLoader of this version")
+            differences = [
+                f"{name} is {state[name]!r} in the state and {value!r} here"
+                for name, value in self._identity.items()
+                if state[name] != value
+            ]
+            if differences:
+                raise StateMismatch(f"the state does not fit: {'; '.join(differences)}")
+            for name in ("step", "epoch"):
+                checks.count(name, state[name])
+            states = dict(state["now"] if state["before"] is None else state["before"])
+            loaded = {name: state[name] for name in state}
+            for name in ("seed", "draws_seed", "persistent"):
+                state[name]
+        except StateMismatch:
+            raise
+        except (KeyError, TypeError, ValueError) as error:
+            raise StateMismatch(f"this is not the state of a DataLoader: {error!r}") from error
+        own = {name: stream for name, stream in self._streams.items() if not stream.is_global}
+        index_order.restore(own, states)
+        self._loaded = loaded
+
+
+def advanced(iterator: Iterator[Any], count: int) -> Iterator[Any]:
+    """Return an iterator behind its first items, which has drawn its random numbers."""
+    deque(itertools.islice(iterator, count), maxlen=0)
+    return itertools.chain(list(itertools.islice(iterator, 1)), iterator)
