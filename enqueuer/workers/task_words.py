@@ -12,6 +12,7 @@ Source: numpy/random/bit_generator.pyx; M. E. O'Neill, "Developing a seed_seq Al
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 
 from enqueuer.workers.shards import Task
 
@@ -45,10 +46,11 @@ _OF_SEED = [next(_mixing) for _ in range(_SIZE * _SIZE)]
 _OF_EPOCH, _OF_INDEX, _OF_KEY = ([next(_mixing) for _ in range(_SIZE)] for _ in range(3))
 # The key of the words of global generators; see `words_of`.
 _KEY = [_hash(1, constants) for constants in _OF_KEY]
+# For each word of a state: the constants of the index, and the key as it is mixed in.
+_LAST = [(*constants, _RIGHT * key & _MASK) for constants, key in zip(_OF_INDEX, _KEY, strict=True)]
 _drawing = _constants(0x8B51F9DD, 0x58F38DED)
-_HALVES = [(number % _SIZE, *next(_drawing)) for number in range(16)]
-# Those of the words for `random`, and the lower ones of the words for `numpy.random`.
-_USED = [_HALVES[number] for number in (0, 1, 2, 3, 4, 6, 8, 10)]
+# Those of the two words of 64 bits for `random`, and of the lower half of that for `numpy.random`.
+_DRAWN = list(islice(_drawing, 5))
 
 
 class TaskWords:
@@ -56,9 +58,10 @@ class TaskWords:
 
     def __init__(self) -> None:
         self._epoch: tuple[int, int] | None = None
+        # The state before the index, as it is mixed in.
         self._state: list[int] = []
 
-    def of(self, task: Task) -> tuple[int, list[int]] | None:
+    def of(self, task: Task) -> tuple[int, int] | None:
         """Return the seed for `random` and that for `numpy.random`; None if a number is too large.
 
         Example:
@@ -68,25 +71,31 @@ class TaskWords:
             >>> words = words_of(task)
             >>> python == int(words[0]) << 64 | int(words[1])
             True
-            >>> legacy == [int(word) & 0xFFFFFFFF for word in words[2:6]]
+            >>> legacy == int(words[2]) & 0xFFFFFFFF
             True
         """
         seed, epoch, index = task.random_seed, task.epoch, task.index
         if self._epoch != (seed, epoch):
             if not (0 <= seed <= _MASK and 0 <= epoch <= _MASK):
                 return None
-            self._epoch, self._state = (seed, epoch), _state_of(seed, epoch)
+            self._state = [_LEFT * word for word in _state_of(seed, epoch)]
+            self._epoch = seed, epoch
         if not 0 <= index <= _MASK:
             return None
         state = []
-        for word, (before, after), key in zip(self._state, _OF_INDEX, _KEY, strict=True):
+        # As `_hash` and `_mix`, without their calls, which would take longer than the rest.
+        for word, (before, after, key) in zip(self._state, _LAST, strict=True):
             hashed = (index ^ before) * after & _MASK
-            word = (_LEFT * word - _RIGHT * (hashed ^ hashed >> 16)) & _MASK
-            word = (_LEFT * (word ^ word >> 16) - _RIGHT * key) & _MASK
+            word = (word - _RIGHT * (hashed ^ hashed >> 16)) & _MASK
+            word = (_LEFT * (word ^ word >> 16) - key) & _MASK
             state.append(word ^ word >> 16)
-        drawn = [(state[place] ^ before) * after & _MASK for place, before, after in _USED]
-        a, b, c, d, *legacy = [word ^ word >> 16 for word in drawn]
-        return (b << 32 | a) << 64 | d << 32 | c, legacy
+        state.append(state[0])
+        drawn = [
+            (word ^ before) * after & _MASK
+            for word, (before, after) in zip(state, _DRAWN, strict=True)
+        ]
+        a, b, c, d, for_numpy = [word ^ word >> 16 for word in drawn]
+        return (b << 32 | a) << 64 | d << 32 | c, for_numpy
 
 
 def _state_of(seed: int, epoch: int) -> list[int]:
