@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import multiprocessing
 import os
@@ -24,6 +25,7 @@ from helpers import twelve
 
 from enqueuer import GeneratorEnqueuer, Processes, Ray
 from enqueuer.backends.job import HAS_FORKSERVER
+from enqueuer.backends.load import load
 from enqueuer.common.descriptors import PORTABLE
 
 # On a busy machine, an example may take longer than hypothesis allows by default.
@@ -43,11 +45,14 @@ BACKENDS.append(
     )
 )
 PROCESSES = BACKENDS[1:]
+# The pool of `workers=0`, which runs as many shards as there would be workers.
+INLINE = "inline"
+WITH_INLINE = [*BACKENDS, pytest.param({"backend": "thread", INLINE: True}, id=INLINE)]
 # With Ray in one's process nothing else can be counted: its tests run by themselves.
 IS_RAY = bool(os.environ.get("ENQUEUER_RAY"))
 RAY = [pytest.param({"backend": Ray()}, id="ray")] if IS_RAY else []
 if IS_RAY:
-    BACKENDS = PROCESSES = RAY
+    BACKENDS = WITH_INLINE = PROCESSES = RAY
 
 
 def without(*names):
@@ -73,7 +78,7 @@ def pytest_configure(config):
         config.get_terminal_writer = lambda: writer
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=WITH_INLINE)
 def backend(request, monkeypatch):
     """Options for each backend and start method."""
     return chosen(request.param, monkeypatch, request.node)
@@ -85,6 +90,11 @@ def process(request, monkeypatch):
     return chosen(request.param, monkeypatch, request.node)
 
 
+def load_inline(name, job, restarts, loop_meter):
+    """Return the backend of `workers=0` for a job with workers."""
+    return load(name, dataclasses.replace(job, workers=0), restarts, loop_meter)
+
+
 def chosen(options, monkeypatch, test=None):
     """Return options for an enqueuer, after setting what belongs into the environment."""
     options = dict(options)
@@ -92,6 +102,9 @@ def chosen(options, monkeypatch, test=None):
         options["backend"] = Ray(copy_arrays=True)
     if PORTABLE in options:
         monkeypatch.setenv(PORTABLE, options.pop(PORTABLE))
+    if options.pop(INLINE, False):
+        for module in ("enqueuers.run.load_backend", "backends.timeline.load"):
+            monkeypatch.setattr(f"enqueuer.{module}", load_inline)
     return options
 
 

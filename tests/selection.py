@@ -42,6 +42,9 @@ _PORTABLE_FAULTS = {
 }
 
 
+# With `workers=0` nothing is made ahead, and so nothing of this happens.
+_AHEAD = {"test_auto.py", "test_bound.py", "test_headroom.py", "test_stalls.py"}
+
 _ABOUT_STARTS = {
     "test_death.py",
     "test_logs.py",
@@ -67,6 +70,9 @@ def chosen(items: list[pytest.Item]) -> list[pytest.Item]:
 def _is_never_run(item: pytest.Item) -> bool:
     if _IS_RAY and not _is_about_ray(item):
         return True
+    if "[inline" in item.name or "-inline" in item.name:
+        is_ahead = item.get_closest_marker("ahead") is not None
+        return is_ahead or item.path.name in _AHEAD or item.path.parent.name == "faults"
     if _is_portable(item) and item.path.parent.name == "faults":
         return item.path.name not in _PORTABLE_FAULTS
     # A spawned worker takes twelve times as long to start as one of the fork server, an actor

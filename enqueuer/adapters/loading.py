@@ -347,6 +347,13 @@ def is_idle(loader: object) -> bool:
     return isinstance(loader, BaseEnqueuer) and core_of(loader).is_idle
 
 
+def is_inline(loader: object) -> bool:
+    """Return whether the loop's own thread makes the batches of a loader."""
+    if isinstance(loader, Loader):
+        return is_inline(loader._loader)
+    return isinstance(loader, BaseEnqueuer) and core_of(loader).options.is_inline
+
+
 def _start(loader: Any) -> None:
     """Start the workers of a loader that is idle."""
     if isinstance(loader, Loader):

@@ -1,6 +1,8 @@
 """Loaders that work ahead of the loop.
 
 loader -> [a thread: change, up to queue_size batches] -> receive -> the training loop
+
+With `workers=0` of the enqueuer, the thread of the loop changes a batch when the loop asks for it.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Generic, TypeVar
 
-from enqueuer.adapters.loading import Loader, LoaderEpochs, Ownership
+from enqueuer.adapters.loading import Loader, LoaderEpochs, Ownership, is_inline
 from enqueuer.common import checks
 from enqueuer.enqueuers.enqueuer import core_of
 from enqueuer.enqueuers.generator import GeneratorEnqueuer
@@ -54,7 +56,8 @@ class PrefetchLoader(Loader[Batch]):
         queue_size = checks.positive("queue_size", queue_size)
 
         def reader(epochs: LoaderEpochs, ownership: Ownership) -> _PrefetchReader[Batch]:
-            run = functools.partial(_changed, epochs, change, running)
+            changed = _changed_here if is_inline(epochs.loader) else _changed
+            run = functools.partial(changed, epochs, change, running)
             return _PrefetchReader(epochs, ownership, run, queue_size, receive)
 
         super().__init__(loader, steps_per_epoch, check=check, reader=reader)
@@ -118,8 +121,14 @@ class _PrefetchReader(Generic[Batch]):
         if self._current is None:
             epochs.given, self._given = epochs.position(), 0
             # An enqueuer that is the loader gives its own warning of a stall, and knows its cause.
+            is_here = is_inline(epochs.loader)
+            # After an interrupt, the generator function would not repeat the same batches.
+            source: Any = self._run() if is_here else self._run
             enqueuer = GeneratorEnqueuer[Any](
-                self._run, max_queue_size=self._queue_size, stall_timeout=None
+                source,
+                workers=0 if is_here else 1,
+                max_queue_size=self._queue_size,
+                stall_timeout=None,
             )
             self._current = _Run(enqueuer)
             enqueuer.start()
@@ -174,6 +183,24 @@ class _Raised:
 
     def __init__(self, error: Exception) -> None:
         self.error = error
+
+
+def _changed_here(
+    epochs: LoaderEpochs,
+    change: Callable[[Any], Any],
+    running: Callable[[], AbstractContextManager[Any]],
+) -> Iterator[Any]:
+    """Do what `_changed` does in the loop's thread, whose state must not change between batches."""
+    try:
+        for batch in epochs:
+            position = epochs.position()
+            with running():
+                changed = change(batch)
+            del batch
+            yield changed, position
+            del changed
+    except Exception as error:
+        yield _Raised(error), None
 
 
 def _changed(

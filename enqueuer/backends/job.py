@@ -47,7 +47,8 @@ class Job:
         source: Source that the user gave; if it is a TaskSource, there are no shards.
         shards: Number of shards, over all ranks.
         own: Indices of the shards that are run here.
-        workers: Number of workers that run them; at most one a shard is started.
+        workers: Number of workers that run them; at most one a shard is started. 0: one runs in
+            the loop's own thread.
         random_seed: Seed of the enqueuer.
         ordered: Whether the consumer reads the shards in turn.
         max_queue_size: Largest number of finished items that wait, over all workers.
@@ -56,6 +57,7 @@ class Job:
         most_workers: Number of workers that there may be later, if that is more than `workers`.
         threads_per_worker: Number of threads that native libraries may run in each worker process;
             None: its share of the CPUs, or what the environment says.
+        has_globals: Whether the workers have global random states of their own, as processes do.
         forward_logs: True, False or "multiprocessing-logging"; not of threads.
         on_error: Reaction to an exception of the source.
         max_restarts: Number of dead workers that are replaced; not of threads.
@@ -81,6 +83,7 @@ class Job:
     threads_per_worker: int | None = None
     may_grow: bool = False
     longest_wait_s: float | None = None
+    has_globals: bool = True
     trace: TraceTarget | None = None
     ray: RayOptions = RayOptions()
 
@@ -93,7 +96,7 @@ class Job:
 
     def plans(self) -> list[Plan]:
         """Divide the shards: of n workers, worker w gets every n-th from the w-th on."""
-        workers = self.workers
+        workers = max(1, self.workers)
         if not isinstance(self.source, TaskSource):
             workers = min(workers, len(self.own))
         return [

@@ -58,6 +58,8 @@ _POOLS = {
     "process": ("enqueuer.backends.process.pool", "ProcessPool"),
     "ray": ("enqueuer.backends.ray.pool", "RayPool"),
 }
+# The pool of `workers=0`, whatever the backend is.
+_INLINE = ("enqueuer.backends.inline.pool", "InlinePool")
 
 
 def load(name: str, job: Job, restarts: Restarts, loop_meter: LoopMeter) -> Backend:
@@ -72,9 +74,9 @@ def load(name: str, job: Job, restarts: Restarts, loop_meter: LoopMeter) -> Back
     Raises:
         StartError: This system cannot run it.
     """
-    if name == "process" and not hasattr(os, "fork"):
+    if name == "process" and job.workers and not hasattr(os, "fork"):
         raise StartError("backend='process' needs a POSIX system; use backend='thread' here")
-    module, kind = _POOLS[name]
+    module, kind = _POOLS[name] if job.workers else _INLINE
     pool = getattr(importlib.import_module(module), kind)(job)
     return _engine(job, pool, restarts, loop_meter)
 

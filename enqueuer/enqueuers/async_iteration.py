@@ -79,18 +79,27 @@ class AsyncBatches(AsyncIterator[Batch]):
         await asyncio.sleep(0)
         if not self._has_begun or self._reader is None:
             join = functools.partial(self._core.join_after, self._reader)
-            self._reader = await in_thread(join)
+            self._reader = await call(self._core, join)
             self._has_begun = True
         while not (polled := self._core.poll(self._reader)):
             assert self._core.epochs is not None
-            if not await self._notifier.wait(self._core.epochs.wait_for_event_loop):
+            wait = self._core.epochs.wait_for_event_loop
+            # With `workers=0`, this thread itself makes the batch.
+            is_inline = self._core.options.is_inline
+            goes_on = wait() if is_inline else await self._notifier.wait(wait)
+            if not goes_on:
                 raise StopAsyncIteration
         batch: Batch = polled[0]
         return batch
 
 
-async def in_thread(function: Callable[[], T]) -> T:
-    """Run what may take its time in a thread of its own; if cancelled, it still runs to its end."""
+async def call(core: Core, function: Callable[[], T]) -> T:
+    """Call a function that may take its time in a thread of its own; with `workers=0`, in this one.
+
+    If the task is cancelled, the thread still runs to its end.
+    """
+    if core.options.is_inline:
+        return function()
     future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
     _start(_run, future, function)
     return await future

@@ -130,7 +130,7 @@ class BaseEnqueuer(Generic[Batch]):
             InvalidState: An error was raised, or worker processes share a running iterator.
             StartError: The new workers could not be started; the old ones continue.
         """
-        self._core.reconfigure(checks.positive("workers", workers))
+        self._core.reconfigure(checks.count("workers", workers))
 
     def __repr__(self) -> str:
         core, run, reader, waiting = self._core, self._core.run, self._core.reader, ""
@@ -278,7 +278,7 @@ class BaseEnqueuer(Generic[Batch]):
         # Only here, as asyncio takes long to import, and most programs have no event loop.
         from enqueuer.enqueuers import async_iteration
 
-        await async_iteration.in_thread(self.__enter__)
+        await async_iteration.call(self._core, self.__enter__)
         return self
 
     async def __aexit__(
@@ -290,7 +290,7 @@ class BaseEnqueuer(Generic[Batch]):
         """Stop the enqueuer in a thread; the event loop is not blocked."""
         from enqueuer.enqueuers import async_iteration
 
-        await async_iteration.in_thread(self.stop)
+        await async_iteration.call(self._core, self.stop)
 
     # --- iteration ---
 

@@ -75,7 +75,7 @@ def _checked_workers(name: str, value: object) -> int | Auto:
         return Auto()
     if isinstance(value, str):
         raise ValueError(f"{name} must be an int, 'auto' or Auto(...), got {value!r}")
-    return checks.positive(name, value)
+    return checks.count(name, value)
 
 
 def _checked_backend(name: str, value: object) -> Literal["thread"] | Processes | Ray:
@@ -122,7 +122,9 @@ class Options:
     """The options of an enqueuer, checked.
 
     Args:
-        workers: Number of threads, processes or Ray actors; 1 by default. `"auto"`, or
+        workers: Number of threads, processes or Ray actors; 1 by default. 0 makes each batch in
+            the loop's own thread when the loop asks for it, for debuggers; the batches are the
+            same as with workers, and nothing is made ahead. `"auto"`, or
             `Auto(most=...)`, begins with 1 and changes the number while the enqueuer runs. Such
             a change in the middle of an epoch runs shards again up to their positions, so their
             generators must be deterministic, as for `max_restarts`.
@@ -251,6 +253,16 @@ class Options:
     def is_auto(self) -> bool:
         """Whether the number of workers changes by itself."""
         return isinstance(self.workers, Auto)
+
+    @property
+    def is_inline(self) -> bool:
+        """Whether the loop's own thread makes the batches."""
+        return self.workers == 0
+
+    @property
+    def has_globals(self) -> bool:
+        """Whether workers have global random states of their own, which are seeded."""
+        return self.backend_name != "thread"
 
     @property
     def first_workers(self) -> int:

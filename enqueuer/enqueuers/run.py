@@ -309,7 +309,7 @@ class Run:
         idle = waits.idle + (now - ended if ended else 0)
         return Stats(
             seconds=0.0 if backend is None else (now - waits.began) / 1e9,
-            backend=options.backend_name,
+            backend=options.backend_name if self.workers else "inline",
             ordered=options.ordered,
             epoch=epoch,
             items=waits.taken - ready,

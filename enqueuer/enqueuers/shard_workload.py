@@ -71,13 +71,13 @@ class ShardWorkload:
         """Number of shards over all ranks."""
         options = self.options
         if isinstance(self.source, LiveSource):
-            return 1 if options.backend_name == "thread" else options.first_workers
+            return 1 if options.backend_name == "thread" else max(1, options.first_workers)
         shards = self._shards or self._shards_of_a_rank() * options.world_size
         return shards - shards % options.world_size if options.drop_last else shards
 
     def _shards_of_a_rank(self) -> int:
         if not self.options.is_auto:
-            return self.options.first_workers
+            return max(1, self.options.first_workers)
         return _AUTO_SHARDS if self.takes_shard else 1
 
     def own_shards(self) -> range:
@@ -114,6 +114,11 @@ class ShardWorkload:
 
     def job_with(self, workers: int) -> Job | None:
         if isinstance(self.source, LiveSource):
+            if self.options.is_inline or workers == 0:
+                raise InvalidState(
+                    "a running iterator cannot pass between the loop's own thread and a worker; "
+                    "pass the generator function itself"
+                )
             if self.options.backend_name == "thread":
                 # One thread reads it, whatever `workers` is.
                 return None
@@ -195,7 +200,7 @@ class ShardWorkload:
         make_shard = functools.partial(
             Shard, origin.shard, origin.shards, origin.epoch, origin.random_seed
         )
-        seed = self.options.backend_name != "thread"
+        seed = self.options.has_globals
         return functools.partial(item_of, self.source, make_shard, origin.item, seed)
 
     # --- parts ---

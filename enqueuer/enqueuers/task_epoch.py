@@ -130,8 +130,10 @@ class TaskEpoch:
         self._unsubmitted = []
 
     def _most_out(self, tasks: TaskSchedule[Any]) -> int:
-        """Return how many tasks may be submitted and not taken."""
+        """Return how many tasks may be submitted and not taken; 1 with `workers=0`."""
         options = self._run.options
+        if not self._run.workers:
+            return 1
         waiting = options.max_queue_size
         if options.max_queue_bytes is not None:
             largest = tasks.largest_bytes

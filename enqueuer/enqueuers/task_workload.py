@@ -137,7 +137,7 @@ class TaskWorkload:
                 "the element came from an iterable, and is gone: replay(error) takes it along "
                 "only in the process of the loop",
             )
-        seed, skip = self.options.backend_name != "thread", self.options.on_error != "raise"
+        seed, skip = self.options.has_globals, self.options.on_error != "raise"
         return functools.partial(
             rerun_task, self.source, origin.random_seed, ticket, origin.element, seed, skip
         )

@@ -267,6 +267,7 @@ def job_of(
         max_restarts=options.max_restarts,
         may_grow=options.is_auto,
         longest_wait_s=min(limits, default=None),
+        has_globals=options.has_globals,
         ray=backend.for_job() if isinstance(backend, Ray) else RayOptions(),
     )
 

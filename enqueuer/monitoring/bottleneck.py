@@ -2,6 +2,7 @@
 
     the loop hardly waits ------------------------------> the loop
     it waited for the first batch most of all ----------> start-up
+    it makes the batches itself, with workers=0 --------> the source
     it reads slow elements itself ----------------------> the source
     a batch takes no longer to make than to pass -------> the transport
     the workers pickle and copy more than they make ----> the transport
@@ -57,6 +58,8 @@ def find_bottleneck(run: RunInputs) -> Bottleneck:
         return texts.too_few(run.items, FEWEST_BATCHES)
     if run.waiting_share < HARDLY_WAITS:
         return texts.passing(run) if run.use_s < PASSING_S else texts.loop(run)
+    if run.is_inline:
+        return texts.inline(run)
     if run.reading_s > MOSTLY * run.waiting_s:
         return texts.reading(run)
     if _is_cheap(run):

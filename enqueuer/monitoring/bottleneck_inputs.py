@@ -82,6 +82,7 @@ class WorkerInputs(NamedTuple):
 class RunInputs(NamedTuple):
     """All numbers from which the bottleneck is found, of a run of so many `seconds`.
 
+    `is_inline` says that the loop's own thread makes the batches.
     `switch_s` is the time after which a thread that waits for the GIL asks for it again; None if
     there is no GIL.
     """
@@ -100,6 +101,7 @@ class RunInputs(NamedTuple):
     loop_cpu_s: float
     workers: Sequence[WorkerInputs]
     switch_s: float | None = 0.005
+    is_inline: bool = False
 
     @property
     def waiting_share(self) -> float:

@@ -106,6 +106,16 @@ def cheap(run: RunInputs) -> Bottleneck:
     )
 
 
+def inline(run: RunInputs) -> Bottleneck:
+    """Return the finding that the loop makes the batches itself."""
+    return Bottleneck(
+        "source",
+        "The bottleneck is making the batches: "
+        f"the loop makes them itself, and spends {percent(run.waiting_share)} of its time on that.",
+        "workers=0 is for debugging: give workers=1 or more, which work while the loop is busy.",
+    )
+
+
 def reading(run: RunInputs) -> Bottleneck:
     """Return the finding that the loop reads slow elements itself."""
     return Bottleneck(

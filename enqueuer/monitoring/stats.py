@@ -27,7 +27,7 @@ class Stats:
 
     Attributes:
         seconds: Seconds since the start.
-        backend: `"thread"`, `"process"` or `"ray"`.
+        backend: `"thread"`, `"process"` or `"ray"`; `"inline"` with `workers=0`.
         ordered: Whether batches come in order.
         epoch: Number of the epoch that is read, from 0.
         items: Number of batches that were given to the loop.
@@ -197,6 +197,7 @@ class Stats:
                 working_s=self.working_s,
                 wait_p99_s=self.wait_p99_s,
                 in_threads=self.backend == "thread",
+                is_inline=self.backend == "inline",
                 ordered=self.ordered,
                 max_queue_size=self.max_queue_size,
                 cpus=self.cpus,

@@ -1,7 +1,7 @@
 """The loop that every worker of shards runs, on every backend: shards -> items -> a sender.
 
-    serve: wait for an epoch -> run -> wait for the next one -> ... -> exit
-    run:   one item of each shard in turn, until all have ended or one has failed
+    serve:      wait for an epoch -> run -> wait for the next one -> ... -> exit
+    run, turns: one item of each shard in turn, until all have ended or one has failed
 
 The items leave in the order in which an ordered consumer reads them. This file knows no
 backend: the sender is a thread's buffer, a process's channel or, in a test, a list.
@@ -10,7 +10,7 @@ backend: the sender is a thread's buffer, a process's channel or, in a test, a l
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 
 from enqueuer.errors import Closed
@@ -55,12 +55,33 @@ def run(
     enter: Callable[[Shard], None],
     on_error: OnError = "raise",
 ) -> None:
+    """Do what `turns` does, without a pause between two turns."""
+    for _ in turns(source, starts, sender, enter, on_error):
+        raise AssertionError("there is no pause")
+
+
+def turns(
+    source: Source,
+    starts: Mapping[Shard, Start],
+    sender: Sender,
+    enter: Callable[[Shard], None],
+    on_error: OnError = "raise",
+    one_by_one: bool = False,
+) -> Iterator[None]:
     """Send what `source` yields for each shard in turn, then each shard's end.
 
     The first exception ends the run: it is sent as a Failure. With another `on_error` it ends
     only the shard whose generator raised it. Closed, which means that the consumer left, is raised
     to the caller. In each case the generators are closed, here in the thread that ran them, so
     that their `finally` runs.
+
+    Args:
+        source: Source of all shards.
+        starts: Start of each shard, in the order of their turns.
+        sender: Sender of the items.
+        enter: As for `serve`.
+        on_error: Handling of an exception of the source.
+        one_by_one: Whether to yield after each turn; otherwise nothing is yielded.
     """
     streams = deque(ShardStream(source, shard, start) for shard, start in starts.items())
     with ExitStack() as stack:
@@ -70,7 +91,7 @@ def run(
             stream = streams[0]
             enter(stream.shard)
             try:
-                has_more = stream.advance(sender, alone=len(streams) == 1)
+                has_more = stream.advance(sender, alone=len(streams) == 1 and not one_by_one)
             except BaseException as error:
                 # Our Closed means that the consumer left; the user's code may raise one, too.
                 if isinstance(error, Closed) and not stream.in_user_code:
@@ -92,9 +113,13 @@ def run(
                 has_more = not stream.in_user_code
                 # The shard sent nothing in its turn, as if the item had been None.
                 if has_more and value is None:
+                    if one_by_one:
+                        yield
                     continue
             if has_more:
                 streams.rotate(-1)
             else:
                 streams.popleft()
                 sender.send(End(stream.shard.index, stream.state_at_end, stream.number))
+            if one_by_one:
+                yield

@@ -1,6 +1,7 @@
 """Setting the global random states; no other file does so.
 
-It sets them in worker processes. In the process of the training loop it restores them at once.
+It sets them in worker processes. In the process of the training loop it restores them, before the
+loop runs again.
 """
 
 from __future__ import annotations
@@ -23,9 +24,13 @@ class GlobalStreams:
     Generators that use `random`, `numpy.random` or `torch` draw from a stream of their shard,
     even if one worker runs several shards in turn. `tensorflow`'s state cannot be exchanged, so
     it is only seeded. Frameworks that are imported later are seeded by `seed_imported`.
+
+    Args:
+        is_alone: As for `seed_globals`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_alone: bool = True) -> None:
+        self._is_alone = is_alone
         self._current: Shard | None = None
         # Functions that restore the states of each shard in this epoch, by its index.
         self._states: dict[int, list[Callable[[], None]]] = {}
@@ -43,7 +48,7 @@ class GlobalStreams:
             self._states.clear()
         known = self._states.pop(shard.index, None)
         if known is None:
-            seed_globals(shard)
+            seed_globals(shard, is_alone=self._is_alone)
         else:
             for put_back in known:
                 put_back()
@@ -79,6 +84,27 @@ class TaskSeeds:
             FRAMEWORKS[framework](words_of(self._current))
 
 
+class SwappedStates:
+    """The global random states of a worker that runs in the loop's own thread, in turns."""
+
+    def __init__(self) -> None:
+        # Functions that restore the states as the worker left them; none before its first turn.
+        self._states: list[Callable[[], None]] = []
+
+    @contextlib.contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Set the states to those of the worker, and at the end to those of the loop."""
+        of_loop = _save()
+        try:
+            for put_back in self._states:
+                put_back()
+            yield
+            self._states = _save()
+        finally:
+            for put_back in of_loop:
+                put_back()
+
+
 @contextlib.contextmanager
 def borrowed_globals(shard: Seeded) -> Iterator[None]:
     """Seed the global generators as in a worker process, and restore them at the end.
@@ -87,27 +113,28 @@ def borrowed_globals(shard: Seeded) -> Iterator[None]:
     """
     restore = _save()
     try:
-        seed_globals(shard, gpus=False, tensorflow=False)
+        seed_globals(shard, is_alone=False)
         yield
     finally:
         for put_back in restore:
             put_back()
 
 
-def seed_globals(place: Seeded, gpus: bool = True, tensorflow: bool = True) -> None:
+def seed_globals(place: Seeded, gpus: bool = True, is_alone: bool = True) -> None:
     """Seed the global generators of this process.
 
     Args:
         place: Shard or task whose seeds they get.
         gpus: Whether to seed torch's generators of GPUs, which takes far longer.
-        tensorflow: Whether to seed tensorflow's, which cannot be restored.
+        is_alone: Whether no loop uses them, so that those are seeded, too, which cannot be
+            restored: tensorflow's, and torch's of GPUs.
     """
     words = words_of(place)
     random.seed(int(words[0]) << 64 | int(words[1]))
     # A number of 32 bits takes numpy a seventh of the time that an array of them takes.
     np.random.seed(int(words[2]) & 0xFFFFFFFF)
-    _seed_torch(words, gpus)
-    if tensorflow:
+    _seed_torch(words, gpus and is_alone)
+    if is_alone:
         _seed_tensorflow(words)
 
 

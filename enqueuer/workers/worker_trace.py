@@ -1,6 +1,6 @@
 """Recording the spans of a worker, if there is a trace: next, send, wait.
 
-    serve(plan, orders, sender) -> serve(plan, recorder, recorder), with a _Recorder around both
+    serve(plan, orders, sender) -> serve(plan, recorder, recorder), of a WorkerRecorder
 
 A worker's time is that of its sender, that of its orders, or else that of the user's code. So the
 recorder does nothing while an item is made, and a worker without a trace has no cost.
@@ -24,6 +24,8 @@ from enqueuer.workers.plan import Plan
 _log = logging.getLogger("enqueuer")
 
 _now = time.monotonic_ns
+# Number of a row for which there is no thread; no thread of Linux has it.
+_ROW = 1 << 22
 
 Serve = Callable[..., None]
 """`loop.serve` or `task_loop.serve_tasks`."""
@@ -43,7 +45,7 @@ def _serve(
     sender: Sender,
     enter: Callable[[Any], None] | None = None,
 ) -> None:
-    recorder = _Recorder(place, index, orders, sender)
+    recorder = WorkerRecorder(place, index, orders, sender)
     sender.watch(recorder.waited)
     try:
         serve(plan, recorder, recorder, enter)
@@ -51,10 +53,19 @@ def _serve(
         recorder.close()
 
 
-class _Recorder:
+def recorder_in_loop(place: TraceTarget, index: int, orders: Any, sender: Sender) -> WorkerRecorder:
+    """Return the recorder of a worker that runs in the loop's own thread."""
+    recorder = WorkerRecorder(place, index, orders, sender, in_loop=True)
+    sender.watch(recorder.waited)
+    return recorder
+
+
+class WorkerRecorder:
     """The Sender of a worker, and its Orders or Tickets, which record each call."""
 
-    def __init__(self, place: TraceTarget, index: int, orders: Any, sender: Sender) -> None:
+    def __init__(
+        self, place: TraceTarget, index: int, orders: Any, sender: Sender, in_loop: bool = False
+    ) -> None:
         self._orders = orders
         self._sender = sender
         self._run = place.run
@@ -63,8 +74,11 @@ class _Recorder:
         # The loop reports errors of later writes.
         if self._lines.trouble is not None:
             _log.warning("worker %d records nothing in a trace: %s", index, self._lines.trouble)
-        self._track = Track(self._lines, pid, threading.get_native_id())
-        if pid == place.pid:
+        # The row of the loop has the number of the thread.
+        self._track = Track(self._lines, pid, _ROW if in_loop else threading.get_native_id())
+        if in_loop:
+            self._track.name(None, f"worker {index} (the loop's own thread)", index)
+        elif pid == place.pid:
             self._track.name(None, f"worker {index} (thread)", index)
         else:
             self._track.name(f"worker {index} (process {pid})", f"worker {index}", index)
@@ -139,6 +153,8 @@ class _Recorder:
         """Note the end of a wait; the sender calls this."""
         if self._is_sending:
             self._waits.append((since, _now()))
+        else:
+            self._since = _now()
 
     def close(self) -> None:
         """Write the events that are kept, and close the file."""

@@ -38,6 +38,7 @@ def test_the_workers_frames_are_in_the_traceback(backend):
     assert frames[-1].line == 'raise ValueError("bad value", 7)'
 
 
+@pytest.mark.ahead
 def test_a_note_names_worker_shard_and_item(backend):
     source = Failing(2, helpers.raise_value_error, shard=1)
     with GeneratorEnqueuer(source, workers=2, **backend) as enqueuer:
@@ -89,7 +90,11 @@ def test_what_cannot_be_pickled_arrives_as_worker_error(process):
 
 
 @pytest.mark.parametrize(
-    ("act", "kind"), [(helpers.exit_zero, SystemExit), (helpers.interrupt, KeyboardInterrupt)]
+    ("act", "kind"),
+    [
+        (helpers.exit_zero, SystemExit),
+        pytest.param(helpers.interrupt, KeyboardInterrupt, marks=pytest.mark.ahead),
+    ],
 )
 def test_what_would_end_the_program_arrives_as_worker_error(backend, act, kind):
     with GeneratorEnqueuer(Failing(2, act), **backend) as enqueuer:

@@ -225,6 +225,7 @@ def test_the_size_is_told_while_another_thread_waits(tmp_path):
         waiting.join(LIMIT)
 
 
+@pytest.mark.ahead
 def test_the_queue_tells_what_waits(backend):
     with GeneratorEnqueuer(counting, workers=2, max_queue_size=6, **backend) as enqueuer:
         wait_until(lambda: enqueuer.queue.qsize() == 6)
@@ -233,6 +234,7 @@ def test_the_queue_tells_what_waits(backend):
         assert enqueuer.queue.get_nowait() == (1, 0)
 
 
+@pytest.mark.ahead
 def test_a_timeout_of_get_loses_nothing(backend, tmp_path):
     def source():
         while not (tmp_path / "gate").exists():

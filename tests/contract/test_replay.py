@@ -30,6 +30,7 @@ def failed(**options):
     return enqueuer, caught.value
 
 
+@pytest.mark.ahead
 def test_the_item_is_made_again_with_the_same_numbers(backend):
     _, error = failed(**backend)
     before = random.getstate(), np.random.get_state()[1].tolist()

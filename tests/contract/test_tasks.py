@@ -149,6 +149,7 @@ def test_no_more_than_the_bound_is_done_ahead(backend, tmp_path):
         assert done() <= 1 + 4 + 2
 
 
+@pytest.mark.ahead
 def test_results_are_made_from_the_start_on(backend):
     with make(map=double, max_queue_size=4, **backend) as enqueuer:
         end = time.monotonic() + LIMIT
@@ -850,6 +851,7 @@ def test_a_new_one_can_be_pickled():
     enqueuer.stop()
 
 
+@pytest.mark.ahead
 def test_the_workers_begin_at_the_start(backend):
     enqueuer = make(map=double, **backend)
     enqueuer.start()
@@ -913,6 +915,7 @@ class SlowAtTheSecond:
             yield x
 
 
+@pytest.mark.ahead
 def test_a_slow_iterable_does_not_hold_back_what_is_done(backend):
     """Reading on, to fill the queue, would take it for seconds."""
     elements = SlowAtTheSecond()

@@ -97,6 +97,7 @@ def test_items_are_the_same_with_a_trace(backend, tmp_path):
         assert [batch["small"].tobytes() for batch in enqueuer] == expected
 
 
+@pytest.mark.ahead
 def test_each_item_is_made_sent_and_taken(backend, tmp_path):
     path = tmp_path / "run.json"
     with GeneratorEnqueuer(twelve, workers=2, trace=path, max_queue_size=3, **backend) as enqueuer:
@@ -140,6 +141,7 @@ def test_tasks_are_told_by_their_elements(backend, tmp_path):
     assert [e["args"] for e in named(events, "epoch")] == [{"epoch": 0}, {"epoch": 1}]
 
 
+@pytest.mark.ahead
 def test_a_worker_that_waits_for_room_says_so(backend, tmp_path):
     path = tmp_path / "run.json"
     with GeneratorEnqueuer(counting, max_queue_size=1, trace=path, **backend) as enqueuer:
@@ -278,6 +280,7 @@ def test_another_start_goes_on_in_the_same_file(backend, tmp_path):
     assert len(named(events, "work")) == 36
 
 
+@pytest.mark.ahead
 def test_other_workers_go_on_in_the_same_file(backend, tmp_path):
     path = tmp_path / "run.json"
     with GeneratorEnqueuer(twelve, shards=4, trace=path, **backend) as enqueuer:
@@ -393,6 +396,7 @@ def test_what_is_dropped_at_the_stop_was_not_taken(process, tmp_path):
     assert [e["args"]["item"] for e in named(read(path), "work")] == [0]
 
 
+@pytest.mark.ahead
 def test_the_counter_falls_with_each_item_that_is_taken(backend, tmp_path):
     path = tmp_path / "run.json"
     with GeneratorEnqueuer(twelve, trace=path, max_queue_size=20, **backend) as enqueuer:
@@ -429,6 +433,7 @@ def test_a_large_trace_says_so_and_ends(monkeypatch, tmp_path):
     assert events[-1]["name"] == "end"
 
 
+@pytest.mark.ahead
 def test_a_worker_that_cannot_record_says_so_and_works(backend, tmp_path, caplog):
     path = tmp_path / "run.json"
     with GeneratorEnqueuer(twelve, shards=4, trace=path, **backend) as enqueuer:

@@ -1,0 +1,1 @@
+"""Workers whose code runs in the loop's own thread."""
