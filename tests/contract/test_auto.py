@@ -491,7 +491,7 @@ def test_the_short_forms_take_it_too():
     ("given", "says"),
     [
         ({"workers": "many"}, r"workers must be an int, 'auto' or Auto\(...\), got 'many'"),
-        ({"workers": 0}, "workers must be >= 1, got 0"),
+        ({"workers": -1}, "workers must be >= 0, got -1"),
     ],
 )
 def test_arguments_are_checked(kind, given, says):

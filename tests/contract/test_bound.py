@@ -159,8 +159,8 @@ def test_a_bad_number_is_refused(name, value, error):
 
 def test_bad_numbers_are_refused_by_start():
     enqueuer = GeneratorEnqueuer(iter("ab"))
-    with pytest.raises(ValueError, match="workers must be >= 1, got 0"):
-        enqueuer.start(workers=0)
+    with pytest.raises(ValueError, match="workers must be >= 0, got -1"):
+        enqueuer.start(workers=-1)
     with pytest.raises(ValueError, match="max_queue_size must be >= 1, got -1"):
         enqueuer.start(max_queue_size=-1)
 

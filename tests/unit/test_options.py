@@ -139,7 +139,7 @@ def test_a_name_that_is_no_option_is_answered_by_the_one_to_give(made, name, say
 @pytest.mark.parametrize(
     ("given", "error", "says"),
     [
-        ({"workers": 0}, ValueError, "workers must be >= 1, got 0"),
+        ({"workers": -1}, ValueError, "workers must be >= 0, got -1"),
         ({"workers": True}, TypeError, "workers must be an int, got True"),
         ({"workers": "2"}, ValueError, "workers must be an int, 'auto' or Auto(...), got '2'"),
         ({"backend": "ray2"}, ValueError, "backend must be 'thread', 'process', 'ray', Proc"),
