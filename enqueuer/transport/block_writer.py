@@ -13,7 +13,7 @@ import numpy as np
 
 from enqueuer.transport.block import Block
 from enqueuer.transport.block_pool import ALIGNMENT, BlockPool
-from enqueuer.transport.item_codec import Buffer
+from enqueuer.transport.item_codec import Buffer, Pieces
 from enqueuer.transport.protocol import INLINE_BYTES, MOST_IN_PACKET, NUMBER, SEGMENT, Kind
 from enqueuer.transport.ring import Ring
 from enqueuer.transport.sender_control import SenderControl
@@ -25,6 +25,9 @@ _COPIED = (
     "to another view of it (a loop variable, for example) and could write to it: `del` that view "
     "before the yield. Each worker logs this once"
 )
+
+Part = Buffer | Pieces
+"""What is copied into a block: a buffer, or a large pickle."""
 
 Segment = tuple[Block, int, int]
 """A part of an item: its block, its offset in the block, and its size in bytes."""
@@ -52,7 +55,9 @@ class BlockWriter:
         self._arrays = arrays
         self._has_warned = False
 
-    def lay_out(self, data: bytes, buffers: Sequence[Buffer]) -> tuple[bytes, list[Segment]]:
+    def lay_out(
+        self, data: bytes | Pieces, buffers: Sequence[Buffer]
+    ) -> tuple[bytes, list[Segment]]:
         """Put all that is large into a block, except for what lies in one already.
 
         Returns:
@@ -65,13 +70,18 @@ class BlockWriter:
         numbers = self._ring.take_released()
         if numbers:
             self.pool.reclaim(numbers)
-        inline = len(data) <= INLINE_BYTES
-        parts: list[Buffer] = [*buffers] if inline else [memoryview(data), *buffers]
+        parts: list[Part] = [*buffers]
+        if isinstance(data, Pieces):
+            parts.insert(0, data)
+            data = b""
+        elif len(data) > INLINE_BYTES:
+            parts.insert(0, memoryview(data))
+            data = b""
         in_place = self._in_place(parts) if self.pool.has_user_blocks else {}
         self._arrays.clear()
-        return data if inline else b"", self._copied(parts, in_place)
+        return data, self._copied(parts, in_place)
 
-    def _copied(self, parts: list[Buffer], in_place: dict[int, Segment]) -> list[Segment]:
+    def _copied(self, parts: list[Part], in_place: dict[int, Segment]) -> list[Segment]:
         """Copy parts into a block of their own, but those that lie in one; return all segments."""
         if not parts:
             return []
@@ -91,7 +101,7 @@ class BlockWriter:
             segments.append((block, begin, part.nbytes))
         return segments
 
-    def _in_place(self, parts: Sequence[Buffer]) -> dict[int, Segment]:
+    def _in_place(self, parts: Sequence[Part]) -> dict[int, Segment]:
         """Find the parts that lie in blocks which the generator has filled, and freeze these."""
         found: dict[int, Segment] = {}
         frozen: dict[int, bool] = {}
@@ -132,9 +142,11 @@ class BlockWriter:
         return b"".join([SEGMENT.pack(block.number, *place) for block, *place in segments])
 
 
-def copy_part(part: Buffer, block: Block, begin: int) -> None:
+def copy_part(part: Part, block: Block, begin: int) -> None:
     """Copy a part of an item to its place in a block."""
     if isinstance(part, np.ndarray):
         np.ndarray(part.shape, part.dtype, block.memory, begin)[...] = part
+    elif isinstance(part, Pieces):
+        part.copy_to(block.memory, begin)
     else:
         block.memory[begin : begin + part.nbytes] = part

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import mmap
 import pickle
 import struct
 from collections.abc import Callable, Iterable, Sequence
@@ -65,6 +66,30 @@ Buffer = memoryview | np.ndarray
 """Bytes beside a pickle: contiguous ones, or an array that is not."""
 
 
+class Pieces:
+    """A pickle in pieces, as the pickler writes it if the item has long byte strings.
+
+    Each `bytes` or `bytearray` of 64 KiB or more is a piece, so it is not copied yet.
+    """
+
+    def __init__(self, pieces: Iterable[bytes]) -> None:
+        self._pieces = list(pieces)
+        self.nbytes = sum(map(len, self._pieces))
+
+    def __len__(self) -> int:
+        return self.nbytes
+
+    def __bytes__(self) -> bytes:
+        return b"".join(self._pieces)
+
+    def copy_to(self, memory: mmap.mmap, begin: int) -> None:
+        """Write the pickle into memory, from `begin` on."""
+        for piece in self._pieces:
+            end = begin + len(piece)
+            memory[begin:end] = piece
+            begin = end
+
+
 class Encoder:
     """Encode items as pickles; for one thread.
 
@@ -82,7 +107,7 @@ class Encoder:
         self._pickler = pickle.Pickler(self, protocol=5, buffer_callback=self._keep_in_band)
         self._pickler.dispatch_table = _Reducers(self._reduce_array)
 
-    def encode(self, value: object) -> tuple[bytes, Sequence[Buffer]]:
+    def encode(self, value: object) -> tuple[bytes | Pieces, Sequence[Buffer]]:
         """Return `value` as a pickle and the buffers that belong beside it.
 
         The buffers are views of the value's own memory: use them before it changes.
@@ -100,10 +125,10 @@ class Encoder:
             raise
         return self._take()
 
-    def _take(self) -> tuple[bytes, Sequence[Buffer]]:
+    def _take(self) -> tuple[bytes | Pieces, Sequence[Buffer]]:
         """Return what the pickler has made, and have it forget the item."""
         chunks, buffers = self._chunks, self._buffers
-        data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        data = chunks[0] if len(chunks) == 1 else Pieces(chunks)
         chunks.clear()
         self._pickler.clear_memo()
         if not buffers:
@@ -232,7 +257,22 @@ def _as_masked(data: np.ndarray, mask: np.ndarray | None, fill: Any, hard: bool)
     return array
 
 
+def _reduce_image(image: Any) -> Any:
+    """Reduce an image of PIL, whose own state holds its pixels last."""
+    *state, pixels = image.__getstate__()
+    if not isinstance(pixels, bytes):
+        return image.__reduce_ex__(5)
+    return _as_image, (type(image), state, PickleBuffer(pixels))
+
+
+def _as_image(kind: Any, state: list[Any], pixels: Any) -> Any:
+    image: Any = kind.__new__(kind)
+    image.__setstate__([*state, pixels])
+    return image
+
+
 _BY_NAME: dict[tuple[str, str], Callable[[Any], Any]] = {
+    ("PIL.Image", "Image"): _reduce_image,
     ("torch", "Tensor"): tensors.reduce_tensor,
     ("numpy.ma", "MaskedArray"): _reduce_masked,
     ("numpy.ma.core", "MaskedArray"): _reduce_masked,

@@ -21,7 +21,7 @@ from enqueuer.transport import task_queue
 from enqueuer.transport.block_pool import BlockPool
 from enqueuer.transport.block_writer import BlockWriter
 from enqueuer.transport.frame_writer import MOST_IN_RUN, FrameWriter
-from enqueuer.transport.item_codec import SCALARS, Buffer, Encoder
+from enqueuer.transport.item_codec import SCALARS, Buffer, Encoder, Pieces
 from enqueuer.transport.packets import Packets
 from enqueuer.transport.protocol import INLINE_BYTES, REPORT, Credit, Kind
 from enqueuer.transport.ring import ASKING, CLAIMED, LIMIT, ORDERS, TAKEN, WANTED, Ring
@@ -80,6 +80,8 @@ class ItemSender:
         # the last one that was timed.
         began = clock() if self._writer.sent >= self._limit else 0
         kind, table = _ITEM, 0
+        # Bytes, or pieces of a large pickle, which `_prepare` puts into a block.
+        data: Any
         buffers: Sequence[Buffer] = ()
         if state is not None:
             kind = _STATED
@@ -121,9 +123,9 @@ class ItemSender:
         table = self._blocks.announce(segments)
         self._put(kind, message.shard, message.number, len(table), table + data)
 
-    def _encoded(self, message: End | Failure) -> tuple[int, bytes, Sequence[Buffer]]:
+    def _encoded(self, message: End | Failure) -> tuple[int, bytes | Pieces, Sequence[Buffer]]:
         if isinstance(message, End):
-            data: bytes = b""
+            data: bytes | Pieces = b""
             buffers: Sequence[Buffer] = ()
             if message.state is not None:
                 data, buffers = self._encode(message.state)
@@ -192,14 +194,14 @@ class ItemSender:
 
     # --- an item ---
 
-    def _prepare(self, data: bytes, buffers: Sequence[Buffer]) -> tuple[bytes, bytes]:
+    def _prepare(self, data: bytes | Pieces, buffers: Sequence[Buffer]) -> tuple[bytes, bytes]:
         """Put large parts into blocks, and wait for credit.
 
         Returns:
             The pickle, if it is small, and the table of the parts in blocks.
         """
         self._control.check()
-        if not buffers and len(data) <= INLINE_BYTES:
+        if not buffers and isinstance(data, bytes) and len(data) <= INLINE_BYTES:
             self._allowance.add(len(data))
             self._wait_for_credit()
             return data, b""

@@ -92,6 +92,10 @@ ITEMS = {
         [np.arange(LARGE + n) for n in range(20)],
     ],
     "dataclass": [Batch(np.arange(LARGE), ["a", "b"])],
+    "long byte strings": [
+        {"jpeg": [bytes([n]) * (70_000 + n) for n in range(4)], "x": np.arange(LARGE)},
+        [bytearray(b"12") * LARGE * 20, b"short", b"ab" * LARGE * 20],
+    ],
     "plain": [0, -(10**30), 1.5, True, "ü", 1j, float("inf"), range(3), slice(1, 2), Ellipsis],
 }
 

@@ -4,6 +4,9 @@ import builtins
 import collections
 import copyreg
 import dataclasses
+import gc
+import mmap
+import os
 import pickle
 import threading
 import traceback
@@ -29,7 +32,7 @@ class Batch:
 def there_and_back(value):
     data, buffers = item_codec.Encoder().encode(value)
     return item_codec.decode(
-        data, [memoryview(bytearray(np.asarray(view).tobytes())) for view in buffers]
+        bytes(data), [memoryview(bytearray(np.asarray(view).tobytes())) for view in buffers]
     )
 
 
@@ -53,6 +56,44 @@ ARRAYS = [
     np.arange(4 * LARGE).reshape(4, LARGE)[::2, ::-1],
     np.broadcast_to(1.5, (100, 100)),
 ]
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray])
+def test_long_byte_strings_are_copied_once(kind):
+    """The pickle is in pieces until it is written to its place: the strings are among them."""
+    strings = [kind(os.urandom(70_000)) for _ in range(4)]
+    batch = {"strings": strings, "labels": [0, 1, 2, 3]}
+    pickled, buffers = item_codec.Encoder().encode(batch)
+    assert isinstance(pickled, item_codec.Pieces)
+    assert not buffers
+    referents = gc.get_referents(*gc.get_referents(pickled))
+    assert all(any(string is piece for piece in referents) for string in strings)
+    with mmap.mmap(-1, len(pickled) + 10) as memory:
+        pickled.copy_to(memory, 10)
+        assert memory[10:] == bytes(pickled)
+        assert pickle.loads(memory[10:]) == batch
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "P", "RGBA", "1", "F", "I;16"])
+@pytest.mark.parametrize("side", [8, 300])
+def test_images_of_pil_come_back_equal(mode, side):
+    pil = helpers.needs("PIL.Image")
+    image = pil.new(mode, (side, side + 1), 1)
+    image.info["dpi"] = (72, 72)
+    if mode == "P":
+        image.putpalette(bytes(range(256)) * 3)
+    copy = there_and_back({"image": image})["image"]
+    assert copy == image
+    assert type(copy) is type(image)
+    assert copy.info == image.info
+    copy.putpixel((0, 0), 0)
+
+
+def test_the_pixels_of_a_large_image_are_no_part_of_the_pickle():
+    pil = helpers.needs("PIL.Image")
+    pickled, buffers = item_codec.Encoder().encode([pil.new("RGB", (300, 300))] * 2)
+    assert [buffer.nbytes for buffer in buffers] == [270_000]
+    assert len(pickled) < 1000
 
 
 @pytest.mark.parametrize("array", ARRAYS, ids=lambda a: f"{a.dtype.str}-{a.shape}")

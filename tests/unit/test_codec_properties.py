@@ -157,7 +157,7 @@ ENCODER = item_codec.Encoder()  # one for all, as a worker has it
 def test_any_nest_is_the_same_after_the_codec(value):
     data, buffers = ENCODER.encode(value)
     copies = [memoryview(bytearray(np.asarray(buffer).tobytes())) for buffer in buffers]
-    assert same(item_codec.decode(data, copies), value)
+    assert same(item_codec.decode(bytes(data), copies), value)
 
 
 class Channel:

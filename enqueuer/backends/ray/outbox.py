@@ -127,7 +127,8 @@ class Outbox:
     def send_item(self, shard: int, number: int, value: object, state: Any = None) -> None:
         began = clock()
         has_state = state is not None
-        data, views = self._encoder.encode((value, state) if has_state else value)
+        pickled, views = self._encoder.encode((value, state) if has_state else value)
+        data = bytes(pickled)
         self._encoder.arrays.clear()
         size = len(data) + sum(view.nbytes for view in views)
         # An item that took long to make should leave before the next one takes this thread.
