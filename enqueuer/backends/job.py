@@ -87,6 +87,11 @@ class Job:
     trace: TraceTarget | None = None
     ray: RayOptions = RayOptions()
 
+    @property
+    def tickets_at_once(self) -> int:
+        """Number of tickets that a worker may have at once; 1 for shards."""
+        return self.source.tickets_at_once if isinstance(self.source, TaskSource) else 1
+
     def share_of(self, cpus: float) -> int:
         """Return the number of CPUs of each worker if they are divided evenly; at least 1."""
         workers = max(self.workers, self.most_workers)

@@ -7,14 +7,11 @@ import os
 import threading
 from typing import NoReturn, Protocol
 
+from enqueuer.common.finalizers import WorkerThread
 from enqueuer.errors import InvalidState
 
 # Seconds; SIGTERM comes first, and SIGKILL after half of them.
 ESCALATION_S = 0.6
-
-
-class WorkerThread(threading.Thread):
-    """A thread that runs a worker."""
 
 
 class Stoppable(Protocol):

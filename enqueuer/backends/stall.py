@@ -17,12 +17,13 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from enqueuer.backends.order import ANY, Order, TaskOrder
 from enqueuer.common.text import pluralize
 from enqueuer.errors import BatchTimeout, StallWarning
+from enqueuer.workers.element_threads import ThreadSnapshot
 from enqueuer.workers.messages import Ticket
 
 Stack = Sequence[traceback.FrameSummary]
@@ -41,6 +42,8 @@ _CALLERS = frozenset(
         "workers/stream.py",
         "workers/skipping.py",
         "workers/task_loop.py",
+        "workers/concurrent_loop.py",
+        "workers/element_threads.py",
         "workers/tasks.py",
         "workers/collate.py",
         "generators/batches.py",
@@ -63,6 +66,8 @@ _FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 _CUT = "  ..."
 # Faulthandler writes at most so many.
 _MOST_FRAMES = 100
+# Bytes that a pipe surely holds.
+_MOST_BYTES = 1 << 15
 
 
 class DeadlineExpired(TimeoutError):
@@ -77,12 +82,14 @@ class WorkerSnapshot(NamedTuple):
         shards: Indices of its shards; empty if it does tasks.
         stack: Python stack of the worker; None if that is not known.
         why: Reason why the stack is not known.
+        threads: Snapshots of the threads that run elements; empty if the worker has none.
     """
 
     name: str
     shards: tuple[int, ...]
     stack: Stack | None
     why: str = ""
+    threads: Sequence[ThreadSnapshot] = ()
 
 
 class WaitSnapshot(NamedTuple):
@@ -255,6 +262,42 @@ def parse(text: str) -> tuple[Stack, bool]:
     return frames[::-1], is_whole
 
 
+def encode_threads(threads: Sequence[ThreadSnapshot]) -> bytes:
+    """Return snapshots of threads as a line of text, of which a pipe holds all.
+
+    Example:
+        >>> thread = ThreadSnapshot((3,), [traceback.FrameSummary("train.py", 7, "load")])
+        >>> (decoded,) = decode_threads(encode_threads([thread]).decode())
+        >>> decoded.indices, decoded.stack[0].name
+        ((3,), 'load')
+        >>> decode_threads("[")
+    """
+    import json
+
+    stacks: dict[tuple[tuple[str, int | None, str], ...], list[tuple[int, ...]]] = {}
+    for thread in threads:
+        frames = tuple((frame.filename, frame.lineno, frame.name) for frame in thread.stack)
+        stacks.setdefault(frames, []).append(thread.indices)
+    rows = [[elements, frames] for frames, elements in stacks.items()]
+    while len(data := json.dumps(rows).encode()) >= _MOST_BYTES:
+        rows.pop()
+    return data + b"\n"
+
+
+def decode_threads(text: str) -> list[ThreadSnapshot] | None:
+    """Return the snapshots in the last line of a text; None if there are none, or not all."""
+    _, _, line = text.removesuffix("\n").rpartition("\n")
+    if not line.startswith("[") or not text.endswith("\n"):
+        return None
+    import json
+
+    return [
+        ThreadSnapshot(tuple(indices), [traceback.FrameSummary(*frame) for frame in frames])
+        for elements, frames in json.loads(line)
+        for indices in elements
+    ]
+
+
 def level_of_user() -> int:
     """Return the stacklevel for a warning of the caller's: the first frame that is not ours."""
     frame, level = sys._getframe(1), 1
@@ -266,8 +309,22 @@ def level_of_user() -> int:
 def _line(worker: WorkerSnapshot) -> str:
     shards = ", ".join(map(str, worker.shards))
     of = f", shard{'' if len(worker.shards) == 1 else 's'} {shards}," if shards else ""
+    if worker.threads:
+        return "\n".join(
+            [f"{worker.name}, {pluralize(len(worker.threads), 'thread')}", *_threads(worker)]
+        )
     does = worker.why if worker.stack is None else _what_it_does(worker.stack)
     return f"{worker.name}{of} {does}"
+
+
+def _threads(worker: WorkerSnapshot) -> Iterator[str]:
+    """Yield what the threads of a worker do; those at the same place share a text."""
+    places: dict[str, list[int]] = {}
+    for thread in worker.threads:
+        places.setdefault(_what_it_does(thread.stack), []).extend(thread.indices)
+    for does, indices in places.items():
+        elements = ", ".join(map(str, sorted(indices)))
+        yield f"element{'' if len(indices) == 1 else 's'} {elements} {does}"
 
 
 def _what_it_does(stack: Stack) -> str:

@@ -17,12 +17,18 @@ import atexit
 import functools
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 # Calls of a function that always raises; without a limit it would keep its arguments forever.
 _MOST_CALLS = 4
+
+
+class WorkerThread(threading.Thread):
+    """A thread that runs a worker, or its elements. It stops no worker in a finalizer."""
+
 
 # Finalizers whose function has not returned yet, and the references whose callbacks they are.
 pending: dict[Finalizer, tuple[weakref.ref[Any], ...]] = {}

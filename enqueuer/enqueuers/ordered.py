@@ -13,6 +13,7 @@ from enqueuer.enqueuers.options import EnqueuerOptions, Options, Unpack, takes_o
 from enqueuer.enqueuers.task_workload import TaskWorkload
 from enqueuer.enqueuers.workload import Seed
 from enqueuer.workers.collate import stack
+from enqueuer.workers.element_threads import MOST_THREADS
 from enqueuer.workers.sources import is_indexable, name_of
 from enqueuer.workers.tasks import (
     Counted,
@@ -50,8 +51,15 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
         use_multiprocessing: Keras' name for `backend="process"`.
         batch_size: Number of results in a batch. None, the default: each result comes alone,
             as for elements that are already batches.
-        collate: Makes one batch of a list of results. By default arrays, tensors and numbers are
-            stacked along a new first axis, inside of dicts, tuples and lists, too.
+        collate: Function that makes one batch of a list of results. By default arrays, tensors
+            and numbers are stacked along a new first axis, inside of dicts, tuples and lists,
+            too. Without `map`, it gets the list of the elements, so that it can work on all
+            elements of a batch at once. If it takes two arguments, or one named `tasks`, it also
+            gets the list of their `Task` objects.
+        concurrency: Number of elements that each worker runs at once, those of one batch too, in
+            threads; 1 by default. For elements that wait, for a network or a disk: threads cost
+            far less memory than processes. `map` and the sequence must be thread-safe, and draw
+            random numbers from the `Task`: the global generators are not seeded for each element.
         random_seed: Non-negative int, from which all seeds derive. None, the default, draws one;
             the attribute `random_seed` has it.
         {options}
@@ -82,20 +90,31 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
         *,
         use_multiprocessing: bool = False,
         batch_size: int | None = None,
-        collate: Callable[[list[Any]], Any] | None = None,
+        collate: Callable[..., Any] | None = None,
+        concurrency: int = 1,
         random_seed: int | None = None,
         **options: Unpack[EnqueuerOptions],
     ) -> None:
         if isinstance(map, bool):
             use_multiprocessing, map = use_multiprocessing or map, None
-        _check_elements(sequence, map, shuffle)
+        _check_elements(sequence, map, shuffle, collate)
         checks.function("collate", collate, "of a list of results")
         if collate is not None and batch_size is None:
             raise ValueError("collate makes a batch of results; give batch_size with it")
+        concurrency = checks.positive("concurrency", concurrency)
+        if concurrency > MOST_THREADS:
+            raise ValueError(f"concurrency must be <= {MOST_THREADS}, got {concurrency}")
         checked = Options.of(use_multiprocessing, options)
         seed = Seed.of(random_seed, checked.world_size)
         size = None if batch_size is None else checks.positive("batch_size", batch_size)
-        source = TaskSource(sequence, map, size, stack if collate is None else collate, seed.value)
+        source = TaskSource(
+            sequence,
+            map,
+            size,
+            stack if collate is None else collate,
+            seed.value,
+            concurrency=concurrency,
+        )
         self._tasks = TaskWorkload(source, checked, seed, bool(shuffle))
         super().__init__(self._tasks, OrderedEnqueuer)
 
@@ -145,7 +164,7 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
         return Endless(core, core.started_reader())
 
 
-def _check_elements(sequence: object, map: object, shuffle: object) -> None:
+def _check_elements(sequence: object, map: object, shuffle: object, collate: object) -> None:
     """Raise TypeError or ValueError unless tasks can be made of these."""
     if isinstance(sequence, (Mapping, Set)):
         raise TypeError(
@@ -177,10 +196,11 @@ def _check_elements(sequence: object, map: object, shuffle: object) -> None:
                 "__len__; give it one, or num_batches. Is it endless? Then num_batches is None"
             )
         raise TypeError(f"OrderedEnqueuer needs a sequence or an iterable, got {sequence!r}")
-    if map is None:
+    if map is None and collate is None:
         raise ValueError(
             "an iterable without __len__ and __getitem__ needs map, the work to be done on each "
-            "element; to read it ahead as it is, use GeneratorEnqueuer or prefetch"
+            "element, or collate, the work to be done on each batch; to read it ahead as it is, "
+            "use GeneratorEnqueuer or prefetch"
         )
     if shuffle:
         raise ValueError("shuffle needs __len__ and __getitem__; an iterable comes as it is")

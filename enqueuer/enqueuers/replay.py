@@ -127,15 +127,14 @@ def rerun_task(
                 if index == at or not skip:
                     raise
                 result = None
-            if result is not None:
-                results.append(result)
+            results.append(result)
         if failed_fetch is not None and not skip:
             try:
                 raise failed_fetch
             finally:
                 # Otherwise it and its traceback would refer to each other.
                 failed_fetch = None
-        return results[0] if source.batch_size is None else source.collate(results)
+        return source.item_of(ticket, results, random_seed)
 
 
 def item_of(source: Source, make_shard: Callable[[], Shard], number: int, seed: bool) -> Any:

@@ -80,7 +80,8 @@ def imap(  # noqa: D417, as takes_options() adds them
     shuffle: bool = False,
     use_multiprocessing: bool = False,
     batch_size: int | None = None,
-    collate: Callable[[list[Any]], Any] | None = None,
+    collate: Callable[..., Any] | None = None,
+    concurrency: int = 1,
     random_seed: int | None = None,
     **options: Unpack[CommonOptions],
 ) -> Iterator[Any]:
@@ -96,10 +97,11 @@ def imap(  # noqa: D417, as takes_options() adds them
         elements: A sequence, or any iterable, which is read in your own thread.
         max_queue_size: Largest number of results that wait; 10 by default. Each worker may hold
             one more.
-        shuffle: As for `OrderedEnqueuer`, like the four that follow.
+        shuffle: As for `OrderedEnqueuer`, like the five that follow.
         use_multiprocessing: Keras' name for `backend="process"`.
         batch_size: Number of results in a batch; None, the default: each comes alone.
         collate: Function that makes one batch of a list of results.
+        concurrency: Number of elements that each worker runs at once, in threads; 1 by default.
         random_seed: Non-negative int, from which all seeds derive; drawn by default.
         {options}
 
@@ -123,6 +125,7 @@ def imap(  # noqa: D417, as takes_options() adds them
             use_multiprocessing=use_multiprocessing,
             batch_size=batch_size,
             collate=collate,
+            concurrency=concurrency,
             random_seed=random_seed,
             max_queue_size=max_queue_size,
             **options,

@@ -137,7 +137,9 @@ class TaskWorkload:
                 "the element came from an iterable, and is gone: replay(error) takes it along "
                 "only in the process of the loop",
             )
-        seed, skip = self.options.has_globals, self.options.on_error != "raise"
+        # Workers with several threads do not seed the global generators.
+        seed = self.options.has_globals and self.source.concurrency == 1
+        skip = self.options.on_error != "raise"
         return functools.partial(
             rerun_task, self.source, origin.random_seed, ticket, origin.element, seed, skip
         )
@@ -158,6 +160,7 @@ class TaskWorkload:
         options = self.options.given() | {
             "batch_size": source.batch_size,
             "collate": None if source.collate is stack else source.collate,
+            "concurrency": source.concurrency,
             "random_seed": self.seed.value,
         }
         return (source.items, source.map, self.reading.shuffle), options

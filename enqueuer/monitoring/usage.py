@@ -6,9 +6,11 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+N = TypeVar("N", int, float)
 
 # Share of the available memory; the rest is for batches, and for workers that grow.
 _OF_MEMORY = 0.8
@@ -48,6 +50,18 @@ def of_thread(thread: threading.Thread) -> Usage:
         _cpu_s(~thread.native_id << 3 | 6),
         _cpu_wait_s(f"/proc/self/task/{thread.native_id}/schedstat"),
         switches=_switches(f"/proc/self/task/{thread.native_id}/status"),
+    )
+
+
+def of_threads(threads: Sequence[threading.Thread]) -> Usage:
+    """Return the usage of some threads of this process together."""
+    each = [of_thread(thread) for thread in threads]
+    if len(each) == 1:
+        return each[0]
+    return Usage(
+        _sum([one.cpu_s for one in each]),
+        _sum([one.cpu_wait_s for one in each]),
+        switches=_sum([one.switches for one in each]),
     )
 
 
@@ -125,6 +139,12 @@ def _memory_groups(proc: str, root: Path) -> Iterator[tuple[Path, str, str, tupl
                 cached = ("total_inactive_file", "total_active_file")
                 folder = root / "memory" / part
                 yield folder, "memory.limit_in_bytes", "memory.usage_in_bytes", cached
+
+
+def _sum(values: Sequence[N | None]) -> N | None:
+    """Return the sum of the values that are known; None if none is."""
+    known = [value for value in values if value is not None]
+    return sum(known[1:], known[0]) if known else None
 
 
 def _numbers(path: Path) -> dict[str, int]:

@@ -133,10 +133,10 @@ class ItemReceiver:
         return self._limit - self._taken
 
     @property
-    def claimed(self) -> int:
-        """Token of the ticket that the worker took last; -1 if it took none."""
-        claimed: int = self._words[CLAIMED]
-        return claimed - 1
+    def claimed(self) -> list[int]:
+        """Tokens of the tickets that the worker has taken, the last one or those not done."""
+        words = [self._words[CLAIMED], *self._ring.claims.tolist()]
+        return sorted(word - 1 for word in words if word)
 
     @property
     def is_acknowledged(self) -> bool:

@@ -38,11 +38,14 @@ class ItemSender:
 
     Attributes:
         meter: Meter of the worker.
+        control: The worker's end of the socket.
+        claims: Words for the claims of a worker with several threads.
     """
 
     def __init__(self, packets: Packets, ring: Ring, credit: Credit) -> None:
         self.meter = Meter(ring.meter)
-        self._control = SenderControl(packets, ring, self.meter, Spin(credit.spins))
+        self.control = self._control = SenderControl(packets, ring, self.meter, Spin(credit.spins))
+        self.claims = ring.claims
         encoder = Encoder()
         self._encode = encoder.encode
         self._blocks = BlockWriter(ring, self._control, encoder.arrays, keep=credit.items + 4)
@@ -60,6 +63,10 @@ class ItemSender:
         self._limit = 0
         self._severed = _Severed(self)
         close_in_children(self._severed)
+
+    def fileno(self) -> int:
+        """Return the descriptor by which orders come."""
+        return self.control.fileno()
 
     @property
     def pool(self) -> BlockPool:

@@ -26,6 +26,7 @@ from collections.abc import Callable
 from enqueuer.monitoring import meters
 from enqueuer.transport.block_map import Lease
 from enqueuer.transport.memory import map_shared, open_nameless
+from enqueuer.workers.element_threads import MOST_THREADS
 
 # Words of 8 bytes. Counts are since the start. The worker's words have a cache line of their own:
 # Bytes of frames that were written.
@@ -63,7 +64,8 @@ _METER_AT = 128
 _WORDS_BYTES = _METER_AT + 8 * meters.WORDS
 # Places for numbers of 4 bytes.
 _RELEASED_PLACES = 4096
-_FRAMES_AT = _WORDS_BYTES + 4 * _RELEASED_PLACES
+_CLAIMS_AT = _WORDS_BYTES + 4 * _RELEASED_PLACES
+_FRAMES_AT = _CLAIMS_AT + 8 * MOST_THREADS
 
 # Bytes of frames that wait; the cache of a core holds them all.
 RING_BYTES = 448 * 1024
@@ -85,6 +87,8 @@ class Ring:
         sizes: The same memory by words of 4 bytes, for the sizes of frames.
         released: Ring buffer of the numbers of blocks that the consumer has released.
         meter: Words of the worker's meter.
+        claims: Words for workers with several threads: each is 0, or 1 + the token of a ticket
+            that the worker has taken and not done.
         fence: Full memory barrier: the other side sees what was stored before it, before anything
             is loaded after it.
     """
@@ -95,7 +99,8 @@ class Ring:
         self.meter = view[_METER_AT:_WORDS_BYTES].cast("Q")
         self.frames = view[_FRAMES_AT:]
         self.sizes = self.frames.cast("I")
-        self.released = view[_WORDS_BYTES:_FRAMES_AT].cast("I")
+        self.released = view[_WORDS_BYTES:_CLAIMS_AT].cast("I")
+        self.claims = view[_CLAIMS_AT:_FRAMES_AT].cast("Q")
         self.fence = _make_fence()
 
     @classmethod

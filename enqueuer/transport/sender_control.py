@@ -49,6 +49,7 @@ class SenderControl:
         spin: Whether, and how often, it spins before a sleep.
 
     Attributes:
+        meter: Meter that counts the waits.
         closed: Whether the consumer left, or has asked the worker to stop.
         orders: Number of packets that were read; the word ORDERS is larger if more have come.
         epochs: Epochs that are still to be run.
@@ -64,7 +65,7 @@ class SenderControl:
         self.records: deque[bytes] = deque()
         self._packets = packets
         self._words, self._fence = ring.words, ring.fence
-        self._meter = meter
+        self.meter = meter
         # Held while packets are sent, and while records leave their queue.
         self._lock = threading.Lock()
         self._sequence = 1
@@ -83,6 +84,24 @@ class SenderControl:
         if self.closed:
             raise Closed("the consumer left")
 
+    @property
+    def has_orders(self) -> bool:
+        """Whether packets have come that were not read."""
+        return bool(self._words[ORDERS] > self.orders)
+
+    def fileno(self) -> int:
+        """Return the descriptor by which orders come."""
+        return self._packets.fileno()
+
+    def try_flush(self) -> bool:
+        """Send what was logged without waiting; return whether there is more."""
+        with self._lock:
+            try:
+                self._send_records_locked(wait=False)
+            except OSError:
+                self.closed = True
+        return bool(self.records)
+
     def sleep(
         self,
         enough: Callable[[], bool] | None = None,
@@ -97,18 +116,13 @@ class SenderControl:
             also: Descriptor that ends the sleep, too, when there is something to read.
             phase: Word of the meter to which the time is added.
         """
-        self._meter.pause(phase)
+        self.meter.pause(phase)
         if enough is not None and self._spin.until(enough):
-            self._meter.resume()
+            self.meter.resume()
             if self._words[ORDERS] > self.orders:
                 self.read_orders()
             return
-        with self._lock:
-            try:
-                self._send_records_locked(wait=False)
-            except OSError:
-                self.closed = True
-            mask = select.POLLIN | (select.POLLOUT if self.records else 0)
+        mask = select.POLLIN | (select.POLLOUT if self.try_flush() else 0)
         self._readable.modify(self._packets.fileno(), mask)
         if also is not None:
             self._readable.register(also, select.POLLIN)
@@ -120,7 +134,7 @@ class SenderControl:
         self._words[WORKER_ASLEEP] = 0
         if also is not None:
             self._readable.unregister(also)
-        self._meter.resume()
+        self.meter.resume()
         self.read_orders()
 
     def read_orders(self) -> None:

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from enqueuer.errors import Closed
 from enqueuer.monitoring.trace_file import TraceTarget
-from enqueuer.workers import logs, loop, task_loop
+from enqueuer.workers import logs, loop
+from enqueuer.workers.concurrent_loop import serve_function
 from enqueuer.workers.import_hook import after_import
 from enqueuer.workers.messages import Failure, Sender
 from enqueuer.workers.plan import OnError, Plan
@@ -64,7 +65,7 @@ class WorkerConfig(NamedTuple):
                 except BaseException as error:
                     serve_failure(error, shards, orders, sender)
                     return
-            serve = traced(task_loop.serve_tasks, self.trace, index)
+            serve = traced(serve_function(source), self.trace, index)
             serve(plan, orders, sender, enter)
         else:
             streams = GlobalStreams()

@@ -40,7 +40,7 @@ def serve_tasks(
     many = cast(TaskSender, sender) if may_bunch else None
     try:
         while (ticket := tickets.next_ticket()) is not None:
-            _do(source, ticket, sender, enter, plan.on_error)
+            do_task(source, ticket, sender, enter, plan.on_error)
             if many is not None:
                 _do_many(source, many, plan.on_error)
     except Closed:
@@ -68,12 +68,12 @@ def _do_many(source: TaskSource, sender: TaskSender, on_error: OnError) -> None:
             sender.give_back(ticket)
         else:
             # Without an exception the task raised StopIteration, which looks like an end.
-            _do(source, ticket, sender, do_nothing, on_error, failed)
+            do_task(source, ticket, sender, do_nothing, on_error, failed)
     # Otherwise its traceback would refer to itself, through this frame.
     del failed
 
 
-def _do(
+def do_task(
     source: TaskSource,
     ticket: Ticket,
     sender: Sender,
@@ -118,7 +118,6 @@ def _do(
             if not goes_on:
                 return
         results.append(result)
-    results = [result for result in results if result is not None]
     # No single element is at fault, so the failure is that of fetching all of them.
     if failed_fetch is not None:
         of_all, failed_fetch = Failure(0, ticket.number, failed_fetch), None
@@ -127,20 +126,24 @@ def _do(
         del of_all
         if not goes_on:
             return
-    failure = _send_results(source, ticket, results, sender)
+    send_results(source, ticket, results, sender, on_error)
+
+
+def send_results(
+    source: TaskSource, ticket: Ticket, results: list[Any], sender: Sender, on_error: OnError
+) -> None:
+    """Collate and send the results of a ticket, or `Empty`, or the failure of that."""
+    failure = _try_to_send(source, ticket, results, sender)
     if failure is not None:
         _skip_batch(failure, sender, on_error)
 
 
-def _send_results(
+def _try_to_send(
     source: TaskSource, ticket: Ticket, results: list[Any], sender: Sender
 ) -> Failure | None:
     """Collate and send the results of a ticket; return the failure if that raises."""
-    if not results:
-        sender.send(Empty(ticket.number))
-        return None
     try:
-        value = results[0] if source.batch_size is None else source.collate(results)
+        value = source.item_of(ticket, results, source.random_seed)
     except BaseException as error:
         return Failure(0, ticket.number, error)
     if value is None:

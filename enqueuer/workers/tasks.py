@@ -44,6 +44,8 @@ class Counted(Protocol):
     def __getitem__(self, index: Any, /) -> Any: ...
 
 
+# What a function of the user may take as its second argument.
+_SECOND = {"task": "its Task", "tasks": "their Tasks"}
 # Stands for an element that is still to be fetched.
 FETCH: Any = object()
 
@@ -60,7 +62,9 @@ class TaskSource:
         random_seed: Seed of the enqueuer.
         begin_worker: Function that a worker in another process calls once, with its index. It
             returns the function that seeds before each task; None: as for other sources.
+        concurrency: Number of elements that each worker runs at once.
         takes_task: Whether `map` takes the `Task` as well.
+        takes_tasks: Whether `collate` takes the `Task` of each result as well.
         is_sequence: Whether workers can fetch single elements, by their index.
         begun: Number of epochs whose beginning was announced to the sequence.
         ended: Number of epochs whose end was announced to the sequence.
@@ -69,10 +73,12 @@ class TaskSource:
     items: Any
     map: Callable[..., Any] | None
     batch_size: int | None
-    collate: Callable[[list[Any]], Any]
+    collate: Callable[..., Any]
     random_seed: int
     begin_worker: Callable[[int], Callable[[Task], None] | None] | None = None
+    concurrency: int = 1
     takes_task: bool = field(init=False)
+    takes_tasks: bool = field(init=False)
     is_sequence: bool = field(init=False)
     # These two travel with the sequence, so that each epoch is announced to every copy exactly
     # once.
@@ -81,6 +87,10 @@ class TaskSource:
 
     def __post_init__(self) -> None:
         self.takes_task = self.map is not None and takes_two(self.map)
+        # The second parameter of `stack` is for other kinds of arrays.
+        self.takes_tasks = self.collate is not stack and takes_two(
+            self.collate, "collate", "list of results", "tasks"
+        )
         self.is_sequence = is_sequence(self.items)
 
     @property
@@ -93,6 +103,19 @@ class TaskSource:
         """Number of elements of a sequence; if it is endless, the largest length of a range."""
         length = length_of(self.items)
         return sys.maxsize if length is None else length
+
+    @property
+    def tickets_at_once(self) -> int:
+        """Number of tickets over which the elements extend that a worker runs at once.
+
+        Example:
+            >>> def of(concurrency, size=None):
+            ...     source = TaskSource([], None, size, stack, 0, concurrency=concurrency)
+            ...     return source.tickets_at_once
+            >>> of(1), of(8), of(1, size=4), of(8, size=4), of(8, size=64)
+            (1, 8, 1, 3, 2)
+        """
+        return 1 - (1 - self.concurrency) // (self.batch_size or 1)
 
     @property
     def runs_code(self) -> bool:
@@ -130,10 +153,9 @@ class TaskSource:
         if ticket.elements is not None:
             return ticket.elements
         count = len(ticket.indices)
-        if count == 1 or not _fetches_many(type(self.items)):
+        if not self.fetches_many(ticket):
             return [FETCH] * count
-        if self.begun <= ticket.epoch:
-            self.begin(ticket.epoch)
+        self.begin_if_new(ticket.epoch)
         returned = self.items.__getitems__(list(ticket.indices))
         name = f"__getitems__ of {type(self.items).__name__}"
         if isinstance(returned, (Mapping, str, bytes)):
@@ -148,6 +170,16 @@ class TaskSource:
                 f"for {count} indices; it must return one for each, in their order"
             )
         return elements
+
+    def fetches_many(self, ticket: Ticket) -> bool:
+        """Return whether `elements_of` calls the sequence's `__getitems__` for a ticket."""
+        is_batch = ticket.elements is None and len(ticket.indices) > 1
+        return is_batch and _fetches_many(type(self.items))
+
+    def begin_if_new(self, epoch: int) -> None:
+        """Announce to the sequence an epoch, unless that was done."""
+        if self.begun <= epoch:
+            self.begin(epoch)
 
     def result(self, index: int, epoch: int, random_seed: int, element: Any = FETCH) -> Any:
         """Return the result of one element.
@@ -186,6 +218,25 @@ class TaskSource:
             tasks = map(Task, ticket.indices, repeat(epoch), repeat(self.random_seed))
             return map(self.map, elements, tasks)
         return map(self.map, elements)
+
+    def item_of(self, ticket: Ticket, results: list[Any], random_seed: int) -> Any:
+        """Return the item of a ticket: its only result, or a batch of those that are not None.
+
+        Args:
+            ticket: The ticket.
+            results: Result of each element.
+            random_seed: Seed of the enqueuer.
+        """
+        if self.batch_size is None:
+            return results[0]
+        kept = [result for result in results if result is not None]
+        if not kept:
+            return None
+        if not self.takes_tasks:
+            return self.collate(kept)
+        places = zip(ticket.indices, results, strict=True)
+        indices = [index for index, result in places if result is not None]
+        return self.collate(kept, [Task(i, ticket.epoch, random_seed) for i in indices])
 
     @property
     def is_plain(self) -> bool:
@@ -262,13 +313,16 @@ def length_of(sequence: Any) -> int | None:
     return number
 
 
-def takes_two(function: Callable[..., Any], name: str = "map", of: str = "element") -> bool:
+def takes_two(
+    function: Callable[..., Any], name: str = "map", of: str = "element", second: str = "task"
+) -> bool:
     """Return whether `function` takes the `Task` beside the element.
 
     Args:
         function: Function of the user.
         name: Name of the option by which the user passed it, for the message.
         of: Name of its first argument, for the message.
+        second: Name of its second argument. A parameter that has a default gets it by this name.
 
     Raises:
         TypeError: It takes neither one argument nor two.
@@ -284,7 +338,8 @@ def takes_two(function: Callable[..., Any], name: str = "map", of: str = "elemen
     takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     if len(required) > 2 or demanded or not (positional or takes_any):
         raise TypeError(
-            f"{name} must take the {of}, or the {of} and its Task, but {name_of(function)} "
-            f"takes {inspect.signature(function)}; bind the others with functools.partial"
+            f"{name} must take the {of}, or the {of} and {_SECOND[second]}, but "
+            f"{name_of(function)} takes {inspect.signature(function)}; bind the others with "
+            "functools.partial"
         )
-    return len(required) == 2 or (len(positional) > 1 and positional[1].name == "task")
+    return len(required) == 2 or (len(positional) > 1 and positional[1].name == second)

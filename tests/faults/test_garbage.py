@@ -8,9 +8,9 @@ import pytest
 from helpers import LIMIT, METHODS, counting, start_method_of, wait_until
 
 from enqueuer import GeneratorEnqueuer, Processes
-from enqueuer.backends.lifecycle import WorkerThread
 from enqueuer.backends.order import AsTheyCome
 from enqueuer.backends.thread import inbox as inboxes
+from enqueuer.common.finalizers import WorkerThread
 from enqueuer.enqueuers.enqueuer import core_of
 from enqueuer.transport.packets import Packets
 from enqueuer.workers.messages import Start

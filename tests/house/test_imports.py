@@ -91,6 +91,7 @@ INNER = {
     ("backends.process.launching", "enqueuer"),
     ("backends.process.starter", "enqueuer"),
     ("backends.ray.pool", "atexit"),
+    ("backends.stall", "json"),
     ("cli.inspect", "enqueuer"),
     ("cli.pack", "enqueuer"),
     ("datasets.hdf5.resume", "fcntl"),

@@ -78,6 +78,7 @@ def test_there_are_examples():
         "on_a_cluster.py",
         "pack_and_train.py",
         "processes.py",
+        "remote_files.py",
         "resume.py",
         "skip_bad_files.py",
         "threads.py",

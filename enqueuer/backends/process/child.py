@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import faulthandler
 import fcntl
+import functools
 import importlib
 import multiprocessing
 import os
@@ -21,7 +22,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from enqueuer.backends.process import stack_dump
 from enqueuer.backends.process.payload_file import read_payload
@@ -32,8 +33,10 @@ from enqueuer.transport.packets import Packets
 from enqueuer.transport.protocol import Credit
 from enqueuer.transport.ring import Ring
 from enqueuer.transport.sender_control import send_ready
+from enqueuer.transport.shared_sender import SharedSender
 from enqueuer.workers import allocator, arrays, logs, native_threads
-from enqueuer.workers.messages import Ticket
+from enqueuer.workers.element_threads import ElementThreads
+from enqueuer.workers.messages import Sender, Ticket
 from enqueuer.workers.plan import OnError
 from enqueuer.workers.remote import WorkerConfig, serve_failure
 from enqueuer.workers.sources import Source
@@ -261,7 +264,8 @@ def _work(
         close_in_children(task_socket)
     if config.worker.levels is not None:
         logs.forward(channel.send_record, config.worker.levels)
-    orders = channel if task_socket is None else _TaskSocket(channel, task_socket)
+    orders: Any = channel if task_socket is None else _TaskSocket(channel, task_socket)
+    sender: Sender = channel
     try:
         source, on_error = load()
     except BaseException as error:
@@ -269,11 +273,21 @@ def _work(
     else:
         used = usage.of_process(os.getpid())
         channel.meter.begin(used.cpu_s or 0.0, used.cpu_wait_s or 0.0)
-        config.worker.serve(start.worker, start.shards, source, on_error, orders, channel)
+        if isinstance(source, TaskSource) and source.concurrency > 1:
+            assert task_socket is not None
+            sender = orders = SharedSender(channel, task_socket, _answerer(stack))
+        config.worker.serve(start.worker, start.shards, source, on_error, orders, sender)
     if os.getpid() != pid:
         # the generator forked, and the copy came out of its loop as if it were the worker
         os._exit(_GRANDCHILD)
     channel.close()
+
+
+def _answerer(stack: Descriptor | None) -> Callable[[ElementThreads], None]:
+    """Return a function that has stall reports show the threads of this worker."""
+    if stack is None:
+        return lambda threads: None
+    return functools.partial(stack_dump.answer_for, stack.fileno())
 
 
 class _TaskSocket(NamedTuple):

@@ -36,11 +36,13 @@ class QueueDispatch:
     Args:
         workers: The workers of the pool.
         are_forked: Whether the workers have the classes of `__main__`.
+        one_each: Whether each packet has one ticket.
     """
 
-    def __init__(self, workers: Sequence[ProcessWorker], are_forked: bool) -> None:
+    def __init__(self, workers: Sequence[ProcessWorker], are_forked: bool, one_each: bool) -> None:
         self._workers = workers
         self._are_forked = are_forked
+        self._one_each = one_each
         self._queue: TaskQueue | None = None
         self._is_closed = False
         self._last_token = 0
@@ -69,7 +71,7 @@ class QueueDispatch:
         assert self._queue is not None
         first = tickets[0][1]
         most = 1
-        if isinstance(first, Ticket):
+        if isinstance(first, Ticket) and not self._one_each:
             limit = max(1, _MOST_INDICES // len(first.indices))
             # During a change of the workers there is none for a moment.
             most = self._sizes.next(len(tickets), max(1, len(self._workers)), limit)
@@ -94,9 +96,10 @@ class QueueDispatch:
         worker.channel.assign(self._last_token, number, _body([packed]))
 
     def current(self, worker: ProcessWorker) -> Sequence[int]:
-        token = worker.channel.claimed
-        assigned = self._assigned.get(worker, {})
-        return [assigned[token]] if token in assigned else self._offered.get(token, ())
+        assigned, numbers = self._assigned.get(worker, {}), list[int]()
+        for token in worker.channel.claimed:
+            numbers += [assigned[token]] if token in assigned else self._offered.get(token, ())
+        return numbers
 
     def safe(self) -> Container[int]:
         assert self._queue is not None
@@ -118,7 +121,7 @@ class QueueDispatch:
         """Forget the tokens that were taken and that no worker claims."""
         assert self._queue is not None
         first = self._queue.first()
-        claimed = {worker.channel.claimed for worker in self._workers}
+        claimed = {token for worker in self._workers for token in worker.channel.claimed}
         self._offered = {
             token: numbers
             for token, numbers in self._offered.items()

@@ -56,7 +56,9 @@ class ProcessPool:
 
     def __init__(self, job: Job) -> None:
         self.workers: list[ProcessWorker] = []
-        self.dispatch = QueueDispatch(self.workers, are_forked=job.start_method == "fork")
+        self.dispatch = QueueDispatch(
+            self.workers, job.start_method == "fork", one_each=job.tickets_at_once > 1
+        )
         self._job = job
         self._does_tasks = isinstance(job.source, TaskSource)
         self._starter = Starter(job)
@@ -353,8 +355,12 @@ def _snapshot_of(worker: ProcessWorker, was_asked: bool) -> WorkerSnapshot:
         )
     else:
         why = "cannot send its stack: it is starting, or its code has reset the signal for that"
-    stack = worker.stacks.stack if worker.stacks is not None and was_asked else None
-    return WorkerSnapshot(str(worker), worker.shards, stack, why)
+    if worker.stacks is None or not was_asked:
+        return WorkerSnapshot(str(worker), worker.shards, None, why)
+    stacks = worker.stacks
+    if stacks.threads is not None:
+        why = "waits for a task"
+    return WorkerSnapshot(str(worker), worker.shards, stacks.stack, why, stacks.threads or ())
 
 
 # --- the end of the interpreter ----------------------------------------------------------------

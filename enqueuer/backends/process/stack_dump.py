@@ -19,8 +19,9 @@ import time
 from collections.abc import Iterable
 from typing import Protocol
 
-from enqueuer.backends.stall import Stack, parse
+from enqueuer.backends.stall import Stack, decode_threads, encode_threads, parse
 from enqueuer.common.descriptors import Descriptor, close_in_children
+from enqueuer.workers.element_threads import ElementThreads, ThreadSnapshot
 
 # Seconds for all workers at once; an answer takes about a millisecond.
 ASK_S = 1.0
@@ -39,8 +40,9 @@ class Stacks:
         self._read = read
         self._text = ""
         self._can_answer = False
-        # The last answer of the worker.
+        # The last answer of the worker: its stack, or those of its threads.
         self.stack: Stack | None = None
+        self.threads: list[ThreadSnapshot] | None = None
 
     def fileno(self) -> int:
         return self._read.fileno()
@@ -51,7 +53,7 @@ class Stacks:
     def prepare(self) -> bool:
         """Forget what an earlier question brought; return whether another one may be asked."""
         self.hear()
-        self._text, self.stack = "", None
+        self._text, self.stack, self.threads = "", None, None
         return self._can_answer
 
     def hear(self) -> bool:
@@ -61,6 +63,9 @@ class Stacks:
                 self._can_answer = True
                 self._text += data.decode(errors="replace")
             # The worker has ended.
+            return True
+        self.threads = decode_threads(self._text)
+        if self.threads is not None:
             return True
         stack, is_whole = parse(self._text)
         if is_whole:
@@ -90,6 +95,25 @@ def answer(fd: int) -> None:
     if _ASK:
         faulthandler.register(_ASK, file=fd, all_threads=False, chain=False)
         os.write(fd, b"\n")
+
+
+def answer_for(fd: int, threads: ElementThreads) -> None:
+    """Answer from now on with the stacks of the threads that run elements.
+
+    Called in the worker, by its own thread, in which Python runs the handler. So there is no
+    answer if C code holds the GIL.
+    """
+
+    def write(number: int, frame: object) -> None:
+        data = encode_threads(threads.snapshots())
+        # The pipe may be full of answers that were not read.
+        with contextlib.suppress(OSError):
+            os.write(fd, data)
+
+    if _ASK:
+        faulthandler.unregister(_ASK)
+        signal.signal(_ASK, write)
+        signal.siginterrupt(_ASK, False)
 
 
 class Asked(Protocol):

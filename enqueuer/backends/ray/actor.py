@@ -20,13 +20,14 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from enqueuer.backends.lifecycle import WorkerThread
 from enqueuer.backends.ray.outbox import Ended, Frame, Outbox, Ready, TotalCredit
 from enqueuer.backends.stall import Stack
+from enqueuer.common.finalizers import WorkerThread
 from enqueuer.monitoring import usage
 from enqueuer.monitoring.meters import BYTES, clock
 from enqueuer.monitoring.worker_stats import WorkerStats, worker_stats
 from enqueuer.workers import allocator, logs
+from enqueuer.workers.element_threads import ThreadSnapshot
 from enqueuer.workers.messages import Epoch
 from enqueuer.workers.remote import WorkerConfig, serve_failure
 
@@ -129,12 +130,13 @@ class RayWorker:
         """End the loop; its remaining frames come before the last packet."""
         self._outbox.close()
 
-    def stack(self) -> Stack | None:
-        """Return the stack of the worker's loop; None if it does not run."""
-        thread = self._thread
+    def stack(self) -> tuple[Stack | None, list[ThreadSnapshot]]:
+        """Return the stack of the worker's loop, None if it does not run, and its threads."""
+        thread, elements = self._thread, self._outbox.threads
         frame = None if thread is None else sys._current_frames().get(thread.ident or 0)
         # A stack without the values of variables can always be pickled.
-        return None if frame is None else list(traceback.extract_stack(frame))
+        stack = None if frame is None else list(traceback.extract_stack(frame))
+        return stack, [] if elements is None else elements.snapshots()
 
     def stats(self) -> WorkerStats:
         """Return a snapshot of the worker's work."""

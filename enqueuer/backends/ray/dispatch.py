@@ -26,9 +26,14 @@ _MOST_AHEAD = 64
 
 
 class Assigned:
-    """The tasks of an actor, and the pace at which it does them."""
+    """The tasks of an actor, and the pace at which it does them.
 
-    def __init__(self) -> None:
+    Args:
+        at_once: Number of tasks that the actor runs at once.
+    """
+
+    def __init__(self, at_once: int) -> None:
+        self._at_once = at_once
         # Numbers of its tasks, in the order in which it does them.
         self.numbers: dict[int, None] = {}
         self._pace_ns = 0.0
@@ -57,7 +62,7 @@ class Assigned:
             wanted = 1
         else:
             wanted = min(_MOST_AHEAD, 1 + math.ceil(_ROUND_TRIP_NS / self._pace_ns))
-        return wanted - len(self.numbers)
+        return self._at_once - 1 + wanted - len(self.numbers)
 
 
 class ActorDispatch:
@@ -67,6 +72,7 @@ class ActorDispatch:
         workers: The actors of the pool.
         lock: Lock of the pool.
         send: Function that sends tickets to an actor.
+        at_once: Number of tasks that each actor runs at once.
     """
 
     def __init__(
@@ -74,10 +80,12 @@ class ActorDispatch:
         workers: Sequence[Actor],
         lock: threading.RLock,
         send: Callable[[Actor, list[tuple[int, bytes]]], None],
+        at_once: int,
     ) -> None:
         self._workers = workers
         self._lock = lock
         self._send = send
+        self._at_once = at_once
         # Numbers and tickets of the tasks that no actor has.
         self._waiting: deque[tuple[int, bytes]] = deque()
         self._assigned: dict[Actor, Assigned] = {}
@@ -93,8 +101,11 @@ class ActorDispatch:
 
     def assign(self, worker: Actor, number: int, packed: bytes) -> None:
         with self._lock:
-            self._assigned.setdefault(worker, Assigned()).add(number)
+            self._assigned_to(worker).add(number)
             self._send(worker, [(number, packed)])
+
+    def _assigned_to(self, worker: Actor) -> Assigned:
+        return self._assigned.setdefault(worker, Assigned(self._at_once))
 
     def current(self, worker: Actor) -> Sequence[int]:
         with self._lock:
@@ -127,7 +138,7 @@ class ActorDispatch:
         given: dict[Actor, list[tuple[int, bytes]]] = {}
         able = [worker for worker in list(self._workers) if _can_work(worker)]
         while self._waiting and able:
-            assigned = {worker: self._assigned.setdefault(worker, Assigned()) for worker in able}
+            assigned = {worker: self._assigned_to(worker) for worker in able}
             worker = max(able, key=lambda worker: assigned[worker].lacks)
             if assigned[worker].lacks <= 0:
                 break

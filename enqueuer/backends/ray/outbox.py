@@ -24,7 +24,9 @@ from enqueuer.errors import Closed
 from enqueuer.monitoring.meters import BYTES, IDLE, SENDING, WAITING, Meter, clock
 from enqueuer.transport.error_codec import encode_error
 from enqueuer.transport.item_codec import Encoder
-from enqueuer.workers.messages import Empty, End, Epoch, Failure, Ticket
+from enqueuer.workers.concurrent_loop import LockedSender
+from enqueuer.workers.element_threads import ElementThreads
+from enqueuer.workers.messages import Empty, End, Epoch, Failure, Sender, Ticket
 
 # Nanoseconds; an item that takes longer to make leaves before the next one is begun.
 _SLOW_NS = 2_000_000
@@ -99,6 +101,10 @@ class Outbox:
 
     def __init__(self, credit: TotalCredit, asks: bool) -> None:
         self.meter = Meter()
+        # Where waits for orders and tickets are noted.
+        self._waits = self.meter
+        # The threads that run elements, if there are several.
+        self.threads: ElementThreads | None = None
         self.sent = 0
         self._size = 0
         self._credit = credit
@@ -211,11 +217,17 @@ class Outbox:
     def _next(self, queue: deque[Any], phase: int) -> Any:
         with self._lock:
             if not queue and not self._closed:
-                self.meter.pause(phase)
+                self._waits.pause(phase)
                 while not queue and not self._closed:
                     self._called.wait()
-                self.meter.resume()
+                self._waits.resume()
             return None if self._closed else queue.popleft()
+
+    def share(self, threads: ElementThreads) -> Sender:
+        # The worker waits only when its threads do.
+        self._waits = Meter()
+        self.threads = threads
+        return LockedSender(self)
 
     def send_frame(self, frame: Ready | Ended) -> None:
         """Send a frame about the worker itself."""

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from enqueuer.backends.job import Job, split_bound
-from enqueuer.backends.lifecycle import ESCALATION_S, WorkerThread
+from enqueuer.backends.lifecycle import ESCALATION_S
 from enqueuer.backends.payload import pickled_source
 from enqueuer.backends.pool import HAS_ENDED, WorkerState
 from enqueuer.backends.ray.actor import GROUPS, ActorConfig, RayWorker
@@ -37,6 +37,7 @@ from enqueuer.backends.ray.receiver import Receiver, unpack
 from enqueuer.backends.ray.session import Gone, Session, unwrapped
 from enqueuer.backends.stall import WorkerSnapshot, level_of_user
 from enqueuer.common import interrupts
+from enqueuer.common.finalizers import WorkerThread
 from enqueuer.errors import EnqueuerWarning, StopWarning
 from enqueuer.monitoring import usage
 from enqueuer.monitoring.worker_stats import WorkerStats
@@ -64,7 +65,9 @@ class RayPool:
         self._news = threading.Condition(self._lock)
         # Whether a packet has come since the last sleep.
         self._has_news = False
-        self.dispatch = ActorDispatch(self.workers, self._lock, self._send_tickets)
+        self.dispatch = ActorDispatch(
+            self.workers, self._lock, self._send_tickets, job.tickets_at_once
+        )
         self._job = job
         self._plans = job.plans()
         self._does_tasks = isinstance(job.source, TaskSource)
@@ -281,10 +284,9 @@ class RayPool:
         is_starting = any(actor.state is WorkerState.STARTING for actor in workers)
         missing = self._session.missing() if is_starting else ""
         return [
-            WorkerSnapshot(
-                str(actor), actor.shards, stacks.get(actor), _why_no_stack(actor, missing)
-            )
+            WorkerSnapshot(str(actor), actor.shards, stack, _why_no_stack(actor, missing), threads)
             for actor in workers
+            for stack, threads in [stacks.get(actor, (None, []))]
         ]
 
     def _answers(self, workers: Sequence[Actor], name: str, limit: float) -> dict[Actor, Any]:

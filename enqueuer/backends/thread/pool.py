@@ -20,21 +20,22 @@ import warnings
 from collections.abc import Container, Iterable, Sequence
 
 from enqueuer.backends.job import Job, split_bound
-from enqueuer.backends.lifecycle import WorkerThread
 from enqueuer.backends.pool import Death, NoRoom, WorkerState
 from enqueuer.backends.stall import WorkerSnapshot, level_of_user, stacks_of_threads
 from enqueuer.backends.thread.inbox import UNBOUNDED, ThreadInbox
 from enqueuer.backends.thread.sender import EXIT, ThreadSender
 from enqueuer.backends.thread.work_queue import WorkQueue
 from enqueuer.common import interrupts
+from enqueuer.common.finalizers import WorkerThread
 from enqueuer.errors import StopWarning
 from enqueuer.monitoring import usage
 from enqueuer.monitoring.meters import clock
 from enqueuer.monitoring.worker_stats import WorkerStats, worker_stats
+from enqueuer.workers.concurrent_loop import serve_function
+from enqueuer.workers.element_threads import ThreadSnapshot
 from enqueuer.workers.loop import serve
 from enqueuer.workers.messages import Epoch, Ticket
 from enqueuer.workers.sources import LiveSource
-from enqueuer.workers.task_loop import serve_tasks
 from enqueuer.workers.tasks import TaskSource
 from enqueuer.workers.worker_trace import traced
 
@@ -65,6 +66,17 @@ class ThreadWorker:
     @property
     def state(self) -> WorkerState:
         return WorkerState.ENDED if self.sender.has_left else WorkerState.RUNNING
+
+    @property
+    def threads(self) -> list[threading.Thread]:
+        """The threads of the worker: those that run elements, then its own."""
+        elements = self.sender.threads
+        own = [] if self.thread is None else [self.thread]
+        return own if elements is None else [*elements.threads, *own]
+
+    def snapshots(self) -> list[ThreadSnapshot]:
+        """Return where the threads that run elements are."""
+        return [] if self.sender.threads is None else self.sender.threads.snapshots()
 
     def begin(self, epoch: Epoch) -> None:
         self.orders.put(epoch)
@@ -123,6 +135,7 @@ class ThreadPool:
         self._does_tasks = isinstance(job.source, TaskSource)
         self._measured = job.max_queue_bytes is not None and not self._does_tasks
         self._trace = job.trace
+        self._serve = serve_function(job.source) if self._does_tasks else serve
         self._inboxes = _inboxes(job, [len(plan.shards) for plan in self._plans])
         # The enqueuer keeps the bound: it submits no more tickets than that.
         self._tickets: WorkQueue[Ticket] = WorkQueue()
@@ -139,7 +152,7 @@ class ThreadPool:
         sender = ThreadSender(index, inbox, orders, self._tickets, self._measured)
         worker = ThreadWorker(plan.shards, inbox, sender, orders, self._tickets)
         worker.thread = WorkerThread(
-            target=traced(serve_tasks if self._does_tasks else serve, self._trace, index),
+            target=traced(self._serve, self._trace, index),
             args=(plan, sender, sender),
             name=f"enqueuer-worker-{index}",
             daemon=True,
@@ -171,7 +184,7 @@ class ThreadPool:
                 worker.shards,
                 worker.sender.meter.words,
                 worker.sender.sent,
-                usage.of_thread(worker.thread),
+                usage.of_threads(worker.threads),
                 self._began,
             )
             for worker in workers
@@ -181,7 +194,7 @@ class ThreadPool:
     def snapshots(self, workers: Sequence[ThreadWorker]) -> list[WorkerSnapshot]:
         stacks = stacks_of_threads([w.thread for w in workers if w.thread is not None])
         return [
-            WorkerSnapshot(str(worker), worker.shards, stack, "has ended")
+            WorkerSnapshot(str(worker), worker.shards, stack, "has ended", worker.snapshots())
             for worker, stack in zip(workers, stacks, strict=True)
         ]
 
@@ -203,15 +216,18 @@ class ThreadPool:
     def stop(self, timeout: float) -> None:
         self.close()
         deadline = time.monotonic() + timeout
-        threads = [worker.thread for worker in self.workers if worker.thread is not None]
+        threads = [thread for worker in self.workers for thread in worker.threads]
         others = [thread for thread in threads if thread is not threading.current_thread()]
         # Not this thread: the generator itself may call stop().
         for thread in others:
             interrupts.interruptible(thread.join, max(0.0, deadline - time.monotonic()))
+        alive = [[t for t in worker.threads if t.is_alive()] for worker in self.workers]
         self.workers.clear()
-        for thread in others:
-            if thread.is_alive():
-                _warn_of(thread, timeout)
+        for hanging in alive:
+            # The worker's own thread is the last, and waits for the others.
+            for thread in hanging[:-1] or hanging:
+                if thread in others:
+                    _warn_of(thread, timeout)
 
 
 def _inboxes(job: Job, shards: list[int]) -> list[ThreadInbox]:

@@ -19,7 +19,18 @@ from enqueuer.errors import Closed, OverwrittenDataWarning
 from enqueuer.monitoring.duplicates import checksum
 from enqueuer.monitoring.meters import BEGAN, BYTES, IDLE, WAITING, Meter
 from enqueuer.workers.bunch import Bunch
-from enqueuer.workers.messages import Empty, End, Epoch, Failure, ItemTuple, Reported, Ticket
+from enqueuer.workers.concurrent_loop import LockedSender
+from enqueuer.workers.element_threads import ElementThreads
+from enqueuer.workers.messages import (
+    Empty,
+    End,
+    Epoch,
+    Failure,
+    ItemTuple,
+    Reported,
+    Sender,
+    Ticket,
+)
 
 # First items of a worker, each of which is weighed and checked for reuse.
 _WATCHED = 16
@@ -56,6 +67,10 @@ class ThreadSender:
         self._tickets = tickets
         self._measured = measured
         self.meter = Meter()
+        # Where waits for orders and tickets are noted.
+        self._waits = self.meter
+        # The threads that run elements, if there are several.
+        self.threads: ElementThreads | None = None
         # Items until the next one is weighed, without those of the bunch that is open.
         self._left: tuple[int, Bunch | None] = 1, None
         # Items between the last one that was weighed and the next one.
@@ -158,13 +173,19 @@ class ThreadSender:
     def watch(self, waited: Callable[[int], None]) -> None:
         self.meter.waited = waited
 
+    def share(self, threads: ElementThreads) -> Sender:
+        # The worker waits only when its threads do.
+        self._waits = Meter()
+        self.threads = threads
+        return LockedSender(self)
+
     def next_epoch(self) -> Epoch | None:
         self._begin()
-        return self._orders.get(self.meter, IDLE)
+        return self._orders.get(self._waits, IDLE)
 
     def next_ticket(self) -> Ticket | None:
         self._begin()
-        ticket = self._tickets.get(self.meter, WAITING)
+        ticket = self._tickets.get(self._waits, WAITING)
         if ticket is EXIT:
             self.has_left = True
             return None

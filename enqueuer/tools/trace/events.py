@@ -18,7 +18,8 @@ from enqueuer.tools.trace.recording import (
     loop_spans,
 )
 
-_WORKER = re.compile(r"worker (\d{1,9})\b")
+# A worker, or one of its threads.
+_WORKER = re.compile(r"worker (\d{1,9})(?:\.(\d{1,9}))?\b")
 # Spans of the loop in which it does not work on a batch.
 _WAITS = ("wait", "read")
 _WORKERS_ONLY = ("next", "send")
@@ -50,9 +51,9 @@ class Events:
         self.first: int | None = None
         self._last = 0
         self._tracks: dict[ThreadKey, _Track] = {}
-        self._rows: dict[int, Row] = {}
-        # Index of the worker of each track.
-        self._numbers: dict[ThreadKey, int] = {}
+        # By the index of the worker and that of its thread, or -1.
+        self._rows: dict[tuple[int, int], Row] = {}
+        self._keys: dict[ThreadKey, tuple[int, int]] = {}
         self._queue_depth = levels()
         self._starts: list[tuple[int, dict[str, Any]]] = []
         self._bottleneck = (0, "")
@@ -107,7 +108,7 @@ class Events:
 
     def _move_spans(self, recording: Recording, zero: int) -> None:
         for place, track in self._tracks.items():
-            row = self._rows.get(self._numbers.get(place, -1))
+            row = self._rows.get(self._keys.get(place, (-1, -1)))
             if row is not None:
                 row.items += track.items
                 row.bytes += track.bytes
@@ -116,7 +117,9 @@ class Events:
                 # A worker without a row is one whose name was lost; any other track is the loop's.
                 recording.loop.extend(track.spans)
         self._tracks.clear()
-        recording.rows = sorted(self._rows.values(), key=lambda row: row.number)
+        # The row of a worker is empty if its threads have rows.
+        by_threads = {(worker, -1) for worker, thread in self._rows if thread >= 0}
+        recording.rows = [self._rows[key] for key in sorted(self._rows.keys() - by_threads)]
         for spans in (recording.loop, *(row.spans for row in recording.rows)):
             spans.sort()
             spans.shift(zero, columns=2)
@@ -128,11 +131,13 @@ class Events:
         found = _WORKER.match(text)
         if found is None:
             return
-        row = self._rows.setdefault(int(found[1]), Row(int(found[1]), ""))
+        worker, thread = int(found[1]), int(found[2]) if found[2] else None
+        key = worker, -1 if thread is None else thread
+        row = self._rows.setdefault(key, Row(worker, "", thread=thread))
         if name == "process_name" or "(" in text:
             row.name = text
         if name == "thread_name":
-            self._numbers[place] = row.number
+            self._keys[place] = key
 
     def _add_span(
         self, name: str, place: ThreadKey, begin: int, end: int, args: dict[str, Any]

@@ -111,7 +111,7 @@ def _worker(row: Row) -> str:
         for kind, share in zip(times, shares, strict=True)
     )
     cells = [
-        escape(row.name or f"worker {row.number}"),
+        escape(row.name or row.label),
         f"{row.items:,}",
         *each,
         sent,

@@ -114,7 +114,7 @@ def within_sends(spans: Iterable[Span]) -> Iterator[Span]:
 
 @dataclass
 class Row:
-    """One worker and its replacements.
+    """One worker and its replacements, or one of its threads.
 
     Attributes:
         number: Index of the worker.
@@ -122,6 +122,7 @@ class Row:
         items: Number of items that it has sent.
         bytes: Size of these items, as far as it is known.
         spans: Its spans in the order of their begins; a wait may lie in a send.
+        thread: Index of the thread; None for a worker that has one.
     """
 
     number: int
@@ -129,6 +130,12 @@ class Row:
     items: int = 0
     bytes: int = 0
     spans: Table[Span] = field(default_factory=worker_spans)
+    thread: int | None = None
+
+    @property
+    def label(self) -> str:
+        """Short name of the row."""
+        return f"worker {self.number}" + ("" if self.thread is None else f".{self.thread}")
 
     def times(self) -> dict[str, int]:
         """Return the microseconds of each kind of `WORKER_KINDS`."""

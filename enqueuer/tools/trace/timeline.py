@@ -81,7 +81,7 @@ def _worker(row: Row, end: int, top: int) -> Iterator[str]:
     parts = [
         f"{label} {percent(sum(shares[kind]) / whole)}" for kind, label in WORKER_LABELS.items()
     ]
-    yield from _painted(f"worker {row.number}", ", ".join(parts), shares, top)
+    yield from _painted(row.label, ", ".join(parts), shares, top)
 
 
 def _shares(spans: Iterable[Span], kinds: Sequence[str], end: int) -> dict[str, list[float]]:

@@ -1,0 +1,188 @@
+"""The threads of a worker that runs several elements at once.
+
+    submit(jobs) -> a queue -> n threads, each runs one job after the other
+
+The worker is busy by as much as its threads are, on average. So its meter counts a wait of one
+thread of n as the n-th part of a wait of the worker.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import traceback
+from collections.abc import Iterable
+from queue import SimpleQueue
+from typing import NamedTuple, Protocol
+
+from enqueuer.common.finalizers import WorkerThread
+from enqueuer.errors import Closed
+from enqueuer.monitoring.meters import WAITING, Meter, clock
+from enqueuer.workers.messages import Ticket
+
+# Each holds a ticket at a time, and the ring has a word for each ticket.
+MOST_THREADS = 1024
+
+
+class Job(Protocol):
+    """The work for one element, or for all elements of a batch at once."""
+
+    @property
+    def ticket(self) -> Ticket:
+        """The ticket that it belongs to."""
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """Indices of the elements."""
+
+    def run(self) -> None:
+        """Do it. Raises Closed if the consumer left."""
+
+
+class Observer(Protocol):
+    """An object that is told, in each thread, when jobs begin and end."""
+
+    def begin(self, job: Job) -> None: ...
+    def end(self, job: Job) -> None: ...
+
+
+class ThreadSnapshot(NamedTuple):
+    """The elements that a thread works on, and its Python stack, the outermost frame first."""
+
+    indices: tuple[int, ...]
+    stack: list[traceback.FrameSummary]
+
+
+class ElementThreads:
+    """A few threads that run jobs. Any thread may call anything but `start` and `join`.
+
+    Args:
+        count: Number of threads.
+        meter: Meter of the worker, whose waits are those of the threads.
+
+    Attributes:
+        threads: The threads.
+        error: Exception of a thread that is no error of a job; or None.
+        observer: Observer of the jobs; or None.
+
+    Example:
+        >>> class Append:
+        ...     indices, ticket = (0,), Ticket(0, 0, (0,))
+        ...     def run(self): done.append(self)
+        >>> done, threads = [], ElementThreads(2, Meter())
+        >>> threads.start("worker-0"); threads.submit([Append(), Append(), Append()])
+        >>> threads.join(); len(done)
+        3
+    """
+
+    def __init__(self, count: int, meter: Meter) -> None:
+        self.threads: list[threading.Thread] = []
+        self.error: BaseException | None = None
+        self.observer: Observer | None = None
+        self._count = count
+        self._meter = meter
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        # The jobs that run, by the thread that runs them.
+        self._current: dict[int, Job] = {}
+        self._changed = threading.Condition(threading.Lock())
+        # Number of jobs that wait or run.
+        self._load = 0
+        self._is_closed = False
+        # Time of the last change of the load.
+        self._since = clock()
+
+    def start(self, name: str) -> None:
+        """Start the threads, all or none.
+
+        Raises:
+            RuntimeError: The system has no room for another thread.
+        """
+        self._meter.pause(WAITING)
+        try:
+            for number in range(self._count):
+                thread = WorkerThread(target=self._run, name=f"{name}.{number}", daemon=True)
+                thread.start()
+                self.threads.append(thread)
+        except RuntimeError:
+            self.join()
+            raise
+
+    def wait_for_room(self) -> bool:
+        """Wait until a thread has nothing to do; return False if the threads were closed."""
+        with self._changed:
+            while self._load >= self._count and not self._is_closed:
+                self._changed.wait()
+            return not self._is_closed
+
+    def submit(self, jobs: Iterable[Job]) -> None:
+        """Let the next free threads run some jobs, in this order."""
+        jobs = list(jobs)
+        with self._changed:
+            self._count_locked(len(jobs))
+        for job in jobs:
+            self._jobs.put(job)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Begin no more jobs, and let `wait_for_room` return; `error` is the reason, if any."""
+        with self._changed:
+            self._is_closed = True
+            self.error = self.error or error
+            self._changed.notify_all()
+
+    def join(self) -> None:
+        """Wait until the threads have run all jobs, or all that they have begun if closed."""
+        for _ in self.threads:
+            self._jobs.put(None)
+        for thread in self.threads:
+            thread.join()
+
+    def snapshots(self) -> list[ThreadSnapshot]:
+        """Return where each thread with a job is."""
+        # A copy, since threads begin and end jobs meanwhile.
+        return [
+            ThreadSnapshot(job.indices, stack)
+            for ident, job in self._current.copy().items()
+            if (stack := _stack_of(ident)) is not None
+        ]
+
+    def _run(self) -> None:
+        ident = threading.get_ident()
+        while (job := self._jobs.get()) is not None:
+            self._current[ident] = job
+            try:
+                if not self._is_closed:
+                    self._do(job)
+            except Closed:
+                self.close()
+            except BaseException as error:
+                self.close(error)
+            del self._current[ident], job
+            with self._changed:
+                self._count_locked(-1)
+                if self._load == self._count - 1:
+                    self._changed.notify()
+
+    def _do(self, job: Job) -> None:
+        if self.observer is None:
+            job.run()
+            return
+        self.observer.begin(job)
+        job.run()
+        self.observer.end(job)
+
+    def _count_locked(self, change: int) -> None:
+        """Change the load, and note for how long threads had nothing to do before."""
+        now, meter = clock(), self._meter
+        if not self._load and change:
+            meter.resume()
+        elif self._load < self._count:
+            meter.words[WAITING] += (now - self._since) * (self._count - self._load) // self._count
+        self._since = now
+        self._load += change
+        if not self._load:
+            meter.pause(WAITING)
+
+
+def _stack_of(ident: int) -> list[traceback.FrameSummary] | None:
+    frame = sys._current_frames().get(ident)
+    return None if frame is None else list(traceback.extract_stack(frame))
