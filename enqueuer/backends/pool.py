@@ -142,7 +142,16 @@ W_contra = TypeVar("W_contra", bound=Worker, contravariant=True)
 
 
 class Dispatch(Protocol[W_contra]):
-    """How tickets reach the workers of a pool. Nothing here waits."""
+    """How tickets reach the workers of a pool. Nothing here waits.
+
+    Attributes:
+        least: Number of tickets that are worth an offer: several if the tasks are quick and each
+            offer takes long.
+    """
+
+    @property
+    def least(self) -> int:
+        """Number of tickets that are worth an offer."""
 
     def pack(self, ticket: Ticket) -> Any:
         """Return a ticket as it travels.

@@ -49,7 +49,7 @@ class TaskSchedule(Generic[W]):
         ...     def head(self): return False
         ...     def acknowledge(self): pass
         >>> class OneEach:
-        ...     tasks, pack = {}, staticmethod(lambda ticket: ticket)
+        ...     least, tasks, pack = 1, {}, staticmethod(lambda ticket: ticket)
         ...     def offer(self, tickets):
         ...         free = [worker for worker in workers if worker not in self.tasks]
         ...         self.tasks.update((worker, tickets[0][0]) for worker in free[:1])
@@ -103,6 +103,11 @@ class TaskSchedule(Generic[W]):
     def largest_bytes(self) -> int:
         """Size of the largest result so far, if there is a limit in bytes; else 0."""
         return self._buffer.largest_bytes
+
+    @property
+    def least(self) -> int:
+        """Number of tickets that are worth being submitted at once."""
+        return self._dispatch.least
 
     def tickets(self) -> list[Ticket]:
         """Return the tickets of tasks whose results were not taken."""

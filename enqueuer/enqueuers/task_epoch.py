@@ -83,6 +83,10 @@ class TaskEpoch:
         order, tasks, source = self.order, self._tasks, self._source
         reads, most = 0, self._most_out(tasks)
         if source.is_sequence and self._reader is not None and self._pending is None:
+            # Quick tasks are offered several at once. Three quarters of them are still out, and
+            # when those are done there is room for more.
+            if most - tasks.outstanding < min(tasks.least, most // 4):
+                return
             self._feed_many(self._reader, tasks, most)
         while not self._is_read and tasks.outstanding < most:
             if self._pending is None:

@@ -26,6 +26,8 @@ from enqueuer import (
     WorkerDied,
     replay,
 )
+from enqueuer.backends.process.dispatch import QueueDispatch
+from enqueuer.backends.task_schedule import TaskSchedule
 from enqueuer.enqueuers.enqueuer import core_of
 from enqueuer.workers.collate import stack
 
@@ -1123,3 +1125,21 @@ def test_an_interrupt_ends_the_replay_of_a_fetch(on_error):
             next(iter(enqueuer))
         with pytest.raises(KeyboardInterrupt):
             replay(caught.value)
+
+
+@pytest.mark.parametrize(("size", "least"), [(64, 16), (2, 1)])
+def test_quick_tasks_of_processes_are_submitted_several_at_once(monkeypatch, size, least):
+    submitted, submit_all = [], TaskSchedule.submit_all
+
+    def noted(schedule, tickets):
+        submitted.append(len(tickets))
+        submit_all(schedule, tickets)
+
+    monkeypatch.setattr(TaskSchedule, "submit_all", noted)
+    # As if the tasks were known to be quick, whatever else this machine does.
+    monkeypatch.setattr(QueueDispatch, "least", 16)
+    options = dict(backend="process", workers=2, max_queue_size=size)
+    with OrderedEnqueuer(range(500), double, **options) as enqueuer:
+        assert list(enqueuer) == [2 * x for x in range(500)]
+    *most, _ = submitted
+    assert min(most) >= least and max(submitted) <= size + 2

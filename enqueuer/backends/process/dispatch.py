@@ -63,6 +63,10 @@ class QueueDispatch:
         if self._queue is not None:
             self._queue.close()
 
+    @property
+    def least(self) -> int:
+        return self._sizes.quick
+
     def pack(self, ticket: Ticket) -> Ticket | bytes:
         # Tickets without elements are pickled together.
         return ticket if ticket.elements is None else task_queue.pack(ticket, self._are_forked)
@@ -141,8 +145,13 @@ class PacketSizes:
         >>> sizes = PacketSizes(clock=iter([0, 100 * ms, 101 * ms, 102 * ms, 200 * ms]).__next__)
         >>> sizes.next(16, workers=2), sizes.next(15, workers=2)
         (1, 1)
-        >>> [sizes.next(16, workers=2) for _ in range(3)]
-        [1, 8, 1]
+        >>> sizes.next(16, workers=2), sizes.next(16, workers=2), sizes.quick
+        (1, 8, 16)
+        >>> sizes.next(16, workers=2), sizes.quick
+        (1, 1)
+
+    Attributes:
+        quick: Number of tasks that all workers do in the time of a packet, or 1.
     """
 
     def __init__(self, clock: Callable[[], int] = clock) -> None:
@@ -150,7 +159,7 @@ class PacketSizes:
         self._began = clock()
         # Tickets that were offered at once last, and those of them that are still to be sent.
         self._count = self._left = 0
-        self._size = 1
+        self._size = self.quick = 1
         # Time of a task, in nanoseconds.
         self._each = _PACKET_NS
 
@@ -173,6 +182,7 @@ class PacketSizes:
         each = workers * (now - self._began) // self._count if self._count else _PACKET_NS
         quick = _PACKET_NS // max(each, self._each, 1)
         self._size = max(1, min(count // workers, quick, _MOST_TICKETS))
+        self.quick = max(1, workers * quick)
         self._began, self._count, self._each = now, count, each
 
 

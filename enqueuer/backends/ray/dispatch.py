@@ -75,6 +75,8 @@ class ActorDispatch:
         at_once: Number of tasks that each actor runs at once.
     """
 
+    least = 1
+
     def __init__(
         self,
         workers: Sequence[Actor],

@@ -95,6 +95,8 @@ class ThreadWorker:
 class ThreadDispatch:
     """See `enqueuer.backends.pool.Dispatch`: one buffer, from which free threads take tickets."""
 
+    least = 1
+
     def __init__(self, tickets: WorkQueue[Ticket]) -> None:
         self._tickets = tickets
 
