@@ -133,7 +133,7 @@ class Auto:
 
     Args:
         most: Largest number of workers. None, the default: as many as help and as memory holds,
-            at most 64; of Ray actors as many as the cluster has CPUs. There are never more
+            at most 128; of Ray actors as many as the cluster has CPUs. There are never more
             workers than shards.
 
     Raises:

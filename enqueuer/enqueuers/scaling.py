@@ -32,7 +32,9 @@ class Scaling:
         shards = workload.shard_count
         most = most_workers(run.options, run.cpus())
         most = most if shards is None else min(most, shards)
-        self._autoscaler = Autoscaler(run.workers, most, shards, run.limits.first_s)
+        self._autoscaler = Autoscaler(
+            run.workers, most, shards, run.limits.first_s, workload.elements_per_item
+        )
         self._epoch_began: Stats | None = None
         self._has_named_limit = False
 
@@ -73,7 +75,7 @@ class Scaling:
         workers = autoscaler.next(stats, rerun_s)
         self._name_limit()
         if workers > before:
-            workers = self._fitting(workers, before)
+            workers = self._fitting(workers, before, stats)
         if workers == before:
             return
         # The time that it takes counts as a wait.
@@ -100,15 +102,18 @@ class Scaling:
             run.replace(job, reader.work.pass_work)
         run.end_replaced()
 
-    def _fitting(self, workers: int, before: int) -> int:
+    def _fitting(self, workers: int, before: int, stats: Stats) -> int:
         """Return how many of `workers` fit into memory; report to the autoscaler if not all do.
 
         Args:
             workers: Number of workers that the autoscaler wants.
             before: Number of workers now.
+            stats: Statistics now.
         """
         backend = self._run.backend
-        each, free = backend.worker_bytes(), usage.available_bytes()
+        # Beside its own memory, a worker holds the item that it makes and one that waits.
+        items = 2 * stats.bytes // max(1, sum(worker.items for worker in stats.workers))
+        each, free = (backend.worker_bytes() or 0) + items, usage.available_bytes()
         if not each or free is None:
             return workers
         room = usage.room_for(free, each)

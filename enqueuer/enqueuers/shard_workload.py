@@ -98,6 +98,10 @@ class ShardWorkload:
     def shard_count(self) -> int:
         return len(self.own_shards())
 
+    @property
+    def elements_per_item(self) -> int:
+        return 1
+
     def steps(self) -> None:
         return None
 

@@ -50,6 +50,10 @@ class TaskWorkload:
     def shard_count(self) -> None:
         return None
 
+    @property
+    def elements_per_item(self) -> int:
+        return self.source.batch_size or 1
+
     def needs_common_seed(self) -> bool:
         return self.reading.shuffle
 

@@ -19,13 +19,15 @@ from enqueuer.enqueuers.options import Options
 from enqueuer.enqueuers.replay import Origin
 from enqueuer.enqueuers.run import Run
 from enqueuer.monitoring import usage
-from enqueuer.monitoring.bottleneck_texts import MANY_WORKERS
 from enqueuer.monitoring.duplicates import FirstItems
 from enqueuer.monitoring.stats import Stats
 from enqueuer.workers.messages import Epoch, Failure, Ticket
 from enqueuer.workers.shards import fresh_seed
 from enqueuer.workers.sources import Source
 from enqueuer.workers.tasks import TaskSource
+
+# Workers; each may have a connection to a server, which may refuse more.
+_MOST_WORKERS = 128
 
 
 @dataclass
@@ -144,6 +146,10 @@ class Workload(Protocol):
     @property
     def shard_count(self) -> int | None:
         """Number of shards of this rank; None for tasks."""
+
+    @property
+    def elements_per_item(self) -> int:
+        """Number of elements that a worker loads one after another for an item."""
 
     def steps(self) -> int | None:
         """Return the number of batches of an epoch; None if that is not known."""
@@ -286,4 +292,4 @@ def most_workers(options: Options, cpus: float) -> int:
         # How much of their machines the actors use is not known here.
         return max(1, int(cpus))
     # How many of these help is measured: the time that they compute, and their memory.
-    return MANY_WORKERS
+    return _MOST_WORKERS

@@ -3,9 +3,14 @@
     Stats, now and then --> Autoscaler.next(stats) --> number of workers
 
                      the loop waits, and the workers do not
-        n workers --------------------------------------------> up to 2 n
+        n workers --------------------------------------------> as many as the times ask for
                   <--------------------------------------------
                      they made it hardly faster; or it does not wait, and some workers are idle
+
+The time of a worker has three parts: it computes, it could compute but has no CPU, or it waits for
+something else, such as a file or the GIL. The time that it computes, and the shortest time that it
+was seen to wait, show for how many workers there are CPUs, also on a busy machine. The rate after
+a step up shows whether they wait for each other: for the GIL, a lock or a disk.
 
 The autoscaler only decides: it neither waits nor reads a clock, and has no access to the workers.
 Each step up raises the lower limit, and each step that did not help lowers the upper limit. So the
@@ -18,13 +23,20 @@ import math
 from typing import NamedTuple
 
 from enqueuer.common.text import percent, ratio
-from enqueuer.monitoring.bottleneck import FEWEST_BATCHES, HARDLY_WAITS, OFTEN_WAITS
+from enqueuer.monitoring.bottleneck import (
+    CHEAP_S,
+    HARDLY_WAITS,
+    OFTEN_LACKS_CPU,
+    OFTEN_WAITS,
+)
 from enqueuer.monitoring.bottleneck_inputs import most_on
 from enqueuer.monitoring.stats import Stats
 from enqueuer.monitoring.worker_stats import WorkerStats
 
 # Seconds; in a shorter window, the numbers of a load that varies are mostly chance.
 WINDOW_S = 1.0
+# Elements; the times of fewer are mostly chance.
+FEWEST_ELEMENTS = 8
 # Seconds between decisions when nothing changes any more, as each costs a little.
 LONGEST_WINDOW_S = 16.0
 # Seconds; a loop that stands still for longer seems to hang.
@@ -35,12 +47,18 @@ LEAST_GAIN = 0.2
 WORSE = 0.8
 # Ratio to the number of workers that are busy all the time.
 SPARE = 1.2
+# Ratio to the number of workers that would be as fast if none waited for another one.
+MARGIN = 1.25
 # Windows in a row in which fewer workers would do, before some exit.
 CALM = 3
+# Part of the workers; fewer of them are not added nor ended.
+LEAST_STEP = 8
 # Windows in which a step up hardly helped, before it is taken back.
 DOUBTS = 2
 # Ratio of the times for a batch, twice in a row, by which it is another load.
 OTHER = 2.0
+# Ratio of the time to make a batch to the time to use it, from which on the latter is no matter.
+_LITTLE_USE = 100
 
 
 class Autoscaler:
@@ -52,6 +70,7 @@ class Autoscaler:
         shards: Number of shards that they share; None for tasks, which any number can share.
         longest_wait_s: Seconds that the loop waits for a batch before it warns or raises; a
             change takes at most half of it. None if there is no limit.
+        elements: Number of elements in each item, such as a batch.
 
     Attributes:
         due_s: Time of the next decision, in seconds since the start.
@@ -66,6 +85,7 @@ class Autoscaler:
         most: int,
         shards: int | None = None,
         longest_wait_s: float | None = None,
+        elements: int = 1,
     ) -> None:
         self.due_s = 0.0
         self.reason = ""
@@ -73,6 +93,7 @@ class Autoscaler:
         self.waiting_share = 0.0
         self._workers = workers
         self._shards = shards
+        self._elements = elements
         self._most_cost_s = min(
             MOST_COST_S, math.inf if longest_wait_s is None else longest_wait_s / 2
         )
@@ -98,7 +119,7 @@ class Autoscaler:
             return self._workers
         seen = stats.since(self._base)
         left_s = self._window_s - seen.seconds
-        if left_s <= 0 and seen.items >= FEWEST_BATCHES:
+        if left_s <= 0 and seen.items >= max(self._fewest_items, self._workers):
             self._wish = self._decide(_Window.at(seen))
             self._base, self._window_s = stats, min(2 * self._window_s, LONGEST_WINDOW_S)
             left_s = self._window_s
@@ -117,11 +138,12 @@ class Autoscaler:
     def _forget(self) -> None:
         """Discard the measurements of the load, and reset the limits."""
         self._fewest, self._most = 1, self._most_ever
-        # Number of workers and rate before the last step up.
-        self._before: tuple[int, float] | None = None
+        self._step: _Step | None = None
         # The first window with this number of workers.
         self._known: _Window | None = None
-        self._calm = self._strange = self._doubts = 0
+        # Shortest time of a worker for an item, without its waits for a CPU.
+        self._least_s = math.inf
+        self._calm = self._strange = 0
 
     def _warm_up(self, stats: Stats) -> None:
         """Begin the window when all workers have delivered an item, or have had time to."""
@@ -130,9 +152,16 @@ class Autoscaler:
             self._arrived = stats
         came = stats.items - self._arrived.items
         all_work = all(worker.items for worker in stats.workers)
-        if stats.first_batch_s is not None and (all_work or came >= 4 * self._workers):
+        all_are_ready = all(_busy_s(worker) + worker.waiting_s for worker in stats.workers)
+        if stats.first_batch_s is None or not all_are_ready:
+            return
+        if all_work or came >= 4 * self._workers:
             self._base = stats
             self.due_s = stats.seconds + self._window_s
+
+    @property
+    def _fewest_items(self) -> int:
+        return -(-FEWEST_ELEMENTS // self._elements)
 
     def _decide(self, window: _Window) -> _Wish | None:
         known = self._known
@@ -146,36 +175,43 @@ class Autoscaler:
             self._forget()
         self._strange = 0
         self._known = self._known or window
+        self._least_s = min(self._least_s, window.service_s)
         self.wanted, self.waiting_share = window.wanted, window.waiting_share
         if not window.waits:
-            self._before = None
+            self._step = None
             return self._fewer(window)
-        if self._before is not None:
-            workers, rate = self._before
-            hoped = LEAST_GAIN * (self._workers / workers - 1)
-            if window.rate < rate * (1 + hoped):
-                self._doubts += 1
-                if self._doubts < DOUBTS:
-                    return None
-                reason = f"{workers} were as fast" if window.rate < rate else "that hardly helped"
-                return _Wish(workers, window, window.rate < WORSE * rate, reason, is_back=True)
-            self._before = None
+        step = self._step
+        if step is not None and not step.has_helped(self._workers, window):
+            self._step = step._replace(doubts=step.doubts + 1)
+            return self._back(step, window) if self._step.doubts == DOUBTS else None
+        self._step = None
         return self._more(window)
+
+    def _back(self, step: _Step, window: _Window) -> _Wish:
+        reason = f"{step.before} were as fast" if window.rate < step.rate else "that hardly helped"
+        workers = self._enough_for(min(self._workers, step.needed_for(window.rate)))
+        return _Wish(workers, window, window.rate < WORSE * step.rate, reason, is_back=True)
 
     def _more(self, window: _Window) -> _Wish | None:
         self._calm = 0
-        now, most = self._workers, min(self._most, self._as_fast_as(window.most_that_help))
-        if now >= most or window.has_no_room:
+        now, most = self._workers, min(self._most, self._as_fast_as(self._most_that_help(window)))
+        if now + now // LEAST_STEP >= most or window.has_no_room or window.make_s < CHEAP_S:
             return None
         # The effect of a smaller step could not be distinguished from chance.
-        step = now + max(1, now // 4)
-        workers = self._enough_for(min(2 * now, max(step, window.wanted)))
+        workers = self._enough_for(max(now + max(1, now // 4), window.wanted))
         reason = f"the loop waited {percent(window.waiting_share)} of its time"
         return _Wish(min(workers, most), window, True, reason)
 
+    def _most_that_help(self, window: _Window) -> int:
+        """Return the number of workers for which there are CPUs, by what each item needs."""
+        if window.compute_s is None:
+            return most_on(window.cpus, 1.0)
+        return most_on(window.cpus, ratio(window.compute_s, self._least_s))
+
     def _fewer(self, window: _Window) -> _Wish | None:
         workers = max(self._fewest, self._enough_for(math.ceil(SPARE * window.busy)))
-        self._calm = self._calm + 1 if workers < self._workers else 0
+        now = self._workers
+        self._calm = self._calm + 1 if workers < now - now // LEAST_STEP else 0
         if self._calm < CALM:
             return None
         reason = (
@@ -202,13 +238,13 @@ class Autoscaler:
             self._fewest = self._most = wish.workers
         elif wish.workers > now:
             self._fewest = max(self._fewest, now + 1)
-        self._before = (now, wish.window.rate) if wish.workers > now else None
+        self._step = _Step(now, wish.window.rate) if wish.workers > now else None
         self._workers, self.reason = wish.workers, wish.reason
         self._arrive()
 
     def _arrive(self) -> None:
         self.due_s, self._window_s = 0.0, WINDOW_S
-        self._calm = self._strange = self._doubts = 0
+        self._calm = self._strange = 0
         self._arrived = self._base = self._known = self._wish = None
 
 
@@ -232,6 +268,25 @@ class _Wish(NamedTuple):
         return replay_s / self.workers + starting_s
 
 
+class _Step(NamedTuple):
+    """A step up: the number of workers before it, their rate, and the windows that doubt it."""
+
+    before: int
+    rate: float
+    doubts: int = 0
+
+    def has_helped(self, workers: int, window: _Window) -> bool:
+        """Return whether `workers` are faster than those before, by a part of what is possible."""
+        hoped = 1 + LEAST_GAIN * (workers / self.before - 1)
+        # If other programs have taken the CPUs, the rate does not show the effect of the step.
+        return window.rate >= self.rate * (WORSE if window.lacks_cpus else hoped)
+
+    def needed_for(self, rate: float) -> int:
+        """Return the number of workers for a rate, if none waits for another one."""
+        gain = ratio(rate, self.rate)
+        return self.before if gain < 1 + LEAST_GAIN else math.ceil(MARGIN * self.before * gain)
+
+
 def _busy_s(worker: WorkerStats) -> float:
     return worker.making_s + worker.sending_s
 
@@ -240,43 +295,48 @@ class _Window(NamedTuple):
     """The numbers of a window.
 
     Attributes:
-        rate: Batches a second.
+        rate: Batches a second that the workers made.
         waiting_share: Share of the loop's time in which it waited.
         make_s: Seconds that one worker takes for a batch.
+        service_s: The same without the time in which the worker had no CPU.
+        compute_s: Seconds of CPU time for a batch; None if the system does not report it.
         use_s: Seconds that the loop takes for a batch.
         busy: Number of workers that were busy, on average.
         idle_share: Share of the workers' time in which they waited for room or a task.
-        most_that_help: Number of workers for which there are CPUs, by what each computes.
+        cpus: Number of CPUs.
     """
 
     rate: float
     waiting_share: float
     make_s: float
+    service_s: float
+    compute_s: float | None
     use_s: float
     busy: float
     idle_share: float
-    most_that_help: int
+    cpus: float
 
     @staticmethod
     def at(seen: Stats) -> _Window:
         """Return the numbers of the statistics of a window."""
         busy_s = sum(map(_busy_s, seen.workers))
         waiting_s = sum(worker.waiting_s for worker in seen.workers)
-        made = sum(worker.items for worker in seen.workers)
+        active_s = max((_busy_s(worker) + worker.waiting_s for worker in seen.workers), default=0.0)
+        # The system counts waits for a CPU while the worker waits for room, too.
+        lacked_s = sum(min(worker.cpu_wait_s or 0.0, _busy_s(worker)) for worker in seen.workers)
         is_known = all(worker.cpu_s is not None for worker in seen.workers)
-        # With their waits for a CPU, as on a busy machine they compute no less.
-        computed_s = sum(
-            min((worker.cpu_s or 0.0) + (worker.cpu_wait_s or 0.0), _busy_s(worker))
-            for worker in seen.workers
-        )
+        cpu_s = sum(min(worker.cpu_s or 0.0, _busy_s(worker)) for worker in seen.workers)
+        made = max(1, sum(worker.items for worker in seen.workers))
         return _Window(
-            rate=seen.items / max(seen.waiting_s + seen.working_s, 1e-9),
+            rate=made / max(active_s, 1e-9),
             waiting_share=seen.waiting_share,
-            make_s=busy_s / max(made, 1),
+            make_s=busy_s / made,
+            service_s=max(busy_s - lacked_s, cpu_s) / made,
+            compute_s=cpu_s / made if is_known else None,
             use_s=seen.working_s / max(seen.items, 1),
             busy=busy_s / max(seen.seconds - seen.idle_s, 1e-9),
             idle_share=waiting_s / max(waiting_s + busy_s, 1e-9),
-            most_that_help=most_on(seen.cpus, ratio(computed_s, busy_s) if is_known else 1.0),
+            cpus=seen.cpus,
         )
 
     @property
@@ -288,11 +348,18 @@ class _Window(NamedTuple):
         return self.idle_share > OFTEN_WAITS
 
     @property
+    def lacks_cpus(self) -> bool:
+        return self.service_s < (1 - OFTEN_LACKS_CPU) * self.make_s
+
+    @property
     def wanted(self) -> int:
         """Number of workers that would keep up with the loop; a tenth of one is chance."""
         return max(1, math.ceil(min(self.make_s / max(self.use_s, 1e-9), 1e6) - 0.1))
 
     def differs_from(self, other: _Window) -> bool:
         """Return whether a batch takes another time to make, or to use."""
-        pairs = (self.make_s, other.make_s), (self.use_s, other.use_s)
+        # A loop that does little more than take the batches varies by chance.
+        least_s = min(self.service_s, other.service_s) / _LITTLE_USE
+        uses = max(self.use_s, least_s), max(other.use_s, least_s)
+        pairs = (self.service_s, other.service_s), uses
         return any(max(pair) > OTHER * min(pair) for pair in pairs)

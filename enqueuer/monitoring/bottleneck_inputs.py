@@ -14,6 +14,8 @@ from enqueuer.common.text import ratio
 GIL_IS_BUSY = 0.85
 # Number of CPUs; threads that use more are not kept from it by the GIL.
 MORE_THAN_GIL = 1.2
+# Ratio of the workers that wait to the least number that could keep the CPUs busy.
+_SPARE_WAITS = 1.25
 # Share of the threads' time that they spend waiting for something other than the GIL.
 IS_OUTSIDE = 0.1
 
@@ -121,8 +123,9 @@ class RunInputs(NamedTuple):
 
     @property
     def computing_share(self) -> float:
-        """Share of its work in which a worker computes, on average, from 0 to 1."""
-        return ratio(self.total("computed_s"), self.total("busy_s"))
+        """Share of its work in which a worker computes, if it never lacks a CPU, from 0 to 1."""
+        worked = self.total("busy_s") - self.total("lacked_s")
+        return min(1.0, ratio(self.total("cpu_s"), max(worked, 1e-9)))
 
     @property
     def most_that_help(self) -> int:
@@ -178,10 +181,14 @@ class RunInputs(NamedTuple):
 def most_on(cpus: float, computing_share: float) -> int:
     """Return the number of workers for which there are CPUs, if each computes for some of its time.
 
+    These are as many as there are CPUs, and those that wait meanwhile. Waits are not spread evenly
+    over time, so a quarter more of the latter keeps the CPUs busy.
+
     Example:
         >>> most_on(4, 1.0), most_on(4, 0.9), most_on(2, 0.1), most_on(0.5, 1.0)
-        (4, 4, 20, 1)
+        (4, 4, 24, 1)
         >>> most_on(4, 0.0) > 1000
         True
     """
-    return max(1, int(cpus / max(computing_share, 1e-6)))
+    share = min(max(computing_share, 1e-6), 1.0)
+    return max(1, int(cpus * (1 + _SPARE_WAITS * (1 - share) / share)))

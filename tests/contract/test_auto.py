@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import pickle
+import re
 import threading
 import time
 
@@ -154,13 +155,13 @@ def test_what_computes_has_no_more_processes_than_cpus(monkeypatch):
 
 # For actors the limit is the CPUs of the cluster, as their memory is not known.
 @pytest.mark.local
-@pytest.mark.parametrize(("kind", "most"), [("tasks", 64), ("shards", 16)])
+@pytest.mark.parametrize(("kind", "most"), [("tasks", 128), ("shards", 16)])
 def test_the_cpus_alone_are_no_limit(options, monkeypatch, kind, most):
     """How many there are CPUs for follows from what the workers do, so the autoscaler says it."""
     given = []
 
     class Recording(Given):
-        def __init__(self, workers, most, shards, longest_wait_s):
+        def __init__(self, workers, most, *_):
             given.append(most)
 
     monkeypatch.setattr("enqueuer.monitoring.usage.cpus", lambda: 2.0)
@@ -175,10 +176,13 @@ def test_the_cpus_alone_are_no_limit(options, monkeypatch, kind, most):
 
 @pytest.mark.parametrize("kind", ["tasks", "shards"])
 def test_memory_is_a_limit(monkeypatch, caplog, kind):
-    """A worker takes 1 kB, and there is room for 2; shards need it while the old ones live."""
+    """A worker takes 1 kB, with its items a little more, and there is room for 2.
+
+    Shards need it while the old ones live.
+    """
     monkeypatch.setattr("enqueuer.monitoring.usage.own_bytes", lambda pid: 1000)
     monkeypatch.setattr(
-        "enqueuer.monitoring.usage.available_bytes", lambda: 2600 if workers() < 3 else 600
+        "enqueuer.monitoring.usage.available_bytes", lambda: 3000 if workers() < 3 else 600
     )
     if kind == "tasks":
         made = OrderedEnqueuer(
@@ -194,9 +198,24 @@ def test_memory_is_a_limit(monkeypatch, caplog, kind):
         loop = Loop(enqueuer, 0)
         loop.run_until(lambda: caplog.records)
         loop.run(1)
-        assert core_of(enqueuer).run.workers == (4 if kind == "tasks" else 2)
+        assert core_of(enqueuer).run.workers == (3 if kind == "tasks" else 2)
     [record] = caplog.records
-    assert "a worker takes 1.0 kB of memory, and " in record.message
+    assert re.search(r"a worker takes 1\.[012] kB of memory, and 3\.0 kB ", record.message)
+
+
+def large_task(element):
+    time.sleep(MAKE_S)
+    return np.zeros(1_000_000, np.uint8)
+
+
+def test_the_memory_of_items_is_a_limit_for_threads(monkeypatch, caplog):
+    """Each thread takes the item that it makes and one that waits, of 1 MB."""
+    monkeypatch.setattr("enqueuer.monitoring.usage.available_bytes", lambda: 5_200_000)
+    with OrderedEnqueuer(range(100_000), large_task, workers="auto") as enqueuer:
+        loop = Loop(enqueuer, 0)
+        loop.run_until(lambda: caplog.records)
+        assert core_of(enqueuer).run.workers <= 3
+    assert "a worker takes 2.0 MB of memory" in caplog.records[0].message
 
 
 # A start of Ray would use CPU time while the loop is measured.

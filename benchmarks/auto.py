@@ -1,0 +1,201 @@
+"""Compare `workers="auto"` with fixed numbers of workers, on six kinds of work.
+
+    python benchmarks/auto.py --only waiting-process --burners 2
+
+Each number is measured in a fresh process: a loop over an `OrderedEnqueuer`, whose rate is noted
+every quarter of a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import itertools
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+# Seconds of each entry of a timeline.
+TICK_S = 0.25
+# Share of the best fixed rate that `auto` has to reach.
+NEAR = 0.9
+
+
+def busy(seconds: float) -> None:
+    """Compute in Python for so many seconds of CPU time of this thread."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        sum(range(200))
+
+
+def remote_file(element: int) -> int:
+    """Wait as for a file of another machine, then compute in Python."""
+    time.sleep(0.035)
+    busy(0.003)
+    return element
+
+
+def computing(element: int) -> int:
+    """Compute in Python only."""
+    busy(0.01)
+    return element
+
+
+def slow_disk(element: int) -> int:
+    """Wait for a while, much shorter than the loop takes."""
+    time.sleep(0.005)
+    return element
+
+
+_SIGNAL = np.linspace(0, 1, 200_000)
+
+
+def spectrum(element: int) -> float:
+    """Compute in numpy, which releases the GIL."""
+    return float(np.sin(_SIGNAL + element).sum())
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A kind of work, the loop over it, and the fixed numbers to compare with."""
+
+    map: Callable[[int], object]
+    backend: str
+    fixed: tuple[int, ...]
+    use_s: float = 0.0
+    batch_size: int | None = None
+
+
+CASES = {
+    "waiting-thread": Case(remote_file, "thread", (1, 8, 12, 16, 32, 64)),
+    "waiting-process": Case(remote_file, "process", (1, 8, 16, 24, 32, 64)),
+    "waiting-batches": Case(remote_file, "process", (1, 8, 16, 24, 32, 64), batch_size=16),
+    "computing-process": Case(computing, "process", (1, 2, 4)),
+    "numpy-thread": Case(spectrum, "thread", (1, 2, 4)),
+    "python-thread": Case(computing, "thread", (1, 2, 4)),
+    "quick-thread": Case(abs, "thread", (1, 2)),
+    "quick-process": Case(abs, "process", (1, 2)),
+    "slow-loop-thread": Case(slow_disk, "thread", (1, 2), use_s=0.02),
+    "slow-loop-process": Case(slow_disk, "process", (1, 2), use_s=0.02),
+}
+
+
+def measure(case: Case, workers: int | str, seconds: float) -> dict[str, object]:
+    """Run the loop, and return its rates, the numbers of workers and the bottleneck."""
+    from enqueuer import OrderedEnqueuer
+
+    logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d %(message)s")
+    rates: list[float] = []
+    with OrderedEnqueuer(
+        range(10**9), case.map, workers=workers, backend=case.backend, batch_size=case.batch_size
+    ) as enqueuer:
+        began = tick = time.perf_counter()
+        count, counts, earlier = 0, [], enqueuer.stats()
+        elements = case.batch_size or 1
+        for _ in enqueuer:
+            count += 1
+            if case.use_s:
+                time.sleep(case.use_s)
+            now = time.perf_counter()
+            if now - tick >= TICK_S:
+                rates.append(count * elements / (now - tick))
+                counts.append((now - began, rates[-1], len(enqueuer.stats().workers)))
+                count, tick = 0, now
+                if now - began < seconds / 2:
+                    earlier = enqueuer.stats()
+            if now - began > seconds:
+                break
+        last = [rate for at, rate, _ in counts if at > seconds / 2]
+        found = enqueuer.stats().since(earlier).bottleneck()
+    changes = [(at, n) for at, _, n in counts]
+    return {
+        "rate": sum(last) / max(len(last), 1),
+        "timeline": [(round(at, 2), round(rate, 1)) for at, rate, _ in counts],
+        "workers": [
+            (round(min(at for at, _ in group), 1), n)
+            for n, group in ((n, list(g)) for n, g in itertools.groupby(changes, lambda c: c[1]))
+        ],
+        "bottleneck": [found.kind, str(found)],
+    }
+
+
+def reached_s(timeline: list[tuple[float, float]], rate: float) -> float | None:
+    """Return the first time from which on the mean rate of a second was as high as `rate`."""
+    for index, (at, _) in enumerate(timeline):
+        some = [one for _, one in timeline[index : index + 4]]
+        if len(some) == 4 and sum(some) / 4 >= rate:
+            return at
+    return None
+
+
+@contextlib.contextmanager
+def burning(count: int) -> Iterator[None]:
+    """Run so many processes beside it that compute all the time, with a lower priority."""
+    code = "while True: pass"
+    burners = [
+        subprocess.Popen(["nice", "-n", "5", sys.executable, "-c", code]) for _ in range(count)
+    ]
+    try:
+        yield
+    finally:
+        for burner in burners:
+            burner.kill()
+            burner.wait()
+
+
+def run(name: str, workers: int | str, seconds: float) -> dict[str, object]:
+    """Measure one setting in a fresh process."""
+    command = [sys.executable, os.path.abspath(__file__), "--one", name, str(workers)]
+    done = subprocess.run(
+        [*command, "--seconds", str(seconds)], stdout=subprocess.PIPE, check=True, timeout=600
+    )
+    return json.loads(done.stdout)
+
+
+def compare(name: str, seconds: float, repeats: int) -> None:
+    """Measure all fixed numbers and `auto`, and print what was found."""
+    case = CASES[name]
+    best = 0.0
+    for fixed in case.fixed:
+        rates = [run(name, fixed, seconds / 2)["rate"] for _ in range(repeats)]
+        best = max(best, sorted(rates)[repeats // 2])
+        print(f"{name:20} {fixed:>5} {sorted(rates)[repeats // 2]:10.1f}", flush=True)
+    for _ in range(repeats):
+        found = run(name, "auto", seconds)
+        at = reached_s(found["timeline"], NEAR * best)
+        at_text = "never" if at is None else f"{at:.1f} s"
+        print(
+            f"{name:20}  auto {found['rate']:10.1f}  {found['rate'] / best:4.2f} of the best, "
+            f"{NEAR:.0%} after {at_text}; workers {found['workers']}\n    {found['bottleneck'][1]}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    """Measure the cases that were asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="*", choices=CASES, default=list(CASES))
+    parser.add_argument("--seconds", type=float, default=12.0)
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--burners", type=int, default=0)
+    parser.add_argument("--one", nargs=2, metavar=("CASE", "WORKERS"))
+    given = parser.parse_args()
+    if given.one:
+        name, workers = given.one
+        number = workers if workers == "auto" else int(workers)
+        print(json.dumps(measure(CASES[name], number, given.seconds)))
+        return
+    with burning(given.burners):
+        for name in given.only:
+            compare(name, given.seconds, given.repeats)
+
+
+if __name__ == "__main__":
+    main()

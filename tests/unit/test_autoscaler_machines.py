@@ -1,0 +1,212 @@
+"""The autoscaler on simulated machines: CPUs, a GIL and other programs, and six kinds of work."""
+
+import itertools
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from enqueuer.monitoring.autoscaler import Autoscaler
+from enqueuer.monitoring.stats import Stats
+from enqueuer.monitoring.worker_stats import WorkerStats
+
+CPUS = 2
+STEP_S = 0.05
+# Largest number of workers.
+MOST = 128
+# Time within which the rate has to be near the best one, and how near.
+SOON_S, NEAR = 5.0, 0.9
+
+
+@dataclass(frozen=True)
+class Work:
+    """Seconds of a worker for an element: waiting, Python code, and code without the GIL.
+
+    `use_s` are those of the loop for an item, and each item has so many `elements`.
+    """
+
+    wait_s: float
+    python_s: float
+    native_s: float
+    in_threads: bool
+    use_s: float = 0.0001
+    elements: int = 1
+
+
+class Machine:
+    """Workers and a loop on CPUs that other programs use, too.
+
+    Args:
+        work: Kind of work.
+        others: Number of other programs that compute all the time.
+        seed: Seed of the noise of the rate.
+    """
+
+    def __init__(self, work, others=0, seed=0):
+        self.work, self.others = work, others
+        self.noise = random.Random(seed)
+        self.autoscaler = Autoscaler(1, MOST, None, None, work.elements)
+        self.time_s = self.done = self.given = 0.0
+        self.waiting_s = self.working_s = 0.0
+        self.workers, self.generation = 1, 0
+        # Items, and seconds of making, waiting for a task, CPU and waiting for a CPU.
+        self.sums = [0.0] * 5
+        self.history = [(0.0, 1)]
+
+    def rate(self, workers):
+        """Return the number of items a second, and whether the CPUs or the GIL are the limit."""
+        work = self.work
+        cpu_s = work.python_s + work.native_s
+        runnable = min(workers, CPUS) + self.others
+        cpus = min(workers, CPUS) * min(1.0, CPUS / runnable)
+        limits = {
+            "workers": workers / (work.wait_s + cpu_s),
+            "cpus": cpus / cpu_s if cpu_s else 1e9,
+            "gil": 1e9,
+        }
+        if work.in_threads and work.python_s:
+            # The thread that holds it may wait for a CPU meanwhile.
+            limits["gil"] = min(1.0, CPUS / (1 + self.others)) / work.python_s
+        # Near a limit, some of what it allows is lost.
+        made = sum(limit**-32 for limit in limits.values()) ** (-1 / 32) / work.elements
+        name = min(limits, key=limits.get)
+        return min(made, 1 / work.use_s), name
+
+    def best(self):
+        return max(self.rate(workers)[0] for workers in range(1, MOST + 1))
+
+    def run(self, seconds):
+        """Let time pass; return the times and the numbers of workers since then."""
+        while self.time_s < seconds:
+            has_item = self._pass()
+            if has_item and self.time_s >= self.autoscaler.due_s:
+                workers = self.autoscaler.next(self.stats())
+                if workers != self.workers:
+                    self.workers, self.generation = workers, self.generation + 1
+                    self.sums = [0.0] * 5
+                    self.history.append((self.time_s, workers))
+        return self.history
+
+    def _pass(self):
+        """Let a moment pass; return whether the loop has taken an item."""
+        work, n = self.work, self.workers
+        rate, limit = self.rate(n)
+        rate *= self.noise.uniform(0.8, 1.2)
+        rate = min(rate, 1 / work.use_s)
+        cpu_s = (work.python_s + work.native_s) * work.elements
+        made_s = rate * STEP_S * (work.wait_s * work.elements + cpu_s)
+        busy = n * STEP_S if rate < 0.9 / work.use_s else min(n * STEP_S, made_s)
+        extra = max(0.0, busy - made_s)
+        lacked = extra if limit == "cpus" or self.others else 0.0
+        for index, more in enumerate(
+            [rate * STEP_S, busy, n * STEP_S - busy, rate * STEP_S * cpu_s, lacked]
+        ):
+            self.sums[index] += more
+        self.time_s += STEP_S
+        before, self.done = int(self.done), self.done + rate * STEP_S
+        self.given = int(self.done)
+        self.working_s += rate * STEP_S * work.use_s
+        self.waiting_s += STEP_S * (1 - rate * work.use_s)
+        return self.given > before
+
+    def stats(self):
+        n = self.workers
+        items, making, waiting, cpu, lacked = (total / n for total in self.sums)
+        workers = tuple(
+            WorkerStats(
+                index, "", (), items, 0, self.generation, 0.0, making, 0.0, waiting, 0.0,
+                cpu_s=cpu, cpu_wait_s=lacked,
+            )
+            for index in range(n)
+        )  # fmt: skip
+        return Stats(
+            self.time_s, "thread", True, 0, self.given, 0.0, 0.0, self.waiting_s,
+            0.0, self.working_s, 0.0, {}, {}, 0, 10, (), 0, 0, CPUS, 0.0, workers,
+        )  # fmt: skip
+
+    def soon_near_best(self):
+        """Return the time from which on the rate was near the best one."""
+        best = self.best()
+        good = [self.rate(workers)[0] >= NEAR * best for _, workers in self.history]
+        assert good[-1], self.history
+        bad = [index for index, is_good in enumerate(good) if not is_good]
+        return self.history[bad[-1] + 1][0] if bad else 0.0
+
+
+WORKS = {
+    "waiting in threads": Work(0.035, 0.003, 0.0, True),
+    "waiting in processes": Work(0.035, 0.003, 0.0, False),
+    "waiting, in batches": Work(0.035, 0.003, 0.0, False, elements=16),
+    "waiting, in large batches": Work(0.035, 0.003, 0.0, True, elements=48),
+    "only waiting": Work(0.1, 0.0001, 0.0, True, use_s=0.001),
+    "computing": Work(0.0, 0.01, 0.0, False),
+    "numpy in threads": Work(0.0, 0.0005, 0.01, True),
+    "Python in threads": Work(0.0, 0.01, 0.0, True),
+    "half of it waiting": Work(0.01, 0.01, 0.0, False),
+    "quick": Work(0.0, 0.000004, 0.0, True, use_s=0.000003),
+    "slow loop": Work(0.005, 0.0, 0.0, True, use_s=0.02),
+}
+
+
+@pytest.mark.parametrize("others", [0, 1, 4])
+@pytest.mark.parametrize("name", WORKS)
+def test_within_seconds_the_rate_is_near_the_best(name, others):
+    for seed in range(5):
+        machine = Machine(WORKS[name], others, seed)
+        machine.run(60)
+        assert machine.soon_near_best() <= SOON_S, (seed, machine.history)
+
+
+@pytest.mark.parametrize("name", ["computing", "numpy in threads"])
+def test_what_computes_gets_as_many_workers_as_cpus(name):
+    assert Machine(WORKS[name]).run(60)[-1][1] == CPUS
+
+
+@pytest.mark.parametrize("name", ["Python in threads", "quick", "slow loop"])
+def test_one_worker_stays_where_more_do_not_help(name):
+    for seed in range(5):
+        assert Machine(WORKS[name], seed=seed).run(60)[-1][1] == 1
+
+
+def test_a_step_is_kept_if_other_programs_took_the_cpus_after_it():
+    machine = Machine(WORKS["waiting in processes"])
+    while len(machine.history) < 2:
+        machine.run(machine.time_s + 0.1)
+    machine.others = 6
+    machine.run(30)
+    assert machine.workers >= 0.8 * machine.history[1][1]
+
+
+def test_other_programs_do_not_reduce_the_number_of_workers_that_wait():
+    alone = Machine(WORKS["waiting in processes"]).run(60)[-1][1]
+    beside = Machine(WORKS["waiting in processes"], others=4).run(60)[-1][1]
+    assert 0.8 * alone <= beside <= 1.25 * alone
+
+
+@pytest.mark.parametrize("name", WORKS)
+def test_the_number_comes_to_rest(name):
+    machine = Machine(WORKS[name])
+    machine.run(60)
+    changes = len(machine.history)
+    assert changes <= 4
+    assert len(machine.run(600)) == changes
+
+
+def test_a_load_that_begins_to_wait_gets_more_workers():
+    machine = Machine(WORKS["computing"])
+    machine.run(30)
+    machine.work = WORKS["waiting in processes"]
+    machine.run(90)
+    assert machine.rate(machine.workers)[0] >= NEAR * machine.best()
+
+
+def test_batches_are_judged_by_their_elements():
+    """A window of eight batches of 48 elements would take 15 s."""
+    times = [time for time, _ in Machine(WORKS["waiting, in large batches"]).run(5)]
+    assert len(times) > 1
+
+
+def test_a_decision_needs_no_more_than_a_few_steps():
+    for work in WORKS.values():
+        numbers = [n for n, _ in itertools.groupby(n for _, n in Machine(work).run(60))]
+        assert len(numbers) <= 4
