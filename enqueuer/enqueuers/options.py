@@ -163,8 +163,8 @@ class Options:
         drop_last: Whether each rank gets the same number of shards or elements, and an incomplete
             last batch, of elements or of the samples of a shard, is left out; False by default.
         progress: Whether a `for` loop over the enqueuer shows a progress bar with batches, rate,
-            waiting time, queue and workers; False by default. True shows it if standard error is
-            a terminal, and needs tqdm. A class, such as `tqdm.notebook.tqdm`, is used instead of
+            waiting time, queue and workers; False by default. True shows it on a terminal and in
+            a notebook, and needs tqdm. A class, such as `tqdm.rich.tqdm`, is used instead of
             tqdm's default.
         stall_timeout: Seconds without a batch after which a `StallWarning` shows the Python
             stack of each busy worker; the loop continues to wait. 60 by default, which is longer

@@ -1,4 +1,4 @@
-"""A progress bar on the terminal, drawn by tqdm; on a pipe nothing is shown.
+"""A progress bar on the terminal or in a notebook, drawn by tqdm; on a pipe nothing is shown.
 
 bar():    of a long command
 Shown:    of an iterator over an enqueuer: rate, queue, workers
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
@@ -39,7 +40,7 @@ class _Measured(Protocol):
 def bar(
     title: str, total: int | None, unit: str, shown: Progress = True
 ) -> Iterator[Callable[..., object]]:
-    """Show a progress bar on standard error, if that is a terminal.
+    """Show a progress bar on standard error, if that is a terminal, or in a notebook.
 
     Args:
         title: Text before the bar.
@@ -72,14 +73,26 @@ def bar_class(shown: Progress) -> Callable[..., Any] | None:
     """Return the class of the bar; None if none is to be shown."""
     if shown is not True:
         return shown or None
+    if _is_notebook():
+        # It draws with widgets, if ipywidgets is installed, and else as on a terminal.
+        return _quiet_tqdm("tqdm.auto")
     if sys.stderr is None or not sys.stderr.isatty():
         return None
-    return _quiet_tqdm()
+    return _quiet_tqdm("tqdm")
+
+
+def _is_notebook() -> bool:
+    """Return whether this process is the kernel of a notebook."""
+    # A kernel has imported it.
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return shell is not None and "IPKernelApp" in shell.config
 
 
 @functools.cache
-def _quiet_tqdm() -> Callable[..., Any]:
-    tqdm: Any = framework("tqdm", "progress", "4.64", user="progress=True").tqdm
+def _quiet_tqdm(module: str) -> Callable[..., Any]:
+    framework("tqdm", "progress", "4.64", user="progress=True")
+    tqdm: Any = importlib.import_module(module).tqdm
 
     class Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
         """A bar that shows the measured rate, if it has one."""

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from enqueuer.common.html import as_html
 from enqueuer.common.text import duration, percent, pluralize, rate, ratio, size, table
 from enqueuer.monitoring import gil
 from enqueuer.monitoring.bottleneck import find_bottleneck
@@ -19,11 +20,12 @@ from enqueuer.monitoring.bottleneck_texts import Bottleneck
 from enqueuer.monitoring.worker_stats import WorkerStats
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Stats:
     """The work of an enqueuer since its start, and the waits of the loop.
 
     The loop's time begins with its first batch; the time before that is `first_batch_s`.
+    `print()` shows a table, and so does a notebook.
 
     Attributes:
         seconds: Seconds since the start.
@@ -222,23 +224,38 @@ class Stats:
             )
         )
 
+    def __repr__(self) -> str:
+        """Return one line with the rate and the share of the waits."""
+        waited, workers = percent(self.waiting_share), pluralize(len(self.workers), "worker")
+        return (
+            f"<Stats {pluralize(self.items, 'batch')} in {duration(self.seconds)}, "
+            f"{rate(self.items_per_s)} a second, {workers}, the loop waited {waited}>"
+        )
+
     def __str__(self) -> str:
         """Return a table, with the bottleneck."""
+        return "\n".join([*self._lines(), *table(self._rows()), str(self.bottleneck())])
+
+    def _repr_html_(self) -> str:
+        """Return the same as HTML, which notebooks show."""
+        return as_html(self._lines(), self._rows(), str(self.bottleneck()))
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        return [_HEAD, *map(_row, self.workers)]
+
+    def _lines(self) -> list[str]:
+        """Return the lines above the table of the workers."""
         waits = [f"p{rank} {duration(self.wait_quantile(rank / 100))}" for rank in (50, 90, 99)]
         first = self.first_batch_s
         if first is not None:
             waits.append(f"first batch {duration(first)}")
-        return "\n".join(
-            [
-                f"{pluralize(self.items, 'batch')} in {duration(self.seconds)}, "
-                f"{rate(self.items_per_s)} a second",
-                f"the loop waited {percent(self.waiting_share)} of its time; {', '.join(waits)}",
-                f"{self.queue_size} of {pluralize(self.max_queue_size, 'batch')} wait, "
-                f"{size(self.block_bytes)} in shared memory",
-                *table([_HEAD, *map(_row, self.workers)]),
-                str(self.bottleneck()),
-            ]
-        )
+        return [
+            f"{pluralize(self.items, 'batch')} in {duration(self.seconds)}, "
+            f"{rate(self.items_per_s)} a second",
+            f"the loop waited {percent(self.waiting_share)} of its time; {', '.join(waits)}",
+            f"{self.queue_size} of {pluralize(self.max_queue_size, 'batch')} wait, "
+            f"{size(self.block_bytes)} in shared memory",
+        ]
 
 
 _HEAD = ("worker", "items", "bytes", "making", "sending", "waiting", "CPU", "memory")

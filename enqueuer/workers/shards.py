@@ -68,9 +68,9 @@ class Task(Seeded):
     The random numbers depend on the element, and not on its worker, its batch or the order.
 
     Args:
-        index: Index of the element, from 0.
-        epoch: Number of the epoch, from 0.
-        random_seed: Seed of the enqueuer.
+        index: Index of the element, from 0; 0 by default, to call `map` by hand.
+        epoch: Number of the epoch, from 0; 0 by default.
+        random_seed: Seed of the enqueuer; 0 by default.
 
     Example:
         >>> task = Task(index=3, epoch=0, random_seed=7)
@@ -78,9 +78,9 @@ class Task(Seeded):
         True
     """
 
-    index: int
-    epoch: int
-    random_seed: int
+    index: int = 0
+    epoch: int = 0
+    random_seed: int = 0
 
 
 class EpochEnd(Seeded):
@@ -111,12 +111,18 @@ class Shard(Seeded):
     same batches on any worker.
 
     Args:
-        index: Index of this shard, from 0 to `count - 1`.
-        count: Number of shards.
-        epoch: Number of the epoch, from 0.
-        random_seed: Seed of the enqueuer.
+        index: Index of this shard, from 0 to `count - 1`; 0 by default, to call the function by
+            hand.
+        count: Number of shards; 1 by default.
+        epoch: Number of the epoch, from 0; 0 by default.
+        random_seed: Seed of the enqueuer; 0 by default.
 
     Example:
+        >>> def batches(shard):
+        ...     for number in shard.split(range(5)):
+        ...         yield number * 2
+        >>> list(batches(Shard()))  # without an enqueuer
+        [0, 2, 4, 6, 8]
         >>> shard = Shard(index=1, count=3, epoch=0, random_seed=7)
         >>> shard.split(["a", "b", "c", "d", "e"])
         ['b', 'e']
@@ -124,10 +130,10 @@ class Shard(Seeded):
         True
     """
 
-    index: int
-    count: int
-    epoch: int
-    random_seed: int
+    index: int = 0
+    count: int = 1
+    epoch: int = 0
+    random_seed: int = 0
     # Set on an object whose reports are collected.
     _reports: ClassVar[list[CaughtError] | None] = None
 

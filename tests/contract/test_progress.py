@@ -4,10 +4,13 @@ import contextlib
 import copy
 import io
 import itertools
+import json
+import subprocess
+import sys
 import time
 
 import pytest
-from helpers import needs, twelve
+from helpers import LIMIT, needs, twelve
 
 from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, prefetch
 from enqueuer.monitoring import progress
@@ -183,3 +186,40 @@ def test_a_bar_that_is_not_to_be_shown_shows_nothing():
     ):
         update(4)
     assert terminal.getvalue() == ""
+
+
+NOTEBOOK = """
+import warnings
+warnings.simplefilter("ignore")  # tqdm warns if ipywidgets is not installed
+from enqueuer import GeneratorEnqueuer
+enqueuer = GeneratorEnqueuer(lambda: iter(range(12)), progress=True)
+batches = list(enqueuer)
+enqueuer.stop()
+enqueuer.stats()
+"""
+
+
+RUN = """
+import json, sys, nbclient, nbformat
+cell = nbformat.v4.new_code_cell(sys.stdin.read())
+book = nbformat.v4.new_notebook(cells=[cell])
+nbclient.NotebookClient(book, timeout=60).execute()
+print(json.dumps(cell.outputs))
+"""
+
+
+def test_a_notebook_shows_the_bar_and_a_table():
+    needs("ipykernel")
+    needs("nbclient")
+    # In a process of its own, as the client leaves descriptors open.
+    done = subprocess.run(
+        [sys.executable, "-c", RUN], input=NOTEBOOK, capture_output=True, text=True, timeout=LIMIT
+    )
+    assert done.returncode == 0, done.stderr
+    outputs = json.loads(done.stdout)
+    (table,) = (each["data"] for each in outputs if each["output_type"] == "execute_result")
+    assert "<th>worker</th>" in table["text/html"]
+    assert table["text/plain"].startswith("<Stats 12 batches in ")
+    drawn = "".join(map(str, outputs))
+    assert "epoch 0" in drawn
+    assert "12batch" in drawn or "12/? " in drawn or "FloatProgress" in drawn

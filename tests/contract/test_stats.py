@@ -1,11 +1,13 @@
 """Statistics: what is counted is what was, and the bottleneck is found on loads of each kind."""
 
 import itertools
+import operator
 import os
 import pickle
 import signal
 import threading
 import time
+from html import unescape
 
 import numpy as np
 import pytest
@@ -500,3 +502,16 @@ def test_processes_are_not_advised_if_threads_wait_outside_of_python():
         stats = enqueuer.stats()
     assert all(worker.switches > 5 for worker in stats.workers)
     assert "process" not in stats.bottleneck().advice, stats
+
+
+def test_one_line_and_html_say_the_same_as_the_table():
+    with GeneratorEnqueuer(lambda: iter(range(12)), workers=1) as enqueuer:
+        list(enqueuer)
+    stats = enqueuer.stats()
+    lines = str(stats).splitlines()
+    assert repr(stats).startswith(f"<Stats {lines[0].split(' a second')[0]} a second, 1 worker, ")
+    assert "\n" not in repr(stats)
+    html = operator.methodcaller("_repr_html_")(stats)
+    assert f"<p>{lines[0]}<br>{lines[1]}<br>{lines[2]}</p><table>" in html
+    assert "<td>worker 0 (thread)</td><td>12</td>" in html
+    assert unescape(html).endswith(f"<p>{lines[-1]}</p>")

@@ -20,6 +20,13 @@ def shards(count, epoch=0):
     return [Shard(index, count, epoch, 7) for index in range(count)]
 
 
+def test_one_can_be_made_by_hand():
+    assert Shard() == Shard(index=0, count=1, epoch=0, random_seed=0)
+    assert Task() == Task(index=0, epoch=0, random_seed=0)
+    assert Shard().split([1, 2]) == [1, 2]
+    assert Shard().rng.integers(1000) == Shard(0, 1, 0, 0).rng.integers(1000)
+
+
 @given(st.integers(0, 40), st.integers(1, 7))
 def test_shares_read_in_turn_are_the_whole_in_its_order(size, count):
     items = list(range(size))
