@@ -1,4 +1,4 @@
-"""Raise an exception out of a signal handler at a chosen place of an operation.
+"""Run a signal handler, which may raise, at a chosen place of an operation.
 
 CPython runs the Python functions of signal handlers between two bytecodes, and only at certain
 ones: on entry to a function and when a generator goes on, after a call, and after a jump back (in
@@ -36,16 +36,13 @@ class Alarm(Exception):
     """What a handler raises that a program has for an alarm."""
 
 
-def _raise_alarm(*_):
-    raise Alarm("from a signal handler")
-
-
 class Strike:
     """Run an operation and raise a signal at its `nth` place, from 0.
 
     Args:
         nth: Number of the place; None counts the places only.
         error: KeyboardInterrupt, by SIGINT and Python's own handler, or `Alarm`, by SIGUSR1.
+        action: Called by the handler of SIGUSR1 instead of raising; None: it raises `error`.
 
     Attributes:
         places: Number of the places that the operation passed until the strike.
@@ -53,9 +50,10 @@ class Strike:
         raised: Whether the exception came out of the operation.
     """
 
-    def __init__(self, nth, error=KeyboardInterrupt):
+    def __init__(self, nth, error=KeyboardInterrupt, action=None):
         self.nth = nth
-        self.error = error
+        self.error = error if action is None else Alarm
+        self.action = action
         self.process = os.getpid()
         self.places = 0
         self.where = None
@@ -67,7 +65,7 @@ class Strike:
         assert threading.current_thread() is threading.main_thread()
         previous = None
         if self.error is Alarm:
-            previous = signal.signal(signal.SIGUSR1, _raise_alarm)
+            previous = signal.signal(signal.SIGUSR1, self._handle)
         hook, sys.unraisablehook = sys.unraisablehook, self._unraisable
         traces = sys.gettrace(), sys.getprofile()
         sys.setprofile(self._profile)
@@ -85,6 +83,11 @@ class Strike:
             sys.unraisablehook = hook
             if previous is not None:
                 signal.signal(signal.SIGUSR1, previous)
+
+    def _handle(self, number, frame):
+        if self.action is None:
+            raise Alarm("from a signal handler")
+        self.action()
 
     def _unraisable(self, args):
         """Python swallows what strikes in a finalizer."""

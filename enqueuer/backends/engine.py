@@ -16,7 +16,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Generic, Protocol
 
 from enqueuer.backends.job import Job
@@ -68,6 +68,7 @@ class Engine(Generic[W]):
         schedule: Decisions about the items or the tasks of the job.
         restarts: Restarts of the run, which other engines may share.
         loop_meter: Account of the waits.
+        deferred: Calls that the loop makes after a wait, which ends for them.
 
     Attributes:
         tasks: The schedule, if the workers do tasks; None if they run shards.
@@ -80,6 +81,7 @@ class Engine(Generic[W]):
         schedule: Schedule[W],
         restarts: Restarts,
         loop_meter: LoopMeter,
+        deferred: Collection[object],
     ) -> None:
         self.tasks = schedule if isinstance(schedule, TaskSchedule) else None
         self._job = job
@@ -87,6 +89,7 @@ class Engine(Generic[W]):
         self._schedule = schedule
         self._restarts = restarts
         self._loop_meter = loop_meter
+        self._deferred = deferred
         # Statistics of the workers that were replaced, by index.
         self._before: dict[int, WorkerStats] = {}
         # Number of workers, without those that are leaving.
@@ -133,7 +136,7 @@ class Engine(Generic[W]):
 
         Raises:
             DeadlineExpired: Nothing came until `deadline`, of `time.monotonic()`; without one, for
-                the job's `longest_wait_s`.
+                the job's `longest_wait_s`; or a call was deferred.
             Closed: `close()` was called.
         """
         schedule, is_expired = self._schedule, False
@@ -158,6 +161,8 @@ class Engine(Generic[W]):
             deadline = _cut_at(deadline, self._job.longest_wait_s)
             self.pool.sleep(awaited, deadline)
             is_expired = deadline is not None and time.monotonic() >= deadline
+            if self._deferred:
+                is_expired = True
         raise Closed("the enqueuer was stopped")
 
     def take(self, order: Order) -> Iterator[ItemTuple]:
@@ -331,6 +336,11 @@ class Engine(Generic[W]):
         if self._owner == os.getpid():
             self.is_closed = True
             self.pool.close()
+
+    def wake(self) -> None:
+        """Wake the thread that is in `wait()`, so that it sees a deferred call."""
+        if self._owner == os.getpid():
+            self.pool.wake()
 
     def stop(self, timeout: float) -> None:
         """Close, then end the workers: ask, terminate, kill; within about `timeout` seconds."""

@@ -55,6 +55,9 @@ class Inherited:
     def close(self) -> None:
         """Do nothing: the workers are the parent's."""
 
+    def wake(self) -> None:
+        """Do nothing: the loop of this process waits for no worker."""
+
     def stop(self, timeout: float) -> None:
         """Do nothing: the workers are the parent's."""
 

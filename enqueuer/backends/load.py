@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, Protocol
 
 from enqueuer.backends.engine import Engine
@@ -47,6 +47,7 @@ class Backend(Protocol):
     def inspect(self, order: Order) -> WaitSnapshot: ...
     def resize(self, workers: int) -> None: ...
     def close(self) -> None: ...
+    def wake(self) -> None: ...
     def stop(self, timeout: float) -> None: ...
 
 
@@ -62,7 +63,13 @@ _POOLS = {
 _INLINE = ("enqueuer.backends.inline.pool", "InlinePool")
 
 
-def load(name: str, job: Job, restarts: Restarts, loop_meter: LoopMeter) -> Backend:
+def load(
+    name: str,
+    job: Job,
+    restarts: Restarts,
+    loop_meter: LoopMeter,
+    deferred: Collection[object],
+) -> Backend:
     """Return a backend that is ready to be started.
 
     Args:
@@ -70,6 +77,7 @@ def load(name: str, job: Job, restarts: Restarts, loop_meter: LoopMeter) -> Back
         job: Description of what the workers run.
         restarts: Restarts of the run.
         loop_meter: Account of the waits.
+        deferred: Calls that the loop makes after a wait, which ends for them.
 
     Raises:
         StartError: This system cannot run it.
@@ -78,17 +86,23 @@ def load(name: str, job: Job, restarts: Restarts, loop_meter: LoopMeter) -> Back
         raise StartError("backend='process' needs a POSIX system; use backend='thread' here")
     module, kind = _POOLS[name] if job.workers else _INLINE
     pool = getattr(importlib.import_module(module), kind)(job)
-    return _engine(job, pool, restarts, loop_meter)
+    return _engine(job, pool, restarts, loop_meter, deferred)
 
 
-def _engine(job: Job, pool: WorkerPool[W], restarts: Restarts, loop_meter: LoopMeter) -> Engine[W]:
+def _engine(
+    job: Job,
+    pool: WorkerPool[W],
+    restarts: Restarts,
+    loop_meter: LoopMeter,
+    deferred: Collection[object],
+) -> Engine[W]:
     # Items that are taken together keep their places until the loop has used them. With a bound in
     # bytes there may be few places, and taking large items together gains nothing.
     size, is_measured = job.max_queue_size, job.max_queue_bytes is not None
     if isinstance(job.source, TaskSource):
         bunch = 1 if is_measured else max(1, size // 2)
         tasks = TaskSchedule(pool.workers, pool.dispatch, bunch, is_measured)
-        return Engine(job, pool, tasks, restarts, loop_meter)
+        return Engine(job, pool, tasks, restarts, loop_meter, deferred)
     bunch = 1 if is_measured else max(1, size // 4, min(size // 2, _BUNCH))
     shards = ShardSchedule(pool.workers, owners_of(job.plans()), bunch)
-    return Engine(job, pool, shards, restarts, loop_meter)
+    return Engine(job, pool, shards, restarts, loop_meter, deferred)

@@ -217,7 +217,8 @@ class WorkerPool(Protocol[W]):
     def sleep(self, awaited: W | None, deadline: float | None) -> None:
         """Wait until something comes that was not there when the inboxes were read last.
 
-        Woken by a message, a death, and `close()`. It may return early.
+        Woken by a message, a death, `wake()` and `close()`, also if it is called right after one
+        of these. It may return early.
 
         Args:
             awaited: Worker whose next item the loop waits for. It may send one, whatever waits
@@ -242,6 +243,9 @@ class WorkerPool(Protocol[W]):
 
     def worker_bytes(self) -> int | None:
         """Return the memory of the largest worker; None if one more would not take as much."""
+
+    def wake(self) -> None:
+        """Wake `sleep()`, or let its next call return at once. Called by any thread."""
 
     def close(self) -> None:
         """Ask all workers to exit and wake `sleep()`; return at once. Called by any thread."""

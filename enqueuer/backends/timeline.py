@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from enqueuer.backends.job import BackendName, Job, owners_of
@@ -70,7 +70,12 @@ class Trace:
     # --- its life ---
 
     def load(
-        self, name: BackendName, job: Job, restarts: Restarts, loop_meter: LoopMeter
+        self,
+        name: BackendName,
+        job: Job,
+        restarts: Restarts,
+        loop_meter: LoopMeter,
+        deferred: Collection[object],
     ) -> Backend:
         """Return a backend whose work is recorded.
 
@@ -85,7 +90,8 @@ class Trace:
                 self._begin(name, job)
             self._users += 1
         try:
-            inner = load(name, dataclasses.replace(job, trace=self._place), restarts, loop_meter)
+            traced = dataclasses.replace(job, trace=self._place)
+            inner = load(name, traced, restarts, loop_meter, deferred)
         except BaseException:
             self.leave()
             raise
@@ -371,6 +377,9 @@ class _Recorded:
 
     def measures(self) -> list[WorkerStats]:
         return self._backend.measures()
+
+    def wake(self) -> None:
+        self._backend.wake()
 
     def inspect(self, order: Order) -> WaitSnapshot:
         return self._backend.inspect(order)

@@ -13,16 +13,17 @@ one of them. One start, stop or change at a time goes on (`state_lock`, which is
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from enqueuer.backends.timeline import Trace
 from enqueuer.common import interrupts
-from enqueuer.enqueuers import position
 from enqueuer.enqueuers.callbacks import StatsCallbacks
+from enqueuer.enqueuers.deferred import DeferredCalls
 from enqueuer.enqueuers.epoch_reader import EpochReader
 from enqueuer.enqueuers.epochs import Epochs
 from enqueuer.enqueuers.options import Options
@@ -36,6 +37,8 @@ from enqueuer.monitoring.stats import Stats
 from enqueuer.monitoring.trace_file import path_of_part
 from enqueuer.workers.messages import Epoch
 
+T = TypeVar("T")
+
 
 class Core:
     """The life cycle, the position and the epochs of an enqueuer.
@@ -47,8 +50,10 @@ class Core:
         epochs: Epochs of the run that goes on, or of the last one; None before the first start.
         saved: Position while no run goes on.
         callbacks: Callbacks of `on_stats`.
+        deferred: Calls of signal handlers that interrupt a consumer.
         owned: Backends whose workers have not all ended.
         timeline: Recorder of events; None: nothing is recorded.
+        was_run: Whether a run has ended.
     """
 
     def __init__(self, workload: Workload) -> None:
@@ -58,9 +63,10 @@ class Core:
         self.callbacks = StatsCallbacks()
         self.state_lock = threading.RLock()
         self.lock = threading.RLock()
+        self.deferred = DeferredCalls(self.lock)
         self.owned = OwnedBackends(self)
         self.timeline: Trace | None = None
-        self._was_run = False
+        self.was_run = False
         self.record_as(self.options.rank, self.options.world_size)
 
     # --- what it is ---
@@ -87,7 +93,7 @@ class Core:
         """Where it is in its life."""
         run = self.run
         state = State.NEW if run is None else run.state
-        return State.STOPPED if state is State.NEW and self._was_run else state
+        return State.STOPPED if state is State.NEW and self.was_run else state
 
     @property
     def is_idle(self) -> bool:
@@ -139,8 +145,7 @@ class Core:
             before = self.epochs
             count = saved.error_count if saved.is_loaded else 0
             with interrupts.held():
-                locks = self.state_lock, self.lock
-                run = Run(options, workers, self.owned, self.timeline, count, *locks)
+                run = self._new_run(options, workers, self.timeline, count)
                 _started.add(self)
                 run.start(workload.job(workers))
                 try:
@@ -155,10 +160,17 @@ class Core:
                     self.epochs = before
                     self.owned.stop(STOP_S)
                     raise
+        self.deferred.make()
+
+    def _new_run(
+        self, options: Options, workers: int, timeline: Trace | None, error_count: int
+    ) -> Run:
+        locks = self.state_lock, self.lock, self.deferred
+        return Run(options, workers, self.owned, timeline, error_count, *locks)
 
     def stop(self, seconds: float) -> None:
         """End the workers; see `BaseEnqueuer.stop`."""
-        if not self.owned.are_running:
+        if not self.owned.are_running or self._defers(self.stop, seconds):
             return
         final = None
         try:
@@ -166,6 +178,15 @@ class Core:
             final = self._last_stats()
         finally:
             self._stop(seconds, final)
+        self.deferred.make()
+
+    def _defers(self, method: Callable[[T], None], argument: T) -> bool:
+        """Return whether a call must wait for the consumer that it interrupts, and wake that."""
+        if not self.deferred.defer(functools.partial(method, argument)):
+            return False
+        if self.run is not None:
+            self.run.wake()
+        return True
 
     def _last_stats(self) -> Stats | None:
         """Return the statistics of a run that is about to end, and record its bottleneck."""
@@ -209,7 +230,7 @@ class Core:
     def _save_position(self, run: Run, final: Stats | None) -> None:
         """Note where a run ends. State lock held, and that of the run if a consumer released it."""
         run.final = final
-        self._was_run = True
+        self.was_run = True
         reader = self.started_reader()
         left = reader.drop_ready()
         self.saved = SavedPosition(
@@ -222,6 +243,8 @@ class Core:
 
     def reconfigure(self, workers: int) -> None:
         """Go on with another number of workers; see `BaseEnqueuer.reconfigure`."""
+        if self._defers(self.reconfigure, workers):
+            return
         with self.state_lock, interrupts.held():
             run = self.run
             if run is not None:
@@ -238,6 +261,7 @@ class Core:
             self.workload.options = dataclasses.replace(self.options, workers=workers)
             if run is not None and self.state is State.RUNNING:
                 run.end_replaced()
+        self.deferred.make()
 
     def _replace_workers(self, run: Run, workers: int) -> None:
         if workers == run.workers:
@@ -294,8 +318,8 @@ class Core:
         reader = self.reader
         if reader is not None:
             return reader.stats()
-        options, locks = self.options, (self.state_lock, self.lock)
-        run = self.run or Run(options, options.first_workers, self.owned, None, 0, *locks)
+        options = self.options
+        run = self.run or self._new_run(options, options.first_workers, None, 0)
         return run.stats(self.saved.epoch.number, 0)
 
     def make_callbacks(self, may_wait: bool = True) -> None:
@@ -317,6 +341,7 @@ class Core:
             calls = self.callbacks.due(self.stats)
         finally:
             run.lock.release()
+            self.deferred.make()
         self.callbacks.make(calls)
 
     def record_as(self, number: int, count: int) -> None:
@@ -328,39 +353,7 @@ class Core:
             path = os.fspath(self.options.trace)
             self.timeline = Trace(path_of_part(path, number, count) if count > 1 else path)
 
-    # --- position ---
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position; see `BaseEnqueuer.state_dict`."""
-        with self.lock:
-            workload, saved = self.workload, self.saved
-            reader = self.reader
-            if reader is not None and not self.is_idle:
-                ready: Any = reader.ready.copy()
-                identity, epoch = workload.identity(), reader.position(ready)
-                count = reader.run.failures.count
-            else:
-                identity, epoch = saved.identity or workload.identity(), saved.epoch
-                count = saved.error_count
-            return position.save(identity, epoch, count, position.shards_in(identity))
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on at a position at the next start; see `BaseEnqueuer.load_state_dict`."""
-        with self.state_lock:
-            if not self.is_idle:
-                raise InvalidState(
-                    "load_state_dict() was called, but the enqueuer is running; load a state "
-                    "before start(), or call stop() first"
-                )
-            workload = self.workload
-            fixed = workload.identity()
-            for name, is_given in workload.given().items():
-                if not is_given:
-                    del fixed[name]
-            epoch, error_count = position.load(state_dict, fixed)
-            workload.adopt(state_dict, epoch, was_run=self._was_run)
-            self.saved = SavedPosition(epoch, is_loaded=True, error_count=error_count)
-            workload.seed.is_shared = True
+    # --- what went wrong ---
 
     def replay(self, error: BaseException) -> Any:
         """Run the item that an error came from once more; see `BaseEnqueuer.replay`."""
@@ -381,10 +374,11 @@ class Core:
             self.reader.leave_to_parent()
         # A thread that does not exist here may have held them when the parent forked.
         self.state_lock, self.lock = usable(self.state_lock), usable(self.lock)
+        self.deferred = DeferredCalls(self.lock)
         if self.run is None:
             self.owned.leave_to_parent(None)
         else:
-            self.run.leave_to_parent(self.state_lock, self.lock)
+            self.run.leave_to_parent(self.state_lock, self.lock, self.deferred)
 
 
 _started: weakref.WeakSet[Core] = weakref.WeakSet()

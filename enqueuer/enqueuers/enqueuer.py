@@ -10,6 +10,7 @@ from typing import Any, Generic, Literal, TypeVar, cast
 
 from enqueuer.common import checks
 from enqueuer.common.text import pluralize
+from enqueuer.enqueuers import checkpoint
 from enqueuer.enqueuers.configs import Auto
 from enqueuer.enqueuers.core import Core
 from enqueuer.enqueuers.iterators import Batches
@@ -222,7 +223,7 @@ class BaseEnqueuer(Generic[Batch]):
             ...     list(later)
             [9, 16, 25]
         """
-        return self._core.state_dict()
+        return checkpoint.save(self._core)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue at the position of `state_dict` at the next start.
@@ -240,7 +241,7 @@ class BaseEnqueuer(Generic[Batch]):
             InvalidState: The enqueuer runs; call `stop()` first.
             StateMismatch: The state does not fit; the message names the value that differs.
         """
-        self._core.load_state_dict(state_dict)
+        checkpoint.load(self._core, state_dict)
 
     def replay(self, error: BaseException) -> Any:
         """Make the item of an error again in this process; see `enqueuer.replay`.
@@ -308,7 +309,7 @@ class BaseEnqueuer(Generic[Batch]):
         kind = bar_class(core.options.progress)
         if kind is None:
             return batches
-        with core.lock:
+        with core.deferred.locked():
             done = reader.steps_done()
         return Shown(batches, self, kind, done, core.workload.steps())
 

@@ -68,7 +68,8 @@ class EpochReader:
     def has_item(self, deadline: float | None, retune: Callable[[], None] | None = None) -> bool:
         """Wait until an item is ready; return False if there will be none.
 
-        That is so at the end of the epoch, and if the enqueuer was stopped.
+        That is so at the end of the epoch, and if the enqueuer was stopped. If calls were deferred
+        it returns True, too; they are to be made before asking again.
 
         Args:
             deadline: When to give up, by `time.monotonic()`; None: never.
@@ -134,11 +135,14 @@ class EpochReader:
                 self._is_entered = False
                 has_changed = run.wait_for_change()
                 self._is_entered = True
-                # A signal handler may have called reconfigure(), which has completed the change.
+                # A signal handler may have called reconfigure() there, which completes the change.
                 if not has_changed and run.backend is backend:
                     return False
                 continue
             except DeadlineExpired:
+                # It also ends for calls of a signal handler, which are made without the lock.
+                if run.deferred.calls and (deadline is None or time.monotonic() < deadline):
+                    return True
                 if deadline is not None:
                     raise
                 is_late = True
@@ -246,6 +250,7 @@ class EpochReader:
             return False
         finally:
             run.lock.release()
+            run.deferred.make()
 
     def _has_item_come(self) -> bool:
         """Return whether an item has just come; False if it is known already what is next.
@@ -279,16 +284,17 @@ class EpochReader:
         Raises:
             BatchTimeout: Nothing came for `timeout` seconds.
             Closed: The enqueuer was stopped, or other workers take over.
+            DeadlineExpired: A call was deferred.
         """
-        backend, limits = self.run.backend, self.run.limits
-        try:
-            return self._wait(backend, None)
-        except DeadlineExpired:
-            wait = Wait(limits, limits.first_s or 0.0)
+        run, backend = self.run, self.run.backend
+        wait = Wait(run.limits, 0.0)
         while True:
-            wait.cut(backend, self._order, self.number)
-            with contextlib.suppress(DeadlineExpired):
+            try:
                 return self._wait(backend, wait.until)
+            except DeadlineExpired:
+                if run.deferred.calls:
+                    raise
+            wait.cut(backend, self._order, self.number)
 
     # --- what is next ---
 
@@ -358,6 +364,7 @@ class EpochReader:
             return ""
         finally:
             run.lock.release()
+            run.deferred.make()
 
     def stats(self) -> Stats:
         """Return the statistics of the run so far. No lock needed."""

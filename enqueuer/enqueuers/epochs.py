@@ -86,7 +86,7 @@ class Epochs:
             seen: Returns the epoch that was over, or had not begun; if another one has begun
                 since, that is the one.
         """
-        with self.run.lock:
+        with self.run.deferred.locked():
             check_started(self.run.state, "iterate over it")
             if seen() is self.reader:
                 self.begin_next(retune=True)
@@ -94,7 +94,7 @@ class Epochs:
 
     def following(self, reader: EpochReader) -> EpochReader | None:
         """Begin the epoch after one; return None if there is none. For endless iterators."""
-        with self.run.lock:
+        with self.run.deferred.locked():
             if self.run.state is not State.RUNNING:
                 return None
             # Otherwise another thread was faster.
@@ -123,14 +123,19 @@ class Epochs:
 
     def wait_for(self, reader: EpochReader) -> None:
         """Wait until something is ready; raise StopIteration at the end of the epoch."""
-        with self.run.lock:
-            if reader is not self.reader or self.run.state is State.STOPPED:
-                raise StopIteration
-            # The shortest way: nothing is to be waited for, fed or changed.
-            if self.scaling is None and reader.has_more():
-                return
-            if not reader.has_item(None, self.retune):
-                raise StopIteration
+        run = self.run
+        try:
+            with run.lock:
+                if reader is not self.reader or run.state is State.STOPPED:
+                    raise StopIteration
+                # The shortest way: nothing is to be waited for, fed or changed.
+                if self.scaling is None and reader.has_more():
+                    return
+                if not reader.has_item(None, self.retune):
+                    raise StopIteration
+        finally:
+            if run.deferred.calls:
+                run.deferred.make()
 
     def poll(self, reader: EpochReader) -> tuple[Any, ...]:
         """Take the next batch, if there is one; waits for nothing. For event loops.
@@ -158,6 +163,7 @@ class Epochs:
                 return ()
             finally:
                 self.run.lock.release()
+                self.run.deferred.make()
 
     def wait_for_event_loop(self) -> bool:
         """Wait until there is something to poll for; return False if the run was stopped meanwhile.
@@ -166,7 +172,7 @@ class Epochs:
         alive: the end of a forgotten enqueuer wakes it.
         """
         run = self.run
-        with run.lock:
+        with run.deferred.locked():
             reader = self.reader
             # Without a reader, this is a start() that failed in another thread.
             if reader is None or reader.knows_next() or run.state is State.STOPPED:
@@ -175,6 +181,8 @@ class Epochs:
                 failure = reader.wait_for_event_loop()
             except Closed:
                 return run.wait_for_change()
+            except DeadlineExpired:
+                return True
             if reader.note(failure):
                 self.retune()
         return True

@@ -60,6 +60,7 @@ class Queue(Generic[Batch]):
             return True
         finally:
             reader.run.lock.release()
+            core.deferred.make()
 
     def qsize(self) -> int:
         """Return how many finished batches wait; at least 1 if `get()` would not have to wait.
@@ -110,6 +111,7 @@ class Queue(Generic[Batch]):
                 raise Empty from None
             finally:
                 reader.run.lock.release()
+                core.deferred.make()
             if not has_item:
                 core.check_started("get() from its queue")
                 raise Closed("the generator has ended; iterate again for the next epoch")

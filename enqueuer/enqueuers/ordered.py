@@ -135,8 +135,10 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
         core = core_of(self)
         core.check_started("wait for the end of its epoch")
         reader = core.started_reader()
-        with reader.run.lock:
-            reader.peek(None)
+        is_known = False
+        while not is_known:
+            with core.deferred.locked():
+                is_known = not reader.peek(None) or reader.knows_next()
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch.

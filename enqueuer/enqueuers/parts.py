@@ -47,7 +47,7 @@ def comes_next(core: Core, epoch: int) -> bool:
     reader = core.reader
     if reader is None or core.is_idle:
         return core.saved.is_loaded and core.saved.epoch.number == epoch
-    with core.lock:
+    with core.deferred.locked():
         return reader.is_over and reader.number + 1 == epoch
 
 

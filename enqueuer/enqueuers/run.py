@@ -21,6 +21,7 @@ from enqueuer.backends.restarts import Restarts
 from enqueuer.backends.stall import WaitLimits
 from enqueuer.backends.timeline import Trace
 from enqueuer.common import interrupts
+from enqueuer.enqueuers.deferred import DeferredCalls
 from enqueuer.enqueuers.failures import FailurePolicy
 from enqueuer.enqueuers.options import Options
 from enqueuer.enqueuers.owned_backends import STOP_S, OwnedBackends
@@ -64,6 +65,7 @@ class Run:
             taken before `lock`.
         lock: Lock that one consumer at a time holds, and all that changes what consumers see. It
             outlives the run: the next one waits for the code of an iterable that still runs.
+        deferred: Calls that a thread makes once it has released `lock`.
 
     Attributes:
         workers: Number of workers.
@@ -86,10 +88,12 @@ class Run:
         error_count: int,
         state_lock: threading.RLock,
         lock: threading.RLock,
+        deferred: DeferredCalls,
     ) -> None:
         self.options = options
         self.state_lock = state_lock
         self.lock = lock
+        self.deferred = deferred
         self.owned = owned
         self.timeline = timeline
         self.workers = workers
@@ -138,7 +142,8 @@ class Run:
 
     def _start_backend(self, job: Job) -> Backend:
         load = load_backend if self.timeline is None else self.timeline.load
-        backend = load(self.options.backend_name, job, self.restarts, self.meter)
+        calls = self.deferred.calls
+        backend = load(self.options.backend_name, job, self.restarts, self.meter, calls)
         # Before it is started: if that is interrupted, and the clean-up as well, stop() ends it.
         self.owned.add(backend)
         self._starting.append(backend)
@@ -256,6 +261,11 @@ class Run:
         if self._backend is not None:
             self._backend.close()
 
+    def wake(self) -> None:
+        """Wake the consumer, so that it sees a deferred call."""
+        if self._backend is not None:
+            self._backend.wake()
+
     @contextlib.contextmanager
     def ending(self, seconds: float) -> Iterator[None]:
         """Hold the lock while the end of the run is recorded. State lock of the enqueuer held.
@@ -279,14 +289,17 @@ class Run:
             if is_locked:
                 self.lock.release()
 
-    def leave_to_parent(self, state_lock: threading.RLock, lock: threading.RLock) -> None:
+    def leave_to_parent(
+        self, state_lock: threading.RLock, lock: threading.RLock, deferred: DeferredCalls
+    ) -> None:
         """Become a run without workers, in a child forked from the process that has them.
 
         Args:
             state_lock: New lock of this name.
             lock: New lock of this name.
+            deferred: New calls that wait for it.
         """
-        self.state_lock, self.lock = state_lock, lock
+        self.state_lock, self.lock, self.deferred = state_lock, lock, deferred
         self._backend = self.owned.leave_to_parent(self._backend)
         self._changed = threading.Condition(self.lock)
         self._successor = None

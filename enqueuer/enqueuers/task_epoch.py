@@ -105,9 +105,6 @@ class TaskEpoch:
                     tasks.submit(ticket)
                 except ItemNotPicklable as error:
                     self._fail(Failure(ticket.indices[0], ticket.number, error))
-            # A signal handler has called reconfigure(): the new workers may lack this ticket.
-            if self._run.backend.tasks is not tasks:
-                return
             if self._reader is not None:
                 self._reader.advance(ticket.number)
             self._pending = None
@@ -127,9 +124,6 @@ class TaskEpoch:
             tasks.submit_all([t for t in tickets if not order.was_taken(t.number)])
         else:
             tasks.submit_all(tickets)
-        # A signal handler has called reconfigure(): the new workers may lack these tickets.
-        if self._run.backend.tasks is not tasks:
-            return
         self.number = tickets[-1].number + 1
         reader.advance_many(tickets)
         self._unsubmitted = []

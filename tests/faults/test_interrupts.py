@@ -11,112 +11,37 @@ and `ENQUEUER_INTERRUPTS=10` every tenth.
 from __future__ import annotations
 
 import contextlib
-import gc
 import itertools
 import os
 import signal
-import threading
 import time
 import zlib
-from collections import deque
 
-import helpers
-import psutil
 import pytest
-from conftest import METHODS
 from strikes import Alarm, Strike
+from struck import (
+    BACKENDS,
+    SOURCES,
+    STOP_S,
+    Hangs,
+    Loop,
+    census,
+    expected_of,
+    go_on,
+    limited,
+    started,
+    wait_until_gone,
+)
 
-from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, Processes
 from enqueuer.adapters.loading import Loader
 from enqueuer.enqueuers.enqueuer import core_of
 from enqueuer.enqueuers.run import State
 
 EVERY = int(os.environ.get("ENQUEUER_INTERRUPTS", "0"))  # 0: a sample
 SAMPLE = {"thread": 6, "fork": 2, "forkserver": 1, "spawn": 0}  # places of an operation
-BACKENDS = {"thread": {"backend": "thread"}} | {
-    method: {"backend": Processes(start_method=method)} for method in METHODS
-}
 
 LIFE = ("start", "stop", "exit", "reconfigure", "collection")
 MOST_FAILURES = 10  # after which a test gives up; each may take its time
-LIMIT_S = 10.0  # a run after its strike; only a hang reaches it
-STOP_S = 5.0  # of stop(), which promises 2.6; the machine may be busy
-GONE_S = 3.0  # what is dying may need a moment to be gone
-EPOCHS = 2
-
-SOURCES = {
-    "shards": lambda **options: GeneratorEnqueuer(helpers.numbered, shards=2, **options),
-    "shards-as-they-come": lambda **options: GeneratorEnqueuer(
-        helpers.numbered, shards=2, ordered=False, **options
-    ),
-    "tasks": lambda **options: OrderedEnqueuer(range(7), helpers.numbered_task, **options),
-    "tasks-as-they-come": lambda **options: OrderedEnqueuer(
-        range(7), helpers.numbered_task, ordered=False, **options
-    ),
-    "read": lambda **options: OrderedEnqueuer(Elements(), helpers.numbered_task, **options),
-}
-
-
-class Elements:
-    """An iterable of elements, which the loop's own thread reads."""
-
-    def __iter__(self):
-        return iter(range(7))
-
-
-class Hangs(BaseException):
-    """A run did not end."""
-
-
-class Loop:
-    """A training loop: what it has had, and the last batches, which it holds."""
-
-    def __init__(self, enqueuer):
-        self.enqueuer = enqueuer
-        self.seen = []
-        self.held = deque(maxlen=5)
-
-    def read(self, count):
-        """Read with `for` until it has had so many batches in all."""
-        while len(self.seen) < count:
-            for batch in self.enqueuer:
-                self.seen.append(helpers.number_of(batch))
-                self.held.append((self.seen[-1], batch))
-                if len(self.seen) >= count:
-                    break
-
-    def first(self):
-        """Read one batch."""
-        self.read(1)
-        return self.seen[0]
-
-    def check_held(self):
-        """Fail if a batch that it holds has changed."""
-        for number, batch in self.held:
-            assert helpers.number_of(batch) == number, "a batch that the loop holds has changed"
-
-
-def expected_of(source):
-    """Return what two epochs give, in order."""
-    if source.startswith("shards"):
-        return [(e, i, n) for e in range(EPOCHS) for n in range(3) for i in range(2)]
-    return [(e, 0, n) for e in range(EPOCHS) for n in range(7)]
-
-
-def check_order(source, seen):
-    """Fail if something is missing, comes twice, or comes out of order."""
-    expected = expected_of(source)
-    if source.endswith("as-they-come"):
-        for epoch in range(EPOCHS):
-            of_epoch = [where for where in seen if where[0] == epoch]
-            assert seen.index(of_epoch[0]) == epoch * len(expected) // 2, seen
-            if source.startswith("shards"):
-                of_shard = [[w for w in of_epoch if w[1] == shard] for shard in range(2)]
-                assert of_shard == [sorted(one) for one in of_shard], seen
-        seen = sorted(seen, key=lambda w: (w[0], w[2], w[1]))
-    missing = [where for where in expected if where not in seen]
-    assert not missing, f"{missing} did not come"
-    assert seen == expected, seen
 
 
 # --- what is done to them ---
@@ -196,35 +121,6 @@ OPERATIONS = {
 }
 
 
-def started(enqueuer, count):
-    """Start it and read so many batches."""
-    enqueuer.start()
-    loop = Loop(enqueuer)
-    loop.read(count)
-    return loop
-
-
-def go_on(loop, source):
-    """Read to the end of the last epoch; save and load on the way."""
-    enqueuer, expected = loop.enqueuer, expected_of(source)
-    if loop.seen:
-        saved = enqueuer.state_dict()
-        twin = SOURCES[source](backend="thread", workers=2, random_seed=1)
-        twin.load_state_dict(saved)
-        resumed = Loop(twin)
-        resumed.seen = loop.seen.copy()
-        resumed.read(len(expected))
-        twin.stop()
-        check_order(source, resumed.seen)
-    loop.read(len(expected))
-    loop.check_held()
-    check_order(source, loop.seen)
-    began = time.monotonic()
-    enqueuer.stop()
-    assert time.monotonic() - began < STOP_S
-    loop.check_held()
-
-
 # --- the runs ---
 
 
@@ -257,43 +153,6 @@ def one_run(operation, source, backend, strike):
 
 
 _failed = []  # enqueuers whose end would disturb the following runs
-
-
-def census():
-    me = psutil.Process()
-    return {
-        "threads": {thread.name for thread in threading.enumerate()},
-        "children": {child.pid for child in me.children(recursive=True)},
-        "descriptors": set(os.listdir("/proc/self/fd")),
-    }
-
-
-def wait_until_gone(before):
-    end = time.monotonic() + GONE_S
-    while True:
-        after = census()
-        left = {kind: after[kind] - before[kind] for kind in before if after[kind] - before[kind]}
-        if not left or time.monotonic() > end:
-            break
-        gc.collect()
-        time.sleep(0.005)
-    assert not left, f"left behind: {left}"
-
-
-@contextlib.contextmanager
-def limited():
-    """Raise `Hangs` where a run is after LIMIT_S."""
-
-    def hangs(*_):
-        raise Hangs(f"after {LIMIT_S:g} s")
-
-    before = signal.signal(signal.SIGALRM, hangs)
-    signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def places(operation, source, backend):

@@ -137,6 +137,9 @@ class InlinePool:
         # The memory is that of the process.
         return None
 
+    def wake(self) -> None:
+        pass
+
     def close(self) -> None:
         self._is_closed = True
         for worker in self.workers.copy():

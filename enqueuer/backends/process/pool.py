@@ -66,7 +66,9 @@ class ProcessPool:
         self._poller = select.poll()
         self._is_closed = False
         self._resources = contextlib.ExitStack()
+        # Both ends of the connection by which `sleep()` is woken.
         self._wake: socket.socket | None = None
+        self._woken: socket.socket | None = None
         self._spin = Spin(not self._does_tasks and may_spin(len(job.plans())))
         # Time at which the last worker was started.
         self._started = 0.0
@@ -95,11 +97,11 @@ class ProcessPool:
 
     def _open_wake_up(self) -> None:
         wake, woken = socket.socketpair()
-        wake.setblocking(False)
         for end in (wake, woken):
+            end.setblocking(False)
             close_in_children(end)
             self._resources.callback(end.close)
-        self._wake = wake
+        self._wake, self._woken = wake, woken
         self._poller.register(woken, select.POLLIN)
 
     def start_worker(self, index: int) -> ProcessWorker:
@@ -168,6 +170,9 @@ class ProcessPool:
                 if worker.pidfd is not None and fd == worker.pidfd.fileno():
                     worker.gone = True
                 self._read(worker)
+            elif self._woken is not None and fd == self._woken.fileno() and not self._is_closed:
+                with contextlib.suppress(OSError):
+                    self._woken.recv(1024)
         if starting and not ready and time.monotonic() >= self._started + START_TIMEOUT_S:
             raise StartError(
                 f"{starting[0]} did not respond within {START_TIMEOUT_S:g} s. With fork, a likely "
@@ -237,6 +242,9 @@ class ProcessPool:
         for worker in list(self.workers):
             if worker.state is not WorkerState.ENDED:
                 worker.channel.ask_to_stop()
+        self.wake()
+
+    def wake(self) -> None:
         with contextlib.suppress(OSError):
             if self._wake is not None:
                 self._wake.send(b"\0")

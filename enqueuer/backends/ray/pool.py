@@ -1,7 +1,7 @@
 """Starting, observing and ending Ray actors; a stream of Ray brings the messages of each.
 
     actor 0 ==packets==> thread 0 -> inbox 0 \\
-    actor 1 ==packets==> thread 1 -> inbox 1  > one condition -> sleep()
+    actor 1 ==packets==> thread 1 -> inbox 1  > one wake-up -> sleep()
     actor 0 <--epochs, tickets, credit-- calls without a result
 
 Ray places the actors, moves the packets and reports deaths. A thread for each actor waits for
@@ -35,6 +35,7 @@ from enqueuer.backends.ray.inbox import RayInbox, deliver
 from enqueuer.backends.ray.outbox import Ended, Frame, ItemFrame, NeedsCredit, Ready, TotalCredit
 from enqueuer.backends.ray.receiver import Receiver, unpack
 from enqueuer.backends.ray.session import Gone, Session, unwrapped
+from enqueuer.backends.ray.wake_up import WakeUp
 from enqueuer.backends.stall import WorkerSnapshot, level_of_user
 from enqueuer.common import interrupts
 from enqueuer.common.finalizers import WorkerThread
@@ -59,12 +60,9 @@ class RayPool:
 
     def __init__(self, job: Job) -> None:
         self.workers: list[Actor] = []
-        # Taken directly, not by the condition, whose methods are written in Python. A signal
-        # handler that raised there would leave the lock locked.
         self._lock = threading.RLock()
-        self._news = threading.Condition(self._lock)
-        # Whether a packet has come since the last sleep.
-        self._has_news = False
+        # Set when a packet has come since the last sleep.
+        self._news = WakeUp()
         self.dispatch = ActorDispatch(
             self.workers, self._lock, self._send_tickets, job.tickets_at_once
         )
@@ -171,14 +169,10 @@ class RayPool:
                 done = [m.number for m, is_one in zip(messages, is_result, strict=True) if is_one]
                 self.dispatch.done_locked(actor, done)
             actor.inbox.put_locked(messages, sizes)
-            self._wake_locked()
+            self.wake()
         for frame in frames:
             if isinstance(frame, Ended) and frame.why:
                 raise Gone(frame.why)
-
-    def _wake_locked(self) -> None:
-        self._has_news = True
-        self._news.notify_all()
 
     def _lose(self, actor: Actor, error: BaseException) -> None:
         """Kill an actor whose connection is lost, and note its death."""
@@ -186,7 +180,7 @@ class RayPool:
         with self._lock:
             if actor.state in (WorkerState.STARTING, WorkerState.RUNNING):
                 actor.lose(error, self._session.reason_of(error))
-            self._wake_locked()
+            self.wake()
 
     # --- sending ---
 
@@ -230,14 +224,11 @@ class RayPool:
     # --- waiting ---
 
     def sleep(self, awaited: Actor | None, deadline: float | None) -> None:
-        with self._lock:
-            if not self._has_news:
+        if not self._news.is_set:
+            # It may find that the actor is dead.
+            with self._lock:
                 self._request(awaited)
-            # The request may have found that the actor is dead.
-            if not self._has_news:
-                timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
-                self._news.wait(timeout)
-            self._has_news = False
+        self._news.wait(deadline)
 
     def _request(self, awaited: Actor | None) -> None:
         """Grant credit for the item for which the loop is about to wait."""
@@ -311,12 +302,15 @@ class RayPool:
 
     # --- stop ---
 
+    def wake(self) -> None:
+        self._news.set()
+
     def close(self) -> None:
         with self._lock:
             if self._is_closed:
                 return
             self._is_closed = True
-            self._wake_locked()
+            self.wake()
         for actor in list(self.workers):
             self._ask_to_end(actor)
 

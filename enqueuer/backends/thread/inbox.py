@@ -14,6 +14,7 @@ of its own, and takes items by one call of C.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
@@ -82,6 +83,8 @@ class ThreadInbox:
         self._bunches: list[Bunch] = []
         # The lock that the loop waits for.
         self._sleeper: threading.Lock | None = None
+        # Whether `wake()` was called since the last wait.
+        self._is_woken = False
         # The locks that workers wait for.
         self._putters: deque[threading.Lock] = deque()
         # Reentrant, as the garbage collector may close a forgotten inbox inside its own put().
@@ -205,7 +208,9 @@ class ThreadInbox:
     def _wake_loop_locked(self) -> None:
         sleeper = self._sleeper
         if sleeper is not None and sleeper.locked():
-            sleeper.release()
+            # A signal handler may have released it in between.
+            with contextlib.suppress(RuntimeError):
+                sleeper.release()
         # Last, so that after an exception of a signal handler the loop is woken by another call.
         self._sleeper = None
 
@@ -216,7 +221,7 @@ class ThreadInbox:
         return len(self._items)
 
     def wait(self, end: float | None) -> None:
-        """Wait until there is a message, until the inbox is closed, or until a time.
+        """Wait until there is a message, until it is closed or woken, or until a time.
 
         Args:
             end: The time, of `time.monotonic()`; None waits forever.
@@ -229,9 +234,10 @@ class ThreadInbox:
                 # wakes the loop. The thread may be switched in between.
                 for bunch in self._bunches:
                     bunch.gate.clear()
-                if self._items or self._others or self.closed:
-                    return
+                # Before the look as well: a signal handler that calls `wake()` then finds it.
                 self._sleeper = sleeper
+                if self._items or self._others or self.closed or self._is_woken:
+                    return
                 left = -1.0
                 # A worker that waits for room has an item, and sends it now.
                 if end is not None and not self._putters:
@@ -240,6 +246,7 @@ class ThreadInbox:
             sleeper.acquire(True, left)
         finally:
             self._sleeper = None
+            self._is_woken = False
 
     def head(self) -> bool | End | Failure | Empty:
         # The items first: what was sent before one of them is seen as well then.
@@ -318,6 +325,12 @@ class ThreadInbox:
                 del putters[0]
 
     # --- both ---
+
+    def wake(self) -> None:
+        """Wake the loop, or let its next wait return at once."""
+        with self._lock:
+            self._is_woken = True
+            self._wake_loop_locked()
 
     def close(self) -> None:
         """Let nothing more in and wake all threads; what is in the inbox can still be taken."""

@@ -207,6 +207,10 @@ class ThreadPool:
         # The memory is that of the process.
         return None
 
+    def wake(self) -> None:
+        for inbox in self._inboxes:
+            inbox.wake()
+
     def close(self) -> None:
         self._tickets.close()
         for worker in list(self.workers):

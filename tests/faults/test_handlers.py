@@ -1,0 +1,164 @@
+"""A signal handler that calls the enqueuer, at every place of the loop where it can run.
+
+Each run strikes the loop at one place of a wait or of the end of an epoch (see `strikes`). The
+handler returns, and the loop goes on: nothing is lost, repeated or reordered, and nothing is left.
+
+The default is a sample of the places; `ENQUEUER_INTERRUPTS` is as for `test_interrupts`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import zlib
+
+import pytest
+from strikes import Strike
+from struck import (
+    BACKENDS,
+    EPOCHS,
+    SOURCES,
+    Hangs,
+    Loop,
+    census,
+    expected_of,
+    go_on,
+    limited,
+    resume,
+    started,
+    wait_until_gone,
+)
+
+from enqueuer import InvalidState
+from enqueuer.enqueuers.enqueuer import core_of
+from enqueuer.enqueuers.run import State
+
+EVERY = int(os.environ.get("ENQUEUER_INTERRUPTS", "0"))  # 0: a sample
+SAMPLE = {"thread": 8, "fork": 2, "forkserver": 1, "spawn": 0}  # places of a case
+MOST_FAILURES = 10  # after which a test gives up; each may take its time
+
+
+def fewer(enqueuer, loop):
+    enqueuer.reconfigure(1)
+
+
+def more(enqueuer, loop):
+    enqueuer.reconfigure(4)
+
+
+def twice(enqueuer, loop):
+    """Change the workers, and within that once more."""
+    before = signal.signal(signal.SIGUSR2, lambda *_: enqueuer.reconfigure(1))
+    try:
+        enqueuer.reconfigure(3)
+        signal.raise_signal(signal.SIGUSR2)
+        enqueuer.reconfigure(4)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
+def stop(enqueuer, loop):
+    enqueuer.stop()
+
+
+def change_and_stop(enqueuer, loop):
+    enqueuer.reconfigure(1)
+    enqueuer.stop()
+
+
+def ask(enqueuer, loop):
+    """Ask for all that may be asked for."""
+    enqueuer.stats()
+    enqueuer.state_dict()
+    enqueuer.queue.qsize()
+    enqueuer.queue.empty()
+    repr(enqueuer)
+
+
+ACTIONS = {
+    "fewer": fewer,
+    "more": more,
+    "twice": twice,
+    "stop": stop,
+    "change-and-stop": change_and_stop,
+    "ask": ask,
+}
+
+
+def read_epoch(loop, source):
+    """Read the rest of an epoch and begin the next one."""
+    loop.read(len(expected_of(source)) // EPOCHS + 1)
+
+
+def run(action, source, backend, strike):
+    before = census()
+    with limited():
+        one_run(action, source, backend, strike)
+    wait_until_gone(before)
+
+
+def one_run(action, source, backend, strike):
+    enqueuer = SOURCES[source](workers=2, max_queue_size=2, random_seed=1, **BACKENDS[backend])
+    try:
+        loop = started(enqueuer, 3)
+        strike.action = lambda: ACTIONS[action](enqueuer, loop)
+        with contextlib.suppress(InvalidState):
+            strike(lambda: read_epoch(loop, source))
+        if "stop" in action and strike.where is not None:
+            assert core_of(enqueuer).state is State.STOPPED
+            assert not core_of(enqueuer).owned.are_running
+            resume(loop, source)
+            # From the beginning.
+            enqueuer.start()
+            loop = Loop(enqueuer)
+        go_on(loop, source)
+    except BaseException:
+        _failed.append(enqueuer)
+        raise
+    finally:
+        # It has the batches that the loop holds.
+        strike.action = None
+
+
+_failed = []  # enqueuers whose end would disturb the following runs
+
+
+def places(action, source, backend):
+    """Yield the numbers of the places to be struck."""
+    if EVERY:
+        first = zlib.crc32(f"{action} {source} {backend}".encode()) % EVERY
+        yield from itertools.count(first, EVERY)
+        return
+    strike = Strike(None, action=print)
+    run(action, source, backend, strike)
+    sample = SAMPLE[backend]
+    for nth in range(sample):
+        yield nth * strike.places // sample
+
+
+CASES = [
+    pytest.param(action, source, backend)
+    for action, source, backend in itertools.product(ACTIONS, SOURCES, BACKENDS)
+    if EVERY or SAMPLE[backend]
+]
+
+
+@pytest.mark.local
+@pytest.mark.timeout(0 if EVERY else 120)
+@pytest.mark.parametrize(("action", "source", "backend"), CASES)
+def test_a_handler_may_call_the_enqueuer(action, source, backend, record_property):
+    failures, struck, missed = [], 0, 0
+    for nth in places(action, source, backend):
+        strike = Strike(nth, action=print)
+        try:
+            run(action, source, backend, strike)
+        except (Exception, Hangs) as error:
+            failures.append(f"{nth} {strike.where}: {error!r}"[:300])
+        missed = 0 if strike.where else missed + max(EVERY, 1)
+        struck += not missed
+        if missed > 5 or len(failures) == MOST_FAILURES:
+            break
+    record_property("struck", struck)
+    assert not failures, f"{len(failures)} of {struck} places:\n" + "\n".join(failures)
