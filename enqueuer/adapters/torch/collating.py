@@ -6,7 +6,7 @@ replaces these two, so types, containers and errors stay those of torch.
 
 from __future__ import annotations
 
-import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +18,7 @@ from enqueuer.workers import arrays
 
 torch = framework("torch", "torch", "2.1")
 
+_dtype_of, _shape_of = operator.attrgetter("dtype"), operator.attrgetter("shape")
 _collate = torch.utils.data._utils.collate
 _by_torch = {kind: _collate.default_collate_fn_map.get(kind) for kind in (torch.Tensor, np.ndarray)}
 
@@ -34,29 +35,39 @@ def collate_in_place() -> None:
 
 
 def stack_tensors(batch: Sequence[Any], *, collate_fn_map: Any = None) -> Any:
-    """Return tensors stacked along a new first axis, in shared memory if they are large."""
+    """Return tensors stacked along a new first axis, in shared memory if they are large.
+
+    As in a worker of torch, the first one decides the dtype.
+    """
     first = batch[0]
-    size = len(batch) * first.numel() * first.element_size()
-    if not all(_is_plain(tensor, first) for tensor in batch):
+    if not _is_plain(first):
         return _by_torch_itself(torch.Tensor, batch, collate_fn_map)
+    size = len(batch) * first.nbytes
     if size < OUT_OF_BAND_BYTES:
-        return torch.stack(list(batch), 0)
+        return torch.stack(batch)
     memory = torch.from_numpy(arrays.empty(size, np.uint8))
-    stacked = memory.view(first.dtype).view(len(batch), *first.shape)
-    return torch.stack(list(batch), 0, out=stacked)
+    return torch.stack(batch, 0, out=memory.view(first.dtype).view(len(batch), *first.shape))
 
 
 def stack_arrays(batch: Sequence[Any], *, collate_fn_map: Any = None) -> Any:
     """Return arrays stacked along a new first axis, as a tensor; see `stack_tensors`."""
-    first = batch[0]
+    first, count = batch[0], len(batch)
     dtype, shape = first.dtype, first.shape
-    for array in batch:
-        if type(array) is not np.ndarray or array.dtype != dtype or array.shape != shape:
-            return _by_torch_itself(np.ndarray, batch, collate_fn_map)
-    if dtype.kind not in "biuf" or not dtype.isnative or not math.prod(shape):
+    if (
+        dtype.kind not in "biuf"
+        or not dtype.isnative
+        or not first.size
+        # These three lines call no Python code for each array.
+        or [*map(type, batch)].count(np.ndarray) < count
+        or [*map(_dtype_of, batch)].count(dtype) < count
+        or [*map(_shape_of, batch)].count(shape) < count
+    ):
         return _by_torch_itself(np.ndarray, batch, collate_fn_map)
-    stacked = arrays.empty((len(batch), *shape), dtype)
-    np.stack(batch, out=stacked)
+    stacked = arrays.empty((count, *shape), dtype)
+    if shape:
+        np.concatenate(batch, out=stacked.reshape(count * shape[0], *shape[1:]))
+    else:
+        stacked[:] = batch
     try:
         return torch.from_numpy(stacked)
     except TypeError:
@@ -64,14 +75,12 @@ def stack_arrays(batch: Sequence[Any], *, collate_fn_map: Any = None) -> Any:
         return _by_torch_itself(np.ndarray, batch, collate_fn_map)
 
 
-def _is_plain(tensor: Any, first: Any) -> bool:
+def _is_plain(tensor: Any) -> bool:
     return (
         type(tensor) is torch.Tensor
-        and tensor.dtype is first.dtype
-        and tensor.shape == first.shape
         and tensor.layout is torch.strided
         and tensor.device.type == "cpu"
-        and not (tensor.requires_grad or tensor.is_quantized)
+        and not (tensor.requires_grad or tensor.is_quantized or tensor.is_nested)
     )
 
 

@@ -5,10 +5,9 @@ They are also the errors that an enqueuer raises, so either kind of `except` cat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NoReturn
 
-from enqueuer.adapters.torch.worker_handles import WorkerHandle
+from enqueuer.adapters.torch.worker_handles import pid_in
 from enqueuer.errors import BatchTimeout, WorkerDied, WorkerError
 
 
@@ -25,10 +24,10 @@ def timed_out(error: BatchTimeout, timeout: float) -> LoaderTimeout:
     return LoaderTimeout(f"DataLoader timed out after {timeout} seconds: {error}")
 
 
-def died(error: WorkerDied, workers: Sequence[WorkerHandle]) -> LoaderWorkerDied:
+def died(error: WorkerDied) -> LoaderWorkerDied:
     """Return the error of a worker that has died."""
-    pids = ", ".join(str(worker.pid) for worker in workers if worker.index == error.worker)
-    message = f"DataLoader worker (pid(s) {pids}) exited unexpectedly: {error}"
+    pid = pid_in(str(error))
+    message = f"DataLoader worker (pid(s) {pid}) exited unexpectedly: {error}"
     return LoaderWorkerDied(message, error.worker, error.exitcode)
 
 

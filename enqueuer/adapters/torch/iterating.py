@@ -8,7 +8,10 @@ It draws from torch's generators exactly as torch's own iterator does, which is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import contextlib
+import functools
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from enqueuer.adapters.torch import failures
@@ -21,13 +24,13 @@ from enqueuer.adapters.torch.fetching import (
     Worker,
 )
 from enqueuer.adapters.torch.position import Position, advanced
-from enqueuer.adapters.torch.worker_handles import handles_of
+from enqueuer.adapters.torch.worker_handles import WorkerHandle, handles_of
 from enqueuer.common.extras import framework
 from enqueuer.enqueuers.enqueuer import BaseEnqueuer, core_of
 from enqueuer.enqueuers.generator import GeneratorEnqueuer
 from enqueuer.enqueuers.ordered import OrderedEnqueuer
 from enqueuer.enqueuers.parts import begin_at
-from enqueuer.errors import BatchTimeout, WorkerDied
+from enqueuer.errors import BatchTimeout, EnqueuerError, WorkerDied
 from enqueuer.monitoring.stats import Stats
 from enqueuer.workers.messages import Epoch, Start
 
@@ -56,10 +59,11 @@ class WorkerIterator(_BaseIterator):
         self._base_seed = position.seed(self._base_seed)
         self._position = position
         self._indices = IndexSource()
-        self._keeps_order = options["ordered"]
-        self._enqueuer = self._new_enqueuer(loader, options)
+        self._options = options
+        self._enqueuer = self._new_enqueuer(loader)
         self._batches: Iterator[Any] = iter(())
-        self._is_started = False
+        self._handles: list[WorkerHandle] | None = None
+        self._is_started = self._is_over = False
         self._reset(loader, first_iter=True)
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
@@ -70,11 +74,16 @@ class WorkerIterator(_BaseIterator):
             if resumed is not None:
                 self._sampler_iter = self._position.reopened(loader)
             self._indices.iterator = self._sampler_iter
+            if not first_iter and self._shared_seed is not None:
+                # The data pipes get another seed, which only a new worker takes.
+                self._enqueuer.stop()
+                self._enqueuer, self._is_started = self._new_enqueuer(loader), False
             if not self._is_started:
                 self._start(resumed)
             self._batches = iter(self._enqueuer)
-        self._workers = handles_of(self._enqueuer)
-        if self._is_iterable or not self._keeps_order:
+        self._is_over = False
+        self._handles = None
+        if self._is_iterable or not self._options["ordered"]:
             self._position.ask(self._enqueuer)
 
     def _start(self, resumed: Mapping[str, Any] | None) -> None:
@@ -88,27 +97,41 @@ class WorkerIterator(_BaseIterator):
         self._is_started = True
 
     @property
+    def _workers(self) -> list[WorkerHandle]:
+        """The worker processes; other code reads them by torch's name for them."""
+        if self._handles is None:
+            self._handles = handles_of(self._enqueuer)
+        return self._handles
+
+    @property
     def _is_iterable(self) -> bool:
         return bool(self._dataset_kind == torch.utils.data._DatasetKind.Iterable)
 
     def _leave_epoch(self) -> None:
-        """Drop what is left of the epoch before, after a `break`."""
-        if self._is_started:
+        """Drop what is left of the epoch before, after a `break` or an error."""
+        if not self._is_started or self._is_over:
+            return
+        if not self._is_iterable:
             self._indices.cut()
-            for _ in self._batches:
-                pass
+            # If a worker has died, or hangs, new workers are needed.
+            with contextlib.suppress(EnqueuerError):
+                deque(self._batches, maxlen=0)
+                return
+        # What is left of an iterable dataset may have no end.
+        self._enqueuer.stop()
+        self._is_started = False
 
-    def _new_enqueuer(self, loader: Any, options: Mapping[str, Any]) -> BaseEnqueuer[Any]:
+    def _new_enqueuer(self, loader: Any) -> BaseEnqueuer[Any]:
         worker = Worker(
             loader.dataset,
             self._num_workers,
             self._base_seed,
-            loader.worker_init_fn,
+            self._init_of(loader),
             self._shared_seed,
         )
         dataset = dataset_of(loader)
-        is_apart = options["backend"] != "thread"
-        options = {**options, "random_seed": self._base_seed}
+        is_apart = self._options["backend"] != "thread"
+        options = {**self._options, "random_seed": self._base_seed}
         if self._is_iterable:
             size = loader.batch_size if self._auto_collation else None
             shards = FetchShard(dataset, worker if is_apart else None, size)
@@ -119,10 +142,19 @@ class WorkerIterator(_BaseIterator):
         source.begin_worker = fetch.begin
         return enqueuer
 
+    def _init_of(self, loader: Any) -> Callable[[int], object] | None:
+        """Return the function that each worker calls when it starts."""
+        init: Callable[[int], object] | None = loader.worker_init_fn
+        if not _is_pipe(loader.dataset):
+            return init
+        divide = torch.utils.data.dataloader._sharding_worker_init_fn
+        return functools.partial(divide, init, self._world_size, self._rank)
+
     def _next_data(self) -> Any:
         try:
             batch = next(self._batches)
         except StopIteration:
+            self._is_over = True
             self._position.end()
             if not self._persistent_workers:
                 self._shutdown_workers()
@@ -130,7 +162,7 @@ class WorkerIterator(_BaseIterator):
         except BatchTimeout as error:
             raise failures.timed_out(error, self._timeout) from error
         except WorkerDied as error:
-            raise failures.died(error, self._workers) from error
+            raise failures.died(error) from error
         self._position.step += 1
         if isinstance(batch, CaughtError):
             failures.reraise(batch.error)
@@ -191,6 +223,12 @@ class LocalIterator(_LocalIterator):
             raise
         self._position.step += 1
         return batch
+
+
+def _is_pipe(dataset: Any) -> bool:
+    """Return whether torch divides a dataset among the workers, as it does with data pipes."""
+    kinds = (getattr(torch.utils.data, name, None) for name in ("IterDataPipe", "MapDataPipe"))
+    return isinstance(dataset, tuple(kind for kind in kinds if kind is not None))
 
 
 def dataset_of(loader: Any) -> Dataset:

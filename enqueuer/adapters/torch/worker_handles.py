@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 from dataclasses import dataclass
 from typing import Any
@@ -46,10 +47,17 @@ class WorkerHandle:
 def handles_of(enqueuer: BaseEnqueuer[Any]) -> list[WorkerHandle]:
     """Return the worker processes of an enqueuer that runs; none of threads and actors."""
     run = core_of(enqueuer).run
-    backend: Any = None if run is None else run.backend
-    workers = [] if backend is None else list(backend.pool.workers)
-    return [
-        WorkerHandle(worker.index, worker.process.pid)
-        for worker in workers
-        if hasattr(worker, "process")
-    ]
+    measures = [] if run is None else run.backend.measures()
+    found = [(worker.index, pid_in(worker.name)) for worker in measures]
+    return [WorkerHandle(index, pid) for index, pid in found if pid is not None]
+
+
+def pid_in(text: str) -> int | None:
+    """Return the process in the name of a worker, or in a text that begins with one.
+
+    Example:
+        >>> pid_in("worker 0 (process 4711, forkserver)")
+        4711
+    """
+    found = re.search(r"\(process (\d+), ", text)
+    return None if found is None else int(found[1])

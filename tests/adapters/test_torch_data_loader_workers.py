@@ -1,0 +1,519 @@
+"""The workers of the DataLoader: info, seeds, iterable datasets, errors, ends, and options."""
+
+import collections
+import gc
+import itertools
+import multiprocessing
+import operator
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+from helpers import LIMIT, needs, run_program, wait_until
+
+from enqueuer import BatchTimeout, ItemNotPicklable, WorkerDied, WorkerError
+
+torch = needs("torch")
+torch.set_num_threads(1)  # its thread pool does not survive a fork
+
+from torch.utils.data._utils.collate import default_collate_fn_map  # noqa: E402
+
+from enqueuer.adapters.torch import DataLoader  # noqa: E402  (torch may be missing)
+
+data = torch.utils.data
+get_worker_info = data.get_worker_info
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+
+
+class Of(data.Dataset):
+    """A dataset whose samples a function makes."""
+
+    def __init__(self, function, count=8):
+        self.function = function
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        return self.function(index)
+
+
+class Stream(data.IterableDataset):
+    """So many samples for each worker, of which the second worker has two fewer."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+    def __iter__(self):
+        info = get_worker_info()
+        worker = 0 if info is None else info.id
+        return iter(range(100 * worker, 100 * worker + self.count - 2 * worker))
+
+
+# The attribute of torch's iterators that libraries read.
+workers_of = operator.attrgetter("_workers")
+
+
+def lists(loader):
+    return [batch.tolist() for batch in loader]
+
+
+def are_gone(workers):
+    return wait_until(lambda: not any(worker.is_alive() for worker in workers))
+
+
+# --- iterable datasets ---
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("workers", [0, 1, 2, 3])
+def test_iterable_datasets_come_in_the_order_of_torch(workers, drop_last):
+    options = {"batch_size": 3, "num_workers": workers, "drop_last": drop_last}
+    assert lists(DataLoader(Stream(8), **options)) == lists(data.DataLoader(Stream(8), **options))
+
+
+def test_samples_of_an_iterable_dataset_may_be_batches():
+    assert list(DataLoader(Stream(3), batch_size=None, num_workers=1)) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("persistent", [False, True], ids=["new workers", "persistent"])
+def test_after_a_break_an_iterable_dataset_begins_again(persistent):
+    endless = Stream(10**9)
+    loader = DataLoader(endless, 3, num_workers=2, persistent_workers=persistent)
+    for _ in range(3):
+        for batch in loader:
+            assert batch.tolist() == [0, 1, 2]
+            break
+
+
+def test_more_samples_than_the_length_are_reported():
+    loader = DataLoader(Stream(4), num_workers=2)
+    assert len(loader) == 4
+    with pytest.warns(UserWarning, match="Length of IterableDataset"):
+        list(loader)
+
+
+def test_an_iterable_dataset_resumes_in_each_worker():
+    loader = DataLoader(Stream(8), 2, num_workers=2)
+    batches = iter(loader)
+    given = [next(batches).tolist() for _ in range(3)]
+    state = loader.state_dict()
+    rest = lists(batches)
+    later = DataLoader(Stream(8), 2, num_workers=2)
+    later.load_state_dict(state)
+    assert lists(later) == rest
+    assert sorted(itertools.chain(*given, *rest)) == sorted([*range(8), *range(100, 106)])
+
+
+# --- what a worker knows ---
+
+
+def test_workers_have_torchs_info_and_seed():
+    def init(index):
+        info = get_worker_info()
+        assert (info.id, info.num_workers, info.seed) == (index, 2, torch.initial_seed())
+        info.dataset.value = index, os.getpid()
+
+    dataset = Of(lambda index: torch.tensor(dataset.value))
+    batches = iter(DataLoader(dataset, num_workers=2, worker_init_fn=init))
+    pids = {worker.index: worker.pid for worker in workers_of(batches)}
+    assert all(pids[int(index)] == pid for ((index, pid),) in batches)
+    assert get_worker_info() is None
+    assert not hasattr(dataset, "value")
+
+
+def test_a_worker_init_fn_that_seeds_decides_alone():
+    loader = DataLoader(
+        Of(lambda index: torch.initial_seed()),
+        num_workers=2,
+        worker_init_fn=lambda index: torch.manual_seed(1234),
+    )
+    assert {int(batch) for batch in loader} == {1234}
+
+
+def test_a_worker_init_fn_that_does_not_seed_changes_no_random_number():
+    def drawn(init):
+        torch.manual_seed(3)
+        loader = DataLoader(Of(lambda index: torch.rand(())), num_workers=2, worker_init_fn=init)
+        return lists(loader)
+
+    assert drawn(None) == drawn(lambda index: None)
+
+
+@pytest.mark.parametrize(("persistent", "seen"), [(False, [0, 1, 2]), (True, [0, 0, 0])])
+def test_new_workers_have_the_dataset_as_it_is_and_persistent_ones_as_it_was(persistent, seen):
+    dataset = Of(lambda index: dataset.epoch, count=1)
+    loader = DataLoader(dataset, num_workers=1, persistent_workers=persistent)
+    found = []
+    for dataset.epoch in range(3):
+        found += [int(batch) for batch in loader]
+    assert found == seen
+
+
+def test_persistent_workers_stay_and_others_do_not():
+    pids = Of(lambda index: os.getpid(), count=4)
+    loader = DataLoader(pids, num_workers=1, persistent_workers=True)
+    assert len({int(pid) for _ in range(3) for pid in loader}) == 1
+    loader = DataLoader(pids, num_workers=1)
+    assert len({int(pid) for _ in range(3) for pid in loader}) == 3
+
+
+def test_threads_share_the_dataset():
+    seen = []
+    loader = DataLoader(
+        Of(lambda index: seen.append(index) or index), 2, num_workers=2, backend="thread"
+    )
+    assert lists(loader) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert sorted(seen) == list(range(8))
+
+
+@pytest.mark.parametrize("method", multiprocessing.get_all_start_methods())
+def test_every_start_method_takes_closures(method):
+    factor = 3
+    loader = DataLoader(
+        Of(lambda index: factor * index),
+        2,
+        num_workers=1,
+        multiprocessing_context=method,
+        collate_fn=lambda samples: (sum(samples), factor),
+    )
+    assert list(loader) == [(3, 3), (15, 3), (27, 3), (39, 3)]
+
+
+# --- batches ---
+
+Pair = collections.namedtuple("Pair", "x y")
+SAMPLES = {
+    "tuple": lambda i: (torch.full((3000,), i), i),
+    "named tuple": lambda i: Pair(np.full(3000, i, "f4"), str(i)),
+    "dicts": lambda i: {"a": {"x": np.full((2, 3000), i)}, "b": b"x", "f": 0.5 * i},
+    "ordered dict": lambda i: collections.OrderedDict(z=np.float32(i), a=[i, [i]]),
+    "default dict": lambda i: collections.defaultdict(list, x=torch.ones(())),
+    "scalars": lambda i: (np.array(i), np.int16(i), True, torch.tensor(i, dtype=torch.bfloat16)),
+    "empty": lambda i: (torch.ones(0, 3), np.ones((3, 0))),
+    "strided": lambda i: (torch.ones(100, 90).T, np.ones((100, 90)).T),
+    "half": lambda i: np.full(9000, i, "f2"),
+    "read-only": lambda i: np.frombuffer(bytes(20_000), np.uint8),
+    "swapped": lambda i: np.full(3000, i, ">i4"),
+    "mixed": lambda i: torch.ones(3000, dtype=torch.float32 if i % 2 else torch.int64),
+    "unequal": lambda i: torch.ones(i),
+    "text": lambda i: np.array(["a"]),
+    "none": lambda i: None,
+    "gradient": lambda i: torch.ones(3, requires_grad=True),
+    "sparse": lambda i: torch.ones(3).to_sparse(),
+}
+
+
+def described(batch):
+    """Return a batch with each tensor as its dtype, shape and values."""
+    if isinstance(batch, torch.Tensor):
+        return batch.dtype, tuple(batch.shape), batch.tolist()
+    if isinstance(batch, dict):
+        return type(batch), [(key, described(value)) for key, value in batch.items()]
+    if isinstance(batch, (list, tuple)):
+        return type(batch), [described(value) for value in batch]
+    return type(batch), batch
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable:UserWarning")
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_batches_have_torchs_types_and_values(sample):
+    seen = []
+    for kind in (data.DataLoader, DataLoader):
+        try:
+            loader = kind(Of(SAMPLES[sample], 5), 2, num_workers=1)
+            seen.append([described(batch) for batch in loader])
+        except Exception as error:
+            seen.append((type(error), str(error).strip().splitlines()[-1].split(": ", 1)[-1]))
+    if isinstance(seen[1], tuple):
+        # torch's message ends with that of the exception.
+        assert (seen[0][0], seen[0][1].split(": ")[-1]) == (seen[1][0], seen[1][1].split(": ")[-1])
+    else:
+        assert seen[0] == seen[1]
+
+
+def test_none_is_a_batch():
+    loader = DataLoader(Of(int, 4), 2, num_workers=1, collate_fn=lambda samples: None)
+    assert list(loader) == [None, None]
+
+
+def test_a_function_that_was_registered_for_default_collate_stays():
+    functions = default_collate_fn_map
+    before = functions[torch.Tensor]
+    functions[torch.Tensor] = lambda batch, *, collate_fn_map: len(batch)
+    try:
+        assert list(DataLoader(Of(torch.tensor, 4), 2, num_workers=1)) == [2, 2]
+    finally:
+        functions[torch.Tensor] = before
+
+
+class Bulk(Of):
+    def __getitems__(self, indices):
+        return [10 * index for index in indices]
+
+
+def test_samples_of_a_batch_come_by_getitems():
+    assert lists(DataLoader(Bulk(None, 4), 3, num_workers=1)) == [[0, 10, 20], [30]]
+
+
+def test_indices_may_be_any_objects_and_many():
+    loader = DataLoader(Of(ord), 2, sampler=list("abc"), num_workers=1)
+    assert lists(loader) == [[97, 98], [99]]
+    many = DataLoader(Of(int), batch_sampler=[range(100_000)], num_workers=1, collate_fn=len)
+    assert list(many) == [100_000]
+
+
+def test_two_iterations_at_a_time_are_independent():
+    loader = DataLoader(Of(int), 4, num_workers=1)
+    assert [(*a, *b) for a, b in zip(loader, loader, strict=True)] == [
+        (0, 1, 2, 3, 0, 1, 2, 3),
+        (4, 5, 6, 7, 4, 5, 6, 7),
+    ]
+
+
+def test_data_pipes_are_divided_and_shuffled_as_by_torch():
+    pipes = pytest.importorskip("torch.utils.data.datapipes.iter")
+    seen = []
+    for kind in (data.DataLoader, DataLoader):
+        torch.manual_seed(3)
+        pipe = pipes.IterableWrapper(list(range(10))).shuffle().sharding_filter()
+        loader = kind(pipe, num_workers=2, shuffle=True, persistent_workers=True)
+        seen.append([lists(loader) for _ in range(2)])
+    assert seen[0] == seen[1]
+
+
+# --- errors ---
+
+
+def fails(index):
+    raise NotImplementedError
+
+
+def test_each_batch_that_fails_is_an_error_and_the_epoch_ends():
+    batches, errors = iter(DataLoader(Of(fails, 7), 2, num_workers=2)), 0
+    with pytest.raises(StopIteration):
+        while True:
+            try:
+                next(batches)
+            except NotImplementedError:
+                errors += 1
+    assert errors == 4
+
+
+def stops(index):
+    raise StopIteration
+
+
+def test_stop_iteration_of_a_sample_does_not_end_the_loop():
+    with pytest.raises(WorkerError, match="StopIteration"):
+        list(DataLoader(Of(stops), num_workers=1))
+
+
+def refuse(index):
+    raise LookupError("no data here")
+
+
+class Unreadable(data.IterableDataset):
+    def __iter__(self):
+        raise LookupError("no data here")
+
+
+def test_an_error_at_the_start_of_a_worker_is_raised():
+    for workers in (0, 1):
+        with pytest.raises(LookupError, match="no data here"):
+            list(DataLoader(Unreadable(), num_workers=workers))
+    for dataset in (Of(int), Stream(3)):
+        with pytest.raises(LookupError, match="no data here"):
+            list(DataLoader(dataset, num_workers=1, worker_init_fn=refuse))
+
+
+def test_an_error_may_be_skipped():
+    def odd(index):
+        if index == 3:
+            raise LookupError("no data here")
+        return index
+
+    assert lists(DataLoader(Of(odd, 6), 2, num_workers=1, on_error="skip"))[-1] == [4, 5]
+    replaced = DataLoader(Of(odd, 4), None, num_workers=1, on_error=lambda error: -1)
+    assert list(replaced) == [0, 1, 2, -1]
+
+
+def test_a_batch_that_cannot_be_sent_is_an_error():
+    loader = DataLoader(Of(lambda index: (i for i in ())), 2, num_workers=1, collate_fn=list)
+    with pytest.raises(ItemNotPicklable):
+        list(loader)
+
+
+def hangs(index):
+    time.sleep(LIMIT)
+
+
+def test_a_batch_that_takes_too_long_is_an_error_of_torch_and_of_ours():
+    loader = DataLoader(Of(hangs), num_workers=1, timeout=0.2)
+    with pytest.raises(RuntimeError, match=r"DataLoader timed out after 0\.2 seconds") as caught:
+        next(iter(loader))
+    assert isinstance(caught.value, BatchTimeout)
+
+
+def test_a_killed_worker_is_replaced(tmp_path):
+    flag = tmp_path / "killed"
+
+    def once(index):
+        if index == 3 and not flag.exists():
+            flag.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+    loader = DataLoader(Of(once), 2, num_workers=2, max_restarts=1)
+    assert lists(loader) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_persistent_workers_start_again_after_a_death():
+    loader = DataLoader(Of(int), 2, num_workers=1, persistent_workers=True)
+    batches = iter(loader)
+    next(batches)
+    os.kill(workers_of(batches)[0].pid, signal.SIGKILL)
+    workers_of(batches)[0].join(LIMIT)
+    with pytest.raises(WorkerDied):
+        for _ in range(9):
+            next(batches)
+    assert lists(loader) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+# --- ends ---
+
+
+@pytest.mark.parametrize("iterable", [False, True], ids=["map-style", "iterable"])
+def test_workers_end_with_the_epoch_and_with_the_iterator(iterable):
+    dataset = Stream(8) if iterable else Of(int)
+    batches = iter(DataLoader(dataset, num_workers=2))
+    workers = workers_of(batches)
+    assert len(workers) == 2
+    assert all(worker.is_alive() for worker in workers)
+    list(batches)
+    are_gone(workers)
+    batches = iter(DataLoader(dataset, num_workers=2))
+    next(batches)
+    workers = workers_of(batches)
+    gc.disable()
+    try:
+        del batches
+        are_gone(workers)
+    finally:
+        gc.enable()
+
+
+def test_persistent_workers_end_with_the_loader():
+    loader = DataLoader(Of(int), num_workers=1, persistent_workers=True)
+    list(loader)
+    workers = workers_of(iter(loader))
+    assert workers[0].is_alive()
+    del loader
+    are_gone(workers)
+
+
+KILLED = """
+    import os, signal
+    from enqueuer.adapters.torch import DataLoader
+
+    batches = iter(DataLoader(list(range(100)), num_workers=2))
+    next(batches)
+    print(*[worker.pid for worker in batches._workers], flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_workers_end_with_a_killed_parent(tmp_path):
+    code, output, _ = run_program(tmp_path, KILLED)
+    assert code == -signal.SIGKILL
+    assert len(output.split()) == 2
+
+
+# --- construction ---
+
+REFUSED = [
+    {"num_workers": -1},
+    {"timeout": -1},
+    {"prefetch_factor": 2},
+    {"persistent_workers": True},
+    {"batch_size": None, "drop_last": True},
+    {"sampler": [1], "shuffle": True},
+    {"batch_sampler": [[1]], "batch_size": 3},
+    {"batch_sampler": [[1]], "drop_last": True},
+    {"num_workers": 1, "multiprocessing_context": "none"},
+    {"num_workers": 1, "multiprocessing_context": 3},
+    {"multiprocessing_context": "fork"},
+    {"num_workers": 1, "prefetch_factor": -1},
+]
+
+
+@pytest.mark.parametrize("options", REFUSED, ids=str)
+def test_torchs_errors_of_arguments(options):
+    with pytest.raises((ValueError, TypeError)) as theirs:
+        data.DataLoader([1, 2], **options)
+    with pytest.raises(type(theirs.value)) as ours:
+        DataLoader([1, 2], **options)
+    assert str(ours.value) == str(theirs.value)
+
+
+def test_attributes_are_torchs_and_cannot_be_replaced():
+    dataset = Of(int)
+    loader = DataLoader(dataset, 3, num_workers=2, multiprocessing_context="fork")
+    assert isinstance(loader, data.DataLoader)
+    assert (loader.dataset, loader.batch_size, len(loader)) == (dataset, 3, 3)
+    assert loader.multiprocessing_context.get_start_method() == "fork"
+    assert (loader.num_workers, loader.prefetch_factor, loader.in_order) == (2, 2, True)
+    assert isinstance(loader.sampler, data.SequentialSampler)
+    for name in ("batch_size", "batch_sampler", "sampler", "drop_last", "dataset"):
+        with pytest.raises(ValueError, match="should not be set after"):
+            setattr(loader, name, None)
+
+
+def test_the_number_of_workers_may_be_chosen_while_they_run():
+    loader = DataLoader(Of(int), 2, num_workers="auto", backend="thread")
+    assert loader.num_workers >= 1
+    assert lists(loader) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    with pytest.raises(ValueError, match="map-style"):
+        DataLoader(Stream(3), num_workers="auto")
+
+
+def test_set_epoch_reaches_the_sampler_and_the_dataset():
+    sampler = data.DistributedSampler(Of(int), num_replicas=2, rank=0)
+    loader = DataLoader(Of(int), 2, sampler=sampler, num_workers=1)
+    first = lists(loader)
+    loader.set_epoch(1)
+    assert sampler.epoch == 1
+    assert lists(loader) != first
+
+
+def test_without_an_accelerator_pinning_is_a_warning():
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    loader = DataLoader(Of(int), 4, num_workers=1, pin_memory=True)
+    with pytest.warns(UserWarning, match="pin"):
+        assert lists(loader) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_a_trace_has_the_workers(tmp_path):
+    path = tmp_path / "trace.json"
+    list(DataLoader(Of(int), 2, num_workers=1, trace=path))
+    assert path.stat().st_size > 0
+
+
+def test_in_order_false_takes_what_is_ready():
+    loader = DataLoader(Of(int), num_workers=2, in_order=False)
+    assert sorted(int(batch) for batch in loader) == list(range(8))
+
+
+def test_as_many_batches_are_ahead_as_with_torch():
+    seen = []
+    options = {"num_workers": 2, "prefetch_factor": 3, "backend": "thread"}
+    batches = iter(DataLoader(Of(lambda index: seen.append(index) or index, 100), **options))
+    wait_until(lambda: len(seen) == 6)
+    assert int(next(batches)) == 0
