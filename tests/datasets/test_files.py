@@ -156,6 +156,29 @@ def test_names_and_labels_come_on_request(tmp_path):
     assert next(make(with_labels=True)(shard))[1].tolist() == [5, 6]
 
 
+def with_label(path, label):
+    return {"x": int(path), "y": label}
+
+
+def with_label_and_task(path, label, task):
+    return {"x": int(path), "y": label, "index": task.index}
+
+
+@pytest.mark.parametrize("load", [with_label, with_label_and_task])
+def test_load_gets_the_label_by_its_name(load):
+    batches = FileBatches([("10", 5), ("11", 6)], load, 2, shuffle=False)
+    batch = next(batches(Shard(0, 1, 0, 7)))
+    assert {name: values.tolist() for name, values in batch.items()} == {
+        "x": [10, 11],
+        "y": [5, 6],
+        **({"index": [0, 1]} if load is with_label_and_task else {}),
+    }
+    bound = functools.partial(load, label=9)
+    if load is with_label:
+        batch = next(FileBatches(["10"], bound, 1)(Shard(0, 1, 0, 7)))
+        assert batch["y"].tolist() == [9]
+
+
 def test_labels_that_are_no_numbers_stay_a_list():
     batches = FileBatches([("0", "cat"), ("1", "dog")], int, 2, shuffle=False, with_labels=True)
     assert next(batches(Shard(0, 1, 0, SEED)))[1] == ["cat", "dog"]
@@ -396,6 +419,8 @@ def test_a_killed_worker_costs_no_file(process, tmp_path, caplog):
         (TypeError, dict(files=[("a", 1, 2)]), "a path, or a path and its label"),
         (ValueError, dict(files=[]), "there are no files"),
         (ValueError, dict(files=[("a", 1), "b"], with_labels=True), "'b' has no label"),
+        (ValueError, dict(files=["b"], load=lambda path, label: 1), "takes a label, but 'b' has"),
+        (TypeError, dict(load=lambda path, label, more: 1), "and if it needs them the label and"),
         (TypeError, dict(load=None), "load must be a function"),
         (TypeError, dict(load=lambda a, b, c: 1), "load must take the path, or"),
         (ValueError, dict(batch_size=0), "batch_size must be >= 1"),

@@ -11,10 +11,10 @@ from functools import partial
 import numpy as np
 import pytest
 from helpers import LIMIT, needs
-from PIL import Image
+from PIL import Image, ImageOps, JpegImagePlugin
 
 from enqueuer import FrameworkUnavailable
-from enqueuer.datasets.files import load_array, load_audio, load_image
+from enqueuer.datasets.files import load_array, load_audio, load_image, random_crop
 
 # --- images --------------------------------------------------------------------------------------
 
@@ -63,6 +63,101 @@ def test_an_image_is_turned_as_its_exif_data_say(image):
     exif[0x0112] = 6  # to be turned by 90 degrees
     loaded = load_image(image(exif=exif))
     assert np.array_equal(loaded, np.rot90(PIXELS, -1))
+
+
+@pytest.mark.parametrize("orientation", [*range(9), 77])
+def test_each_orientation_is_turned_as_pillow_does(image, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    path = image(exif=exif)
+    with Image.open(path) as whole:
+        assert np.array_equal(load_image(path), ImageOps.exif_transpose(whole))
+
+
+def smooth(height=300, width=403):
+    """Return pixels that a JPEG file keeps, different in each place."""
+    rows, columns = np.mgrid[0:height, 0:width]
+    return np.stack([rows * 255 // height, columns * 255 // width, rows * 0 + 99], -1).astype("u1")
+
+
+@pytest.fixture
+def decoded(monkeypatch):
+    """Return a list to which the size is appended at which a JPEG file is decoded."""
+    sizes = []
+    load = JpegImagePlugin.JpegImageFile.load
+
+    def noted(self):
+        sizes.append(self.size)
+        return load(self)
+
+    monkeypatch.setattr(JpegImagePlugin.JpegImageFile, "load", noted)
+    return sizes
+
+
+@pytest.mark.parametrize(
+    ("size", "scale"), [(300, 1), (151, 1), (150, 2), (75, 4), ((37, 50), 8), ((5, 300), 1), (1, 8)]
+)
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_jpeg_file_is_decoded_no_larger_than_needed(image, decoded, size, scale, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    path = image(smooth(), "a.jpg", quality=95, exif=exif)
+    high, wide = (size, size) if isinstance(size, int) else size
+    if orientation >= 5 and not isinstance(size, int):
+        size = wide, high
+    loaded = load_image(path, size=size)
+    assert decoded[0] == (-(-403 // scale), -(-300 // scale))
+    with Image.open(path) as whole:
+        turned = ImageOps.exif_transpose(whole)
+    expected = turned.resize(loaded.shape[1::-1], Image.Resampling.BILINEAR)
+    assert abs(loaded.astype(int) - np.asarray(expected)).max() <= 4
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.jpg"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_part_of_an_image_is_cut_out_before_it_is_resized(image, name, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    path = image(smooth(), name, exif=exif, **({"quality": 95} if name == "a.jpg" else {}))
+    whole = load_image(path)
+    part = whole[80:280, 40:240]
+    assert np.array_equal(load_image(path, crop=(80, 40, 200, 200)), part)
+    small = Image.fromarray(part).resize((50, 25), Image.Resampling.BILINEAR)
+    loaded = load_image(path, size=(25, 50), crop=lambda *_: (80, 40, 200, 200))
+    assert abs(loaded.astype(int) - np.asarray(small)).max() <= 4
+
+
+def test_a_crop_is_asked_with_the_size_of_the_turned_image(image):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    asked = []
+    load_image(image(exif=exif), crop=lambda *size: asked.append(size) or (0, 0, *size))
+    assert asked == [(4, 6)]
+
+
+@pytest.mark.parametrize("crop", [(0, 0, 7, 4), (3, 0, 4, 4), (0, 0, 0, 4), (0, 4, 6, 1)])
+def test_a_crop_that_is_not_within_the_image_is_refused(image, crop):
+    with pytest.raises(ValueError, match=r"crop must be .* within the image of 6 x 4 pixels, got"):
+        load_image(image(), crop=crop)
+
+
+def test_random_crops_are_within_the_image_and_have_the_shares():
+    draw = random_crop(np.random.default_rng(7), area=(0.2, 0.5), ratio=(0.5, 2))
+    for _ in range(200):
+        top, left, high, wide = draw(90, 120)
+        assert 0 <= top <= 90 - high
+        assert 0 <= left <= 120 - wide
+        assert 0.19 < high * wide / (90 * 120) < 0.51
+        assert 0.48 < wide / high < 2.1
+    again = random_crop(np.random.default_rng(7), area=(0.2, 0.5), ratio=(0.5, 2))
+    assert again(90, 120) != draw(90, 120)
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"), [((10, 1000), (0, 493, 10, 13)), ((1000, 10), (493, 0, 13, 10))]
+)
+def test_the_middle_is_taken_where_no_random_part_fits(size, expected):
+    assert random_crop(np.random.default_rng(7), area=(0.9, 1))(*size) == expected
 
 
 @pytest.mark.parametrize("mode", ["RGB", "BGR", "L"])
@@ -165,6 +260,34 @@ def test_a_truncated_sound_is_an_error(tmp_path):
             load_audio(path)
 
 
+@pytest.mark.parametrize(("start", "frames"), [(0, 3), (2, 3), (5, None), (6, 9), (8, 1)])
+@pytest.mark.parametrize("channels", [1, 2])
+def test_a_part_of_a_sound_is_read(tmp_path, start, frames, channels):
+    data = struct.pack(f"<{8 * channels}h", *range(8 * channels))
+    path = sound(tmp_path / "a.wav", data, channels=channels)
+    whole, _ = load_audio(path)
+    part, rate = load_audio(path, start=start, frames=frames)
+    assert rate == 8000
+    assert np.array_equal(part, whole[start:][:frames])
+    seen = []
+    later, _ = load_audio(path, start=lambda count: seen.append(count) or start, frames=frames)
+    assert np.array_equal(later, part)
+    assert seen == [8]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"start": 5}, "start must be <= 4, the number of frames, got 5"),
+        ({"start": -1}, "start must be >= 0, got -1"),
+        ({"frames": 0}, "frames must be >= 1, got 0"),
+    ],
+)
+def test_a_part_that_a_sound_does_not_have_is_refused(tmp_path, options, says):
+    with pytest.raises(ValueError, match=says):
+        load_audio(sound(tmp_path / "a.wav", bytes(8)), **options)
+
+
 def floats(path):
     """Write a WAV file of floats, which the standard library does not read."""
     data = np.array([0, 0.5, -1], "<f4").tobytes()
@@ -187,6 +310,10 @@ def test_soundfile_reads_it(tmp_path):
     needs("soundfile")
     samples, rate = load_audio(floats(tmp_path / "a.wav"))
     assert (samples.dtype, samples.tolist(), rate) == (np.float32, [0, 0.5, -1], 8000)
+    part, _ = load_audio(tmp_path / "a.wav", start=1, frames=1)
+    assert part.tolist() == [0.5]
+    with pytest.raises(ValueError, match="start must be <= 3"):
+        load_audio(tmp_path / "a.wav", start=4)
 
 
 # --- arrays --------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ files by the workers.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
@@ -27,6 +28,7 @@ from enqueuer.errors import FrameworkUnavailable, StateMismatch
 from enqueuer.workers.collate import stack
 from enqueuer.workers.plan import OnError
 from enqueuer.workers.shards import Shard, Task
+from enqueuer.workers.sources import name_of
 from enqueuer.workers.tasks import takes_two
 
 
@@ -46,8 +48,9 @@ class FileBatches:
     Args:
         files: Paths, or pairs of a path and a label, as from `find_files` and `read_list`.
         load: A function of the path; or of the path and its `Task`, whose `rng` belongs to the
-            file and the epoch, for augmentation. It returns a sample: an array, a number, or a
-            dict, tuple or list of them. None leaves the file out.
+            file and the epoch, for augmentation. A parameter with the name `label` gets the label
+            of the file: `load(path, label)` or `load(path, label, task)`. It returns a sample: an
+            array, a number, or a dict, tuple or list of them. None leaves the file out.
         batch_size: Number of files in a batch.
         shuffle: Whether each epoch has an order of its own; True by default.
         drop_last: Whether to leave out an incomplete last batch, and batches that would give
@@ -85,7 +88,7 @@ class FileBatches:
     def __init__(
         self,
         files: Iterable[Path | tuple[Path, Any]],
-        load: Callable[[Any], Any] | Callable[[Any, Task], Any],
+        load: Callable[[Any], Any] | Callable[[Any, Any], Any] | Callable[[Any, Any, Task], Any],
         batch_size: int,
         *,
         shuffle: bool = True,
@@ -98,16 +101,19 @@ class FileBatches:
         entries = _entries(files)
         # Packed, so that worker processes share the memory of a long list.
         self._paths = packed([entry.path for entry in entries])
-        self._labels = packed([entry.label for entry in entries]) if with_labels else None
-        bare = next((entry.path for entry in entries if entry.label is None), None)
-        if with_labels and bare is not None:
-            raise ValueError(f"with_labels is True, but {os.fspath(bare)!r} has no label")
         if not callable(load):
             raise TypeError(f"load must be a function of a path, got {load!r}")
+        self._takes_label, self._takes_task = _label_and_task(load)
+        self._with_labels = bool(with_labels)
+        needs_labels = self._with_labels or self._takes_label
+        self._labels = packed([entry.label for entry in entries]) if needs_labels else []
+        bare = next((entry.path for entry in entries if entry.label is None), None)
+        if needs_labels and bare is not None:
+            reason = "with_labels is True" if with_labels else "load takes a label"
+            raise ValueError(f"{reason}, but {os.fspath(bare)!r} has no label")
         if collate is not None and not callable(collate):
             raise TypeError(f"collate must be a function of a list or None, got {collate!r}")
         self._load: Callable[..., Any] = load
-        self._takes_task = takes_two(load, "load", "path")
         self._batch_size = checks.positive("batch_size", batch_size)
         self._shuffle = bool(shuffle)
         self._drop_last = bool(drop_last)
@@ -154,7 +160,7 @@ class FileBatches:
         if not samples:
             return None
         batch: tuple[Any, ...] = (self._collated(samples, kept),)
-        if self._labels is not None:
+        if self._with_labels:
             batch += (stack([self._labels[index] for index in kept]),)
         if self._with_names:
             batch += ([os.fspath(self._paths[index]) for index in kept],)
@@ -174,9 +180,13 @@ class FileBatches:
     def _sample(self, index: int, shard: Shard) -> Any:
         path = self._paths[index]
         try:
-            if self._takes_task:
-                return self._load(path, Task(index, shard.epoch, shard.random_seed))
-            return self._load(path)
+            if not self._takes_task and not self._takes_label:
+                return self._load(path)
+            task = Task(index, shard.epoch, shard.random_seed)
+            if not self._takes_label:
+                return self._load(path, task)
+            given = {"task": task} if self._takes_task else {}
+            return self._load(path, label=self._labels[index], **given)
         # No file could be loaded without the framework.
         except FrameworkUnavailable:
             raise
@@ -241,6 +251,31 @@ class _Share:
         files = self._files
         own = {"files": len(files._paths), "batch_size": files._batch_size}
         return {**own, "shuffle": files._shuffle}
+
+
+def _label_and_task(load: Callable[..., Any]) -> tuple[bool, bool]:
+    """Return whether `load` takes the label of a file, and its `Task`.
+
+    Raises:
+        TypeError: It takes other arguments.
+    """
+    try:
+        parameters = list(inspect.signature(load).parameters.values())[1:]
+    except ValueError:
+        # Some built-in functions have no signature.
+        return False, False
+    # A label with a default is bound by the user.
+    if not any(p.name == "label" and p.default is p.empty for p in parameters):
+        return False, takes_two(load, "load", "path")
+    names = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    required = {p.name for p in parameters if p.name in names and p.default is p.empty}
+    if required - {"label", "task"}:
+        raise TypeError(
+            "load must take the path, and if it needs them the label and the task, but "
+            f"{name_of(load)} takes {inspect.signature(load)}; bind the others with "
+            "functools.partial"
+        )
+    return True, "task" in names
 
 
 def _entries(files: Iterable[Path | tuple[Path, Any]]) -> list[FileEntry]:

@@ -1,0 +1,189 @@
+"""load_image: a file -> pixels, for `FileBatches` or for `map` of an enqueuer.
+
+    open, read the header -> choose the box -> decode at a reduced scale -> turn -> resize the box
+
+Only Pillow decodes, so that the pixels do not depend on other packages that are installed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from typing import Any, Literal
+
+import numpy as np
+
+from enqueuer.common import checks
+from enqueuer.common.extras import framework
+from enqueuer.datasets.files.lists import Path
+
+Box = tuple[int, int, int, int]
+"""A part of an image: top, left, height and width in pixels."""
+
+_ORIENTATION = 0x0112
+# What Pillow has to do with the pixels of a file, by the orientation in its EXIF data.
+_TURNS = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
+# Orientations that exchange rows and columns, and those whose columns or rows begin at the end.
+_EXCHANGED = (5, 6, 7, 8)
+_FROM_RIGHT = (2, 3, 7, 8)
+_FROM_BOTTOM = (3, 4, 6, 7)
+# Attempts to find a random box that fits into the image.
+_ATTEMPTS = 10
+
+
+def load_image(
+    path: Path,
+    *,
+    mode: Literal["RGB", "BGR", "L"] = "RGB",
+    size: int | tuple[int, int] | None = None,
+    crop: Box | Callable[[int, int], Box] | None = None,
+) -> np.ndarray:
+    """Load an image with Pillow, rotated by its EXIF data.
+
+    With `size`, a JPEG file is decoded at a half, a quarter or an eighth of its size if that is
+    still large enough, which takes much less time. Set options by `functools.partial`:
+    `partial(load_image, size=224)`. Transparency is dropped, 16-bit grey is scaled to 8 bits, and
+    only the first image of a file is loaded.
+
+    Args:
+        path: Path of a file in any format that Pillow reads.
+        mode: `"RGB"`, the default; `"BGR"`, the order of OpenCV; or `"L"`, grey.
+        size: New size: `(height, width)` in pixels, as in the array's shape, or one number for
+            both. The aspect ratio is not kept. None, the default, keeps the size.
+        crop: Part of the image that is returned, in its original pixels: `(top, left, height,
+            width)`; or a function that is called with the height and the width of the image and
+            returns that, such as `random_crop(task.rng)`. None, the default: all of it.
+
+    Returns:
+        A uint8 array of shape `(height, width, 3)`, or `(height, width)` for `"L"`.
+
+    Raises:
+        OSError: The file is missing, truncated or no image.
+        ValueError: `mode` or `size` is wrong, `crop` is not within the image, or the image has
+            32-bit pixels.
+        FrameworkUnavailable: Pillow is not installed.
+    """
+    if mode not in ("RGB", "BGR", "L"):
+        raise ValueError(f"mode must be 'RGB', 'BGR' or 'L', got {mode!r}")
+    framework("Pillow", "images", "9.2", module="PIL", user="load_image")
+    from PIL import Image
+
+    with Image.open(path) as opened:
+        image: Any = opened
+        turn = image.getexif().get(_ORIENTATION, 1)
+        width, height = image.size[::-1] if turn in _EXCHANGED else image.size
+        top, left, high, wide = _box(crop, height, width)
+        target = _target(size, (high, wide))
+        columns, rows = (left, left + wide), (top, top + high)
+        if turn in _EXCHANGED:
+            columns, rows = rows, columns
+        if turn in _FROM_RIGHT:
+            columns = image.width - columns[1], image.width - columns[0]
+        if turn in _FROM_BOTTOM:
+            rows = image.height - rows[1], image.height - rows[0]
+        reduced = _reduce(image, min(high / target[0], wide / target[1]))
+        box = [place / reduced for place in (columns[0], rows[0], columns[1], rows[1])]
+        # Pillow would make 255 of all larger values.
+        if image.mode.startswith("I;16") or (image.mode == "I" and opened.format == "PNG"):
+            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        if image.mode in ("I", "F"):
+            raise ValueError(
+                f"{os.fspath(path)!r} has 32-bit pixels, whose range is unknown; "
+                "give a load function of your own"
+            )
+        # A conversion to RGB in one step would warn.
+        if image.mode == "P" and "transparency" in image.info:
+            image = image.convert("RGBA")
+        wanted = "L" if mode == "L" else "RGB"
+        image = image if image.mode == wanted else image.convert(wanted)
+        if crop is not None or target != (high, wide):
+            # Before the image is turned: the rest of an odd size is at the end of the file's rows.
+            shape = target if turn in _EXCHANGED else target[::-1]
+            image = image.resize(shape, Image.Resampling.BILINEAR, box=box)
+        if turn in _TURNS:
+            image = image.transpose(Image.Transpose[_TURNS[turn]])
+        pixels = np.asarray(image)
+    return np.array(pixels[..., ::-1] if mode == "BGR" else pixels)
+
+
+def _target(size: int | tuple[int, int] | None, extent: tuple[int, int]) -> tuple[int, int]:
+    """Return height and width of the result."""
+    if size is None:
+        return extent
+    height, width = (size, size) if isinstance(size, int) else size
+    return checks.positive("size", height), checks.positive("size", width)
+
+
+def _box(crop: Box | Callable[[int, int], Box] | None, height: int, width: int) -> list[int]:
+    """Return top, left, height and width; raise ValueError if they are not within the image."""
+    if crop is None:
+        return [0, 0, height, width]
+    given = crop(height, width) if callable(crop) else crop
+    top, left, high, wide = (checks.count("crop", place) for place in given)
+    if not (0 < high <= height - top and 0 < wide <= width - left):
+        raise ValueError(
+            f"crop must be (top, left, height, width) within the image of {height} x {width} "
+            f"pixels, got {tuple(given)}"
+        )
+    return [top, left, high, wide]
+
+
+def _reduce(image: Any, ratio: float) -> int:
+    """Have a JPEG file decoded at a smaller scale; return by how much it is reduced.
+
+    Args:
+        image: Image of which only the header was read.
+        ratio: How much larger than the result the image is.
+    """
+    whole = image.size
+    scale = max((scale for scale in (1, 2, 4, 8) if scale <= ratio), default=1)
+    if scale > 1:
+        image.draft(None, (whole[0] // scale, whole[1] // scale))
+    # Other formats ignore that.
+    return scale if image.size != whole else 1
+
+
+def random_crop(
+    rng: np.random.Generator,
+    area: tuple[float, float] = (0.08, 1.0),
+    ratio: tuple[float, float] = (3 / 4, 4 / 3),
+) -> Callable[[int, int], Box]:
+    """Return a function for `crop` of `load_image`, which draws a part of the image.
+
+    The parts are those of `RandomResizedCrop` of torchvision. If no part fits, the largest one in
+    the middle is taken.
+
+    Args:
+        rng: Random generator, such as `task.rng`.
+        area: Least and greatest share of the image's area.
+        ratio: Least and greatest ratio of width to height.
+
+    Example:
+        >>> import numpy as np
+        >>> top, left, height, width = random_crop(np.random.default_rng(7))(300, 400)
+        >>> 0 <= top <= 300 - height and 0 <= left <= 400 - width
+        True
+    """
+
+    def draw(height: int, width: int) -> Box:
+        for _ in range(_ATTEMPTS):
+            pixels = height * width * rng.uniform(*area)
+            shape = math.exp(rng.uniform(math.log(ratio[0]), math.log(ratio[1])))
+            wide, high = round(math.sqrt(pixels * shape)), round(math.sqrt(pixels / shape))
+            if 0 < wide <= width and 0 < high <= height:
+                top, left = rng.integers(height - high + 1), rng.integers(width - wide + 1)
+                return int(top), int(left), high, wide
+        wide = min(width, max(1, round(height * ratio[1])))
+        high = min(height, max(1, round(width / ratio[0])))
+        return (height - high) // 2, (width - wide) // 2, high, wide
+
+    return draw
