@@ -159,9 +159,13 @@ class Encoder:
         return False
 
     def _reduce_array(self, array: np.ndarray) -> Any:
-        dtype = portable_dtypes[array.dtype]
-        if dtype is None:
+        dtype: str | np.dtype[Any] = array.dtype
+        name = portable_dtypes[array.dtype]
+        if name is None:
             return array.__reduce_ex__(5)
+        # Dtypes that differ only in their metadata are equal, and so share one name.
+        if name and array.dtype.metadata is None:
+            dtype = name
         flags = array.flags
         is_large = array.nbytes >= OUT_OF_BAND_BYTES
         if is_large:
@@ -206,19 +210,22 @@ class _Reducers(dict[type, Callable[[Any], Any]]):
         return own
 
 
-class _PortableDtypes(dict[np.dtype[Any], "str | np.dtype[Any] | None"]):
-    """For each dtype its form in a pickle: a string if that is enough; None for objects."""
+class _PortableDtypes(dict[np.dtype[Any], "str | None"]):
+    """For each dtype, but for its metadata, its name in a pickle.
 
-    def __missing__(self, dtype: np.dtype[Any]) -> str | np.dtype[Any] | None:
+    The name is empty if it does not say all; it is None for objects.
+    """
+
+    def __missing__(self, dtype: np.dtype[Any]) -> str | None:
         if len(self) >= _MOST_DTYPES:
             self.clear()
-        form: str | np.dtype[Any] | None = dtype
+        name: str | None = ""
         if dtype.hasobject or dtype.itemsize == 0:
-            form = None
-        elif dtype.metadata is None and dtype.names is None and np.dtype(dtype.str) == dtype:
-            form = dtype.str
-        self[dtype] = form
-        return form
+            name = None
+        elif dtype.names is None and np.dtype(dtype.str) == dtype:
+            name = dtype.str
+        self[dtype] = name
+        return name
 
 
 portable_dtypes = _PortableDtypes()

@@ -54,10 +54,13 @@ class Layouts:
         else:
             return None
         for array in arrays:
-            # Pickle keeps a read-only array read-only.
+            # Pickle keeps a read-only array read-only, and the metadata of a dtype.
             if type(array) is not _ndarray or not array.flags.writeable:
                 return None
-            key += array.dtype, array.shape, array.strides
+            dtype = array.dtype
+            if dtype.metadata is not None:
+                return None
+            key += dtype, array.shape, array.strides
         build = tuple(key)
         try:
             known = self._known[build]
@@ -146,5 +149,5 @@ def _aligned(size: int) -> int:
 
 def _is_plain(array: np.ndarray) -> bool:
     """Return whether bytes, shape and the name of a dtype are all that there is of an array."""
-    is_named = isinstance(portable_dtypes[array.dtype], str)
+    is_named = bool(portable_dtypes[array.dtype])
     return is_named and array.flags.c_contiguous and array.nbytes > 0

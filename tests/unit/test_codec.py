@@ -105,6 +105,30 @@ def test_arrays_come_back_equal(array):
     assert copy.flags.f_contiguous or not array.flags.f_contiguous
 
 
+LABELLED = np.dtype("f4", metadata={"unit": "m"})
+
+
+@pytest.mark.parametrize(
+    ("labelled", "plain"),
+    [
+        (LABELLED, np.dtype("f4")),
+        (np.dtype([("a", LABELLED)]), np.dtype([("a", "f4")])),
+        (np.dtype([("a", "f4")], metadata={"unit": "m"}), np.dtype([("a", "f4")])),
+    ],
+    ids=["a number", "a field", "fields"],
+)
+@pytest.mark.parametrize("count", [3, LARGE])
+@pytest.mark.parametrize("order", [1, -1], ids=["first", "last"])
+def test_the_metadata_of_a_dtype_comes_back_and_no_other(labelled, plain, count, order):
+    """Dtypes with and without metadata are equal, and may be mistaken for each other."""
+    item_codec.portable_dtypes.clear()
+    for dtype in [labelled, plain][::order]:
+        copy = there_and_back(np.zeros(count, dtype)).dtype
+        assert copy.metadata == dtype.metadata
+        if dtype.names:
+            assert copy["a"].metadata == dtype["a"].metadata
+
+
 def test_masked_and_read_only_arrays_stay_so():
     masked = np.ma.array(np.arange(LARGE), mask=np.arange(LARGE) % 3 == 0)
     assert (there_and_back(masked).mask == masked.mask).all()

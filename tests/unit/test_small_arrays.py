@@ -75,6 +75,15 @@ def test_a_read_only_array_is_left_to_pickle_which_keeps_it_so():
     assert layouts.encode([fixed]) is None
 
 
+def test_a_dtype_with_metadata_is_left_to_pickle_which_keeps_it():
+    """It is equal to the one without, and may be mistaken for it."""
+    layouts = Layouts()
+    labelled = np.zeros(8, np.dtype("f4", metadata={"unit": "m"}))
+    for _ in range(2):
+        assert layouts.encode({"x": labelled}) is None
+        assert layouts.encode({"x": SHORT}) is not None
+
+
 def test_an_array_that_is_there_twice_is_left_to_pickle_which_keeps_it_one():
     layouts = Layouts()
     assert layouts.encode([SHORT, SHORT.copy()]) is not None
