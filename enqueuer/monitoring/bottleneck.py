@@ -6,7 +6,7 @@
     it reads slow elements itself ----------------------> the source
     a batch takes no longer to make than to pass -------> the transport
     the workers pickle and copy more than they make ----> the transport
-    no CPU is left -------------------------------------> the CPUs
+    no CPU is left, also because of other programs -----> the CPUs
     threads wait for the GIL, as Python code does ------> the source
     one worker works while the others wait for it ------> a slow shard
     workers and loop both wait, for each other ---------> the queue
@@ -45,6 +45,10 @@ TIMES_SLOWER = 1.5
 WAITED_FOR = 0.6
 # Share of the CPUs there are.
 CPUS_ARE_BUSY = 0.85
+# Share of a worker's work in which it waited for something other than a CPU.
+MOSTLY_OTHER_WAITS = 1 / 3
+# Bytes; an item of that size costs its message, not its copy.
+SMALL_BYTES = 1000
 # Share of a worker's work in which it had no CPU.
 OFTEN_LACKS_CPU = 0.3
 
@@ -70,10 +74,12 @@ def find_bottleneck(run: RunInputs) -> Bottleneck:
     sending = run.total("sending_s")
     if sending > MOSTLY * (worked + waited if often_wait else worked):
         return texts.transport(run)
-    if run.cpus_used > CPUS_ARE_BUSY * run.cpus or (
-        run.total("lacked_s") > OFTEN_LACKS_CPU * worked and not run.holds_gil
-    ):
+    if run.cpus_used > CPUS_ARE_BUSY * run.cpus:
         return texts.cpus(run)
+    lacks_cpus = run.total("lacked_s") > OFTEN_LACKS_CPU * worked
+    # Beside other programs, workers that mostly wait lack a CPU for a while after each wait.
+    if lacks_cpus and not run.holds_gil and run.other_wait_share < MOSTLY_OTHER_WAITS:
+        return texts.other_programs(run)
     # Waiting for the GIL looks like waiting for room.
     if run.holds_gil:
         return texts.source(run)
@@ -89,7 +95,8 @@ def _is_cheap(run: RunInputs) -> bool:
     # Large batches cost their copy, however cheap they are to make: that is the transport.
     made, busy = run.total("making_s"), run.total("busy_s")
     items = run.total("items")
-    return made < CHEAP_S * items and busy < PASSING_S * items
+    is_small = run.total("bytes") < SMALL_BYTES * items
+    return made < CHEAP_S * items and (is_small or busy < PASSING_S * items)
 
 
 def _slow_worker(run: RunInputs) -> WorkerInputs | None:

@@ -16,8 +16,12 @@ GIL_IS_BUSY = 0.85
 MORE_THAN_GIL = 1.2
 # Ratio of the workers that wait to the least number that could keep the CPUs busy.
 _SPARE_WAITS = 1.25
-# Share of the threads' time that they spend waiting for something other than the GIL.
-IS_OUTSIDE = 0.1
+# Share of the threads' waits, other than for a CPU, that were too long for the GIL.
+IS_OUTSIDE = 0.25
+# Share of the threads' work; several threads of Python code wait longer than that for the GIL.
+LEAST_GIL_WAIT = 0.15
+# Number of threads that work at a time; fewer do not wait for each other.
+SEVERAL = 1.5
 
 
 class WorkerInputs(NamedTuple):
@@ -62,6 +66,11 @@ class WorkerInputs(NamedTuple):
         """Seconds of its work in which it computed, or would have with a CPU of its own."""
         return min((self.cpu_s or 0.0) + self.lacked_s, self.busy_s)
 
+    @property
+    def other_wait_s(self) -> float:
+        """Seconds of its work in which it waited for a file, a network, a lock or the GIL."""
+        return self.busy_s - self.computed_s
+
     def outside_s(self, switch_s: float) -> float:
         """Return the least time that a thread can have waited for something other than the GIL.
 
@@ -78,7 +87,7 @@ class WorkerInputs(NamedTuple):
         """
         if self.switches is None or self.cpu_s is None:
             return 0.0
-        return max(0.0, self.busy_s - self.computed_s - self.switches * switch_s)
+        return max(0.0, self.other_wait_s - self.switches * switch_s)
 
 
 class RunInputs(NamedTuple):
@@ -128,6 +137,16 @@ class RunInputs(NamedTuple):
         return min(1.0, ratio(self.total("cpu_s"), max(worked, 1e-9)))
 
     @property
+    def other_wait_share(self) -> float:
+        """Share of its work in which a worker waited, but not for a CPU, from 0 to 1."""
+        return ratio(self.total("other_wait_s"), self.total("busy_s"))
+
+    @property
+    def has_several_busy(self) -> bool:
+        """Whether several workers worked at a time, on average."""
+        return self.on_average("busy_s") > SEVERAL
+
+    @property
     def most_that_help(self) -> int:
         """Number of workers for which there are CPUs, by what each needs of one."""
         return most_on(self.cpus, self.computing_share)
@@ -164,6 +183,9 @@ class RunInputs(NamedTuple):
         used, switch_s = self.worker_cpus, self.switch_s
         if not self.in_threads or switch_s is None or used > MORE_THAN_GIL:
             return False
+        if self.has_several_busy and self.other_wait_share < LEAST_GIL_WAIT:
+            # They compute at the same time, or would on a free machine.
+            return False
         by_loop, worked = self.loop_gil_share, self.total("busy_s")
         # With the waits for a CPU: a thread that holds the GIL keeps it meanwhile. That is the
         # most of the time that it can have been held, and what follows is the least.
@@ -175,7 +197,7 @@ class RunInputs(NamedTuple):
         # Others take the CPUs, so that either may be: then it is the GIL unless the threads have
         # waited longer at a time than the GIL lets them.
         outside = sum(work.outside_s(switch_s) for work in self.workers)
-        return outside < IS_OUTSIDE * worked
+        return outside < IS_OUTSIDE * self.total("other_wait_s")
 
 
 def most_on(cpus: float, computing_share: float) -> int:

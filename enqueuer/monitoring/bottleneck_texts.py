@@ -175,17 +175,31 @@ def transport(run: RunInputs) -> Bottleneck:
 
 
 def cpus(run: RunInputs) -> Bottleneck:
-    """Return the finding that no CPU is left."""
-    lacked, used = run.total("lacked_s"), run.total("cpu_s")
-    missed = percent(ratio(lacked, lacked + used))
+    """Return the finding that the loop and the workers use all CPUs."""
     return Bottleneck(
         "cpus",
-        "The bottleneck is the CPUs: "
-        f"the loop waited {percent(run.waiting_share)} of its time; it and the "
-        f"workers used {run.cpus_used:.1f} of {run.cpus:g} CPUs, and the workers had none for "
-        f"{missed} of the time in which they could have run.",
+        f"{_lack_of_cpus(run)}.",
         "More workers would not help here: make the work cheaper, do it beforehand (`enqueuer "
         "pack`), or spread it over more CPUs.",
+    )
+
+
+def other_programs(run: RunInputs) -> Bottleneck:
+    """Return the finding that other programs use the CPUs."""
+    return Bottleneck(
+        "cpus",
+        f"{_lack_of_cpus(run)}, because other programs use the CPUs.",
+        "End these programs, or use other CPUs. More workers would only take CPU time from them.",
+    )
+
+
+def _lack_of_cpus(run: RunInputs) -> str:
+    lacked, used = run.total("lacked_s"), run.total("cpu_s")
+    missed = percent(ratio(lacked, lacked + used))
+    return (
+        f"The bottleneck is the CPUs: the loop waited {percent(run.waiting_share)} of its time; "
+        f"it and the workers used {min(run.cpus_used, run.cpus):.1f} of {run.cpus:g} CPUs, and "
+        f"the workers had none for {missed} of the time in which they could have run"
     )
 
 
@@ -204,6 +218,12 @@ def source(run: RunInputs) -> Bottleneck:
 
 def _advice_on_source(run: RunInputs) -> str:
     workers, most = len(run.workers), run.most_that_help
+    if run.holds_gil and not run.has_several_busy:
+        return (
+            f"The thread computes {percent(run.computing_share)} of its time. If that is Python "
+            "code, which runs in one thread at a time, use backend='process'. If it releases the "
+            f"GIL, as numpy does for large arrays, {pluralize(most, 'thread')} would help, too."
+        )
     if run.holds_gil:
         return (
             f"The {pluralize(workers, 'thread')} used {run.worker_cpus:.1f} CPUs in all, so the "
@@ -219,6 +239,11 @@ def _advice_on_source(run: RunInputs) -> str:
         return (
             f"The loop hardly does anything itself, so more workers than the {workers} now would "
             f"help, as long as there is {limit}."
+        )
+    if most <= workers:
+        return (
+            f"A worker computes {percent(run.computing_share)} of its time, so more workers than "
+            f"the {workers} now would hardly help on {run.cpus:g} CPUs: make the work cheaper."
         )
     if wanted > most:
         return (

@@ -147,6 +147,76 @@ def test_processes_are_advised_if_threads_wait_for_the_gil(found):
     assert "backend='process'" in find_bottleneck(found).advice
 
 
+def measured(workers, items, making, cpu, cpu_wait, *, sending=0.0, waiting=0.0, **more):
+    """Return what was measured in a second, of all workers together, beside ten other programs."""
+    switches = more.pop("switches", None)
+    one = worker(
+        making=making / workers,
+        sending=sending / workers,
+        waiting=waiting / workers,
+        items=items // workers,
+        cpu=cpu / workers,
+        cpu_wait=cpu_wait / workers,
+        switches=None if switches is None else switches // workers,
+    )
+    facts = dict(seconds=1.0, loop_cpu_s=0.02, cpus=2, first_wait_s=0.0) | more
+    return inputs(*[one] * workers, items=items, waiting=0.99, working=0.01, **facts)
+
+
+THREADS = dict(in_threads=True)
+LOADED = {
+    # As measured beside ten programs that compute on two CPUs.
+    "numpy, 2 threads": (measured(2, 237, 2.0, 0.87, 1.1, switches=122, **THREADS), "cpus"),
+    "numpy, 4 threads": (measured(4, 350, 3.97, 1.01, 2.51, switches=424, **THREADS), "cpus"),
+    "Python, 1 thread": (measured(1, 88, 1.0, 0.89, 0.11, switches=69, **THREADS), "source"),
+    "Python, 2 threads": (measured(2, 90, 1.99, 0.89, 0.29, switches=410, **THREADS), "source"),
+    "Python, 4 threads": (measured(4, 94, 4.0, 0.94, 0.35, switches=731, **THREADS), "source"),
+    "files, 8 threads": (measured(8, 181, 8.0, 0.57, 0.59, switches=486, **THREADS), "source"),
+    "files, 32 threads": (
+        measured(32, 194, 23.4, 0.64, 2.06, waiting=8.6, switches=3391, **THREADS),
+        "source",
+    ),
+    "files, 1 process": (measured(1, 24, 1.0, 0.08, 0.08), "source"),
+    "files, 8 processes": (measured(8, 92, 8.0, 0.31, 4.4), "source"),
+    "files, 32 processes": (measured(32, 147, 29.3, 0.48, 25.1, waiting=2.7), "cpus"),
+    "Python, 1 process": (measured(1, 33, 1.0, 0.34, 0.66), "cpus"),
+    "Python, 2 processes": (measured(2, 35, 2.0, 0.36, 1.65), "cpus"),
+    "quick, 1 process": (
+        measured(1, 4944, 0.0, 0.21, 0.51, sending=0.49, waiting=0.51),
+        "transport",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_beside_other_programs_the_same_is_found(name):
+    found, kind = LOADED[name]
+    bottleneck = find_bottleneck(found)
+    assert bottleneck.kind == kind, bottleneck
+    waits_for_gil = ("Python, 1 thread", "Python, 2 threads", "Python, 4 threads")
+    waits_for_gil += ("files, 32 threads",)
+    assert ("backend='process'" in bottleneck.advice) == (name in waits_for_gil)
+    assert ("other programs use the CPUs" in bottleneck.reason) == (kind == "cpus")
+
+
+@pytest.mark.parametrize("name", ["files, 8 threads", "files, 1 process", "files, 8 processes"])
+def test_beside_other_programs_more_workers_are_advised_for_what_waits(name):
+    assert "more workers than the" in find_bottleneck(LOADED[name][0]).advice
+
+
+def test_one_thread_that_computes_may_release_the_gil():
+    """Only a second thread would show it, so both cases are named."""
+    advice = find_bottleneck(files(1, cpu=9.8, switches=0)).advice
+    assert "computes 98 % of its time" in advice
+    assert "as numpy does for large arrays, 2 threads would help, too" in advice
+
+
+def test_enough_workers_are_not_told_to_be_more():
+    files = [worker(making=10.0, waiting=0.0, cpu=1.4, cpu_wait=3.0) for _ in range(12)]
+    bottleneck = find_bottleneck(inputs(*files, cpus=2, loop_cpu_s=0.1))
+    assert "more workers than the 12 now would hardly help on 2 CPUs" in bottleneck.advice
+
+
 def test_without_a_gil_nothing_waits_for_it():
     found = files(2, cpu=4.9, switches=0)._replace(switch_s=None, cpus=8)
     assert "process" not in find_bottleneck(found).advice
