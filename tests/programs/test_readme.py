@@ -1,6 +1,9 @@
 """Every Python block of README.md is a program that runs as it stands: pasted, without a guard."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,3 +28,21 @@ def test_a_block_of_the_readme_runs(block, tmp_path):
     code, out, err = run_script(script, tmp_path, LIMIT)
     assert (code, err) == (0, "")
     assert out
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
+def test_a_block_of_the_readme_runs_where_it_is_pasted_into_a_session(block, tmp_path):
+    for framework in re.findall(r"enqueuer\.adapters\.(\w+)", block):
+        needs(framework)
+    done = subprocess.run(
+        [sys.executable, "-i", "-q"],
+        input=f"{block}\n",
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    # The session writes its prompts to stderr.
+    assert re.sub(r"(>>>|\.\.\.) ", "", done.stderr).strip() == ""
+    assert done.stdout
