@@ -30,6 +30,8 @@ from enqueuer.workers.sources import LiveSource
 class InlineDispatch:
     """See `enqueuer.backends.pool.Dispatch`."""
 
+    least = 1
+
     def __init__(self) -> None:
         self.tickets: deque[Ticket] = deque()
 
