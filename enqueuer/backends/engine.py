@@ -154,16 +154,21 @@ class Engine(Generic[W]):
                 if failure is not None:
                     return failure
                 continue
-            if is_expired:
+            if is_expired or self._deferred:
                 raise DeadlineExpired("no batch in time")
-            awaited = schedule.awaited_worker(order)
-            self._loop_meter.pause(None if awaited is None else awaited.index)
-            deadline = _cut_at(deadline, self._job.longest_wait_s)
-            self.pool.sleep(awaited, deadline)
-            is_expired = deadline is not None and time.monotonic() >= deadline
-            if self._deferred:
-                is_expired = True
+            until = self._sleep_until_news(order, deadline)
+            is_expired = until is not None and time.monotonic() >= until
         raise Closed("the enqueuer was stopped")
+
+    def _sleep_until_news(self, order: Order, deadline: float | None) -> float | None:
+        """Sleep until something comes; return the time at which this was to end anyway."""
+        awaited, meter = self._schedule.awaited_worker(order), self._loop_meter
+        meter.pause(None if awaited is None else awaited.index)
+        longest_wait_s = self._job.longest_wait_s
+        if deadline is None and longest_wait_s is not None:
+            deadline = meter.since / 1e9 + longest_wait_s
+        self.pool.sleep(awaited, deadline)
+        return deadline
 
     def take(self, order: Order) -> Iterator[ItemTuple]:
         """Yield what is next in `order` and is there, at least one after a `wait()`.
@@ -173,13 +178,33 @@ class Engine(Generic[W]):
         """
         return self._schedule.take(order)
 
-    def more(self, order: Order) -> Iterator[ItemTuple] | None:
+    def more(self, order: Order, may_sleep: bool) -> Iterator[ItemTuple] | None:
         """Acknowledge what was taken, and return what `take` does, if `wait` is not needed for it.
+
+        This is the short way of an item: `wait` does all that is needed for anything else.
+
+        Args:
+            order: Order of the items.
+            may_sleep: Whether to sleep once if nothing has come.
 
         Returns:
             None if nothing has come, if it is no item, or if workers must be fed.
         """
-        return None if self.is_closed else self._schedule.more(order)
+        if self.is_closed:
+            return None
+        schedule = self._schedule
+        items = schedule.more(order)
+        if items is not None or self.tasks is not None or not may_sleep:
+            return items
+        if schedule.next_step(order) is _WAIT and not self.is_closed:
+            self._sleep_until_news(order, None)
+        if self.is_closed:
+            return None
+        items, meter = schedule.more(order), self._loop_meter
+        # Otherwise `wait` goes on with this wait.
+        if items is not None and meter.since:
+            meter.resume()
+        return items
 
     def pass_over(self) -> None:
         """Forget the failure that `wait` has just returned, if it is skipped: it is noted."""
@@ -354,10 +379,3 @@ def _failure_of(dead: Worker, place: DeathPlace, text: str, death: Death) -> Fai
     """Return the failure of a worker that is not replaced, at the place of its death."""
     error = WorkerDied(text, dead.index, death.exitcode)
     return Failure(place.shard, place.number, error, worker=str(dead))
-
-
-def _cut_at(deadline: float | None, longest_wait_s: float | None) -> float | None:
-    """Return when a wait that is about to sleep is cut: at its deadline, or the longest wait."""
-    if deadline is None and longest_wait_s is not None:
-        return time.monotonic() + longest_wait_s
-    return deadline

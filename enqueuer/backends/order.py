@@ -74,6 +74,7 @@ class ShardOrder(ABC):
     Attributes:
         numbers: Number of the next item of each shard.
         last: Shard of the item that was taken last.
+        done: Whether every shard has ended.
     """
 
     def __init__(self, starts: Mapping[int, Start], recent: int) -> None:
@@ -84,15 +85,12 @@ class ShardOrder(ABC):
         self.ends: dict[int, Any] = {}
         self.yielded = 0
         self._open = dict.fromkeys(starts)
+        self.done = not self._open
         self._states = {
             shard: deque([start], recent)
             for shard, start in starts.items()
             if start.state is not None
         }
-
-    @property
-    def done(self) -> bool:
-        return not self._open
 
     def remember(self, shard: int, number: int, state: Any) -> None:
         """Keep the state of an iterator after an item that is about to be taken."""
@@ -197,6 +195,7 @@ class RoundRobin(ShardOrder):
                 self._after[before] = self._after[shard]
         self.yielded += number
         del self._open[shard]
+        self.done = not self._open
 
     def _in_turn(self) -> list[int]:
         shards: list[int] = []
@@ -232,6 +231,7 @@ class AsTheyCome(ShardOrder):
             self.ends[shard] = state
         self.yielded += number
         del self._open[shard]
+        self.done = not self._open
 
     def _in_turn(self) -> list[int]:
         # A worker sends one item of each of its shards in turn: the next has given the fewest.

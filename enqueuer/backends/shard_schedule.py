@@ -27,7 +27,7 @@ class Step(enum.Enum):
 
 
 # To look up a member of an enum takes long.
-_TAKE, _WAIT = Step.TAKE, Step.WAIT
+_TAKE, _WAIT, _DEAD = Step.TAKE, Step.WAIT, WorkerState.DEAD
 
 
 class ShardSchedule(Generic[W]):
@@ -133,11 +133,11 @@ class ShardSchedule(Generic[W]):
         Another worker's turn may come first. But the loop has to wait for that worker, so the
         death is reported at once.
         """
-        awaited = self.awaited_worker(order)
         for worker in self._workers:
-            if worker.state is not WorkerState.DEAD:
+            if worker.state is not _DEAD:
                 continue
-            is_due = worker is awaited or order.next_of(worker.shards) is not None
+            is_awaited = worker is self.awaited_worker(order)
+            is_due = is_awaited or order.next_of(worker.shards) is not None
             if is_due and worker.inbox.head() is False:
                 return worker
         return None

@@ -357,7 +357,7 @@ class _Recorded:
     def take(self, order: Order) -> Iterator[ItemTuple]:
         return self._backend.take(order)
 
-    def more(self, order: Order) -> None:
+    def more(self, order: Order, may_sleep: bool) -> None:
         """Return None: a wait is recorded, even one that does not sleep."""
 
     def pass_over(self) -> None:

@@ -85,21 +85,6 @@ class EpochReader:
             self._raise(self.failure)
         return has_more
 
-    def has_more(self) -> bool:
-        """Take the items that have come; return False if none is next, or more is to be done."""
-        if self._is_entered or self.ready or self.failure is not None:
-            return False
-        self._is_entered = True
-        try:
-            backend = self.run.backend
-            items = backend.more(self._order)
-            if items is None:
-                return False
-            self._keep(backend, items)
-        finally:
-            self._is_entered = False
-        return True
-
     def peek(self, deadline: float | None, retune: Callable[[], None] | None = None) -> bool:
         """Wait until an item or the failure is ready; return whether one is.
 
@@ -114,9 +99,20 @@ class EpochReader:
             raise DeadlineExpired("the thread waits for this batch itself")
         self._is_entered = True
         try:
-            return self._peek(deadline, retune)
+            run, items = self.run, None
+            backend = run.backend
+            if not self.ready and self.failure is None:
+                items = backend.more(self._order, deadline is None)
+            if items is None:
+                return self._peek(deadline, retune)
+            if self._keep(backend, items) and deadline is None and retune is not None:
+                retune()
+            return True
         finally:
             self._is_entered = False
+            meter = self.run.meter
+            if meter.since:
+                meter.resume()
 
     def _peek(self, deadline: float | None, retune: Callable[[], None] | None) -> bool:
         run, until = self.run, deadline

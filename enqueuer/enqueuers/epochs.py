@@ -128,9 +128,6 @@ class Epochs:
             with run.lock:
                 if reader is not self.reader or run.state is State.STOPPED:
                     raise StopIteration
-                # The shortest way: nothing is to be waited for, fed or changed.
-                if self.scaling is None and reader.has_more():
-                    return
                 if not reader.has_item(None, self.retune):
                     raise StopIteration
         finally:

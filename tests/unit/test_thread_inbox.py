@@ -1,5 +1,6 @@
 """The inbox of threads, where a signal handler runs within its methods."""
 
+import functools
 import sys
 import threading
 
@@ -9,6 +10,7 @@ from helpers import LIMIT, wait_until
 from enqueuer.backends.thread.inbox import ThreadInbox
 from enqueuer.errors import Closed
 from enqueuer.monitoring.meters import Meter
+from enqueuer.workers.messages import End
 
 new_lock = threading.Lock
 
@@ -63,3 +65,65 @@ def test_a_handler_may_close_an_inbox_that_wakes_a_worker(method, monkeypatch):
     putter.join(LIMIT)
     assert not handlers
     assert ends == [method]
+
+
+@pytest.mark.parametrize("size", [0, 1, 3])
+def test_the_loop_can_take_an_item_whose_worker_waits_for_room(size):
+    inbox, ends = ThreadInbox(max_size=size), []
+    for number in range(size):
+        inbox.put((0, number, number, None), 0, Meter())
+
+    def put():
+        inbox.put((0, size, size, None), 0, Meter())
+        ends.append(size)
+
+    putter = threading.Thread(target=put)
+    putter.start()
+    wait_until(lambda: is_below_put(putter))
+    assert (inbox.waiting, inbox.head(), len(inbox)) == (size, True, size + 1)
+    assert [item[2] for item in inbox.items(size + 1, Taken())] == list(range(size + 1))
+    # What was taken keeps its place.
+    assert (inbox.waiting, inbox.head(), ends) == (0, False, [])
+    inbox.acknowledge()
+    putter.join(LIMIT)
+    assert ends == [size]
+
+
+def test_workers_that_wait_for_room_get_it_in_their_order():
+    inbox, ends = ThreadInbox(max_size=1), []
+    inbox.put((0, 0, 0, None), 0, Meter())
+
+    def put(number):
+        inbox.put((0, number, number, None), 0, Meter())
+        ends.append(number)
+
+    putters = [threading.Thread(target=put, args=(number,)) for number in (1, 2)]
+    for putter in putters:
+        putter.start()
+        wait_until(functools.partial(is_below_put, putter))
+    for number, putter in enumerate(putters):
+        assert [item[2] for item in inbox.items(1, Taken())] == [number]
+        inbox.acknowledge()
+        putter.join(LIMIT)
+        assert ends == [1, 2][: number + 1]
+
+
+def test_a_message_waits_for_room_and_removing_one_makes_it():
+    inbox, ends = ThreadInbox(max_size=1), []
+
+    def send():
+        for shard in range(3):
+            inbox.send(End(shard), Meter())
+            ends.append(shard)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    for shard in range(3):
+        wait_until(lambda: inbox.head() is not False)
+        assert inbox.head() == End(shard)
+        if shard < 2:
+            wait_until(lambda: len(inbox) == 2)
+            assert ends == list(range(shard + 1))
+        inbox.remove(inbox.head())
+    sender.join(LIMIT)
+    assert ends == [0, 1, 2]

@@ -3,10 +3,13 @@
     worker --open_bunch(), put(), send()--> [ item, item, ... ] --items()--> the loop
            <------ room for as many ------------------- acknowledge() <-----
 
-Items keep their places until the loop acknowledges them. One lock guards what both sides write;
-nothing slow happens under it, and nothing polls. A worker with an inbox of its own appends a bunch
-of items without the lock, one by one. A loop that is about to sleep clears the bunch's gate: this
-ends the bunch after the item that is being made, so that the worker can wake the loop.
+Items keep their places until the loop acknowledges them. A worker appends what it has made, and
+then waits until there is a place for it: the loop need not wake the worker to take its item.
+
+One lock guards what both sides write; nothing slow happens under it, and nothing polls. A worker
+with an inbox of its own appends a bunch of items without the lock, one by one. A loop that is about
+to sleep clears the bunch's gate: this ends the bunch after the item that is being made, so that the
+worker can wake the loop.
 
 The loop is the main thread as a rule, in which a signal handler may raise. So it waits for a lock
 of its own, and takes items by one call of C.
@@ -20,6 +23,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from enqueuer.backends.pool import Taken
 from enqueuer.errors import Closed
@@ -32,15 +36,28 @@ from enqueuer.workers.messages import Empty, End, Failure, ItemTuple
 UNBOUNDED = 1 << 62
 
 
+class Putter(NamedTuple):
+    """A worker that waits until there is a place for the last message that it has appended.
+
+    Attributes:
+        lock: Lock that it waits for.
+        messages: Number of messages that were sent until then.
+        items: Number of items among them, without its own if that is the last message.
+        size_bytes: Number of their bytes, if these are bounded.
+    """
+
+    lock: threading.Lock
+    messages: int
+    items: int
+    size_bytes: int
+
+
 class ThreadInbox:
     """See `enqueuer.backends.pool.Inbox`.
 
-    A loop that waits is a place more, so that even an inbox of size 0 works.
-
     Args:
-        max_size: Most items that may wait, >= 0.
-        max_bytes: Most bytes of these items; None for no such bound. The loop takes a larger item
-            if it waits for it.
+        max_size: Most items that may wait, >= 0, without one that each worker has made.
+        max_bytes: Most bytes of these items; None for no such bound.
         shards: Number of shards whose items are sent to it.
         has_bunches: Whether workers may append bunches.
 
@@ -66,8 +83,10 @@ class ThreadInbox:
         self.closed = False
         self._max_bytes = max_bytes
         self._items: deque[ItemTuple] = deque()
-        # Other messages, each with the number of items that were sent before it.
+        # Other messages, each with the number of items that were sent before it; and how many of
+        # them were sent.
         self._others: deque[tuple[int, End | Failure | Empty]] = deque()
+        self._others_sent = 0
         # Number of items that were sent, without those of an open bunch.
         self._sent = 0
         self._taken = 0
@@ -85,8 +104,8 @@ class ThreadInbox:
         self._sleeper: threading.Lock | None = None
         # Whether `wake()` was called since the last wait.
         self._is_woken = False
-        # The locks that workers wait for.
-        self._putters: deque[threading.Lock] = deque()
+        # In the order in which they have sent.
+        self._putters: deque[Putter] = deque()
         # Reentrant, as the garbage collector may close a forgotten inbox inside its own put().
         self._lock = threading.RLock()
 
@@ -108,7 +127,8 @@ class ThreadInbox:
         with self._lock:
             room = 0
             if self._has_bunches and self._sleeper is None and not self.closed:
-                room = self.max_size - (self._sent - self._acknowledged) - len(self._others)
+                # Its last item waits for a place.
+                room = 1 + self.max_size - (self._sent - self._acknowledged) - len(self._others)
             most = min(room, most)
             if most <= 0:
                 return None
@@ -116,17 +136,23 @@ class ThreadInbox:
             self._bunches.append(bunch)
             return bunch
 
-    def close_bunch(self, bunch: Bunch) -> None:
-        """Count the items of a bunch, and wake the loop if it waits."""
+    def close_bunch(self, bunch: Bunch, meter: Meter) -> None:
+        """Count the items of a bunch, and wake the loop if it waits; wait for places for them.
+
+        Args:
+            bunch: The bunch.
+            meter: Account of the worker, where a wait is noted.
+        """
         with self._lock:
             self._bunches.remove(bunch)
             made = bunch.made
             self._sent += made
             if self._sleeper is not None and made:
                 self._wake_loop_locked()
+            self._wait_for_room_locked(1, meter)
 
     def put(self, item: ItemTuple, size_bytes: int, meter: Meter) -> None:
-        """Append an item; wait while there is no room.
+        """Append an item, and wait until there is a place for it.
 
         Args:
             item: The item.
@@ -137,23 +163,36 @@ class ThreadInbox:
             Closed: The inbox is closed, or was while waiting.
         """
         with self._lock:
-            if not self._may_put_locked(size_bytes):
-                meter.pause(WAITING)
-                self._wait_for_room_locked(size_bytes)
-                meter.resume()
-            self._put_locked(item, size_bytes)
+            self._check_locked()
+            if item[3] is not None:
+                self._is_plain = False
+            self._sent += 1
+            if self._max_bytes is not None:
+                self._bytes_sent += size_bytes
+                self._totals.append((self._sent, self._bytes_sent))
+                while self._totals[0][0] <= self._acknowledged:
+                    self._totals.popleft()
+            self._items.append(item)
+            if self._sleeper is not None:
+                self._wake_loop_locked()
+            self._wait_for_room_locked(1, meter)
+            self._check_locked()
 
-    def send(self, message: End | Failure | Empty) -> None:
-        """Append another message; wait while there is no room.
+    def send(self, message: End | Failure | Empty, meter: Meter) -> None:
+        """Append another message, and wait until there is a place for it.
+
+        Args:
+            message: The message.
+            meter: Account of the worker, where a wait is noted.
 
         Raises:
             Closed: The inbox is closed, or was while waiting.
         """
         with self._lock:
-            self._wait_for_room_locked(0)
-            if self.closed:
-                raise Closed("the inbox is closed")
+            self._check_locked()
             self._insert_locked(message)
+            self._wait_for_room_locked(0, meter)
+            self._check_locked()
 
     def insert(self, message: Failure) -> None:
         """Append a failure, also within a bunch, and also by another thread; wait for nothing."""
@@ -161,49 +200,49 @@ class ThreadInbox:
             if not self.closed:
                 self._insert_locked(message)
 
+    def _check_locked(self) -> None:
+        if self.closed:
+            raise Closed("the inbox is closed")
+
     def _insert_locked(self, message: End | Failure | Empty) -> None:
         made = sum(bunch.made for bunch in self._bunches)
         self._others.append((self._sent + made, message))
+        self._others_sent += 1
         self._wake_loop_locked()
 
-    def _put_locked(self, item: ItemTuple, size_bytes: int) -> None:
-        if self.closed:
-            raise Closed("the inbox is closed")
-        if item[3] is not None:
-            self._is_plain = False
-        self._sent += 1
-        if self._max_bytes is not None:
-            self._bytes_sent += size_bytes
-            self._totals.append((self._sent, self._bytes_sent))
-            while self._totals[0][0] <= self._acknowledged:
-                self._totals.popleft()
-        self._items.append(item)
-        if self._sleeper is not None:
-            self._wake_loop_locked()
+    def _wait_for_room_locked(self, items: int, meter: Meter) -> None:
+        """Wait until all that was sent so far has its place, or the inbox is closed.
 
-    def _may_put_locked(self, size_bytes: int) -> bool:
+        Args:
+            items: How many of the messages that have none are items of this worker: 0 or 1.
+            meter: Account of the worker.
+        """
+        sent, size_bytes = self._sent + self._others_sent, self._bytes_sent
+        if self._has_place(sent, size_bytes):
+            return
+        lock = threading.Lock()
+        lock.acquire()
+        self._putters.append(Putter(lock, sent, self._sent - items, size_bytes))
+        # The garbage collector may have closed it in this method.
         if self.closed:
-            return True
-        if self._sleeper is not None and not self._items and not self._others:
-            return True
-        if self._sent - self._acknowledged + len(self._others) >= self.max_size:
-            return False
-        waiting = self._bytes_sent - self._bytes_acknowledged
-        return self._max_bytes is None or waiting + size_bytes <= self._max_bytes
+            return
+        self._lock.release()
+        meter.pause(WAITING)
+        try:
+            lock.acquire()
+        finally:
+            meter.resume()
+            self._lock.acquire()
 
-    def _wait_for_room_locked(self, size_bytes: int) -> None:
-        while not self._may_put_locked(size_bytes):
-            wake_up = threading.Lock()
-            wake_up.acquire()
-            self._putters.append(wake_up)
-            # The garbage collector may have closed it in the wait.
-            if self.closed:
-                return
-            self._lock.release()
-            try:
-                wake_up.acquire()
-            finally:
-                self._lock.acquire()
+    def _has_place(self, messages: int, size_bytes: int) -> bool:
+        """Return whether so many messages, of so many bytes, have places, and those of before."""
+        gone = self._acknowledged + self._others_sent - len(self._others)
+        if messages - gone > self.max_size:
+            return self.closed
+        is_light = self._max_bytes is None or (
+            size_bytes - self._bytes_acknowledged <= self._max_bytes
+        )
+        return is_light or self.closed
 
     def _wake_loop_locked(self) -> None:
         sleeper = self._sleeper
@@ -218,7 +257,12 @@ class ThreadInbox:
 
     @property
     def waiting(self) -> int:
-        return len(self._items)
+        try:
+            first = self._putters[0]
+        except IndexError:
+            return len(self._items)
+        # The workers still count as making the others.
+        return max(0, min(len(self._items), first.items - self._taken))
 
     def wait(self, end: float | None) -> None:
         """Wait until there is a message, until it is closed or woken, or until a time.
@@ -238,12 +282,7 @@ class ThreadInbox:
                 self._sleeper = sleeper
                 if self._items or self._others or self.closed or self._is_woken:
                     return
-                left = -1.0
-                # A worker that waits for room has an item, and sends it now.
-                if end is not None and not self._putters:
-                    left = max(0.0, end - time.monotonic())
-                self._wake_putters_locked(1)
-            sleeper.acquire(True, left)
+            sleeper.acquire(True, -1.0 if end is None else max(0.0, end - time.monotonic()))
         finally:
             self._sleeper = None
             self._is_woken = False
@@ -294,33 +333,33 @@ class ThreadInbox:
     def remove(self, message: End | Failure | Empty) -> None:
         with self._lock:
             if self._others and self._others[0][1] is message:
-                self._wake_putters_locked(1)
                 del self._others[0]
+            # Again, too, as an exception of a signal handler may have struck before this.
+            self._wake_putters_locked()
 
     def acknowledge(self) -> None:
         taken = self._taken
-        if taken == self._acknowledged:
+        # As above: workers that wait may have to be woken again.
+        if taken == self._acknowledged and not self._putters:
             return
         with self._lock:
-            # First, as an exception of a signal handler that strikes here must leave all to do.
-            if self._putters:
-                self._wake_putters_locked(taken - self._acknowledged)
-            if self._max_bytes is not None:
+            if self._max_bytes is not None and taken > self._acknowledged:
                 self._bytes_acknowledged = dict(self._totals)[taken]
             self._acknowledged = taken
+            self._wake_putters_locked()
 
-    def _wake_putters_locked(self, most: int) -> None:
-        # With a bound in bytes the first one might be too large while the next one is not.
+    def _wake_putters_locked(self) -> None:
+        """Wake the workers for whose messages there are places now."""
         putters = self._putters
-        count = len(putters) if self._max_bytes is not None else most
-        while putters and count > 0:
+        while putters:
             first = putters[0]
+            if not self._has_place(first.messages, first.size_bytes):
+                return
             # An exception of a signal handler may have struck before one was removed. And each
             # call may run a handler that calls close(), which wakes all.
-            is_asleep = first.locked()
+            is_asleep = first.lock.locked()
             if is_asleep and putters and putters[0] is first:
-                first.release()
-                count -= 1
+                first.lock.release()
             if putters and putters[0] is first:
                 del putters[0]
 
@@ -338,7 +377,7 @@ class ThreadInbox:
             self.closed = True
             for bunch in self._bunches:
                 bunch.gate.clear()
-            self._wake_putters_locked(len(self._putters))
+            self._wake_putters_locked()
             self._wake_loop_locked()
 
     def clear(self) -> None:

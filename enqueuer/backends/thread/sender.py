@@ -112,7 +112,7 @@ class ThreadSender:
 
     def close_bunch(self, bunch: Bunch) -> None:
         self._left = self._left[0] - bunch.made, None
-        self.inbox.close_bunch(bunch)
+        self.inbox.close_bunch(bunch, self.meter)
 
     @property
     def take_ticket(self) -> Callable[[], Ticket | None]:
@@ -158,7 +158,7 @@ class ThreadSender:
                 message = self._signed(message)
             case End(state=state) if state is not None:
                 message = dataclasses.replace(message, state=copy.deepcopy(state))
-        self.inbox.send(message)
+        self.inbox.send(message, self.meter)
 
     def send_report(self, report: Reported) -> None:
         self.inbox.insert(self._signed(report))
