@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import operator
 import sys
+from collections.abc import Sequence
 from itertools import repeat
 from typing import Any
 
@@ -19,6 +20,7 @@ from enqueuer.common.sizes import OUT_OF_BAND_BYTES
 from enqueuer.common.trees import columns_of, with_members
 from enqueuer.workers.arrays import empty
 
+_layout_of = operator.attrgetter("__class__", "dtype", "requires_grad")
 _is_none = functools.partial(operator.is_, None)
 
 
@@ -50,7 +52,7 @@ def stack(results: list[Any]) -> Any:
         return array if array.dtype.kind in "biufc" else results
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(first, torch.Tensor):
-        return torch.stack(results)
+        return _joined_tensors(results, torch)
     columns = columns_of(results)
     if columns is None:
         return results
@@ -69,3 +71,31 @@ def _joined(arrays: list[Any]) -> np.ndarray:
         return np.stack(arrays)
     dtype = np.result_type(*{array.dtype for array in arrays})
     return np.stack(arrays, out=empty((len(arrays), *arrays[0].shape), dtype))
+
+
+def _joined_tensors(tensors: list[Any], torch: Any) -> Any:
+    """Stack tensors; large ones of one dtype as arrays are."""
+    first = tensors[0]
+    is_alike = len(set(map(_layout_of, tensors))) == 1
+    if not is_alike or not can_stack_in_place(first):
+        return torch.stack(tensors)
+    return stack_tensors(tensors, torch)
+
+
+def can_stack_in_place(tensor: Any) -> bool:
+    """Return whether tensors like this one are plain memory of the CPU."""
+    return (
+        tensor.layout is sys.modules["torch"].strided
+        and tensor.device.type == "cpu"
+        and not (tensor.requires_grad or tensor.is_quantized or tensor.is_nested)
+    )
+
+
+def stack_tensors(tensors: Sequence[Any], torch: Any) -> Any:
+    """Stack plain tensors, whose first one decides the dtype; large ones into shared memory."""
+    first = tensors[0]
+    size = len(tensors) * first.nbytes
+    if size < OUT_OF_BAND_BYTES:
+        return torch.stack(tensors)
+    memory = torch.from_numpy(empty(size, np.uint8))
+    return torch.stack(tensors, 0, out=memory.view(first.dtype).view(len(tensors), *first.shape))

@@ -7,13 +7,22 @@ import multiprocessing
 import operator
 import os
 import signal
+import threading
 import time
 
 import numpy as np
 import pytest
 from helpers import LIMIT, needs, run_program, wait_until
 
-from enqueuer import BatchTimeout, ItemNotPicklable, WorkerDied, WorkerError
+from enqueuer import (
+    BatchTimeout,
+    ItemNotPicklable,
+    OrderedEnqueuer,
+    Processes,
+    WorkerDied,
+    WorkerError,
+)
+from enqueuer.transport import block_writer
 
 torch = needs("torch")
 torch.set_num_threads(1)  # its thread pool does not survive a fork
@@ -238,6 +247,43 @@ def test_batches_have_torchs_types_and_values(sample):
         assert seen[0] == seen[1]
 
 
+class Counting:
+    """Count the copies into blocks of a worker process, from the first sample on."""
+
+    def __init__(self, of):
+        self.of = of
+        self.copies = None
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        if self.copies is None:
+            self.copies, copy = [], block_writer.copy_part
+            block_writer.copy_part = lambda *args: self.copies.append(0) or copy(*args)
+        return self.of(index), len(self.copies)
+
+
+@pytest.mark.parametrize("of", [lambda i: torch.full((9000,), i), lambda i: np.full(9000, i)])
+def test_samples_are_stacked_straight_into_shared_memory(of):
+    options = {"backend": Processes(start_method="fork"), "batch_size": 2}
+    for loader in (
+        DataLoader(Counting(of), 2, num_workers=1),
+        OrderedEnqueuer(Counting(of), **options),
+    ):
+        batches = list(loader)
+        assert [int(x[0][-1, 0]) for x in batches] == [1, 3, 5, 7]
+        assert sum(int(sum(x[1])) for x in batches) == 0
+
+
+def test_tensors_that_cannot_be_stacked_in_place_are_stacked_by_torch():
+    def mixed(index):
+        return torch.ones(9000, dtype=torch.int32 if index % 2 else torch.float32)
+
+    enqueuer = OrderedEnqueuer(Of(mixed), batch_size=2)
+    assert {batch.dtype for batch in enqueuer} == {torch.float32}
+
+
 def test_none_is_a_batch():
     loader = DataLoader(Of(int, 4), 2, num_workers=1, collate_fn=lambda samples: None)
     assert list(loader) == [None, None]
@@ -339,9 +385,35 @@ def test_an_error_may_be_skipped():
             raise LookupError("no data here")
         return index
 
-    assert lists(DataLoader(Of(odd, 6), 2, num_workers=1, on_error="skip"))[-1] == [4, 5]
-    replaced = DataLoader(Of(odd, 4), None, num_workers=1, on_error=lambda error: -1)
-    assert list(replaced) == [0, 1, 2, -1]
+    assert lists(DataLoader(Of(odd, 6), 2, num_workers=1, on_error="skip")) == [[0, 1], [2], [4, 5]]
+    for size, seen in ((2, [[0, 1], [2, -1]]), (None, [0, 1, 2, -1])):
+        loader = DataLoader(Of(odd, 4), size, num_workers=1, on_error=lambda error: -1)
+        assert [batch if size is None else batch.tolist() for batch in loader] == seen
+
+
+def test_a_batch_of_errors_is_left_out():
+    def odd(index):
+        if index in (2, 3):
+            raise LookupError("no data here")
+        return index
+
+    loader = DataLoader(Of(odd, 6), 2, num_workers=1, on_error="skip")
+    assert lists(loader) == [[0, 1], [4, 5]]
+
+
+@pytest.mark.parametrize("backend", ["process", "thread"])
+def test_several_samples_of_a_batch_are_fetched_at_once(backend):
+    barrier = threading.Barrier(4)
+
+    class Together(Of):
+        def __getitem__(self, index):
+            barrier.wait(LIMIT)
+            return index
+
+    loader = DataLoader(Together(None), 4, num_workers=1, backend=backend, concurrency=4)
+    assert lists(loader) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    with pytest.raises(ValueError, match="concurrency needs a map-style dataset"):
+        DataLoader(Stream(3), num_workers=1, concurrency=2)
 
 
 def test_a_batch_that_cannot_be_sent_is_an_error():

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from enqueuer.common.extras import framework
-from enqueuer.common.sizes import OUT_OF_BAND_BYTES
-from enqueuer.workers import arrays
+from enqueuer.workers import arrays, collate
 
 torch = framework("torch", "torch", "2.1")
 
@@ -40,13 +39,9 @@ def stack_tensors(batch: Sequence[Any], *, collate_fn_map: Any = None) -> Any:
     As in a worker of torch, the first one decides the dtype.
     """
     first = batch[0]
-    if not _is_plain(first):
+    if type(first) is not torch.Tensor or not collate.can_stack_in_place(first):
         return _by_torch_itself(torch.Tensor, batch, collate_fn_map)
-    size = len(batch) * first.nbytes
-    if size < OUT_OF_BAND_BYTES:
-        return torch.stack(batch)
-    memory = torch.from_numpy(arrays.empty(size, np.uint8))
-    return torch.stack(batch, 0, out=memory.view(first.dtype).view(len(batch), *first.shape))
+    return collate.stack_tensors(batch, torch)
 
 
 def stack_arrays(batch: Sequence[Any], *, collate_fn_map: Any = None) -> Any:
@@ -73,15 +68,6 @@ def stack_arrays(batch: Sequence[Any], *, collate_fn_map: Any = None) -> Any:
     except TypeError:
         # torch lacks some dtypes, such as float128.
         return _by_torch_itself(np.ndarray, batch, collate_fn_map)
-
-
-def _is_plain(tensor: Any) -> bool:
-    return (
-        type(tensor) is torch.Tensor
-        and tensor.layout is torch.strided
-        and tensor.device.type == "cpu"
-        and not (tensor.requires_grad or tensor.is_quantized or tensor.is_nested)
-    )
 
 
 def _by_torch_itself(kind: Any, batch: Sequence[Any], collate_fn_map: Any) -> Any:

@@ -11,6 +11,8 @@ from typing import Any, Literal, TypedDict
 from enqueuer.adapters.torch.fetching import CaughtError
 from enqueuer.adapters.torch.iterating import LocalIterator, WorkerIterator
 from enqueuer.adapters.torch.position import Position
+from enqueuer.adapters.torch.samples import Samples
+from enqueuer.common import checks
 from enqueuer.common.extras import framework
 from enqueuer.enqueuers.configs import Auto, Processes
 from enqueuer.enqueuers.options import Backends, Options, Unpack
@@ -30,7 +32,7 @@ class LoaderOptions(TypedDict, total=False):
     backend: Backends
     max_restarts: int
     on_error: OnError
-    max_errors: int | None
+    concurrency: int
     stall_timeout: float | None
     trace: str | os.PathLike[str] | None
 
@@ -70,8 +72,12 @@ class DataLoader(_DataLoader):
             the workers share the dataset, and `get_worker_info()` returns None there.
         max_restarts: Number of dead worker processes that are replaced, in total; 0 by default.
         on_error: Reaction to an exception in a worker. `"raise"`, the default: the loop raises it
-            at the place of the batch, and may go on. `"skip"`, or a function: as for enqueuers.
-        max_errors: Number of errors that may be skipped; the next one is raised.
+            at the place of the batch, and may go on. `"skip"`: it is logged, and the batch comes
+            without the sample. A function: its result, unless None, replaces the sample. A batch
+            without any sample, or whose `collate_fn` fails, is treated in the same way.
+        concurrency: Number of samples of a batch that each worker fetches at once, in threads; 1
+            by default. For samples that wait, for a network or a disk. The dataset must be
+            thread-safe, and `__getitems__` is not called.
         stall_timeout: Seconds without a batch after which a warning shows where each worker is;
             60 by default. None: no warning.
         trace: Path of a file for the timeline of the latest epoch, or with `persistent_workers`
@@ -142,14 +148,16 @@ class DataLoader(_DataLoader):
         if self.num_workers == 0:
             return LocalIterator(self, self._position)
         self.check_worker_number_rationality()
-        iterator = WorkerIterator(self, self._enqueuer_options(), self._position)
+        options = self._enqueuer_options()
+        iterator = WorkerIterator(self, options, self._samples(), self._position)
         self._latest = weakref.ref(iterator)
         return iterator
 
     def _enqueuer_options(self) -> dict[str, Any]:
         """Return the options of an iteration's enqueuer."""
-        options: dict[str, Any] = {"backend": Processes(), "on_error": "raise", **self._options}
-        if options["backend"] == Processes():
+        options: dict[str, Any] = {"backend": "process", "on_error": "raise", **self._options}
+        options.pop("concurrency", None)
+        if options["backend"] == "process":
             options["backend"] = Processes(start_method=self._start_method())
         if options["on_error"] == "raise":
             options["on_error"] = CaughtError
@@ -161,6 +169,12 @@ class DataLoader(_DataLoader):
             "ordered": self.in_order,
             "timeout": self.timeout or None,
         }
+
+    def _samples(self) -> Samples | None:
+        """Return how samples are fetched; None if torch's own fetcher can do it."""
+        on_error = self._options.get("on_error", "raise")
+        concurrency = self._options.get("concurrency", 1)
+        return None if (on_error, concurrency) == ("raise", 1) else Samples(on_error, concurrency)
 
     def _start_method(self) -> str:
         context = self.multiprocessing_context or multiprocessing
@@ -215,6 +229,7 @@ def _checked(loader: DataLoader, options: LoaderOptions) -> LoaderOptions:
     if unknown:
         raise TypeError(f"DataLoader has no option {unknown[0]!r}")
     given: Any = {"backend": "process", **options}
+    concurrency = checks.positive("concurrency", given.pop("concurrency", 1))
     is_thread = Options(**given).backend_name == "thread"
     has_context = loader.multiprocessing_context is not None
     if has_context and options.get("backend", "process") != "process":
@@ -222,6 +237,8 @@ def _checked(loader: DataLoader, options: LoaderOptions) -> LoaderOptions:
             "multiprocessing_context is the start method of backend='process'; give one of them"
         )
     if loader._dataset_kind == torch.utils.data._DatasetKind.Iterable:
+        if concurrency > 1:
+            raise ValueError("concurrency needs a map-style dataset: a stream has one next sample")
         if loader._is_auto:
             raise ValueError(
                 "num_workers='auto' needs a map-style dataset: an iterable dataset divides its "

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from enqueuer.adapters.torch import collating
+from enqueuer.adapters.torch.samples import Samples
 from enqueuer.common.extras import framework
 from enqueuer.transport.error_codec import decode_error, encode_error
 from enqueuer.workers.shards import Shard, Task, do_nothing
@@ -107,11 +108,13 @@ class FetchIndices:
     Args:
         dataset: The dataset.
         worker: Preparation of a worker process.
+        samples: How the samples of a batch are fetched one by one; None: torch's fetcher does it.
     """
 
-    def __init__(self, dataset: Dataset, worker: Worker) -> None:
+    def __init__(self, dataset: Dataset, worker: Worker, samples: Samples | None) -> None:
         self._dataset = dataset
         self._worker = worker
+        self._samples = samples
         self._fetcher: Any = None
 
     def begin(self, index: int) -> Callable[[Task], None] | None:
@@ -123,9 +126,12 @@ class FetchIndices:
 
     def __call__(self, indices: Any) -> Any:
         """Return a batch."""
-        if self._fetcher is None:
-            self._fetcher = self._dataset.fetcher()
-        batch = self._fetcher.fetch(indices)
+        if self._samples is not None:
+            batch = self._dataset.collate(self._samples.fetch(self._dataset.dataset, indices))
+        else:
+            if self._fetcher is None:
+                self._fetcher = self._dataset.fetcher()
+            batch = self._fetcher.fetch(indices)
         return NOTHING if batch is None else batch
 
     def __getstate__(self) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from enqueuer.adapters.torch.fetching import (
     Worker,
 )
 from enqueuer.adapters.torch.position import Position, advanced
+from enqueuer.adapters.torch.samples import Samples
 from enqueuer.adapters.torch.worker_handles import WorkerHandle, handles_of
 from enqueuer.common.extras import framework
 from enqueuer.enqueuers.enqueuer import BaseEnqueuer, core_of
@@ -48,18 +49,26 @@ class WorkerIterator(_BaseIterator):
     Args:
         loader: The DataLoader.
         options: Options of the enqueuer.
+        samples: How samples of a map-style dataset are fetched; None: as torch does it.
         position: Position of the loader, which this iterator moves on.
     """
 
     _base_seed: int
 
-    def __init__(self, loader: Any, options: Mapping[str, Any], position: Position) -> None:
+    def __init__(
+        self,
+        loader: Any,
+        options: Mapping[str, Any],
+        samples: Samples | None,
+        position: Position,
+    ) -> None:
         with position.resuming():
             super().__init__(loader)
         self._base_seed = position.seed(self._base_seed)
         self._position = position
         self._indices = IndexSource()
         self._options = options
+        self._samples = samples
         self._enqueuer = self._new_enqueuer(loader)
         self._batches: Iterator[Any] = iter(())
         self._handles: list[WorkerHandle] | None = None
@@ -136,7 +145,7 @@ class WorkerIterator(_BaseIterator):
             size = loader.batch_size if self._auto_collation else None
             shards = FetchShard(dataset, worker if is_apart else None, size)
             return GeneratorEnqueuer(shards, shards=self._num_workers, **options)
-        fetch = FetchIndices(dataset, worker)
+        fetch = FetchIndices(dataset, worker, self._samples if self._auto_collation else None)
         enqueuer = OrderedEnqueuer(self._indices, fetch, **options)
         source: Any = core_of(enqueuer).workload.source
         source.begin_worker = fetch.begin
