@@ -16,6 +16,7 @@ NEEDS = {
     "keras_loop.py": ("keras", "torch"),
     "on_a_cluster.py": ("ray",),
     "pack_and_train.py": ("h5py", "sklearn"),
+    "torch_dataloader.py": ("torch",),
     "torch_training.py": ("torch",),
 }
 
