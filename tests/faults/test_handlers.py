@@ -12,8 +12,11 @@ import contextlib
 import itertools
 import os
 import signal
+import threading
+import time
 import zlib
 
+import helpers
 import pytest
 from strikes import Strike
 from struck import (
@@ -31,7 +34,7 @@ from struck import (
     wait_until_gone,
 )
 
-from enqueuer import InvalidState
+from enqueuer import GeneratorEnqueuer, InvalidState
 from enqueuer.enqueuers.enqueuer import core_of
 from enqueuer.enqueuers.run import State
 
@@ -162,3 +165,50 @@ def test_a_handler_may_call_the_enqueuer(action, source, backend, record_propert
             break
     record_property("struck", struck)
     assert not failures, f"{len(failures)} of {struck} places:\n" + "\n".join(failures)
+
+
+@pytest.mark.local
+@pytest.mark.parametrize("name", ["reconfigure", "stop"])
+def test_a_handler_does_not_wait_for_a_thread_that_waits_for_its_loop(backend, name):
+    """Another thread changes the workers, and the handler comes while the loop still waits."""
+    is_called, thread = threading.Event(), None
+
+    def change(*_):
+        is_called.set()
+        enqueuer.stop() if name == "stop" else enqueuer.reconfigure(1)
+
+    def reconfigure():
+        old = core_of(enqueuer).run.backend
+        close = old.close
+
+        def closing():
+            # Once the other thread has the lock of all changes.
+            if not is_called.is_set():
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+                assert is_called.wait(helpers.LIMIT)
+            close()
+
+        old.close = closing
+        enqueuer.reconfigure(3)
+
+    before = signal.signal(signal.SIGUSR1, change)
+    try:
+        with limited(), GeneratorEnqueuer(gated, shards=2, workers=2, **backend) as enqueuer:
+            batches = iter(enqueuer)
+            seen = [next(batches), next(batches)]
+            thread = threading.Thread(target=reconfigure)
+            thread.start()
+            seen += batches
+            thread.join(helpers.LIMIT)
+            assert seen == [(n, i) for n in range(3) for i in range(2)][: len(seen)]
+            assert name == "stop" or len(seen) == 6
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def gated(shard):
+    for number in range(3):
+        if number == 2:
+            # The loop waits meanwhile.
+            time.sleep(0.5)
+        yield number, shard.index
