@@ -77,6 +77,7 @@ class Run:
         is_news: Whether callbacks of statistics may be due.
         has_warned_of_nothing: Whether an epoch without items was reported.
         final: Statistics at the end of the run; None while it goes on.
+        gil_share: Share of the time in which threads held the GIL; None if it was not measured.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class Run:
         self.is_news = False
         self.has_warned_of_nothing = False
         self.final: Stats | None = None
+        self.gil_share: float | None = None
         self._changed = threading.Condition(self.lock)
         self._backend: Backend | None = None
         # Backends that start. Within each, a signal handler may start another one.
@@ -344,6 +346,7 @@ class Run:
             cpus=self.cpus(),
             loop_cpu_s=0.0 if backend is None else time.process_time() - waits.cpu_s,
             workers=() if backend is None else tuple(backend.measures()),
+            gil_share=self.gil_share,
         )
 
 

@@ -9,13 +9,17 @@ from enqueuer.enqueuers.epoch_reader import EpochReader
 from enqueuer.enqueuers.run import Run, State
 from enqueuer.enqueuers.workload import Workload, most_workers
 from enqueuer.errors import StartError
-from enqueuer.monitoring import usage
-from enqueuer.monitoring.autoscaler import Autoscaler
-from enqueuer.monitoring.bottleneck import HARDLY_WAITS
+from enqueuer.monitoring import gil, usage
+from enqueuer.monitoring.autoscaler import Autoscaler, computing_share
+from enqueuer.monitoring.bottleneck import HARDLY_WAITS, MOSTLY
+from enqueuer.monitoring.bottleneck_inputs import most_on
 from enqueuer.monitoring.meters import clock
 from enqueuer.monitoring.stats import Stats
 
 _log = logging.getLogger("enqueuer")
+
+# Seconds for which the GIL is probed; some hundred times, so that chance changes little.
+_PROBE_S = 0.2
 
 
 class Scaling:
@@ -75,6 +79,8 @@ class Scaling:
         workers = autoscaler.next(stats, rerun_s)
         self._name_limit()
         if workers > before:
+            workers = self._within_gil(workers, before, stats)
+        if workers > before:
             workers = self._fitting(workers, before, stats)
         if workers == before:
             return
@@ -101,6 +107,38 @@ class Scaling:
         if job is not None:
             run.replace(job, reader.work.pass_work)
         run.end_replaced()
+
+    def _within_gil(self, workers: int, before: int, stats: Stats) -> int:
+        """Return how many of `workers` threads help; report to the autoscaler if not all do.
+
+        Args:
+            workers: Number of workers that the autoscaler wants.
+            before: Number of workers now.
+            stats: Statistics now.
+        """
+        run = self._run
+        computing = computing_share(stats)
+        if run.options.backend_name != "thread" or computing < MOSTLY or gil.switch_s() is None:
+            return workers
+        run.meter.pause(None)
+        try:
+            held = run.gil_share = gil.held_share(_PROBE_S)
+        finally:
+            run.meter.resume()
+        if held is None:
+            return workers
+        # The probe may have met a phase of computing in a work that also waits.
+        most = max(before, most_on(1, min(held, computing)))
+        if most >= workers:
+            return workers
+        self._autoscaler.limited(most)
+        _log.warning(
+            "workers='auto' stays at %d: the GIL is held for %s of the time, so the work is in "
+            "Python, which runs in one thread at a time; use backend='process'",
+            most,
+            percent(held),
+        )
+        return most
 
     def _fitting(self, workers: int, before: int, stats: Stats) -> int:
         """Return how many of `workers` fit into memory; report to the autoscaler if not all do.

@@ -130,7 +130,12 @@ class Autoscaler:
 
     def refused(self, workers: int) -> None:
         """Set the limit to the present number of workers, as no more could be started."""
-        self._most_ever = self._most = self._workers = workers
+        self._most_ever = workers
+        self.limited(workers)
+
+    def limited(self, workers: int) -> None:
+        """Set the limit to a number of workers while the load stays the same."""
+        self._most = self._workers = workers
         self._arrive()
 
     # --- inside ---
@@ -285,6 +290,12 @@ class _Step(NamedTuple):
         """Return the number of workers for a rate, if none waits for another one."""
         gain = ratio(rate, self.rate)
         return self.before if gain < 1 + LEAST_GAIN else math.ceil(MARGIN * self.before * gain)
+
+
+def computing_share(stats: Stats) -> float:
+    """Return the share of its work in which a worker computes, if it never lacks a CPU, 0 to 1."""
+    window = _Window.at(stats)
+    return 1.0 if window.compute_s is None else ratio(window.compute_s, window.service_s)
 
 
 def _busy_s(worker: WorkerStats) -> float:

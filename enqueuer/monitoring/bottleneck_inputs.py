@@ -95,7 +95,8 @@ class RunInputs(NamedTuple):
 
     `is_inline` says that the loop's own thread makes the batches.
     `switch_s` is the time after which a thread that waits for the GIL asks for it again; None if
-    there is no GIL.
+    there is no GIL. `gil_share` is the share of the time in which it was held; None if it was not
+    measured.
     """
 
     seconds: float
@@ -112,6 +113,7 @@ class RunInputs(NamedTuple):
     loop_cpu_s: float
     workers: Sequence[WorkerInputs]
     switch_s: float | None = 0.005
+    gil_share: float | None = None
     is_inline: bool = False
 
     @property

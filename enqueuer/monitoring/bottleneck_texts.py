@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from enqueuer.common.text import duration, percent, pluralize, ratio, size
+from enqueuer.monitoring import gil
 from enqueuer.monitoring.bottleneck_inputs import RunInputs, WorkerInputs
 
 Kind = Literal["unknown", "loop", "start-up", "slow shard", "queue", "transport", "cpus", "source"]
@@ -218,6 +219,17 @@ def source(run: RunInputs) -> Bottleneck:
 
 def _advice_on_source(run: RunInputs) -> str:
     workers, most = len(run.workers), run.most_that_help
+    held = run.gil_share
+    if run.holds_gil and not run.has_several_busy and held is not None:
+        if held >= gil.IS_PYTHON:
+            return (
+                f"The GIL was held for {percent(held)} of the time, so the work is in Python, "
+                "which runs in one thread at a time: use backend='process'."
+            )
+        return (
+            f"The GIL was held for {percent(held)} of the time, so "
+            f"{pluralize(most, 'thread')} would be faster."
+        )
     if run.holds_gil and not run.has_several_busy:
         return (
             f"The thread computes {percent(run.computing_share)} of its time. If that is Python "

@@ -25,6 +25,9 @@ import sys
 import threading
 import time
 
+# Share of the time; a thread that holds the GIL for longer mostly runs Python code. On a busy
+# machine the share is smaller, as the GIL is free while the thread waits for a CPU to take it.
+IS_PYTHON = 0.5
 # Seconds between two probes, on average; several fit into the 5 ms of a switch interval.
 _GAP_S = 0.001
 
@@ -32,6 +35,17 @@ _GAP_S = 0.001
 def switch_s() -> float | None:
     """Return the seconds after which a waiting thread asks for the GIL; None if there is no GIL."""
     return sys.getswitchinterval() if getattr(sys, "_is_gil_enabled", _yes)() else None
+
+
+def held_share(seconds: float) -> float | None:
+    """Measure for so many seconds the share of the time in which the GIL is held, from 0 to 1.
+
+    Returns:
+        None if the system does not tell.
+    """
+    with Probe() as probe:
+        time.sleep(seconds)
+    return probe.share
 
 
 class Probe:

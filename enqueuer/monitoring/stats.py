@@ -52,6 +52,8 @@ class Stats:
         loop_cpu_s: Seconds of CPU time of the loop's process, with all its threads.
         workers: Work of each worker.
         is_later: Whether the first batch came before, as in most differences of two snapshots.
+        gil_share: Share of the time in which the GIL was held, from 0 to 1, when
+            `workers="auto"` measured it for threads that compute; None if it was not measured.
     """
 
     seconds: float
@@ -76,6 +78,7 @@ class Stats:
     loop_cpu_s: float
     workers: tuple[WorkerStats, ...]
     is_later: bool = False
+    gil_share: float | None = None
 
     @property
     def bytes(self) -> int:
@@ -221,6 +224,7 @@ class Stats:
                     for worker in self.workers
                 ],
                 switch_s=gil.switch_s(),
+                gil_share=self.gil_share,
             )
         )
 

@@ -1,6 +1,7 @@
 """workers="auto": the right number is found, it stays, and the batches are what they always are."""
 
 import functools
+import hashlib
 import itertools
 import json
 import logging
@@ -19,7 +20,7 @@ from helpers import LIMIT, bytes_of, random_batches, twelve
 
 from enqueuer import Auto, GeneratorEnqueuer, OrderedEnqueuer, Processes, StartError, imap, prefetch
 from enqueuer.enqueuers.enqueuer import core_of
-from enqueuer.monitoring import autoscaler
+from enqueuer.monitoring import autoscaler, gil
 
 BACKENDS = without("process-spawn", "process-fork-portable")
 MAKE_S = 0.02
@@ -151,6 +152,70 @@ def test_what_computes_has_no_more_processes_than_cpus(monkeypatch):
         loop = Loop(enqueuer, 0)
         loop.run(4)
         assert max(loop.workers) <= 2
+
+
+def python_task(element):
+    end = time.thread_time() + MAKE_S
+    while time.thread_time() < end:
+        sum(range(200))
+    return element
+
+
+def hashed(element, data=bytes(20_000_000)):
+    """Compute without the GIL."""
+    return hashlib.sha256(data).digest()
+
+
+def measured(map, is_right):
+    """Return the workers and the bottleneck of a run in threads, if right; measured up to 3 times.
+
+    Other programs may keep the threads from the CPUs, so that they seem to do something else.
+    """
+    for _ in range(3):
+        with OrderedEnqueuer(range(100_000), map, workers=Auto(most=8)) as enqueuer:
+            loop = Loop(enqueuer, 0)
+            loop.run(2.5)
+            found = loop.workers, enqueuer.stats()
+        if is_right(*found):
+            return
+    raise AssertionError([n for n, _ in itertools.groupby(found[0])], str(found[1]))
+
+
+@pytest.mark.local
+def test_threads_that_compute_in_python_stay_at_one_and_say_so(monkeypatch, caplog):
+    monkeypatch.setattr("enqueuer.monitoring.usage.cpus", lambda: 4.0)
+    measured(
+        python_task, lambda workers, stats: set(workers) == {1} and stats.gil_share > gil.IS_PYTHON
+    )
+    assert "stays at 1: the GIL is held for " in caplog.records[0].message
+    assert "use backend='process'" in caplog.records[0].message
+
+
+@pytest.mark.local
+def test_threads_that_release_the_gil_become_as_many_as_cpus(monkeypatch):
+    monkeypatch.setattr("enqueuer.monitoring.usage.cpus", lambda: 2.0)
+    measured(hashed, lambda workers, stats: 2 in workers and stats.gil_share < 0.5)
+
+
+def remote_file(element):
+    time.sleep(0.035)
+    end = time.thread_time() + 0.001
+    while time.thread_time() < end:
+        sum(range(100))
+    return element
+
+
+@pytest.mark.local
+@pytest.mark.parametrize("batch_size", [None, 8])
+def test_what_waits_gets_many_more_workers_than_cpus_in_one_step(monkeypatch, batch_size):
+    monkeypatch.setattr("enqueuer.monitoring.usage.cpus", lambda: 2.0)
+    enqueuer = OrderedEnqueuer(
+        range(100_000), remote_file, workers=Auto(most=24), batch_size=batch_size
+    )
+    with enqueuer:
+        loop = Loop(enqueuer, 0)
+        loop.run_until(lambda: core_of(enqueuer).run.workers > 1)
+        assert core_of(enqueuer).run.workers >= 12
 
 
 # For actors the limit is the CPUs of the cluster, as their memory is not known.

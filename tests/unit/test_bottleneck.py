@@ -211,6 +211,14 @@ def test_one_thread_that_computes_may_release_the_gil():
     assert "as numpy does for large arrays, 2 threads would help, too" in advice
 
 
+@pytest.mark.parametrize(
+    ("share", "advice"), [(0.97, "use backend='process'"), (0.05, "2 threads would be faster")]
+)
+def test_one_thread_that_computes_is_judged_by_the_gil_if_that_was_measured(share, advice):
+    found = files(1, cpu=9.8, switches=0)._replace(gil_share=share)
+    assert advice in find_bottleneck(found).advice
+
+
 def test_enough_workers_are_not_told_to_be_more():
     files = [worker(making=10.0, waiting=0.0, cpu=1.4, cpu_wait=3.0) for _ in range(12)]
     bottleneck = find_bottleneck(inputs(*files, cpus=2, loop_cpu_s=0.1))
