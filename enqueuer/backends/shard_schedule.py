@@ -166,13 +166,17 @@ class ShardSchedule(Generic[W]):
 
     def more(self, order: Order) -> Iterator[ItemTuple] | None:
         """Acknowledge what was taken, and take what is next and is there; None if no item is."""
+        workers = self._workers
         if not self._is_acknowledged:
-            for worker in self._workers:
+            for worker in workers:
                 worker.inbox.acknowledge()
             self._is_acknowledged = True
         if self._ending is not None or order.done or self._head(order) is not True:
             return None
-        return self.take(order)
+        if len(workers) != 1:
+            return self.take(order)
+        self._is_acknowledged = False
+        return workers[0].inbox.items(self._bunch, order)  # type: ignore[arg-type]  # a ShardOrder
 
     def _take_in_turn(self, order: ShardOrder) -> Iterator[ItemTuple]:
         for _ in range(self._bunch):

@@ -34,6 +34,9 @@ from enqueuer.workers.messages import Empty, End, Failure, ItemTuple
 
 # Value of `max_size` where something else keeps the bound.
 UNBOUNDED = 1 << 62
+# Items of a bunch, at least.
+_SHORTEST_BUNCH = 4
+_CLOSED = "the inbox is closed"
 
 
 class Putter(NamedTuple):
@@ -130,7 +133,8 @@ class ThreadInbox:
                 # Its last item waits for a place.
                 room = 1 + self.max_size - (self._sent - self._acknowledged) - len(self._others)
             most = min(room, most)
-            if most <= 0:
+            # To make a shorter bunch takes longer than to send its items one by one.
+            if most < _SHORTEST_BUNCH:
                 return None
             bunch = Bunch([shard] * (most + 1), self._items.extend)
             self._bunches.append(bunch)
@@ -163,7 +167,8 @@ class ThreadInbox:
             Closed: The inbox is closed, or was while waiting.
         """
         with self._lock:
-            self._check_locked()
+            if self.closed:
+                raise Closed(_CLOSED)
             if item[3] is not None:
                 self._is_plain = False
             self._sent += 1
@@ -176,7 +181,8 @@ class ThreadInbox:
             if self._sleeper is not None:
                 self._wake_loop_locked()
             self._wait_for_room_locked(1, meter)
-            self._check_locked()
+            if self.closed:
+                raise Closed(_CLOSED)
 
     def send(self, message: End | Failure | Empty, meter: Meter) -> None:
         """Append another message, and wait until there is a place for it.
@@ -189,20 +195,18 @@ class ThreadInbox:
             Closed: The inbox is closed, or was while waiting.
         """
         with self._lock:
-            self._check_locked()
+            if self.closed:
+                raise Closed(_CLOSED)
             self._insert_locked(message)
             self._wait_for_room_locked(0, meter)
-            self._check_locked()
+            if self.closed:
+                raise Closed(_CLOSED)
 
     def insert(self, message: Failure) -> None:
         """Append a failure, also within a bunch, and also by another thread; wait for nothing."""
         with self._lock:
             if not self.closed:
                 self._insert_locked(message)
-
-    def _check_locked(self) -> None:
-        if self.closed:
-            raise Closed("the inbox is closed")
 
     def _insert_locked(self, message: End | Failure | Empty) -> None:
         made = sum(bunch.made for bunch in self._bunches)
@@ -289,11 +293,10 @@ class ThreadInbox:
 
     def head(self) -> bool | End | Failure | Empty:
         # The items first: what was sent before one of them is seen as well then.
-        has_items = bool(self._items)
-        try:
-            before, message = self._others[0]
-        except IndexError:
+        has_items, others = bool(self._items), self._others
+        if not others:
             return has_items
+        before, message = others[0]
         return message if before <= self._taken else has_items
 
     def items(self, most: int, taken: Taken) -> Iterator[ItemTuple]:
