@@ -3,6 +3,8 @@
 import sys
 from pathlib import Path
 
+from sphinx.pycode import ModuleAnalyzer
+
 import enqueuer
 
 # The extensions of this folder.
@@ -48,7 +50,7 @@ napoleon_numpy_docstring = False
 # The builds must not need a network, so names of other projects are not looked up.
 nitpick_ignore_regex = [
     (r"py:.*", r"(collections|multiprocessing|np|numpy|os|queue|types|wave)\..*"),
-    (r"py:.*", r"(enqueuer\..+\.)?(BaseEnqueuer|Batch|Counted|Indexable|Path|Self|T)"),
+    (r"py:.*", r"(enqueuer\..+\.)?(BaseEnqueuer|Batch|Counted|Indexable|Item|Path|Self|T)"),
 ]
 
 # The docstrings' examples see what their module sees; a name as in a plain script.
@@ -60,6 +62,14 @@ __name__ = "__main__"
 
 
 def setup(app):
+    # Each overload has all options; the signature of the function itself has them once.
+    analyze = ModuleAnalyzer.analyze
+
+    def analyze_without_overloads(self):
+        analyze(self)
+        self.overloads = {}
+
+    ModuleAnalyzer.analyze = analyze_without_overloads
     app.connect("autodoc-process-docstring", leave_out)
 
 

@@ -90,9 +90,9 @@ def process(request, monkeypatch):
     return chosen(request.param, monkeypatch, request.node)
 
 
-def load_inline(name, job, restarts, loop_meter):
+def load_inline(name, job, *others):
     """Return the backend of `workers=0` for a job with workers."""
-    return load(name, dataclasses.replace(job, workers=0), restarts, loop_meter)
+    return load(name, dataclasses.replace(job, workers=0), *others)
 
 
 def chosen(options, monkeypatch, test=None):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, overload
 
 from enqueuer.common import checks
 from enqueuer.enqueuers.enqueuer import BaseEnqueuer, Batch
@@ -14,6 +14,9 @@ from enqueuer.enqueuers.workload import Seed
 from enqueuer.generators.samples import Samples
 from enqueuer.workers.shards import Shard
 from enqueuer.workers.sources import as_source
+
+GeneratorLike = Callable[[Shard], Iterable[Batch]] | Callable[[], Iterable[Batch]] | Iterable[Batch]
+"""A generator function, or an iterable of batches."""
 
 
 @takes_options
@@ -68,11 +71,57 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
         [array([0, 4]), array([1, 9]), array([16])]
     """
 
+    @overload
     def __init__(
         self,
         generator: Callable[[Shard], Iterable[Batch]]
         | Callable[[], Iterable[Batch]]
         | Iterable[Batch],
+        use_multiprocessing: bool = False,
+        wait_time: float | None = None,
+        random_seed: int | None = None,
+        *,
+        shards: int | None = None,
+        batch_size: None = None,
+        collate: None = None,
+        shuffle_buffer: int | None = None,
+        pickle_safe: bool | None = None,
+        **options: Unpack[EnqueuerOptions],
+    ) -> None: ...
+    @overload
+    def __init__(
+        self,
+        generator: GeneratorLike[Any],
+        use_multiprocessing: bool = False,
+        wait_time: float | None = None,
+        random_seed: int | None = None,
+        *,
+        shards: int | None = None,
+        batch_size: int,
+        collate: Callable[[list[Any]], Batch],
+        shuffle_buffer: int | None = None,
+        pickle_safe: bool | None = None,
+        **options: Unpack[EnqueuerOptions],
+    ) -> None: ...
+    # What stacking makes of the samples depends on these.
+    @overload
+    def __init__(
+        self: GeneratorEnqueuer[Any],
+        generator: GeneratorLike[Any],
+        use_multiprocessing: bool = False,
+        wait_time: float | None = None,
+        random_seed: int | None = None,
+        *,
+        shards: int | None = None,
+        batch_size: int | None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        shuffle_buffer: int | None = None,
+        pickle_safe: bool | None = None,
+        **options: Unpack[EnqueuerOptions],
+    ) -> None: ...
+    def __init__(
+        self,
+        generator: GeneratorLike[Any],
         use_multiprocessing: bool = False,
         wait_time: float | None = None,
         random_seed: int | None = None,

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from typing import Any
+from typing import Any, TypeVar, overload
+
+import numpy as np
 
 from enqueuer.common import checks
 from enqueuer.common.text import an
-from enqueuer.enqueuers.enqueuer import BaseEnqueuer, core_of
+from enqueuer.enqueuers.enqueuer import BaseEnqueuer, Batch, core_of
 from enqueuer.enqueuers.iterators import Endless
 from enqueuer.enqueuers.options import EnqueuerOptions, Options, Unpack, takes_options
 from enqueuer.enqueuers.task_workload import TaskWorkload
 from enqueuer.enqueuers.workload import Seed
 from enqueuer.workers.collate import stack
 from enqueuer.workers.element_threads import MOST_THREADS
+from enqueuer.workers.shards import Task
 from enqueuer.workers.sources import is_indexable, name_of
 from enqueuer.workers.tasks import (
     Counted,
@@ -23,9 +26,16 @@ from enqueuer.workers.tasks import (
     length_of,
 )
 
+T = TypeVar("T")
+
+Elements = Iterable[T] | Indexable[T] | Counted[T]
+"""The elements of tasks."""
+Collate = Callable[[list[Any]], T] | Callable[[list[Any], list[Task]], T]
+"""A function that makes a batch of a list of results."""
+
 
 @takes_options
-class OrderedEnqueuer(BaseEnqueuer[Any]):
+class OrderedEnqueuer(BaseEnqueuer[Batch]):
     """Keep the results of tasks ready: one for each element of a sequence, or for each batch.
 
     Each element is given to the next free worker, exactly once per epoch, and the results come
@@ -82,9 +92,95 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
         True
     """
 
+    # The type of an array says nothing of its elements.
+    @overload
+    def __init__(
+        self: OrderedEnqueuer[Any],
+        sequence: np.ndarray[Any, Any],
+        map: bool | None = None,
+        shuffle: bool = False,
+        *,
+        use_multiprocessing: bool = False,
+        batch_size: None = None,
+        collate: None = None,
+        concurrency: int = 1,
+        random_seed: int | None = None,
+        **options: Unpack[EnqueuerOptions],
+    ) -> None: ...
+    @overload
     def __init__(
         self,
-        sequence: Iterable[Any] | Indexable | Counted,
+        sequence: Elements[Batch],
+        map: bool | None = None,
+        shuffle: bool = False,
+        *,
+        use_multiprocessing: bool = False,
+        batch_size: None = None,
+        collate: None = None,
+        concurrency: int = 1,
+        random_seed: int | None = None,
+        **options: Unpack[EnqueuerOptions],
+    ) -> None: ...
+    @overload
+    def __init__(
+        self,
+        sequence: Elements[T],
+        map: Callable[[T], Batch | None],
+        shuffle: bool = False,
+        *,
+        use_multiprocessing: bool = False,
+        batch_size: None = None,
+        collate: None = None,
+        concurrency: int = 1,
+        random_seed: int | None = None,
+        **options: Unpack[EnqueuerOptions],
+    ) -> None: ...
+    @overload
+    def __init__(
+        self,
+        sequence: Elements[T],
+        map: Callable[[T, Task], Batch | None],
+        shuffle: bool = False,
+        *,
+        use_multiprocessing: bool = False,
+        batch_size: None = None,
+        collate: None = None,
+        concurrency: int = 1,
+        random_seed: int | None = None,
+        **options: Unpack[EnqueuerOptions],
+    ) -> None: ...
+    @overload
+    def __init__(
+        self,
+        sequence: Elements[Any],
+        map: Callable[..., Any] | bool | None = None,
+        shuffle: bool = False,
+        *,
+        use_multiprocessing: bool = False,
+        batch_size: int,
+        collate: Collate[Batch],
+        concurrency: int = 1,
+        random_seed: int | None = None,
+        **options: Unpack[EnqueuerOptions],
+    ) -> None: ...
+    # What stacking makes of the results depends on these.
+    @overload
+    def __init__(
+        self: OrderedEnqueuer[Any],
+        sequence: Elements[Any],
+        map: Callable[..., Any] | bool | None = None,
+        shuffle: bool = False,
+        *,
+        use_multiprocessing: bool = False,
+        batch_size: int | None,
+        collate: Callable[..., Any] | None = None,
+        concurrency: int = 1,
+        random_seed: int | None = None,
+        **options: Unpack[EnqueuerOptions],
+    ) -> None: ...
+    def __init__(
+        self,
+        sequence: Elements[Any],
         map: Callable[..., Any] | bool | None = None,
         shuffle: bool = False,
         *,
@@ -153,7 +249,7 @@ class OrderedEnqueuer(BaseEnqueuer[Any]):
             raise TypeError("the sequence is endless, as its num_batches is None; count the steps")
         return steps
 
-    def get(self) -> Iterator[Any]:
+    def get(self) -> Iterator[Batch]:
         """Return an iterator over this epoch and all that follow, without an end, as in Keras.
 
         It ends only after `stop()`, or if an epoch is empty. `iter()` gives one epoch.

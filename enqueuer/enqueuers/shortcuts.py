@@ -2,21 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, overload
 
 from enqueuer.enqueuers.enqueuer import BaseEnqueuer, Batch
-from enqueuer.enqueuers.generator import GeneratorEnqueuer
+from enqueuer.enqueuers.generator import GeneratorEnqueuer, GeneratorLike
 from enqueuer.enqueuers.options import CommonOptions, Unpack, takes_options
-from enqueuer.enqueuers.ordered import OrderedEnqueuer
-from enqueuer.workers.shards import Shard
+from enqueuer.enqueuers.ordered import Collate, Elements, OrderedEnqueuer
+from enqueuer.workers.shards import Task
 from enqueuer.workers.sources import is_plain_collection
-from enqueuer.workers.tasks import Indexable
+
+T = TypeVar("T")
 
 
+@overload
+def prefetch(
+    generator: GeneratorLike[Batch],
+    max_queue_size: int = 2,
+    *,
+    use_multiprocessing: bool = False,
+    random_seed: int | None = None,
+    shards: int | None = None,
+    batch_size: None = None,
+    collate: None = None,
+    shuffle_buffer: int | None = None,
+    **options: Unpack[CommonOptions],
+) -> Iterator[Batch]: ...
+@overload
+def prefetch(
+    generator: GeneratorLike[Any],
+    max_queue_size: int = 2,
+    *,
+    use_multiprocessing: bool = False,
+    random_seed: int | None = None,
+    shards: int | None = None,
+    batch_size: int,
+    collate: Callable[[list[Any]], Batch],
+    shuffle_buffer: int | None = None,
+    **options: Unpack[CommonOptions],
+) -> Iterator[Batch]: ...
+@overload
+def prefetch(
+    generator: GeneratorLike[Any],
+    max_queue_size: int = 2,
+    *,
+    use_multiprocessing: bool = False,
+    random_seed: int | None = None,
+    shards: int | None = None,
+    batch_size: int | None,
+    collate: Callable[[list[Any]], Any] | None = None,
+    shuffle_buffer: int | None = None,
+    **options: Unpack[CommonOptions],
+) -> Iterator[Any]: ...
 @takes_options
 def prefetch(  # noqa: D417, as takes_options() adds them
-    generator: Callable[[Shard], Iterable[Batch]] | Callable[[], Iterable[Batch]] | Iterable[Batch],
+    generator: GeneratorLike[Any],
     max_queue_size: int = 2,
     *,
     use_multiprocessing: bool = False,
@@ -26,7 +66,7 @@ def prefetch(  # noqa: D417, as takes_options() adds them
     collate: Callable[[list[Any]], Any] | None = None,
     shuffle_buffer: int | None = None,
     **options: Unpack[CommonOptions],
-) -> Iterator[Batch]:
+) -> Iterator[Any]:
     """Iterate over one epoch of `generator`, made ahead in the background.
 
     The workers start with the first `next()`, and stop when the iterator ends, is closed, or is
@@ -71,10 +111,66 @@ def prefetch(  # noqa: D417, as takes_options() adds them
     return _prefetched(enqueuer)
 
 
+@overload
+def imap(
+    function: Callable[[T], Batch | None],
+    elements: Elements[T],
+    max_queue_size: int = 10,
+    *,
+    shuffle: bool = False,
+    use_multiprocessing: bool = False,
+    batch_size: None = None,
+    collate: None = None,
+    concurrency: int = 1,
+    random_seed: int | None = None,
+    **options: Unpack[CommonOptions],
+) -> Iterator[Batch]: ...
+@overload
+def imap(
+    function: Callable[[T, Task], Batch | None],
+    elements: Elements[T],
+    max_queue_size: int = 10,
+    *,
+    shuffle: bool = False,
+    use_multiprocessing: bool = False,
+    batch_size: None = None,
+    collate: None = None,
+    concurrency: int = 1,
+    random_seed: int | None = None,
+    **options: Unpack[CommonOptions],
+) -> Iterator[Batch]: ...
+@overload
+def imap(
+    function: Callable[..., Any],
+    elements: Elements[Any],
+    max_queue_size: int = 10,
+    *,
+    shuffle: bool = False,
+    use_multiprocessing: bool = False,
+    batch_size: int,
+    collate: Collate[Batch],
+    concurrency: int = 1,
+    random_seed: int | None = None,
+    **options: Unpack[CommonOptions],
+) -> Iterator[Batch]: ...
+@overload
+def imap(
+    function: Callable[..., Any],
+    elements: Elements[Any],
+    max_queue_size: int = 10,
+    *,
+    shuffle: bool = False,
+    use_multiprocessing: bool = False,
+    batch_size: int | None,
+    collate: Callable[..., Any] | None = None,
+    concurrency: int = 1,
+    random_seed: int | None = None,
+    **options: Unpack[CommonOptions],
+) -> Iterator[Any]: ...
 @takes_options
 def imap(  # noqa: D417, as takes_options() adds them
     function: Callable[..., Any],
-    elements: Iterable[Any] | Indexable,
+    elements: Elements[Any],
     max_queue_size: int = 10,
     *,
     shuffle: bool = False,

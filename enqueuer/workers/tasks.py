@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat, starmap
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -28,20 +28,22 @@ from enqueuer.workers.seeding import borrowed_globals
 from enqueuer.workers.shards import EpochBegin, EpochEnd, Task
 from enqueuer.workers.sources import has_elements, is_indexable, name_of
 
+Element = TypeVar("Element", covariant=True)
 
-class Indexable(Protocol):
+
+class Indexable(Protocol[Element]):
     """The methods of a sequence that are used here."""
 
     def __len__(self) -> int: ...
-    def __getitem__(self, index: Any, /) -> Any: ...
+    def __getitem__(self, index: Any, /) -> Element: ...
 
 
-class Counted(Protocol):
+class Counted(Protocol[Element]):
     """The members of a `PyDataset` of Keras 3 without `__len__` that are used here."""
 
     @property
     def num_batches(self) -> int | None: ...
-    def __getitem__(self, index: Any, /) -> Any: ...
+    def __getitem__(self, index: Any, /) -> Element: ...
 
 
 # What a function of the user may take as its second argument.

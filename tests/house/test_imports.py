@@ -43,6 +43,7 @@ THIRD_PARTIES = {
         "datasets.hdf5.reader",
         "datasets.hdf5.resume",
         "datasets.hdf5.columns",
+        "datasets.hdf5.source",
         "datasets.hdf5.writer",
         "datasets.hdf5.batches",
         "datasets.files.batches",
@@ -51,6 +52,7 @@ THIRD_PARTIES = {
         "datasets.files.loaders",
         "workers.shards",
         "workers.seeding",
+        "enqueuers.ordered",
         "enqueuers.task_order",
         "workers.tasks",
         "workers.collate",
@@ -82,6 +84,7 @@ THIRD_PARTIES = {
     "sklearn": {"tools.demo"},
     "threadpoolctl": {"tools.demo", "workers.native_threads"},
     "tqdm": {"tools.demo"},
+    "torch": {"adapters.torch.loader"},  # for type checkers only
     "typing_extensions": {"enqueuers.options"},
 }
 

@@ -70,10 +70,10 @@ for number in prefetch(numbers, 4, shards=8, workers="auto", backend=forked, tim
 for length in imap(len, ["one"], workers=Auto(), backend=Ray(address="auto"), on_error="skip"):
     print(length + 1)
 # An option that does not exist, or has another type, is found before the program runs.
-prefetch(words, worker=4)  # type: ignore[call-arg]
-imap(len, ["one"], backend="fork")  # type: ignore[arg-type]
-GeneratorEnqueuer(numbers, mp_context="fork")  # type: ignore[call-arg]
-OrderedEnqueuer(range(10), ordered="no")  # type: ignore[arg-type]
+prefetch(words, worker=4)  # type: ignore[call-overload]
+imap(len, ["one"], backend="fork")  # type: ignore[call-overload]
+GeneratorEnqueuer(numbers, mp_context="fork")  # type: ignore[call-overload]
+OrderedEnqueuer(range(10), ordered="no")  # type: ignore[call-overload]
 Processes(start_methods="fork")  # type: ignore[call-arg]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
 
@@ -17,7 +17,13 @@ from enqueuer.enqueuers.enqueuer import BaseEnqueuer
 from enqueuer.errors import EnqueuerWarning
 from enqueuer.transport.mapping import mapping_at
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 torch = framework("torch", "torch", "2.1")
+
+Batch = TypeVar("Batch")
+Array = np.ndarray[Any, Any]
 
 
 def as_tensors(batch: Any) -> Any:
@@ -54,7 +60,7 @@ def _as_tensor(leaf: Any) -> Any:
         return leaf
 
 
-class TorchLoader(Loader[Any]):
+class TorchLoader(Loader[Batch]):
     """A loader of tensors that replaces a DataLoader.
 
     One iteration is one epoch. Tensors share the memory of the enqueuer's arrays. For large arrays
@@ -90,6 +96,47 @@ class TorchLoader(Loader[Any]):
         [(tensor([0, 0]), 0), (tensor([1, 1]), 1)]
     """
 
+    # A type checker cannot convert the types within a batch, but in the usual containers.
+    @overload
+    def __init__(
+        self: TorchLoader[Tensor],
+        enqueuer: BaseEnqueuer[Array] | BaseEnqueuer[Tensor],
+        pin_memory: bool = False,
+        steps_per_epoch: int | None = None,
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: TorchLoader[tuple[Tensor, Tensor]],
+        enqueuer: BaseEnqueuer[tuple[Array, Array]],
+        pin_memory: bool = False,
+        steps_per_epoch: int | None = None,
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: TorchLoader[dict[str, Tensor]],
+        enqueuer: BaseEnqueuer[dict[str, Array]],
+        pin_memory: bool = False,
+        steps_per_epoch: int | None = None,
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: TorchLoader[Any],
+        enqueuer: BaseEnqueuer[Any],
+        pin_memory: bool = False,
+        steps_per_epoch: int | None = None,
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None: ...
     def __init__(
         self,
         enqueuer: BaseEnqueuer[Any],

@@ -52,7 +52,7 @@ class LocalLoader:
         self._count_from_loaded()
         self.pid = os.getpid()
         # The loader of this process, and its enqueuer: the whole, or a part.
-        self._loader: TorchLoader | None = None
+        self._loader: TorchLoader[Any] | None = None
         self._part: BaseEnqueuer[Any] | None = None
         self._endless: Iterator[Any] | None = None
         self._asked: IndexedItems | None = None
@@ -70,7 +70,7 @@ class LocalLoader:
         self._ranks.check(self._enqueuer)
         return {**self.__dict__, "_loader": None, "_part": None, "_endless": None, "_asked": None}
 
-    def loader(self) -> TorchLoader:
+    def loader(self) -> TorchLoader[Any]:
         """Return the loader of this process."""
         # A loader that a process has inherited belongs to another process.
         if self.pid != os.getpid():
@@ -236,7 +236,7 @@ class LocalLoader:
         self._next_epoch = -1
         return self._rest(loader, epoch)
 
-    def _rest(self, loader: TorchLoader, epoch: int) -> Iterator[Any]:
+    def _rest(self, loader: TorchLoader[Any], epoch: int) -> Iterator[Any]:
         yield from loader
         self._next_epoch = epoch + 1
         info = torch.utils.data.get_worker_info()
@@ -249,7 +249,7 @@ class LocalLoader:
                 "shards of equal length"
             )
 
-    def _new_loader(self, epoch: int = 0) -> TorchLoader:
+    def _new_loader(self, epoch: int = 0) -> TorchLoader[Any]:
         """Return a loader for this process; that of a DataLoader worker begins with `epoch`."""
         self._ranks.check(self._enqueuer)
         info = torch.utils.data.get_worker_info()
@@ -288,12 +288,12 @@ def _check_idle(enqueuer: BaseEnqueuer[Any]) -> None:
         )
 
 
-def _loader_of(enqueuer: BaseEnqueuer[Any], steps: int | None) -> TorchLoader:
+def _loader_of(enqueuer: BaseEnqueuer[Any], steps: int | None) -> TorchLoader[Any]:
     # With rank 0 of 1 the enqueuer is left as it is.
     return TorchLoader(enqueuer, steps_per_epoch=steps, rank=0, world_size=1)
 
 
-def _endless(loader: TorchLoader) -> Iterator[Any]:
+def _endless(loader: TorchLoader[Any]) -> Iterator[Any]:
     while True:
         is_empty = True
         for item in loader:

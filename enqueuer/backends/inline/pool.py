@@ -12,10 +12,12 @@ import threading
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
+from typing import TYPE_CHECKING
 
 from enqueuer.backends.inline.worker import InlineWorker
 from enqueuer.backends.job import Job
+from enqueuer.backends.pool import WorkerPool
 from enqueuer.backends.stall import WorkerSnapshot, level_of_user, stacks_of_threads
 from enqueuer.common import interrupts
 from enqueuer.errors import StartError, StopWarning
@@ -161,6 +163,11 @@ class InlinePool:
             self.workers.clear()
         finally:
             self._turn.release()
+
+
+if TYPE_CHECKING:
+    # Pools are loaded by name, so that mypy compares this one with its protocol only here.
+    _implements: Callable[[Job], WorkerPool[InlineWorker]] = InlinePool
 
 
 def _warn_of(runner: threading.Thread | None, timeout: float) -> None:

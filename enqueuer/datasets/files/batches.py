@@ -13,7 +13,7 @@ import contextlib
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, Generic, Literal, TypeVar, overload
 
 import numpy as np
 
@@ -31,8 +31,16 @@ from enqueuer.workers.shards import Shard, Task
 from enqueuer.workers.sources import name_of
 from enqueuer.workers.tasks import takes_two
 
+Batch = TypeVar("Batch")
+T = TypeVar("T")
 
-class FileBatches:
+Array = np.ndarray[Any, Any]
+_LoadWithTask = Callable[[Any, Any, Task], T | None]
+Load = Callable[[Any], T | None] | Callable[[Any, Any], T | None] | _LoadWithTask[T]
+"""A function that loads a file; None leaves it out."""
+
+
+class FileBatches(Generic[Batch]):
     """Load files in batches: a source for `GeneratorEnqueuer`, and for any number of workers.
 
     Each epoch has each file exactly once, in an order of its own that is drawn from the
@@ -85,10 +93,66 @@ class FileBatches:
         [7] [0]
     """
 
+    @overload
     def __init__(
         self,
         files: Iterable[Path | tuple[Path, Any]],
-        load: Callable[[Any], Any] | Callable[[Any, Any], Any] | Callable[[Any, Any, Task], Any],
+        load: Load[Any],
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        with_labels: Literal[False] = False,
+        with_names: Literal[False] = False,
+        collate: Callable[[list[Any]], Batch],
+        on_error: OnError = "raise",
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: FileBatches[Array],
+        files: Iterable[Path | tuple[Path, Any]],
+        load: Load[Array],
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        with_labels: Literal[False] = False,
+        with_names: Literal[False] = False,
+        collate: None = None,
+        on_error: OnError = "raise",
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: FileBatches[tuple[Array, Any]],
+        files: Iterable[Path | tuple[Path, Any]],
+        load: Load[Array],
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        with_labels: Literal[True],
+        with_names: Literal[False] = False,
+        collate: None = None,
+        on_error: OnError = "raise",
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: FileBatches[Any],
+        files: Iterable[Path | tuple[Path, Any]],
+        load: Load[Any],
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        with_labels: bool = False,
+        with_names: bool = False,
+        collate: Callable[[list[Any]], Any] | None = None,
+        on_error: OnError = "raise",
+    ) -> None: ...
+    def __init__(
+        self,
+        files: Iterable[Path | tuple[Path, Any]],
+        load: Load[Any],
         batch_size: int,
         *,
         shuffle: bool = True,
@@ -126,7 +190,7 @@ class FileBatches:
                 f"{len(entries)} files do not fill a batch of {batch_size}, and drop_last is True"
             )
 
-    def __call__(self, shard: Shard) -> Iterator[Any]:
+    def __call__(self, shard: Shard) -> Iterator[Batch]:
         """Return an iterator over the batches of a shard; it has a `state_dict`."""
         return _Share(self, shard)
 
@@ -218,7 +282,7 @@ class FileBatches:
 class _Share:
     """The batches of one shard in one epoch."""
 
-    def __init__(self, files: FileBatches, shard: Shard) -> None:
+    def __init__(self, files: FileBatches[Any], shard: Shard) -> None:
         self._files = files
         self._shard = shard
         self._steps = files._steps(shard)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from enqueuer.common import checks
 from enqueuer.common.extras import framework
@@ -46,7 +47,7 @@ def load_image(
     mode: Literal["RGB", "BGR", "L"] = "RGB",
     size: int | tuple[int, int] | None = None,
     crop: Box | Callable[[int, int], Box] | None = None,
-) -> np.ndarray:
+) -> npt.NDArray[np.uint8]:
     """Load an image with Pillow, rotated by its EXIF data.
 
     With `size`, a JPEG file is decoded at a half, a quarter or an eighth of its size if that is

@@ -12,7 +12,9 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any, SupportsIndex
+from typing import Any, Generic, SupportsIndex, TypeVar, overload
+
+import numpy as np
 
 from enqueuer.common import checks
 from enqueuer.datasets.hdf5.batches import ReadPlan, ShardBatches, default_window, pieces_of
@@ -21,12 +23,15 @@ from enqueuer.datasets.hdf5.reader import RowReader
 from enqueuer.errors import DataFileError
 from enqueuer.workers.shards import Shard
 
+Batch = TypeVar("Batch")
+Array = np.ndarray[Any, Any]
+
 # Readers of the process that this one was forked from. They are never touched: to close their
 # files here would close them there.
 _inherited: list[RowReader] = []
 
 
-class HDF5Source:
+class HDF5Source(Generic[Batch]):
     """The rows of an HDF5 file: a generator function of a shard, and a sequence.
 
     For `GeneratorEnqueuer` it yields batches. Without `shuffle` these are the slices of the file,
@@ -87,6 +92,58 @@ class HDF5Source:
         >>> folder.cleanup()
     """
 
+    @overload
+    def __init__(
+        self: HDF5Source[Array],
+        path: str | os.PathLike[str],
+        keys: str,
+        batch_size: int = 32,
+        *,
+        shuffle: bool = False,
+        window: int | None = None,
+        rows: slice | None = None,
+        drop_last: bool = False,
+        allow_outside: bool = True,
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: HDF5Source[tuple[Array, ...]],
+        path: str | os.PathLike[str],
+        keys: tuple[str, ...],
+        batch_size: int = 32,
+        *,
+        shuffle: bool = False,
+        window: int | None = None,
+        rows: slice | None = None,
+        drop_last: bool = False,
+        allow_outside: bool = True,
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: HDF5Source[dict[str, Array]],
+        path: str | os.PathLike[str],
+        keys: list[str] | None = None,
+        batch_size: int = 32,
+        *,
+        shuffle: bool = False,
+        window: int | None = None,
+        rows: slice | None = None,
+        drop_last: bool = False,
+        allow_outside: bool = True,
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: HDF5Source[Any],
+        path: str | os.PathLike[str],
+        keys: Sequence[str] | None = None,
+        batch_size: int = 32,
+        *,
+        shuffle: bool = False,
+        window: int | None = None,
+        rows: slice | None = None,
+        drop_last: bool = False,
+        allow_outside: bool = True,
+    ) -> None: ...
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -127,7 +184,7 @@ class HDF5Source:
         self._identity = self._plan.identity()
         self._reader: RowReader | None = None
 
-    def __call__(self, shard: Shard) -> Iterator[Any]:
+    def __call__(self, shard: Shard) -> Iterator[Batch]:
         """Return an iterator over the batches of a shard in its epoch; it has a `state_dict`."""
         return ShardBatches(self._plan, shard, self._formed)
 
