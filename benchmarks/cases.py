@@ -84,6 +84,13 @@ def _chooses(method: str) -> Callable[[Contestant], bool]:
     return lambda contestant: method in contestant.methods
 
 
+def _sample(name: str, *args: Any) -> Any:
+    """Return a sample; torch is imported only where samples are made."""
+    import samples
+
+    return getattr(samples, name)(*args)
+
+
 _large = Setup(functools.partial(sources.ring, sources.IMAGES, "uint8", 8), 8, item_bytes=_LARGE)
 _fresh = Setup(functools.partial(sources.fresh, sources.IMAGES, "uint8"), 8, item_bytes=_LARGE)
 _larger = Setup(
@@ -109,6 +116,20 @@ _transforms = {
     for workers in (1, 2)
 }
 _quick_transforms = tuple(row for row in _transforms if "2 workers" in row)
+
+_samples = {
+    f"{title}, {workers} worker{'s' * (workers > 1)}": Tasks(
+        functools.partial(_sample, name, *args), size * batches, 2 * workers, workers, size
+    )
+    for title, name, args, size, batches in (
+        ("64 uint8 images", "image", ("uint8",), 64, 100),
+        ("16 rows of tokens", "tokens", (), 16, 1000),
+        ("64 float images", "image", ("float32",), 64, 40),
+        ("256 small rows", "small", (), 256, 400),
+        ("64 JPEG files", "jpeg", (), 64, 8),
+    )
+    for workers in (1, 2)
+}
 
 CASES = {
     "large": Case(
@@ -242,6 +263,14 @@ CASES = {
         _has_native_threads,
         more_is_better=False,
         quick=_quick_transforms,
+    ),
+    "loader": Case(
+        "a DataLoader of samples",
+        "batches/s",
+        _samples,
+        measures.task_rate,
+        lambda one: one.name == "torch",
+        quick=("64 uint8 images, 2 workers", "256 small rows, 2 workers"),
     ),
     "tasks-tiny": Case(
         "tasks without work",

@@ -151,6 +151,14 @@ _LIST = [
     ),
     Contestant("multiprocessing.Queue", "multi- process. Queue", "mp_queue", None, methods=METHODS),
     Contestant("torch", "torch Data- Loader", "torch_loader", "torch", methods=METHODS, tasks=True),
+    Contestant(
+        "enqueuer-loader",
+        "enqueuer Data- Loader",
+        "enqueuer_loader",
+        "torch",
+        tasks=True,
+        only=frozenset({"loader"}),
+    ),
     # Tiny arrays are left out: it needs a file descriptor for each.
     Contestant(
         "torch-numpy",

@@ -55,9 +55,11 @@ def open(setup: Setup, **options: Any) -> Iterator[Iterator[Any]]:
 
 
 @contextmanager
-def open_tasks(tasks: Tasks, **options: Any) -> Iterator[Callable[[], Iterator[Any]]]:
+def open_tasks(
+    tasks: Tasks, kind: Any = DataLoader, **options: Any
+) -> Iterator[Callable[[], Iterator[Any]]]:
     """Give the epochs of `tasks`."""
-    loader = DataLoader(
+    loader = kind(
         Indexed(tasks.call, tasks.count),
         batch_size=tasks.batch_size,
         num_workers=tasks.workers,
