@@ -2,6 +2,7 @@
 
     put(kind, shard, number, table, body) -> a frame of its own
     append(shard, number, pickle)         -> one more item in a run
+    open_bunch(shard, kind, most)         -> numbers that C code appends to a run
 
 A run is a frame of many items that are each a short pickle, such as numbers. It grows by each of
 them, so each can be read at once. Its size is 0 until another frame follows it. The pickles lack
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import threading
 
+from enqueuer.transport.number_bunch import LEAST, PACKED, NumberBunch
 from enqueuer.transport.protocol import ALIGNMENT, FRAME, Kind
 from enqueuer.transport.ring import (
     CONSUMER_ASLEEP,
@@ -47,6 +49,7 @@ class FrameWriter:
 
     def __init__(self, ring: Ring, control: SenderControl) -> None:
         self.sent = 0
+        self._ring = ring
         self._words, self._fence = ring.words, ring.fence
         self._frames, self._sizes = ring.frames, ring.sizes
         self._control, self._records = control, control.records
@@ -117,6 +120,34 @@ class FrameWriter:
         else:
             self._fence()
         if words[CONSUMER_ASLEEP] != self._asleep:
+            self._wake_consumer()
+
+    def open_bunch(self, shard: int, kind: type, most: int, orders: int) -> NumberBunch | None:
+        """Return a bunch of numbers at the end of the run; None if it is not worth the calls.
+
+        Args:
+            shard: Index of the shard.
+            kind: Type of the numbers.
+            most: Largest number of items.
+            orders: Number of orders that were read.
+        """
+        # Elsewhere the stores of C code would need barriers between them.
+        if not IS_STRONG or shard != self._run_shard or self._records:
+            return None
+        at = self._written - self._lap
+        most = min(most, (self._run_limit - at) // PACKED[kind][0].size)
+        # A loop that sleeps is woken for each item.
+        if most < LEAST or self._words[CONSUMER_ASLEEP]:
+            return None
+        fence, number = (self._take_lock, self._release_lock), self._run_number
+        return NumberBunch(kind, most, number, at, self._ring, fence, orders, self._asleep)
+
+    def close_bunch(self, bunch: NumberBunch) -> None:
+        """Count the numbers of a bunch, and wake the consumer if it sleeps."""
+        self.sent += bunch.made
+        self._run_number += bunch.made
+        self._written = self._words[WRITTEN]
+        if self._words[CONSUMER_ASLEEP] != self._asleep:
             self._wake_consumer()
 
     def _begin_run(self, shard: int, number: int, size: int) -> int:

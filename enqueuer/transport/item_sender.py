@@ -12,7 +12,7 @@ import logging
 import socket
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from enqueuer.common.descriptors import close_in_children
@@ -22,9 +22,19 @@ from enqueuer.transport.block_pool import BlockPool
 from enqueuer.transport.block_writer import BlockWriter
 from enqueuer.transport.frame_writer import MOST_IN_RUN, FrameWriter
 from enqueuer.transport.item_codec import SCALARS, Buffer, Encoder, Pieces
+from enqueuer.transport.number_bunch import LEAST, PACKED, NumberBunch
 from enqueuer.transport.packets import Packets
 from enqueuer.transport.protocol import INLINE_BYTES, REPORT, Credit, Kind
-from enqueuer.transport.ring import ASKING, CLAIMED, LIMIT, ORDERS, TAKEN, WANTED, Ring
+from enqueuer.transport.ring import (
+    ASKING,
+    CLAIMED,
+    CONSUMER_ASLEEP,
+    LIMIT,
+    ORDERS,
+    TAKEN,
+    WANTED,
+    Ring,
+)
 from enqueuer.transport.sender_control import SenderControl
 from enqueuer.transport.small_arrays import Layouts
 from enqueuer.transport.spin import Spin
@@ -40,6 +50,7 @@ class ItemSender:
         meter: Meter of the worker.
         control: The worker's end of the socket.
         claims: Words for the claims of a worker with several threads.
+        may_bunch: Whether the item before was a number, after which a bunch may be worth it.
     """
 
     def __init__(self, packets: Packets, ring: Ring, credit: Credit) -> None:
@@ -61,6 +72,8 @@ class ItemSender:
         self._timed = 0
         # Items that may be sent without asking the allowance; stays 0 with a bound on bytes.
         self._limit = 0
+        self._bunches = _Bunches()
+        self.may_bunch = False
         self._severed = _Severed(self)
         close_in_children(self._severed)
 
@@ -99,6 +112,10 @@ class ItemSender:
                 if self._words[ORDERS] > self._control.orders:
                     self._control.check()
                 self._append(shard, number, data)
+                self._bunches.kind = type_ = type(value)
+                left = self._limit - self._writer.sent
+                is_asleep = self._words[CONSUMER_ASLEEP]
+                self.may_bunch = left >= LEAST and type_ in PACKED and not is_asleep
                 return
         elif (packed := self._pack(value)) is not None:
             layout, data = packed
@@ -118,6 +135,24 @@ class ItemSender:
         self._put(kind, shard, number, table, data, 1)
         if began:
             self._account(clock() - began, is_large)
+
+    def open_bunch(self, shard: int) -> NumberBunch | None:
+        """See `BunchSender`; after a number there may be a bunch of others."""
+        most = self._limit - self._writer.sent
+        if not self.may_bunch:
+            return None
+        # After a bunch one item is sent by itself, and shows the type of the next bunch.
+        self.may_bunch = False
+        return self._bunches.open(self._writer, shard, most, self._control.orders)
+
+    def send_report(self, report: Reported) -> None:
+        """Send a report after the current bunch, and end that; any thread may call this."""
+        self._bunches.report(report)
+
+    def close_bunch(self, bunch: NumberBunch) -> None:
+        self._writer.close_bunch(bunch)
+        for report in self._bunches.close():
+            self.send(report)
 
     def send(self, message: End | Failure | Empty) -> None:
         """Send what is no item; needs no credit. Raises as `send_item`."""
@@ -282,6 +317,37 @@ class _Allowance:
         while len(self._sizes) > waiting:
             self._bytes -= self._sizes.popleft()
         return self._bytes <= self._most_bytes or words[WANTED] > sent
+
+
+class _Bunches:
+    """The bunches of one worker, one after the other, and the reports within them.
+
+    Attributes:
+        kind: Type of the number before.
+    """
+
+    def __init__(self) -> None:
+        self.kind: type = object
+        self._current: NumberBunch | None = None
+        self._reports: deque[Reported] = deque()
+
+    def open(self, writer: FrameWriter, shard: int, most: int, orders: int) -> NumberBunch | None:
+        """Return a bunch, see `FrameWriter.open_bunch`."""
+        self._current = writer.open_bunch(shard, self.kind, most, orders)
+        return self._current
+
+    def report(self, report: Reported) -> None:
+        """Keep a report until the bunch is closed, and end it. Called by any thread."""
+        self._reports.append(report)
+        bunch = self._current
+        if bunch is not None:
+            bunch.gate.clear()
+
+    def close(self) -> Iterator[Reported]:
+        """Forget the bunch, and take its reports."""
+        self._current = None
+        while self._reports:
+            yield self._reports.popleft()
 
 
 class _Severed:

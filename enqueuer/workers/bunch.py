@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, compress, repeat, starmap, takewhile, tee
 from typing import Any, Protocol
 
@@ -22,6 +22,30 @@ _is_given = functools.partial(operator.is_not, None)
 _FIRST = (True,)
 _getter: Callable[[int], Callable[[Any], Any]] = operator.itemgetter
 _number_of, _indices_of, _elements_of = map(_getter, (0, 2, 3))
+
+
+class ItemBunch(Protocol):
+    """Several items that are sent without a call of Python code between two of them."""
+
+    @property
+    def asked(self) -> int:
+        """Number of items that the generator was asked for, without the one that is left."""
+
+    @property
+    def made(self) -> int:
+        """Number of items that were sent; any thread may read it."""
+
+    @property
+    def left(self) -> Sequence[Any]:
+        """The item that was made and must be sent by itself, if there is one."""
+
+    def fill(self, number: int, values: Iterator[Any]) -> None:
+        """Send items.
+
+        Args:
+            number: Number of the first item.
+            values: Generator of the items.
+        """
 
 
 class Bunch:
@@ -47,6 +71,9 @@ class Bunch:
         >>> bunch.fill(13, iter(["f", None, "g"])); bunch.asked, bunch.made
         (2, 1)
     """
+
+    # Each item that is made is sent.
+    left: Sequence[Any] = ()
 
     def __init__(self, gate: list[int], append_all: Callable[[Iterable[ItemTuple]], Any]) -> None:
         self._size = len(gate)
@@ -121,20 +148,28 @@ class Bunch:
 
 
 class BunchSender(Sender, Protocol):
-    """A Sender to which a worker with one shard can send several items at once."""
+    """A Sender to which a worker with one shard can send several items at once.
 
-    def open_bunch(self, shard: int) -> Bunch | None:
+    Attributes:
+        may_bunch: Whether `open_bunch` may return a bunch; to call it for each item takes long.
+    """
+
+    may_bunch: bool
+
+    def open_bunch(self, shard: int) -> ItemBunch | None:
         """Return a bunch to be filled; None if the next item must be sent by itself."""
 
     def send_report(self, report: Reported) -> None:
-        """Send a report at once, also within a bunch; any thread may call this."""
+        """Send a report at once, or end the bunch first; any thread may call this."""
 
-    def close_bunch(self, bunch: Bunch) -> None:
+    def close_bunch(self, bunch: Any) -> None:
         """Count the items of a bunch, and wake the loop if it waits for one."""
 
 
 class TaskSender(BunchSender, Protocol):
     """A BunchSender of a worker that does tasks."""
+
+    def open_bunch(self, shard: int) -> Bunch | None: ...
 
     @property
     def take_ticket(self) -> Callable[[], Ticket | None]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 from enqueuer.errors import StateMismatch
-from enqueuer.workers.bunch import Bunch, BunchSender
+from enqueuer.workers.bunch import BunchSender, ItemBunch
 from enqueuer.workers.messages import Reported, Sender, Start
 from enqueuer.workers.shards import Shard, collect_reports
 from enqueuer.workers.sources import LiveSource, Source, Stateful, iterate
@@ -43,6 +43,8 @@ class ShardStream:
         self._reports = collect_reports(shard)
         # Number of the item before which reports were sent last, and how many of them.
         self._reported = -1, 0
+        # The item that a bunch has left.
+        self._left: list[Any] = []
         # Any thread of the generator may report within a bunch.
         self._report_lock = threading.RLock()
 
@@ -67,13 +69,13 @@ class ShardStream:
         # Each item by itself where others take turns, where each has a state, or a trace.
         bunches = _bunches_of(sender) if alone and stateful is None else None
         while True:
-            if bunches is not None:
+            if bunches is not None and bunches.may_bunch:
                 if not self._send_bunches(bunches, items):
                     self.send_reports(sender)
                     return False
                 number = self.number
             try:
-                value = next(items)
+                value = self._left.pop() if self._left else next(items)
             except StopIteration:
                 # The iterable of a function is dropped now, but a running iterator is read again.
                 if stateful is not None and isinstance(self._source, LiveSource):
@@ -124,6 +126,9 @@ class ShardStream:
                 return False
             self.number += bunch.asked
             sender.check()
+            if bunch.left:
+                self._left.extend(bunch.left)
+                break
         self.in_user_code = True
         return True
 
@@ -131,7 +136,7 @@ class ShardStream:
         """Send the errors that the generator has reported since the last item."""
         self._send_reports(sender.send, self.number)
 
-    def _report_within(self, bunch: Bunch, sender: BunchSender, first: int) -> None:
+    def _report_within(self, bunch: ItemBunch, sender: BunchSender, first: int) -> None:
         self._send_reports(sender.send_report, first + bunch.made)
 
     def _send_reports(self, send: Callable[[Reported], None], number: int) -> None:

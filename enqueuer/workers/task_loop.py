@@ -36,7 +36,7 @@ def serve_tasks(
     source = plan.source
     assert isinstance(source, TaskSource)
     enter = enter if enter is not None and source.runs_code else do_nothing
-    may_bunch = enter is do_nothing and source.is_plain and hasattr(sender, "open_bunch")
+    may_bunch = enter is do_nothing and source.is_plain and hasattr(sender, "take_ticket")
     many = cast(TaskSender, sender) if may_bunch else None
     try:
         while (ticket := tickets.next_ticket()) is not None:

@@ -348,3 +348,31 @@ def test_a_warning_of_reuse_that_is_made_an_error_comes_to_the_loop(no_warnings)
         assert closed.wait(LIMIT)
         with pytest.raises(OverwrittenDataWarning):
             list(enqueuer)
+
+
+def numbers():
+    """Yield numbers and other small values, in runs of some of each type."""
+    kinds = [7, 2**62, 2**63, -1, 0.5, float("inf"), True, None, "text", np.int64(3)]
+    for count in range(1, 60):
+        for kind in kinds:
+            yield from [kind] * (count % 23)
+
+
+def test_numbers_arrive_as_they_are_among_other_values(backend):
+    with GeneratorEnqueuer(numbers, max_queue_size=50, **backend) as enqueuer:
+        arrived = [(type(value), value) for value in enqueuer]
+    assert arrived == [(type(value), value) for value in numbers() if value is not None]
+
+
+def test_each_number_arrives_before_the_generator_makes_the_next(backend, tmp_path):
+    def source():
+        # Enough for C code to run the generator.
+        yield from range(100)
+        for number in range(100, 104):
+            yield number
+            wait_until((tmp_path / str(number)).exists)
+
+    with GeneratorEnqueuer(source, max_queue_size=200, **backend) as enqueuer:
+        for number in enqueuer:
+            (tmp_path / str(number)).touch()
+    assert (tmp_path / "103").exists()

@@ -52,6 +52,8 @@ class ThreadSender:
         measured: Whether items count by their bytes.
     """
 
+    may_bunch = True
+
     def __init__(
         self,
         index: int,
