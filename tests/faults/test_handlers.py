@@ -169,6 +169,7 @@ def test_a_handler_may_call_the_enqueuer(action, source, backend, record_propert
 
 @pytest.mark.local
 @pytest.mark.parametrize("name", ["reconfigure", "stop"])
+@pytest.mark.parametrize("backend", [BACKENDS["thread"], BACKENDS["fork"]], ids=["thread", "fork"])
 def test_a_handler_does_not_wait_for_a_thread_that_waits_for_its_loop(backend, name):
     """Another thread changes the workers, and the handler comes while the loop still waits."""
     is_called, thread = threading.Event(), None
