@@ -3,7 +3,7 @@
     python benchmarks/auto.py --only waiting-process --burners 2
 
 Each number is measured in a fresh process: a loop over an `OrderedEnqueuer`, whose rate is noted
-every quarter of a second.
+every quarter of a second. The settings run in turn, round after round.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import logging
 import os
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -74,9 +75,9 @@ class Case:
 
 
 CASES = {
-    "waiting-thread": Case(remote_file, "thread", (1, 8, 12, 16, 32, 64)),
-    "waiting-process": Case(remote_file, "process", (1, 8, 16, 24, 32, 64)),
-    "waiting-batches": Case(remote_file, "process", (1, 8, 16, 24, 32, 64), batch_size=16),
+    "waiting-thread": Case(remote_file, "thread", (1, 8, 16, 32, 64)),
+    "waiting-process": Case(remote_file, "process", (1, 8, 16, 32, 64)),
+    "waiting-batches": Case(remote_file, "process", (1, 8, 16, 32, 64), batch_size=16),
     "computing-process": Case(computing, "process", (1, 2, 4)),
     "numpy-thread": Case(spectrum, "thread", (1, 2, 4)),
     "python-thread": Case(computing, "thread", (1, 2, 4)),
@@ -87,11 +88,10 @@ CASES = {
 }
 
 
-def measure(case: Case, workers: int | str, seconds: float) -> dict[str, object]:
+def measure(case: Case, workers: int | str, seconds: float) -> dict[str, Any]:
     """Run the loop, and return its rates, the numbers of workers and the bottleneck."""
     from enqueuer import OrderedEnqueuer
 
-    logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d %(message)s")
     rates: list[float] = []
     with OrderedEnqueuer(
         range(10**9), case.map, workers=workers, backend=case.backend, batch_size=case.batch_size
@@ -150,7 +150,7 @@ def burning(count: int) -> Iterator[None]:
             burner.wait()
 
 
-def run(name: str, workers: int | str, seconds: float) -> dict[str, object]:
+def run(name: str, workers: int | str, seconds: float) -> dict[str, Any]:
     """Measure one setting in a fresh process."""
     command = [sys.executable, os.path.abspath(__file__), "--one", name, str(workers)]
     done = subprocess.run(
@@ -159,23 +159,23 @@ def run(name: str, workers: int | str, seconds: float) -> dict[str, object]:
     return json.loads(done.stdout)
 
 
-def compare(name: str, seconds: float, repeats: int) -> None:
-    """Measure all fixed numbers and `auto`, and print what was found."""
-    case = CASES[name]
-    best = 0.0
-    for fixed in case.fixed:
-        rates = [run(name, fixed, seconds / 2)["rate"] for _ in range(repeats)]
-        best = max(best, sorted(rates)[repeats // 2])
-        print(f"{name:20} {fixed:>5} {sorted(rates)[repeats // 2]:10.1f}", flush=True)
-    for _ in range(repeats):
-        found = run(name, "auto", seconds)
-        at = reached_s(found["timeline"], NEAR * best)
-        at_text = "never" if at is None else f"{at:.1f} s"
-        print(
-            f"{name:20}  auto {found['rate']:10.1f}  {found['rate'] / best:4.2f} of the best, "
-            f"{NEAR:.0%} after {at_text}; workers {found['workers']}\n    {found['bottleneck'][1]}",
-            flush=True,
-        )
+def compare(name: str, seconds: float, rounds: int) -> None:
+    """Measure all fixed numbers and `auto` in turn, and print medians and what `auto` did."""
+    settings: list[int | str] = [*CASES[name].fixed, "auto"]
+    found = [{setting: run(name, setting, seconds) for setting in settings} for _ in range(rounds)]
+    rates = {
+        setting: statistics.median(one[setting]["rate"] for one in found) for setting in settings
+    }
+    auto = rates.pop("auto")
+    for setting, rate in rates.items():
+        print(f"{name:18} {setting:>5} {rate:10.1f}", flush=True)
+    best = max(rates.values())
+    print(f"{name:18}  auto {auto:10.1f}  {auto / best:.2f} of the best")
+    for one in found:
+        at = reached_s(one["auto"]["timeline"], NEAR * best)
+        at_text = "never" if at is None else f"after {at:.1f} s"
+        print(f"    {NEAR:.0%} of the best {at_text}; workers {one['auto']['workers']}")
+        print(f"    {one['auto']['bottleneck'][1]}", flush=True)
 
 
 def main() -> None:
@@ -183,7 +183,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", choices=CASES, default=list(CASES))
     parser.add_argument("--seconds", type=float, default=12.0)
-    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--burners", type=int, default=0)
     parser.add_argument("--one", nargs=2, metavar=("CASE", "WORKERS"))
     given = parser.parse_args()
@@ -194,7 +194,7 @@ def main() -> None:
         return
     with burning(given.burners):
         for name in given.only:
-            compare(name, given.seconds, given.repeats)
+            compare(name, given.seconds, given.rounds)
 
 
 if __name__ == "__main__":
