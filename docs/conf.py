@@ -41,7 +41,7 @@ pygments_style, pygments_dark_style = "tango", "monokai"
 copybutton_exclude = ".linenos, .gp, .go"
 
 python_maximum_signature_line_length = 90
-autodoc_mock_imports = ["h5py", "jax", "keras", "tensorflow", "torch"]
+autodoc_mock_imports = ["accelerate", "h5py", "jax", "keras", "tensorflow", "torch"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 napoleon_google_docstring = True

@@ -22,8 +22,11 @@ NEEDS = {
 
 RECIPES = EXAMPLES / "recipes"
 RECIPES_NEED = {
+    "accelerate_training.py": ("accelerate", "torch"),
     "audio_clips.py": ("soundfile",),
     "hugging_face.py": ("datasets",),
+    "hugging_face_trainer.py": ("transformers", "torch", "accelerate"),
+    "lightning_trainer.py": ("lightning", "torch"),
     "lmdb_records.py": ("lmdb",),
     "parquet.py": ("pyarrow",),
     "token_packing.py": (),

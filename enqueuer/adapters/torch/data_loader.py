@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 from enqueuer.adapters.torch.fetching import CaughtError
 from enqueuer.adapters.torch.iterating import LocalIterator, WorkerIterator
@@ -15,7 +15,7 @@ from enqueuer.adapters.torch.samples import Samples
 from enqueuer.common import checks
 from enqueuer.common.extras import framework
 from enqueuer.enqueuers.configs import Auto, Processes
-from enqueuer.enqueuers.options import Backends, Options, Unpack
+from enqueuer.enqueuers.options import Backends, Options
 from enqueuer.errors import InvalidState
 from enqueuer.monitoring import usage
 from enqueuer.monitoring.stats import Stats
@@ -26,15 +26,9 @@ torch = framework("torch", "torch", "2.1")
 _DataLoader: Any = torch.utils.data.DataLoader
 
 
-class LoaderOptions(TypedDict, total=False):
-    """Types of the options that torch's DataLoader does not have."""
-
-    backend: Backends
-    max_restarts: int
-    on_error: OnError
-    concurrency: int
-    stall_timeout: float | None
-    trace: str | os.PathLike[str] | None
+# Arguments that torch's class does not have. Each is an attribute of the same name, as trainers
+# build a loader again from the attributes that its arguments name.
+_OWN = ("backend", "max_restarts", "on_error", "concurrency", "stall_timeout", "trace")
 
 
 class DataLoader(_DataLoader):
@@ -114,7 +108,12 @@ class DataLoader(_DataLoader):
         persistent_workers: bool = False,
         pin_memory_device: str = "",
         in_order: bool = True,
-        **options: Unpack[LoaderOptions],
+        backend: Backends = "process",
+        max_restarts: int = 0,
+        on_error: OnError = "raise",
+        concurrency: int = 1,
+        stall_timeout: float | None = 60.0,
+        trace: str | os.PathLike[str] | None = None,
     ) -> None:
         self._is_auto = num_workers == "auto"
         # The largest number, as others divide by it.
@@ -139,7 +138,9 @@ class DataLoader(_DataLoader):
         )
         # Versions of torch before 2.6 do not take it.
         self.in_order = in_order
-        self._options = _checked(self, options)
+        self.backend, self.max_restarts, self.on_error = backend, max_restarts, on_error
+        self.concurrency, self.stall_timeout, self.trace = concurrency, stall_timeout, trace
+        _check(self)
         self._position = Position(self)
         self._latest: weakref.ref[WorkerIterator] | None = None
         self._stats: Stats | None = None
@@ -155,8 +156,8 @@ class DataLoader(_DataLoader):
 
     def _enqueuer_options(self) -> dict[str, Any]:
         """Return the options of an iteration's enqueuer."""
-        options: dict[str, Any] = {"backend": "process", "on_error": "raise", **self._options}
-        options.pop("concurrency", None)
+        options = self._own_options()
+        del options["concurrency"]
         if options["backend"] == "process":
             options["backend"] = Processes(start_method=self._start_method())
         if options["on_error"] == "raise":
@@ -172,9 +173,12 @@ class DataLoader(_DataLoader):
 
     def _samples(self) -> Samples | None:
         """Return how samples are fetched; None if torch's own fetcher can do it."""
-        on_error = self._options.get("on_error", "raise")
-        concurrency = self._options.get("concurrency", 1)
-        return None if (on_error, concurrency) == ("raise", 1) else Samples(on_error, concurrency)
+        if (self.on_error, self.concurrency) == ("raise", 1):
+            return None
+        return Samples(self.on_error, self.concurrency)
+
+    def _own_options(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in _OWN}
 
     def _start_method(self) -> str:
         context = self.multiprocessing_context or multiprocessing
@@ -186,6 +190,32 @@ class DataLoader(_DataLoader):
         for owner in (self.sampler, self.batch_sampler, self.dataset):
             if hasattr(owner, "set_epoch"):
                 owner.set_epoch(epoch)
+
+    def rebuilt(self, dataset: Any, **order: Any) -> DataLoader:
+        """Return a new loader with the same options, and another dataset or order.
+
+        A trainer that divides the data among processes needs it: it wraps the sampler.
+
+        Args:
+            dataset: Dataset of the new loader.
+            order: Its `batch_size`, `sampler`, `batch_sampler` and `drop_last`.
+        """
+        return type(self)(
+            dataset,
+            num_workers="auto" if self._is_auto else self.num_workers,
+            collate_fn=self.collate_fn,
+            pin_memory=self.pin_memory,
+            timeout=self.timeout,
+            worker_init_fn=self.worker_init_fn,
+            multiprocessing_context=self.multiprocessing_context,
+            generator=self.generator,
+            prefetch_factor=self.prefetch_factor,
+            persistent_workers=self.persistent_workers,
+            pin_memory_device=self.pin_memory_device,
+            in_order=self.in_order,
+            **order,
+            **self._own_options(),
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch that the loop was given.
@@ -223,21 +253,18 @@ class DataLoader(_DataLoader):
         return iterator.stats()
 
 
-def _checked(loader: DataLoader, options: LoaderOptions) -> LoaderOptions:
-    """Return the options that are not torch's, checked."""
-    unknown = sorted(options.keys() - LoaderOptions.__annotations__.keys())
-    if unknown:
-        raise TypeError(f"DataLoader has no option {unknown[0]!r}")
-    given: Any = {"backend": "process", **options}
-    concurrency = checks.positive("concurrency", given.pop("concurrency", 1))
+def _check(loader: DataLoader) -> None:
+    """Check the options that are not torch's."""
+    checks.positive("concurrency", loader.concurrency)
+    given: Any = {name: getattr(loader, name) for name in _OWN if name != "concurrency"}
     is_thread = Options(**given).backend_name == "thread"
     has_context = loader.multiprocessing_context is not None
-    if has_context and options.get("backend", "process") != "process":
+    if has_context and loader.backend != "process":
         raise ValueError(
             "multiprocessing_context is the start method of backend='process'; give one of them"
         )
     if loader._dataset_kind == torch.utils.data._DatasetKind.Iterable:
-        if concurrency > 1:
+        if loader.concurrency > 1:
             raise ValueError("concurrency needs a map-style dataset: a stream has one next sample")
         if loader._is_auto:
             raise ValueError(
@@ -249,4 +276,3 @@ def _checked(loader: DataLoader, options: LoaderOptions) -> LoaderOptions:
                 "threads share an iterable dataset, and get_worker_info() is None there, so each "
                 "would give all samples; give num_workers=1, or backend='process'"
             )
-    return options
