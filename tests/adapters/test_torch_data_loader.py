@@ -1,7 +1,9 @@
 """The DataLoader: torch's order of indices, batches and random numbers, and exact positions."""
 
+import copy
 import itertools
 import json
+import pickle
 import random
 
 import numpy as np
@@ -242,6 +244,21 @@ def test_without_an_iteration_there_are_no_statistics():
     batches = iter(loader)
     next(batches)
     assert loader.stats().items >= 1
+    list(batches)
+    del batches
+    assert loader.stats().items == 15
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))]
+)
+def test_a_loader_can_be_copied(copied):
+    loader = DataLoader(Rows(8), 2, num_workers=1, persistent_workers=True, backend="thread")
+    first = indices(loader)
+    other = copied(loader)
+    assert (other.batch_size, len(other)) == (2, 4)
+    assert indices(other) == first
+    assert other.state_dict()["step"] == 0
 
 
 def test_options_that_contradict_each_other_are_refused():

@@ -143,7 +143,6 @@ class DataLoader(_DataLoader):
         _check(self)
         self._position = Position(self)
         self._latest: weakref.ref[WorkerIterator] | None = None
-        self._stats: Stats | None = None
 
     def _get_iterator(self) -> Any:
         if self.num_workers == 0:
@@ -242,15 +241,27 @@ class DataLoader(_DataLoader):
         self._iterator = None
 
     def stats(self) -> Stats:
-        """Return the statistics of the workers of the iteration that goes on.
+        """Return the statistics of the workers: of this iteration, or of the last whole epoch.
 
         Raises:
-            InvalidState: None goes on, or it has no workers.
+            InvalidState: There is none, or it has no workers.
         """
         iterator = None if self._latest is None else self._latest()
-        if iterator is None:
-            raise InvalidState("no iteration goes on whose workers could have statistics")
-        return iterator.stats()
+        if iterator is not None:
+            return iterator.stats()
+        if self._position.ended is None:
+            raise InvalidState("no iteration had workers that could have statistics")
+        return self._position.ended.stats()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle or copy a loader without its iterator and its position."""
+        left_out = ("_position", "_latest", "_iterator")
+        return {name: value for name, value in vars(self).items() if name not in left_out}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # torch forbids to set some of these.
+        self.__dict__.update(state, _iterator=None, _latest=None)
+        self._position = Position(self)
 
 
 def _check(loader: DataLoader) -> None:

@@ -167,6 +167,7 @@ class WorkerIterator(_BaseIterator):
             self._position.end()
             if not self._persistent_workers:
                 self._shutdown_workers()
+                self._position.ended = self._enqueuer
             raise
         except BatchTimeout as error:
             raise failures.timed_out(error, self._timeout) from error

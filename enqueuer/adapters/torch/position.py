@@ -36,10 +36,12 @@ class Position:
 
     Attributes:
         step: Number of batches of the epoch that the loop was given.
+        ended: Enqueuer of the last whole epoch, which has no workers any more; or None.
     """
 
     def __init__(self, loader: Any) -> None:
         self.step = 0
+        self.ended: BaseEnqueuer[Any] | None = None
         self._streams = index_order.streams_of(loader)
         self._identity = {
             "batch_size": loader.batch_size,
