@@ -24,7 +24,12 @@ from enqueuer import (  # noqa: E402
     Shard,
     StateMismatch,
 )
-from enqueuer.datasets.hdf5 import HDF5Source, describe, pack  # noqa: E402
+from enqueuer.datasets.hdf5 import (  # noqa: E402
+    HDF5Source,
+    describe,
+    files,
+    pack,
+)
 from enqueuer.datasets.hdf5 import batches as h5batches  # noqa: E402
 from enqueuer.datasets.hdf5.reader import RowReader  # noqa: E402
 
@@ -174,6 +179,19 @@ def what_is_read(monkeypatch):
     return read
 
 
+@pytest.mark.parametrize("compression", [None, "gzip"])
+def test_only_chunks_that_must_be_unpacked_are_kept_in_a_cache(tmp_path, compression):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("x", data=np.arange(100), chunks=(10,), compression=compression)
+        file.create_dataset("whole", data=np.arange(100))
+    with files.opened(tmp_path / "a.h5") as file:
+        dataset = files.dataset_of(file, "x")
+        cache = dataset.id.get_access_plist().get_chunk_cache()[1]
+        assert cache == (files.CACHE_BYTES if compression else 0)
+        assert np.array_equal(dataset[35:77:2], np.arange(35, 77, 2))
+        assert np.array_equal(files.dataset_of(file, "whole")[3:5], [3, 4])
+
+
 def test_an_epoch_reads_each_chunk_once(tmp_path, monkeypatch):
     pack([np.arange(1000)], tmp_path / "a.h5", chunk_rows=50, merge=True)
     read = what_is_read(monkeypatch)
@@ -186,12 +204,19 @@ def test_an_epoch_reads_each_chunk_once(tmp_path, monkeypatch):
     assert any(len(set(batch // 50)) >= 2 for batch in batches)
 
 
-@pytest.mark.parametrize(("shards", "least"), [(1, 45), (4, 35), (8, 35)])
-def test_a_batch_of_a_file_sorted_by_class_has_many_classes(tmp_path, shards, least):
-    """A shuffle of all rows would give 47 of the 100 in a batch of 64."""
+@pytest.mark.parametrize(
+    ("chunk", "window"), [(341, None), (39, 128 * 39)], ids=["all in a window", "ten windows"]
+)
+@pytest.mark.parametrize("shards", [1, 4, 8])
+def test_a_batch_of_a_file_sorted_by_class_has_many_classes(tmp_path, shards, chunk, window):
+    """A shuffle of all rows would give 47 of the 100 in a batch of 64, and 10 % less is allowed.
+
+    128 chunks are a window of the default size in a packed file.
+    """
+    least = 0.9 * 47.4
     with h5py.File(tmp_path / "a.h5", "w") as file:
-        file.create_dataset("y", data=np.repeat(np.arange(100), 500), chunks=(341,))
-    source = HDF5Source(tmp_path / "a.h5", "y", 64, shuffle=True)
+        file.create_dataset("y", data=np.repeat(np.arange(100), 500), chunks=(chunk,))
+    source = HDF5Source(tmp_path / "a.h5", "y", 64, shuffle=True, window=window)
     for index in range(0, shards, 3):
         batches = list(source(Shard(index, shards, 0, 7)))[:-1]
         classes = [len(set(batch.tolist())) for batch in batches]

@@ -46,6 +46,7 @@ THIRD_PARTIES = {
         "datasets.hdf5.source",
         "datasets.hdf5.writer",
         "datasets.hdf5.batches",
+        "datasets.hdf5.windows",
         "datasets.files.batches",
         "datasets.files.audio",
         "datasets.files.images",

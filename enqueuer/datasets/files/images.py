@@ -170,6 +170,7 @@ def random_crop(
 
     Example:
         >>> import numpy as np
+        >>> from enqueuer.datasets.files import random_crop
         >>> top, left, height, width = random_crop(np.random.default_rng(7))(300, 400)
         >>> 0 <= top <= 300 - height and 0 <= left <= 400 - width
         True

@@ -141,6 +141,22 @@ def parts_folder(path: str | os.PathLike[str]) -> Path:
     return whole.with_name(whole.name + ".parts")
 
 
+def dataset_of(file: Any, name: str) -> Any:
+    """Return a dataset of an open file, without a cache if its chunks are stored as they are.
+
+    HDF5 then reads the rows that are wanted, straight into the caller's array. With a cache it
+    reads whole chunks into that, and copies the rows.
+    """
+    dataset = file[name]
+    if dataset.chunks is None or dataset.id.get_create_plist().get_nfilters():
+        return dataset
+    options = h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
+    options.set_chunk_cache(1, 0, 1.0)
+    # The second one would share the cache of the first.
+    del dataset
+    return h5py.Dataset(h5py.h5d.open(file.id, name.encode(), options))
+
+
 def kind_of(dtype: Any) -> str:
     """Return the name of a dtype: that of numpy, or `text`, or `ragged` and that of its items."""
     text, item = h5py.check_string_dtype(dtype), h5py.check_vlen_dtype(dtype)

@@ -23,6 +23,7 @@ from enqueuer.datasets.hdf5.files import (
     MOST_OPEN,
     OpenFiles,
     data_file_error,
+    dataset_of,
     readable,
 )
 from enqueuer.datasets.hdf5.layout import Layout, Stretch
@@ -201,7 +202,7 @@ class RowReader:
 
     def _opened(self, at: Stretch) -> tuple[Any, Any]:
         self._layout.check_unchanged(at.path)
-        dataset = self._files.open(at.path)[at.dataset]
+        dataset = dataset_of(self._files.open(at.path), at.dataset)
         self._datasets[at.path, at.dataset] = dataset, readable(dataset)
         return self._datasets[at.path, at.dataset]
 

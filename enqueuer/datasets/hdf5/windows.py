@@ -11,6 +11,8 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias
 
+import numpy as np
+
 Piece: TypeAlias = "tuple[int, int]"
 
 
@@ -40,6 +42,29 @@ def finer(count: int, pieces: Sequence[Piece]) -> list[Piece]:
         edges = sorted({start + (stop - start) * part // cuts for part in range(cuts + 1)})
         found += itertools.pairwise(edges)
     return found
+
+
+def spread(count: int, groups: int, rng: np.random.Generator) -> np.ndarray:
+    """Return a random order of pieces in which each group has some of all parts of a file.
+
+    Pieces that follow each other in the file, as many as there are groups, go to different
+    groups. A file sorted by class so gives each window about the same number of pieces of each
+    class; a plain permutation would give it a third of the classes not at all.
+
+    Args:
+        count: Number of pieces.
+        groups: Number of groups: windows, over all shards.
+        rng: Random generator of the epoch.
+
+    Example:
+        >>> spread(6, 3, np.random.default_rng(7)).reshape(3, 2) // 3
+        array([[0, 1],
+               [1, 0],
+               [0, 1]])
+    """
+    rounds = np.tile(np.arange(groups), (-(-count // groups), 1))
+    group_of = rng.permuted(rounds, axis=1).reshape(-1)[:count]
+    return np.lexsort((rng.random(count), group_of))
 
 
 def stretch(pieces: Iterable[Piece], index: int, count: int) -> Iterator[Piece]:
