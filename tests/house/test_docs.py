@@ -162,3 +162,19 @@ def test_every_picture_has_a_text_alternative():
         pictures = re.findall(r"^ *\.\. image:: .*\n(.*)", page.read_text(), re.MULTILINE)
         without += [page.name for after in pictures if ":alt:" not in after]
     assert without == []
+
+
+def test_the_citation_has_this_version():
+    (version,) = re.findall(r"^version: (.*)$", read("CITATION.cff"), re.MULTILINE)
+    assert version == enqueuer.__version__
+
+
+def test_an_unreleased_changelog_names_a_later_version():
+    heading = re.search(r"^## (.*)", read("CHANGELOG.md"), re.MULTILINE)[1]
+    if heading.startswith("[Unreleased]"):
+        coming = re.fullmatch(r"\[Unreleased\] - to be ([\d.]+)", heading)[1]
+        assert numbers(coming) > numbers(enqueuer.__version__)
+
+
+def numbers(version: str) -> list[int]:
+    return [int(number) for number in version.split(".")]
