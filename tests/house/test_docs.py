@@ -1,5 +1,6 @@
 """The pages and the project's files say what is there: names, errors, files, commands."""
 
+import ast
 import re
 import runpy
 import subprocess
@@ -178,3 +179,45 @@ def test_an_unreleased_changelog_names_a_later_version():
 
 def numbers(version: str) -> list[int]:
     return [int(number) for number in version.split(".")]
+
+
+def symptoms() -> str:
+    return read("docs", "howto", "symptoms.rst")
+
+
+def test_every_error_has_its_symptom():
+    own = {name for name in enqueuer.__all__ if hasattr(errors, name)} - {"__version__"}
+    assert {name for name in own if f"~enqueuer.{name}`" not in symptoms()} == set()
+    assert len(own) > 15
+
+
+def test_the_messages_of_the_symptoms_are_those_of_the_code():
+    rows = re.findall(r"^   \* - (.*)", symptoms(), re.MULTILINE)
+    quoted = [text for row in rows for text in re.findall(r"(?<!:)`([^`~]{12,})`", row)]
+    assert len(quoted) > 20
+    texts = set(texts_of_the_package())
+    # Of Python itself, and of a statistic.
+    others = {"OSError: [Errno 24] Too many open files", "stats().block_bytes"}
+    unknown = [
+        text
+        for text in quoted
+        if text not in others and not any(has_pieces(known, text) for known in texts)
+    ]
+    assert unknown == []
+
+
+def texts_of_the_package():
+    """Yield the literal texts of the package, with a gap for each value in them."""
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = (getattr(part, "value", "") for part in node.values)
+                yield "\0".join(part if isinstance(part, str) else "" for part in parts)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def has_pieces(known: str, quoted: str) -> bool:
+    """Return whether a text has the pieces between the dots of a quoted one, in their order."""
+    pieces = (re.escape(piece.strip()) for piece in quoted.split("...") if piece.strip())
+    return re.search("(.|\0)*?".join(pieces), known.replace("\0", " "), re.DOTALL) is not None
