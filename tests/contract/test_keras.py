@@ -292,6 +292,7 @@ def test_wrong_options_are_refused():
         GeneratorEnqueuer(twelve, backend=Processes(forward_logs="multiprocessing-logging"))
 
 
+@pytest.mark.ahead
 def test_repr_is_a_status_line(backend):
     enqueuer = GeneratorEnqueuer(counting, workers=2, max_queue_size=6, **backend)
     assert repr(enqueuer) == "<GeneratorEnqueuer NEW 2 workers>"
