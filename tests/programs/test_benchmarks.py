@@ -246,3 +246,22 @@ def test_a_verdict_says_what_is_wrong(fault, seen, expected):
         timeout=LIMIT,
     )
     assert (done.stdout.strip(), done.stderr) == (expected, "")
+
+
+def test_the_workloads_compare_outputs_and_count_lines(tmp_path):
+    out = tmp_path / "workloads.json"
+    options = ("--only", "plain loop", "enqueuer", "--count", 40, "--repeats", 1, "--out", out)
+    done = run("stragglers", *options, program="workloads.py")
+    assert done.returncode == 0, done.stderr
+    rows = [line for line in done.stdout.splitlines() if line.endswith("the same")]
+    assert {row.split("  ")[0] for row in rows} == {"plain loop", "enqueuer"}
+    cells = json.loads(out.read_text())["workloads"]["stragglers"]
+    assert all(one["rate"] > 0 for tries in cells.values() for one in tries)
+    (digest,) = {one["digest"] for tries in cells.values() for one in tries}
+    assert len(digest) == 16
+
+
+def test_a_workload_that_does_not_exist_is_named():
+    done = run("nothing", program="workloads.py")
+    assert done.returncode != 0
+    assert "no such workload: nothing" in done.stderr

@@ -1,0 +1,102 @@
+"""Remote files: 35 ms of waiting and about 3 ms of Python for each; two processes where possible.
+
+The loaders differ in how many files each of their processes loads at once.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from workload import Epochs, Workload
+
+_WAIT_S = 0.035
+_ROUNDS = 40_000
+
+
+def _prepare(folder: Path, items: int) -> range:
+    return range(items)
+
+
+WORKLOAD = Workload(
+    "remote-files",
+    "35 ms of waiting and about 3 ms of Python a file; batches of 32",
+    items=1600,
+    batch_size=32,
+    prepare=_prepare,
+    size_of=len,
+)
+
+
+def parse(index: int) -> Any:
+    """Compute in Python, as the parser of a file does."""
+    state = index
+    for _ in range(_ROUNDS):
+        state = (state * 31 + 7) & 0xFFFFFFFF
+    return np.full(64, state, np.int64)
+
+
+def load(index: int) -> Any:
+    """Wait for a file, and parse it."""
+    time.sleep(_WAIT_S)
+    return parse(index)
+
+
+@WORKLOAD.contestant("plain loop")
+def _plain(files: Any, items: int) -> Epochs:
+    while True:
+        yield (np.stack([load(i) for i in files[at : at + 32]]) for at in range(0, items, 32))
+
+
+@WORKLOAD.contestant("limit: no waiting")
+def _limit(files: Any, items: int) -> Epochs:
+    from enqueuer import OrderedEnqueuer
+
+    with OrderedEnqueuer(files, parse, batch_size=32, workers=2, backend="process") as batches:
+        while True:
+            yield batches
+
+
+@WORKLOAD.contestant("enqueuer")
+def _enqueuer(files: Any, items: int) -> Epochs:
+    from enqueuer import OrderedEnqueuer
+
+    options = dict(batch_size=32, workers=2, backend="process", concurrency=32)
+    with OrderedEnqueuer(files, load, **options) as batches:
+        while True:
+            yield batches
+
+
+@WORKLOAD.contestant("enqueuer, 32 processes")
+def _processes(files: Any, items: int) -> Epochs:
+    from enqueuer import OrderedEnqueuer
+
+    options = dict(batch_size=32, workers=32, backend="process", max_queue_size=32)
+    with OrderedEnqueuer(files, load, **options) as batches:
+        while True:
+            yield batches
+
+
+class Files:
+    """The files as a torch dataset."""
+
+    def __init__(self, items: int) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return self.items
+
+    def __getitem__(self, index: int) -> Any:
+        return load(index)
+
+
+@WORKLOAD.contestant("torch, 32 processes", needs="torch", uses=(Files,))
+def _torch(files: Any, items: int) -> Epochs:
+    from torch.utils.data import DataLoader
+
+    batches = DataLoader(Files(items), batch_size=32, num_workers=32, persistent_workers=True)
+    while True:
+        yield batches

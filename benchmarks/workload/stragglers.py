@@ -1,0 +1,97 @@
+"""Stragglers: elements that wait 3 ms, but each 20th waits 60 ms; single items, in order."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from workload import Epochs, Workload, parse_flags
+
+_THREADS = 16
+
+
+def _prepare(folder: Path, items: int) -> range:
+    return range(items)
+
+
+WORKLOAD = Workload(
+    "stragglers",
+    "3 ms of waiting an item, but 60 ms for each 20th; single items in order, 16 threads",
+    items=2000,
+    batch_size=1,
+    prepare=_prepare,
+    size_of=lambda item: 1,
+)
+
+
+def work(index: int) -> int:
+    """Wait, and return the index."""
+    time.sleep(0.003 if index % 20 else 0.06)
+    return index
+
+
+@WORKLOAD.contestant("plain loop")
+def _plain(indices: Any, items: int) -> Epochs:
+    while True:
+        yield map(work, indices)
+
+
+@WORKLOAD.contestant("enqueuer")
+def _enqueuer(indices: Any, items: int) -> Epochs:
+    from enqueuer import OrderedEnqueuer
+
+    with OrderedEnqueuer(indices, work, concurrency=_THREADS, max_queue_size=40) as results:
+        while True:
+            yield results
+
+
+@WORKLOAD.contestant("enqueuer, 16 workers")
+def _workers(indices: Any, items: int) -> Epochs:
+    from enqueuer import OrderedEnqueuer
+
+    with OrderedEnqueuer(indices, work, workers=_THREADS, max_queue_size=40) as results:
+        while True:
+            yield results
+
+
+def _window(indices: Any) -> Iterator[int]:
+    """Keep as many results waiting as the queues of the others do."""
+    with ThreadPoolExecutor(_THREADS) as pool:
+        left = iter(indices)
+        futures = [pool.submit(work, i) for i in itertools.islice(left, 40 + _THREADS)]
+        while futures:
+            yield futures.pop(0).result()
+            futures += [pool.submit(work, i) for i in itertools.islice(left, 1)]
+
+
+@WORKLOAD.contestant("ThreadPoolExecutor", uses=(_window,))
+def _pool(indices: Any, items: int) -> Epochs:
+    while True:
+        yield _window(indices)
+
+
+@WORKLOAD.contestant("Grain", needs="grain")
+def _grain(indices: Any, items: int) -> Epochs:
+    import grain
+
+    parse_flags()
+    read = grain.ReadOptions(num_threads=_THREADS, prefetch_buffer_size=40 + _THREADS)
+    results = iter(grain.MapDataset.range(items).map(work).repeat().to_iter_dataset(read))
+    while True:
+        yield itertools.islice(results, items)
+
+
+@WORKLOAD.contestant("SPDL", needs="spdl")
+def _spdl(indices: Any, items: int) -> Epochs:
+    from spdl.pipeline import PipelineBuilder
+
+    pipeline = PipelineBuilder().add_source(indices, continuous=True)
+    pipeline = pipeline.pipe(work, concurrency=_THREADS, output_order="input").add_sink(40)
+    results = pipeline.build(num_threads=_THREADS)
+    with results.auto_stop():
+        while True:
+            yield results

@@ -1,0 +1,206 @@
+"""Real work through each loader: items a second, CPU, memory, outputs compared, lines of code.
+
+    python benchmarks/workloads.py                      # all workloads
+    python benchmarks/workloads.py remote-files --only enqueuer "Grain, 2 x 16"
+    python benchmarks/workloads.py --list
+
+Each number is measured in a fresh process, in a session of its own. The first epoch starts the
+workers and is not timed; the second one is, as a whole. The batches of the first epoch are compared
+by a hash of their values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import machine
+from workload import MODULES, Contestant, Digest, Workload, is_installed, load
+
+_LIMIT_S = 120.0
+# Seconds between two readings of the memory.
+_MEMORY_S = 0.25
+_TAIL = 2000  # characters of what a process printed
+_PEERS = ["torch", "grain", "spdl", "datasets", "torchdata", "tensorflow-cpu", "webdataset"]
+
+Cells = dict[str, list[dict[str, Any]]]
+
+
+def main() -> None:
+    """Run what the command line asks for."""
+    options = _options()
+    workloads = {one.name: one for one in map(load, MODULES)}
+    if options.one:
+        workload = workloads[options.names[0]]
+        _measure(workload, workload.contestants[options.one], options.folder, options.count)
+        return
+    unknown = set(options.names) - set(workloads)
+    if unknown:
+        raise SystemExit(f"no such workload: {', '.join(sorted(unknown))}; --list shows all")
+    chosen = [workloads[name] for name in options.names or workloads]
+    for missing in [one for one in chosen if not is_installed(one.needs)]:
+        print(f"{missing.name} needs {missing.needs}, which is not installed")
+        chosen.remove(missing)
+    if options.list:
+        for workload in chosen:
+            print(f"{workload.name}: {workload.about}\n    {', '.join(workload.contestants)}")
+        return
+    about = {"machine": machine.describe(_PEERS), "repeats": options.repeats}
+    everything: dict[str, Any] = {"about": about, "workloads": {}}
+    try:
+        for workload in chosen:
+            cells = _run(workload, options)
+            everything["workloads"][workload.name] = cells
+            print("\n".join(_table(workload, cells)), flush=True)
+            if options.out:
+                options.out.write_text(json.dumps(everything, indent=1) + "\n")
+    except KeyboardInterrupt:
+        raise SystemExit("interrupted") from None
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="WORKLOAD", help="workloads (default: all)")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="contestants (default: all)")
+    parser.add_argument("--repeats", type=int, default=3, help="of each (default: 3)")
+    parser.add_argument("--count", type=int, default=0, help="items of an epoch")
+    parser.add_argument("--out", type=Path, help="file for the results, as JSON")
+    parser.add_argument("--list", action="store_true", help="show workloads and contestants")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+# --- one measurement, in a process of its own --------------------------------------------------
+
+
+def _measure(workload: Workload, contestant: Contestant, folder: Path, count: int) -> None:
+    """Take two epochs of batches, and print the numbers of the second one as JSON."""
+    epochs = contestant.open(workload.prepare(folder, count), count)
+    memory, digest, seen = _Memory(), Digest(), 0
+    for batch in next(epochs):
+        digest.add(batch)
+        # Otherwise it lives on while the next one is made.
+        del batch
+    cpu_s, began = machine.cpu_of_session(), time.perf_counter()
+    for batch in next(epochs):
+        seen += workload.size_of(batch)
+        del batch
+    took = time.perf_counter() - began
+    cpu_s = machine.cpu_of_session() - cpu_s
+    found = {
+        "rate": seen / took,
+        "cpu_ms": 1000 * cpu_s / max(1, seen),
+        "memory_mb": memory.stop() / 1e6,
+        "digest": digest.text(),
+    }
+    print(json.dumps(found))
+    sys.stdout.flush()
+    # Some loaders leave threads or processes behind, which the parent ends.
+    os._exit(0)
+
+
+class _Memory:
+    """The most memory that all processes of this session have had, beyond that at first."""
+
+    def __init__(self) -> None:
+        self._most = 0
+        self._first = machine.memory_of_session()
+        self._is_done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._is_done.wait(_MEMORY_S):
+            self._most = max(self._most, machine.memory_of_session() - self._first)
+
+    def stop(self) -> int:
+        """End the thread that reads; return the bytes."""
+        self._is_done.set()
+        self._thread.join()
+        return self._most
+
+
+# --- all measurements --------------------------------------------------------------------------
+
+
+def _run(workload: Workload, options: argparse.Namespace) -> Cells:
+    """Measure a workload; each repeat begins with another contestant."""
+    names = [name for name in workload.contestants if not options.only or name in options.only]
+    count = options.count or workload.items
+    cells: Cells = {name: [] for name in names}
+    with tempfile.TemporaryDirectory() as folder:
+        workload.prepare(Path(folder), count)
+        for repeat in range(options.repeats):
+            first = repeat % max(1, len(names))
+            for name in names[first:] + names[:first]:
+                cells[name].append(_try(workload, name, folder, count))
+    return cells
+
+
+def _try(workload: Workload, name: str, folder: str, count: int) -> dict[str, Any]:
+    """Measure one contestant once, in a process of its own."""
+    contestant = workload.contestants[name]
+    if not contestant.is_installed:
+        return {"status": f"needs {contestant.needs}"}
+    process = subprocess.Popen(
+        [
+            *(sys.executable, __file__, workload.name, "--one", name),
+            *("--folder", folder, "--count", str(count)),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+    )
+    try:
+        out, err = process.communicate(timeout=_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return {"status": "timeout"}
+    finally:
+        machine.end(process.pid)
+        process.wait()
+    if process.returncode:
+        print(f"{workload.name}, {name}:\n{err[-_TAIL:]}", file=sys.stderr)
+        return {"status": "error", "why": err[-_TAIL:]}
+    found: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return found
+
+
+def _table(workload: Workload, cells: Cells) -> Iterator[str]:
+    """Yield the lines of a table, the best rate first."""
+    yield f"\n{workload.name}: {workload.about}"
+    yield f"{'':28}{'items/s':>10}{'range':>16}{'CPU ms':>9}{'MB':>8}{'lines':>7}  output"
+    expected = next((tries[0].get("digest") for tries in cells.values()), None)
+    rows = []
+    for name, tries in cells.items():
+        good = [one for one in tries if "rate" in one]
+        if not good:
+            rows.append((0.0, f"{name:28}{tries[0]['status']:>10}"))
+            continue
+        rates = [one["rate"] for one in good]
+        middle = {key: statistics.median(t[key] for t in good) for key in ("cpu_ms", "memory_mb")}
+        contestant, digests = workload.contestants[name], {one["digest"] for one in good}
+        output = "not compared"
+        if contestant.is_compared:
+            output = "the same" if digests == {expected} else "ANOTHER"
+        spread = f"{min(rates):,.0f}-{max(rates):,.0f}"
+        rate = statistics.median(rates)
+        text = f"{name:28}{rate:10,.1f}{spread:>16}{middle['cpu_ms']:9.2f}"
+        rows.append((rate, f"{text}{middle['memory_mb']:8.0f}{contestant.lines:7}  {output}"))
+    yield from (text for _, text in sorted(rows, key=lambda row: -row[0]))
+
+
+if __name__ == "__main__":  # started processes import this file
+    main()
