@@ -48,6 +48,7 @@ THIRD_PARTIES = {
         "datasets.hdf5.batches",
         "datasets.hdf5.windows",
         "datasets.files.batches",
+        "datasets.arrays",
         "datasets.files.audio",
         "datasets.files.images",
         "datasets.files.loaders",
