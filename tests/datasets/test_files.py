@@ -467,21 +467,11 @@ def test_a_list_of_images_becomes_batches(backend, tmp_path):
             assert sorted(seen) == list(range(7))
 
 
-def test_what_the_page_begins_with_runs(tmp_path, monkeypatch):
-    from PIL import Image
-
+def test_what_the_page_begins_with_runs(tmp_path, monkeypatch, capsys):
     page = Path(__file__).parents[2] / "docs" / "howto" / "read_files.rst"
     block = page.read_text().split(".. code-block:: python\n\n", 1)[1]
     program = textwrap.dedent(block[: re.search(r"^\S", block, re.MULTILINE).start()])
-    for number in range(70):
-        Image.fromarray(np.full((4, 4), number, np.uint8)).save(tmp_path / f"{number}.png")
-    (tmp_path / "train.txt").write_text("".join(f"{n}.png {n}\n" for n in range(70)))
     monkeypatch.chdir(tmp_path)
-    steps = []
-
-    def train(images, labels):
-        steps.append((images.shape, images.dtype, labels.dtype))
-
-    exec(program, {"train": train})
-    whole = ((64, 224, 224, 3), np.uint8, np.int64)
-    assert steps == [whole, ((6, 224, 224, 3), np.uint8, np.int64)] * 10
+    exec(program, {})
+    whole, rest = "(64, 224, 224, 3) (64,)", "(36, 224, 224, 3) (36,)"
+    assert capsys.readouterr().out.splitlines() == [whole, rest] * 2
