@@ -368,15 +368,9 @@ def test_training_goes_on_where_the_state_was_taken(backend):
 def test_the_page_is_true():
     page = (Path(__file__).parents[2] / "docs" / "howto" / "feed_jax.rst").read_text()
     first, second, *_ = re.findall(r"code-block:: python\n\n((?:   .*\n|\n)+)", page)
-    trained = []
-
-    def step(weights, batch):
-        trained.append(batch["y"].shape)
-        return weights, 0.0
-
-    names = {"step": step, "weights": None, "jax": jax, "np": np}
+    names = {"np": np}
     exec(textwrap.dedent(first), names)
-    assert trained == [(64,)] * 300
+    assert float(names["loss"]) < 1e-3
     exec("enqueuer = GeneratorEnqueuer(batches)\n" + textwrap.dedent(second), names)
     assert len(next(iter(names["loader"]))["x"].addressable_shards) == len(jax.devices())
     names["loader"].stop()
