@@ -170,7 +170,9 @@ _LIST = [
     ),
     Contestant("faster-fifo", "faster- fifo", "faster_fifo_", "faster_fifo"),
     # It takes only dicts of arrays.
-    Contestant("pescador", "pescador", "pescador_", "pescador", never=frozenset({"ints"})),
+    Contestant(
+        "pescador", "pescador", "pescador_", "pescador", never=frozenset({"ints", "arrival"})
+    ),
     Contestant("tensorpack", "tensor- pack", "tensorpack_", "tensorpack", threads=True),
     Contestant("grain", "Grain", "grain_", "grain", threads=True, tasks=True),
     Contestant("spdl", "SPDL", "spdl_", "spdl", methods=METHODS, threads=True),

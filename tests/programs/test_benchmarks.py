@@ -77,6 +77,17 @@ def test_a_run_writes_a_page_with_pictures_and_the_page_can_be_made_again(tmp_pa
     assert {path: path.read_bytes() for path in files} == files
 
 
+def test_the_committed_page_is_what_its_results_give(tmp_path):
+    docs = Path(__file__).parents[2] / "docs"
+    shutil.copytree(docs / "benchmarks", tmp_path / "benchmarks")
+    for picture in (tmp_path / "benchmarks").glob("*.svg"):
+        picture.unlink()
+    assert run(tmp_path, program="page.py").returncode == 0
+    assert (tmp_path / "benchmarks.rst").read_text() == (docs / "benchmarks.rst").read_text()
+    for name in ("benchmarks/overview.svg", "benchmarks/tiny.svg"):
+        assert (tmp_path / name).read_text() == (docs / name).read_text()
+
+
 def test_the_picture_of_the_readme_has_a_bar_for_each_contestant(tmp_path):
     names = ("enqueuer-process", "multiprocessing.Queue", "plain-loop")
     cell = {"status": "ok", "median": 2.0}
