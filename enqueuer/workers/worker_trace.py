@@ -22,7 +22,15 @@ from enqueuer.common.sizes import SAMPLED, size_of
 from enqueuer.monitoring.meters import Meter
 from enqueuer.monitoring.trace_file import Lines, TraceTarget, Track, text_of
 from enqueuer.workers.element_threads import ElementThreads, Job
-from enqueuer.workers.messages import Empty, End, Epoch, Failure, Sender, Ticket
+from enqueuer.workers.messages import (
+    ClosedAfterSending,
+    Empty,
+    End,
+    Epoch,
+    Failure,
+    Sender,
+    Ticket,
+)
 from enqueuer.workers.plan import Plan
 
 _log = logging.getLogger("enqueuer")
@@ -117,6 +125,9 @@ class WorkerRecorder:
         try:
             self._sender.send_item(shard, number, value, state)
             was_sent = True
+        except ClosedAfterSending:
+            was_sent = True
+            raise
         finally:
             self._since, self._has_sent = _now(), True
             self._track.span("send", began, self._since, args | {"bytes": size} if size else args)

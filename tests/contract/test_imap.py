@@ -86,7 +86,7 @@ def test_an_error_comes_as_itself_in_its_turn(backend):
         ((None, [1]), {}, TypeError),
         (([1], tenfold), {}, TypeError),
         ((tenfold, 5), {}, TypeError),
-        ((tenfold, [1]), {"workers": 0}, ValueError),
+        ((tenfold, [1]), {"workers": -1}, ValueError),
         ((tenfold, [1]), {"max_queue_size": "many"}, TypeError),
         ((tenfold, [1]), {"shards": 2}, TypeError),
     ],

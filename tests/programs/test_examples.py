@@ -24,7 +24,8 @@ RECIPES = EXAMPLES / "recipes"
 RECIPES_NEED = {
     "accelerate_training.py": ("accelerate", "torch"),
     "audio_clips.py": ("soundfile",),
-    "hugging_face.py": ("datasets",),
+    # A folder of the tests has the name of the first; the second comes with it.
+    "hugging_face.py": ("datasets", "multiprocess"),
     "hugging_face_trainer.py": ("transformers", "torch", "accelerate"),
     "lightning_trainer.py": ("lightning", "torch"),
     "lmdb_records.py": ("lmdb",),
@@ -86,6 +87,7 @@ def test_there_are_examples():
         "resume.py",
         "skip_bad_files.py",
         "threads.py",
+        "torch_dataloader.py",
         "torch_training.py",
     }
 

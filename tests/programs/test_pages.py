@@ -40,8 +40,9 @@ def first_block(page):
 PAGES = {
     page.relative_to(DOCS).as_posix(): code
     for page in sorted(DOCS.rglob("*.rst"))
-    # `test_coming_from.py` runs all blocks of those pages.
-    if not page.name.startswith("coming_from") and (code := first_block(page)) is not None
+    # `test_coming_from.py` runs all blocks of those pages; debug.rst stops in a debugger.
+    if not page.name.startswith(("coming_from", "debug"))
+    and (code := first_block(page)) is not None
 }
 
 

@@ -30,7 +30,7 @@ from enqueuer.errors import Closed
 from enqueuer.monitoring import gil
 from enqueuer.monitoring.meters import WAITING, Meter
 from enqueuer.workers.bunch import Bunch
-from enqueuer.workers.messages import Empty, End, Failure, ItemTuple
+from enqueuer.workers.messages import ClosedAfterSending, Empty, End, Failure, ItemTuple
 
 # Value of `max_size` where something else keeps the bound.
 UNBOUNDED = 1 << 62
@@ -164,14 +164,15 @@ class ThreadInbox:
             meter: Account of the worker, where a wait is noted.
 
         Raises:
-            Closed: The inbox is closed, or was while waiting.
+            Closed: The inbox is closed, or was while waiting; ClosedAfterSending if the loop has
+                taken the item.
         """
         with self._lock:
             if self.closed:
                 raise Closed(_CLOSED)
             if item[3] is not None:
                 self._is_plain = False
-            self._sent += 1
+            self._sent = number = self._sent + 1
             if self._max_bytes is not None:
                 self._bytes_sent += size_bytes
                 self._totals.append((self._sent, self._bytes_sent))
@@ -182,7 +183,7 @@ class ThreadInbox:
                 self._wake_loop_locked()
             self._wait_for_room_locked(1, meter)
             if self.closed:
-                raise Closed(_CLOSED)
+                raise (Closed if self._taken < number else ClosedAfterSending)(_CLOSED)
 
     def send(self, message: End | Failure | Empty, meter: Meter) -> None:
         """Append another message, and wait until there is a place for it.
