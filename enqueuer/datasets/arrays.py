@@ -212,8 +212,18 @@ def _place(given: Any) -> _Place:
     """Return the place of an array; raise TypeError if it is none."""
     if isinstance(given, (str, os.PathLike)):
         return _Place(os.path.abspath(os.fspath(given)))
-    # The offset of a slice is that of the whole.
-    if isinstance(given, np.memmap) and isinstance(given.base, mmap.mmap) and given.filename:
+    if isinstance(given, np.ma.MaskedArray):
+        raise TypeError(
+            "ArraySource got a masked array, whose mask would be lost: fill it, or pass data and "
+            "mask as two columns"
+        )
+    # The offset of a slice is that of the whole. The changes of a copy are not in its file.
+    if (
+        isinstance(given, np.memmap)
+        and given.mode != "c"
+        and isinstance(given.base, mmap.mmap)
+        and given.filename
+    ):
         order = "C" if given.flags.c_contiguous else "F"
         raw = _Raw(str(given.filename), given.dtype, given.shape, given.offset, order)
         return _Place(raw)

@@ -64,7 +64,7 @@ class Samples:
             )
         return cls(size, stack if collate is None else collate, drop_last, buffer)  # type: ignore[arg-type]
 
-    def open(self, items: Iterable[Any], shard: Shard) -> Iterable[Any]:
+    def open(self, items: Iterable[Any], shard: Shard, is_own: bool) -> Iterable[Any]:
         """Return an iterable over the batches of a shard.
 
         If the source has a state, so has the iterable, unless there is a shuffle buffer: its
@@ -73,19 +73,19 @@ class Samples:
         Args:
             items: Samples of the shard.
             shard: Shard that seeds the shuffling.
+            is_own: Whether nothing else reads these samples, also after an error.
         """
+        run = functools.partial(self._run, shard, is_own)
         if self.shuffle_buffer is not None:
-            return self._run(shard, iter(items))
+            return run(iter(items))
         held: Any = items if is_stateful(items) else iter(items)
-        if is_stateful(held):
-            return _Resumable(held, functools.partial(self._run, shard))
-        return self._run(shard, held)
+        return _Resumable(held, run) if is_stateful(held) else run(held)
 
     def identity(self) -> dict[str, int | None]:
         """Return the options that a saved position depends on."""
         return {"batch_size": self.batch_size, "shuffle_buffer": self.shuffle_buffer}
 
-    def _run(self, shard: Shard, samples: Iterator[Any]) -> Iterator[Any]:
+    def _run(self, shard: Shard, is_own: bool, samples: Iterator[Any]) -> Iterator[Any]:
         made = samples
         if self.shuffle_buffer is not None:
             draw = random.Random(seed_of_shuffle(shard)).random
@@ -94,28 +94,44 @@ class Samples:
             made = batched(made, self.batch_size, self.collate, self.drop_last)
         try:
             yield from made
-        except GeneratorExit:
-            # Only now, as the user's iterator may be read again after the end of an epoch.
+        except BaseException as error:
+            # Only now, as the user's iterator may be read again after the end of an epoch, and a
+            # running iterator after an error of `collate`.
             close = getattr(samples, "close", None)
-            if close is not None:
+            if close is not None and (is_own or isinstance(error, GeneratorExit)):
                 close()
             raise
 
 
 class _Resumable:
-    """The batches of samples with a state, which is theirs, too: a batch ends with a sample."""
+    """The batches of samples that have a state: a batch ends with a sample.
+
+    An incomplete last batch comes after the end of the samples. Their state is then that of their
+    end, from which some iterables begin anew, so the state says that nothing is left.
+    """
 
     def __init__(self, samples: Any, run: Callable[[Iterator[Any]], Iterator[Any]]) -> None:
         self._samples = samples
         self._run = run
         self._state: Any = None
+        # Whether the samples have ended, and their last batch has not been followed by the end.
+        self._is_last = False
 
     def __iter__(self) -> Iterator[Any]:
-        samples, _ = iterate(self._samples, self._state)
-        return self._run(samples)
+        if not self._is_last:
+            samples, _ = iterate(self._samples, self._state)
+            yield from self._run(self._until_end(samples))
+        elif self._state is not None:
+            self._samples.load_state_dict(self._state)
+        # What a running iterator has at the end of an epoch is its next epoch.
+        self._is_last = False
 
-    def state_dict(self) -> Any:
-        return self._samples.state_dict()
+    def _until_end(self, samples: Iterator[Any]) -> Iterator[Any]:
+        yield from samples
+        self._is_last = True
 
-    def load_state_dict(self, state: Any) -> None:
-        self._state = state
+    def state_dict(self) -> dict[str, Any]:
+        return {"samples": self._samples.state_dict(), "is_last": self._is_last}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._state, self._is_last = state["samples"], state["is_last"]

@@ -20,8 +20,14 @@ from enqueuer.workers.shards import Shard
 class Stage(Protocol):
     """What the enqueuer does with the items of a source, such as batching them."""
 
-    def open(self, items: Iterable[Any], shard: Shard) -> Iterable[Any]:
-        """Return an iterable over the results; `shard` seeds random choices."""
+    def open(self, items: Iterable[Any], shard: Shard, is_own: bool) -> Iterable[Any]:
+        """Return an iterable over the results.
+
+        Args:
+            items: Items of the source.
+            shard: Shard that seeds random choices.
+            is_own: Whether nothing else reads these items, also after an error.
+        """
 
     def identity(self) -> dict[str, int | None]:
         """Return the options that a saved position depends on."""
@@ -46,7 +52,8 @@ class FunctionSource:
         if self.stage is None:
             return items
         # Shards that give the same data keep the same order, so that this is noticed.
-        return self.stage.open(items, shard if self.takes_shard else replace(shard, index=0))
+        shard = shard if self.takes_shard else replace(shard, index=0)
+        return self.stage.open(items, shard, is_own=True)
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,7 @@ class LiveSource:
         """Return the iterable; a shard of a `LiveSource` is all of it."""
         if self.stage is None:
             return self.iterable
-        return self.stage.open(self.iterable, replace(shard, index=0))
+        return self.stage.open(self.iterable, replace(shard, index=0), is_own=False)
 
 
 class Stepped(Iterator[Any]):

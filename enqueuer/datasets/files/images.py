@@ -62,7 +62,8 @@ def load_image(
             both. The aspect ratio is not kept. None, the default, keeps the size.
         crop: Part of the image that is returned, in its original pixels: `(top, left, height,
             width)`; or a function that is called with the height and the width of the image and
-            returns that, such as `random_crop(task.rng)`. None, the default: all of it.
+            returns that, such as `random_crop(task.rng)`. None, the default: all of it. If it
+            is resized, the pixels at its border are mixed with those around it.
 
     Returns:
         A uint8 array of shape `(height, width, 3)`, or `(height, width)` for `"L"`.
