@@ -129,13 +129,19 @@ def seed_globals(place: Seeded, gpus: bool = True, is_alone: bool = True) -> Non
         is_alone: Whether no loop uses them, so that those are seeded, too, which cannot be
             restored: tensorflow's, and torch's of GPUs.
     """
+    words = seed_python_and_numpy(place)
+    _seed_torch(words, gpus and is_alone)
+    if is_alone:
+        _seed_tensorflow(words)
+
+
+def seed_python_and_numpy(place: Seeded) -> np.ndarray:
+    """Seed `random` and `numpy.random`; return the words of the seeds."""
     words = words_of(place)
     random.seed(int(words[0]) << 64 | int(words[1]))
     # A number of 32 bits takes numpy a seventh of the time that an array of them takes.
     np.random.seed(int(words[2]) & 0xFFFFFFFF)
-    _seed_torch(words, gpus and is_alone)
-    if is_alone:
-        _seed_tensorflow(words)
+    return words
 
 
 def _seed_torch(words: np.ndarray, gpus: bool = True) -> None:

@@ -267,3 +267,153 @@ def test_options_that_contradict_each_other_are_refused():
     with pytest.raises(TypeError, match="unexpected keyword argument 'worker'"):
         DataLoader(Rows(), worker=3)
     assert len(DataLoader(Rows(), num_workers=1, backend=Processes(start_method="fork"))) == 30
+
+
+# --- positions that were wrong once --------------------------------------------------------------
+
+
+class OneBad(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        if index == 2:
+            raise ValueError("bad")
+        return index
+
+
+def test_a_batch_that_was_left_out_counts_in_the_position():
+    def make():
+        return DataLoader(OneBad(), batch_size=1, num_workers=2, on_error="skip")
+
+    loader = make()
+    batches = iter(loader)
+    assert [int(next(batches)) for _ in range(4)] == [0, 1, 3, 4]
+    state = loader.state_dict()
+    del batches
+    loader = make()
+    loader.load_state_dict(state)
+    assert [int(batch) for batch in loader] == [5, 6, 7]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_batch_that_failed_counts_in_the_position(workers):
+    loader = DataLoader(OneBad(), batch_size=1, num_workers=workers)
+    batches = iter(loader)
+    next(batches), next(batches)
+    with pytest.raises(ValueError, match="bad"):
+        next(batches)
+    assert int(next(batches)) == 3
+    state = loader.state_dict()
+    del batches
+    loader = DataLoader(OneBad(), batch_size=1, num_workers=workers)
+    loader.load_state_dict(state)
+    assert [int(batch) for batch in loader] == [4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_two_iterators_in_use_have_no_position(workers):
+    loader = DataLoader(range(8), num_workers=workers)
+    outer = iter(loader)
+    next(outer)
+    list(loader)
+    next(outer)
+    with pytest.raises(InvalidState, match="two iterators of this DataLoader are in use"):
+        loader.state_dict()
+    del outer
+    list(loader)
+    assert loader.state_dict()["step"] == 0
+
+
+class EagerBatches:
+    """A batch sampler that draws when it is iterated, not at its first batch."""
+
+    def __init__(self):
+        self.generator = torch.Generator().manual_seed(7)
+
+    def __iter__(self):
+        order = torch.randperm(10, generator=self.generator).tolist()
+        return iter([order[at : at + 2] for at in range(0, 10, 2)])
+
+    def __len__(self):
+        return 5
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_eager_batch_sampler_is_resumed(workers):
+    def make():
+        return DataLoader(range(10), batch_sampler=EagerBatches(), num_workers=workers)
+
+    whole = [batch.tolist() for batch in make()]
+    loader = make()
+    batches = iter(loader)
+    taken = [next(batches).tolist() for _ in range(2)]
+    state = loader.state_dict()
+    del batches
+    loader = make()
+    loader.load_state_dict(state)
+    assert taken + [batch.tolist() for batch in loader] == whole
+
+
+def test_a_state_of_another_dataset_or_sampler_is_refused():
+    loader = DataLoader(range(20), batch_size=2)
+    next(iter(loader))
+    state = loader.state_dict()
+    with pytest.raises(StateMismatch, match="samples is 20 in the state and 12 here"):
+        DataLoader(range(12), batch_size=2).load_state_dict(state)
+    with pytest.raises(StateMismatch, match="sampler is 'SequentialSampler'"):
+        DataLoader(range(20), batch_size=2, shuffle=True).load_state_dict(state)
+
+
+def test_on_error_needs_workers():
+    with pytest.raises(ValueError, match="on_error needs num_workers >= 1"):
+        DataLoader(range(3), on_error="skip")
+
+
+def seed_as_torch_documents(index):
+    seed = torch.initial_seed() % 2**32
+    np.random.seed(seed)
+    random.seed(seed)
+
+
+class Drawing(torch.utils.data.Dataset):
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return np.random.rand(), random.random(), index
+
+
+def test_the_recipe_for_seeds_in_workers_gives_the_same_numbers_for_any_number_of_workers():
+    def numbers(workers):
+        generator = torch.Generator().manual_seed(7)
+        loader = DataLoader(
+            Drawing(),
+            batch_size=2,
+            num_workers=workers,
+            worker_init_fn=seed_as_torch_documents,
+            generator=generator,
+        )
+        return [torch.stack(batch).tolist() for batch in loader]
+
+    assert numbers(1) == numbers(3)
+
+
+class Odd(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(range(8))
+
+
+def refuse_three(samples):
+    if 3 in samples:
+        raise ValueError("three")
+    return samples
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_batch_after_an_error_of_collate_follows(workers):
+    batches = iter(DataLoader(Odd(), batch_size=2, num_workers=workers, collate_fn=refuse_three))
+    assert next(batches) == [0, 1]
+    with pytest.raises(ValueError, match="three"):
+        next(batches)
+    assert list(batches) == [[4, 5], [6, 7]]

@@ -3,7 +3,7 @@
 import collections
 import gc
 import itertools
-import multiprocessing
+import multiprocessing.util
 import operator
 import os
 import signal
@@ -33,6 +33,8 @@ from enqueuer.adapters.torch import DataLoader  # noqa: E402  (torch may be miss
 
 data = torch.utils.data
 get_worker_info = data.get_worker_info
+# torch's own workers make it, and it stays as long as this process.
+multiprocessing.util.get_temp_dir()
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
 

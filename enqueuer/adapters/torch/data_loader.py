@@ -52,7 +52,7 @@ class DataLoader(_DataLoader):
         timeout: Seconds without a batch after which the loop raises an error; 0, the default:
             no limit. The error is a `BatchTimeout` and a `RuntimeError`.
         worker_init_fn: Function that each worker process calls with its index when it starts. If
-            it seeds the global generators, workers do not seed them before each batch.
+            it seeds torch's generator, workers do not seed that before each batch.
         multiprocessing_context: Start method of the processes, or a context; by default that of
             `multiprocessing`.
         generator: Generator of torch that decides the order and the seeds; by default the global
@@ -269,6 +269,8 @@ def _check(loader: DataLoader) -> None:
     checks.positive("concurrency", loader.concurrency)
     given: Any = {name: getattr(loader, name) for name in _OWN if name != "concurrency"}
     is_thread = Options(**given).backend_name == "thread"
+    if loader.num_workers == 0 and loader.on_error != "raise":
+        raise ValueError("on_error needs num_workers >= 1: without workers, errors are raised")
     has_context = loader.multiprocessing_context is not None
     if has_context and loader.backend != "process":
         raise ValueError(

@@ -20,7 +20,8 @@ from enqueuer.adapters.torch import collating
 from enqueuer.adapters.torch.samples import Samples
 from enqueuer.common.extras import framework
 from enqueuer.transport.error_codec import decode_error, encode_error
-from enqueuer.workers.shards import Shard, Task, do_nothing
+from enqueuer.workers.seeding import seed_python_and_numpy
+from enqueuer.workers.shards import Shard, Task
 
 torch = framework("torch", "torch", "2.1")
 
@@ -75,7 +76,7 @@ class Worker:
         """Seed the process as torch does, set its worker info, and call `worker_init_fn`.
 
         Returns:
-            Whether `worker_init_fn` has left the global generators as they were.
+            Whether `worker_init_fn` has left torch's generator as it was.
         """
         collating.collate_in_place()
         seed = self.base_seed + index
@@ -91,15 +92,9 @@ class Worker:
         )
         if self.init is None:
             return True
-        before = _states()
+        before = torch.get_rng_state()
         self.init(index)
-        return _states() == before
-
-
-def _states() -> tuple[Any, ...]:
-    numpy = np.random.get_state(legacy=False)
-    words = numpy["state"]["key"].tobytes(), numpy["state"]["pos"]
-    return random.getstate(), words, torch.get_rng_state().numpy().tobytes()
+        return bool(torch.equal(before, torch.get_rng_state()))
 
 
 class FetchIndices:
@@ -120,9 +115,11 @@ class FetchIndices:
     def begin(self, index: int) -> Callable[[Task], None] | None:
         """Prepare a worker process; return how it is seeded before each batch.
 
-        A `worker_init_fn` that seeds the global generators itself decides alone.
+        A `worker_init_fn` that seeds torch's generator decides alone about that. What it seeds
+        besides, as the recipe of torch's documentation does, is seeded before each batch.
+        Otherwise the numbers would depend on the worker that is free first.
         """
-        return None if self._worker.begin(index) else do_nothing
+        return None if self._worker.begin(index) else _seed_others
 
     def __call__(self, indices: Any) -> Any:
         """Return a batch."""
@@ -138,6 +135,10 @@ class FetchIndices:
         return {**self.__dict__, "_fetcher": None}
 
 
+def _seed_others(task: Task) -> None:
+    seed_python_and_numpy(task)
+
+
 class FetchShard:
     """Fetch batches of an iterable dataset, which each worker iterates by itself.
 
@@ -145,10 +146,14 @@ class FetchShard:
         dataset: The dataset.
         worker: Preparation of a worker process; None for threads.
         size: Number of samples in a batch; None: the samples are batches.
+        goes_on: Whether an error takes the place of its batch, and the next batch follows.
     """
 
-    def __init__(self, dataset: Dataset, worker: Worker | None, size: int | None) -> None:
+    def __init__(
+        self, dataset: Dataset, worker: Worker | None, size: int | None, goes_on: bool
+    ) -> None:
         self._dataset = dataset
+        self._goes_on = goes_on
         self._worker = worker
         self._indices = None if size is None else [None] * size
 
@@ -163,6 +168,10 @@ class FetchShard:
                 batch = fetch()
             except StopIteration:
                 return
+            except Exception as error:
+                if not self._goes_on:
+                    raise
+                batch = CaughtError(error)
             yield NOTHING if batch is None else batch
 
 

@@ -78,7 +78,7 @@ class WorkerIterator(_BaseIterator):
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """Begin an epoch: the first one, or with persistent workers another one."""
         self._leave_epoch()
-        with self._position.begin(first_iter) as resumed:
+        with self._position.begin(self, first_iter) as resumed:
             super()._reset(loader, first_iter)
             if resumed is not None:
                 self._sampler_iter = self._position.reopened(loader)
@@ -92,7 +92,9 @@ class WorkerIterator(_BaseIterator):
             self._batches = iter(self._enqueuer)
         self._is_over = False
         self._handles = None
-        if self._is_iterable or not self._options["ordered"]:
+        # Batches that were left out count as well.
+        may_skip = self._options["on_error"] is not CaughtError
+        if self._is_iterable or may_skip or not self._options["ordered"]:
             self._position.ask(self._enqueuer)
 
     def _start(self, resumed: Mapping[str, Any] | None) -> None:
@@ -143,7 +145,8 @@ class WorkerIterator(_BaseIterator):
         options = {**self._options, "random_seed": self._base_seed}
         if self._is_iterable:
             size = loader.batch_size if self._auto_collation else None
-            shards = FetchShard(dataset, worker if is_apart else None, size)
+            goes_on = self._options["on_error"] is CaughtError
+            shards = FetchShard(dataset, worker if is_apart else None, size, goes_on)
             return GeneratorEnqueuer(shards, shards=self._num_workers, **options)
         fetch = FetchIndices(dataset, worker, self._samples if self._auto_collation else None)
         enqueuer = OrderedEnqueuer(self._indices, fetch, **options)
@@ -164,7 +167,7 @@ class WorkerIterator(_BaseIterator):
             batch = next(self._batches)
         except StopIteration:
             self._is_over = True
-            self._position.end()
+            self._position.end(self)
             if not self._persistent_workers:
                 self._shutdown_workers()
                 self._position.ended = self._enqueuer
@@ -173,7 +176,7 @@ class WorkerIterator(_BaseIterator):
             raise failures.timed_out(error, self._timeout) from error
         except WorkerDied as error:
             raise failures.died(error) from error
-        self._position.step += 1
+        self._position.advance(self)
         if isinstance(batch, CaughtError):
             failures.reraise(batch.error)
         if batch is NOTHING:
@@ -207,7 +210,7 @@ class LocalIterator(_LocalIterator):
             super().__init__(loader)
         self._base_seed = position.seed(self._base_seed)
         self._position = position
-        with position.begin(is_first=True) as resumed:
+        with position.begin(self, is_first=True) as resumed:
             if resumed is None:
                 position.note(before)
             else:
@@ -229,9 +232,13 @@ class LocalIterator(_LocalIterator):
         try:
             batch = super()._next_data()
         except StopIteration:
-            self._position.end()
+            self._position.end(self)
             raise
-        self._position.step += 1
+        except Exception:
+            # The loop may go on behind the batch.
+            self._position.advance(self)
+            raise
+        self._position.advance(self)
         return batch
 
 

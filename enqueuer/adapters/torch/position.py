@@ -43,10 +43,15 @@ class Position:
         self.step = 0
         self.ended: BaseEnqueuer[Any] | None = None
         self._streams = index_order.streams_of(loader)
+        is_iterable = loader._dataset_kind == torch.utils.data._DatasetKind.Iterable
         self._identity = {
             "batch_size": loader.batch_size,
             "drop_last": loader.drop_last,
-            "iterable": loader._dataset_kind == torch.utils.data._DatasetKind.Iterable,
+            "iterable": is_iterable,
+            # An iterable dataset divides its samples by their number.
+            "num_workers": loader.num_workers if is_iterable else None,
+            "samples": None if is_iterable else _length_of(loader.dataset),
+            "sampler": type(loader.sampler).__name__,
         }
         self._is_persistent = loader.persistent_workers
         # States before the epoch; None between epochs.
@@ -57,6 +62,9 @@ class Position:
         self._seed: int | None = None
         self._epoch = 0
         self._loaded: dict[str, Any] | None = None
+        # The latest iterator, and whether an earlier one has given batches since it began.
+        self._iterator: weakref.ref[object] | None = None
+        self._is_shared = False
         # Enqueuer whose own position is needed as well.
         self._enqueuer: weakref.ref[BaseEnqueuer[Any]] | None = None
 
@@ -87,17 +95,31 @@ class Position:
         return self._seed
 
     @contextlib.contextmanager
-    def begin(self, is_first: bool) -> Iterator[dict[str, Any] | None]:
+    def begin(self, iterator: object, is_first: bool) -> Iterator[dict[str, Any] | None]:
         """Begin an epoch.
 
         Args:
+            iterator: Iterator that moves the position on.
             is_first: Whether it is the first one of its iterator.
 
         Yields:
             The loaded state of the epoch; None if all of the epoch is left.
         """
         loaded, within, goes_on = self._loaded, self.is_within_epoch, self.goes_on
+        self._iterator, self._is_shared = weakref.ref(iterator), False
         self._loaded = self._enqueuer = None
+        try:
+            with self._epoch_of(loaded, within, goes_on, is_first) as resumed:
+                yield resumed
+        except BaseException:
+            # The next iterator begins there.
+            self._loaded = loaded
+            raise
+
+    @contextlib.contextmanager
+    def _epoch_of(
+        self, loaded: dict[str, Any] | None, within: bool, goes_on: bool, is_first: bool
+    ) -> Iterator[dict[str, Any] | None]:
         if loaded is None or not within:
             self._epoch = 0 if is_first else self._epoch + 1
             if loaded is not None and goes_on:
@@ -115,6 +137,9 @@ class Position:
 
     def reopened(self, loader: Any) -> Iterator[Any]:
         """Return the sampler's iterator as it was at the start of a resumed epoch."""
+        # torch has iterated over the sampler, which may have drawn from its generator.
+        if self._before is not None:
+            index_order.restore(self._streams, self._before)
         indices: Iterator[Any] = iter(loader._index_sampler)
         if self._draws_seed:
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
@@ -132,8 +157,22 @@ class Position:
         """Ask this enqueuer for its position as well, from now on."""
         self._enqueuer = weakref.ref(enqueuer)
 
-    def end(self) -> None:
-        """Note that the epoch is over."""
+    def advance(self, iterator: object) -> None:
+        """Note that an iterator has given a batch."""
+        if self._is_of(iterator):
+            self.step += 1
+
+    def _is_of(self, iterator: object) -> bool:
+        if self._iterator is not None and self._iterator() is iterator:
+            return True
+        # An earlier iterator goes on.
+        self._is_shared = True
+        return False
+
+    def end(self, iterator: object) -> None:
+        """Note that the epoch of an iterator is over."""
+        if not self._is_of(iterator):
+            return
         self.step, self._before, self._enqueuer = 0, None, None
 
     # --- states ---
@@ -151,6 +190,11 @@ class Position:
         """
         if self._loaded is not None:
             return dict(self._loaded)
+        if self._is_shared:
+            raise InvalidState(
+                "two iterators of this DataLoader are in use, so it has no position; use another "
+                "DataLoader for the inner loop"
+            )
         own = {name: stream for name, stream in self._streams.items() if not stream.is_global}
         state = {
             "version": _VERSION,
@@ -203,6 +247,13 @@ class Position:
         own = {name: stream for name, stream in self._streams.items() if not stream.is_global}
         index_order.restore(own, states)
         self._loaded = loaded
+
+
+def _length_of(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except TypeError:
+        return None
 
 
 def advanced(iterator: Iterator[Any], count: int) -> Iterator[Any]:
