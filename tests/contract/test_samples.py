@@ -1,8 +1,10 @@
 """Samples: the workers batch and shuffle them, by shards, and a position is resumed exactly."""
 
+import contextlib
 import copy
 import itertools
 import json
+import threading
 
 import numpy as np
 import pytest
@@ -224,7 +226,10 @@ def test_samples_with_a_state_are_not_made_again(backend):
     with GeneratorEnqueuer(Counting, random_seed=7, **options, **backend) as enqueuer:
         had = [next(enqueuer.get()).tolist() for _ in range(5)]
         state = json.loads(json.dumps(enqueuer.state_dict()))
-    assert dict(state["states"]) == {0: {"at": 9}, 1: {"at": 6}}
+    assert dict(state["states"]) == {
+        0: {"samples": {"at": 9}, "is_last": False},
+        1: {"samples": {"at": 6}, "is_last": False},
+    }
     later = GeneratorEnqueuer(Counting, workers=2, **options, **backend)
     later.load_state_dict(state)
     with later:
@@ -352,3 +357,67 @@ class LargeResults:
         if self.copies is None:
             self.copies = count_copies()
         return np.full((60, 100), index), len(self.copies)
+
+
+class BeginsAnew:
+    """Samples that begin anew when they are iterated, or resumed, after their end."""
+
+    def __init__(self):
+        self.at = 0
+
+    def __iter__(self):
+        self.at %= 5
+        while self.at < 5:
+            self.at += 1
+            yield self.at - 1
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("taken", [1, 2, 3])
+def test_nothing_follows_an_incomplete_last_batch_after_it_was_resumed(backend, taken):
+    whole = [[0, 1], [2, 3], [4]]
+    with GeneratorEnqueuer(BeginsAnew, batch_size=2, **backend) as enqueuer:
+        batches = iter(enqueuer)
+        assert [next(batches).tolist() for _ in range(taken)] == whole[:taken]
+        state = json.loads(json.dumps(enqueuer.state_dict()))
+    resumed = GeneratorEnqueuer(BeginsAnew, batch_size=2, **backend)
+    resumed.load_state_dict(state)
+    with resumed:
+        assert [batch.tolist() for batch in resumed] == whole[taken:]
+        assert [batch.tolist() for batch in resumed] == whole
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+def test_a_failing_collate_closes_the_generator(policy, caplog):
+    closed = []
+
+    def samples():
+        try:
+            yield from range(9)
+        finally:
+            closed.append(threading.current_thread().name)
+
+    def fail(batch):
+        raise LookupError("no batch")
+
+    with GeneratorEnqueuer(samples, batch_size=3, collate=fail, on_error=policy) as enqueuer:
+        with pytest.raises(LookupError) if policy == "raise" else contextlib.nullcontext():
+            assert list(enqueuer) == []
+        assert closed == ["enqueuer-worker-0"]
+
+
+def test_samples_of_a_buffer_come_before_an_error(backend):
+    def samples():
+        yield from range(5)
+        raise LookupError("no more")
+
+    with GeneratorEnqueuer(samples, shuffle_buffer=10, random_seed=7, **backend) as enqueuer:
+        items = iter(enqueuer)
+        assert sorted(itertools.islice(items, 5)) == list(range(5))
+        with pytest.raises(LookupError, match="no more"):
+            next(items)

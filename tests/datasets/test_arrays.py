@@ -136,3 +136,15 @@ def test_files_that_are_no_array_are_refused(tmp_path, content):
         path.write_bytes(content)
     with pytest.raises(DataFileError, match=str(path)):
         ArraySource(path)
+
+
+def test_the_mask_of_an_array_is_not_lost_silently():
+    with pytest.raises(TypeError, match="whose mask would be lost"):
+        ArraySource(np.ma.masked_array(np.arange(6.0), mask=[0, 1, 0, 0, 1, 0]), 3)
+
+
+def test_a_copied_memmap_keeps_its_changes(tmp_path):
+    np.arange(12, dtype="i4").tofile(tmp_path / "raw")
+    copied = np.memmap(tmp_path / "raw", "i4", "c", shape=(6, 2))
+    copied[0] = 99
+    assert ArraySource(copied)[0].tolist() == [99, 99]
