@@ -606,9 +606,9 @@ def test_workers_that_cannot_be_started_are_done_without(caplog, monkeypatch, op
             raise StartError("no more processes")
 
         monkeypatch.setattr(core_of(enqueuer).run.backend.pool, "start_worker", refuse)
-        loop.run_until(lambda: caplog.records)
+        # On a busy machine, the limit by memory may come before it.
+        loop.run_until(lambda: "no more processes" in caplog.text)
         loop.run(1)
         assert loop.seen == list(range(len(loop.seen)))
         assert core_of(enqueuer).run.workers == 1
-    [record] = caplog.records
-    assert "workers='auto' stays at 1: " in record.message
+    assert caplog.text.count("workers='auto' stays at 1: ") == 1
