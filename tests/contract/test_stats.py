@@ -501,7 +501,9 @@ def test_processes_are_not_advised_if_threads_wait_outside_of_python():
         assert len(list(enqueuer)) == 80
         stats = enqueuer.stats()
     assert all(worker.switches > 5 for worker in stats.workers)
-    assert "process" not in stats.bottleneck().advice, stats
+    # Threads that wait for a CPU look like threads that wait for the GIL.
+    if not is_crowded(stats):
+        assert "process" not in stats.bottleneck().advice, stats
 
 
 def test_one_line_and_html_say_the_same_as_the_table():
