@@ -68,7 +68,8 @@ class DataLoader(_DataLoader):
         on_error: Reaction to an exception in a worker. `"raise"`, the default: the loop raises it
             at the place of the batch, and may go on. `"skip"`: it is logged, and the batch comes
             without the sample. A function: its result, unless None, replaces the sample. A batch
-            without any sample, or whose `collate_fn` fails, is treated in the same way.
+            without any sample, or whose `collate_fn` fails, is treated in the same way. Both need
+            `num_workers >= 1`.
         concurrency: Number of samples of a batch that each worker fetches at once, in threads; 1
             by default. For samples that wait, for a network or a disk. The dataset must be
             thread-safe, and `__getitems__` is not called.
@@ -225,8 +226,8 @@ class DataLoader(_DataLoader):
         iterable.
 
         Raises:
-            InvalidState: The iterator of an iterable dataset, or with `in_order=False`, was
-                dropped in the middle of an epoch.
+            InvalidState: The iterator of an iterable dataset, or with `in_order=False` or
+                `on_error`, was dropped in the middle of an epoch; or two iterators are in use.
         """
         return self._position.state_dict()
 

@@ -186,7 +186,7 @@ class Position:
         """Return the position after the last batch that the loop was given.
 
         Raises:
-            InvalidState: It depends on an iterator that was dropped.
+            InvalidState: It depends on an iterator that was dropped, or two iterators are in use.
         """
         if self._loaded is not None:
             return dict(self._loaded)
