@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-import threading
 import time
 import traceback
 import warnings
@@ -225,13 +224,12 @@ def first_for(order: Order, workers: Iterable[WorkerSnapshot]) -> list[WorkerSna
     return sorted(workers, key=lambda worker: turn not in worker.shards)
 
 
-def stacks_of_threads(threads: Iterable[threading.Thread]) -> list[Stack | None]:
-    """Return where each thread of this process is; None if it has ended."""
+def stacks_of_threads(idents: Iterable[int | None]) -> list[Stack | None]:
+    """Return where each thread of this process is, by its identifier; None if it has ended."""
     frames = sys._current_frames()
     try:
         return [
-            traceback.extract_stack(frames[thread.ident]) if thread.ident in frames else None
-            for thread in threads
+            traceback.extract_stack(frames[ident]) if ident in frames else None for ident in idents
         ]
     finally:
         # Otherwise this very frame would refer to itself.

@@ -68,8 +68,9 @@ class InlinePool:
         self._is_closed = False
         # Held during a turn, so that no other thread closes a generator that runs.
         self._turn = threading.RLock()
-        # The thread of the turn; None between turns.
-        self._runner: threading.Thread | None = None
+        # The identifier of the thread of the turn; None between turns. It is not the thread itself:
+        # TensorFlow's threads are unknown to Python, and asking for one leaves a dummy for ever.
+        self._runner: int | None = None
         self._has_started = False
 
     def open(self) -> None:
@@ -103,7 +104,7 @@ class InlinePool:
             (worker,) = self.workers
             if not worker.has_work:
                 return False
-            self._runner = threading.current_thread()
+            self._runner = threading.get_ident()
             try:
                 worker.step()
             finally:
@@ -152,7 +153,7 @@ class InlinePool:
     def stop(self, timeout: float) -> None:
         self.close()
         # The code of the user stops the enqueuer: the turn closes the generators at its end.
-        if self._runner is threading.current_thread():
+        if self._runner == threading.get_ident():
             return
         if not interrupts.interruptible(self._turn.acquire, True, timeout):
             _warn_of(self._runner, timeout)
@@ -170,8 +171,8 @@ if TYPE_CHECKING:
     _implements: Callable[[Job], WorkerPool[InlineWorker]] = InlinePool
 
 
-def _warn_of(runner: threading.Thread | None, timeout: float) -> None:
-    stack = None if runner is None else stacks_of_threads([runner])[0]
+def _warn_of(runner: int | None, timeout: float) -> None:
+    (stack,) = stacks_of_threads([runner])
     where = "".join(traceback.format_list(stack)) if stack else "  (unknown)\n"
     warnings.warn(
         f"the generator did not end within {timeout:g} s and cannot be ended, as it runs in the "

@@ -194,7 +194,7 @@ class ThreadPool:
         ]
 
     def snapshots(self, workers: Sequence[ThreadWorker]) -> list[WorkerSnapshot]:
-        stacks = stacks_of_threads([w.thread for w in workers if w.thread is not None])
+        stacks = stacks_of_threads([w.thread.ident for w in workers if w.thread is not None])
         return [
             WorkerSnapshot(str(worker), worker.shards, stack, "has ended", worker.snapshots())
             for worker, stack in zip(workers, stacks, strict=True)
@@ -223,7 +223,7 @@ class ThreadPool:
         self.close()
         deadline = time.monotonic() + timeout
         threads = [thread for worker in self.workers for thread in worker.threads]
-        others = [thread for thread in threads if thread is not threading.current_thread()]
+        others = [thread for thread in threads if thread.ident != threading.get_ident()]
         # Not this thread: the generator itself may call stop().
         for thread in others:
             interrupts.interruptible(thread.join, max(0.0, deadline - time.monotonic()))
