@@ -497,13 +497,16 @@ def test_processes_are_not_advised_if_threads_wait_outside_of_python():
             pass
         return element
 
-    with OrderedEnqueuer(range(80), load, workers=8) as enqueuer:
-        assert len(list(enqueuer)) == 80
-        stats = enqueuer.stats()
-    assert all(worker.switches > 5 for worker in stats.workers)
-    # Threads that wait for a CPU look like threads that wait for the GIL.
-    if not is_crowded(stats):
-        assert "process" not in stats.bottleneck().advice, stats
+    for _ in range(3):
+        with OrderedEnqueuer(range(80), load, workers=8) as enqueuer:
+            assert len(list(enqueuer)) == 80
+            stats = enqueuer.stats()
+        assert all(worker.switches > 5 for worker in stats.workers)
+        # Threads that wait for a CPU look like threads that wait for the GIL, above all if the one
+        # that holds it has no CPU.
+        if is_crowded(stats) or "process" not in stats.bottleneck().advice:
+            return
+    raise AssertionError(str(stats))
 
 
 def test_one_line_and_html_say_the_same_as_the_table():

@@ -69,7 +69,7 @@ class InlinePool:
         # Held during a turn, so that no other thread closes a generator that runs.
         self._turn = threading.RLock()
         # The identifier of the thread of the turn; None between turns. It is not the thread itself:
-        # TensorFlow's threads are unknown to Python, and asking for one leaves a dummy for ever.
+        # TensorFlow's threads are unknown to Python, and asking for one leaves a dummy behind.
         self._runner: int | None = None
         self._has_started = False
 
