@@ -256,6 +256,9 @@ class TaskSource:
         The copy in each process is called with the global generators in the same state, so that
         a sequence that shuffles itself stays the same everywhere.
         """
+        if self.begun < epoch and not self._follows_epochs:
+            # A position may be far from the first epoch.
+            self.begun = self.ended = epoch
         while self.begun <= epoch:
             self.end(self.begun - 1)
             self._announce("on_epoch_begin", EpochBegin(self.begun, self.random_seed))
@@ -270,6 +273,10 @@ class TaskSource:
     def rewind(self) -> None:
         """Set the number of announced epochs to 0; the sequence itself stays as it is."""
         self.begun = self.ended = 0
+
+    @property
+    def _follows_epochs(self) -> bool:
+        return any(hasattr(self.items, name) for name in ("on_epoch_begin", "on_epoch_end"))
 
     def _announce(self, name: str, place: EpochEnd) -> None:
         """Call a method of the sequence, if it has it."""

@@ -234,6 +234,8 @@ class DataLoader(_DataLoader):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue at the position of `state_dict` at the next iteration.
 
+        If the sampler then gives other indices than before, that iteration raises StateMismatch.
+
         Raises:
             StateMismatch: The state is of another loader, or damaged.
         """

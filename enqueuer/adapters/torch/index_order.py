@@ -50,11 +50,20 @@ def streams_of(loader: Any) -> dict[str, Stream]:
             stream = _stream(value)
             if stream is not None:
                 streams[f"{path}{name}"] = stream
-        if path and hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict"):
-            streams[f"{path}state_dict"] = Stream(owner.state_dict, owner.load_state_dict)
-        elif path and hasattr(owner, "set_epoch") and isinstance(_epoch_of(owner), int):
+        # The order of a sampler with an epoch depends on that. The `state_dict` of torchdata's
+        # StatefulDistributedSampler has a position instead: after an epoch, that of its end.
+        if path and hasattr(owner, "set_epoch") and isinstance(_epoch_of(owner), int):
             streams[f"{path}set_epoch"] = Stream(_EpochOf(owner), owner.set_epoch)
+        elif path and hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict"):
+            streams[f"{path}state_dict"] = Stream(owner.state_dict, owner.load_state_dict)
     return streams
+
+
+def name_of(loader: Any) -> str:
+    """Return the class of the sampler that decides the order of a DataLoader."""
+    sampler = loader._index_sampler
+    is_torchs = type(sampler) is torch.utils.data.BatchSampler
+    return type(sampler.sampler if is_torchs else sampler).__name__
 
 
 def save(streams: Mapping[str, Stream]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from enqueuer.adapters.torch import failures
+from enqueuer.adapters.torch.drawn_indices import DrawnIndices
 from enqueuer.adapters.torch.fetching import (
     NOTHING,
     CaughtError,
@@ -82,7 +83,7 @@ class WorkerIterator(_BaseIterator):
             super()._reset(loader, first_iter)
             if resumed is not None:
                 self._sampler_iter = self._position.reopened(loader)
-            self._indices.iterator = self._sampler_iter
+            self._indices.iterator = self._position.draw(self._sampler_iter)
             if not first_iter and self._shared_seed is not None:
                 # The data pipes get another seed, which only a new worker takes.
                 self._enqueuer.stop()
@@ -203,6 +204,7 @@ class LocalIterator(_LocalIterator):
     """
 
     _base_seed: int
+    _sampler_iter: Iterator[Any]
 
     def __init__(self, loader: Any, position: Position) -> None:
         before = position.streams()
@@ -213,6 +215,8 @@ class LocalIterator(_LocalIterator):
         with position.begin(self, is_first=True) as resumed:
             if resumed is None:
                 position.note(before)
+                if self._dataset_kind == torch.utils.data._DatasetKind.Map:
+                    self._sampler_iter = position.draw(self._sampler_iter)
             else:
                 self._resume(loader)
 
@@ -220,7 +224,7 @@ class LocalIterator(_LocalIterator):
         indices = self._position.reopened(loader)
         kinds = torch.utils.data._DatasetKind
         if self._dataset_kind == kinds.Map:
-            self._sampler_iter = advanced(indices, self._position.step)
+            self._sampler_iter = advanced(self._position.draw(indices), self._position.step)
             return
         # An iterable dataset is iterated again.
         self._sampler_iter = indices
@@ -263,27 +267,17 @@ class IndexSource:
     """The batches of indices of one epoch after the other, which the loop's thread reads.
 
     Attributes:
-        iterator: Iterator of torch's sampler for the next epoch.
+        iterator: Batches of indices of the next epoch.
     """
 
     def __init__(self) -> None:
-        self.iterator: Iterator[Any] = iter(())
-        self._current = _Indices(self.iterator)
+        self.iterator = DrawnIndices(iter(()), "")
+        self._current = self.iterator
 
     def __iter__(self) -> Iterator[Any]:
-        self._current = _Indices(self.iterator)
+        self._current = self.iterator
         return self._current
 
     def cut(self) -> None:
         """End the epoch that is being read."""
-        self._current.iterator = iter(())
-
-
-class _Indices(Iterator[Any]):
-    """An iterator that can be cut short."""
-
-    def __init__(self, iterator: Iterator[Any]) -> None:
-        self.iterator = iterator
-
-    def __next__(self) -> Any:
-        return next(self.iterator)
+        self._current.cut()

@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from enqueuer.adapters.torch import index_order
+from enqueuer.adapters.torch.drawn_indices import DrawnIndices
 from enqueuer.common import checks
 from enqueuer.common.extras import framework
 from enqueuer.enqueuers.enqueuer import BaseEnqueuer
@@ -26,6 +27,7 @@ from enqueuer.errors import InvalidState, StateMismatch
 torch = framework("torch", "torch", "2.1")
 
 _VERSION = 1
+_MOST_EPOCHS = 2**32
 
 
 class Position:
@@ -43,6 +45,7 @@ class Position:
         self.step = 0
         self.ended: BaseEnqueuer[Any] | None = None
         self._streams = index_order.streams_of(loader)
+        self._sampler = index_order.name_of(loader)
         is_iterable = loader._dataset_kind == torch.utils.data._DatasetKind.Iterable
         self._identity = {
             "batch_size": loader.batch_size,
@@ -65,6 +68,10 @@ class Position:
         # The latest iterator, and whether an earlier one has given batches since it began.
         self._iterator: weakref.ref[object] | None = None
         self._is_shared = False
+        # Indices of the epoch; None before the first one.
+        self._drawn: DrawnIndices | None = None
+        # Number of batches that a resumed epoch has drawn, and their fingerprint.
+        self._expected: tuple[int, int] | None = None
         # Enqueuer whose own position is needed as well.
         self._enqueuer: weakref.ref[BaseEnqueuer[Any]] | None = None
 
@@ -124,12 +131,12 @@ class Position:
             self._epoch = 0 if is_first else self._epoch + 1
             if loaded is not None and goes_on:
                 self._epoch = loaded["epoch"] + 1
-            self.step, self._draws_seed = 0, False
+            self.step, self._draws_seed, self._expected = 0, False, None
             self._before = index_order.save(self._streams)
             yield None
             return
         self._epoch, self.step, self._before = loaded["epoch"], loaded["step"], loaded["before"]
-        self._draws_seed = loaded["draws_seed"]
+        self._draws_seed, self._expected = loaded["draws_seed"], tuple(loaded["drawn"])
         shared = {name: stream for name, stream in self._streams.items() if stream.is_global}
         with index_order.kept(shared):
             index_order.restore(self._streams, loaded["before"])
@@ -144,6 +151,14 @@ class Position:
         if self._draws_seed:
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
         return indices
+
+    def draw(self, indices: Iterator[Any]) -> DrawnIndices:
+        """Return the iterator over the indices of the epoch, which records them.
+
+        A resumed epoch raises StateMismatch where it has drawn other indices than before.
+        """
+        self._drawn = DrawnIndices(indices, self._sampler, self._expected)
+        return self._drawn
 
     def note(self, before: dict[str, Any]) -> None:
         """Note the states from before torch's iterator was made, which has drawn a seed since."""
@@ -208,6 +223,7 @@ class Position:
             "persistent": self._is_persistent,
             "now": None if self._before is not None else index_order.save(own),
         }
+        count = 0 if self._identity["iterable"] else self.step
         if self._enqueuer is not None:
             enqueuer = self._enqueuer()
             if enqueuer is None:
@@ -216,6 +232,10 @@ class Position:
                     "of its workers; keep the iterator until state_dict() was called"
                 )
             state["workers"] = enqueuer.state_dict()
+            if not self._identity["iterable"]:
+                # Batches that were left out were drawn as well.
+                count = sum(number for _, number in state["workers"]["positions"] or ())
+        state["drawn"] = [count, self._drawn.fingerprint(count) if self._drawn is not None else 0]
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -236,6 +256,10 @@ class Position:
                 raise StateMismatch(f"the state does not fit: {'; '.join(differences)}")
             for name in ("step", "epoch"):
                 checks.count(name, state[name])
+            if state["epoch"] > _MOST_EPOCHS:
+                raise ValueError(f"epoch is out of range: {state['epoch']}")
+            step, fingerprint = state["drawn"]
+            checks.count("drawn", step), checks.count("drawn", fingerprint)
             states = dict(state["now"] if state["before"] is None else state["before"])
             loaded = {name: state[name] for name in state}
             for name in ("seed", "draws_seed", "persistent"):
