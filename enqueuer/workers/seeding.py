@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from enqueuer.workers.shards import Seeded, Shard, Task, words_of
-from enqueuer.workers.task_words import TaskWords
+from enqueuer.workers.global_seeds import GlobalSeeds, seeds_of
+from enqueuer.workers.shards import Seeded, Shard, Task
 
 
 class GlobalStreams:
@@ -43,7 +43,7 @@ class GlobalStreams:
             self._states[self._current.index] = restore = _save()
             # It may be imported when this shard has its next turn.
             if "torch" not in sys.modules:
-                restore.append(functools.partial(_seed_torch, words_of(self._current)))
+                restore.append(functools.partial(_seed_torch, seeds_of(self._current)))
         else:
             self._states.clear()
         known = self._states.pop(shard.index, None)
@@ -57,7 +57,7 @@ class GlobalStreams:
     def seed_imported(self, framework: str) -> None:
         """Seed a framework that the code of the current shard has just imported."""
         if self._current is not None:
-            FRAMEWORKS[framework](words_of(self._current))
+            FRAMEWORKS[framework](seeds_of(self._current))
 
 
 class TaskSeeds:
@@ -65,23 +65,16 @@ class TaskSeeds:
 
     def __init__(self) -> None:
         self._current: Task | None = None
-        self._words = TaskWords()
 
     def enter(self, task: Task) -> None:
         """Seed all that are imported, except for those of GPUs, which take far longer."""
         self._current = task
-        seeds = self._words.of(task)
-        if seeds is None or not sys.modules.keys().isdisjoint(FRAMEWORKS):
-            seed_globals(task, gpus=False)
-            return
-        for_python, for_numpy = seeds
-        random.seed(for_python)
-        np.random.seed(for_numpy)
+        seed_globals(task, gpus=False)
 
     def seed_imported(self, framework: str) -> None:
         """Seed a framework that the code of the current task has just imported."""
         if self._current is not None:
-            FRAMEWORKS[framework](words_of(self._current))
+            FRAMEWORKS[framework](seeds_of(self._current))
 
 
 class SwappedStates:
@@ -129,35 +122,34 @@ def seed_globals(place: Seeded, gpus: bool = True, is_alone: bool = True) -> Non
         is_alone: Whether no loop uses them, so that those are seeded, too, which cannot be
             restored: tensorflow's, and torch's of GPUs.
     """
-    words = seed_python_and_numpy(place)
-    _seed_torch(words, gpus and is_alone)
+    seeds = seed_python_and_numpy(place)
+    _seed_torch(seeds, gpus and is_alone)
     if is_alone:
-        _seed_tensorflow(words)
+        _seed_tensorflow(seeds)
 
 
-def seed_python_and_numpy(place: Seeded) -> np.ndarray:
-    """Seed `random` and `numpy.random`; return the words of the seeds."""
-    words = words_of(place)
-    random.seed(int(words[0]) << 64 | int(words[1]))
-    # A number of 32 bits takes numpy a seventh of the time that an array of them takes.
-    np.random.seed(int(words[2]) & 0xFFFFFFFF)
-    return words
+def seed_python_and_numpy(place: Seeded) -> GlobalSeeds:
+    """Seed `random` and `numpy.random`; return the seeds of all global generators."""
+    seeds = seeds_of(place)
+    random.seed(seeds.python)
+    np.random.seed(seeds.legacy)
+    return seeds
 
 
-def _seed_torch(words: np.ndarray, gpus: bool = True) -> None:
+def _seed_torch(seeds: GlobalSeeds, gpus: bool = True) -> None:
     torch = sys.modules.get("torch")
     if torch is not None and hasattr(torch, "manual_seed"):
         seed = torch.manual_seed if gpus else torch.default_generator.manual_seed
-        seed(int(words[6]) >> 1)
+        seed(seeds.torch)
 
 
-def _seed_tensorflow(words: np.ndarray) -> None:
+def _seed_tensorflow(seeds: GlobalSeeds) -> None:
     tf = sys.modules.get("tensorflow")
     if tf is not None and hasattr(tf, "random"):
-        tf.random.set_seed(int(words[7]) >> 33)
+        tf.random.set_seed(seeds.tensorflow)
 
 
-FRAMEWORKS: dict[str, Callable[[np.ndarray], None]] = {
+FRAMEWORKS: dict[str, Callable[[GlobalSeeds], None]] = {
     "torch": _seed_torch,
     "tensorflow": _seed_tensorflow,
 }

@@ -86,7 +86,7 @@ class Task(Seeded):
 class EpochEnd(Seeded):
     """The end of an epoch, which belongs to no element."""
 
-    # No element has this key: the keys of elements end in 0 or 1.
+    # No element has this key: the keys of elements end in 0 or 1, that of a shard's shuffle in 4.
     _key = 2
 
     def __init__(self, epoch: int, random_seed: int) -> None:
@@ -101,6 +101,12 @@ class EpochBegin(EpochEnd):
     """The beginning of an epoch, which belongs to no element."""
 
     _key = 3
+
+
+class EpochSeeds(EpochEnd):
+    """The seeds that the elements of an epoch share."""
+
+    _key = 5
 
 
 @dataclass(frozen=True)
