@@ -1,6 +1,8 @@
 """The pages and the project's files say what is there: names, errors, files, commands."""
 
 import ast
+import configparser
+import itertools
 import re
 import runpy
 import subprocess
@@ -165,6 +167,17 @@ def test_every_picture_has_a_text_alternative():
     assert without == []
 
 
+def test_an_example_has_all_of_its_lines():
+    """A line that continues another one follows it; doctest takes one that does not for text."""
+    lost = []
+    for page in [*DOCS.rglob("*.rst"), *PACKAGE.rglob("*.py")]:
+        lines = [line.strip() for line in page.read_text(encoding="utf-8").splitlines()]
+        for before, line in itertools.pairwise(lines):
+            if line.startswith("... ") and not before.startswith((">>>", "...")):
+                lost.append(f"{page.name}: {line}")
+    assert lost == []
+
+
 def test_the_citation_has_this_version():
     (version,) = re.findall(r"^version: (.*)$", read("CITATION.cff"), re.MULTILINE)
     assert version == enqueuer.__version__
@@ -175,6 +188,16 @@ def test_an_unreleased_changelog_names_a_later_version():
     if heading.startswith("[Unreleased]"):
         coming = re.fullmatch(r"\[Unreleased\] - to be ([\d.]+)", heading)[1]
         assert numbers(coming) > numbers(enqueuer.__version__)
+
+
+def test_the_release_checklist_names_the_addresses_that_are_missing():
+    setup = configparser.ConfigParser()
+    setup.read_string(read("setup.cfg"))
+    addresses = setup["metadata"].get("project_urls", "")
+    checklist = read("CONTRIBUTING.md").partition("## Make a release")[2]
+    for name in ("Documentation", "Source", "Changelog", "Issues"):
+        assert f"{name} =" in addresses or f"`{name}`" in checklist, name
+    assert addresses or "`project_urls` of `setup.cfg`" in checklist
 
 
 def numbers(version: str) -> list[int]:

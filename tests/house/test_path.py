@@ -17,7 +17,7 @@ from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, Processes
 from enqueuer.enqueuers.enqueuer import core_of
 
 PACKAGE = Path(enqueuer.__file__).parent
-PAGE = PACKAGE.parent / "docs" / "design.rst"
+PAGE = Path(__file__).parents[2] / "docs" / "design.rst"
 BACKENDS = {"threads": "thread", "processes": Processes(start_method="fork"), "Ray": "ray"}
 AT = 4  # the batch that is profiled; at the first ones a start shows, too
 STREAM = "backends/ray/actor.py"
