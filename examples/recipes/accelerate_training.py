@@ -40,7 +40,6 @@ def train(folder, killed_after=None):
     model = torch.nn.Linear(8, 1)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     progress = Progress()
-    # [recipe]
     accelerator = accelerate.Accelerator(cpu=True)
     loader = DataLoader(
         dataset,
@@ -65,7 +64,6 @@ def train(folder, killed_after=None):
             if progress.step % 10 == 0:
                 # With the position of the loader.
                 accelerator.save_state(folder)
-            # [end]
             if progress.step == killed_after:
                 os.kill(os.getpid(), signal.SIGKILL)
     return torch.cat([p.detach().flatten() for p in model.parameters()])

@@ -21,7 +21,6 @@ from enqueuer.adapters.torch import DataLoader
 STEPS = 40
 
 
-# [recipe]
 class Trainer(transformers.Trainer):
     def get_train_dataloader(self):
         loader = DataLoader(
@@ -48,7 +47,6 @@ class SavedPosition(transformers.TrainerCallback):
         return f"{args.output_dir}/checkpoint-{state.global_step}/loader.pt"
 
 
-# [end]
 class KilledAfter(transformers.TrainerCallback):
     def __init__(self, step):
         self.step = step

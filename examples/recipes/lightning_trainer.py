@@ -43,7 +43,6 @@ def train(folder, killed_after=None):
     lightning.seed_everything(7, verbose=False)
     x = torch.randn(16 * STEPS, 8)
     dataset = torch.utils.data.TensorDataset(x, x.sum(dim=1, keepdim=True))
-    # [recipe]
     loader = DataLoader(
         dataset,
         batch_size=16,
@@ -59,7 +58,6 @@ def train(folder, killed_after=None):
     trainer = lightning.Trainer(max_epochs=3, callbacks=[saving], **QUIET)
     model = Linear(killed_after)
     trainer.fit(model, loader, ckpt_path="last" if any(Path(folder).iterdir()) else None)
-    # [end]
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 

@@ -276,3 +276,24 @@ def test_a_workload_that_does_not_exist_is_named():
     done = run("nothing", program="workloads.py")
     assert done.returncode != 0
     assert "no such workload: nothing" in done.stderr
+
+
+def test_decoders_are_measured(tmp_path):
+    needs_installed("PIL", "skimage", "soundfile")
+    # The others may be missing; one of them is, here.
+    hidden = "import importlib.util as u; f = u.find_spec\n"
+    hidden += "u.find_spec = lambda name, *rest: None if name == 'simplejpeg' else f(name, *rest)\n"
+    (tmp_path / "sitecustomize.py").write_text(hidden)
+    names = ("Pillow", "load_image (Pillow, reduced)", "simplejpeg", "load_audio (start, frames)")
+    done = run("--quick", "--only", *names, program="decoders.py", path=[tmp_path])
+    assert done.returncode == 0, done.stderr
+    tables = re.findall(r"^(\w+), (.*)\n\n=+", done.stdout, re.MULTILINE)
+    kinds = [kind for kind, _ in tables]
+    assert kinds == ["jpeg"] * 3 + ["png", "webp", "wav", "flac", "ogg"]
+    # The quickest first; Pillow's pixels are what the others are compared with.
+    rows = re.findall(
+        r"^(Pillow|load_image).*? +(\d+\.\d+) +(\d+\.\d+)$", done.stdout, re.MULTILINE
+    )
+    assert [float(difference) for name, _, difference in rows if name == "Pillow"] == [0.0] * 5
+    assert all(float(cpu_ms) > 0 for _, cpu_ms, _ in rows)
+    assert len(re.findall("^simplejpeg +needs simplejpeg$", done.stdout, re.MULTILINE)) == 3

@@ -32,6 +32,7 @@ RECIPES_NEED = {
     "parquet.py": ("pyarrow",),
     "token_packing.py": (),
     "two_processes_ddp.py": ("torch",),
+    "video_clips.py": ("av",),
     "webdataset_tars.py": ("webdataset",),
     "zarr_chunks.py": ("zarr",),
 }

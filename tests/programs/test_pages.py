@@ -10,12 +10,16 @@ from helpers import needs_installed, run_script
 DOCS = Path(__file__).parents[2] / "docs"
 LIMIT = 110.0  # seconds; frameworks take ten to be imported
 NEEDS = {
+    "howto/choose_decoder.rst": ("PIL",),
     "howto/feed_jax.rst": ("jax",),
     "howto/feed_keras.rst": ("keras", "torch"),
     "howto/feed_pytorch.rst": ("torch",),
     "howto/feed_tensorflow.rst": ("tensorflow",),
     "howto/pack_into_hdf5.rst": ("h5py",),
     "howto/read_files.rst": ("PIL",),
+    "howto/train_with_accelerate.rst": ("accelerate", "torch"),
+    "howto/train_with_hugging_face.rst": ("transformers", "accelerate", "torch"),
+    "howto/train_with_lightning.rst": ("lightning", "torch"),
 }
 CODE = re.compile(
     r"^\.\. (?:code-block:: python|testcode::).*\n(?:   :.*\n)*\n(?P<code>(?:   .*\n|\n)+)"
