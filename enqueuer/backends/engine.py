@@ -46,6 +46,7 @@ class Schedule(Protocol[W]):
 
     def waiting(self) -> int: ...
     def begin(self, epoch: Epoch) -> None: ...
+    def begin_worker(self, worker: W, epoch: Epoch) -> None: ...
     def next_step(self, order: Order) -> Step | Failure | W: ...
     def awaited_worker(self, order: Order) -> W | None: ...
     def awaited(self, order: Order) -> str: ...
@@ -97,8 +98,12 @@ class Engine(Generic[W]):
         self._owner = os.getpid()
         self.is_closed = False
 
-    def start(self) -> None:
+    def start(self, first: Epoch | None = None) -> None:
         """Start all workers or none.
+
+        Args:
+            first: Epoch for which `begin` is called next, if that is known. A process begins it
+                while others are being started.
 
         Raises:
             StartError: They cannot be started.
@@ -109,7 +114,10 @@ class Engine(Generic[W]):
             try:
                 self.pool.open()
                 for index in range(count):
-                    workers.append(self.pool.start_worker(index))
+                    worker = self.pool.start_worker(index)
+                    workers.append(worker)
+                    if first is not None and self.pool.are_processes:
+                        self._schedule.begin_worker(worker, first)
                     interrupts.check()
             except BaseException as error:
                 text = f"worker {len(workers)} of {count} could not be started: {error}"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Container, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from enqueuer.backends.stall import WorkerSnapshot
 from enqueuer.errors import StartError
@@ -189,9 +189,12 @@ class WorkerPool(Protocol[W]):
     Attributes:
         workers: The workers that have not been discarded; the engine changes the list.
         dispatch: How tickets reach the workers; used for tasks only.
+        are_processes: Whether the workers are processes of this machine. One that runs does not
+            hold up the start of others, as a thread does by the GIL.
     """
 
     workers: list[W]
+    are_processes: ClassVar[bool]
 
     @property
     def dispatch(self) -> Dispatch[W]:

@@ -63,6 +63,8 @@ class ShardSchedule(Generic[W]):
         self._owners = owners
         self._bunch = bunch
         self._epoch = Epoch(0)
+        # The epoch that each worker began at its start.
+        self._begun: Epoch | None = None
         # Index of the worker whose message was next last. Not the worker, nor its inbox: after
         # `stop()` nothing must keep the memory that is shared with it.
         self._served = 0
@@ -80,8 +82,15 @@ class ShardSchedule(Generic[W]):
     def begin(self, epoch: Epoch) -> None:
         """Have the workers run an epoch."""
         self._epoch = epoch
+        if epoch is self._begun:
+            return
         for worker in self._workers:
             worker.begin(epoch.of_shards(worker.shards))
+
+    def begin_worker(self, worker: W, epoch: Epoch) -> None:
+        """Have a worker that was just started run an epoch; `begin` follows after the last one."""
+        self._begun = epoch
+        worker.begin(epoch.of_shards(worker.shards))
 
     def next_step(self, order: Order) -> Step | Failure | W:
         """Decide what to do next: take items, return a failure, replace a worker, or wait."""

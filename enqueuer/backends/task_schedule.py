@@ -94,6 +94,9 @@ class TaskSchedule(Generic[W]):
     def begin(self, epoch: Epoch) -> None:
         """Do nothing: the tickets have the number of the epoch."""
 
+    def begin_worker(self, worker: W, epoch: Epoch) -> None:
+        """Do nothing: the worker takes tickets as soon as there are some."""
+
     @property
     def outstanding(self) -> int:
         """Number of tasks that were submitted and whose results were not taken."""

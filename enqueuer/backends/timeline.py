@@ -266,9 +266,9 @@ class _Recorded:
 
     # --- what is recorded ---
 
-    def start(self) -> None:
+    def start(self, first: Epoch | None = None) -> None:
         try:
-            self._backend.start()
+            self._backend.start(first)
         except BaseException:
             self._leave()
             raise

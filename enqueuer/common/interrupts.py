@@ -21,6 +21,9 @@ import os
 import signal
 import sys
 import threading
+
+# That of `signal` makes an enum of each result. All signals are asked for in each `held()`.
+from _signal import getsignal  # type: ignore[import-not-found]  # typeshed lacks it
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
@@ -123,7 +126,8 @@ def _wait_for(lock: threading.RLock) -> None:
 
 def check() -> None:
     """Call, inside a `held()` block, the handlers of the signals that came until now."""
-    interruptible(lambda: None)
+    if noted:
+        interruptible(lambda: None)
 
 
 def _is_main_thread() -> bool:
@@ -140,7 +144,7 @@ def _note(number: int, frame: FrameType | None) -> None:
 
 def _replace_handlers() -> None:
     for number in _SIGNALS:
-        handler = signal.getsignal(number)
+        handler = getsignal(number)
         if callable(handler) and handler is not _note:
             _handlers[number] = handler
             if restarts(number):
@@ -155,11 +159,11 @@ def _replace_handlers() -> None:
 def _put_handlers_back() -> None:
     # A list, as a handler may call `held()` meanwhile.
     for number, handler in list(_handlers.items()):
-        if signal.getsignal(number) is _note:
+        if getsignal(number) is _note:
             signal.signal(number, handler)
         if number in _restarting:
             # Otherwise the user has set another one.
-            if signal.getsignal(number) is handler:
+            if getsignal(number) is handler:
                 signal.siginterrupt(number, False)
             _restarting.discard(number)
 

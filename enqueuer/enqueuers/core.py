@@ -144,15 +144,16 @@ class Core:
             self.owned.stop(STOP_S)
             before = self.epochs
             count = saved.error_count if saved.is_loaded else 0
+            first = saved.epoch if saved.is_loaded else Epoch(0)
             with interrupts.held():
                 run = self._new_run(options, workers, self.timeline, count)
                 _started.add(self)
-                run.start(workload.job(workers))
+                run.start(workload.job(workers), first)
                 try:
                     with interrupts.taken(run.lock):
                         self.epochs = Epochs(run, workload)
                         self.callbacks.begin_run()
-                        self.epochs.begin(saved.epoch if saved.is_loaded else Epoch(0))
+                        self.epochs.begin(first)
                         interrupts.check()
                         self.saved = dataclasses.replace(saved, is_loaded=False)
                         run.move(State.RUNNING)

@@ -30,7 +30,7 @@ from enqueuer.monitoring import usage
 from enqueuer.monitoring.loop_meter import LoopMeter, top_of
 from enqueuer.monitoring.meters import clock
 from enqueuer.monitoring.stats import Stats
-from enqueuer.workers.messages import ItemTuple
+from enqueuer.workers.messages import Epoch, ItemTuple
 
 
 class State(enum.Enum):
@@ -134,15 +134,19 @@ class Run:
             raise InvalidState(f"cannot go from {self.state.value} to {new.value}")
         self.state = new
 
-    def start(self, job: Job) -> None:
-        """Start the workers; they wait for the first epoch.
+    def start(self, job: Job, first: Epoch) -> None:
+        """Start the workers; they wait for the first epoch, or run it already.
+
+        Args:
+            job: Description of what they run.
+            first: The first epoch.
 
         Raises:
             StartError: They could not be started; none is left.
         """
-        self._backend = self._start_backend(job)
+        self._backend = self._start_backend(job, first)
 
-    def _start_backend(self, job: Job) -> Backend:
+    def _start_backend(self, job: Job, first: Epoch | None = None) -> Backend:
         load = load_backend if self.timeline is None else self.timeline.load
         calls = self.deferred.calls
         backend = load(self.options.backend_name, job, self.restarts, self.meter, calls)
@@ -150,7 +154,7 @@ class Run:
         self.owned.add(backend)
         self._starting.append(backend)
         try:
-            backend.start()
+            backend.start(first)
         except BaseException:
             self._starting.remove(backend)
             self.end_replaced()

@@ -12,7 +12,6 @@ import errno
 import mmap
 import os
 import sys
-import tempfile
 from collections import deque
 from itertools import repeat
 from pathlib import Path
@@ -40,6 +39,9 @@ def open_nameless(size: int) -> int:
     """
     fd = _new_memfd()
     if fd is None:
+        # Most systems do not need it, and its import takes some milliseconds of a first start.
+        import tempfile
+
         fd, path = tempfile.mkstemp(prefix=f"enqueuer-{os.getpid()}-")
         os.unlink(path)
     try:
@@ -84,6 +86,8 @@ def _write_zeros(fd: int, size: int) -> None:
 def remove_names_of(pid: int) -> None:
     """Remove the files of a process that was killed before it could unlink them."""
     if not _has_memfd():
+        import tempfile
+
         for path in Path(tempfile.gettempdir()).glob(f"enqueuer-{pid}-*"):
             path.unlink(missing_ok=True)
 

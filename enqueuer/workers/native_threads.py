@@ -11,6 +11,7 @@ training loop stays as it is.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import sys
@@ -89,7 +90,7 @@ def limit_loaded() -> None:
     if all(os.environ.get(name) == "1" for name in VARIABLES):
         return
     for library in _libraries():
-        library.set_num_threads(_limit_of(library))
+        library.set_num_threads(_limit_of(library, os.environ))
 
 
 class Loaded:
@@ -97,21 +98,29 @@ class Loaded:
 
     The parent finds them. The child must not search: it would wait for the lock of the dynamic
     loader, which another thread may hold when the process is forked.
+
+    Args:
+        environ: Variables that limit the child.
     """
 
-    def __init__(self) -> None:
-        self._libraries = _libraries()
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        # For each library: the library, its limit, and its own variable for that.
+        self._limits: list[tuple[Any, int, ctypes.c_int | None]] = []
+        for library in _libraries():
+            survives = getattr(library, "threading_layer", "") == "pthreads"
+            limit = _limit_of(library, environ) if survives else 1
+            self._limits.append((library, limit, _variable_in(library) if survives else None))
 
     def limit(self) -> None:
-        """Limit them in this process, which was forked, by its environment.
+        """Limit them in this process, which was forked.
 
         The child has none of its parent's threads. OpenBLAS starts its own anew. OpenMP and
         OpenCV wait forever for the threads of their pools, unless they run on one thread.
         """
-        for library in self._libraries:
-            survives = getattr(library, "threading_layer", "") == "pthreads"
-            limit = _limit_of(library) if survives else 1
-            if library.num_threads > limit:
+        for library, limit, variable in self._limits:
+            if variable is not None:
+                variable.value = min(limit, variable.value)
+            elif library.num_threads > limit:
                 library.set_num_threads(limit)
                 # OpenBLAS has started its threads for this call, and they spin for 25 ms or more.
                 # It calls this function itself before a fork, and starts threads again when it
@@ -127,6 +136,21 @@ class Loaded:
             cv2.setNumThreads(0)
 
 
+def _variable_in(library: Any) -> ctypes.c_int | None:
+    """Return the variable of OpenBLAS with its number of threads; None if there is none.
+
+    To store the number suffices while no thread of OpenBLAS runs, as in a forked child. The
+    function for it starts all threads first. On a busy machine this takes milliseconds, as does
+    the wait for their end.
+    """
+    try:
+        variable = ctypes.c_int.in_dll(library.dynlib, "blas_cpu_number")
+    except (ValueError, AttributeError):
+        return None
+    # Otherwise the name is that of another library.
+    return variable if variable.value == library.num_threads else None
+
+
 def _libraries() -> list[Any]:
     """Return the native libraries with threads that this process has loaded."""
     # Where each library has one thread, as in most workers, the import is not needed.
@@ -136,9 +160,9 @@ def _libraries() -> list[Any]:
     return found
 
 
-def _limit_of(library: Any) -> int:
+def _limit_of(library: Any, environ: Mapping[str, str]) -> int:
     variable = _VARIABLE_OF.get(library.internal_api, "OMP_NUM_THREADS")
-    return _number(os.environ.get(variable), 1)
+    return _number(environ.get(variable), 1)
 
 
 def _number(value: str | None, default: int) -> int:

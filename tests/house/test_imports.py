@@ -109,6 +109,7 @@ INNER = {
     ("transport.frame_decoder", "enqueuer"),
     ("transport.item_codec", "enqueuer"),
     ("transport.item_sender", "enqueuer"),
+    ("transport.memory", "tempfile"),
     ("transport.task_queue", "enqueuer"),
 }
 

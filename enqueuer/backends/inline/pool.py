@@ -13,7 +13,7 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Container, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from enqueuer.backends.inline.worker import InlineWorker
 from enqueuer.backends.job import Job
@@ -59,6 +59,8 @@ class InlineDispatch:
 
 class InlinePool:
     """See `enqueuer.backends.pool.WorkerPool`."""
+
+    are_processes: ClassVar[bool] = False
 
     def __init__(self, job: Job) -> None:
         self.workers: list[InlineWorker] = []

@@ -24,6 +24,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Sequence
+from typing import ClassVar
 
 from enqueuer.backends.job import Job
 from enqueuer.backends.lifecycle import ESCALATION_S
@@ -53,6 +54,8 @@ _EXITCODE_S = 1.0
 
 class ProcessPool:
     """See `enqueuer.backends.pool.WorkerPool`."""
+
+    are_processes: ClassVar[bool] = True
 
     def __init__(self, job: Job) -> None:
         self.workers: list[ProcessWorker] = []

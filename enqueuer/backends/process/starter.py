@@ -94,6 +94,11 @@ class Starter:
         return ProcessConfig(worker, around, self._thread_limits)
 
     @functools.cached_property
+    def _spins(self) -> bool:
+        # Once: counting the CPUs reads a file.
+        return may_spin(len(self._plans))
+
+    @functools.cached_property
     def _thread_limits(self) -> dict[str, str]:
         given = self._job.threads_per_worker
         threads = given or self._job.share_of(usage.cpus())
@@ -102,7 +107,9 @@ class Starter:
     @functools.cached_property
     def _loaded(self) -> native_threads.Loaded | None:
         """The native libraries that forked workers inherit."""
-        return native_threads.Loaded() if self._job.start_method == "fork" else None
+        if self._job.start_method != "fork":
+            return None
+        return native_threads.Loaded(self._thread_limits)
 
     def start(
         self, index: int, read: Callable[[ProcessInbox], None], room: Callable[[], int]
@@ -184,7 +191,7 @@ class Starter:
             return Credit(tickets, None, ask=False)
         quota = split_bound(job.max_queue_size, count)[index]
         share = None if job.max_queue_bytes is None else job.max_queue_bytes // count
-        return Credit(quota, share, ask=not job.ordered, spins=may_spin(count))
+        return Credit(quota, share, ask=not job.ordered, spins=self._spins)
 
 
 class _Ends(NamedTuple):

@@ -22,7 +22,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from enqueuer.backends.job import Job, split_bound
 from enqueuer.backends.lifecycle import ESCALATION_S
@@ -57,6 +57,8 @@ _ALL = 1 << 62
 
 class RayPool:
     """See `enqueuer.backends.pool.WorkerPool`."""
+
+    are_processes: ClassVar[bool] = False
 
     def __init__(self, job: Job) -> None:
         self.workers: list[Actor] = []

@@ -18,6 +18,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Container, Iterable, Sequence
+from typing import ClassVar
 
 from enqueuer.backends.job import Job, split_bound
 from enqueuer.backends.pool import Death, NoRoom, WorkerState
@@ -127,6 +128,8 @@ class ThreadDispatch:
 
 class ThreadPool:
     """See `enqueuer.backends.pool.WorkerPool`."""
+
+    are_processes: ClassVar[bool] = False
 
     def __init__(self, job: Job) -> None:
         if isinstance(job.source, LiveSource) and job.shards > 1:
