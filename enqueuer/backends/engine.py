@@ -24,7 +24,7 @@ from enqueuer.backends.lifecycle import check_owner
 from enqueuer.backends.order import Order
 from enqueuer.backends.pool import HAS_ENDED, Death, NoRoom, W, Worker, WorkerPool
 from enqueuer.backends.restarts import DeathPlace, Restarts
-from enqueuer.backends.shard_schedule import Step
+from enqueuer.backends.shard_schedule import NOTHING, Step
 from enqueuer.backends.stall import DeadlineExpired, WaitSnapshot, first_for
 from enqueuer.backends.task_schedule import TaskSchedule
 from enqueuer.common import interrupts
@@ -202,16 +202,16 @@ class Engine(Generic[W]):
             return None
         schedule = self._schedule
         items = schedule.more(order)
-        if items is not None or self.tasks is not None or not may_sleep:
+        if items is not NOTHING:
             return items
-        if schedule.next_step(order) is _WAIT and not self.is_closed:
-            self._sleep_until_news(order, None)
-        if self.is_closed:
+        if not may_sleep:
             return None
-        items, meter = schedule.more(order), self._loop_meter
-        # Otherwise `wait` goes on with this wait.
-        if items is not None and meter.since:
-            meter.resume()
+        # If nothing comes, `wait` goes on with this wait.
+        self._sleep_until_news(order, None)
+        if self.is_closed or (items := schedule.more(order)) is NOTHING:
+            return None
+        if items is not None and self._loop_meter.since:
+            self._loop_meter.resume()
         return items
 
     def pass_over(self) -> None:

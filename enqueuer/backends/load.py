@@ -104,5 +104,9 @@ def _engine(
         tasks = TaskSchedule(pool.workers, pool.dispatch, bunch, is_measured)
         return Engine(job, pool, tasks, restarts, loop_meter, deferred)
     bunch = 1 if is_measured else max(1, size // 4, min(size // 2, _BUNCH))
-    shards = ShardSchedule(pool.workers, owners_of(job.plans()), bunch)
+    # Beside a quick loop a thread makes nothing meanwhile, as it has no GIL; and to switch between
+    # the two takes as long as many items. There is one more item, for which a worker has no place.
+    quick = bunch if pool.are_processes or is_measured else size + 1
+    owners = owners_of(job.plans())
+    shards = ShardSchedule(pool.workers, owners, bunch, quick, loop_meter)
     return Engine(job, pool, shards, restarts, loop_meter, deferred)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Generic, cast
+from typing import Final, Generic, cast
 
 from enqueuer.backends.order import Order, ShardOrder
 from enqueuer.backends.pool import Inbox, W, WorkerState
 from enqueuer.backends.restarts import DeathPlace
 from enqueuer.backends.stall import awaited
+from enqueuer.monitoring.loop_meter import LoopMeter
 from enqueuer.workers.messages import Empty, End, Epoch, Failure, ItemTuple
 
 
@@ -25,6 +26,9 @@ class Step(enum.Enum):
     # Nothing can be taken until something comes.
     WAIT = 2
 
+
+NOTHING: Final[Iterator[ItemTuple]] = iter(())
+"""What `ShardSchedule.more` returns if nothing has come and all workers live."""
 
 # To look up a member of an enum takes long.
 _TAKE, _WAIT, _DEAD = Step.TAKE, Step.WAIT, WorkerState.DEAD
@@ -39,9 +43,12 @@ class ShardSchedule(Generic[W]):
         workers: The workers, by their indices; the engine replaces those that died.
         owners: Index of the worker that runs each shard.
         bunch: Most items to take at once.
+        quick_bunch: Most items of one worker to take at once if the loop is quick.
+        loop_meter: Account of the waits, which knows whether it is.
 
     Example:
         >>> from enqueuer.backends.order import RoundRobin
+        >>> from enqueuer.monitoring.loop_meter import LoopMeter
         >>> from enqueuer.workers.messages import Item, Start
         >>> class Worker:
         ...     def __init__(self, state, *messages):
@@ -50,7 +57,7 @@ class ShardSchedule(Generic[W]):
         ...     def head(self):
         ...         return isinstance(self.messages[0], Item) if self.messages else False
         >>> dead, alive = Worker(WorkerState.DEAD), Worker(WorkerState.RUNNING, Item(1, 0, "x"))
-        >>> schedule = ShardSchedule([dead, alive], owners={0: 0, 1: 1}, bunch=1)
+        >>> schedule = ShardSchedule([dead, alive], {0: 0, 1: 1}, 1, 1, LoopMeter())
         >>> order = RoundRobin({0: Start(5), 1: Start(4)})  # shard 0 is next
         >>> schedule.next_step(order) is dead, schedule.place_of(dead, order).text
         (True, 'shard 0, item 5')
@@ -58,10 +65,19 @@ class ShardSchedule(Generic[W]):
         <Step.TAKE: 1>
     """
 
-    def __init__(self, workers: list[W], owners: Mapping[int, int], bunch: int) -> None:
+    def __init__(
+        self,
+        workers: list[W],
+        owners: Mapping[int, int],
+        bunch: int,
+        quick_bunch: int,
+        loop_meter: LoopMeter,
+    ) -> None:
         self._workers = workers
         self._owners = owners
         self._bunch = bunch
+        self._quick_bunch = quick_bunch
+        self._loop_meter = loop_meter
         self._epoch = Epoch(0)
         # The epoch that each worker began at its start.
         self._begun: Epoch | None = None
@@ -153,6 +169,8 @@ class ShardSchedule(Generic[W]):
 
     def awaited_worker(self, order: Order) -> W | None:
         """Return the worker that the loop waits for; None if it waits for any."""
+        if len(self._workers) == 1:
+            return self._workers[0]
         shard = order.turn()
         if shard is None or not self._workers:
             return None
@@ -174,18 +192,37 @@ class ShardSchedule(Generic[W]):
         return self._take_in_turn(shards)
 
     def more(self, order: Order) -> Iterator[ItemTuple] | None:
-        """Acknowledge what was taken, and take what is next and is there; None if no item is."""
+        """Acknowledge what was taken, and take what is next and is there.
+
+        Returns:
+            NOTHING if nothing has come; None if `next_step` must say what is next.
+        """
         workers = self._workers
         if not self._is_acknowledged:
             for worker in workers:
                 worker.inbox.acknowledge()
             self._is_acknowledged = True
-        if self._ending is not None or order.done or self._head(order) is not True:
+        if self._ending is not None or order.done:
             return None
-        if len(workers) != 1:
-            return self.take(order)
-        self._is_acknowledged = False
-        return workers[0].inbox.items(self._bunch, order)  # type: ignore[arg-type]  # a ShardOrder
+        if len(workers) == 1:
+            self._served = 0
+            (worker,) = workers
+            head = worker.inbox.head()
+            if head is True:
+                self._is_acknowledged = False
+                most = self._quick_bunch if self._loop_meter.is_quick else self._bunch
+                # The order of shards is a record, too.
+                return worker.inbox.items(most, order)  # type: ignore[arg-type]
+        else:
+            head = self._head(order)
+            if head is True:
+                return self.take(order)
+        if head is False:
+            for worker in workers:
+                if worker.state is _DEAD:
+                    return None
+            return NOTHING
+        return None
 
     def _take_in_turn(self, order: ShardOrder) -> Iterator[ItemTuple]:
         for _ in range(self._bunch):

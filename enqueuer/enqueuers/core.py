@@ -273,16 +273,6 @@ class Core:
 
     # --- what iterators need ---
 
-    def wait_for(self, reader: EpochReader) -> None:
-        """Wait until something is ready; raise StopIteration at the end of the epoch.
-
-        Another thread may have taken it when this returns.
-        """
-        if reader.run.is_news:
-            self.make_callbacks()
-        assert self.epochs is not None
-        self.epochs.wait_for(reader)
-
     def join(self) -> EpochReader:
         """Return this epoch, or the next one if this one is over; start what was not started."""
         return self._join(lambda: self.reader)

@@ -65,7 +65,12 @@ class EpochReader:
 
     # --- waiting ---
 
-    def has_item(self, deadline: float | None, retune: Callable[[], None] | None = None) -> bool:
+    def has_item(
+        self,
+        deadline: float | None,
+        retune: Callable[[], None] | None = None,
+        raises: bool = True,
+    ) -> bool:
         """Wait until an item is ready; return False if there will be none.
 
         That is so at the end of the epoch, and if the enqueuer was stopped. If calls were deferred
@@ -74,21 +79,12 @@ class EpochReader:
         Args:
             deadline: When to give up, by `time.monotonic()`; None: never.
             retune: Called when the number of workers may be changed.
+            raises: Whether to raise the failure, if that is next; else this returns True.
 
         Raises:
             DeadlineExpired: Nothing came until `deadline`.
             BatchTimeout: There is none, and nothing came for `timeout` seconds.
             Exception: The failure, if that is next; again and again.
-        """
-        has_more = self.peek(deadline, retune)
-        if has_more and not self.ready and self.failure is not None:
-            self._raise(self.failure)
-        return has_more
-
-    def peek(self, deadline: float | None, retune: Callable[[], None] | None = None) -> bool:
-        """Wait until an item or the failure is ready; return whether one is.
-
-        Args and Raises: as for `has_item`, but for the failure.
         """
         if self._is_entered:
             if deadline is None:
@@ -104,17 +100,21 @@ class EpochReader:
             if not self.ready and self.failure is None:
                 items = backend.more(self._order, deadline is None)
             if items is None:
-                return self._peek(deadline, retune)
-            if self._keep(backend, items) and deadline is None and retune is not None:
-                retune()
-            return True
+                has_more = self._wait_for_item(deadline, retune)
+            else:
+                has_more = True
+                if self._keep(backend, items) and deadline is None and retune is not None:
+                    retune()
         finally:
             self._is_entered = False
             meter = self.run.meter
             if meter.since:
                 meter.resume()
+        if raises and has_more and not self.ready and self.failure is not None:
+            self._raise(self.failure)
+        return has_more
 
-    def _peek(self, deadline: float | None, retune: Callable[[], None] | None) -> bool:
+    def _wait_for_item(self, deadline: float | None, retune: Callable[[], None] | None) -> bool:
         run, until = self.run, deadline
         # What was ready at the end of the run is in the saved position.
         if run.state is State.STOPPED:
@@ -241,7 +241,7 @@ class EpochReader:
         if not run.lock.acquire(blocking=False):
             return False
         try:
-            return self._has_item_come() or self.peek(time.monotonic())
+            return self._has_item_come() or self.has_item(time.monotonic(), raises=False)
         except (DeadlineExpired, Closed):
             return False
         finally:

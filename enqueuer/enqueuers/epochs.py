@@ -122,7 +122,11 @@ class Epochs:
     # --- batches ---
 
     def wait_for(self, reader: EpochReader) -> None:
-        """Wait until something is ready; raise StopIteration at the end of the epoch."""
+        """Wait until something is ready; another thread may have taken it on return.
+
+        Raises:
+            StopIteration: The epoch is over, or the enqueuer was stopped.
+        """
         run = self.run
         try:
             with run.lock:

@@ -18,12 +18,8 @@ class Readable(Protocol):
     def epochs(self) -> Epochs | None:
         """The epochs of the run."""
 
-    def wait_for(self, reader: EpochReader) -> None:
-        """Wait until something is ready; another thread may have taken it on return.
-
-        Raises:
-            StopIteration: The epoch is over, or the enqueuer was stopped.
-        """
+    def make_callbacks(self) -> None:
+        """Call the callbacks of `on_stats` that are due."""
 
 
 class Batches(Iterator[Batch]):
@@ -47,7 +43,12 @@ class Batches(Iterator[Batch]):
             self._wait()
 
     def _wait(self) -> None:
-        self._core.wait_for(self._reader)
+        core, reader = self._core, self._reader
+        if reader.run.is_news:
+            core.make_callbacks()
+        epochs = core.epochs
+        assert epochs is not None
+        epochs.wait_for(reader)
 
 
 class Endless(Batches[Batch]):

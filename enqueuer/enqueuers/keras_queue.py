@@ -55,7 +55,7 @@ class Queue(Generic[Batch]):
             # If another consumer waits for the next batch, there is none.
             return True
         try:
-            return not reader.peek(time.monotonic())
+            return not reader.has_item(time.monotonic(), raises=False)
         except DeadlineExpired:
             return True
         finally:

@@ -234,7 +234,7 @@ class OrderedEnqueuer(BaseEnqueuer[Batch]):
         is_known = False
         while not is_known:
             with core.deferred.locked():
-                is_known = not reader.peek(None) or reader.knows_next()
+                is_known = not reader.has_item(None, raises=False) or reader.knows_next()
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch.

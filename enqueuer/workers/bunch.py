@@ -3,6 +3,7 @@
     gate, numbers, values --zip--> (shard, number, value, None) --append_all--> the loop
 
 Python code runs only before and after a bunch. A bunch ends when its gate is used up or cleared.
+A gate may call a function behind the first item, which wakes a loop that waits for it.
 `zip` asks the gate before it asks the generator, so no item is lost. A bunch also ends with the
 generator, with an exception, and with an item that is None.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, compress, repeat, starmap, takewhile, tee
+from itertools import chain, compress, islice, repeat, starmap, takewhile, tee
 from typing import Any, Protocol
 
 from enqueuer.workers.messages import ItemTuple, Reported, Sender, Ticket
@@ -55,6 +56,8 @@ class Bunch:
         gate: The shard once for each item, and once more. Any thread may clear it, which ends the
             bunch after the item that is being made.
         append_all: Function that sends the items of an iterator.
+        wake: Function written in C that is called as soon as the first item was sent; it returns
+            None. None: none is called.
 
     Attributes:
         gate: The gate.
@@ -75,9 +78,15 @@ class Bunch:
     # Each item that is made is sent.
     left: Sequence[Any] = ()
 
-    def __init__(self, gate: list[int], append_all: Callable[[Iterable[ItemTuple]], Any]) -> None:
+    def __init__(
+        self,
+        gate: list[int],
+        append_all: Callable[[Iterable[ItemTuple]], Any],
+        wake: Callable[[bool], None] | None = None,
+    ) -> None:
         self._size = len(gate)
         self.gate = gate
+        self._wake = wake
         self._append_all = append_all
         self._numbers = iter(range(self._size))
         self._left: repeat[Any] = repeat(None, self._size)
@@ -106,7 +115,12 @@ class Bunch:
         """
         self._numbers = iter(range(number - 1, number - 1 + self._size))
         given = takewhile(_is_given, chain(_FIRST, values))
-        rows = zip(self.gate, self._numbers, given, self._left, strict=False)
+        gate: Iterable[int] = self.gate
+        if self._wake is not None:
+            # The row before the first item, the item, the call, which yields nothing, and the rest.
+            rest = iter(gate)
+            gate = chain(islice(rest, 2), filter(None, map(self._wake, _FIRST)), rest)
+        rows = zip(gate, self._numbers, given, self._left, strict=False)
         # While this is kept, `zip` makes a new tuple for each item. Otherwise it would keep one
         # of them, and with it an item that the loop has dropped.
         kept = next(rows, None)

@@ -9,20 +9,21 @@ then waits until there is a place for it: the loop need not wake the worker to t
 One lock guards what both sides write; nothing slow happens under it, and nothing polls. A worker
 with an inbox of its own appends a bunch of items without the lock, one by one. A loop that is about
 to sleep clears the bunch's gate: this ends the bunch after the item that is being made, so that the
-worker can wake the loop.
+worker can wake the loop. A bunch that begins while the loop sleeps wakes it by its first item.
 
-The loop is the main thread as a rule, in which a signal handler may raise. So it waits for a lock
+The loop is the main thread as a rule, in which a signal handler may raise. So it waits for a queue
 of its own, and takes items by one call of C.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
+import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from queue import SimpleQueue
 from typing import NamedTuple
 
 from enqueuer.backends.pool import Taken
@@ -100,20 +101,17 @@ class ThreadInbox:
         self._totals: deque[tuple[int, int]] = deque()
         # Whether all items are of one shard, and none has a state.
         self._is_plain = shards == 1
-        # Without the lock only one thread at a time may run. Workers that do tasks need no room.
+        # Without the lock only one thread at a time may run.
         self._has_bunches = has_bunches and max_bytes is None and gil.switch_s() is not None
         self._bunches: list[Bunch] = []
-        # The lock that the loop waits for.
-        self._sleeper: threading.Lock | None = None
+        # The queue in which the loop waits for anything; two workers may put it there.
+        self._sleeper: SimpleQueue[bool] | None = None
         # Whether `wake()` was called since the last wait.
         self._is_woken = False
         # In the order in which they have sent.
         self._putters: deque[Putter] = deque()
         # Reentrant, as the garbage collector may close a forgotten inbox inside its own put().
         self._lock = threading.RLock()
-
-    def __len__(self) -> int:
-        return len(self._items) + len(self._others)
 
     # --- the worker ---
 
@@ -129,27 +127,29 @@ class ThreadInbox:
         """
         with self._lock:
             room = 0
-            if self._has_bunches and self._sleeper is None and not self.closed:
+            if self._has_bunches and not self.closed:
                 # Its last item waits for a place.
                 room = 1 + self.max_size - (self._sent - self._acknowledged) - len(self._others)
             most = min(room, most)
             # To make a shorter bunch takes longer than to send its items one by one.
             if most < _SHORTEST_BUNCH:
                 return None
-            bunch = Bunch([shard] * (most + 1), self._items.extend)
+            sleeper = self._sleeper
+            wake = None if sleeper is None else sleeper.put
+            bunch = Bunch([shard] * (most + 1), self._items.extend, wake)
             self._bunches.append(bunch)
             return bunch
 
-    def close_bunch(self, bunch: Bunch, meter: Meter) -> None:
+    def close_bunch(self, bunch: Bunch, made: int, meter: Meter) -> None:
         """Count the items of a bunch, and wake the loop if it waits; wait for places for them.
 
         Args:
             bunch: The bunch.
+            made: Number of its items.
             meter: Account of the worker, where a wait is noted.
         """
         with self._lock:
             self._bunches.remove(bunch)
-            made = bunch.made
             self._sent += made
             if self._sleeper is not None and made:
                 self._wake_loop_locked()
@@ -251,10 +251,8 @@ class ThreadInbox:
 
     def _wake_loop_locked(self) -> None:
         sleeper = self._sleeper
-        if sleeper is not None and sleeper.locked():
-            # A signal handler may have released it in between.
-            with contextlib.suppress(RuntimeError):
-                sleeper.release()
+        if sleeper is not None:
+            sleeper.put(True)
         # Last, so that after an exception of a signal handler the loop is woken by another call.
         self._sleeper = None
 
@@ -275,8 +273,7 @@ class ThreadInbox:
         Args:
             end: The time, of `time.monotonic()`; None waits forever.
         """
-        sleeper = threading.Lock()
-        sleeper.acquire()
+        sleeper: SimpleQueue[bool] = SimpleQueue()
         try:
             with self._lock:
                 # Before the look: an item that comes after it then ends its bunch, and the worker
@@ -287,7 +284,9 @@ class ThreadInbox:
                 self._sleeper = sleeper
                 if self._items or self._others or self.closed or self._is_woken:
                     return
-            sleeper.acquire(True, -1.0 if end is None else max(0.0, end - time.monotonic()))
+            sleeper.get(True, None if end is None else max(0.0, end - time.monotonic()))
+        except queue.Empty:
+            pass
         finally:
             self._sleeper = None
             self._is_woken = False
@@ -343,14 +342,15 @@ class ThreadInbox:
 
     def acknowledge(self) -> None:
         taken = self._taken
-        # As above: workers that wait may have to be woken again.
+        # Workers that wait may have to be woken again.
         if taken == self._acknowledged and not self._putters:
             return
         with self._lock:
             if self._max_bytes is not None and taken > self._acknowledged:
                 self._bytes_acknowledged = dict(self._totals)[taken]
             self._acknowledged = taken
-            self._wake_putters_locked()
+            if self._putters:
+                self._wake_putters_locked()
 
     def _wake_putters_locked(self) -> None:
         """Wake the workers for whose messages there are places now."""

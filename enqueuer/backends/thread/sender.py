@@ -113,8 +113,9 @@ class ThreadSender:
         return bunch
 
     def close_bunch(self, bunch: Bunch) -> None:
-        self._left = self._left[0] - bunch.made, None
-        self.inbox.close_bunch(bunch, self.meter)
+        made = bunch.made
+        self._left = self._left[0] - made, None
+        self.inbox.close_bunch(bunch, made, self.meter)
 
     @property
     def take_ticket(self) -> Callable[[], Ticket | None]:
