@@ -87,8 +87,7 @@ class ThreadInbox:
         self.closed = False
         self._max_bytes = max_bytes
         self._items: deque[ItemTuple] = deque()
-        # Other messages, each with the number of items that were sent before it; and how many of
-        # them were sent.
+        # Other messages, each with the number of items before it; and how many were sent.
         self._others: deque[tuple[int, End | Failure | Empty]] = deque()
         self._others_sent = 0
         # Number of items that were sent, without those of an open bunch.
@@ -112,6 +111,9 @@ class ThreadInbox:
         self._putters: deque[Putter] = deque()
         # Reentrant, as the garbage collector may close a forgotten inbox inside its own put().
         self._lock = threading.RLock()
+
+    def __len__(self) -> int:
+        return len(self._items) + len(self._others)
 
     # --- the worker ---
 
