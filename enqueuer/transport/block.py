@@ -13,13 +13,16 @@ import mmap
 import os
 
 
-class BlockState(enum.Enum):
-    """Where a block is in its life, as its worker knows it."""
+class BlockState(enum.IntEnum):
+    """Where a block is in its life, as its worker knows it.
 
-    FREE = "free"
-    FILLING = "filling"
+    Numbers are hashed in C, and each block changes its state three times for an item.
+    """
+
+    FREE = 0
+    FILLING = 1
     # Sent, and then leased, which only the consumer knows.
-    SENT = "sent"
+    SENT = 2
 
 
 _NEXT = {
@@ -35,6 +38,7 @@ class Block:
     Attributes:
         number: Number that names the block on both sides.
         memory: Mapping of the block in this process.
+        size: Capacity in bytes.
         fd: Descriptor, until it has been sent; then None.
         state: State, as the head of this file shows.
         taken: Time at which the block was last taken, by `time.monotonic()`.
@@ -43,14 +47,10 @@ class Block:
     def __init__(self, number: int, memory: mmap.mmap, fd: int | None) -> None:
         self.number = number
         self.memory = memory
+        self.size = len(memory)
         self.fd = fd
         self.state = BlockState.FREE
         self.taken = 0.0
-
-    @property
-    def size(self) -> int:
-        """Capacity in bytes."""
-        return len(self.memory)
 
     def move(self, new: BlockState) -> None:
         """Change state; the only method that assigns `state` after the construction."""

@@ -81,7 +81,7 @@ class BlockPool:
             root = np.frombuffer(block.memory, np.uint8)
             array: np.ndarray = np.ndarray(shape, dtype, root)
             self._user_blocks[block.number] = UserBlock(
-                block, address_of(root.data), weakref.ref(root), weakref.ref(array)
+                block, root.__array_interface__["data"][0], weakref.ref(root), weakref.ref(array)
             )
         return array
 

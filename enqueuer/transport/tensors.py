@@ -23,6 +23,9 @@ def reduce_tensor(tensor: Any) -> Any:
     Plain is what lies in the memory of the CPU and needs no gradient. The order of the
     dimensions in memory is kept (channels last, for example); gaps are not.
     """
+    array = _array_of(tensor)
+    if array is not None:
+        return from_array, (array,)
     if not _is_plain(tensor):
         return tensor.__reduce_ex__(5)
     torch = sys.modules["torch"]
@@ -53,6 +56,27 @@ def as_tensor(array: np.ndarray, dtype: str, order: Sequence[int]) -> Any:
         array = array.copy()
     tensor = torch.from_numpy(array).view(getattr(torch, dtype))
     return tensor.permute([order.index(dim) for dim in range(len(order))])
+
+
+def from_array(array: np.ndarray) -> Any:
+    """Return the tensor of an array, as `as_tensor` does for one of numpy's dtypes in C order."""
+    torch = sys.modules.get("torch") or importlib.import_module("torch")
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+def _array_of(tensor: Any) -> np.ndarray | None:
+    """Return a tensor as an array of its memory; None if numpy lacks its dtype or its order.
+
+    Most tensors are of this kind. The checks of `_is_plain` and the calls after them take several
+    times as long.
+    """
+    if type(tensor) is not sys.modules["torch"].Tensor or tensor.__dict__:
+        return None
+    try:
+        array: np.ndarray = tensor.numpy()
+    except (RuntimeError, TypeError):
+        return None
+    return array if array.flags.c_contiguous else None
 
 
 def _is_plain(tensor: Any) -> bool:

@@ -200,6 +200,8 @@ def test_every_start_method_takes_closures(method):
 # --- batches ---
 
 Pair = collections.namedtuple("Pair", "x y")
+NUMBERS = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16")
+DTYPES = [getattr(torch, name) for name in (*NUMBERS, "float32", "float64", "complex64")]
 SAMPLES = {
     "tuple": lambda i: (torch.full((3000,), i), i),
     "named tuple": lambda i: Pair(np.full(3000, i, "f4"), str(i)),
@@ -216,6 +218,8 @@ SAMPLES = {
     "unequal": lambda i: torch.ones(i),
     "text": lambda i: np.array(["a"]),
     "none": lambda i: None,
+    "dtypes": lambda i: [torch.full((5000,), i % 2, dtype=dtype) for dtype in DTYPES],
+    "channels last": lambda i: torch.ones(2, 3, 40, 50).to(memory_format=torch.channels_last),
     "gradient": lambda i: torch.ones(3, requires_grad=True),
     "sparse": lambda i: torch.ones(3).to_sparse(),
 }
