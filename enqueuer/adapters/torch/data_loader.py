@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+from enqueuer.adapters.torch import index_order
 from enqueuer.adapters.torch.fetching import CaughtError
 from enqueuer.adapters.torch.iterating import LocalIterator, WorkerIterator
 from enqueuer.adapters.torch.position import Position
@@ -69,14 +70,15 @@ class DataLoader(_DataLoader):
             at the place of the batch, and may go on. `"skip"`: it is logged, and the batch comes
             without the sample. A function: its result, unless None, replaces the sample. A batch
             without any sample, or whose `collate_fn` fails, is treated in the same way. Both need
-            `num_workers >= 1`.
+            `num_workers >= 1`. An iterable dataset goes on only if its iterator does; a generator
+            ends with its error.
         concurrency: Number of samples of a batch that each worker fetches at once, in threads; 1
             by default. For samples that wait, for a network or a disk. The dataset must be
             thread-safe, and `__getitems__` is not called.
         stall_timeout: Seconds without a batch after which a warning shows where each worker is;
             60 by default. None: no warning.
         trace: Path of a file for the timeline of the latest epoch, or with `persistent_workers`
-            of all epochs.
+            of all epochs. It needs `num_workers >= 1`.
 
     Raises:
         ValueError: An argument is out of its range, or two contradict each other.
@@ -147,7 +149,7 @@ class DataLoader(_DataLoader):
 
     def _get_iterator(self) -> Any:
         if self.num_workers == 0:
-            return LocalIterator(self, self._position)
+            return LocalIterator(self, self._samples(), self._position)
         self.check_worker_number_rationality()
         options = self._enqueuer_options()
         iterator = WorkerIterator(self, options, self._samples(), self._position)
@@ -186,8 +188,11 @@ class DataLoader(_DataLoader):
         return method or multiprocessing.get_all_start_methods()[0]
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the samplers and the dataset, if they have a `set_epoch` as well."""
-        for owner in (self.sampler, self.batch_sampler, self.dataset):
+        """Set the epoch of the samplers and the dataset, if they have a `set_epoch` as well.
+
+        A sampler inside another one, such as that of a batch sampler, is set, too.
+        """
+        for owner in (*index_order.samplers_of(self), self.dataset):
             if hasattr(owner, "set_epoch"):
                 owner.set_epoch(epoch)
 
@@ -252,6 +257,8 @@ class DataLoader(_DataLoader):
         iterator = None if self._latest is None else self._latest()
         if iterator is not None:
             return iterator.stats()
+        if self.num_workers == 0:
+            raise InvalidState("with num_workers=0 there are no workers, and so no statistics")
         if self._position.ended is None:
             raise InvalidState("no iteration had workers that could have statistics")
         return self._position.ended.stats()
@@ -274,6 +281,8 @@ def _check(loader: DataLoader) -> None:
     is_thread = Options(**given).backend_name == "thread"
     if loader.num_workers == 0 and loader.on_error != "raise":
         raise ValueError("on_error needs num_workers >= 1: without workers, errors are raised")
+    if loader.num_workers == 0 and loader.trace is not None:
+        raise ValueError("trace needs num_workers >= 1: it is a timeline of the workers")
     has_context = loader.multiprocessing_context is not None
     if has_context and loader.backend != "process":
         raise ValueError(

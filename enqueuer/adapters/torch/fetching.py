@@ -123,16 +123,48 @@ class FetchIndices:
 
     def __call__(self, indices: Any) -> Any:
         """Return a batch."""
-        if self._samples is not None:
-            batch = self._dataset.collate(self._samples.fetch(self._dataset.dataset, indices))
-        else:
-            if self._fetcher is None:
-                self._fetcher = self._dataset.fetcher()
-            batch = self._fetcher.fetch(indices)
+        if self._fetcher is None:
+            samples, dataset = self._samples, self._dataset
+            self._fetcher = SampleFetcher(dataset, samples) if samples else dataset.fetcher()
+        batch = self._fetcher.fetch(indices)
         return NOTHING if batch is None else batch
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_fetcher": None}
+
+
+class SampleFetcher:
+    """A fetcher like torch's, which fetches the samples of a map-style dataset one by one."""
+
+    def __init__(self, dataset: Dataset, samples: Samples) -> None:
+        self._dataset = dataset
+        self._samples = samples
+
+    def fetch(self, indices: Any) -> Any:
+        """Return the batch of some indices."""
+        return self._dataset.collate(self._samples.fetch(self._dataset.dataset, indices))
+
+
+class StreamFetcher:
+    """A fetcher like torch's, which draws the samples of an iterable dataset one by one."""
+
+    def __init__(self, dataset: Dataset, samples: Samples) -> None:
+        self._dataset = dataset
+        self._samples = samples
+        self._iterator = iter(dataset.dataset)
+        self._is_over = False
+
+    def fetch(self, indices: Any) -> Any:
+        """Return a batch of as many samples as there are indices; raise StopIteration at the end.
+
+        A sample that fails takes a place as well, so a batch ends if all samples fail.
+        """
+        if self._is_over:
+            raise StopIteration
+        samples, self._is_over = self._samples.draw(self._iterator, len(indices))
+        if self._is_over and (not samples or self._dataset.drop_last):
+            raise StopIteration
+        return self._dataset.collate(samples)
 
 
 def _seed_others(task: Task) -> None:
@@ -147,12 +179,19 @@ class FetchShard:
         worker: Preparation of a worker process; None for threads.
         size: Number of samples in a batch; None: the samples are batches.
         goes_on: Whether an error takes the place of its batch, and the next batch follows.
+        samples: How the samples of a batch are drawn one by one; None: torch's fetcher does it.
     """
 
     def __init__(
-        self, dataset: Dataset, worker: Worker | None, size: int | None, goes_on: bool
+        self,
+        dataset: Dataset,
+        worker: Worker | None,
+        size: int | None,
+        goes_on: bool,
+        samples: Samples | None,
     ) -> None:
         self._dataset = dataset
+        self._samples = None if size is None else samples
         self._goes_on = goes_on
         self._worker = worker
         self._indices = None if size is None else [None] * size
@@ -162,7 +201,9 @@ class FetchShard:
         if self._worker is not None:
             worker, self._worker = self._worker, None
             worker.begin(shard.index)
-        fetch = functools.partial(self._dataset.fetcher().fetch, self._indices)
+        dataset, samples = self._dataset, self._samples
+        fetcher = StreamFetcher(dataset, samples) if samples else dataset.fetcher()
+        fetch = functools.partial(fetcher.fetch, self._indices)
         while True:
             try:
                 batch = fetch()

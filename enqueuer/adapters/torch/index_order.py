@@ -66,6 +66,11 @@ def name_of(loader: Any) -> str:
     return type(sampler.sampler if is_torchs else sampler).__name__
 
 
+def samplers_of(loader: Any) -> list[Any]:
+    """Return the samplers of a DataLoader, and those inside them, each once."""
+    return [owner for path, owner in _owners(loader) if path]
+
+
 def save(streams: Mapping[str, Stream]) -> dict[str, Any]:
     """Return the states of some streams."""
     return {name: stream.get() for name, stream in streams.items()}

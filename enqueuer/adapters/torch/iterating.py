@@ -22,6 +22,7 @@ from enqueuer.adapters.torch.fetching import (
     Dataset,
     FetchIndices,
     FetchShard,
+    SampleFetcher,
     Worker,
 )
 from enqueuer.adapters.torch.position import Position, advanced
@@ -147,7 +148,7 @@ class WorkerIterator(_BaseIterator):
         if self._is_iterable:
             size = loader.batch_size if self._auto_collation else None
             goes_on = self._options["on_error"] is CaughtError
-            shards = FetchShard(dataset, worker if is_apart else None, size, goes_on)
+            shards = FetchShard(dataset, worker if is_apart else None, size, goes_on, self._samples)
             return GeneratorEnqueuer(shards, shards=self._num_workers, **options)
         fetch = FetchIndices(dataset, worker, self._samples if self._auto_collation else None)
         enqueuer = OrderedEnqueuer(self._indices, fetch, **options)
@@ -200,16 +201,19 @@ class LocalIterator(_LocalIterator):
 
     Args:
         loader: The DataLoader.
+        samples: How samples of a map-style dataset are fetched; None: as torch does it.
         position: Position of the loader, which this iterator moves on.
     """
 
     _base_seed: int
     _sampler_iter: Iterator[Any]
 
-    def __init__(self, loader: Any, position: Position) -> None:
+    def __init__(self, loader: Any, samples: Samples | None, position: Position) -> None:
         before = position.streams()
         with position.resuming():
             super().__init__(loader)
+        if samples is not None and self._auto_collation:
+            self._dataset_fetcher = SampleFetcher(dataset_of(loader), samples)
         self._base_seed = position.seed(self._base_seed)
         self._position = position
         with position.begin(self, is_first=True) as resumed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -31,11 +31,19 @@ class Samples:
         Raises:
             Exception: A sample failed, and it is not skipped; or all of them failed.
         """
-        found = list(self._map(lambda index: self._sample(dataset, index), indices))
-        kept = [value for value, error in found if error is None]
-        if found and not kept:
-            raise found[-1][1]
-        return kept
+        return _kept(list(self._map(lambda index: self._sample(dataset, index), indices)))
+
+    def draw(self, iterator: Iterator[Any], count: int) -> tuple[list[Any], bool]:
+        """Return the next samples of a stream, and whether it is over; see `fetch`."""
+        found: list[tuple[Any, Any]] = []
+        while len(found) < count:
+            try:
+                found.append((next(iterator), None))
+            except StopIteration:
+                return _kept(found), True
+            except Exception as error:
+                found.append(self._instead(error, "the next sample"))
+        return _kept(found), False
 
     def _map(self, function: Callable[[Any], Any], indices: Iterable[Any]) -> Iterable[Any]:
         if self._concurrency == 1:
@@ -49,13 +57,25 @@ class Samples:
         try:
             return dataset[index], None
         except Exception as error:
-            if callable(self._on_error):
-                value = self._on_error(error)
-                return value, error if value is None else None
-            if self._on_error == "raise":
-                raise
-            _log.error("skipped sample %r: %r", index, error, exc_info=error)
-            return None, error
+            return self._instead(error, f"sample {index!r}")
+
+    def _instead(self, error: Exception, name: str) -> tuple[Any, Any]:
+        """Return what `on_error` gives in the place of a sample, as `_sample` does."""
+        if callable(self._on_error):
+            value = self._on_error(error)
+            return value, error if value is None else None
+        if self._on_error == "raise":
+            raise error
+        _log.error("skipped %s: %r", name, error, exc_info=error)
+        return None, error
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_pool": None}
+
+
+def _kept(found: list[tuple[Any, Any]]) -> list[Any]:
+    """Return the samples that were not skipped; raise the last error if all were."""
+    kept = [value for value, error in found if error is None]
+    if found and not kept:
+        raise found[-1][1]
+    return kept

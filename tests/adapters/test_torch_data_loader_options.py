@@ -1,0 +1,178 @@
+"""Options of the DataLoader in the cases that torch's own loader lacks or leaves open."""
+
+import itertools
+import threading
+
+import pytest
+from helpers import LIMIT, needs
+
+from enqueuer import InvalidState
+
+torch = needs("torch")
+torch.set_num_threads(1)  # its thread pool does not survive a fork
+
+from enqueuer.adapters.torch import DataLoader  # noqa: E402  (torch may be missing)
+
+data = torch.utils.data
+
+
+class Rows(data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return index
+
+
+def lists(loader):
+    return [batch.tolist() for batch in loader]
+
+
+# --- without workers ---
+
+
+def test_concurrency_works_without_workers():
+    barrier = threading.Barrier(4)
+
+    class Together(Rows):
+        def __getitem__(self, index):
+            barrier.wait(LIMIT)
+            return index
+
+    loader = DataLoader(Together(), 4, concurrency=4)
+    assert lists(loader) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    batches = iter(loader)
+    next(batches)
+    later = DataLoader(Together(), 4, concurrency=4)
+    later.load_state_dict(loader.state_dict())
+    assert lists(later) == [[4, 5, 6, 7]]
+
+
+def test_options_of_workers_are_refused_without_them(tmp_path):
+    with pytest.raises(ValueError, match="trace needs num_workers >= 1"):
+        DataLoader(Rows(), trace=tmp_path / "trace.json")
+    loader = DataLoader(Rows())
+    list(loader)
+    with pytest.raises(InvalidState, match="num_workers=0 there are no workers"):
+        loader.stats()
+
+
+# --- set_epoch ---
+
+
+class WithEpoch:
+    """A sampler, and perhaps another one inside it, that notes each epoch."""
+
+    def __init__(self, sampler=None):
+        self.sampler = sampler
+        self.epochs = []
+
+    def set_epoch(self, epoch):
+        self.epochs.append(epoch)
+
+    def __iter__(self):
+        return iter([[1], [0]] if self.sampler is not None else [1, 0])
+
+
+class Around:
+    """A batch sampler without an epoch, around another one."""
+
+    def __init__(self, batch_sampler):
+        self.batch_sampler = batch_sampler
+
+    def __iter__(self):
+        return iter(self.batch_sampler)
+
+
+@pytest.mark.parametrize("wrap", [lambda one: one, Around, lambda one: Around(Around(one))])
+def test_set_epoch_reaches_samplers_inside_others_once(wrap):
+    inner = WithEpoch()
+    outer = WithEpoch(inner)
+    loader = DataLoader(Rows(), batch_sampler=wrap(outer))
+    loader.set_epoch(3)
+    assert (inner.epochs, outer.epochs) == ([3], [3])
+    loader = DataLoader(Rows(), sampler=inner, batch_size=2)
+    loader.set_epoch(4)
+    assert inner.epochs == [3, 4]
+
+
+def test_a_distributed_sampler_in_a_batch_sampler_has_another_order_in_each_epoch():
+    sampler = data.DistributedSampler(range(40), num_replicas=2, rank=0)
+    loader = DataLoader(range(40), batch_sampler=data.BatchSampler(sampler, 4, False))
+    orders = []
+    for epoch in range(2):
+        loader.set_epoch(epoch)
+        orders.append(lists(loader))
+    assert orders[0] != orders[1]
+
+
+# --- on_error with iterable datasets ---
+
+
+class Stream(data.IterableDataset):
+    """Numbers, of which some fail; the iterator goes on behind them."""
+
+    def __init__(self, count, failing):
+        self.count = count
+        self.failing = failing
+
+    def __iter__(self):
+        return map(self.check, range(self.count))
+
+    def check(self, number):
+        if number in self.failing:
+            raise LookupError(f"no {number}")
+        return number
+
+
+class Generated(Stream):
+    """The same as a generator, which ends with its error."""
+
+    def __iter__(self):
+        for number in range(self.count):
+            yield self.check(number)
+
+
+CASES = [
+    (Stream(6, {3}), 2, "skip", [[0, 1], [2], [4, 5]]),
+    (Stream(6, {3}), 2, lambda error: -1, [[0, 1], [2, -1], [4, 5]]),
+    (Stream(6, {3}), 2, lambda error: None, [[0, 1], [2], [4, 5]]),
+    (Stream(5, {0}), 3, "skip", [[1, 2], [3, 4]]),
+    (Generated(6, {3}), 2, "skip", [[0, 1], [2]]),
+    (Generated(6, {3}), 2, lambda error: -1, [[0, 1], [2, -1]]),
+    (Generated(6, {2}), 3, lambda error: -1, [[0, 1, -1]]),
+]
+
+
+@pytest.mark.parametrize("backend", ["process", "thread"])
+@pytest.mark.parametrize(("dataset", "size", "on_error", "expected"), CASES)
+def test_a_sample_of_a_stream_is_skipped_or_replaced(dataset, size, on_error, expected, backend):
+    loader = DataLoader(dataset, size, num_workers=1, on_error=on_error, backend=backend)
+    assert lists(loader) == expected
+
+
+def test_drop_last_leaves_out_only_the_batch_at_the_end():
+    loader = DataLoader(Stream(7, {1}), 2, num_workers=1, on_error="skip", drop_last=True)
+    assert lists(loader) == [[0], [2, 3], [4, 5]]
+
+
+def test_a_stream_whose_samples_all_fail_ends():
+    loader = DataLoader(Stream(10**9, range(4, 10**9)), 2, num_workers=1, on_error="skip")
+    assert lists(loader) == [[0, 1], [2, 3]]
+
+
+# --- two loaders of one dataset ---
+
+
+@pytest.mark.parametrize("dataset", [Rows(), Stream(8, ())], ids=["map-style", "iterable"])
+def test_two_persistent_loaders_share_a_dataset(dataset):
+    loaders = [DataLoader(dataset, 2, num_workers=1, persistent_workers=True) for _ in range(2)]
+    whole = [[0, 1], [2, 3], [4, 5], [6, 7]]
+    for _ in range(2):
+        pairs = zip(*loaders, strict=True)
+        assert [(a.tolist(), b.tolist()) for a, b in pairs] == [(one, one) for one in whole]
+    states = []
+    for loader, steps in zip(loaders, (1, 3), strict=True):
+        list(itertools.islice(loader, steps))
+        states.append(loader.state_dict()["step"])
+    assert states == [1, 3]
