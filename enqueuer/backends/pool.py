@@ -147,7 +147,11 @@ class Dispatch(Protocol[W_contra]):
     Attributes:
         least: Number of tickets that are worth an offer: several if the tasks are quick and each
             offer takes long.
+        awaited: Number of the task whose result the loop sleeps for; None: for any message. A
+            pool may wake the loop sooner.
     """
+
+    awaited: int | None
 
     @property
     def least(self) -> int:

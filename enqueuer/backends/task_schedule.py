@@ -79,6 +79,7 @@ class TaskSchedule(Generic[W]):
         self._dispatch = dispatch
         self._bunch = bunch
         self._buffer = ReorderBuffer(measure)
+        self._measures = measure
         self._arrived: deque[ItemTuple | End | Failure | Empty] = deque()
         # Not used: the reorder buffer and the order know which results were taken.
         self._taken = AsTheyCome({})
@@ -176,7 +177,12 @@ class TaskSchedule(Generic[W]):
         found = self._buffer.peek(order)
         if isinstance(found, Failure):
             return found
-        return Step.WAIT if found is Next.NOTHING and not order.done else Step.TAKE
+        if found is not Next.NOTHING or order.done:
+            return Step.TAKE
+        # Any message makes room for what was not sent, and the size of any result is of use.
+        is_any = not order.ordered or self._unsent or self._measures
+        self._dispatch.awaited = None if is_any else order.next
+        return Step.WAIT
 
     def _collect(self) -> W | None:
         """Put all that has come in the reorder buffer; return a worker whose end is new."""

@@ -16,6 +16,7 @@ import threading
 from enqueuer.transport.number_bunch import LEAST, PACKED, NumberBunch
 from enqueuer.transport.protocol import ALIGNMENT, FRAME, Kind
 from enqueuer.transport.ring import (
+    AWAITED,
     CONSUMER_ASLEEP,
     IS_STRONG,
     READ,
@@ -45,10 +46,12 @@ class FrameWriter:
 
     Attributes:
         sent: Number of items that were written.
+        has_more: Whether the worker has further tasks of the packet that it took last.
     """
 
     def __init__(self, ring: Ring, control: SenderControl) -> None:
         self.sent = 0
+        self.has_more = False
         self._ring = ring
         self._words, self._fence = ring.words, ring.fence
         self._frames, self._sizes = ring.frames, ring.sizes
@@ -57,6 +60,8 @@ class FrameWriter:
         self._take_lock, self._release_lock = lock.acquire, lock.release
         # The sleep of the consumer that was seen last; 0 if it did not sleep.
         self._asleep = 0
+        # The sleep that ends with the packet of tasks, as the awaited result was sent.
+        self._due = 0
         # Bytes that were written and read, ever, and how many there were before the current lap.
         self._written = self._read = self._lap = 0
         # The run that may grow: the offset of its head, that of its greatest end, which is 0 if
@@ -86,7 +91,7 @@ class FrameWriter:
         self.sent += items
         self._written = self._lap + end
         self._align()
-        self._publish()
+        self._publish(number)
 
     def append(self, shard: int, number: int, data: bytes) -> None:
         """Write an item, a pickle of at most `MOST_IN_RUN` bytes, into the run or into a new one.
@@ -120,7 +125,7 @@ class FrameWriter:
         else:
             self._fence()
         if words[CONSUMER_ASLEEP] != self._asleep:
-            self._wake_consumer()
+            self._wake_consumer(number)
 
     def open_bunch(self, shard: int, kind: type, most: int, orders: int) -> NumberBunch | None:
         """Return a bunch of numbers at the end of the run; None if it is not worth the calls.
@@ -148,7 +153,7 @@ class FrameWriter:
         self._run_number += bunch.made
         self._written = self._words[WRITTEN]
         if self._words[CONSUMER_ASLEEP] != self._asleep:
-            self._wake_consumer()
+            self._wake_consumer(self._run_number)
 
     def _begin_run(self, shard: int, number: int, size: int) -> int:
         """Begin a run with an item of that size; return its offset, 0 if the lap ends before it."""
@@ -190,11 +195,13 @@ class FrameWriter:
             return self._written + size - self._read <= RING_BYTES
 
         while not is_room():
+            # It may sleep for the result of a task that no worker begins before there is room.
+            self._control.wake_consumer()
             self._control.sleep(is_room)
             self._control.check()
 
-    def _publish(self) -> None:
-        """Let the consumer see all that was written."""
+    def _publish(self, number: int) -> None:
+        """Let the consumer see all that was written, a message of that number last."""
         words = self._words
         if not IS_STRONG:
             self._fence()
@@ -202,10 +209,17 @@ class FrameWriter:
         words[WRITTEN] = self._written
         self._fence()
         if words[CONSUMER_ASLEEP] != self._asleep:
-            self._wake_consumer()
+            self._wake_consumer(number)
 
-    def _wake_consumer(self) -> None:
-        """Wake the consumer if it sleeps, and remember which sleep that was."""
-        self._asleep = self._words[CONSUMER_ASLEEP]
-        if self._asleep:
+    def _wake_consumer(self, number: int) -> None:
+        """Wake the consumer if it sleeps until this message, and remember which sleep that was."""
+        asleep, awaited = self._words[CONSUMER_ASLEEP], self._words[AWAITED]
+        if asleep and awaited and asleep != self._due:
+            if awaited >> 1 != number + 1:
+                return
+            self._due = asleep
+        if asleep and awaited & 1 and self.has_more:
+            return
+        self._asleep = asleep
+        if asleep:
             self._control.wake_consumer()

@@ -188,9 +188,13 @@ class ItemReceiver:
         """Order the worker to exit."""
         self._control.ask_to_stop()
 
-    def arm_wake_up(self) -> None:
-        """Ask to be woken by a packet when something comes; check once more before sleeping."""
-        self._control.arm_wake_up()
+    def arm_wake_up(self, awaited: int = 0) -> None:
+        """Ask to be woken by a packet when something comes; check once more before sleeping.
+
+        Args:
+            awaited: What must come, as in the word AWAITED; 0: anything.
+        """
+        self._control.arm_wake_up(awaited)
 
     def disarm_wake_up(self) -> None:
         """Ask no more to be woken."""

@@ -210,7 +210,9 @@ class ItemSender:
             if control.closed:
                 return None
             if self._tickets:
-                return self._tickets.popleft()
+                ticket = self._tickets.popleft()
+                self._writer.has_more = bool(self._tickets)
+                return ticket
             found = control.tasks.popleft() if control.tasks else task_queue.take(task_socket)
             if found is None:
                 control.sleep(also=task_socket.fileno())

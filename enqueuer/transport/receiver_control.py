@@ -22,7 +22,7 @@ from enqueuer.transport.block_map import BlockMap
 from enqueuer.transport.memory import nameless_file, read_whole
 from enqueuer.transport.packets import Packets
 from enqueuer.transport.protocol import INLINE_BYTES, NUMBER, PACKET, Kind
-from enqueuer.transport.ring import CONSUMER_ASLEEP, ORDERS, PACKETS, Ring
+from enqueuer.transport.ring import AWAITED, CONSUMER_ASLEEP, ORDERS, PACKETS, Ring
 from enqueuer.workers.messages import Epoch
 
 
@@ -96,9 +96,14 @@ class ReceiverControl:
             # Only now, as an exception may have struck before it was sent.
             self.woken = asleep
 
-    def arm_wake_up(self) -> None:
-        """Ask to be woken by a packet when something comes; check once more before sleeping."""
+    def arm_wake_up(self, awaited: int) -> None:
+        """Ask to be woken by a packet when something comes; check once more before sleeping.
+
+        Args:
+            awaited: What must come, as in the word AWAITED; 0: anything.
+        """
         self._sleeps += 1
+        self._words[AWAITED] = awaited
         self._words[CONSUMER_ASLEEP] = self._sleeps
         self._fence()
 

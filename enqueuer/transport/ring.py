@@ -58,6 +58,9 @@ ORDERS = 12
 CONSUMER_ASLEEP = 13
 # Numbers of released blocks that were written.
 RELEASED_WRITTEN = 14
+# 0 if the consumer sleeps until anything comes; else 2 + twice the number of the task whose result
+# it waits for, and 1 more if the worker may do the other tasks of its packet first.
+AWAITED = 15
 # The worker's meter has a third cache line.
 
 _METER_AT = 128

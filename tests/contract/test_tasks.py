@@ -26,7 +26,7 @@ from enqueuer import (
     WorkerDied,
     replay,
 )
-from enqueuer.backends.process.dispatch import QueueDispatch
+from enqueuer.backends.process.dispatch import PacketSizes, QueueDispatch
 from enqueuer.backends.task_schedule import TaskSchedule
 from enqueuer.enqueuers.enqueuer import core_of
 from enqueuer.workers.collate import stack
@@ -1143,3 +1143,24 @@ def test_quick_tasks_of_processes_are_submitted_several_at_once(monkeypatch, siz
         assert list(enqueuer) == [2 * x for x in range(500)]
     *most, _ = submitted
     assert min(most) >= least and max(submitted) <= size + 2
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_quick_results_before_a_slow_one_come_at_once(process, tmp_path, monkeypatch, workers):
+    """They are of the same packet, after which the loop would be woken otherwise."""
+    # As if the tasks were known to be quick, whatever else this machine does.
+    monkeypatch.setattr(QueueDispatch, "least", 16)
+    monkeypatch.setattr(PacketSizes, "next", lambda self, count, workers, most: min(8, count))
+
+    def wait(x):
+        if x in (503, 1203):
+            wait_until((tmp_path / f"gate-{x}").exists)
+        return x
+
+    with OrderedEnqueuer(range(2000), wait, workers=workers, max_queue_size=64, **process) as tasks:
+        batches, taken = iter(tasks), []
+        for slow in (503, 1203):
+            while len(taken) < slow:
+                taken.append(next(batches))
+            (tmp_path / f"gate-{slow}").touch()
+        assert [*taken, *batches] == list(range(2000))

@@ -1,5 +1,6 @@
 """Both ends of a channel in one process, over both kinds of sockets."""
 
+import contextlib
 import logging
 import os
 import pickle
@@ -24,6 +25,7 @@ from enqueuer.transport.packets import Packets, pair
 from enqueuer.transport.protocol import FRAME, PACKET, Credit, Kind
 from enqueuer.transport.ring import RING_BYTES, Ring, open_ring
 from enqueuer.transport.sender_control import send_ready
+from enqueuer.transport.task_queue import TaskQueue
 from enqueuer.workers.messages import End, Epoch, Failure, Item, Start
 
 LARGE = 50_000
@@ -547,3 +549,91 @@ def test_a_forked_copy_cannot_write_to_the_ring(open_channel):
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
     assert not channel.consumer.has_message
+
+
+# --- results of tasks, of which the loop awaits one ---
+
+
+class Answers:
+    """A worker that sends results of tasks, and a loop that may sleep for one of them."""
+
+    def __init__(self, channel, packet):
+        self.channel, self.queue = channel, TaskQueue()
+        self.socket = self.queue.worker_socket()
+        tickets = [(number, 0, (number,), None) for number in packet]
+        assert self.queue.send(1, packet[0], pickle.dumps(tickets))
+        channel.consumer.grant_all()
+        channel.consumer.pump()
+
+    def sleep(self, number, is_patient=False):
+        """Begin to sleep for the result of a task."""
+        self.channel.consumer.arm_wake_up(2 + 2 * number + is_patient)
+
+    def do(self, value):
+        """Do the next task; return whether its result has woken the loop."""
+        ticket = self.channel.worker.next_ticket(self.socket)
+        self.channel.worker.send_item(0, ticket.number, value)
+        self.channel.consumer.pump()
+        return self.woken
+
+    @property
+    def woken(self):
+        sent = self.channel.ring.words[layout.PACKETS]
+        last, self.packets = getattr(self, "packets", 1), sent
+        return sent > last
+
+    def close(self):
+        self.socket.close()
+        self.queue.close()
+
+
+@pytest.fixture
+def open_answers(open_channel):
+    with contextlib.ExitStack() as stack:
+
+        def open_one(*packet):
+            answers = Answers(open_channel(), packet)
+            stack.callback(answers.close)
+            return answers
+
+        yield open_one
+
+
+@pytest.mark.parametrize("value", [7, {"x": 7}])
+def test_a_loop_that_sleeps_for_a_result_is_woken_by_that_one_only(open_answers, value):
+    answers = open_answers(4, 5, 6)
+    answers.sleep(5)
+    assert [answers.do(value) for _ in range(3)] == [False, True, False]
+
+
+@pytest.mark.parametrize("value", [7, {"x": 7}])
+def test_a_patient_loop_is_woken_at_the_end_of_the_packet(open_answers, value):
+    answers = open_answers(4, 5, 6, 7)
+    answers.sleep(5, is_patient=True)
+    assert [answers.do(value) for _ in range(4)] == [False, False, False, True]
+
+
+def test_a_patient_loop_is_not_woken_by_other_packets(open_answers):
+    answers = open_answers(4, 5)
+    answers.sleep(9, is_patient=True)
+    assert [answers.do(value) for value in "ab"] == [False, False]
+
+
+def test_a_new_sleep_does_not_end_for_the_result_of_the_last_one(open_answers):
+    answers = open_answers(4, 5, 6, 7)
+    answers.sleep(4, is_patient=True)
+    assert not answers.do("a")
+    answers.sleep(6)
+    assert [answers.do(value) for value in "bcd"] == [False, True, False]
+
+
+def test_a_worker_without_room_wakes_a_loop_that_sleeps_for_a_later_result(open_channel):
+    channel = open_channel()
+    channel.consumer.grant_all()
+    channel.consumer.arm_wake_up(2 + 2 * 1000)
+    channel.send(*items(*[bytes([n]) * 60_000 for n in range(10)]))
+    wait_until(lambda: channel.ring.words[layout.PACKETS] > 1)
+    assert [channel.take().number for _ in range(8)] == list(range(8))
+    channel.consumer.make_room()
+    assert [channel.take().number for _ in range(2)] == [8, 9]
+    channel.join()

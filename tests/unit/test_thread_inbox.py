@@ -1,12 +1,15 @@
 """The inbox of threads, where a signal handler runs within its methods."""
 
 import functools
+import linecache
 import sys
 import threading
+from queue import SimpleQueue
 
 import pytest
 from helpers import LIMIT, wait_until
 
+from enqueuer.backends.thread import inbox as inbox_module
 from enqueuer.backends.thread.inbox import ThreadInbox
 from enqueuer.errors import Closed
 from enqueuer.monitoring.meters import Meter
@@ -127,3 +130,39 @@ def test_a_message_waits_for_room_and_removing_one_makes_it():
         inbox.remove(inbox.head())
     sender.join(LIMIT)
     assert ends == [0, 1, 2]
+
+
+class CountedQueue:
+    """A queue that counts what was put in it."""
+
+    def __init__(self):
+        self.queue, self.count = SimpleQueue(), 0
+        self.get = self.queue.get
+
+    def put(self, item):
+        self.count += 1
+        self.queue.put(item)
+
+
+def test_a_loop_that_waits_for_one_item_is_woken_by_that_one_only(monkeypatch):
+    queues = []
+
+    def make():
+        queues.append(CountedQueue())
+        return queues[-1]
+
+    def is_asleep():
+        frame = sys._current_frames()[loop.ident]
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        return frame.f_code is ThreadInbox.wait.__code__ and "sleeper.get(True" in line
+
+    monkeypatch.setattr(inbox_module, "SimpleQueue", make)
+    inbox, meter = ThreadInbox(max_size=10), Meter()
+    loop = threading.Thread(target=inbox.wait, args=(None, 1))
+    loop.start()
+    wait_until(is_asleep)
+    inbox.put((0, 2, "b", None), 0, meter)
+    assert queues[0].count == 0
+    inbox.put((0, 1, "a", None), 0, meter)
+    loop.join(LIMIT)
+    assert (queues[0].count, loop.is_alive()) == (1, False)

@@ -33,6 +33,7 @@ class InlineDispatch:
     """See `enqueuer.backends.pool.Dispatch`."""
 
     least = 1
+    awaited: int | None = None
 
     def __init__(self) -> None:
         self.tickets: deque[Ticket] = deque()

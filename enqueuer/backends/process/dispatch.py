@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import time
 from collections.abc import Callable, Container, Sequence
 
 from enqueuer.backends.pool import HAS_ENDED
@@ -40,6 +41,9 @@ class QueueDispatch:
     """
 
     def __init__(self, workers: Sequence[ProcessWorker], are_forked: bool, one_each: bool) -> None:
+        self.awaited: int | None = None
+        # The task whose result was slept for last.
+        self._slept_for: int | None = None
         self._workers = workers
         self._are_forked = are_forked
         self._one_each = one_each
@@ -98,6 +102,20 @@ class QueueDispatch:
         self._last_token += 1
         self._assigned.setdefault(worker, {})[self._last_token] = number
         worker.channel.assign(self._last_token, number, _body([packed]))
+
+    def plan_sleep(self, deadline: float | None) -> tuple[float | None, int]:
+        """Return until when to sleep for the awaited result, and the word AWAITED of the rings.
+
+        To be woken for each quick task takes longer than the task. So the loop first sleeps until
+        the packet of the awaited one is done, or should be: one of its tasks may be a slow one.
+        """
+        number = self.awaited
+        is_patient = number is not None and self.least > 1 and number != self._slept_for
+        self._slept_for = number
+        if is_patient:
+            until = time.monotonic() + _PACKET_NS / 1e9
+            deadline = until if deadline is None else min(until, deadline)
+        return deadline, 0 if number is None else 2 * number + 2 + is_patient
 
     def current(self, worker: ProcessWorker) -> Sequence[int]:
         assigned, numbers = self._assigned.get(worker, {}), list[int]()

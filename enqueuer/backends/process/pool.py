@@ -123,12 +123,16 @@ class ProcessPool:
 
     def sleep(self, awaited: ProcessWorker | None, deadline: float | None) -> None:
         watched = list(self.workers) if awaited is None else [awaited]
-        is_coming = not self._does_tasks and self._ask_for(awaited)
+        is_coming, awaited_word = False, 0
+        if self._does_tasks:
+            deadline, awaited_word = self.dispatch.plan_sleep(deadline)
+        else:
+            is_coming = self._ask_for(awaited)
         if self._spin.until(lambda: any(_has_news(worker, is_coming) for worker in watched)):
             return
         try:
             for worker in watched:
-                worker.channel.arm_wake_up()
+                worker.channel.arm_wake_up(awaited_word)
             if not any(_has_news(worker, is_coming) for worker in watched):
                 self._poll(deadline)
         finally:

@@ -76,6 +76,7 @@ class ActorDispatch:
     """
 
     least = 1
+    awaited: int | None = None
 
     def __init__(
         self,

@@ -92,10 +92,8 @@ class ThreadInbox:
         self._others_sent = 0
         # Number of items that were sent, without those of an open bunch.
         self._sent = 0
-        self._taken = 0
-        self._acknowledged = 0
-        self._bytes_sent = 0
-        self._bytes_acknowledged = 0
+        self._taken = self._acknowledged = 0
+        self._bytes_sent = self._bytes_acknowledged = 0
         # With a bound in bytes: numbers of items that were sent, and of their bytes.
         self._totals: deque[tuple[int, int]] = deque()
         # Whether all items are of one shard, and none has a state.
@@ -105,6 +103,8 @@ class ThreadInbox:
         self._bunches: list[Bunch] = []
         # The queue in which the loop waits for anything; two workers may put it there.
         self._sleeper: SimpleQueue[bool] | None = None
+        # Number of the item that it waits for; None: any.
+        self._awaited: int | None = None
         # Whether `wake()` was called since the last wait.
         self._is_woken = False
         # In the order in which they have sent.
@@ -181,7 +181,7 @@ class ThreadInbox:
                 while self._totals[0][0] <= self._acknowledged:
                     self._totals.popleft()
             self._items.append(item)
-            if self._sleeper is not None:
+            if self._sleeper is not None and self._awaited in (None, item[1]):
                 self._wake_loop_locked()
             self._wait_for_room_locked(1, meter)
             if self.closed:
@@ -252,9 +252,8 @@ class ThreadInbox:
         return is_light or self.closed
 
     def _wake_loop_locked(self) -> None:
-        sleeper = self._sleeper
-        if sleeper is not None:
-            sleeper.put(True)
+        if self._sleeper is not None:
+            self._sleeper.put(True)
         # Last, so that after an exception of a signal handler the loop is woken by another call.
         self._sleeper = None
 
@@ -269,11 +268,12 @@ class ThreadInbox:
         # The workers still count as making the others.
         return max(0, min(len(self._items), first.items - self._taken))
 
-    def wait(self, end: float | None) -> None:
+    def wait(self, end: float | None, awaited: int | None = None) -> None:
         """Wait until there is a message, until it is closed or woken, or until a time.
 
         Args:
             end: The time, of `time.monotonic()`; None waits forever.
+            awaited: Number of the item that must come, unless it is sent in a bunch; None: any.
         """
         sleeper: SimpleQueue[bool] = SimpleQueue()
         try:
@@ -283,7 +283,7 @@ class ThreadInbox:
                 for bunch in self._bunches:
                     bunch.gate.clear()
                 # Before the look as well: a signal handler that calls `wake()` then finds it.
-                self._sleeper = sleeper
+                self._awaited, self._sleeper = awaited, sleeper
                 if self._items or self._others or self.closed or self._is_woken:
                     return
             sleeper.get(True, None if end is None else max(0.0, end - time.monotonic()))

@@ -97,6 +97,7 @@ class ThreadDispatch:
     """See `enqueuer.backends.pool.Dispatch`: one buffer, from which free threads take tickets."""
 
     least = 1
+    awaited: int | None = None
 
     def __init__(self, tickets: WorkQueue[Ticket]) -> None:
         self._tickets = tickets
@@ -170,7 +171,7 @@ class ThreadPool:
 
     def sleep(self, awaited: ThreadWorker | None, deadline: float | None) -> None:
         inbox = self._inboxes[0] if awaited is None else awaited.inbox
-        inbox.wait(deadline)
+        inbox.wait(deadline, self.dispatch.awaited)
 
     def poll(self) -> None:
         pass
