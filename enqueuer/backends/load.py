@@ -84,6 +84,9 @@ def load(
     """
     if name == "process" and job.workers and not hasattr(os, "fork"):
         raise StartError("backend='process' needs a POSIX system; use backend='thread' here")
+    if name == "process" and job.workers and job.start_method == "forkserver":
+        # The server imports numpy while this process imports the pool and pickles the source.
+        importlib.import_module("enqueuer.backends.process.fork_server").begin()
     module, kind = _POOLS[name] if job.workers else _INLINE
     pool = getattr(importlib.import_module(module), kind)(job)
     return _engine(job, pool, restarts, loop_meter, deferred)

@@ -128,6 +128,14 @@ class Server:
             assert self._packets is not None
             return _Served(self, self._packets, number, self._pids.pop(number))
 
+    def begin(self) -> None:
+        """Start a server unless there is one; the first fork waits for it.
+
+        If the system has no room for it now, the first fork tries again, and reports that.
+        """
+        with interrupts.held(), self._lock, contextlib.suppress(OSError):
+            self._join_locked()
+
     def exitcode(self, connection: Packets, number: int, timeout: float) -> int | None:
         """Wait for a child's exit code from the server; None if none comes.
 
@@ -255,6 +263,11 @@ os.register_at_fork(after_in_child=server.renew)
 def fork(sock: socket.socket, lifeline: Descriptor) -> _Served:
     """Let this process's fork server fork a child that owns `sock` and `lifeline`."""
     return server.fork(sock, lifeline)
+
+
+def begin() -> None:
+    """Let this process's fork server start while this process does something else."""
+    server.begin()
 
 
 @atexit.register
