@@ -5,12 +5,9 @@
 ['a', 'b', 'c']
 """
 
-from enqueuer.backends.thread.buffer import Buffer
-from enqueuer.enqueuers.configs import Auto, Processes, Ray
-from enqueuer.enqueuers.generator import GeneratorEnqueuer
-from enqueuer.enqueuers.ordered import OrderedEnqueuer
-from enqueuer.enqueuers.replay import replay
-from enqueuer.enqueuers.shortcuts import imap, prefetch
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from enqueuer.errors import (
     BatchTimeout,
     BlockMemoryError,
@@ -34,13 +31,21 @@ from enqueuer.errors import (
     WorkerDied,
     WorkerError,
 )
-from enqueuer.generators.mixing import mix
-from enqueuer.monitoring.bottleneck_texts import Bottleneck
-from enqueuer.monitoring.headroom import Headroom, headroom
-from enqueuer.monitoring.stats import Stats
-from enqueuer.monitoring.worker_stats import WorkerStats
 from enqueuer.workers.arrays import empty, empty_like
 from enqueuer.workers.shards import Shard, Task
+
+if TYPE_CHECKING:
+    from enqueuer.backends.thread.buffer import Buffer
+    from enqueuer.enqueuers.configs import Auto, Processes, Ray
+    from enqueuer.enqueuers.generator import GeneratorEnqueuer
+    from enqueuer.enqueuers.ordered import OrderedEnqueuer
+    from enqueuer.enqueuers.replay import replay
+    from enqueuer.enqueuers.shortcuts import imap, prefetch
+    from enqueuer.generators.mixing import mix
+    from enqueuer.monitoring.bottleneck_texts import Bottleneck
+    from enqueuer.monitoring.headroom import Headroom, headroom
+    from enqueuer.monitoring.stats import Stats
+    from enqueuer.monitoring.worker_stats import WorkerStats
 
 __version__ = "0.1.0"
 
@@ -86,3 +91,37 @@ __all__ = [
     "prefetch",
     "replay",
 ]
+
+# Names that are imported when they are first used: a worker process needs none of them, and a
+# quarter of the start of a fork server would be spent on them.
+_MODULES = {
+    "Auto": "enqueuers.configs",
+    "Bottleneck": "monitoring.bottleneck_texts",
+    "Buffer": "backends.thread.buffer",
+    "GeneratorEnqueuer": "enqueuers.generator",
+    "Headroom": "monitoring.headroom",
+    "OrderedEnqueuer": "enqueuers.ordered",
+    "Processes": "enqueuers.configs",
+    "Ray": "enqueuers.configs",
+    "Stats": "monitoring.stats",
+    "WorkerStats": "monitoring.worker_stats",
+    "headroom": "monitoring.headroom",
+    "imap": "enqueuers.shortcuts",
+    "mix": "generators.mixing",
+    "prefetch": "enqueuers.shortcuts",
+    "replay": "enqueuers.replay",
+}
+
+# Type checkers see the imports above; with this function they would accept any name.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Import a public name that is used for the first time."""
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"enqueuer.{_MODULES[name]}"), name)
+        globals()[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
