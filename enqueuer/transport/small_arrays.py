@@ -54,13 +54,14 @@ class Layouts:
         else:
             return None
         for array in arrays:
-            # Pickle keeps a read-only array read-only, and the metadata of a dtype.
-            if type(array) is not _ndarray or not array.flags.writeable:
+            # Pickle keeps a read-only array read-only, and the metadata of a dtype. One that is
+            # contiguous needs no strides in the key.
+            if type(array) is not _ndarray or not array.flags.carray:
                 return None
             dtype = array.dtype
             if dtype.metadata is not None:
                 return None
-            key += dtype, array.shape, array.strides
+            key += dtype, array.shape
         build = tuple(key)
         try:
             known = self._known[build]
@@ -148,6 +149,5 @@ def _aligned(size: int) -> int:
 
 
 def _is_plain(array: np.ndarray) -> bool:
-    """Return whether bytes, shape and the name of a dtype are all that there is of an array."""
-    is_named = bool(portable_dtypes[array.dtype])
-    return is_named and array.flags.c_contiguous and array.nbytes > 0
+    """Return whether a contiguous array is known by its bytes, its shape and its dtype's name."""
+    return bool(portable_dtypes[array.dtype]) and array.nbytes > 0
