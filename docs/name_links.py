@@ -14,8 +14,8 @@ from sphinx.util.nodes import make_refnode
 
 # `stats()` means the method of an enqueuer; these two classes have the same methods.
 ENQUEUERS = ("GeneratorEnqueuer", "OrderedEnqueuer")
-# These are words of other packages as well: pages write `enqueuer.empty()` for the function.
-AMBIGUOUS = ("empty", "empty()", "line", "split", "pack")
+# These are names of other packages as well: pages write `enqueuer.empty()` for the function.
+AMBIGUOUS = ("DataLoader", "empty", "empty()", "line", "split", "pack")
 
 
 def link(app: Sphinx, doctree: nodes.document, docname: str) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator
 
 from enqueuer.cli.arguments import Commands, add_backend, add_number, add_seed
 from enqueuer.cli.user_errors import FAILED
+from enqueuer.monitoring import usage
 from enqueuer.tools import demo
 
 
@@ -55,8 +57,14 @@ def _demo(options: argparse.Namespace) -> int:
         backend=options.backend,
         seed=options.seed,
     )
+    load, cpus = os.getloadavg()[0], usage.cpus()
     report = demo.run(settings)
     print("\n".join(_lines(settings, report)))
+    if load > cpus:
+        print(
+            f"NOTE: other programs used the {cpus:g} CPUs, with a load of {load:.0f} at first, "
+            "so the times mean little: run it again on an idle machine"
+        )
     return 0 if report.same_weights else FAILED
 
 

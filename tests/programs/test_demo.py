@@ -109,6 +109,17 @@ def test_demo_reports_accuracy_and_times(program: Program, backend: str) -> None
 
 @needs_extras
 @pytest.mark.thorough
+@pytest.mark.parametrize(("load", "is_noted"), [(99.0, True), (0.5, False)])
+def test_demo_says_that_the_machine_was_busy(program: Program, load: float, is_noted: bool) -> None:
+    stub = f"import os; os.getloadavg = lambda: ({load}, 0.0, 0.0)"
+    (program.stubs / "sitecustomize.py").write_text(stub)
+    code, output, errors = program.run("demo", "--epochs", "1", "--backend", "thread")
+    assert code == 0, errors
+    assert ("run it again on an idle machine" in output) == is_noted
+
+
+@needs_extras
+@pytest.mark.thorough
 def test_demo_with_default_settings_learns(program: Program) -> None:
     code, output, errors = program.run("demo")
     assert code == 0, errors
