@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -129,6 +130,14 @@ _samples = {
         ("64 JPEG files", "jpeg", (), 64, 8),
     )
     for workers in (1, 2)
+}
+
+# A step with images takes as long as many batches of rows.
+_trained = {
+    row: dataclasses.replace(tasks, count=tasks.count // parts)
+    for row, tasks in _samples.items()
+    for title, parts in (("64 uint8", 5), ("256 small", 1))
+    if row.startswith(title)
 }
 
 CASES = {
@@ -271,6 +280,14 @@ CASES = {
         measures.task_rate,
         lambda one: one.name == "torch",
         quick=("64 uint8 images, 2 workers", "256 small rows, 2 workers"),
+    ),
+    "loader-training": Case(
+        "a DataLoader, and a training step on the CPU",
+        "steps/s",
+        _trained,
+        measures.trained_rate,
+        lambda one: one.name == "torch",
+        quick=("64 uint8 images, 1 worker",),
     ),
     "tasks-tiny": Case(
         "tasks without work",

@@ -264,6 +264,24 @@ def task_rate(contestant: Contestant, tasks: Tasks, seconds: float) -> float:
                 return count / took
 
 
+def trained_rate(contestant: Contestant, tasks: Tasks, seconds: float) -> float:
+    """Return steps a second of a small model that this process trains with the batches."""
+    import training  # imports torch, which other cases do not need
+
+    step = training.step()
+    with contestant.load_tasks()(tasks) as epoch:
+        for batch in epoch():
+            step(batch)
+        count, start = 0, time.perf_counter()
+        while True:
+            for batch in epoch():
+                step(batch)
+            count += tasks.steps
+            took = time.perf_counter() - start
+            if took >= seconds:
+                return count / took
+
+
 def task_bandwidth(contestant: Contestant, tasks: Tasks, seconds: float) -> float:
     """Return GB a second of the results of tasks."""
     return task_rate(contestant, tasks, seconds) * FILLED * 4 / 1e9

@@ -157,7 +157,7 @@ _LIST = [
         "enqueuer_loader",
         "torch",
         tasks=True,
-        only=frozenset({"loader"}),
+        only=frozenset({"loader", "loader-training"}),
     ),
     # Tiny arrays are left out: it needs a file descriptor for each.
     Contestant(
