@@ -144,4 +144,7 @@ def _parts_of(part: Any) -> Iterable[Any]:
 
 def _is_sparse(part: Any) -> bool:
     torch = sys.modules.get("torch")
-    return torch is not None and isinstance(part, torch.Tensor) and part.layout is torch.sparse_coo
+    # Another thread may be importing torch, which then has no tensors yet.
+    if torch is None or not isinstance(part, getattr(torch, "Tensor", ())):
+        return False
+    return bool(part.layout is torch.sparse_coo)

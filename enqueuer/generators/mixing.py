@@ -17,6 +17,8 @@ Item = TypeVar("Item")
 AtEnd = Literal["stop", "restart", "continue"]
 
 _END = object()
+# A share below this would have its first turn after 500 billion items.
+_LEAST_SHARE = 1e-12
 
 
 def mix(
@@ -33,8 +35,8 @@ def mix(
 
     Args:
         generators: Generator functions, by name. Each takes no argument, or the `Shard`.
-        weights: Positive number for each generator, by name or in the same order. None, the
-            default: all have the same.
+        weights: Positive number for each generator, by name or in the same order, and at least
+            1e-12 of their sum. None, the default: all have the same.
         at_end: What to do when one of the generators has ended. `"stop"`, the default: the shard
             ends, and the proportions hold until its end. `"restart"`: it is called again, with
             new random numbers, until each has ended once. `"continue"`: the others continue, with
@@ -45,7 +47,7 @@ def mix(
 
     Raises:
         TypeError: An argument has the wrong type, or a generator is not a function.
-        ValueError: The weights do not fit, or are not positive.
+        ValueError: The weights do not fit, are not positive, or differ too much.
 
     Example:
         >>> from enqueuer import mix, prefetch
@@ -96,12 +98,24 @@ def _weights(names: list[str], weights: object) -> tuple[float, ...]:
     for name, value in zip(names, values, strict=True):
         if isinstance(value, bool) or not hasattr(value, "__float__"):
             raise TypeError(f"the weight of {name!r} must be a number, got {value!r}")
-        if not (float(value) > 0 and math.isfinite(value)):
+        if not 0 < value < math.inf:
             raise ValueError(
                 f"the weight of {name!r} must be > 0, got {value!r}; leave the generator out to "
                 "take nothing from it"
             )
-    return tuple(map(float, values))
+    try:
+        floats = tuple(map(float, values))
+    except OverflowError:
+        floats = (math.inf,)
+    total, least = sum(floats), min(floats)
+    if not math.isfinite(total):
+        raise ValueError(f"the sum of the weights is too large for a float: {values!r}")
+    if least < _LEAST_SHARE * total:
+        raise ValueError(
+            f"the weights differ too much: the share of {names[floats.index(least)]!r} is below "
+            f"{_LEAST_SHARE:g}; leave the generator out to take nothing from it"
+        )
+    return floats
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,8 @@ def stack(results: list[Any]) -> Any:
 
     The members of mappings, tuples, lists and dataclasses are stacked one by one, and the
     containers keep their class. Objects other than arrays, tensors and numbers stay in a list. So
-    do all results if one of them is None.
+    do all results if one of them is None. Python integers become int64, or uint64 if they need
+    it; those that neither holds stay in a list.
 
     Args:
         results: Results of one batch, all of the same structure.
@@ -51,15 +52,23 @@ def stack(results: list[Any]) -> Any:
         return _joined(results)
     if isinstance(first, (bool, int, float, complex)):
         array = np.array(results)
+        if array.dtype.kind == "f" and all(isinstance(one, int) for one in results):
+            return _large_integers(results)
         # With a text among the numbers, numpy would make texts of all of them.
         return array if array.dtype.kind in "biufc" else results
     torch = sys.modules.get("torch")
-    if torch is not None and isinstance(first, torch.Tensor):
+    # Another thread may be importing torch, which then has no tensors yet.
+    if torch is not None and isinstance(first, getattr(torch, "Tensor", ())):
         return _joined_tensors(results, torch)
     columns = columns_of(results)
     if columns is None:
         return results
     return with_members(first, {key: stack(column) for key, column in columns.items()})
+
+
+def _large_integers(results: list[int]) -> Any:
+    """Stack integers that numpy would round to float64, since int64 does not hold all of them."""
+    return np.array(results, np.uint64) if min(results) >= 0 else results
 
 
 def _joined(arrays: list[Any]) -> np.ndarray:

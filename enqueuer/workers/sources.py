@@ -236,9 +236,9 @@ def is_indexable(items: object) -> bool:
 
 def has_elements(items: object) -> bool:
     """Return whether the object has elements by their index."""
-    torch = sys.modules.get("torch")
     # An IterableDataset inherits a __getitem__ that only raises.
-    if torch is not None and isinstance(items, torch.utils.data.IterableDataset):
+    iterable = getattr(sys.modules.get("torch.utils.data"), "IterableDataset", ())
+    if isinstance(items, iterable):
         return False
     return hasattr(items, "__getitem__")
 

@@ -95,6 +95,29 @@ def test_the_proportions_hold_at_every_prefix(weights, shards):
         assert worst(itertools.islice(items, 500), weights)[0] <= 1
 
 
+@pytest.mark.parametrize(
+    ("weights", "said"),
+    [
+        ([1e-320, 1], "differ too much: the share of '.*' is below 1e-12"),
+        ([1, 1e-13], "differ too much: the share of '.*' is below"),
+        ([1e308, 1e308], "the sum of the weights is too large"),
+        ([10**400, 1], "the sum of the weights is too large"),
+        ([1, math.inf], "the weight of '.*' must be > 0"),
+        ([math.nan, 1], "the weight of '.*' must be > 0"),
+    ],
+    ids=str,
+)
+def test_weights_that_no_schedule_can_keep_are_rejected(weights, said):
+    with pytest.raises(ValueError, match=said):
+        mix(endless(weights), weights)
+
+
+@pytest.mark.parametrize("weights", [[1e-320, 1e-320], [1e300, 2e300], [1e-11, 1]], ids=str)
+def test_small_and_large_weights_that_are_alike_are_kept(weights):
+    items = mix(endless(weights), weights)(Shard(0, 1, 0, 7))
+    assert worst(itertools.islice(items, 500), weights)[0] <= 1
+
+
 @pytest.mark.parametrize("weights", WEIGHTS, ids=str)
 def test_a_schedule_continues_after_the_turns_that_were_taken(weights):
     whole = Schedule(weights)

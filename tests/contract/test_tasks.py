@@ -10,7 +10,7 @@ import threading
 import time
 from collections import OrderedDict, UserDict, defaultdict
 from functools import partial
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 
 import numpy as np
 import pytest
@@ -485,6 +485,33 @@ def test_results_of_which_one_is_none_stay_in_a_list(results):
     """Whichever comes first."""
     assert stack(results) is results
     assert type(stack(results[::-1])) is list
+
+
+@pytest.mark.parametrize("results", [[2**63, 1], [1, 2**64 - 1], [True, 2**63]])
+def test_integers_above_int64_become_uint64(results):
+    batch = stack(results)
+    assert batch.dtype == np.uint64
+    assert batch.tolist() == results
+
+
+@pytest.mark.parametrize("results", [[2**63, -1], [-1, 2**64 - 1], [2**64, 1], [-(2**63) - 1, 0]])
+def test_integers_that_no_dtype_holds_stay_in_a_list(results):
+    assert stack(results) is results
+
+
+def test_large_integers_beside_floats_are_floats():
+    assert stack([2**63, 0.5]).dtype == np.float64
+    assert stack([1, np.float32(0.5)]).dtype == np.float64
+
+
+def test_a_thread_that_imports_torch_does_not_disturb_the_others(monkeypatch):
+    """Until its import ends, the module is there without its names."""
+    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
+    assert stack([{"x": np.zeros(2)}, {"x": np.ones(2)}])["x"].tolist() == [[0, 0], [1, 1]]
+    assert stack(["a", "b"]) == ["a", "b"]
+    options = {"batch_size": 2, "max_queue_bytes": 1 << 20}
+    with OrderedEnqueuer(range(4), lambda n: [n, str(n)], **options) as enqueuer:
+        assert [batch[1] for batch in enqueuer] == [["0", "1"], ["2", "3"]]
 
 
 def test_numbers_beside_texts_stay_in_a_list():
