@@ -27,7 +27,6 @@ from typing import Any
 import machine
 from workload import MODULES, Contestant, Digest, Workload, is_installed, load
 
-_LIMIT_S = 120.0
 # Seconds between two readings of the memory.
 _MEMORY_S = 0.25
 _TAIL = 2000  # characters of what a process printed
@@ -59,11 +58,11 @@ def main() -> None:
     everything: dict[str, Any] = {"about": about, "workloads": {}}
     try:
         for workload in chosen:
-            cells = _run(workload, options)
-            everything["workloads"][workload.name] = cells
+            for cells in _run(workload, options):
+                everything["workloads"][workload.name] = cells
+                if options.out:
+                    options.out.write_text(json.dumps(everything, indent=1) + "\n")
             print("\n".join(_table(workload, cells)), flush=True)
-            if options.out:
-                options.out.write_text(json.dumps(everything, indent=1) + "\n")
     except KeyboardInterrupt:
         raise SystemExit("interrupted") from None
 
@@ -74,6 +73,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="contestants (default: all)")
     parser.add_argument("--repeats", type=int, default=3, help="of each (default: 3)")
     parser.add_argument("--count", type=int, default=0, help="items of an epoch")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds for each measurement")
     parser.add_argument("--out", type=Path, help="file for the results, as JSON")
     parser.add_argument("--list", action="store_true", help="show workloads and contestants")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -87,23 +87,33 @@ def _options() -> argparse.Namespace:
 def _measure(workload: Workload, contestant: Contestant, folder: Path, count: int) -> None:
     """Take two epochs of batches, and print the numbers of the second one as JSON."""
     epochs = contestant.open(workload.prepare(folder, count), count)
-    memory, digest, seen = _Memory(), Digest(), 0
+    memory, digest, seen = _Memory(), Digest(workload.has_order), 0
+    use = workload.use or (lambda batch: None)
+    ages = []
     for batch in next(epochs):
         digest.add(batch)
+        use(batch)
         # Otherwise it lives on while the next one is made.
         del batch
     cpu_s, began = machine.cpu_of_session(), time.perf_counter()
     for batch in next(epochs):
+        if isinstance(batch, dict) and "made_at" in batch:
+            ages.append(time.perf_counter() - float(batch["made_at"]))
         seen += workload.size_of(batch)
+        use(batch)
         del batch
     took = time.perf_counter() - began
     cpu_s = machine.cpu_of_session() - cpu_s
-    found = {
+    if seen != count:
+        raise SystemExit(f"{seen} items came instead of {count}")
+    found: dict[str, Any] = {
         "rate": seen / took,
         "cpu_ms": 1000 * cpu_s / max(1, seen),
         "memory_mb": memory.stop() / 1e6,
         "digest": digest.text(),
     }
+    if ages:
+        found["age_ms"] = 1000 * statistics.median(ages)
     print(json.dumps(found))
     sys.stdout.flush()
     # Some loaders leave threads or processes behind, which the parent ends.
@@ -134,8 +144,12 @@ class _Memory:
 # --- all measurements --------------------------------------------------------------------------
 
 
-def _run(workload: Workload, options: argparse.Namespace) -> Cells:
-    """Measure a workload; each repeat begins with another contestant."""
+def _run(workload: Workload, options: argparse.Namespace) -> Iterator[Cells]:
+    """Measure a workload; each repeat begins with another contestant.
+
+    Yields:
+        The results so far, after each measurement.
+    """
     names = [name for name in workload.contestants if not options.only or name in options.only]
     count = options.count or workload.items
     cells: Cells = {name: [] for name in names}
@@ -144,37 +158,44 @@ def _run(workload: Workload, options: argparse.Namespace) -> Cells:
         for repeat in range(options.repeats):
             first = repeat % max(1, len(names))
             for name in names[first:] + names[:first]:
-                cells[name].append(_try(workload, name, folder, count))
-    return cells
+                cells[name].append(_try(workload, name, folder, count, options.limit))
+                yield cells
 
 
-def _try(workload: Workload, name: str, folder: str, count: int) -> dict[str, Any]:
+def _try(workload: Workload, name: str, folder: str, count: int, limit_s: float) -> dict[str, Any]:
     """Measure one contestant once, in a process of its own."""
     contestant = workload.contestants[name]
     if not contestant.is_installed:
         return {"status": f"needs {contestant.needs}"}
-    process = subprocess.Popen(
-        [
-            *(sys.executable, __file__, workload.name, "--one", name),
-            *("--folder", folder, "--count", str(count)),
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
-    )
+    # In files, as a process that a loader leaves behind would keep a pipe open.
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = subprocess.Popen(
+            [
+                *(sys.executable, __file__, workload.name, "--one", name),
+                *("--folder", folder, "--count", str(count)),
+            ],
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+            env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+        )
+        try:
+            code = process.wait(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            return {"status": "timeout"}
+        finally:
+            machine.end(process.pid)
+            process.wait()
+        out.seek(0)
+        err.seek(0)
+        lines, said = out.read().splitlines(), err.read()[-_TAIL:]
     try:
-        out, err = process.communicate(timeout=_LIMIT_S)
-    except subprocess.TimeoutExpired:
-        return {"status": "timeout"}
-    finally:
-        machine.end(process.pid)
-        process.wait()
-    if process.returncode:
-        print(f"{workload.name}, {name}:\n{err[-_TAIL:]}", file=sys.stderr)
-        return {"status": "error", "why": err[-_TAIL:]}
-    found: dict[str, Any] = json.loads(out.splitlines()[-1])
+        found: dict[str, Any] = json.loads(lines[-1])
+    except (IndexError, ValueError):
+        found = {}
+    if code or "rate" not in found:
+        print(f"{workload.name}, {name}:\n{said}", file=sys.stderr)
+        return {"status": "error", "why": said}
     return found
 
 
@@ -182,12 +203,15 @@ def _table(workload: Workload, cells: Cells) -> Iterator[str]:
     """Yield the lines of a table, the best rate first."""
     yield f"\n{workload.name}: {workload.about}"
     yield f"{'':28}{'items/s':>10}{'range':>16}{'CPU ms':>9}{'MB':>8}{'lines':>7}  output"
-    expected = next((tries[0].get("digest") for tries in cells.values()), None)
+    expected = next(
+        (one["digest"] for tries in cells.values() for one in tries if "digest" in one), None
+    )
     rows = []
     for name, tries in cells.items():
         good = [one for one in tries if "rate" in one]
         if not good:
-            rows.append((0.0, f"{name:28}{tries[0]['status']:>10}"))
+            status = tries[0]["status"] if tries else "not run"
+            rows.append((0.0, f"{name:28}{status:>10}"))
             continue
         rates = [one["rate"] for one in good]
         middle = {key: statistics.median(t[key] for t in good) for key in ("cpu_ms", "memory_mb")}

@@ -8,6 +8,7 @@ and of what it `uses` alone, are counted as the user's. Then name the module in 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -19,7 +20,11 @@ from typing import Any
 
 import numpy as np
 
-MODULES = ("remote_files", "stragglers", "hugging_face")
+MODULES = (
+    *("log_mel", "resize", "jpeg_folder", "jpeg_bytes", "random_rows", "random_rows_hdf5"),
+    *("hugging_face", "text_tokens", "table_rows", "remote_files", "stragglers"),
+    *("training_step", "rl_loop"),
+)
 
 Epochs = Iterator[Iterable[Any]]
 """An iterable of batches for each epoch, without an end."""
@@ -63,11 +68,14 @@ class Workload:
     Attributes:
         name: Name of the workload.
         about: Description of an item and its work.
+        unit: Word for the items, as in items/s.
         items: Number of items of an epoch.
         batch_size: Number of items in a batch.
         prepare: Function of a folder and the number of items, which makes the data.
         size_of: Function of a batch, which returns the number of its items.
+        use: Function of a batch that the loop calls; None if it drops the batches.
         needs: Module that the data need; None if there is none.
+        has_order: Whether the order of the rows is the same for all contestants.
     """
 
     name: str
@@ -76,7 +84,10 @@ class Workload:
     batch_size: int
     prepare: Callable[[Path, int], Any]
     size_of: Callable[[Any], int]
+    unit: str = "items"
+    use: Callable[[Any], None] | None = None
     needs: str | None = None
+    has_order: bool = True
     contestants: dict[str, Contestant] = field(default_factory=dict)
 
     def contestant(
@@ -119,15 +130,26 @@ def is_installed(module: str | None) -> bool:
 
 
 class Digest:
-    """A hash of batches, by their values: tensors, arrays and lists of numbers are alike."""
+    """A hash of batches, by their values: tensors, arrays and lists of numbers are alike.
 
-    def __init__(self) -> None:
+    Of a dict, `made_at` does not count.
+
+    Args:
+        has_order: Whether the order counts. If not, a batch is an array of rows, and the sum of
+            the hashes of all rows counts.
+    """
+
+    def __init__(self, has_order: bool = True) -> None:
         self._hash = hashlib.sha256()
+        self._sum = None if has_order else 0
 
     def add(self, batch: Any) -> None:
         """Add a batch."""
-        if isinstance(batch, Mapping):
-            for key in sorted(batch):
+        if self._sum is not None:
+            for row in batch:
+                self._sum += int(hashlib.sha256(_bytes_of(row)).hexdigest(), 16)
+        elif isinstance(batch, Mapping):
+            for key in sorted(set(batch) - {"made_at"}):
                 self.add(batch[key])
         elif isinstance(batch, tuple) or (
             isinstance(batch, list) and batch and not isinstance(batch[0], (int, float, str))
@@ -139,6 +161,8 @@ class Digest:
 
     def text(self) -> str:
         """Return the hash."""
+        if self._sum is not None:
+            return f"{self._sum:064x}"[-16:]
         return self._hash.hexdigest()[:16]
 
 
@@ -150,6 +174,8 @@ def _bytes_of(part: Any) -> bytes:
 
 
 def _lines_of(part: Any) -> int:
+    if isinstance(part, functools.partial):
+        part = part.func
     lines = [line.strip() for line in inspect.getsource(part).splitlines()]
     code = [line for line in lines if line and not line.startswith(("#", '"""', "@"))]
     # The head of a contestant's function is the benchmark's.

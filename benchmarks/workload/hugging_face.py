@@ -1,4 +1,4 @@
-"""A Hugging Face dataset of tokens, shuffled by nobody: batches of 256 rows as arrays."""
+"""A Hugging Face dataset of tokens, in its order: batches of 256 rows as arrays."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ def _prepare(folder: Path, items: int) -> Any:
 WORKLOAD = Workload(
     "hugging-face",
     f"a dataset of {_TOKENS} tokens a row, with the format of numpy; batches of 256; 2 processes",
+    unit="rows",
     items=51_200,
     batch_size=256,
     prepare=_prepare,
@@ -70,5 +71,21 @@ def _torch(dataset: Any, items: int) -> Epochs:
     batches = DataLoader(
         dataset.with_format("torch"), batch_size=256, num_workers=2, persistent_workers=True
     )
+    while True:
+        yield batches
+
+
+@WORKLOAD.contestant("iter(batch_size)")
+def _iter(dataset: Any, items: int) -> Epochs:
+    while True:
+        yield dataset.iter(batch_size=256)
+
+
+@WORKLOAD.contestant("iterable dataset, torch", needs="torch", compare=False)
+def _iterable(dataset: Any, items: int) -> Epochs:
+    from torch.utils.data import DataLoader
+
+    rows = dataset.with_format("torch").to_iterable_dataset(num_shards=8)
+    batches = DataLoader(rows, batch_size=256, num_workers=2, persistent_workers=True)
     while True:
         yield batches

@@ -5,13 +5,14 @@ The loaders differ in how many files each of their processes loads at once.
 
 from __future__ import annotations
 
+import itertools
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from workload import Epochs, Workload
+from workload import Epochs, Workload, parse_flags
 
 _WAIT_S = 0.035
 _ROUNDS = 40_000
@@ -24,7 +25,8 @@ def _prepare(folder: Path, items: int) -> range:
 WORKLOAD = Workload(
     "remote-files",
     "35 ms of waiting and about 3 ms of Python a file; batches of 32",
-    items=1600,
+    unit="files",
+    items=640,
     batch_size=32,
     prepare=_prepare,
     size_of=len,
@@ -100,3 +102,27 @@ def _torch(files: Any, items: int) -> Epochs:
     batches = DataLoader(Files(items), batch_size=32, num_workers=32, persistent_workers=True)
     while True:
         yield batches
+
+
+@WORKLOAD.contestant("Grain, 2 x 16", needs="grain")
+def _grain(files: Any, items: int) -> Epochs:
+    import grain
+
+    parse_flags()
+    read = grain.ReadOptions(num_threads=16, prefetch_buffer_size=64)
+    dataset = grain.MapDataset.source(files).map(load).repeat().to_iter_dataset(read).batch(32)
+    batches = iter(dataset.mp_prefetch(grain.MultiprocessingOptions(num_workers=2)))
+    while True:
+        yield itertools.islice(batches, items // 32)
+
+
+@WORKLOAD.contestant("SPDL, 32 threads", needs="spdl")
+def _spdl(files: Any, items: int) -> Epochs:
+    from spdl.pipeline import PipelineBuilder
+
+    pipeline = PipelineBuilder().add_source(files, continuous=True)
+    pipeline = pipeline.pipe(load, concurrency=32, output_order="input")
+    batches = pipeline.aggregate(32).pipe(np.stack).add_sink(4).build(num_threads=32)
+    with batches.auto_stop():
+        while True:
+            yield batches

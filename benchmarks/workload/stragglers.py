@@ -21,7 +21,7 @@ def _prepare(folder: Path, items: int) -> range:
 WORKLOAD = Workload(
     "stragglers",
     "3 ms of waiting an item, but 60 ms for each 20th; single items in order, 16 threads",
-    items=2000,
+    items=1000,
     batch_size=1,
     prepare=_prepare,
     size_of=lambda item: 1,
