@@ -59,6 +59,7 @@ class Job:
             None: its share of the CPUs, or what the environment says.
         has_globals: Whether the workers have global random states of their own, as processes do.
         forward_logs: True, False or "multiprocessing-logging"; not of threads.
+        keep_freed_memory: Whether workers keep the memory that they free; not of threads.
         on_error: Reaction to an exception of the source.
         max_restarts: Number of dead workers that are replaced; not of threads.
         may_grow: Whether there may be more workers later.
@@ -81,6 +82,7 @@ class Job:
     max_restarts: int
     most_workers: int = 0
     threads_per_worker: int | None = None
+    keep_freed_memory: bool = True
     may_grow: bool = False
     longest_wait_s: float | None = None
     has_globals: bool = True

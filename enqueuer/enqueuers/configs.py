@@ -37,6 +37,10 @@ class Processes:
         forward_logs: Whether the handlers of this process receive the log records of workers.
             True by default; False leaves the records in the worker. `"multiprocessing-logging"`
             uses that package instead, for forked workers only.
+        keep_freed_memory: Whether a worker keeps up to 256 MiB of the memory that its batches
+            free, instead of returning it to the system and getting it again for the next one.
+            True by default; it applies to glibc, and variables such as
+            `MALLOC_TRIM_THRESHOLD_` in the environment take precedence.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -55,6 +59,7 @@ class Processes:
     start_method: str | BaseContext | None = None
     threads: int | None = None
     forward_logs: bool | Literal["multiprocessing-logging"] = True
+    keep_freed_memory: bool = True
 
     def __post_init__(self) -> None:
         # A context is replaced by its name, so that the options can be pickled and compared.
@@ -62,6 +67,7 @@ class Processes:
         if self.threads is not None:
             object.__setattr__(self, "threads", checks.positive("threads", self.threads))
         _check_forward_logs(self.forward_logs, self.start_method)
+        _check_flag("keep_freed_memory", self.keep_freed_memory)
 
 
 @dataclass(frozen=True)
@@ -82,6 +88,10 @@ class Ray:
             backends always deliver writable arrays.
         forward_logs: Whether the handlers of this process receive what an actor logs; True by
             default.
+        keep_freed_memory: Whether an actor keeps up to 256 MiB of the memory that its batches
+            free, instead of returning it to the system and getting it again for the next one.
+            True by default; it applies to glibc, and variables such as
+            `MALLOC_TRIM_THRESHOLD_` in the environment take precedence.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -97,6 +107,7 @@ class Ray:
     actor_options: Mapping[str, Any] | None = None
     copy_arrays: bool = False
     forward_logs: bool = True
+    keep_freed_memory: bool = True
 
     def __post_init__(self) -> None:
         address, options = self.address, self.actor_options
@@ -116,7 +127,7 @@ class Ray:
                 "takes resources and placement: num_cpus, num_gpus, memory, resources, "
                 "scheduling_strategy, runtime_env ..."
             )
-        for name in ("copy_arrays", "forward_logs"):
+        for name in ("copy_arrays", "forward_logs", "keep_freed_memory"):
             _check_flag(name, getattr(self, name))
 
     def for_job(self) -> RayOptions:

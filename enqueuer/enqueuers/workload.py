@@ -269,6 +269,7 @@ def job_of(
         most_workers=most_workers(options, usage.cpus()) if options.is_auto else 0,
         threads_per_worker=backend.threads if isinstance(backend, Processes) else None,
         forward_logs=options.forward_logs,
+        keep_freed_memory=not isinstance(backend, (Processes, Ray)) or backend.keep_freed_memory,
         on_error=options.on_error,
         max_restarts=options.max_restarts,
         may_grow=options.is_auto,

@@ -4,7 +4,7 @@ import resource
 
 import pytest
 
-from enqueuer import GeneratorEnqueuer, Processes
+from enqueuer import GeneratorEnqueuer, Processes, Ray
 from enqueuer.workers import allocator
 
 # By itself glibc keeps less than twice the largest block that was freed. The heap of a thread,
@@ -35,6 +35,19 @@ def nothing_set(monkeypatch):
 def test_the_memory_of_the_last_batch_is_used_again(process):
     with GeneratorEnqueuer(page_faults, **process) as enqueuer:
         assert min(enqueuer) < FRESH
+
+
+@pytest.mark.parametrize("start_method", ["fork", "forkserver", "spawn"])
+def test_an_option_leaves_the_allocator_alone(start_method):
+    backend = Processes(start_method=start_method, keep_freed_memory=False)
+    with GeneratorEnqueuer(page_faults, backend=backend) as enqueuer:
+        assert min(enqueuer) >= FRESH
+
+
+@pytest.mark.parametrize("options", [Processes, Ray])
+def test_the_option_is_true_or_false(options):
+    with pytest.raises(TypeError, match="keep_freed_memory"):
+        options(keep_freed_memory=1)
 
 
 @pytest.mark.parametrize(

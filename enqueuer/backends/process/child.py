@@ -79,11 +79,13 @@ class ProcessConfig(NamedTuple):
         worker: Configuration that is not special to processes.
         parent_environment: Environment of the parent; None if the workers are forked.
         thread_limits: Environment variables that limit the threads of native libraries.
+        keep_freed_memory: Whether the C library keeps the memory that is freed.
     """
 
     worker: WorkerConfig
     parent_environment: ParentEnvironment | None
     thread_limits: dict[str, str]
+    keep_freed_memory: bool
 
 
 class ProcessStart(NamedTuple):
@@ -258,7 +260,8 @@ def _work(
     multiprocessing.current_process().name = f"enqueuer-worker-{start.worker}"
     if stack is not None:
         stack_dump.answer(stack.fileno())
-    allocator.keep_freed_memory()
+    if config.keep_freed_memory:
+        allocator.keep_freed_memory()
     arrays.set_maker(channel.pool.make)
     if task_socket is not None:
         close_in_children(task_socket)

@@ -91,7 +91,7 @@ class Starter:
         fork = job.start_method == "fork"
         around = None if fork else ParentEnvironment.of_this_process()
         worker = WorkerConfig(job.shards, job.random_seed, levels, job.trace)
-        return ProcessConfig(worker, around, self._thread_limits)
+        return ProcessConfig(worker, around, self._thread_limits, job.keep_freed_memory)
 
     @functools.cached_property
     def _spins(self) -> bool:

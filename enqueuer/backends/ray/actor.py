@@ -48,6 +48,7 @@ class ActorConfig:
         worker: Configuration that it shares with worker processes.
         path: Directories from which the driver imports.
         asks: Whether it sends a frame when it has an item and no credit.
+        keep_freed_memory: Whether the C library keeps the memory that is freed.
     """
 
     index: int
@@ -55,6 +56,7 @@ class ActorConfig:
     worker: WorkerConfig
     path: tuple[str, ...]
     asks: bool
+    keep_freed_memory: bool
 
 
 class RayWorker:
@@ -67,7 +69,8 @@ class RayWorker:
     """
 
     def __init__(self, config: ActorConfig, credit: TotalCredit, payload: bytes) -> None:
-        allocator.keep_freed_memory()
+        if config.keep_freed_memory:
+            allocator.keep_freed_memory()
         self._config = config
         self._payload = payload
         self._outbox = Outbox(credit, config.asks)

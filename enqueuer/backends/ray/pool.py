@@ -122,6 +122,7 @@ class RayPool:
             WorkerConfig(job.shards, job.random_seed, self._levels, job.trace),
             tuple(path for path in sys.path if path),
             asks=not job.ordered,
+            keep_freed_memory=job.keep_freed_memory,
         )
         credit = self._credit(index)
         handle = self._class.remote(config, credit, self._payload)
