@@ -135,6 +135,7 @@ def page(everything: dict[str, Any]) -> Iterator[str]:
         "Each number is a median; losses are shown like wins.",
         "`benchmarks/README.md` describes each case, and how the comparison is kept fair; it also "
         "has the failure table, and the figures of data files and of Ray.",
+        ":doc:`benchmarks_workloads` shows real work: decoding, tokenizing, reading, training.",
         "",
         f"Measured on {about['date'][:10]}, {box['cpu']}, {box['cores']} cores, "
         f"Python {box['python']}, with medians of {about['repeats']} runs of "
@@ -242,9 +243,20 @@ def _title(case: str, row: str) -> str:
 
 
 def _picture(case: str, rows: dict[str, Any]) -> str:
-    """Return horizontal bars, on a logarithmic axis if they differ much."""
+    """Return bars of the last row."""
     row, numbers = _first(rows)
-    values = [value for _, value in numbers]
+    named = [(name, value, CONTESTANTS[name].needs == "enqueuer") for name, value in numbers]
+    return bars(_title(case, row), named)
+
+
+def bars(title: str, numbers: list[tuple[str, float, bool]]) -> str:
+    """Return a picture of horizontal bars, on a logarithmic axis if they differ much.
+
+    Args:
+        title: Title of the picture.
+        numbers: Name and value of each bar, and whether it is ours.
+    """
+    values = [value for _, value, _ in numbers]
     is_wide = max(values) > 30 * min(values) > 0
     floor = 10 ** math.floor(math.log10(min(values))) if is_wide else 0.0
 
@@ -257,11 +269,10 @@ def _picture(case: str, rows: dict[str, Any]) -> str:
         return max(2.0, share * (_RIGHT - _LEFT))
 
     height = _TOP + _STEP * len(numbers) + 10
-    title = _title(case, row) + (", logarithmic" if is_wide else "")
+    title += ", logarithmic" if is_wide else ""
     shapes = [text(10, 20, title, font_size=15)]
-    for place, (name, value) in enumerate(numbers):
+    for place, (name, value, is_ours) in enumerate(numbers):
         y = _TOP + _STEP * place
-        is_ours = CONTESTANTS[name].needs == "enqueuer"
         long = width(value)
         shapes += [
             text(_LEFT - 8, y + 14, name, "end", font_weight="bold" if is_ours else "normal"),

@@ -2,6 +2,7 @@
 
     python benchmarks/workloads.py                      # all workloads
     python benchmarks/workloads.py remote-files --only enqueuer "Grain, 2 x 16"
+    python benchmarks/workloads.py --page               # also writes docs/benchmarks_workloads.rst
     python benchmarks/workloads.py --list
 
 Each number is measured in a fresh process, in a session of its own. The first epoch starts the
@@ -12,6 +13,7 @@ by a hash of their values.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import statistics
@@ -25,12 +27,16 @@ from pathlib import Path
 from typing import Any
 
 import machine
+import workloads_page
 from workload import MODULES, Contestant, Digest, Workload, is_installed, load
 
 # Seconds between two readings of the memory.
 _MEMORY_S = 0.25
 _TAIL = 2000  # characters of what a process printed
-_PEERS = ["torch", "grain", "spdl", "datasets", "torchdata", "tensorflow-cpu", "webdataset"]
+_PEERS = [
+    *("numpy", "enqueuer", "pillow", "h5py"),
+    *("torch", "grain", "spdl", "datasets", "torchdata", "tensorflow-cpu", "webdataset"),
+]
 
 Cells = dict[str, list[dict[str, Any]]]
 
@@ -54,15 +60,27 @@ def main() -> None:
         for workload in chosen:
             print(f"{workload.name}: {workload.about}\n    {', '.join(workload.contestants)}")
         return
-    about = {"machine": machine.describe(_PEERS), "repeats": options.repeats}
-    everything: dict[str, Any] = {"about": about, "workloads": {}}
+    about = {
+        "date": datetime.datetime.now().isoformat(timespec="seconds"),
+        "machine": machine.describe(_PEERS),
+        "repeats": options.repeats,
+    }
+    everything: dict[str, Any] = {"about": about, "workloads": {}, "found": {}}
     try:
         for workload in chosen:
             for cells in _run(workload, options):
                 everything["workloads"][workload.name] = cells
                 if options.out:
                     options.out.write_text(json.dumps(everything, indent=1) + "\n")
-            print("\n".join(_table(workload, cells)), flush=True)
+            rows = _rows(workload, cells)
+            print("\n".join(_table(workload, rows)), flush=True)
+            everything["found"][workload.name] = {
+                "about": workload.about,
+                "unit": workload.unit,
+                "rows": rows,
+            }
+            if options.page:
+                workloads_page.write(options.page, everything)
     except KeyboardInterrupt:
         raise SystemExit("interrupted") from None
 
@@ -75,6 +93,13 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=0, help="items of an epoch")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds for each measurement")
     parser.add_argument("--out", type=Path, help="file for the results, as JSON")
+    parser.add_argument(
+        "--page",
+        nargs="?",
+        type=Path,
+        const=workloads_page.DOCS,
+        help="folder for a page with pictures (default: that of the documentation)",
+    )
     parser.add_argument("--list", action="store_true", help="show workloads and contestants")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -199,31 +224,41 @@ def _try(workload: Workload, name: str, folder: str, count: int, limit_s: float)
     return found
 
 
-def _table(workload: Workload, cells: Cells) -> Iterator[str]:
-    """Yield the lines of a table, the best rate first."""
-    yield f"\n{workload.name}: {workload.about}"
-    yield f"{'':28}{'items/s':>10}{'range':>16}{'CPU ms':>9}{'MB':>8}{'lines':>7}  output"
-    expected = next(
-        (one["digest"] for tries in cells.values() for one in tries if "digest" in one), None
-    )
+def _rows(workload: Workload, cells: Cells) -> list[dict[str, Any]]:
+    """Return medians and more for each contestant, the best rate first."""
+    good = {name: [one for one in tries if "rate" in one] for name, tries in cells.items()}
+    expected = next((tries[0]["digest"] for tries in good.values() if tries), None)
     rows = []
     for name, tries in cells.items():
-        good = [one for one in tries if "rate" in one]
-        if not good:
-            status = tries[0]["status"] if tries else "not run"
-            rows.append((0.0, f"{name:28}{status:>10}"))
+        contestant = workload.contestants[name]
+        row: dict[str, Any] = {"name": name, "lines": contestant.lines}
+        if not good[name]:
+            rows.append(row | {"status": tries[0]["status"] if tries else "not run"})
             continue
-        rates = [one["rate"] for one in good]
-        middle = {key: statistics.median(t[key] for t in good) for key in ("cpu_ms", "memory_mb")}
-        contestant, digests = workload.contestants[name], {one["digest"] for one in good}
-        output = "not compared"
+        for key in sorted(set(good[name][0]) - {"digest"}):
+            row[key] = statistics.median(one[key] for one in good[name])
+        rates, digests = [one["rate"] for one in good[name]], {one["digest"] for one in good[name]}
+        row["range"] = [min(rates), max(rates)]
+        row["output"] = "other work" if contestant.is_other else "not compared"
         if contestant.is_compared:
-            output = "the same" if digests == {expected} else "ANOTHER"
-        spread = f"{min(rates):,.0f}-{max(rates):,.0f}"
-        rate = statistics.median(rates)
-        text = f"{name:28}{rate:10,.1f}{spread:>16}{middle['cpu_ms']:9.2f}"
-        rows.append((rate, f"{text}{middle['memory_mb']:8.0f}{contestant.lines:7}  {output}"))
-    yield from (text for _, text in sorted(rows, key=lambda row: -row[0]))
+            row["output"] = "the same" if digests == {expected} else "ANOTHER"
+        rows.append(row)
+    return sorted(rows, key=lambda row: -row.get("rate", 0.0))
+
+
+def _table(workload: Workload, rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield the lines of a table."""
+    rate = f"{workload.unit}/s"
+    yield f"\n{workload.name}: {workload.about}"
+    yield f"{'':28}{rate:>12}{'range':>20}{'CPU us':>9}{'MB':>8}{'age ms':>8}{'lines':>7}  output"
+    for row in rows:
+        if "rate" not in row:
+            yield f"{row['name']:28}{row['status']:>12}"
+            continue
+        spread = "-".join(f"{one:,.0f}" for one in row["range"])
+        text = f"{row['name']:28}{row['rate']:12,.1f}{spread:>20}{1000 * row['cpu_ms']:9.1f}"
+        age = f"{row['age_ms']:.2f}" if "age_ms" in row else ""
+        yield f"{text}{row['memory_mb']:8.0f}{age:>8}{row['lines']:7}  {row['output']}"
 
 
 if __name__ == "__main__":  # started processes import this file

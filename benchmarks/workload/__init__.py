@@ -43,6 +43,7 @@ class Contestant:
         needs: Module that it needs; None if all have it.
         uses: Functions and classes that it alone needs.
         is_compared: Whether its batches are those of the plain loop.
+        is_other: Whether it does other work, such as a decoder of its own.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Contestant:
     needs: str | None
     uses: tuple[Any, ...]
     is_compared: bool
+    is_other: bool
 
     @property
     def is_installed(self) -> bool:
@@ -91,7 +93,12 @@ class Workload:
     contestants: dict[str, Contestant] = field(default_factory=dict)
 
     def contestant(
-        self, name: str, needs: str | None = None, uses: tuple[Any, ...] = (), compare: bool = True
+        self,
+        name: str,
+        needs: str | None = None,
+        uses: tuple[Any, ...] = (),
+        compare: bool = True,
+        is_other: bool = False,
     ) -> Callable[[Open], Open]:
         """Return a decorator that adds a generator function as a contestant.
 
@@ -100,10 +107,13 @@ class Workload:
             needs: Module that it needs.
             uses: Functions and classes that it alone needs.
             compare: Whether its batches must be those of the plain loop.
+            is_other: Whether it does other work, whose results are not compared.
         """
 
         def add(open: Open) -> Open:
-            self.contestants[name] = Contestant(name, open, needs, uses, compare)
+            self.contestants[name] = Contestant(
+                name, open, needs, uses, compare and not is_other, is_other
+            )
             return open
 
         return add

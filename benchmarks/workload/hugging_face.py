@@ -75,7 +75,7 @@ def _torch(dataset: Any, items: int) -> Epochs:
         yield batches
 
 
-@WORKLOAD.contestant("iter(batch_size)")
+@WORKLOAD.contestant("plain loop, iter")
 def _iter(dataset: Any, items: int) -> Epochs:
     while True:
         yield dataset.iter(batch_size=256)

@@ -21,7 +21,7 @@ def _prepare(folder: Path, items: int) -> Mapped:
     for number, path in enumerate(_tars(elements)):
         if not path.exists():
             _write_tar(path, elements[number * share : (number + 1) * share])
-    return Mapped(elements, read, 64, list)
+    return Mapped(elements, read, 64, together)
 
 
 WORKLOAD = Workload(
@@ -55,6 +55,11 @@ def _write_tar(path: Path, files: Any) -> None:
             tar.addfile(entry, io.BytesIO(content))
 
 
+def together(contents: list[bytes]) -> list[bytes]:
+    """Return a batch as it is."""
+    return contents
+
+
 mapped.add(WORKLOAD)
 
 
@@ -64,7 +69,7 @@ def _webdataset(data: Mapped, items: int) -> Epochs:
 
     urls = [str(path) for path in _tars(data.elements)]
     dataset = webdataset.WebDataset(urls, shardshuffle=False).map(operator.itemgetter("jpg"))
-    dataset = dataset.batched(64, collation_fn=list)
+    dataset = dataset.batched(64, collation_fn=together)
     batches = webdataset.WebLoader(dataset, batch_size=None, num_workers=2, persistent_workers=True)
     while True:
         yield batches

@@ -41,7 +41,7 @@ def load(path: str) -> Any:
 mapped.add(WORKLOAD)
 
 
-@WORKLOAD.contestant("enqueuer, load_image", compare=False)
+@WORKLOAD.contestant("enqueuer, load_image", is_other=True)
 def _load_image(data: Mapped, items: int) -> Epochs:
     from enqueuer import OrderedEnqueuer
     from enqueuer.datasets.files import load_image
@@ -53,7 +53,7 @@ def _load_image(data: Mapped, items: int) -> Epochs:
             yield batches
 
 
-@WORKLOAD.contestant("tf.data, own decoder", "tensorflow", compare=False)
+@WORKLOAD.contestant("tf.data, own decoder", "tensorflow", is_other=True)
 def _tensorflow(data: Mapped, items: int) -> Epochs:
     import tensorflow as tf
 

@@ -272,6 +272,43 @@ def test_the_workloads_compare_outputs_and_count_lines(tmp_path):
     assert len(digest) == 16
 
 
+def test_the_workloads_write_a_page_that_can_be_made_again(tmp_path):
+    options = ("--only", "plain loop", "enqueuer", "--count", 40, "--repeats", 1)
+    done = run("stragglers", *options, "--page", tmp_path, program="workloads.py")
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "benchmarks_workloads.rst").read_text()
+    assert "stragglers\n----------\n" in page
+    assert page.count(".. image:: benchmarks/workload-stragglers.svg") == 1
+    assert page.count(":alt: Bars of stragglers, items/s") == 1
+    picture = tmp_path / "benchmarks" / "workload-stragglers.svg"
+    root = ElementTree.parse(picture).getroot()
+    assert len(root.findall("{http://www.w3.org/2000/svg}rect")) == 1 + 2
+    before = picture.read_bytes()
+    assert run(tmp_path, program="workloads_page.py").returncode == 0
+    assert (tmp_path / "benchmarks_workloads.rst").read_text() == page
+    assert picture.read_bytes() == before
+
+
+def test_a_contestant_that_failed_is_a_dash(tmp_path):
+    options = ("--only", "plain loop", "enqueuer", "--count", 40, "--repeats", 1, "--limit", 0.01)
+    done = run("stragglers", *options, "--page", tmp_path, program="workloads.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("timeout") == 2
+    page = (tmp_path / "benchmarks_workloads.rst").read_text()
+    dash = "\N{EN DASH}"
+    assert f"   * - enqueuer\n     - {dash}\n     - {dash}" in page
+    assert ".. image::" not in page
+
+
+def test_the_committed_page_of_real_work_is_what_its_results_give(tmp_path):
+    docs = BENCHMARKS.parent / "docs"
+    (tmp_path / "benchmarks").mkdir()
+    shutil.copy(docs / "benchmarks" / "workloads.json", tmp_path / "benchmarks")
+    assert run(tmp_path, program="workloads_page.py").returncode == 0
+    for made in (tmp_path / "benchmarks_workloads.rst", *tmp_path.glob("benchmarks/*.svg")):
+        assert made.read_text() == (docs / made.relative_to(tmp_path)).read_text()
+
+
 def test_a_workload_that_does_not_exist_is_named():
     done = run("nothing", program="workloads.py")
     assert done.returncode != 0

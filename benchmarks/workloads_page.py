@@ -1,0 +1,150 @@
+"""Results of real work as a page: `python benchmarks/workloads.py --page`.
+
+    benchmarks_workloads.rst            the page
+    benchmarks/workloads.json           the results from which it was made
+    benchmarks/workload-NAME.svg        a picture of each workload
+
+`python benchmarks/workloads_page.py` writes the page again from the results that are there.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import page
+import report
+from page import DOCS
+
+_DASH = "\N{EN DASH}"
+_COLUMNS = ("CPU, us", "memory, MB", "lines", "output")
+
+
+def write(folder: Path, everything: dict[str, Any]) -> None:
+    """Write the page, its pictures, and the results from which they were made, to a folder."""
+    (folder / "benchmarks").mkdir(parents=True, exist_ok=True)
+    kept = {key: everything[key] for key in ("about", "found")}
+    _results(folder).write_text(json.dumps(kept, indent=1) + "\n")
+    (folder / "benchmarks_workloads.rst").write_text("\n".join(_page(everything)) + "\n")
+    for name, found in everything["found"].items():
+        bars = _bars(found)
+        if bars:
+            picture = page.bars(_title(name, found), bars)
+            (folder / "benchmarks" / f"workload-{name}.svg").write_text(picture)
+
+
+def _page(everything: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines of the page."""
+    about, found = everything["about"], everything["found"]
+    box = about["machine"]
+    yield from (
+        *("Real work", "=========", ""),
+        "What people run through a loader: decoding, tokenizing, reading, training.",
+        "Each loader is used as its documentation advises; losses are shown like wins.",
+        ":doc:`benchmarks` measures the transport alone.",
+        "",
+        f"Measured on {about['date'][:10]}, {box['cpu']}, {box['cores']} cores, "
+        f"Python {box['python']}, with a load average of {box['load'][0]:.1f} at the beginning, "
+        f"and medians of {about['repeats']} runs, by this command, which also writes this page:",
+        *("", ".. code-block:: sh", "", "   python benchmarks/workloads.py --page", ""),
+        "Versions: "
+        + ", ".join(f"{name} {version}" for name, version in box["versions"].items() if version)
+        + ".",
+        "`benchmarks/README.md` describes each workload.",
+        "",
+        "- *CPU* is the time of all processes for an item, and *memory* their most.",
+        "- *lines* are those of the user's code.",
+        "- *output* compares the batches with those of the plain loop, by a hash.",
+        "  It is not compared where the order differs; *other work* is a decoder of its own.",
+        f"- {_DASH} is a contestant that failed, was too slow or is not installed.",
+        "",
+    )
+    yield from _overview(found)
+    for name, one in found.items():
+        yield from (name, "-" * len(name), "", _sentence(one["about"]), "")
+        bars = _bars(one)
+        if bars:
+            listed = ", ".join(f"{label} {report.number(value)}" for label, value, _ in bars)
+            yield f".. image:: benchmarks/workload-{name}.svg"
+            yield f"   :alt: Bars of {_title(name, one)}: {listed}."
+            yield ""
+        yield from _table(name, one)
+
+
+def _overview(found: dict[str, Any]) -> Iterator[str]:
+    """Yield a table of the best of ours beside the best peer, of those that do the same work."""
+    yield from (".. list-table:: The best of ours, and the best peer that does the same work",)
+    yield from ("   :header-rows: 1", "", "   * - workload")
+    yield from (f"     - {title}" for title in ("enqueuer", "best peer", "", "ratio"))
+    for name, one in found.items():
+        ours, theirs = _best(one["rows"], True), _best(one["rows"], False)
+        yield f"   * - {name}, {one['unit']}/s"
+        yield f"     - {_number(ours, 'rate')}"
+        yield f"     - {_number(theirs, 'rate')}"
+        yield f"     - {theirs.get('name', _DASH)}"
+        both = "rate" in ours and "rate" in theirs
+        yield f"     - {ours['rate'] / theirs['rate']:.2f}" if both else f"     - {_DASH}"
+    yield ""
+
+
+def _best(rows: list[dict[str, Any]], is_ours: bool) -> dict[str, Any]:
+    """Return the fastest row of ours or of the peers, without plain loops and limits."""
+    taken = [
+        row
+        for row in rows
+        if "rate" in row
+        and _is_ours(row) == is_ours
+        and row["output"] in ("the same", "not compared")
+        and not row["name"].startswith(("plain loop", "limit"))
+    ]
+    return max(taken, key=lambda row: row["rate"], default={})
+
+
+def _table(name: str, found: dict[str, Any]) -> Iterator[str]:
+    has_age = any("age_ms" in row for row in found["rows"])
+    columns = (*_COLUMNS, *(("age, ms",) if has_age else ()))
+    yield from (f".. list-table:: {_title(name, found)}", "   :header-rows: 1", "")
+    yield f"   * - `{name}`"
+    yield from (f"     - {column}" for column in (f"{found['unit']}/s", *columns))
+    for row in found["rows"]:
+        yield f"   * - {row['name']}"
+        yield f"     - {_number(row, 'rate')}"
+        yield f"     - {report.number(1000 * row['cpu_ms']) if 'rate' in row else _DASH}"
+        yield f"     - {row['memory_mb']:.0f}" if "rate" in row else f"     - {_DASH}"
+        yield f"     - {row['lines']}"
+        yield f"     - {row['output']}" if "rate" in row else f"     - {_DASH}"
+        if has_age:
+            yield f"     - {_number(row, 'age_ms')}"
+    yield ""
+
+
+def _sentence(about: str) -> str:
+    return f"{about[0].upper()}{about[1:]}."
+
+
+def _number(row: dict[str, Any], key: str) -> str:
+    return report.number(row[key]) if key in row else _DASH
+
+
+def _title(name: str, found: dict[str, Any]) -> str:
+    return f"{name}, {found['unit']}/s (more is better)"
+
+
+def _bars(found: dict[str, Any]) -> list[tuple[str, float, bool]]:
+    return [(row["name"], row["rate"], _is_ours(row)) for row in found["rows"] if "rate" in row]
+
+
+def _is_ours(row: dict[str, Any]) -> bool:
+    return bool(row["name"].startswith("enqueuer"))
+
+
+def _results(folder: Path) -> Path:
+    return folder / "benchmarks" / "workloads.json"
+
+
+if __name__ == "__main__":
+    _folder = Path(sys.argv[1]) if len(sys.argv) > 1 else DOCS
+    write(_folder, json.loads(_results(_folder).read_text()))
