@@ -143,8 +143,7 @@ def _parts_of(part: Any) -> Iterable[Any]:
 
 
 def _is_sparse(part: Any) -> bool:
-    torch = sys.modules.get("torch")
+    torch: Any = sys.modules.get("torch")
     # Another thread may be importing torch, which then has no tensors yet.
-    if torch is None or not isinstance(part, getattr(torch, "Tensor", ())):
-        return False
-    return bool(part.layout is torch.sparse_coo)
+    tensor: Any = getattr(torch, "Tensor", ())
+    return isinstance(part, tensor) and part.layout is torch.sparse_coo
