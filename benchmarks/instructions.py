@@ -265,7 +265,9 @@ def count_all(cases: list[str], repeats: int) -> dict[str, float]:
 def programs(case: str) -> tuple[list[str], list[str]]:
     """Return the arguments of Python with n items and with 2n."""
     if case == "import":
-        return ["-c", "import numpy"], ["-c", "import numpy, enqueuer"]
+        # The modules of the enqueuers are imported when they are first used.
+        used = "import enqueuer; enqueuer.GeneratorEnqueuer, enqueuer.OrderedEnqueuer"
+        return ["-c", "import numpy"], ["-c", f"import numpy; {used}"]
     program = str(_HERE / "counted.py")
     return [program, case, str(_ROUNDS)], [program, case, str(2 * _ROUNDS)]
 
