@@ -1,6 +1,8 @@
 """What is public is listed, sorted, documented and typed."""
 
 import inspect
+import re
+from pathlib import Path
 
 import pytest
 
@@ -46,3 +48,21 @@ def test_exceptions_are_named_as_one_imports_them():
         if inspect.isclass(thing) and issubclass(thing, (Exception, Warning)):
             assert thing.__module__ == "enqueuer"
             assert issubclass(thing, (enqueuer.EnqueuerError, enqueuer.EnqueuerWarning))
+
+
+def test_the_reference_groups_all_options_by_purpose():
+    page = Path(__file__).parents[2] / "docs" / "reference" / "api.rst"
+    table = page.read_text(encoding="utf-8").split("Options by purpose\n")[1].split("\n---")[0]
+    listed = set(re.findall(r"`(\w+)`", table))
+    takers = [
+        enqueuer.GeneratorEnqueuer,
+        enqueuer.OrderedEnqueuer,
+        enqueuer.prefetch,
+        enqueuer.imap,
+        enqueuer.Processes,
+        enqueuer.Ray,
+    ]
+    options = {name for taker in takers for name in inspect.signature(taker).parameters}
+    work = {"generator", "sequence", "map", "function", "elements"}
+    roles = {"GeneratorEnqueuer", "OrderedEnqueuer", "Processes", "Ray", "prefetch", "imap"}
+    assert listed - roles == options - work
