@@ -81,6 +81,10 @@ def _maps(contestant: Contestant) -> bool:
     return contestant.tasks
 
 
+def _shares_a_list(contestant: Contestant) -> bool:
+    return contestant.name in ("enqueuer-process", "torch")
+
+
 def _chooses(method: str) -> Callable[[Contestant], bool]:
     return lambda contestant: method in contestant.methods
 
@@ -172,7 +176,6 @@ CASES = {
         {f"queue {size}": size for size in (1, 2, 10)},
         measures.short_queue,
         _is_ahead,
-        quick=("queue 1",),
     ),
     "queue-cpu": Case(
         "all processes' CPU for such an item",
@@ -181,12 +184,15 @@ CASES = {
         measures.short_queue_cpu,
         _is_ahead,
         more_is_better=False,
-        quick=("queue 1",),
     ),
     "arrival": Case(
         "from yield to next, where the loop waits",
         "us",
-        {"p50": 0.5, "p99": 0.99},
+        {
+            f"queue {size}, p{percent}": (size, percent / 100)
+            for size in (1, 2)
+            for percent in (50, 99)
+        },
         measures.arrival,
         _is_ahead,
         more_is_better=False,
@@ -244,6 +250,22 @@ CASES = {
         {"": None},
         measures.stop,
         _is_ahead,
+        more_is_better=False,
+    ),
+    "paths": Case(
+        "first item of 1.2 million paths, 32 workers",
+        "ms",
+        {"": measures.PATH_WORKERS},
+        measures.first_of_paths,
+        _shares_a_list,
+        more_is_better=False,
+    ),
+    "paths-memory": Case(
+        "memory of a worker that has 1.2 million paths",
+        "MB",
+        {"": measures.PATH_WORKERS},
+        measures.memory_of_paths,
+        _shares_a_list,
         more_is_better=False,
     ),
     "memory": Case("most memory, 9.6 MB", "MB", {"": _fresh}, measures.memory, _is_any, False),

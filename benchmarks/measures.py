@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import machine
@@ -24,6 +24,8 @@ MB = 1_000_000
 WAIT_S = 0.020  # of latency-bound work, for each item
 STEPS = 50_000  # of CPU-bound work: about 3 ms
 WORKERS = 4  # that start and stop
+PATH_WORKERS = 32  # workers that share a long list
+_PATH_COUNT = 1_200_000
 # The loop whose memory is measured takes half as long as a training step.
 _STEP_S, _STEP_COUNT = 0.020, 50
 _SOME = 50  # items between two readings of the clock
@@ -102,9 +104,10 @@ def short_queue_cpu(contestant: Contestant, queue_size: int, seconds: float) -> 
         return (machine.cpu_of_session() - start) / count * 1e6
 
 
-def arrival(contestant: Contestant, quantile: float, seconds: float) -> float:
+def arrival(contestant: Contestant, row: tuple[int, float], seconds: float) -> float:
     """Return the microseconds from `yield` to `next` of a loop that waits, at a quantile."""
-    with contestant.load()(Setup(sources.stamped, 4)) as items:
+    queue_size, quantile = row
+    with contestant.load()(Setup(sources.stamped, queue_size)) as items:
         rate(items, 100, 0.0)
         took = []
         end = time.perf_counter() + seconds
@@ -178,6 +181,46 @@ def stop(contestant: Contestant, row: None, seconds: float) -> float:
         time.sleep(0.3)
         start = time.perf_counter()
     return (time.perf_counter() - start) * 1e3
+
+
+def first_of_paths(contestant: Contestant, workers: int, seconds: float) -> float:
+    """Return the ms from the start of that many workers to the first item of a long list."""
+    contestant.load()
+    paths = _paths()
+    start = time.perf_counter()
+    with _reading(contestant, paths, workers) as items:
+        next(items)
+        return (time.perf_counter() - start) * 1e3
+
+
+def memory_of_paths(contestant: Contestant, workers: int, seconds: float) -> float:
+    """Return the MB that each of that many workers has, of a long list and of its own."""
+    contestant.load()
+    paths = _paths()
+    before = machine.memory_of_session()
+    with _reading(contestant, paths, workers) as items:
+        for _ in range(4 * workers):
+            next(items)
+        return (machine.memory_of_session() - before) / workers / MB
+
+
+def _paths() -> list[str]:
+    return [f"/data/train/{number % 1000:04}/{number:07}.jpg" for number in range(_PATH_COUNT)]
+
+
+@contextmanager
+def _reading(contestant: Contestant, paths: list[str], workers: int) -> Iterator[Iterator[str]]:
+    """Open workers that send the paths themselves, as each contestant takes a sequence."""
+    if contestant.needs == "enqueuer":
+        from enqueuer import OrderedEnqueuer
+
+        options: Any = dict(workers=workers, max_queue_size=2 * workers, backend="process")
+        with OrderedEnqueuer(paths, **options) as enqueuer:
+            yield iter(enqueuer)
+    else:
+        from torch.utils.data import DataLoader
+
+        yield iter(DataLoader(paths, batch_size=None, num_workers=workers))  # type: ignore[arg-type]
 
 
 def _small(contestant: Contestant, method: str | None) -> Setup:

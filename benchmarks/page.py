@@ -45,7 +45,7 @@ GROUPS = (
     (
         "Short queues and latency",
         "The same dicts through a queue of 1, 2 and 10; then the time from `yield` to `next` "
-        "while the loop waits for each item.",
+        "while the loop waits for each item, through a queue of 1 and 2.",
         ("queue", "queue-cpu", "arrival"),
         ("queue",),
     ),
@@ -55,6 +55,13 @@ GROUPS = (
         "workers; four with stragglers, where each 20th task takes 20 times as long.",
         ("tasks-tiny", "tasks-batch", "tasks-cpu", "tasks-large", "tasks-straggler"),
         ("tasks-tiny", "tasks-batch"),
+    ),
+    (
+        "Samples of a dataset",
+        "torch's `DataLoader`, and `enqueuer.adapters.torch.DataLoader` in its place: alone, and "
+        "beside a training step on the CPU.",
+        ("loader", "loader-training"),
+        (),
     ),
     (
         "Work that takes time",
@@ -71,11 +78,13 @@ GROUPS = (
     ),
     (
         "Start, stop and memory",
-        "The time to the first batch with four workers: the first time in a process, with "
-        "imports, and again. Then the time to stop them, and the memory of all processes.",
+        "The time to the first batch with four workers: the first time in a process, and again. "
+        "The first start includes the modules that it imports and a fork server, but not the "
+        "import of the package. Then the time to stop them; 32 workers that share a list of "
+        "1.2 million paths; and the memory of all processes.",
         (
             *("first-fork", "first-forkserver", "first-spawn", "first-default"),
-            *("stop", "memory"),
+            *("stop", "paths", "paths-memory", "memory"),
         ),
         ("first-default",),
     ),
@@ -92,6 +101,10 @@ OVERVIEW_NAMES = {
     "torch": "torch DataLoader",
     "grain": "Grain",
     "spdl": "SPDL",
+    "spdl-arena": "SPDL, arena",
+    "tensorpack": "tensorpack",
+    "faster-fifo": "faster-fifo",
+    "pescador": "pescador",
     "multiprocessing.Queue": "multiprocessing.Queue",
     "multiprocessing.Pool": "multiprocessing.Pool",
 }
@@ -132,15 +145,16 @@ def page(everything: dict[str, Any]) -> Iterator[str]:
     yield from (
         *("Benchmarks", "==========", ""),
         "`enqueuer` beside other ways to give the items of a Python generator to a loop.",
-        "Each number is a median; losses are shown like wins.",
+        "Losses are shown like wins.",
         "`benchmarks/README.md` describes each case, and how the comparison is kept fair; it also "
         "has the failure table, and the figures of data files and of Ray.",
         ":doc:`benchmarks_workloads` shows real work: decoding, tokenizing, reading, training.",
         "",
-        f"Measured on {about['date'][:10]}, {box['cpu']}, {box['cores']} cores, "
-        f"Python {box['python']}, with medians of {about['repeats']} runs of "
-        f"{about['seconds']} s, by this command, which also writes this page:",
-        *("", ".. code-block:: sh", "", "   python benchmarks/run.py --page", ""),
+        f"Measured on {about['date'][:10]}, {box['cpu']}, {box['cores']} cores, a load of "
+        f"{box['load'][0]:.1f} before the first case, Python {box['python']}.",
+        f"Each run of a case took {about['seconds']} s, and each number is {_of_runs(about)}.",
+        "This command measured it, and wrote this page:",
+        *("", ".. code-block:: sh", "", f"   {about['command']}", ""),
         "Versions: "
         + ", ".join(f"{name} {version}" for name, version in box["versions"].items() if version)
         + ".",
@@ -160,6 +174,10 @@ def page(everything: dict[str, Any]) -> Iterator[str]:
                 yield ""
         for case in cases:
             yield from _table(case, results[case])
+
+
+def _of_runs(about: dict[str, Any]) -> str:
+    return "that of one run" if about["repeats"] == 1 else f"the median of {about['repeats']}"
 
 
 def pictures(results: report.Results) -> Iterator[tuple[str, str]]:

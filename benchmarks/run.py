@@ -11,6 +11,7 @@ import contextlib
 import datetime
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -46,6 +47,7 @@ def main() -> None:
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "seconds": options.seconds,
         "repeats": options.repeats,
+        "command": shlex.join(["python", "benchmarks/run.py", *sys.argv[1:]]),
         "machine": machine.describe(["numpy", *dict.fromkeys(packages)]),
     }
     try:
