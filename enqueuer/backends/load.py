@@ -109,7 +109,7 @@ def _engine(
     bunch = 1 if is_measured else max(1, size // 4, min(size // 2, _BUNCH))
     # Beside a quick loop a thread makes nothing meanwhile, as it has no GIL; and to switch between
     # the two takes as long as many items. There is one more item, for which a worker has no place.
-    quick = bunch if pool.are_processes or is_measured else size + 1
+    quick = size + 1 if pool.shares_gil and not is_measured else bunch
     owners = owners_of(job.plans())
     shards = ShardSchedule(pool.workers, owners, bunch, quick, loop_meter)
     return Engine(job, pool, shards, restarts, loop_meter, deferred)

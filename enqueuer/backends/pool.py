@@ -195,10 +195,12 @@ class WorkerPool(Protocol[W]):
         dispatch: How tickets reach the workers; used for tasks only.
         are_processes: Whether the workers are processes of this machine. One that runs does not
             hold up the start of others, as a thread does by the GIL.
+        shares_gil: Whether the workers are threads that share the GIL with the loop.
     """
 
     workers: list[W]
     are_processes: ClassVar[bool]
+    shares_gil: ClassVar[bool]
 
     @property
     def dispatch(self) -> Dispatch[W]:

@@ -169,8 +169,6 @@ class ShardSchedule(Generic[W]):
 
     def awaited_worker(self, order: Order) -> W | None:
         """Return the worker that the loop waits for; None if it waits for any."""
-        if len(self._workers) == 1:
-            return self._workers[0]
         shard = order.turn()
         if shard is None or not self._workers:
             return None

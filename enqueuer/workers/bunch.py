@@ -115,17 +115,20 @@ class Bunch:
         """
         self._numbers = iter(range(number - 1, number - 1 + self._size))
         given = takewhile(_is_given, chain(_FIRST, values))
-        gate: Iterable[int] = self.gate
-        if self._wake is not None:
-            # The row before the first item, the item, the call, which yields nothing, and the rest.
-            rest = iter(gate)
-            gate = chain(islice(rest, 2), filter(None, map(self._wake, _FIRST)), rest)
-        rows = zip(gate, self._numbers, given, self._left, strict=False)
+        rows = zip(self._waking_gate(), self._numbers, given, self._left, strict=False)
         # While this is kept, `zip` makes a new tuple for each item. Otherwise it would keep one
         # of them, and with it an item that the loop has dropped.
         kept = next(rows, None)
         self._append_all(rows)
         del kept
+
+    def _waking_gate(self) -> Iterable[int]:
+        """Return the gate, with the call behind the first item."""
+        if self._wake is None:
+            return self.gate
+        # The row before the first item, the item, the call, which yields nothing, and the rest.
+        rest = iter(self.gate)
+        return chain(islice(rest, 2), filter(None, map(self._wake, _FIRST)), rest)
 
     def fill_tasks(
         self,
@@ -143,7 +146,7 @@ class Bunch:
         taken = repeat(True, self._size)
         first, second, third = tee(compress(starmap(take, repeat(())), taken), 3)
         rows = zip(
-            self.gate,
+            self._waking_gate(),
             chain((-1,), map(_number_of, first)),
             chain((None,), results_of(map(_indices_of, second))),
             # Of a sequence it is None. It is read when the result is there.

@@ -36,7 +36,8 @@ class GlobalSeeds(NamedTuple):
 def seeds_of(place: Seeded) -> GlobalSeeds:
     """Return the seeds of the global generators for a shard or a task.
 
-    Those of the elements of an epoch differ, `numpy.random`'s too, up to 2**32 elements.
+    Those of the elements of an epoch differ, `numpy.random`'s too, up to 2**32 elements; but
+    tensorflow's have only 31 bits.
 
     Example:
         >>> first, second = seeds_of(Task(0, 0, 7)), seeds_of(Task(1, 0, 7))
@@ -46,7 +47,9 @@ def seeds_of(place: Seeded) -> GlobalSeeds:
     if not isinstance(place, Task):
         return _drawn(place)
     index, of_epoch = place.index, _of_epoch(place.random_seed, place.epoch)
-    mixed = _mix((index ^ index >> 32) & _MASK ^ of_epoch.legacy)
+    # An odd factor of the epoch: otherwise two epochs would share all of their seeds, or none.
+    word = (index ^ index >> 32) * (of_epoch.torch | 1) & _MASK
+    mixed = _mix(word ^ of_epoch.legacy)
     return GlobalSeeds(
         # `random` mixes all words of a seed.
         (of_epoch.python << 64) + index,

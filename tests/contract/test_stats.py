@@ -520,3 +520,11 @@ def test_one_line_and_html_say_the_same_as_the_table():
     assert f"<p>{lines[0]}<br>{lines[1]}<br>{lines[2]}</p><table>" in html
     assert "<td>worker 0 (thread)</td><td>12</td>" in html
     assert unescape(html).endswith(f"<p>{lines[-1]}</p>")
+
+
+def test_without_order_no_wait_is_for_one_worker():
+    with GeneratorEnqueuer(sleeping(0.01), workers=1, ordered=False) as enqueuer:
+        list(itertools.islice(enqueuer, 20))
+        stats = enqueuer.stats()
+    assert stats.waiting_s > 0
+    assert stats.waited_for == {}

@@ -35,6 +35,14 @@ def test_no_two_elements_of_an_epoch_have_the_same_seed_of_numpy(begin):
     assert len(seeds) == 50_000
 
 
+def test_two_epochs_share_few_seeds_of_numpy():
+    """Of 65,536 numbers of 32 bits in each, about one. The two were all alike by a mere XOR."""
+    first, second = (
+        {seeds_of(Task(index, epoch, 0)).legacy for index in range(65_536)} for epoch in (28, 872)
+    )
+    assert len(first & second) < 20
+
+
 def test_neighbours_draw_unrelated_numbers():
     """The first numbers of many elements are as if one generator had drawn them."""
     python, legacy = random.getstate(), np.random.get_state()

@@ -62,6 +62,7 @@ class InlinePool:
     """See `enqueuer.backends.pool.WorkerPool`."""
 
     are_processes: ClassVar[bool] = False
+    shares_gil: ClassVar[bool] = False
 
     def __init__(self, job: Job) -> None:
         self.workers: list[InlineWorker] = []

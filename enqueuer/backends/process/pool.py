@@ -56,6 +56,7 @@ class ProcessPool:
     """See `enqueuer.backends.pool.WorkerPool`."""
 
     are_processes: ClassVar[bool] = True
+    shares_gil: ClassVar[bool] = False
 
     def __init__(self, job: Job) -> None:
         self.workers: list[ProcessWorker] = []

@@ -103,8 +103,7 @@ class ThreadInbox:
         self._bunches: list[Bunch] = []
         # The queue in which the loop waits for anything; two workers may put it there.
         self._sleeper: SimpleQueue[bool] | None = None
-        # Number of the item that it waits for; None: any.
-        self._awaited: int | None = None
+        self._awaited: int | None = None  # the number of the item that it waits for
         # Whether `wake()` was called since the last wait.
         self._is_woken = False
         # In the order in which they have sent.
@@ -252,8 +251,9 @@ class ThreadInbox:
         return is_light or self.closed
 
     def _wake_loop_locked(self) -> None:
-        if self._sleeper is not None:
-            self._sleeper.put(True)
+        sleeper = self._sleeper
+        if sleeper is not None:
+            sleeper.put(True)
         # Last, so that after an exception of a signal handler the loop is woken by another call.
         self._sleeper = None
 

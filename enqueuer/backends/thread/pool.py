@@ -29,7 +29,7 @@ from enqueuer.backends.thread.work_queue import WorkQueue
 from enqueuer.common import interrupts
 from enqueuer.common.finalizers import WorkerThread
 from enqueuer.errors import StopWarning
-from enqueuer.monitoring import usage
+from enqueuer.monitoring import gil, usage
 from enqueuer.monitoring.meters import clock
 from enqueuer.monitoring.worker_stats import WorkerStats, worker_stats
 from enqueuer.workers.concurrent_loop import serve_function
@@ -131,6 +131,7 @@ class ThreadPool:
     """See `enqueuer.backends.pool.WorkerPool`."""
 
     are_processes: ClassVar[bool] = False
+    shares_gil: ClassVar[bool] = gil.switch_s() is not None
 
     def __init__(self, job: Job) -> None:
         if isinstance(job.source, LiveSource) and job.shards > 1:
