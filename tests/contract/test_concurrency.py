@@ -11,6 +11,7 @@ from conftest import BACKENDS, chosen
 from helpers import LIMIT, kill_self, wait_until
 
 from enqueuer import BatchTimeout, OrderedEnqueuer, StopWarning, WorkerDied, imap, replay
+from enqueuer.enqueuers.enqueuer import core_of
 
 
 # The loop's own thread runs one element at a time.
@@ -316,6 +317,8 @@ def test_stop_does_not_wait_for_elements_that_have_not_begun(backend, tmp_path):
         gates.wait_for(0, 1)
         stopping = threading.Thread(target=enqueuer.stop, args=(LIMIT,))
         stopping.start()
+        # Otherwise the next two elements may begin before.
+        wait_until(lambda: core_of(enqueuer).run.backend.is_closed)
         gates.open(0, 1)
         stopping.join(LIMIT)
         assert not stopping.is_alive()

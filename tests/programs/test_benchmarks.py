@@ -93,8 +93,9 @@ def test_the_picture_of_the_readme_has_a_bar_for_each_contestant(tmp_path):
     cell = {"status": "ok", "median": 2.0}
     results = {case: {"": dict.fromkeys(names, cell)} for case in ("large", "tiny", "tasks-batch")}
     (tmp_path / "benchmarks").mkdir()
-    machine = {"cpu": "a", "cores": 2, "python": "3", "versions": {}}
+    machine = {"cpu": "a", "cores": 2, "python": "3", "load": [0.5], "versions": {}}
     about = {"date": "2026-01-01", "seconds": 1, "repeats": 1, "machine": machine}
+    about["command"] = "python benchmarks/run.py --page"
     everything = json.dumps({"about": about, "results": results})
     (tmp_path / "benchmarks" / "results.json").write_text(everything)
     assert run(tmp_path, program="page.py").returncode == 0
