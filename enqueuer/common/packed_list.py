@@ -31,6 +31,8 @@ CONSTANTS = frozenset(
 class PackedList(Sequence[Any]):
     """A list that cannot change, of which single elements are unpickled when they are asked for.
 
+    Elements are unpickled in chunks, and the chunk that was read last is kept for its neighbours.
+
     Args:
         data: The pickles of all chunks, one after the other.
         ends: End of each chunk in `data`, in bytes: 64-bit integers in a buffer.
@@ -46,6 +48,8 @@ class PackedList(Sequence[Any]):
         self._data = memoryview(data)
         self._ends = memoryview(ends).cast("B").cast("q")
         self._length = length
+        # A chunk that was read and its number, in one tuple: other threads may read as well.
+        self._last: tuple[int, list[Any]] = (-1, [])
 
     @classmethod
     def of(cls, items: Sequence[Any]) -> PackedList:
@@ -66,7 +70,10 @@ class PackedList(Sequence[Any]):
             return [self[at] for at in range(self._length)[index]]
         # A range knows what is no index, and what a negative one means.
         chunk, at = divmod(range(self._length)[index], CHUNK)
-        return self._chunk(chunk)[at]
+        last = self._last
+        if last[0] != chunk:
+            self._last = last = chunk, self._chunk(chunk)
+        return last[1][at]
 
     def __iter__(self) -> Any:
         return chain.from_iterable(map(self._chunk, range(len(self._ends))))

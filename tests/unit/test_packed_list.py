@@ -32,6 +32,16 @@ def test_it_is_read_like_the_list(items, data):
             kept[at]
 
 
+def test_neighbours_are_unpickled_together():
+    kept = PackedList.of([f"element {number}" for number in range(3 * CHUNK)])
+    first = kept[CHUNK]
+    assert kept[2 * CHUNK - 1] == f"element {2 * CHUNK - 1}"
+    # Unpickled again, it would be another object.
+    assert kept[CHUNK] is first
+    assert kept[0] == "element 0"
+    assert kept[CHUNK] == first
+
+
 def test_its_memory_is_beside_its_pickle():
     kept = PackedList.of([str(number) for number in range(FEWEST)])
     buffers = []
