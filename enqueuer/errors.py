@@ -109,7 +109,7 @@ class DataFileError(EnqueuerError, OSError):
         self.path = path
 
 
-class BlockMemoryError(EnqueuerError, MemoryError):
+class BlockMemoryError(MemoryError, EnqueuerError):
     """Shared memory for an item could not be allocated."""
 
 

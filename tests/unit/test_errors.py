@@ -21,6 +21,12 @@ def test_every_error_pickles(kind):
     assert str(copy) == "what, where, what to do"
 
 
+@pytest.mark.parametrize("kind", ERRORS)
+def test_every_error_is_made_by_its_new(kind):
+    """`tblib`, which `ray` and others may load, unpickles exceptions so."""
+    assert type(kind.__new__(kind, "what, where, what to do")) is kind
+
+
 def test_attributes_travel():
     died = pickle.loads(pickle.dumps(WorkerDied("gone", 3, -9)))
     assert (str(died), died.worker, died.exitcode) == ("gone", 3, -9)
