@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from types import FunctionType
 
-import cloudpickle
-
 from enqueuer.common.text import an
 from enqueuer.common.trees import attributes_of, members_of
 
@@ -54,6 +52,9 @@ def find_culprit(
 
 def is_picklable(value: object) -> bool:
     """Return whether cloudpickle can pickle `value`, by trying."""
+    # Only messages need it, and its import takes some milliseconds.
+    import cloudpickle
+
     try:
         cloudpickle.dumps(value, protocol=5)
     except Exception:

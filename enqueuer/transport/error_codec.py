@@ -13,43 +13,32 @@ Errors go by tblib, and their tracebacks by `tracebacks.py`. Four of tblib's tra
 
 from __future__ import annotations
 
-import builtins
 import io
 import pickle
 import threading
-import traceback
-from collections.abc import Sequence
-from types import FunctionType, TracebackType
+from collections.abc import Iterator
 from typing import Any
 
-import cloudpickle
-from tblib import pickling_support
-
 from enqueuer.errors import WorkerError
-from enqueuer.transport import tracebacks
-from enqueuer.transport.culprit import name_of
-
-# Frames of a traceback; recursion limits make pickling of some hundreds fail.
-_MOST_FRAMES = 50
-_HEAD_FRAMES = 20
-
-_BUILTIN_REDUCERS = (BaseException.__reduce__, OSError.__reduce__)
-# Python 3.10 has no groups.
-_GROUP: type | tuple[()] = getattr(builtins, "BaseExceptionGroup", ())
+from enqueuer.transport.error_parts import message_of, reduce, str_of, text_of
 
 
 def encode_error(error: BaseException) -> bytes:
     """Encode an error with its traceback, causes and notes; as text if it cannot be rebuilt."""
-    text, message, why = _text_of(error), _message_of(error), ""
-    for pickler in (_PlainPickler, _CloudPickler, _LonePickler):
-        try:
-            data = _dump(pickler, error)
-            copy = _load(data)
-            if type(copy) is not type(error) or str(copy) != str(error):
-                raise ValueError("the error changes when it is pickled")
-            return pickle.dumps((data, message, text))
-        except Exception as trouble:
-            why = _str_of(trouble)
+    text, message, why = text_of(error), message_of(error), ""
+    try:
+        for pickler in _picklers():
+            try:
+                data = _dump(pickler, error)
+                copy = _load(data)
+                if type(copy) is not type(error) or str(copy) != str(error):
+                    raise ValueError("the error changes when it is pickled")
+                return pickle.dumps((data, message, text))
+            except Exception as trouble:
+                why = str_of(trouble)
+    except (ImportError, OSError, MemoryError) as trouble:
+        # A process without descriptors or memory cannot import cloudpickle.
+        why = f"{why}; {str_of(trouble)}"
     return pickle.dumps((None, f"{message} (it could not be pickled: {why})", text))
 
 
@@ -100,86 +89,14 @@ class _PlainPickler(pickle.Pickler):
     """A pickler that sends exceptions and tracebacks by tblib, without installing it."""
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, TracebackType):
-            return tracebacks.reduce(_cut(obj))
-        if isinstance(obj, BaseException):
-            return _reduce_error(obj)
-        return NotImplemented
+        return reduce(obj)
 
 
-class _CloudPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-    """A pickler of errors whose classes plain pickle cannot find by name."""
+def _picklers() -> Iterator[Any]:
+    """Yield the picklers that may send an error, the one that should be tried first."""
+    yield _PlainPickler
+    # Few errors need cloudpickle, whose import takes some milliseconds.
+    from enqueuer.transport import errors_by_value
 
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, (TracebackType, BaseException)):
-            return _PlainPickler.reducer_override(self, obj)
-        return super().reducer_override(obj)
-
-
-class _LonePickler(_CloudPickler):
-    """A pickler that sends errors which the first one refers to, as its causes, as text."""
-
-    _is_first = True
-
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, BaseException):
-            if not self._is_first:
-                return WorkerError, (_message_of(obj), _text_of(obj))
-            self._is_first = False
-        return super().reducer_override(obj)
-
-
-def _reduce_error(error: BaseException) -> Any:
-    """Reduce an error by tblib, with the arguments of an `__init__` in C, which tblib loses."""
-    own_reduce = type(error).__reduce__ not in _BUILTIN_REDUCERS
-    if own_reduce or isinstance(type(error).__init__, FunctionType):
-        return pickling_support.pickle_exception(error)
-    reduced = error.__reduce__()
-    assert isinstance(reduced, tuple)
-    function, args, *state = reduced
-    if isinstance(error, _GROUP):
-        args = (error.message, error.exceptions)  # type: ignore[attr-defined]  # 3.10 has none
-    links = (
-        error.__cause__,
-        error.__traceback__,
-        error.__context__,
-        error.__suppress_context__,
-        getattr(error, "__notes__", None),
-    )
-    return (pickling_support.unpickle_exception, (function, args, *links), *state)
-
-
-def _cut(tb: TracebackType) -> TracebackType:
-    """Return `tb` with at most `_MOST_FRAMES` frames: the first and the last ones."""
-    frames: list[TracebackType] = []
-    here: TracebackType | None = tb
-    while here is not None:
-        frames.append(here)
-        here = here.tb_next
-    if len(frames) <= _MOST_FRAMES:
-        return tb
-    kept: Sequence[TracebackType] = frames[:_HEAD_FRAMES] + frames[_HEAD_FRAMES - _MOST_FRAMES :]
-    result: TracebackType | None = None
-    for frame in reversed(kept):
-        result = TracebackType(result, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
-    assert result is not None
-    return result
-
-
-def _text_of(error: BaseException) -> str:
-    try:
-        return "".join(traceback.format_exception(error))
-    except Exception as trouble:
-        # A `__str__` or `__repr__` of the user may fail.
-        return f"(no traceback: {trouble!r})"
-
-
-def _str_of(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception:
-        return "(its text is not available)"
-
-
-def _message_of(error: BaseException) -> str:
-    return f"{name_of(type(error))}: {_str_of(error)}"
+    yield errors_by_value.CloudPickler
+    yield errors_by_value.LonePickler

@@ -16,6 +16,7 @@ from typing import Any
 from enqueuer.errors import BlockMemoryError, ItemNotLoadable, TransportError
 from enqueuer.transport import item_codec, small_arrays
 from enqueuer.transport.block_map import BlockMap
+from enqueuer.transport.error_codec import decode_error
 from enqueuer.transport.protocol import REPORT, SEGMENT, Kind
 from enqueuer.workers.messages import Empty, End, Failure, Reported
 
@@ -94,7 +95,7 @@ class FrameDecoder:
             data, _ = self._open(body, table)
         except BlockMemoryError as error:
             return error
-        return _decoded_error(bytes(data))
+        return decode_error(bytes(data))
 
     def _reported(self, body: memoryview, table: int, shard: int, number: int) -> Failure:
         try:
@@ -102,7 +103,7 @@ class FrameDecoder:
         except BlockMemoryError as error:
             return Failure(shard, number, error, skipped=True)
         nth, log = REPORT.unpack_from(data)
-        caught = _decoded_error(bytes(data[REPORT.size :]))
+        caught = decode_error(bytes(data[REPORT.size :]))
         return Reported(shard, number, caught, nth=nth, log=log)
 
     def _open(self, body: memoryview, table: int) -> tuple[memoryview, list[memoryview]]:
@@ -123,10 +124,3 @@ class FrameDecoder:
             # It was announced before the frame that names it.
             self._pump()
         return self._blocks.lease(number)
-
-
-def _decoded_error(data: bytes) -> BaseException:
-    # Most loops see no error, and the import takes some milliseconds of the first start.
-    from enqueuer.transport.error_codec import decode_error
-
-    return decode_error(data)

@@ -13,7 +13,6 @@ import socket
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from types import ModuleType
 from typing import Any
 
 from enqueuer.common.descriptors import close_in_children
@@ -21,6 +20,7 @@ from enqueuer.monitoring.meters import BYTES, IDLE, SENDING, WAITING, Meter, clo
 from enqueuer.transport import task_queue
 from enqueuer.transport.block_pool import BlockPool
 from enqueuer.transport.block_writer import BlockWriter
+from enqueuer.transport.error_codec import encode_error
 from enqueuer.transport.frame_writer import MOST_IN_RUN, FrameWriter
 from enqueuer.transport.item_codec import SCALARS, Buffer, Encoder, Pieces
 from enqueuer.transport.number_bunch import LEAST, PACKED, NumberBunch
@@ -173,16 +173,10 @@ class ItemSender:
             if message.state is not None:
                 data, buffers = self._encode(message.state)
             return Kind.END, data, buffers
-        error: bytes = self._error_codec().encode_error(message.error)
+        error = encode_error(message.error)
         if isinstance(message, Reported):
             return Kind.REPORTED, REPORT.pack(message.nth, message.log) + error, ()
         return Kind.SKIPPED if message.skipped else Kind.FAILURE, error, ()
-
-    def _error_codec(self) -> ModuleType:
-        # As in `frame_decoder`.
-        from enqueuer.transport import error_codec
-
-        return error_codec
 
     def check(self) -> None:
         """Raise Closed if the consumer left."""
@@ -268,10 +262,6 @@ class ItemSender:
             is_large: Whether parts of it went into blocks; others are like those before it.
         """
         alike = 1 if is_large else self._writer.sent - self._timed
-        if not self._timed:
-            # After the first item, which must not wait for it. A worker that has run out of
-            # descriptors or memory could not import it.
-            self._error_codec()
         self._timed = self._writer.sent
         self.meter.words[SENDING] += took * alike
 

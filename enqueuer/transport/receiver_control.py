@@ -53,6 +53,7 @@ class ReceiverControl:
         self._sequence = 0
         self._orders = 0
         self._sleeps = 0
+        self._was_asked = False
 
     @property
     def ended(self) -> bool:
@@ -85,9 +86,14 @@ class ReceiverControl:
         self._send_whole(Kind.TASK, task_queue.HEAD.pack(token, number), ticket)
 
     def ask_to_stop(self) -> None:
-        """Order the worker to exit."""
+        """Order the worker to exit; again does nothing."""
+        if self._was_asked:
+            return
         self._send(Kind.STOP)
+        # If the socket was full, this alone is the order.
         self._packets.shutdown()
+        # Only now, as an exception may have struck before.
+        self._was_asked = True
 
     def wake(self, asleep: int) -> None:
         """Wake the worker from a sleep, by its number; 0 if it does not sleep."""

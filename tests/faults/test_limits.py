@@ -199,6 +199,26 @@ else:
     assert (code, out, err) == (0, "", ""), err
 
 
+def test_a_local_error_of_a_worker_without_descriptors_arrives_as_itself(run):
+    text = """
+class LocalError(Exception):
+    pass
+def source(shard):
+    yield 0
+    limit(resource.RLIMIT_NOFILE, 3)
+    raise LocalError("no room")
+with GeneratorEnqueuer(source, backend=Processes(start_method=METHOD)) as enqueuer:
+    try:
+        list(enqueuer)
+    except Exception as error:
+        assert (type(error).__name__, str(error)) == ("LocalError", "no room"), repr(error)
+    else:
+        raise AssertionError("no error")
+"""
+    code, out, err = run(text)
+    assert (code, out, err) == (0, "", ""), err
+
+
 def test_a_consumer_may_keep_more_batches_than_it_has_descriptors(run):
     text = """
 def source(shard):

@@ -74,14 +74,14 @@ THIRD_PARTIES = {
     },
     "cloudpickle": {
         "transport.culprit",
-        "transport.error_codec",
+        "transport.errors_by_value",
         "transport.item_codec",
         "transport.receiver_control",
         "transport.task_queue",
         "backends.payload",
     },
     "ray": {"backends.ray.actor"},
-    "tblib": {"transport.error_codec"},
+    "tblib": {"transport.error_parts"},
     "PIL": {"tools.demo", "datasets.files.images"},
     "sklearn": {"tools.demo"},
     "threadpoolctl": {"tools.demo", "workers.native_threads"},
@@ -106,9 +106,8 @@ INNER = {
     ("enqueuers.options", "difflib"),
     ("monitoring.duplicates", "hashlib"),
     ("monitoring.gil", "resource"),
-    ("transport.frame_decoder", "enqueuer"),
+    ("transport.error_codec", "enqueuer"),
     ("transport.item_codec", "enqueuer"),
-    ("transport.item_sender", "enqueuer"),
     ("transport.memory", "tempfile"),
     ("transport.task_queue", "enqueuer"),
 }
@@ -210,7 +209,7 @@ from enqueuer import GeneratorEnqueuer, Processes
 fork = Processes(start_method="fork")
 with GeneratorEnqueuer(lambda shard: iter("ab"), backend=fork) as enqueuer:
     assert list(enqueuer) == ["a", "b"]
-late = "cloudpickle tblib enqueuer.backends.process.fork_server enqueuer.transport.error_codec"
+late = "cloudpickle enqueuer.backends.process.fork_server enqueuer.transport.errors_by_value"
 print([name for name in late.split() if name in sys.modules])
 """
     done = subprocess.run(

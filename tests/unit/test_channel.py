@@ -23,6 +23,7 @@ from enqueuer.transport.item_receiver import ItemReceiver
 from enqueuer.transport.item_sender import ItemSender
 from enqueuer.transport.packets import Packets, pair
 from enqueuer.transport.protocol import FRAME, PACKET, Credit, Kind
+from enqueuer.transport.receiver_control import ReceiverControl
 from enqueuer.transport.ring import RING_BYTES, Ring, open_ring
 from enqueuer.transport.sender_control import send_ready
 from enqueuer.transport.task_queue import TaskQueue
@@ -111,6 +112,26 @@ def open_channel(request):
 
 def items(*values):
     return [Item(0, number, value) for number, value in enumerate(values)]
+
+
+class CountedPackets(Packets):
+    """Packets that counts those that were sent, also in vain."""
+
+    count = 0
+
+    def send(self, data, fds=(), *, wait=True):
+        self.count += 1
+        return super().send(data, fds, wait=wait)
+
+
+def test_a_worker_is_asked_to_stop_only_once(open_channel):
+    channel = open_channel()
+    ours, its = pair()
+    with contextlib.closing(CountedPackets(ours)) as packets, its:
+        control = ReceiverControl(packets, channel.ring, BlockMap(), "worker 0")
+        for _ in range(3):
+            control.ask_to_stop()
+        assert packets.count == 1
 
 
 @pytest.mark.parametrize("size", [0, 10, 1000, 100_000, 3_000_000])

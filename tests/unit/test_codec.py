@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from enqueuer import ItemNotPicklable, WorkerError
 from enqueuer.common.sizes import OUT_OF_BAND_BYTES
-from enqueuer.transport import error_codec, item_codec
+from enqueuer.transport import error_codec, error_parts, item_codec
 
 Pair = collections.namedtuple("Pair", "a b")
 
@@ -327,7 +327,7 @@ def test_frames_survive():
 def test_a_long_traceback_loses_its_middle():
     _, copy = sent(helpers.recurse)
     assert type(copy) is RecursionError
-    assert len(traceback.extract_tb(copy.__traceback__)) <= error_codec._MOST_FRAMES
+    assert len(traceback.extract_tb(copy.__traceback__)) <= error_parts.MOST_FRAMES
 
 
 def test_cause_context_and_notes_survive():

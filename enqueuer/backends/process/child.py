@@ -42,8 +42,9 @@ from enqueuer.workers.remote import WorkerConfig, serve_failure
 from enqueuer.workers.sources import Source
 from enqueuer.workers.tasks import TaskSource
 
-# A module that most sources are loaded with, so a fork server imports it once for all workers.
-_OFTEN_LOADED = ("cloudpickle",)
+# It imports cloudpickle, with which most sources are loaded, so a fork server imports it once for
+# all workers. A worker that has run out of descriptors or memory could not import it.
+_OFTEN_LOADED = "enqueuer.transport.errors_by_value"
 # Exit code of a copy that the user's code has forked and let run on.
 _GRANDCHILD = 70
 
@@ -115,6 +116,7 @@ def main(sock_fd: int, lifeline_fd: int) -> None:
         config.parent_environment.apply()
     os.environ.update(config.thread_limits)
     native_threads.limit_loaded()
+    importlib.import_module(_OFTEN_LOADED)
     channel = ItemSender(packets, ring, start.credit)
 
     def load() -> tuple[Source | TaskSource, OnError]:
@@ -158,7 +160,7 @@ def serve(fd: int, preload: Sequence[str] = ()) -> None:
     from enqueuer.backends.process.fork_server import serve_forks
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for name in (*_OFTEN_LOADED, *preload):
+    for name in (_OFTEN_LOADED, *preload):
         # A module may even call `sys.exit()`.
         with contextlib.suppress(BaseException):
             importlib.import_module(name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import os
 import pickle
 import socket
@@ -35,12 +36,23 @@ from enqueuer.transport.ring import LIMIT, Ring, open_ring
 from enqueuer.transport.task_queue import TaskQueue
 from enqueuer.workers import logs, native_threads
 from enqueuer.workers.remote import WorkerConfig
+from enqueuer.workers.sources import FunctionSource, Source
 from enqueuer.workers.tasks import TaskSource
 
 
 def may_spin(workers: int) -> bool:
     """Return whether this process and each of the workers has a CPU of its own."""
     return usage.cpus() > workers
+
+
+def _is_local(source: Source | TaskSource) -> bool:
+    """Return whether the user's code, or its class, was defined within a function."""
+    if isinstance(source, TaskSource):
+        parts: list[object] = [source.map, source.items]
+    else:
+        parts = [source.function if isinstance(source, FunctionSource) else source.iterable]
+    names = (getattr(part, "__qualname__", type(part).__qualname__) for part in parts)
+    return any("<locals>" in str(name) for name in names)
 
 
 class Starter:
@@ -72,6 +84,10 @@ class Starter:
         if job.start_method == "fork":
             if isinstance(job.source, TaskSource):
                 self._source = job.source.packed()
+            if _is_local(job.source):
+                # Its errors may be local as well, and a worker that has run out of descriptors or
+                # memory could not import what sends them.
+                importlib.import_module("enqueuer.transport.errors_by_value")
         else:
             # Forked workers do not need these, whose import takes some milliseconds.
             from enqueuer.backends.payload import pickled_payload
