@@ -3,7 +3,7 @@
     benchmarks.rst             the page
     benchmarks/results.json    the results from which it was made
     benchmarks/CASE.svg        pictures
-    benchmarks/overview.svg    the picture of README.md
+    benchmarks/overview.svg    the picture of README.md, and overview-dark.svg for dark mode
 
 `python benchmarks/page.py` writes the page again from the results that are there.
 """
@@ -21,7 +21,7 @@ import report
 from cases import CASES
 from contestants import CONTESTANTS
 
-from enqueuer.tools.svg import element, text
+from enqueuer.tools.svg import element, in_dark, text
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -215,7 +215,10 @@ def overview(results: report.Results) -> Iterator[tuple[str, str]]:
     shapes.insert(
         0, text(left, 20, "From worker processes to the loop; more is better", font_size=15)
     )
-    yield "overview.svg", _svg("Throughput of loaders with worker processes", bottom, shapes)
+    picture = _svg("Throughput of loaders with worker processes", bottom, shapes)
+    yield "overview.svg", picture
+    # README.md is not built by Sphinx, which makes the dark pictures of the pages.
+    yield "overview-dark.svg", in_dark(picture)
 
 
 def _table(case: str, rows: dict[str, Any]) -> Iterator[str]:
@@ -303,7 +306,7 @@ def bars(title: str, numbers: list[tuple[str, float, bool]]) -> str:
 
 
 def _svg(title: str, height: int, shapes: list[str]) -> str:
-    """Return a picture of shapes on white, so that it can be read in dark mode, too."""
+    """Return a picture of shapes on white."""
     paper = element("rect", width=_WIDTH, height=height, fill="#fff")
     picture = element(
         "svg",

@@ -21,6 +21,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "myst_parser",
     "name_links",
+    "dark_pictures",
     "sphinx_copybutton",
     "sphinx_design",
 ]

@@ -13,7 +13,7 @@ from enqueuer.tools.svg import element, text
 HERE = Path(__file__).parent
 # The distance of lines, and the space around the words of a box, in pixels.
 LINE, PAD = 17, 9
-INK, BOX, WORKER, PAPER = "#222222", "#eef3fa", "#fdf3e1", "#ffffff"
+INK, BOX, WORKER, PAPER = "#222", "#eef3fa", "#fdf3e1", "#fff"
 
 
 @dataclass
@@ -99,9 +99,7 @@ class Drawing:
     def border(self, y: float, words: str) -> None:
         """Draw the border between processes."""
         self.shapes.append(
-            element(
-                "line", x1=0, y1=y, x2=self.width, y2=y, stroke="#999999", stroke_dasharray="6 5"
-            )
+            element("line", x1=0, y1=y, x2=self.width, y2=y, stroke="#999", stroke_dasharray="6 5")
         )
         self.words(10, y - 6, words)
 

@@ -13,6 +13,7 @@ import pytest
 import enqueuer
 from enqueuer import errors
 from enqueuer.cli import main
+from enqueuer.tools.svg import DARK, in_dark, in_light
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(enqueuer.__file__).parent
@@ -165,6 +166,25 @@ def test_every_picture_has_a_text_alternative():
         pictures = re.findall(r"^ *\.\. image:: .*\n(.*)", page.read_text(), re.MULTILINE)
         without += [page.name for after in pictures if ":alt:" not in after]
     assert without == []
+
+
+@pytest.mark.parametrize("path", sorted(DOCS.rglob("*.svg")), ids=lambda path: path.name)
+def test_every_picture_has_a_form_for_dark_mode(path):
+    picture = path.read_text()
+    if path.stem.endswith("-dark"):
+        light = path.with_stem(path.stem.removesuffix("-dark")).read_text()
+        assert picture == in_dark(light)
+        return
+    assert in_dark(picture) != in_light(picture)
+    # The build of the pages makes both forms, which no preference of the browser changes.
+    for form in (in_dark(picture), in_light(picture)):
+        assert "prefers-color-scheme" not in form
+    assert not [colour for colour in DARK if f'"{colour}"' in in_dark(picture)]
+
+
+def test_a_colour_without_one_for_dark_mode_is_named():
+    with pytest.raises(ValueError, match="#123456 has no colour in DARK"):
+        in_dark('<rect fill="#123456"/>')
 
 
 def test_an_example_has_all_of_its_lines():

@@ -84,8 +84,9 @@ def test_the_committed_page_is_what_its_results_give(tmp_path):
         picture.unlink()
     assert run(tmp_path, program="page.py").returncode == 0
     assert (tmp_path / "benchmarks.rst").read_text() == (docs / "benchmarks.rst").read_text()
-    for name in ("benchmarks/overview.svg", "benchmarks/tiny.svg"):
-        assert (tmp_path / name).read_text() == (docs / name).read_text()
+    for name in ("overview.svg", "overview-dark.svg", "tiny.svg"):
+        made, kept = (folder / "benchmarks" / name for folder in (tmp_path, docs))
+        assert made.read_text() == kept.read_text()
 
 
 def test_the_picture_of_the_readme_has_a_bar_for_each_contestant(tmp_path):
