@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import report
+import summary
 from cases import CASES
 from contestants import CONTESTANTS
 
 from enqueuer.tools.svg import element, in_dark, text
 
-DOCS = Path(__file__).parents[1] / "docs"
+_HERE = Path(__file__).parent
+DOCS = _HERE.parent / "docs"
 
 # (title, words, cases with a table, cases with a picture)
 GROUPS = (
@@ -142,14 +144,23 @@ def page(everything: dict[str, Any]) -> Iterator[str]:
     """Yield the lines of the page."""
     about, results = everything["about"], everything["results"]
     box = about["machine"]
+    yield from ("Benchmarks", "==========", "")
+    yield from summary.main_result(results)
     yield from (
-        *("Benchmarks", "==========", ""),
-        "`enqueuer` beside other ways to give the items of a Python generator to a loop.",
-        "Losses are shown like wins.",
-        "`benchmarks/README.md` describes each case, and how the comparison is kept fair; it also "
-        "has the failure table, and the figures of data files and of Ray.",
+        "",
+        "This page compares `enqueuer` with other ways to give the items of a Python generator to "
+        "a loop.",
         ":doc:`benchmarks_workloads` shows real work: decoding, tokenizing, reading, training.",
         "",
+    )
+    losses = list(summary.losses(results))
+    if losses:
+        yield from ("Where it loses", "--------------", "")
+        yield "In these cases, the best peer with the same kind of workers is better by over 5 %:"
+        yield from ("", *losses, "")
+    yield from summary.failure_section(_HERE / "README.md")
+    yield from (
+        *("How it was measured", "-------------------", ""),
         f"Measured on {about['date'][:10]}, {box['cpu']}, {box['cores']} cores, a load of "
         f"{box['load'][0]:.1f} before the first case, Python {box['python']}.",
         f"Each run of a case took {about['seconds']} s, and each number is {_of_runs(about)}.",
@@ -160,6 +171,8 @@ def page(everything: dict[str, Any]) -> Iterator[str]:
         + ".",
         "Compare ratios rather than figures: two cores are shared by a worker, the loop and the "
         "system, and the bandwidth of memory differs from machine to machine.",
+        "`benchmarks/README.md` describes each case, and how the comparison is kept fair; it also "
+        "has the figures of data files and of Ray.",
         "",
     )
     for title, words, tables, shown in GROUPS:
@@ -167,6 +180,7 @@ def page(everything: dict[str, Any]) -> Iterator[str]:
         if not cases:
             continue
         yield from (title, "-" * len(title), "", *words.replace(". ", ".\n").split("\n"), "")
+        yield from (f"The command is `python benchmarks/run.py --only {' '.join(tables)}`.", "")
         for case in shown:
             if case in cases:
                 yield f".. image:: benchmarks/{case}.svg"

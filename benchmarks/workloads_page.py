@@ -40,15 +40,25 @@ def _page(everything: dict[str, Any]) -> Iterator[str]:
     """Yield the lines of the page."""
     about, found = everything["about"], everything["found"]
     box = about["machine"]
+    yield from ("Real work", "=========", "")
+    yield from _main_result(found)
     yield from (
-        *("Real work", "=========", ""),
-        "What people run through a loader: decoding, tokenizing, reading, training.",
-        "Each loader is used as its documentation advises; losses are shown like wins.",
+        "",
+        "This page shows what people run through a loader: decoding, tokenizing, reading, "
+        "training.",
+        "Each loader is used as its documentation advises.",
         ":doc:`benchmarks` measures the transport alone.",
         "",
+    )
+    losses = list(_losses(found))
+    if losses:
+        yield from ("Where it loses", "--------------", "", *losses, "")
+    yield from ("How it was measured", "-------------------", "")
+    yield from (
         f"Measured on {about['date'][:10]}, {box['cpu']}, {box['cores']} cores, "
-        f"Python {box['python']}, with a load average of {box['load'][0]:.1f} at the beginning, "
-        f"and medians of {about['repeats']} runs, by this command, which also writes this page:",
+        f"Python {box['python']}, with a load average of {box['load'][0]:.1f} at the beginning.",
+        f"Each number is {_of_runs(about)}.",
+        "This command measured it, and wrote this page:",
         *("", ".. code-block:: sh", "", "   python benchmarks/workloads.py --page", ""),
         "Versions: "
         + ", ".join(f"{name} {version}" for name, version in box["versions"].items() if version)
@@ -64,7 +74,8 @@ def _page(everything: dict[str, Any]) -> Iterator[str]:
     )
     yield from _overview(found)
     for name, one in found.items():
-        yield from (name, "-" * len(name), "", _sentence(one["about"]), "")
+        yield from (name, "-" * len(name), "", _sentence(one["about"]))
+        yield from (f"The command is `python benchmarks/workloads.py {name}`.", "")
         bars = _bars(one)
         if bars:
             listed = ", ".join(f"{label} {report.number(value)}" for label, value, _ in bars)
@@ -72,6 +83,46 @@ def _page(everything: dict[str, Any]) -> Iterator[str]:
             yield f"   :alt: Bars of {_title(name, one)}: {listed}."
             yield ""
         yield from _table(name, one)
+
+
+def _main_result(found: dict[str, Any]) -> Iterator[str]:
+    """Yield the two sentences with which the page begins, if there are numbers for them."""
+    ratios = {name: ratio for name, one in found.items() if (ratio := _ratio(one)) is not None}
+    if not ratios:
+        return
+    wins = sum(ratio >= 1 for ratio in ratios.values())
+    yield f"`enqueuer` is at least as fast as the best peer in {wins} of {len(ratios)} workloads."
+    listed = ", ".join(f"{ratio:.2f} ({name})" for name, ratio in ratios.items())
+    yield f"Its rate over that of the best peer: {listed}."
+
+
+def _losses(found: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines of a list: each workload that a peer, or a plain loop, does faster."""
+    for name, one in found.items():
+        ours = _best(one["rows"], True)
+        if "rate" not in ours:
+            yield f"- `{name}`: `enqueuer` has no number."
+            continue
+        others = [_best(one["rows"], False), *(r for r in one["rows"] if _is_plain(r))]
+        faster = [row for row in others if row.get("rate", 0) > ours["rate"]]
+        if faster:
+            unit = f"{one['unit']}/s"
+            listed = ", ".join(f"{row['name']} {_number(row, 'rate')}" for row in faster)
+            yield f"- `{name}`, {unit}: {_number(ours, 'rate')}, {listed}."
+
+
+def _is_plain(row: dict[str, Any]) -> bool:
+    return bool(row["name"].startswith("plain loop"))
+
+
+def _ratio(one: dict[str, Any]) -> float | None:
+    """Return our rate over that of the best peer; None without either."""
+    ours, theirs = _best(one["rows"], True), _best(one["rows"], False)
+    return ours["rate"] / theirs["rate"] if "rate" in ours and "rate" in theirs else None
+
+
+def _of_runs(about: dict[str, Any]) -> str:
+    return "that of one run" if about["repeats"] == 1 else f"the median of {about['repeats']} runs"
 
 
 def _overview(found: dict[str, Any]) -> Iterator[str]:
@@ -85,8 +136,8 @@ def _overview(found: dict[str, Any]) -> Iterator[str]:
         yield f"     - {_number(ours, 'rate')}"
         yield f"     - {_number(theirs, 'rate')}"
         yield f"     - {theirs.get('name', _DASH)}"
-        both = "rate" in ours and "rate" in theirs
-        yield f"     - {ours['rate'] / theirs['rate']:.2f}" if both else f"     - {_DASH}"
+        ratio = _ratio(one)
+        yield f"     - {_DASH}" if ratio is None else f"     - {ratio:.2f}"
     yield ""
 
 

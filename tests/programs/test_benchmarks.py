@@ -77,29 +77,75 @@ def test_a_run_writes_a_page_with_pictures_and_the_page_can_be_made_again(tmp_pa
     assert {path: path.read_bytes() for path in files} == files
 
 
-def test_the_committed_page_is_what_its_results_give(tmp_path):
+@pytest.mark.parametrize(
+    ("program", "page", "pictures"),
+    [
+        ("page.py", "benchmarks.rst", ("overview.svg", "overview-dark.svg", "tiny.svg")),
+        ("workloads_page.py", "benchmarks_workloads.rst", ("workload-jpeg-bytes.svg",)),
+    ],
+)
+def test_a_committed_page_is_what_its_results_give(program, page, pictures, tmp_path):
     docs = Path(__file__).parents[2] / "docs"
     shutil.copytree(docs / "benchmarks", tmp_path / "benchmarks")
     for picture in (tmp_path / "benchmarks").glob("*.svg"):
         picture.unlink()
-    assert run(tmp_path, program="page.py").returncode == 0
-    assert (tmp_path / "benchmarks.rst").read_text() == (docs / "benchmarks.rst").read_text()
-    for name in ("overview.svg", "overview-dark.svg", "tiny.svg"):
+    assert run(tmp_path, program=program).returncode == 0
+    assert (tmp_path / page).read_text() == (docs / page).read_text()
+    for name in pictures:
         made, kept = (folder / "benchmarks" / name for folder in (tmp_path, docs))
         assert made.read_text() == kept.read_text()
 
 
-def test_the_picture_of_the_readme_has_a_bar_for_each_contestant(tmp_path):
-    names = ("enqueuer-process", "multiprocessing.Queue", "plain-loop")
-    cell = {"status": "ok", "median": 2.0}
-    results = {case: {"": dict.fromkeys(names, cell)} for case in ("large", "tiny", "tasks-batch")}
-    (tmp_path / "benchmarks").mkdir()
+def page_of(medians, folder):
+    """Return the page of {case: {contestant: median}}."""
+    results = {
+        case: {"": {name: {"status": "ok", "median": number} for name, number in row.items()}}
+        for case, row in medians.items()
+    }
+    (folder / "benchmarks").mkdir()
     machine = {"cpu": "a", "cores": 2, "python": "3", "load": [0.5], "versions": {}}
     about = {"date": "2026-01-01", "seconds": 1, "repeats": 1, "machine": machine}
     about["command"] = "python benchmarks/run.py --page"
     everything = json.dumps({"about": about, "results": results})
-    (tmp_path / "benchmarks" / "results.json").write_text(everything)
-    assert run(tmp_path, program="page.py").returncode == 0
+    (folder / "benchmarks" / "results.json").write_text(everything)
+    done = run(folder, program="page.py")
+    assert (done.returncode, done.stderr) == (0, "")
+    return (folder / "benchmarks.rst").read_text()
+
+
+def test_the_page_begins_with_the_main_result_and_the_losses(tmp_path):
+    page = page_of(
+        {
+            # A loop without workers and the limit of the memory are no loaders.
+            "large": {
+                "enqueuer-process": 4.0,
+                "spdl-arena": 2.0,
+                "memcpy": 9.0,
+                "queue.Queue": 8.0,
+            },
+            "tiny": {"enqueuer-process": 1.0, "torch": 2.0, "plain-loop": 9.0},
+            # Less is better.
+            "stop": {"enqueuer-process": 10.0, "torch": 12.0, "faster-fifo": 9.7},
+            "memory": {"enqueuer-thread": 60.0, "queue.Queue": 50.0},
+        },
+        tmp_path,
+    )
+    begin, losses, failures = re.split("\n(?:Where it loses|Failures)\n-+\n", page)
+    assert "in 2 of 3 measurements with processes and in 0 of 1 measurements with threads" in begin
+    assert "2.0 times for batches of 9.6 MB (spdl-arena), 0.5 times for small dicts" in begin
+    assert re.findall(r"\(`(\w+)`\): (.*)\.$", losses, re.MULTILINE) == [
+        ("tiny", "1.00, torch 2.00"),
+        ("memory", "60.0, queue.Queue 50.0"),
+    ]
+    assert "   * - torch DataLoader\n     - 4 of 8\n" in failures
+    assert "`python benchmarks/run.py --only ints tiny`" in failures
+
+
+def test_the_picture_of_the_readme_has_a_bar_for_each_contestant(tmp_path):
+    names = ("enqueuer-process", "multiprocessing.Queue", "plain-loop")
+    page_of(
+        {case: dict.fromkeys(names, 2.0) for case in ("large", "tiny", "tasks-batch")}, tmp_path
+    )
     picture = (tmp_path / "benchmarks" / "overview.svg").read_text()
     # The paper, and in each of three panels a bar of ours and one of the queue.
     assert picture.count("<rect") == 1 + 3 * 2

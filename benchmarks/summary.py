@@ -1,0 +1,129 @@
+"""What the results of the benchmark page show, in sentences: the main result and the losses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import report
+from cases import CASES
+from contestants import CONTESTANTS
+
+# A difference of less is no loss: numbers differ by more from run to run.
+_TOLERANCE = 0.05
+_LIMITS = ("memcpy",)
+# The cases of the second sentence, with the words for each.
+_CASES = (
+    ("large", "for batches of 9.6 MB"),
+    ("tiny", "for small dicts"),
+    ("tasks-batch", "for stacked rows"),
+)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One number of ours beside the best of the peers that have the same kind of workers."""
+
+    case: str
+    row: str
+    name: str
+    ours: float
+    peer: str
+    theirs: float
+
+    @property
+    def kind(self) -> str:
+        return CONTESTANTS[self.name].kind
+
+    @property
+    def is_loss(self) -> bool:
+        margin = _TOLERANCE * abs(self.theirs)
+        if CASES[self.case].more_is_better:
+            return self.ours < self.theirs - margin
+        return self.ours > self.theirs + margin
+
+
+def comparisons(results: report.Results) -> Iterator[Comparison]:
+    """Yield a comparison for each number of ours that has a peer."""
+    for case, rows in results.items():
+        pick = max if CASES[case].more_is_better else min
+        for row, cells in rows.items():
+            numbers = {name: cell["median"] for name, cell in cells.items() if "median" in cell}
+            for name in filter(_is_ours, numbers):
+                peers = [peer for peer in numbers if _is_peer(peer, name, case)]
+                if peers:
+                    best = pick(peers, key=numbers.__getitem__)
+                    yield Comparison(case, row, name, numbers[name], best, numbers[best])
+
+
+def _is_ours(name: str) -> bool:
+    return name.startswith("enqueuer")
+
+
+def _is_peer(peer: str, name: str, case: str) -> bool:
+    """Return whether a contestant is a loader with the same kind of workers as one of ours."""
+    kind = CONTESTANTS[peer].kind
+    if _is_ours(peer) or kind == "loop" or peer in _LIMITS:
+        return False
+    return CASES[case].threads or kind == CONTESTANTS[name].kind
+
+
+def main_result(results: report.Results) -> Iterator[str]:
+    """Yield the two sentences with which the page begins, if there are numbers for them."""
+    found = list(comparisons(results))
+    counts = []
+    for kind, words in (("process", "with processes"), ("thread", "with threads")):
+        kept = [one for one in found if one.kind == kind]
+        if kept:
+            first = sum(not one.is_loss for one in kept)
+            counts.append(f"in {first} of {len(kept)} measurements {words}")
+    if counts:
+        yield (
+            "`enqueuer` is the best loader, or within 5 % of the best that has the same kind of "
+            f"workers, {' and '.join(counts)}."
+        )
+    ratios = []
+    for case, words in _CASES:
+        for one in found:
+            if (one.case, one.kind) == (case, "process"):
+                ratios.append(f"{one.ours / one.theirs:.1f} times {words} ({one.peer})")
+    if ratios:
+        listed = ", ".join(ratios)
+        yield f"From a worker process to the loop, its rate over that of the best peer is {listed}."
+
+
+def losses(results: report.Results) -> Iterator[str]:
+    """Yield the lines of a list: each case in which a peer is better than ours."""
+    grouped: dict[tuple[str, str], list[Comparison]] = {}
+    for one in comparisons(results):
+        if one.is_loss:
+            grouped.setdefault((one.case, one.name), []).append(one)
+    for (case, name), found in grouped.items():
+        numbers = "; ".join(
+            f"{one.row and f'{one.row}: '}{report.number(one.ours)}, "
+            f"{one.peer} {report.number(one.theirs)}"
+            for one in found
+        )
+        yield f"- {CASES[case].title}, {CASES[case].unit}, {name} (`{case}`): {numbers}."
+
+
+def failure_section(readme: Path) -> Iterator[str]:
+    """Yield the failure table, as the README of the benchmarks has it."""
+    text = readme.read_text(encoding="utf-8").partition("\n## The failure table\n")[2]
+    about, _, rest = text.partition("\n```text\n")
+    about = about[about.index("This was measured") :].strip()
+    table = rest.partition("\n```")[0]
+    passed = re.findall(r"^(\S.*?)  +.*?(\d of \d)$", table, re.MULTILINE)
+    yield from ("Failures", "--------", "")
+    yield "In eight tests, a worker fails, exits or is killed at its third item."
+    yield "A loader passes if the loop gets both earlier items, and then, in time, the right error."
+    yield from ("", ".. list-table:: Tests passed", "   :header-rows: 1", "")
+    yield from ("   * - loader", "     - passed")
+    for name, count in passed:
+        yield from (f"   * - {name}", f"     - {count}")
+    yield from ("", "The command was `python benchmarks/failures.py --limit 60`.", about, "")
+    yield from (".. code-block:: text", "")
+    yield from (f"   {line}".rstrip() for line in table.splitlines())
+    yield ""
