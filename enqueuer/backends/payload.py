@@ -18,10 +18,12 @@ from typing import Any
 import cloudpickle
 
 from enqueuer.backends.process.child import ProcessConfig
+from enqueuer.backends.process.shared_objects import OF_FORK, Handover
 from enqueuer.common.sizes import OUT_OF_BAND_BYTES
 from enqueuer.common.text import an
 from enqueuer.errors import SourceNotPicklable
 from enqueuer.transport.culprit import find_culprit, is_picklable, parts_of
+from enqueuer.transport.tensors import reduce_tensor
 from enqueuer.workers.plan import OnError
 from enqueuer.workers.sources import LiveSource, Source, name_of
 from enqueuer.workers.tasks import TaskSource
@@ -34,13 +36,18 @@ _OTHERS = "backend='thread' or backend=Processes(start_method='fork')"
 
 def pickled_payload(
     config: ProcessConfig, source: Source | TaskSource, on_error: OnError, method: str
-) -> tuple[bytes, list[PickleBuffer]]:
-    """Return the pickle of `config`, `source` and `on_error`, and the large buffers beside it.
+) -> tuple[bytes, list[PickleBuffer], Handover]:
+    """Return the pickle of `config`, `source` and `on_error`, and what travels beside it.
+
+    Returns:
+        The pickle, its large buffers, and the descriptors of the objects that are shared.
 
     Raises:
         SourceNotPicklable: One of these cannot be pickled; the message names the culprit.
+        OSError: There is no room for the descriptors of shared objects.
     """
     buffers: list[PickleBuffer] = []
+    shared = Handover()
 
     def keep_large(buffer: PickleBuffer) -> bool:
         is_small = buffer.raw().nbytes < OUT_OF_BAND_BYTES
@@ -50,9 +57,13 @@ def pickled_payload(
 
     # The source has a pickle of its own: an error while that is loaded is the user's.
     where = f"a process started by {method}"
-    pickled = pickled_source(source, on_error, where, _OTHERS, keep_large)
-    data: bytes = cloudpickle.dumps((config, pickled), protocol=5)
-    return data, buffers
+    try:
+        pickled = pickled_source(source, on_error, where, _OTHERS, keep_large, shared)
+        data: bytes = cloudpickle.dumps((config, pickled), protocol=5)
+    except BaseException:
+        shared.close()
+        raise
+    return data, buffers, shared
 
 
 def pickled_source(
@@ -61,6 +72,7 @@ def pickled_source(
     where: str,
     others: str,
     keep_large: Callable[[PickleBuffer], bool] | None = None,
+    shared: Handover | None = None,
 ) -> bytes:
     """Return the pickle of a source and `on_error`.
 
@@ -70,40 +82,74 @@ def pickled_source(
         where: Destination, in words.
         others: Options that would not send it, in words.
         keep_large: Function that pickle calls with each buffer, as `buffer_callback`.
+        shared: Keeper of the descriptors of shared objects; None: these cannot be sent.
 
     Raises:
         SourceNotPicklable: One of these cannot be pickled; the message names the culprit.
+        OSError: There is no room for the descriptors of shared objects.
     """
     try:
-        return _by_value((source, on_error), keep_large)
+        return _by_value((source, on_error), keep_large, shared)
     except Exception as error:
-        if not is_picklable(on_error):
+        if shared is not None and shared.error is not None:
+            raise shared.error from None
+        can_send = _sendable(shared)
+        if not can_send(on_error):
             raise SourceNotPicklable(
                 f"on_error={name_of(on_error)} cannot be sent to {where}: "
                 f"{error}; use a function of a module, or {others}"
             ) from error
-        raise SourceNotPicklable(why_not(source, where, others)) from error
+        reason = why_not(source, where, others, can_send)
+        if shared is not None and OF_FORK in str(error):
+            reason += ". Make objects of multiprocessing by multiprocessing.get_context('spawn')"
+        raise SourceNotPicklable(reason) from error
 
 
-def _by_value(what: object, keep_large: Callable[[PickleBuffer], bool] | None) -> bytes:
+def _sendable(shared: Handover | None) -> Callable[[object], bool]:
+    """Return a function that tells whether a part of a source can be sent."""
+    if shared is None:
+        return is_picklable
+    trial = Handover(is_trial=True)
+
+    def can_send(value: object) -> bool:
+        try:
+            _dumps(value, None, trial)
+        except Exception:
+            return False
+        return True
+
+    return can_send
+
+
+def _by_value(
+    what: object, keep_large: Callable[[PickleBuffer], bool] | None, shared: Handover | None
+) -> bytes:
     """Pickle with all that the main module defines, also where that is called `__mp_main__`.
 
     A process that multiprocessing has spawned calls it so, and no worker could import it.
     """
     main = sys.modules["__main__"]
     if main.__name__ != "__mp_main__":
-        return _dumps(what, keep_large)
+        return _dumps(what, keep_large, shared)
     with _lock:
         cloudpickle.register_pickle_by_value(main)
         try:
-            return _dumps(what, keep_large)
+            return _dumps(what, keep_large, shared)
         finally:
             cloudpickle.unregister_pickle_by_value(main)
 
 
-def _dumps(what: object, keep_large: Callable[[PickleBuffer], bool] | None) -> bytes:
+def _dumps(
+    what: object, keep_large: Callable[[PickleBuffer], bool] | None, shared: Handover | None
+) -> bytes:
     file = io.BytesIO()
-    _Pickler(file, 5, keep_large).dump(what)
+    pickler = _Pickler(file, 5, keep_large)
+    if shared is None:
+        pickler.dump(what)
+    else:
+        pickler.shared = shared
+        with shared.pickling():
+            pickler.dump(what)
     return file.getvalue()
 
 
@@ -112,7 +158,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
 
     `functools.cache` and `lru_cache` make objects that pickle by name only. The worker's copy
     begins with an empty cache.
+
+    Attributes:
+        shared: What shared objects are sent with; None: they cannot be sent.
     """
+
+    shared: Handover | None = None
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, functools._lru_cache_wrapper):
@@ -120,6 +171,14 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             if is_local or value.__module__ in ("__main__", "__mp_main__"):
                 sizes = value.cache_parameters()
                 return _cached, (value.__wrapped__, sizes["maxsize"], sizes["typed"])
+        if self.shared is not None:
+            reduced = self.shared.reduce(value)
+            if reduced is not NotImplemented:
+                return reduced
+            torch = sys.modules.get("torch")
+            # Large arrays lie in memory that all workers map.
+            if torch is not None and type(value) is torch.Tensor:
+                return reduce_tensor(value)
         return super().reducer_override(value)
 
 
@@ -127,31 +186,35 @@ def _cached(function: Callable[..., Any], maxsize: int | None, typed: bool) -> A
     return functools.lru_cache(maxsize, typed)(function)
 
 
-def why_not(source: Source | TaskSource, where: str, others: str) -> str:
+def why_not(
+    source: Source | TaskSource, where: str, others: str, can_send: Callable[[object], bool]
+) -> str:
     """Return which part of a source cannot be pickled, and what to do."""
     advice = f"pass a generator function that makes its own in the worker, or use {others}"
     if isinstance(source, TaskSource):
-        return _why_no_tasks(source, where, others)
+        return _why_no_tasks(source, where, others, can_send)
     if isinstance(source, LiveSource):
         kind = type(source.iterable).__name__
         return f"a running {kind} cannot be sent to {where}; {advice}"
-    culprits = _culprits(source.function)
+    culprits = _culprits(source.function, can_send)
     what = ", ".join(culprits) or "something that it refers to"
     return (
         f"{name_of(source.function)} cannot be sent to {where}: {what} cannot be pickled; {advice}"
     )
 
 
-def _why_no_tasks(source: TaskSource, where: str, others: str) -> str:
+def _why_no_tasks(
+    source: TaskSource, where: str, others: str, can_send: Callable[[object], bool]
+) -> str:
     parts = {"map": source.map, "collate": source.collate}
     if source.is_sequence:
         parts["the sequence"] = source.items
     for part, value in parts.items():
-        if not is_picklable(value):
+        if not can_send(value):
             culprits = (
-                ", ".join(_culprits(value))
+                ", ".join(_culprits(value, can_send))
                 if callable(value)
-                else _with_type(*find_culprit(part, value, _references))
+                else _with_type(*find_culprit(part, value, _references, can_send))
             )
             break
     else:
@@ -162,10 +225,10 @@ def _why_no_tasks(source: TaskSource, where: str, others: str) -> str:
     )
 
 
-def _culprits(function: Callable[..., Any]) -> list[str]:
+def _culprits(function: Callable[..., Any], can_send: Callable[[object], bool]) -> list[str]:
     """Return which of the things that a function refers to cannot be pickled."""
-    found = [(step, part) for step, part in _references(function) if not is_picklable(part)]
-    named = [find_culprit(_first(step), part, _references) for step, part in found]
+    found = [(step, part) for step, part in _references(function) if not can_send(part)]
+    named = [find_culprit(_first(step), part, _references, can_send) for step, part in found]
     return list(dict.fromkeys(_with_type(where, value) for where, value in named))
 
 
@@ -196,7 +259,7 @@ def _references(value: object) -> Iterator[tuple[str, object]]:
         for name, part in vars(value).items():
             if name[:2] != "__" or isinstance(part, FunctionType):
                 yield f".{name}", part
-    else:
+    elif not type(value).__module__.startswith("multiprocessing."):
         yield from parts_of(value)
         yield f": its class {type(value).__qualname__}", type(value)
 

@@ -28,6 +28,7 @@ def find_culprit(
     path: str,
     value: object,
     parts: Callable[[object], Iterable[tuple[str, object]]] | None = None,
+    can_send: Callable[[object], bool] | None = None,
 ) -> tuple[str, object]:
     """Return the smallest part of `value` that cannot be pickled, and where it is.
 
@@ -36,13 +37,14 @@ def find_culprit(
         value: Object that cannot be pickled.
         parts: Function that returns the parts of a value, each with the step to it, which is
             appended to the path; `parts_of` by default.
+        can_send: Function that tells whether a part can be pickled; `is_picklable` by default.
     """
     # A nest may contain itself.
     seen: set[int] = set()
     while len(seen) < _DEEPEST_CULPRIT:
         seen.add(id(value))
         for step, part in (parts or parts_of)(value):
-            if id(part) not in seen and not is_picklable(part):
+            if id(part) not in seen and not (can_send or is_picklable)(part):
                 path, value = path + step, part
                 break
         else:

@@ -167,6 +167,17 @@ class Packets:
             del self._bytes[: head + length]
 
 
+def send_descriptors(packets: Packets, fds: Sequence[int]) -> None:
+    """Send any number of descriptors, in packets of their own."""
+    for start in range(0, len(fds), _MOST_FDS):
+        packets.send(b"+", fds[start : start + _MOST_FDS])
+
+
+def packets_of(count: int) -> int:
+    """Return the number of packets with which `send_descriptors` sends so many descriptors."""
+    return -(-count // _MOST_FDS)
+
+
 def _rights(fds: Sequence[int]) -> list[tuple[int, int, array.array[int]]]:
     if not fds:
         return []

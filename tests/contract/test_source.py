@@ -1,12 +1,18 @@
 """Source: what may be handed over, and what is refused."""
 
+import contextlib
+import ctypes
 import functools
+import multiprocessing
+import os
 import re
+import signal
+import socket
 import threading
 
 import numpy as np
 import pytest
-from helpers import twelve
+from helpers import LIMIT, twelve
 
 from enqueuer import (
     DuplicateDataWarning,
@@ -301,3 +307,148 @@ def test_prefetch_takes_any_iterable(collection):
 def test_what_is_no_function_is_refused_at_once(name):
     with pytest.raises(TypeError, match=f"{name} must be a function of .* or None, got 3"):
         OrderedEnqueuer(range(4), batch_size=2, **{name: 3})
+
+
+# --- objects that the source shares with its workers ---
+
+
+@pytest.fixture(scope="module")
+def shared_memory():
+    """Let multiprocessing allocate what stays as long as this process: memory, and a tracker."""
+    context = multiprocessing.get_context("spawn")
+    return context.Value("i"), context.Lock()
+
+
+@pytest.fixture(params=multiprocessing.get_all_start_methods())
+def method(request):
+    return request.param
+
+
+class Together:
+    """A source that waits for the loop, and counts in shared memory."""
+
+    def __init__(self):
+        context = multiprocessing.get_context("spawn")
+        self.queue = context.SimpleQueue()
+        self.begun, self.condition = context.Event(), context.Condition()
+        self.barrier = context.Barrier(2)
+        self.value, self.array = context.Value("i", 0), context.Array("d", 3)
+        self.raw = context.RawValue("i", 0)
+        self.lock = context.Lock()
+        self.receiver, self.sender = context.Pipe(duplex=False)
+
+    def __call__(self, shard):
+        with self.lock:
+            self.begun.set()
+        self.barrier.wait(LIMIT)
+        with self.condition:
+            self.condition.notify()
+        self.queue.put(os.getpid())
+        for number in range(3):
+            with self.value.get_lock():
+                self.value.value += 1
+            self.array[number] = number + 1
+            self.raw.value = number
+            yield number
+        self.sender.send("all")
+
+    def close(self):
+        self.queue.close()
+        self.receiver.close()
+        self.sender.close()
+
+
+def test_objects_of_multiprocessing_are_shared(method, shared_memory):
+    source = Together()
+    enqueuer = GeneratorEnqueuer(source, backend=Processes(start_method=method))
+    with source.lock:
+        enqueuer.start()
+        assert not source.begun.is_set()
+    with contextlib.ExitStack() as end:
+        end.callback(enqueuer.stop)
+        with source.condition:
+            assert source.begun.wait(LIMIT)
+            source.barrier.wait(LIMIT)
+            assert source.condition.wait(LIMIT)
+        assert list(enqueuer) == [0, 1, 2]
+        assert source.receiver.poll(LIMIT)
+        assert source.receiver.recv() == "all"
+    assert source.queue.get() != os.getpid()
+    assert (source.value.value, source.raw.value, source.array[:]) == (3, 2, [1.0, 2.0, 3.0])
+    source.close()
+
+
+def test_a_queue_of_multiprocessing_brings_what_workers_put(method, shared_memory):
+    queue = multiprocessing.get_context("spawn").Queue()
+
+    def source(shard):
+        queue.put(shard.index)
+        yield shard.index
+
+    with GeneratorEnqueuer(source, workers=2, backend=Processes(start_method=method)) as enqueuer:
+        assert list(enqueuer) == [0, 1]
+        assert sorted(queue.get(timeout=LIMIT) for _ in range(2)) == [0, 1]
+    queue.close()
+    queue.join_thread()
+
+
+def test_a_worker_that_replaces_a_dead_one_shares_the_same_objects(method, shared_memory):
+    deaths = multiprocessing.get_context("spawn").Value("i", 0)
+
+    def source(shard):
+        with deaths.get_lock():
+            deaths.value += 1
+        if deaths.value < 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield deaths.value
+
+    options = {"backend": Processes(start_method=method), "max_restarts": 2}
+    with GeneratorEnqueuer(source, **options) as enqueuer:
+        assert list(enqueuer) == [3]
+    assert deaths.value == 3
+
+
+def test_more_objects_are_shared_than_one_packet_has_descriptors(method):
+    pairs = [socket.socketpair() for _ in range(9)]
+
+    def source(shard):
+        for number, (_, there) in enumerate(pairs):
+            there.sendall(bytes([number]))
+        yield len(pairs)
+
+    with GeneratorEnqueuer(source, backend=Processes(start_method=method)) as enqueuer:
+        assert list(enqueuer) == [9]
+    assert [here.recv(9) for here, _ in pairs] == [bytes([number]) for number in range(9)]
+    for here, there in pairs:
+        here.close()
+        there.close()
+
+
+def test_a_ctypes_value_that_is_not_shared_is_copied(method, shared_memory):
+    plain = ctypes.c_int(5)
+
+    def source(shard):
+        plain.value += 1
+        yield plain.value
+
+    with GeneratorEnqueuer(source, backend=Processes(start_method=method)) as enqueuer:
+        assert list(enqueuer) == [6]
+    assert plain.value == 5
+
+
+def test_the_culprit_beside_a_shared_object_is_named(shared_memory):
+    shared, lock = multiprocessing.get_context("spawn").Event(), threading.Lock()
+    source = functools.partial(lambda shared, shard: iter([shared, lock]), shared)
+    with pytest.raises(
+        SourceNotPicklable, match=r": the variable 'lock' \(a _thread.lock\) cannot"
+    ):
+        GeneratorEnqueuer(source, backend=Processes(start_method="spawn")).start()
+
+
+def test_an_object_that_only_forked_workers_share_is_named():
+    event = multiprocessing.get_context("fork").Event()
+    with pytest.raises(
+        SourceNotPicklable,
+        match=r"variable 'event' \(a multiprocessing.synchronize.Event\) .*get_context\('spawn'\)",
+    ):
+        GeneratorEnqueuer(lambda: iter([event]), backend=Processes(start_method="spawn")).start()

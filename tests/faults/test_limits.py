@@ -80,6 +80,43 @@ with GeneratorEnqueuer(twelve, backend=Processes(start_method=METHOD)) as enqueu
     assert (code, out, err) == (0, "", ""), err
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_shared_objects_without_enough_descriptors_leave_nothing(tmp_path, method):
+    """A start needs a descriptor for each of them, beside those of the workers."""
+    text = """
+import socket
+pairs = [socket.socketpair() for _ in range(20)]
+def source(shard):
+    yield len(pairs)
+def make():
+    return GeneratorEnqueuer(source, backend=Processes(start_method=METHOD))
+with make() as enqueuer:
+    assert list(enqueuer) == [20]
+full = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+gc.collect()
+before = set(os.listdir("/proc/self/fd"))
+refused = 0
+for more in range(0, 70, 7):
+    enqueuer = make()
+    limit(resource.RLIMIT_NOFILE, len(before) + more)
+    try:
+        enqueuer.start()
+    except StartError as error:
+        refused += 1
+        assert "ulimit -n" in str(error), error
+    finally:
+        limit(resource.RLIMIT_NOFILE, full)
+    enqueuer.stop()
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= len(before), more
+assert 5 < refused < 10, refused
+"""
+    lines = [line for line in text.splitlines() if line.strip()]
+    text = BEGIN + "\n".join("    " + line for line in lines)
+    assert run_program(tmp_path, text.replace("METHOD", repr(method))) == (0, "", "")
+
+
 def test_a_consumer_that_runs_out_of_descriptors_gets_a_clear_error(run):
     text = """
 import contextlib

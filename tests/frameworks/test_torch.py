@@ -1,12 +1,13 @@
 """torch tensors: equal, out of band, without a copy, and without torch where none is installed."""
 
+import multiprocessing
 import sys
 
 import numpy as np
 import pytest
 from helpers import needs, run_program
 
-from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, empty
+from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, Processes, empty
 from enqueuer.transport import item_codec
 
 torch = needs("torch")
@@ -174,3 +175,76 @@ def test_torch_that_a_task_imports_is_seeded_by_element():
     first = [list(OrderedEnqueuer(range(4), drawn, workers=n, **options)) for n in (1, 2)]
     assert first[0] == first[1]
     assert len(set(first[0])) == 4
+
+
+# --- tensors of a source ---
+
+
+SHARES = pytest.mark.parametrize("method", multiprocessing.get_all_start_methods())
+
+
+def held(method, tensors, work):
+    """Return what a worker makes of tensors that its source holds."""
+
+    def source(shard):
+        yield work(tensors)
+
+    with GeneratorEnqueuer(source, backend=Processes(start_method=method)) as enqueuer:
+        return next(iter(enqueuer))
+
+
+@SHARES
+def test_a_shared_tensor_of_a_source_is_shared_with_workers(method):
+    whole = torch.zeros(100).share_memory_()
+    frozen = torch.nn.Parameter(torch.zeros(3)).share_memory_()
+
+    def write(tensors):
+        whole, part, frozen = tensors
+        part += 1
+        frozen.data += 1
+        return whole.sum().item(), type(frozen) is torch.nn.Parameter
+
+    assert held(method, [whole, whole[90:], frozen], write) == (10, True)
+    assert whole.tolist() == [0] * 90 + [1] * 10
+    assert frozen.tolist() == [1] * 3
+
+
+def unusual():
+    yield torch.eye(3).to_sparse()
+    yield torch.eye(3).to_sparse_csr()
+    yield torch.ones(3, dtype=torch.complex64).share_memory_().conj()
+    yield torch.ones(3, requires_grad=True)
+    yield torch.ones(0)
+    yield torch.ones(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    yield torch.ones(40_000, dtype=torch.bfloat16)
+
+
+@SHARES
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+def test_any_tensor_of_a_source_reaches_the_workers(method):
+    def write(tensors):
+        with torch.no_grad():
+            for tensor in tensors:
+                tensor *= 2
+        return tensors
+
+    for got, tensor in zip(held(method, list(unusual()), write), unusual(), strict=True):
+        assert (got.dtype, got.shape, got.layout) == (tensor.dtype, tensor.shape, tensor.layout)
+        assert (got.to_dense() == 2 * tensor.to_dense()).all()
+
+
+@SHARES
+def test_a_large_tensor_of_a_source_lies_in_memory_that_the_workers_share(method):
+    if method == "fork":
+        pytest.skip("forked workers inherit it")
+
+    def is_mapped(tensors):
+        address = tensors[0].data_ptr()
+        with open("/proc/self/maps") as file:
+            for line in file:
+                first, last = (int(number, 16) for number in line.split()[0].split("-"))
+                if first <= address < last:
+                    return "memfd" in line
+        return None
+
+    assert held(method, [torch.ones(1_000_000)], is_mapped) is True

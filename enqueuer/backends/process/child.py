@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import faulthandler
 import fcntl
 import functools
@@ -29,7 +30,7 @@ from enqueuer.backends.process.payload_file import read_payload
 from enqueuer.common.descriptors import Descriptor, close_in_children
 from enqueuer.monitoring import usage
 from enqueuer.transport.item_sender import ItemSender
-from enqueuer.transport.packets import Packets
+from enqueuer.transport.packets import Packets, packets_of
 from enqueuer.transport.protocol import Credit
 from enqueuer.transport.ring import Ring
 from enqueuer.transport.sender_control import send_ready
@@ -97,18 +98,21 @@ class ProcessStart(NamedTuple):
         shards: Indices of its shards; empty for tasks.
         credit: Credit that it begins with.
         is_asked: Whether it is asked for its stack if the loop waits long.
+        shared: Number of descriptors of shared objects that follow.
     """
 
     worker: int
     shards: tuple[int, ...]
     credit: Credit
     is_asked: bool
+    shared: int
 
 
 def main(sock_fd: int, lifeline_fd: int) -> None:
     """Be a worker that was spawned: the job comes over the channel."""
     packets = _begin(socket.socket(fileno=sock_fd), Descriptor(lifeline_fd))
     start, payload, ring, task_socket, stack = _receive_job(packets)
+    shared = _receive_shared(packets, start.shared)
     head, buffers = read_payload(payload)
     config, *pickled = pickle.loads(head)
     del head
@@ -120,8 +124,9 @@ def main(sock_fd: int, lifeline_fd: int) -> None:
     channel = ItemSender(packets, ring, start.credit)
 
     def load() -> tuple[Source | TaskSource, OnError]:
-        # The pickle is of no use after that, and may be large.
-        return pickle.loads(pickled.pop(), buffers=buffers)  # type: ignore[no-any-return]
+        with _with_shared(shared, start.shared):
+            # The pickle is of no use after that, and may be large.
+            return pickle.loads(pickled.pop(), buffers=buffers)  # type: ignore[no-any-return]
 
     _work(channel, config, start, load, task_socket, stack)
     _leave()
@@ -232,6 +237,17 @@ def _arm(lifeline: Descriptor) -> None:
 def _receive_job(
     packets: Packets,
 ) -> tuple[ProcessStart, int, Ring, socket.socket | None, Descriptor | None]:
+    data, (payload_fd, ring_fd, *others) = _next_packet(packets)
+    start: ProcessStart = pickle.loads(data)
+    stack = Descriptor(others.pop(0)) if start.is_asked else None
+    ring = Ring.of(ring_fd)
+    os.close(ring_fd)
+    task_socket = socket.socket(fileno=others[0]) if others else None
+    return start, payload_fd, ring, task_socket, stack
+
+
+def _next_packet(packets: Packets) -> tuple[bytes, list[int]]:
+    """Wait for a packet of the parent, and take it."""
     poller = select.poll()
     poller.register(packets.fileno(), select.POLLIN)
     while not packets.received:
@@ -240,13 +256,34 @@ def _receive_job(
             os._exit(1)
         poller.poll()
         packets.drain()
-    data, (payload_fd, ring_fd, *others) = packets.received.popleft()
-    start: ProcessStart = pickle.loads(data)
-    stack = Descriptor(others.pop(0)) if start.is_asked else None
-    ring = Ring.of(ring_fd)
-    os.close(ring_fd)
-    task_socket = socket.socket(fileno=others[0]) if others else None
-    return start, payload_fd, ring, task_socket, stack
+    return packets.received.popleft()
+
+
+def _receive_shared(packets: Packets, count: int) -> list[int]:
+    """Return the descriptors of shared objects; fewer if there is no room for them."""
+    fds: list[int] = []
+    for _ in range(packets_of(count)):
+        fds += _next_packet(packets)[1]
+    return fds
+
+
+def _with_shared(fds: list[int], count: int) -> contextlib.AbstractContextManager[None]:
+    """Let the source that is loaded find its descriptors.
+
+    Raises:
+        OSError: Some are missing.
+    """
+    if not count:
+        return contextlib.nullcontext()
+    if len(fds) < count:
+        raise OSError(
+            errno.EMFILE,
+            f"{os.strerror(errno.EMFILE)} for {count} shared objects (`ulimit -n`)",
+        )
+    # Most sources share nothing.
+    from enqueuer.backends.process.shared_objects import handed
+
+    return handed(fds)
 
 
 def _work(

@@ -30,7 +30,7 @@ from enqueuer.common import interrupts
 from enqueuer.common.descriptors import Descriptor, close_in_children
 from enqueuer.monitoring import usage
 from enqueuer.transport.item_receiver import ItemReceiver
-from enqueuer.transport.packets import Packets, pair
+from enqueuer.transport.packets import Packets, pair, send_descriptors
 from enqueuer.transport.protocol import Credit
 from enqueuer.transport.ring import LIMIT, Ring, open_ring
 from enqueuer.transport.task_queue import TaskQueue
@@ -67,6 +67,8 @@ class Starter:
         self._plans = job.plans()
         self._queue: TaskQueue | None = None
         self._payload: Descriptor | None = None
+        # Of objects that the source shares with the workers.
+        self._shared: list[Descriptor] = []
         # The source of forked workers, which inherit it.
         self._source = job.source
 
@@ -94,9 +96,13 @@ class Starter:
             from enqueuer.backends.process.payload_file import write_payload
 
             # Handlers are held back: an exception of theirs would be reported as the source's.
-            payload = pickled_payload(self._config, job.source, job.on_error, job.start_method)
+            pickled, buffers, shared = pickled_payload(
+                self._config, job.source, job.on_error, job.start_method
+            )
+            resources.callback(shared.close)
+            self._shared = shared.descriptors
             interrupts.check()
-            self._payload = Descriptor(write_payload(*payload))
+            self._payload = Descriptor(write_payload(pickled, buffers))
             resources.callback(self._payload.close)
 
     @functools.cached_property
@@ -143,7 +149,7 @@ class Starter:
         """
         # With tasks, all plans are alike.
         plan, is_asked = self._plans[index % len(self._plans)], self._job.longest_wait_s is not None
-        start = ProcessStart(index, plan.shards, self._credit(index), is_asked)
+        start = ProcessStart(index, plan.shards, self._credit(index), is_asked, len(self._shared))
         with contextlib.ExitStack() as passed, contextlib.ExitStack() as undo:
             ends = _Ends.open(is_asked, self._queue, passed, undo)
             ring = Ring.of(ends.memory.fileno())
@@ -190,6 +196,7 @@ class Starter:
             passed = [self._payload, ends.memory, ends.its_stack, ends.task_socket]
             fds = [thing.fileno() for thing in passed if thing is not None]
             ends.packets.send(pickle.dumps(start), fds)
+            send_descriptors(ends.packets, [shared.fileno() for shared in self._shared])
         return process
 
     def _close_payload_after(self, index: int) -> None:
@@ -198,6 +205,8 @@ class Starter:
         is_last = index + 1 == len(self._plans)
         if self._payload is not None and is_last and not (job.max_restarts or job.may_grow):
             self._payload.close()
+            for shared in self._shared:
+                shared.close()
 
     def _credit(self, index: int) -> Credit:
         job, count = self._job, len(self._plans)
