@@ -12,7 +12,7 @@ replaced is the same for all backends. Only `WorkerPool.sleep` waits for message
 from __future__ import annotations
 
 import enum
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from enqueuer.backends.stall import WorkerSnapshot
@@ -163,6 +163,9 @@ class Dispatch(Protocol[W_contra]):
         Raises:
             ItemNotPicklable: An element cannot be sent to a worker.
         """
+
+    def pack_all(self, tickets: Sequence[Ticket]) -> Iterable[Any]:
+        """Return tickets without elements as they travel."""
 
     def offer(self, tickets: Sequence[tuple[int, Any]]) -> int:
         """Let free workers do the first of some tasks.

@@ -12,7 +12,7 @@ import functools
 import operator
 from collections import deque
 from collections.abc import Iterator
-from itertools import chain, takewhile
+from itertools import chain, islice, takewhile
 from typing import Any, cast
 
 from enqueuer.backends.order import TaskOrder
@@ -32,6 +32,7 @@ class Next(enum.Enum):
 
 
 _NAMES = ("next", "items")
+_number_of = operator.itemgetter(1)
 _value_of = operator.itemgetter(2)
 _is_none = functools.partial(operator.is_, None)
 # Returns None, and keeps nothing.
@@ -117,8 +118,12 @@ class ReorderBuffer:
         if is_plain and not any(map(_is_none, map(_value_of, arrived))):
             tickets, results = self.tickets, self._results
             items = cast("deque[ItemTuple]", arrived)
-            known = {item[1]: item for item in items if item[1] in tickets}
-            results.update({n: item for n, item in known.items() if n not in results})
+            known = dict(zip(map(_number_of, items), items, strict=True))
+            if not known.keys() <= tickets.keys():
+                known = {number: item for number, item in known.items() if number in tickets}
+            if not results.keys().isdisjoint(known.keys()):
+                known = {number: item for number, item in known.items() if number not in results}
+            results.update(known)
             arrived.clear()
         while arrived:
             self.put(arrived[0])
@@ -170,8 +175,14 @@ class ReorderBuffer:
         if not order.ordered or most == 1 or self._without or self._skipped:
             return self._one_by_one(order, most)
         first, results = order.next, cast("dict[int, ItemTuple]", self._results)
-        there = len(list(takewhile(results.__contains__, range(first, first + most))))
-        numbers, after = range(first, first + there), (first + there, order.items + there)
+        numbers = list(islice(results, most))
+        last = first + len(numbers) - 1
+        # As a rule all came in order. To compare them is quicker than to look for each of them.
+        is_whole = numbers[:1] + numbers[-1:] == [first, last]
+        if not is_whole or numbers != list(range(first, last + 1)):
+            numbers = list(takewhile(results.__contains__, range(first, first + most)))
+        there = len(numbers)
+        after = (first + there, order.items + there)
         # What is written behind the items yields nothing.
         return chain(
             map(results.pop, numbers),

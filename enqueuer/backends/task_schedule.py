@@ -12,8 +12,10 @@ This file decides and does not wait.
 
 from __future__ import annotations
 
+import operator
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat, starmap
 from typing import Any, Generic
 
 from enqueuer.backends.order import AsTheyCome, Order, TaskOrder
@@ -27,6 +29,9 @@ from enqueuer.workers.messages import Empty, End, Epoch, Failure, ItemTuple, Tic
 _ALL = 1 << 62
 # The hash of an enum, which a set needs, is a function in Python.
 _RUNNING = WorkerState.RUNNING
+_number_of: Callable[[Ticket], int] = operator.itemgetter(0)
+# Keeps nothing.
+_forget_all = deque[object](maxlen=0).extend
 
 
 class TaskSchedule(Generic[W]):
@@ -133,15 +138,15 @@ class TaskSchedule(Generic[W]):
         """Let free workers do some tasks, whose elements the workers have."""
         if not tickets:
             return
-        numbers, pack = [ticket.number for ticket in tickets], self._dispatch.pack
+        numbers, dispatch = list(map(_number_of, tickets)), self._dispatch
         self._buffer.tickets.update(zip(numbers, tickets, strict=True))
         self._last = numbers[-1]
         # Threads take tickets as they are, and any number of them.
-        offer_all = getattr(self._dispatch, "offer_all", None)
+        offer_all = getattr(dispatch, "offer_all", None)
         if offer_all is not None and not self._unsent:
             offer_all(tickets)
             return
-        self._unsent.extend(zip(numbers, map(pack, tickets), strict=True))
+        self._unsent.extend(zip(numbers, dispatch.pack_all(tickets), strict=True))
         self._offer()
 
     def fail(self, failure: Failure) -> None:
@@ -156,8 +161,7 @@ class TaskSchedule(Generic[W]):
             sent = self._dispatch.offer(unsent)
             if not sent:
                 return
-            for _ in range(sent):
-                unsent.popleft()
+            _forget_all(starmap(unsent.popleft, repeat((), sent)))
 
     # --- results ---
 

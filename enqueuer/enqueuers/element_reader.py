@@ -95,8 +95,10 @@ class ElementReader:
         """Return the next tickets of a sequence, at most so many; again until `advance_many`."""
         size, steps = self._size, self._steps[self._at : self._at + most]
         parts: Iterable[tuple[int, ...]]
-        if size == 1:
-            parts = zip(map(int, map(self._indices.__getitem__, steps)), strict=False)
+        if size == 1 and isinstance(steps, range):
+            parts = zip(
+                _integers(self._indices[steps.start : steps.stop : steps.step]), strict=False
+            )
         else:
             slices = [self._indices[step * size : (step + 1) * size] for step in steps]
             parts = [tuple(_integers(own)) for own in slices]

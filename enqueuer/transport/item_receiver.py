@@ -14,13 +14,14 @@ import logging
 import pickle
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, Protocol
+from itertools import chain, repeat
+from typing import Any
 
 from enqueuer.monitoring.meters import BYTES
 from enqueuer.transport.block_map import BlockMap
 from enqueuer.transport.frame_decoder import FrameDecoder
 from enqueuer.transport.packets import Packets
-from enqueuer.transport.protocol import ALIGNMENT, FRAME, Credit, Kind
+from enqueuer.transport.protocol import ALIGNMENT, FRAME, Credit, Kind, Taken
 from enqueuer.transport.receiver_control import ReceiverControl
 from enqueuer.transport.ring import (
     ASKING,
@@ -42,16 +43,9 @@ _RUN, _STATED = int(Kind.RUN), int(Kind.STATED)
 _ITEMS = frozenset(map(int, (Kind.ITEM, Kind.STATED, Kind.ARRAYS)))
 _HEAD = FRAME.size
 _NO_LIMIT = 1 << 62
-
-
-class Taken(Protocol):
-    """Where taken items are noted, see `order.ShardOrder`."""
-
-    numbers: dict[int, int]
-    last: int
-
-    def remember(self, shard: int, number: int, state: Any) -> None:
-        """Keep the state of an iterator after an item that is about to be taken."""
+# Items of a run that C code takes, at least.
+_SHORTEST_CHAIN = 4
+_NAMES = ("_given", "last")
 
 
 class ItemReceiver:
@@ -259,19 +253,29 @@ class ItemReceiver:
     # --- messages ---
 
     def items(self, most: int, taken: Taken) -> Iterator[ItemTuple]:
-        """Yield the items that are there now, up to an end or a failure.
+        """Return the items that are there now, up to an end or a failure.
 
         An exception out of a signal handler loses no item and repeats none, if the caller keeps
-        them in C, as `deque.extend` does.
-
-        Args:
-            most: Largest number of items.
-            taken: Object that notes each item that is yielded.
+        them in C, as `deque.extend` does. `taken` notes each item.
         """
-        frames, unpack, numbers = self._frames, FRAME.unpack_from, taken.numbers
-        load, current = self._decoder.load, self._blocks.current
         written = self._words[WRITTEN]
         self._ring.order()
+        if most < _SHORTEST_CHAIN or not self._is_in_run(written):
+            return self._one_by_one(most, taken, written)
+        values, first, shard, number = self._loaded
+        left = values[self._given - first :][:most]
+        count, number = len(left), number + self._given - first
+        # What is written behind the items of the run yields nothing.
+        return chain(
+            zip(repeat(shard), range(number, number + count), left, repeat(None), strict=False),
+            filter(None, map(setattr, (self, taken), _NAMES, (self._given + count, shard))),
+            filter(None, map(taken.numbers.__setitem__, (shard,), (number + count,))),
+            self._one_by_one(most - count, taken, written),
+        )
+
+    def _one_by_one(self, most: int, taken: Taken, written: int) -> Iterator[ItemTuple]:
+        frames, unpack, numbers = self._frames, FRAME.unpack_from, taken.numbers
+        load, current = self._decoder.load, self._blocks.current
         while most > 0:
             if self._is_in_run(written):
                 values, first, shard, number = self._loaded
@@ -312,7 +316,7 @@ class ItemReceiver:
                 value, state = value
                 taken.remember(shard, number, state)
                 del state
-            position = self._behind(self.position, size)
+            position = _behind(self.position, size)
             item = (shard, number, value, None)
             del value, body
             most -= 1
@@ -350,7 +354,7 @@ class ItemReceiver:
     def pass_over(self) -> None:
         """Count what `other` returned last as read."""
         size, _, kind, _, _ = FRAME.unpack_from(self._frames, self.position % RING_BYTES)
-        position = self._behind(self.position, size)
+        position = _behind(self.position, size)
         given = self._given + (kind in _ITEMS)
         self.position = position
         self._given = given
@@ -374,7 +378,7 @@ class ItemReceiver:
         end = min(written, begin + size) if size else written
         if end == self.position:
             if size and end < written:
-                position = self._behind(begin, size)
+                position = _behind(begin, size)
                 self._run = None
                 self.position = position
             return False
@@ -388,8 +392,9 @@ class ItemReceiver:
         self.position = end
         return True
 
-    def _behind(self, begin: int, size: int) -> int:
-        """Return the position behind a frame, which may be that of a new lap."""
-        end = begin % RING_BYTES + size
-        end += -end % ALIGNMENT
-        return begin - begin % RING_BYTES + min(end, RING_BYTES)
+
+def _behind(begin: int, size: int) -> int:
+    """Return the position behind a frame, which may be that of a new lap."""
+    end = begin % RING_BYTES + size
+    end += -end % ALIGNMENT
+    return begin - begin % RING_BYTES + min(end, RING_BYTES)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import enum
 import struct
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 
 class Kind(enum.IntEnum):
@@ -86,3 +86,13 @@ class Credit(NamedTuple):
     waiting_bytes: int | None
     ask: bool
     spins: bool = False
+
+
+class Taken(Protocol):
+    """Where taken items are noted, see `order.ShardOrder`."""
+
+    numbers: dict[int, int]
+    last: int
+
+    def remember(self, shard: int, number: int, state: Any) -> None:
+        """Keep the state of an iterator after an item that is about to be taken."""

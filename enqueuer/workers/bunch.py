@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, compress, islice, repeat, starmap, takewhile, tee
+from itertools import chain, islice, repeat, starmap, takewhile, tee
 from typing import Any, Protocol
 
 from enqueuer.workers.messages import ItemTuple, Reported, Sender, Ticket
@@ -22,7 +22,7 @@ _is_given = functools.partial(operator.is_not, None)
 # Stands for a value in the row before the first item.
 _FIRST = (True,)
 _getter: Callable[[int], Callable[[Any], Any]] = operator.itemgetter
-_number_of, _indices_of, _elements_of = map(_getter, (0, 2, 3))
+_number_of, _indices_of = map(_getter, (0, 2))
 
 
 class ItemBunch(Protocol):
@@ -135,22 +135,21 @@ class Bunch:
         take: Callable[[], Ticket | None],
         results_of: Callable[[Iterator[Any]], Iterator[Any]],
     ) -> None:
-        """Send the results of tasks, None too, as long as there are tickets and no task fails.
+        """Send results of tasks of a sequence, None too, while there are tickets and none fails.
 
         Args:
-            take: Function that takes a ticket; it raises `queue.Empty` if there is none.
+            take: Function that takes a ticket; it raises `IndexError` if there is none.
             results_of: Function of an iterator over the indices of tickets; returns an iterator
                 over their results.
         """
-        self._left = repeat(True, self._size)
-        taken = repeat(True, self._size)
-        first, second, third = tee(compress(starmap(take, repeat(())), taken), 3)
+        calls = [()] * self._size
+        first, second, third = tee(starmap(take, calls), 3)
         rows = zip(
             self._waking_gate(),
             chain((-1,), map(_number_of, first)),
             chain((None,), results_of(map(_indices_of, second))),
-            # Of a sequence it is None. It is read when the result is there.
-            compress(chain((None,), map(_elements_of, third)), self._left),
+            # It is read when the result is there.
+            self._left,
             strict=False,
         )
         # As in `fill`.
@@ -159,9 +158,9 @@ class Bunch:
             self._append_all(rows)
         finally:
             del kept
-            # A ticket was taken, and there is no result of it.
-            if self._size - operator.length_hint(taken) > self.made:
-                self.unfinished.append(next(third))
+            # What was taken can still be read, but no other ticket is taken.
+            calls.clear()
+            self.unfinished.extend(islice(third, self.made, None))
 
 
 class BunchSender(Sender, Protocol):
@@ -190,7 +189,7 @@ class TaskSender(BunchSender, Protocol):
 
     @property
     def take_ticket(self) -> Callable[[], Ticket | None]:
-        """The function that takes a ticket, or raises `queue.Empty`."""
+        """The function that takes a ticket, or raises `IndexError`."""
 
     def give_back(self, ticket: Ticket | None) -> None:
         """Put back what was taken and is no ticket of a task."""

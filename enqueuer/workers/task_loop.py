@@ -5,7 +5,6 @@ serve_tasks: take a ticket -> its elements -> their results -> collate -> send -
 
 from __future__ import annotations
 
-import queue
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -57,7 +56,7 @@ def _do_many(source: TaskSource, sender: TaskSender, on_error: OnError) -> None:
         bunch.fill_tasks(sender.take_ticket, source.results_at)
     except BaseException as error:
         # Without a ticket it was not a task that raised, but the queue is empty.
-        if not bunch.unfinished and not isinstance(error, queue.Empty):
+        if not bunch.unfinished and not isinstance(error, IndexError):
             raise
         failed = error
     finally:

@@ -1,6 +1,5 @@
 """Bunches of items, and of the results of tasks, that C code sends."""
 
-import queue
 from collections import deque
 
 import pytest
@@ -23,7 +22,7 @@ def fill_tasks(bunch, sent, seen):
 
     def take():
         if not tickets:
-            raise queue.Empty
+            raise IndexError
         return tickets.popleft()
 
     def results_of(all_indices):

@@ -41,6 +41,9 @@ class InlineDispatch:
     def pack(self, ticket: Ticket) -> Ticket:
         return ticket
 
+    def pack_all(self, tickets: Sequence[Ticket]) -> Sequence[Ticket]:
+        return tickets
+
     def offer(self, tickets: Sequence[tuple[int, Ticket]]) -> int:
         self.tickets.extend(ticket for _, ticket in tickets)
         return len(tickets)

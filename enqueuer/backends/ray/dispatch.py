@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
 from enqueuer.backends.pool import HAS_ENDED
 from enqueuer.backends.ray.handle import Actor
@@ -95,6 +95,9 @@ class ActorDispatch:
 
     def pack(self, ticket: Ticket) -> bytes:
         return task_queue.pack(ticket, are_forked=False)
+
+    def pack_all(self, tickets: Sequence[Ticket]) -> Iterable[bytes]:
+        return map(self.pack, tickets)
 
     def offer(self, tickets: Sequence[tuple[int, bytes]]) -> int:
         with self._lock:

@@ -84,7 +84,7 @@ class ThreadWorker:
 
     def ask_to_exit(self) -> None:
         # This worker or another one takes it.
-        self._tickets.put(EXIT)
+        self._tickets.put_all((EXIT,))
 
     def death(self) -> Death:
         raise AssertionError("a thread does not die alone")
@@ -104,6 +104,9 @@ class ThreadDispatch:
 
     def pack(self, ticket: Ticket) -> Ticket:
         return ticket
+
+    def pack_all(self, tickets: Sequence[Ticket]) -> Sequence[Ticket]:
+        return tickets
 
     def offer(self, tickets: Sequence[tuple[int, Ticket]]) -> int:
         self._tickets.put(tickets[0][1])
