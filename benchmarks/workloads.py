@@ -76,6 +76,7 @@ def main() -> None:
             print("\n".join(_table(workload, rows)), flush=True)
             everything["found"][workload.name] = {
                 "about": workload.about,
+                "why": workload.why,
                 "unit": workload.unit,
                 "rows": rows,
             }
@@ -91,7 +92,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="contestants (default: all)")
     parser.add_argument("--repeats", type=int, default=3, help="of each (default: 3)")
     parser.add_argument("--count", type=int, default=0, help="items of an epoch")
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds for each measurement")
+    parser.add_argument("--limit", type=float, default=180.0, help="seconds for each measurement")
     parser.add_argument("--out", type=Path, help="file for the results, as JSON")
     parser.add_argument(
         "--page",

@@ -68,7 +68,8 @@ def _page(everything: dict[str, Any]) -> Iterator[str]:
         "- *CPU* is the time of all processes for an item, and *memory* their most.",
         "- *lines* are those of the user's code.",
         "- *output* compares the batches with those of the plain loop, by a hash.",
-        "  It is not compared where the order differs; *other work* is a decoder of its own.",
+        "  It is not compared where the order differs.",
+        "  *other work* is a decoder or a tokenizer of its own, and no peer in the first table.",
         f"- {_DASH} is a contestant that failed, was too slow or is not installed.",
         "",
     )
@@ -129,7 +130,8 @@ def _overview(found: dict[str, Any]) -> Iterator[str]:
     """Yield a table of the best of ours beside the best peer, of those that do the same work."""
     yield from (".. list-table:: The best of ours, and the best peer that does the same work",)
     yield from ("   :header-rows: 1", "", "   * - workload")
-    yield from (f"     - {title}" for title in ("enqueuer", "best peer", "", "ratio"))
+    titles = ("enqueuer", "best peer", "", "ratio", "plain loop", "what limits the rates")
+    yield from (f"     - {title}" for title in titles)
     for name, one in found.items():
         ours, theirs = _best(one["rows"], True), _best(one["rows"], False)
         yield f"   * - {name}, {one['unit']}/s"
@@ -138,6 +140,9 @@ def _overview(found: dict[str, Any]) -> Iterator[str]:
         yield f"     - {theirs.get('name', _DASH)}"
         ratio = _ratio(one)
         yield f"     - {_DASH}" if ratio is None else f"     - {ratio:.2f}"
+        plain = [row for row in one["rows"] if row["name"] == "plain loop"]
+        yield f"     - {_number(plain[0], 'rate') if plain else _DASH}"
+        yield f"     - {one['why']}"
     yield ""
 
 

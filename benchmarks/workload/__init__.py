@@ -70,6 +70,7 @@ class Workload:
     Attributes:
         name: Name of the workload.
         about: Description of an item and its work.
+        why: What limits the rates: a sentence for the page.
         unit: Word for the items, as in items/s.
         items: Number of items of an epoch.
         batch_size: Number of items in a batch.
@@ -86,6 +87,7 @@ class Workload:
     batch_size: int
     prepare: Callable[[Path, int], Any]
     size_of: Callable[[Any], int]
+    why: str
     unit: str = "items"
     use: Callable[[Any], None] | None = None
     needs: str | None = None

@@ -32,6 +32,8 @@ WORKLOAD = Workload(
     batch_size=256,
     prepare=_prepare,
     size_of=lambda batch: len(batch["label"]),
+    why="A row costs far more than its share of a slice, so that rows and slices are "
+    "compared apart.",
     needs="datasets",
 )
 
@@ -64,6 +66,17 @@ def _threads(dataset: Any, items: int) -> Epochs:
             yield batches
 
 
+@WORKLOAD.contestant("enqueuer, slices")
+def _enqueuer_slices(dataset: Any, items: int) -> Epochs:
+    from enqueuer import OrderedEnqueuer
+
+    starts = range(0, items, 256)
+    options = dict(workers=2, backend="process")
+    with OrderedEnqueuer(starts, lambda at: dataset[at : at + 256], **options) as batches:
+        while True:
+            yield batches
+
+
 @WORKLOAD.contestant("torch", needs="torch")
 def _torch(dataset: Any, items: int) -> Epochs:
     from torch.utils.data import DataLoader
@@ -71,6 +84,19 @@ def _torch(dataset: Any, items: int) -> Epochs:
     batches = DataLoader(
         dataset.with_format("torch"), batch_size=256, num_workers=2, persistent_workers=True
     )
+    while True:
+        yield batches
+
+
+@WORKLOAD.contestant("torch, slices", needs="torch")
+def _torch_slices(dataset: Any, items: int) -> Epochs:
+    from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+
+    rows = dataset.with_format("torch")
+    # Without a batch size, the list of indices is what the dataset gets.
+    sampler = BatchSampler(SequentialSampler(rows), 256, False)
+    options = dict(num_workers=2, persistent_workers=True)
+    batches = DataLoader(rows, batch_size=None, sampler=sampler, **options)
     while True:
         yield batches
 

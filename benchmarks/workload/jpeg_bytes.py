@@ -32,6 +32,7 @@ WORKLOAD = Workload(
     batch_size=64,
     prepare=_prepare,
     size_of=len,
+    why="Files are only read, so that the transport of large `bytes` matters.",
     needs="skimage",
 )
 

@@ -26,6 +26,7 @@ WORKLOAD = Workload(
     batch_size=32,
     prepare=_prepare,
     size_of=len,
+    why="Pillow decodes for all loaders, so that their rates are close.",
     needs="skimage",
 )
 

@@ -38,6 +38,8 @@ WORKLOAD = Workload(
     batch_size=32,
     prepare=_prepare,
     size_of=len,
+    why="Arithmetic of numpy. enqueuer limits the BLAS threads of a worker; one row does "
+    "that for torch.",
 )
 
 

@@ -5,6 +5,7 @@ Each loader is used as its documentation advises, with two workers.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -133,13 +134,34 @@ def _grain(data: Mapped, items: int) -> Epochs:
         yield itertools.islice(batches, -(-items // data.batch_size))
 
 
+def _load_many(load: Any, collate: Any, elements: list[Any]) -> Any:
+    return collate([load(one) for one in elements])
+
+
+# By batches: a call of a pipe for each element costs more than many elements do.
 def _spdl(data: Mapped, items: int) -> Epochs:
     from spdl.pipeline import PipelineBuilder
 
+    load = functools.partial(_load_many, data.load, data.collate or stack)
     pipeline = PipelineBuilder().add_source(data.elements, continuous=True)
-    pipeline = pipeline.pipe(data.load, concurrency=2, output_order="input")
-    pipeline = pipeline.aggregate(data.batch_size).pipe(data.collate or stack).add_sink(4)
+    pipeline = pipeline.aggregate(data.batch_size)
+    pipeline = pipeline.pipe(load, concurrency=2, output_order="input").add_sink(4)
     batches = pipeline.build(num_threads=2)
+    with batches.auto_stop():
+        while True:
+            yield batches
+
+
+def _spdl_processes(data: Mapped, items: int) -> Epochs:
+    from concurrent.futures import ProcessPoolExecutor
+
+    from spdl.pipeline import PipelineBuilder
+
+    load = functools.partial(_load_many, data.load, data.collate or stack)
+    options: Any = dict(concurrency=2, output_order="input", executor=ProcessPoolExecutor(2))
+    pipeline = PipelineBuilder().add_source(data.elements, continuous=True)
+    pipeline = pipeline.aggregate(data.batch_size).pipe(load, **options).add_sink(4)
+    batches = pipeline.build(num_threads=1)
     with batches.auto_stop():
         while True:
             yield batches
@@ -152,5 +174,6 @@ _CONTESTANTS: dict[str, tuple[Any, str | None, tuple[Any, ...]]] = {
     "torch": (_torch, "torch", (Samples,)),
     "torchdata.nodes": (_nodes, "torchdata", (Fetch,)),
     "Grain": (_grain, "grain", ()),
-    "SPDL": (_spdl, "spdl", ()),
+    "SPDL": (_spdl, "spdl", (_load_many,)),
+    "SPDL, 2 processes": (_spdl_processes, "spdl", (_load_many,)),
 }

@@ -29,6 +29,8 @@ WORKLOAD = Workload(
     batch_size=_BATCH,
     prepare=_prepare,
     size_of=len,
+    why="One call reads the rows of a batch with `ArraySource` and with lists of "
+    "indices. The others read row by row.",
     has_order=False,
 )
 

@@ -33,6 +33,8 @@ WORKLOAD = Workload(
     batch_size=_BATCH,
     prepare=_prepare,
     size_of=len,
+    why="`HDF5Source` reads the rows of a batch together. The others read single rows, "
+    "or sort them.",
     needs="h5py",
     has_order=False,
 )

@@ -26,6 +26,7 @@ WORKLOAD = Workload(
     batch_size=32,
     prepare=_prepare,
     size_of=len,
+    why="All loaders run the same function of torch on all CPUs.",
     needs="torch",
 )
 

@@ -39,6 +39,7 @@ WORKLOAD = Workload(
     batch_size=1,
     prepare=_prepare,
     size_of=lambda rollout: 1,
+    why="The worker and the loop wait for each other at each rollout, as the queue holds one.",
     use=_learn,
 )
 

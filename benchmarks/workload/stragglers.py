@@ -25,6 +25,7 @@ WORKLOAD = Workload(
     batch_size=1,
     prepare=_prepare,
     size_of=lambda item: 1,
+    why="The number of items that wait at once, which is the same for all loaders.",
 )
 
 

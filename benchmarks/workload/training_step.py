@@ -37,6 +37,7 @@ WORKLOAD = Workload(
     batch_size=64,
     prepare=_prepare,
     size_of=lambda batch: len(batch["y"]),
+    why="The step of the network and the workers share two CPUs.",
     use=_step,
     needs="torch",
 )

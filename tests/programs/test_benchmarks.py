@@ -25,6 +25,16 @@ print(", ".join(remarks(FAULTS[sys.argv[1]], Seen(*ast.literal_eval(sys.argv[2])
 """
 
 
+ENDED_CHILD = """
+import subprocess, sys
+import machine
+before = machine.cpu_of_session()
+code = "import time; e = time.process_time() + 0.3\\nwhile time.process_time() < e: pass"
+subprocess.run([sys.executable, "-c", code], check=True)
+print(machine.cpu_of_session() - before)
+"""
+
+
 def run(*arguments, program="run.py", path=()):
     return subprocess.run(
         [sys.executable, BENCHMARKS / program, *map(str, arguments)],
@@ -307,6 +317,22 @@ def test_a_verdict_says_what_is_wrong(fault, seen, expected):
     assert (done.stdout.strip(), done.stderr) == (expected, "")
 
 
+def test_the_cpu_time_of_a_child_that_has_ended_is_counted():
+    done = subprocess.run(
+        [sys.executable, "-c", ENDED_CHILD],
+        cwd=BENCHMARKS,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        start_new_session=True,
+        check=True,
+    )
+    # The child computes for 0.3 s; the system counts in ticks of 10 ms.
+    assert float(done.stdout) > 0.25
+
+
 def test_the_workloads_compare_outputs_and_count_lines(tmp_path):
     out = tmp_path / "workloads.json"
     options = ("--only", "plain loop", "enqueuer", "--count", 40, "--repeats", 1, "--out", out)
@@ -328,6 +354,7 @@ def test_the_workloads_write_a_page_that_can_be_made_again(tmp_path):
     assert "stragglers\n----------\n" in page
     assert page.count(".. image:: benchmarks/workload-stragglers.svg") == 1
     assert page.count(":alt: Bars of stragglers, items/s") == 1
+    assert "     - The number of items that wait at once" in page
     picture = tmp_path / "benchmarks" / "workload-stragglers.svg"
     root = ElementTree.parse(picture).getroot()
     assert len(root.findall("{http://www.w3.org/2000/svg}rect")) == 1 + 2
@@ -335,6 +362,31 @@ def test_the_workloads_write_a_page_that_can_be_made_again(tmp_path):
     assert run(tmp_path, program="workloads_page.py").returncode == 0
     assert (tmp_path / "benchmarks_workloads.rst").read_text() == page
     assert picture.read_bytes() == before
+
+
+def test_the_page_names_losses_and_leaves_out_other_work(tmp_path):
+    def row(name, rate, output="the same"):
+        return {
+            **{"name": name, "rate": rate, "output": output, "lines": 1},
+            **{"cpu_ms": 1.0, "memory_mb": 1.0, "range": [rate, rate]},
+        }
+
+    lost = [row("enqueuer", 5.0), row("torch", 10.0), row("tf.data", 99.0, "other work")]
+    won = [row("enqueuer", 10.0), row("torch", 5.0), row("plain loop", 99.0)]
+    machine = {"cpu": "a", "cores": 2, "python": "3", "load": [0.5], "versions": {}}
+    described = {"about": "some work", "why": "The disk.", "unit": "items"}
+    found = {"first": described | {"rows": lost}, "second": described | {"rows": won}}
+    about = {"date": "2026-01-01", "repeats": 1, "machine": machine}
+    (tmp_path / "benchmarks").mkdir()
+    everything = json.dumps({"about": about, "found": found})
+    (tmp_path / "benchmarks" / "workloads.json").write_text(everything)
+    done = run(tmp_path, program="workloads_page.py")
+    assert (done.returncode, done.stderr) == (0, "")
+    page = (tmp_path / "benchmarks_workloads.rst").read_text()
+    assert "Its rate over that of the best peer: 0.50 (first), 2.00 (second)." in page
+    assert "- `first`, items/s: 5.00, torch 10.0.\n" in page
+    assert "- `second`, items/s: 10.0, plain loop 99.0.\n" in page
+    assert page.count("     - The disk.\n") == 2
 
 
 def test_a_contestant_that_failed_is_a_dash(tmp_path):
