@@ -23,7 +23,8 @@ def add_demo(commands: Commands) -> None:
             "Train a small network on scikit-learn's handwritten digits, which workers read from "
             "image files and augment; then do the same without the enqueuer, and compare. "
             "In both, numpy multiplies matrices on one thread. "
-            "Downloads nothing and leaves nothing behind. Needs: pip install 'enqueuer[demo]'"
+            "Downloads nothing and leaves nothing behind. "
+            "Needs, in the clone: pip install '.[demo]'"
         ),
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )

@@ -30,7 +30,7 @@ def add_inspect(commands: Commands) -> None:
         help="show the content of an HDF5 file, and whether it is complete",
         description=(
             "Show the content of an HDF5 file: keys, shapes, dtypes, chunks, sizes, statistics. "
-            "Needs: pip install 'enqueuer[hdf5]'"
+            "Needs, in the clone: pip install '.[hdf5]'"
         ),
         examples=_EXAMPLES,
     )

@@ -47,7 +47,7 @@ def add_pack(commands: Commands) -> None:
         help="run a generator function in parallel and write its batches to an HDF5 file",
         description=(
             "Run a generator function in parallel and write its batches to an HDF5 file, which "
-            "appears when it is complete. Needs: pip install 'enqueuer[hdf5]'"
+            "appears when it is complete. Needs, in the clone: pip install '.[hdf5]'"
         ),
         examples=_EXAMPLES,
     )

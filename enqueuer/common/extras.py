@@ -33,7 +33,7 @@ def framework(
             raise
         raise FrameworkUnavailable(
             f"{user} needs {name} >= {oldest}, which is not installed: "
-            f"pip install 'enqueuer[{extra}]'",
+            f"pip install '.[{extra}]' in the clone of enqueuer",
             name=module,
         ) from error
     version = getattr(imported, "__version__", oldest)

@@ -134,7 +134,8 @@ def check_extras() -> None:
             if error.name != module:
                 raise
             raise ModuleNotFoundError(
-                f"the demo needs {package}, which is not installed: pip install 'enqueuer[demo]'",
+                f"the demo needs {package}, which is not installed: "
+                "pip install '.[demo]' in the clone of enqueuer",
                 name=module,
             ) from error
 

@@ -449,7 +449,9 @@ def test_what_is_no_loader_is_refused(kind):
 
 
 def test_a_missing_framework_says_what_to_install():
-    with pytest.raises(FrameworkUnavailable, match=r"pip install 'enqueuer\[torch\]'") as caught:
+    with pytest.raises(
+        FrameworkUnavailable, match=r"pip install '\.\[torch\]' in the clone"
+    ) as caught:
         framework("no_such_framework", "torch", "2.1")
     assert isinstance(caught.value, ImportError)
     assert caught.value.name == "no_such_framework"
@@ -475,7 +477,7 @@ def test_an_adapter_without_its_framework_says_what_to_install(adapter, name):
         timeout=LIMIT,
     )
     assert f"enqueuer.FrameworkUnavailable: this adapter needs {name} >= " in done.stderr
-    assert f"pip install 'enqueuer[{name}]'" in done.stderr
+    assert f"pip install '.[{name}]' in the clone" in done.stderr
 
 
 @pytest.mark.parametrize("version", ["0.4.26", "0.4.30.dev2+g1", "0.5.0", "0.10.2", "1.0"])

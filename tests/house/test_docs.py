@@ -18,6 +18,7 @@ from enqueuer.tools.svg import DARK, in_dark, in_light
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(enqueuer.__file__).parent
 DOCS = ROOT / "docs"
+MESSAGES = runpy.run_path(str(DOCS / "messages.py"))["messages"]()
 DRAWINGS = runpy.run_path(str(DOCS / "drawings.py"))["DRAWINGS"]
 
 README_COMMANDS = [
@@ -68,6 +69,19 @@ def test_every_error_and_warning_is_explained():
     assert described(read("docs", "reference", "errors.rst")) == error_classes()
 
 
+def test_the_page_of_messages_finds_those_of_each_class():
+    # Their texts are put together from parts: the list of errors has them.
+    composed = {"BatchTimeout", "BlockMemoryError", "StallWarning", "WorkerDied"}
+    listed = {kind for kind, texts in MESSAGES.items() if texts}
+    assert error_classes() - {"EnqueuerError"} - composed <= listed
+    assert "the generator has ended; iterate again for the next epoch" in MESSAGES["Closed"]
+    assert "the buffer is closed" in MESSAGES["Closed"]
+    assert MESSAGES["ValueError"]["rank must be < world_size, got rank=... with world_size=..."]
+    texts = [text for kind in MESSAGES.values() for text in kind]
+    assert len(texts) > 250
+    assert not [text for text in texts if "\n" in text or "...." in text]
+
+
 @pytest.mark.parametrize("name", sorted(error_classes() - {"EnqueuerError", "EnqueuerWarning"}))
 def test_an_explanation_names_cause_and_solution(name):
     page = read("docs", "reference", "errors.rst")
@@ -115,8 +129,11 @@ def test_every_option_of_the_command_line_is_described(command, capsys):
 
 
 def test_the_changelog_knows_this_version_or_what_comes_after_it():
-    headings = re.findall(r"^## \[(.+?)\]", read("CHANGELOG.md"), re.MULTILINE)
-    assert headings[0] in ("Unreleased", enqueuer.__version__)
+    """As in Keep a Changelog: a version, and the date or Unreleased."""
+    headings = re.findall(r"^## (.*)", read("CHANGELOG.md"), re.MULTILINE)
+    for heading in headings:
+        assert re.fullmatch(r"\[[\d.]+\] - (Unreleased|\d{4}-\d\d-\d\d)", heading), heading
+    assert not [heading for heading in headings[1:] if heading.endswith("Unreleased")]
 
 
 def test_entries_of_the_changelog_are_short():
@@ -205,9 +222,11 @@ def test_the_citation_has_this_version():
 
 def test_an_unreleased_changelog_names_a_later_version():
     heading = re.search(r"^## (.*)", read("CHANGELOG.md"), re.MULTILINE)[1]
-    if heading.startswith("[Unreleased]"):
-        coming = re.fullmatch(r"\[Unreleased\] - to be ([\d.]+)", heading)[1]
-        assert numbers(coming) > numbers(enqueuer.__version__)
+    version, date = re.fullmatch(r"\[([\d.]+)\] - (.*)", heading).groups()
+    if date == "Unreleased":
+        assert numbers(version) > numbers(enqueuer.__version__)
+    else:
+        assert version == enqueuer.__version__
 
 
 def test_the_release_checklist_names_the_addresses_that_are_missing():

@@ -182,7 +182,7 @@ def test_missing_extra_names_the_cure(program: Program, module: str, package: st
     assert (code, output) == (1, "")
     assert errors == (
         f"enqueuer: the demo needs {package}, which is not installed: "
-        "pip install 'enqueuer[demo]'\n"
+        "pip install '.[demo]' in the clone of enqueuer\n"
     )
 
 
