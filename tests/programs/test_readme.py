@@ -1,4 +1,4 @@
-"""Every Python block of README.md is a program that runs as it stands: pasted, without a guard."""
+"""Every Python block of README.md runs as it stands: as a script, in a session, in a notebook."""
 
 import os
 import re
@@ -7,10 +7,32 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import needs, run_script
+from helpers import needs, needs_installed, run_script
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 60.0  # seconds; each takes about one
+
+# The path of a file with a block is the argument.
+IPYTHON = """
+import sys
+from pathlib import Path
+from IPython.core.interactiveshell import InteractiveShell
+
+shell = InteractiveShell.instance()
+shell.run_cell(Path(sys.argv[1]).read_text(), store_history=True).raise_error()
+"""
+NOTEBOOK = """
+import sys
+from pathlib import Path
+import nbclient, nbformat
+
+cell = nbformat.v4.new_code_cell(Path(sys.argv[1]).read_text())
+notebook = nbformat.v4.new_notebook(cells=[cell])
+nbclient.NotebookClient(notebook, timeout=60).execute()
+assert any(output.get("name") == "stdout" for output in cell.outputs), cell.outputs
+assert not [o for o in cell.outputs if "Warning" in str(o)], cell.outputs
+print("ran")
+"""
 
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
@@ -45,4 +67,33 @@ def test_a_block_of_the_readme_runs_where_it_is_pasted_into_a_session(block, tmp
     )
     # The session writes its prompts to stderr.
     assert re.sub(r"(>>>|\.\.\.) ", "", done.stderr).strip() == ""
+    assert done.stdout
+
+
+@pytest.mark.parametrize(
+    ("program", "package"),
+    [(IPYTHON, "IPython"), (NOTEBOOK, "nbclient")],
+    ids=["ipython", "notebook"],
+)
+@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
+def test_a_block_of_the_readme_runs_in_ipython_and_in_a_notebook(block, program, package, tmp_path):
+    needs_installed(package, *re.findall(r"enqueuer\.adapters\.(\w+)", block))
+    if program is NOTEBOOK:
+        needs_installed("ipykernel")
+    (tmp_path / "block.py").write_text(block)
+    done = subprocess.run(
+        [sys.executable, "-c", program, tmp_path / "block.py"],
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "IPYTHONDIR": str(tmp_path / "ipython"),
+            "JUPYTER_PLATFORM_DIRS": "1",
+        },
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=100.0,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout
