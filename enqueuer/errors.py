@@ -60,7 +60,8 @@ class WorkerDied(EnqueuerError, ChildProcessError):
 
     It was killed (by the system because memory ran out, by a signal, by a crash in C code), it
     called `os._exit`, or its node was lost. If the generator raised an exception, the loop gets
-    that one.
+    that one. A worker thread ends in this way if an exception strikes outside the generator, such
+    as MemoryError while an item is sent; that exception is the cause.
 
     Attributes:
         worker: Index of the worker, from 0.

@@ -298,6 +298,8 @@ class Engine(Generic[W]):
             if `stop()` was called meanwhile.
         """
         death, restarts, workers = dead.death(), self._restarts, self.pool.workers
+        if death.error is not None:
+            return _failure_of(dead, place, death.message, death)
         if death.counts and not restarts.allowed:
             return _failure_of(dead, place, death.message + restarts.history(place), death)
         try:
@@ -386,4 +388,5 @@ class Engine(Generic[W]):
 def _failure_of(dead: Worker, place: DeathPlace, text: str, death: Death) -> Failure:
     """Return the failure of a worker that is not replaced, at the place of its death."""
     error = WorkerDied(text, dead.index, death.exitcode)
+    error.__cause__ = death.error
     return Failure(place.shard, place.number, error, worker=str(dead))

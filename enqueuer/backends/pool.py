@@ -49,12 +49,14 @@ class Death(NamedTuple):
         message: Message of the `WorkerDied` that is raised if the worker is not replaced.
         exitcode: Exit code of its process; None if it is not known.
         counts: Whether its replacement counts as a restart.
+        error: Exception that ended its loop, if it is known; then it is not replaced.
     """
 
     how: str
     message: str
     exitcode: int | None = None
     counts: bool = True
+    error: BaseException | None = None
 
 
 class Taken(Protocol):

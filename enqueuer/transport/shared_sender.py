@@ -50,6 +50,8 @@ class SharedSender:
         self._places: dict[int, int] = {}
         self._free = list(range(len(self._claims)))
         self._lock = threading.Lock()
+        # Whether a thread has failed, which ends the worker.
+        self._has_failed = False
         self._wake, self._woken = socket.socketpair()
         self._poller = select.poll()
         for end in (self._wake, self._woken):
@@ -61,6 +63,7 @@ class SharedSender:
     def share(self, threads: ElementThreads) -> Sender:
         """Return this object, which any thread may call."""
         self._on_share(threads)
+        threads.on_error = self._fail
         return self
 
     # --- any thread ---
@@ -98,11 +101,18 @@ class SharedSender:
     def _pass_orders_locked(self) -> None:
         """Wake the worker's own thread if there is something for it."""
         if self._control.closed or self._control.tasks:
-            try:
-                self._wake.send(b"\0")
-            except BlockingIOError:
-                # It has been woken already.
-                pass
+            self._wake_own()
+
+    def _fail(self, error: BaseException) -> None:
+        self._has_failed = True
+        self._wake_own()
+
+    def _wake_own(self) -> None:
+        try:
+            self._wake.send(b"\0")
+        except BlockingIOError:
+            # It has been woken already.
+            pass
 
     def _drop_claim_locked(self, number: int) -> None:
         place = self._places.pop(number, None)
@@ -118,7 +128,7 @@ class SharedSender:
         while True:
             with self._lock:
                 control.read_orders()
-                if control.closed:
+                if control.closed or self._has_failed:
                     return None
                 ticket = self._take_locked()
                 is_writing = ticket is None and control.try_flush()

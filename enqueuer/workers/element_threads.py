@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
@@ -64,6 +64,8 @@ class ElementThreads:
         threads: The threads.
         error: Exception of a thread that is no error of a job; or None.
         observer: Observer of the jobs; or None.
+        on_error: Function that is called with an exception of a thread; the worker's own thread
+            may be waiting for a ticket, and then does not see it.
 
     Example:
         >>> class Append:
@@ -79,6 +81,7 @@ class ElementThreads:
         self.threads: list[threading.Thread] = []
         self.error: BaseException | None = None
         self.observer: Observer | None = None
+        self.on_error: Callable[[BaseException], None] | None = None
         self._count = count
         self._meter = meter
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
@@ -128,6 +131,8 @@ class ElementThreads:
             self._is_closed = True
             self.error = self.error or error
             self._changed.notify_all()
+        if error is not None and self.on_error is not None:
+            self.on_error(error)
 
     def join(self) -> None:
         """Wait until the threads have run all jobs, or all that they have begun if closed."""

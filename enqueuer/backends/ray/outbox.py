@@ -227,6 +227,8 @@ class Outbox:
         # The worker waits only when its threads do.
         self._waits = Meter()
         self.threads = threads
+        # The worker's own thread may be waiting for a ticket, and ends.
+        threads.on_error = lambda error: self.close()
         return LockedSender(self)
 
     def send_frame(self, frame: Ready | Ended) -> None:

@@ -5,9 +5,9 @@
     as they come: one inbox for all                    workers  -> [......] -> the consumer
     tasks:       one buffer of tickets                 [......] -> workers -> [......] -> ...
 
-A thread cannot be killed: one that hangs in the generator is left behind, daemonic, with a
-warning that shows where it hangs. No thread holds a reference to the enqueuer, or it could
-never be garbage-collected.
+A thread cannot be killed, but an exception outside the user's code may end its loop, such as
+MemoryError. One that hangs in the generator is left behind, daemonic, with a warning that shows
+where it hangs. No thread holds a reference to the enqueuer, or it could never be garbage-collected.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import ClassVar
 
 from enqueuer.backends.job import Job, split_bound
@@ -36,6 +36,7 @@ from enqueuer.workers.concurrent_loop import serve_function
 from enqueuer.workers.element_threads import ThreadSnapshot
 from enqueuer.workers.loop import serve
 from enqueuer.workers.messages import Epoch, Ticket
+from enqueuer.workers.plan import Plan
 from enqueuer.workers.sources import LiveSource
 from enqueuer.workers.tasks import TaskSource
 from enqueuer.workers.worker_trace import traced
@@ -62,11 +63,11 @@ class ThreadWorker:
 
     @property
     def is_leaving(self) -> bool:
-        return self.sender.has_left
+        return self.sender.state is WorkerState.ENDED
 
     @property
     def state(self) -> WorkerState:
-        return WorkerState.ENDED if self.sender.has_left else WorkerState.RUNNING
+        return self.sender.state
 
     @property
     def threads(self) -> list[threading.Thread]:
@@ -87,7 +88,11 @@ class ThreadWorker:
         self._tickets.put_all((EXIT,))
 
     def death(self) -> Death:
-        raise AssertionError("a thread does not die alone")
+        error = self.sender.error
+        assert error is not None
+        how = f"ended by {type(error).__name__} outside the generator"
+        message = f"{self} {how}; what it had sent was delivered. The cause has the traceback."
+        return Death(how, message, error=error)
 
     def __str__(self) -> str:
         return str(self.sender)
@@ -99,8 +104,9 @@ class ThreadDispatch:
     least = 1
     awaited: int | None = None
 
-    def __init__(self, tickets: WorkQueue[Ticket]) -> None:
+    def __init__(self, tickets: WorkQueue[Ticket], workers: Sequence[ThreadWorker]) -> None:
         self._tickets = tickets
+        self._workers = workers
 
     def pack(self, ticket: Ticket) -> Ticket:
         return ticket
@@ -123,6 +129,9 @@ class ThreadDispatch:
         return ()
 
     def safe(self) -> Container[int]:
+        # Nothing says which tasks a worker had whose loop has failed.
+        if any(worker.state is WorkerState.DEAD for worker in self._workers):
+            return ()
         # A thread that leaves has done all that it took.
         return range(UNBOUNDED)
 
@@ -149,7 +158,7 @@ class ThreadPool:
         self._inboxes = _inboxes(job, [len(plan.shards) for plan in self._plans])
         # The enqueuer keeps the bound: it submits no more tickets than that.
         self._tickets: WorkQueue[Ticket] = WorkQueue()
-        self.dispatch = ThreadDispatch(self._tickets)
+        self.dispatch = ThreadDispatch(self._tickets, self.workers)
 
     def open(self) -> None:
         pass
@@ -162,8 +171,8 @@ class ThreadPool:
         sender = ThreadSender(index, inbox, orders, self._tickets, self._measured)
         worker = ThreadWorker(plan.shards, inbox, sender, orders, self._tickets)
         worker.thread = WorkerThread(
-            target=traced(self._serve, self._trace, index),
-            args=(plan, sender, sender),
+            target=_run,
+            args=(traced(self._serve, self._trace, index), plan, sender),
             name=f"enqueuer-worker-{index}",
             daemon=True,
         )
@@ -242,6 +251,14 @@ class ThreadPool:
             for thread in hanging[:-1] or hanging:
                 if thread in others:
                     _warn_of(thread, timeout)
+
+
+def _run(serve: Callable[..., None], plan: Plan, sender: ThreadSender) -> None:
+    """Run the loop of a worker; the training loop would wait forever for one that failed."""
+    try:
+        serve(plan, sender, sender)
+    except BaseException as error:
+        sender.fail(error)
 
 
 def _inboxes(job: Job, shards: list[int]) -> list[ThreadInbox]:

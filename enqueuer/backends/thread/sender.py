@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+from enqueuer.backends.pool import WorkerState
 from enqueuer.backends.stall import level_of_user
 from enqueuer.backends.thread.inbox import ThreadInbox
 from enqueuer.backends.thread.work_queue import WorkQueue
@@ -63,7 +64,9 @@ class ThreadSender:
         measured: bool,
     ) -> None:
         self.index = index
-        self.has_left = False
+        self.state = WorkerState.RUNNING
+        # The exception that ended the loop of the worker.
+        self.error: BaseException | None = None
         self.inbox = inbox
         self._orders = orders
         self._tickets = tickets
@@ -169,6 +172,13 @@ class ThreadSender:
     def _signed(self, failure: Failure) -> Failure:
         return dataclasses.replace(failure, worker=str(self))
 
+    def fail(self, error: BaseException) -> None:
+        """Let the training loop see that the loop of this worker has failed; any thread."""
+        self.error = self.error or error
+        # Last, as the loop reads the error after it.
+        self.state = WorkerState.DEAD
+        self.inbox.wake()
+
     def check(self) -> None:
         if self.inbox.closed:
             raise Closed("the enqueuer was stopped")
@@ -180,6 +190,7 @@ class ThreadSender:
         # The worker waits only when its threads do.
         self._waits = Meter()
         self.threads = threads
+        threads.on_error = self.fail
         return LockedSender(self)
 
     def next_epoch(self) -> Epoch | None:
@@ -190,7 +201,7 @@ class ThreadSender:
         self._begin()
         ticket = self._tickets.get(self._waits, WAITING)
         if ticket is EXIT:
-            self.has_left = True
+            self.state = WorkerState.ENDED
             return None
         return ticket
 
