@@ -16,7 +16,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Generic, Protocol
 
 from enqueuer.backends.job import Job
@@ -250,6 +250,10 @@ class Engine(Generic[W]):
     def measures(self) -> list[WorkerStats]:
         """Return what each worker has done so far, with those that it has replaced."""
         return self._measures_of(self._staying())
+
+    def workers(self) -> Sequence[Worker]:
+        """Return the workers."""
+        return self._staying()
 
     def inspect(self, order: Order) -> WaitSnapshot:
         """Return what can be seen of the workers, within about a second.

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 from enqueuer.backends.engine import Engine
 from enqueuer.backends.job import Job, owners_of
 from enqueuer.backends.order import Order
-from enqueuer.backends.pool import W, WorkerPool
+from enqueuer.backends.pool import W, Worker, WorkerPool
 from enqueuer.backends.restarts import Restarts
 from enqueuer.backends.shard_schedule import ShardSchedule
 from enqueuer.backends.stall import WaitSnapshot
@@ -44,6 +44,7 @@ class Backend(Protocol):
     def cpus(self) -> float: ...
     def worker_bytes(self) -> int | None: ...
     def measures(self) -> list[WorkerStats]: ...
+    def workers(self) -> Sequence[Worker]: ...
     def inspect(self, order: Order) -> WaitSnapshot: ...
     def resize(self, workers: int) -> None: ...
     def close(self) -> None: ...

@@ -15,12 +15,13 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from enqueuer.backends.job import BackendName, Job, owners_of
 from enqueuer.backends.load import Backend, load
 from enqueuer.backends.order import Order
+from enqueuer.backends.pool import Worker
 from enqueuer.backends.restarts import Restarts
 from enqueuer.backends.stall import WaitSnapshot
 from enqueuer.backends.task_schedule import TaskSchedule
@@ -377,6 +378,9 @@ class _Recorded:
 
     def measures(self) -> list[WorkerStats]:
         return self._backend.measures()
+
+    def workers(self) -> Sequence[Worker]:
+        return self._backend.workers()
 
     def wake(self) -> None:
         self._backend.wake()

@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import time
+import typing
 
 import numpy as np
 import pytest
@@ -559,6 +560,54 @@ def test_the_number_of_workers_may_be_chosen_while_they_run():
     assert lists(loader) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     with pytest.raises(ValueError, match="map-style"):
         DataLoader(Stream(3), num_workers="auto")
+
+
+def test_a_data_loader_can_be_subscribed_in_annotations():
+    def make() -> DataLoader[list[int]]:
+        return DataLoader(Of(int))
+
+    assert isinstance(make(), typing.get_origin(DataLoader[list[int]]))
+
+
+METHODS = pytest.mark.parametrize("method", multiprocessing.get_all_start_methods())
+
+
+@METHODS
+def test_workers_have_the_exit_codes_of_their_processes(method):
+    batches = iter(DataLoader(Of(int), num_workers=2, multiprocessing_context=method))
+    workers = workers_of(batches)
+    assert [(worker.is_alive(), worker.exitcode) for worker in workers] == [(True, None)] * 2
+    next(batches)
+    list(batches)
+    for worker in workers:
+        worker.join(LIMIT)
+        # A worker that has ended is left alone, as its pid may be another process's.
+        worker.kill()
+        worker.terminate()
+    assert [(worker.is_alive(), worker.exitcode) for worker in workers] == [(False, 0)] * 2
+
+
+@METHODS
+@pytest.mark.parametrize("end", ["terminate", "kill"])
+def test_a_worker_that_is_ended_through_its_handle_is_reported(method, end):
+    code = {"terminate": -signal.SIGTERM, "kill": -signal.SIGKILL}[end]
+    batches = iter(DataLoader(range(1000), num_workers=1, multiprocessing_context=method))
+    (worker,) = workers_of(batches)
+    next(batches)
+    getattr(worker, end)()
+    worker.join(LIMIT)
+    wait_until(lambda: worker.exitcode is not None)
+    assert (worker.is_alive(), worker.exitcode) == (False, code)
+    text = rf"DataLoader worker \(pid {worker.pid}\) is killed by signal: {signal.strsignal(-code)}"
+    with pytest.raises(RuntimeError, match=text) as caught:
+        list(batches)
+    assert caught.value.exitcode == code
+
+
+def test_a_worker_that_exits_is_reported_with_its_exit_code():
+    loader = DataLoader(Of(lambda index: os._exit(3)), num_workers=1)
+    with pytest.raises(RuntimeError, match=r"\(pid \d+\) exited unexpectedly with exit code 3"):
+        list(loader)
 
 
 def test_set_epoch_reaches_the_sampler_and_the_dataset():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import types
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -119,7 +120,7 @@ class DataLoader(_DataLoader):
         trace: str | os.PathLike[str] | None = None,
     ) -> None:
         self._is_auto = num_workers == "auto"
-        # The largest number, as others divide by it.
+        # Others divide by it. There may be more workers than CPUs, if they wait for a network.
         count = max(1, int(usage.cpus())) if num_workers == "auto" else num_workers
         super().__init__(
             dataset,
@@ -147,6 +148,9 @@ class DataLoader(_DataLoader):
         self._position = Position(self)
         self._latest: weakref.ref[WorkerIterator] | None = None
 
+    # `DataLoader[tuple[Tensor, Tensor]]` in annotations, as with torch.
+    __class_getitem__: Any = classmethod(types.GenericAlias)
+
     def _get_iterator(self) -> Any:
         if self.num_workers == 0:
             return LocalIterator(self, self._samples(), self._position)
@@ -167,7 +171,7 @@ class DataLoader(_DataLoader):
         # Each worker has one batch beside those in the queue.
         ahead = (self.prefetch_factor - 1) * self.num_workers
         return options | {
-            "workers": Auto(most=self.num_workers) if self._is_auto else self.num_workers,
+            "workers": Auto() if self._is_auto else self.num_workers,
             "max_queue_size": max(1, ahead),
             "ordered": self.in_order,
             "timeout": self.timeout or None,

@@ -5,6 +5,7 @@ They are also the errors that an enqueuer raises, so either kind of `except` cat
 
 from __future__ import annotations
 
+import signal
 from typing import NoReturn
 
 from enqueuer.adapters.torch.worker_handles import pid_in
@@ -27,7 +28,17 @@ def timed_out(error: BatchTimeout, timeout: float) -> LoaderTimeout:
 def died(error: WorkerDied) -> LoaderWorkerDied:
     """Return the error of a worker that has died."""
     pid = pid_in(str(error))
-    message = f"DataLoader worker (pid(s) {pid}) exited unexpectedly: {error}"
+    code = error.exitcode
+    how = "ended"
+    if code is not None and code < 0:
+        how = f"is killed by signal: {signal.strsignal(-code) or -code}"
+    elif code is not None:
+        how = f"exited unexpectedly with exit code {code}"
+    # torch says both, in two exceptions.
+    message = (
+        f"DataLoader worker (pid(s) {pid}) exited unexpectedly: "
+        f"DataLoader worker (pid {pid}) {how}. {error}"
+    )
     return LoaderWorkerDied(message, error.worker, error.exitcode)
 
 

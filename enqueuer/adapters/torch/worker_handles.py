@@ -5,23 +5,37 @@ from __future__ import annotations
 import os
 import re
 import select
-from dataclasses import dataclass
+import signal
 from typing import Any
 
+from enqueuer.backends.pool import WorkerState
+from enqueuer.backends.process.handle import ProcessWorker, wait_for_exitcode
 from enqueuer.enqueuers.enqueuer import BaseEnqueuer, core_of
 
 
-@dataclass(frozen=True)
 class WorkerHandle:
     """One worker process.
+
+    Args:
+        worker: The worker.
 
     Attributes:
         index: Index of the worker.
         pid: Its process.
     """
 
-    index: int
-    pid: int
+    def __init__(self, worker: ProcessWorker) -> None:
+        self.index = worker.index
+        self.pid = worker.process.pid
+        self._worker = worker
+
+    @property
+    def exitcode(self) -> int | None:
+        """Exit code of the process, negative for a signal; None: it runs, or that is not known."""
+        worker = self._worker
+        if worker.exitcode is None and worker.state is not WorkerState.ENDED:
+            worker.exitcode = wait_for_exitcode(worker, 0)
+        return worker.exitcode
 
     def is_alive(self) -> bool:
         """Return whether the process runs."""
@@ -31,7 +45,20 @@ class WorkerHandle:
         """Wait for the process to end, at most so many seconds."""
         self._has_ended(timeout)
 
+    def terminate(self) -> None:
+        """Send SIGTERM to the process, if it runs."""
+        if self.is_alive():
+            self._worker.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL to the process, if it runs."""
+        if self.is_alive():
+            self._worker.send_signal(signal.SIGKILL)
+
     def _has_ended(self, timeout: float | None) -> bool:
+        # Another process may have its pid by now.
+        if self._worker.exitcode is not None or self._worker.state is WorkerState.ENDED:
+            return True
         try:
             fd = os.pidfd_open(self.pid)
         except ProcessLookupError:
@@ -47,9 +74,8 @@ class WorkerHandle:
 def handles_of(enqueuer: BaseEnqueuer[Any]) -> list[WorkerHandle]:
     """Return the worker processes of an enqueuer that runs; none of threads and actors."""
     run = core_of(enqueuer).run
-    measures = [] if run is None else run.backend.measures()
-    found = [(worker.index, pid_in(worker.name)) for worker in measures]
-    return [WorkerHandle(index, pid) for index, pid in found if pid is not None]
+    workers = [] if run is None else run.backend.workers()
+    return [WorkerHandle(worker) for worker in workers if isinstance(worker, ProcessWorker)]
 
 
 def pid_in(text: str) -> int | None:

@@ -167,6 +167,9 @@ def has_ended(worker: ProcessWorker, timeout: float = 0) -> bool:
 
 def wait_for_exitcode(worker: ProcessWorker, timeout: float) -> int | None:
     """Wait for the process to end; return its exit code, None if it is not known."""
+    # It can be collected once; other code may have asked for it.
+    if worker.exitcode is not None:
+        return worker.exitcode
     if worker.pidfd is not None and not has_ended(worker, timeout):
         return None
     return worker.process.exitcode(timeout)
