@@ -34,6 +34,7 @@ SOURCES = {
     "tasks-as-they-come": lambda **options: OrderedEnqueuer(
         range(7), helpers.numbered_task, ordered=False, **options
     ),
+    "tasks-endless": lambda **options: Endless(range(7), helpers.numbered_task, **options),
     "read": lambda **options: OrderedEnqueuer(Elements(), helpers.numbered_task, **options),
 }
 
@@ -43,6 +44,14 @@ class Elements:
 
     def __iter__(self):
         return iter(range(7))
+
+
+class Endless(OrderedEnqueuer):
+    """An enqueuer whose loop reads all epochs, so that each begins before the last one is over."""
+
+    def __iter__(self):
+        super().__iter__()  # starts it
+        return self.get()
 
 
 class Hangs(BaseException):

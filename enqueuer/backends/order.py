@@ -249,6 +249,10 @@ class TaskOrder:
         done: Later tasks of the epoch that were done already.
         ordered: Whether they come by their numbers.
 
+    Attributes:
+        end: The number after that of the last task; None until that is known. Tasks of this number
+            and above are those of the next epoch.
+
     Example:
         >>> order = TaskOrder(first=100, start=Start(2), done=(), ordered=True)
         >>> order.was_taken(101), order.was_taken(102)
@@ -267,7 +271,7 @@ class TaskOrder:
         # Numbers that were taken, until `next` has gone past them. Code that takes a result writes
         # to it itself: that needs no call, see `ShardOrder`.
         self.taken: dict[int, None] = dict.fromkeys(first + number for number in done)
-        self._end: int | None = None
+        self.end: int | None = None
         self.ends: dict[int, Any] = {}
         # before the task, of a reader that has a state
         self._states = {} if start.state is None else {self.next: start.state}
@@ -276,17 +280,17 @@ class TaskOrder:
     def done(self) -> bool:
         if self.taken:
             self.advance()
-        return self.next == self._end
+        return self.next == self.end
 
     @property
     def yielded(self) -> int:
-        return 0 if self._end is None else self._end - self.first
+        return 0 if self.end is None else self.end - self.first
 
     def end_at(self, number: int, state: Any = None) -> None:
         """Note that there is no task of this number or a higher one, and the reader's state."""
         if state is not None:
             self.ends[0] = state
-        self._end = number
+        self.end = number
 
     def read(self, number: int, state: Any) -> None:
         """Note the reader's state after it has read the task of this number.
@@ -298,6 +302,10 @@ class TaskOrder:
                 del self._states[old]
         if state is not None:
             self._states[number + 1] = state
+
+    def is_of_next(self, number: int) -> bool:
+        """Return whether a task belongs to the next epoch."""
+        return self.end is not None and number >= self.end
 
     def was_taken(self, number: int) -> bool:
         """Return whether the task was done, now or before the start."""

@@ -67,6 +67,21 @@ class ReorderBuffer:
         # A list is made in one step: another thread may ask while the loop takes results.
         return sum(isinstance(result, tuple) for result in list(self._results.values()))
 
+    def waiting_before(self, end: int, arriving: int) -> int:
+        """Return how many results of tasks below a number wait.
+
+        Args:
+            end: The number.
+            arriving: Number of results that are not here yet. Which tasks they belong to is not
+                known, so they count for as many of these tasks as have no result.
+        """
+        # Lists are made in one step, as above.
+        results, tickets = list(self._results.items()), list(self.tickets)
+        before = {number for number, _ in results if number < end}
+        missing = sum(number < end and number not in before for number in tickets)
+        there = sum(number < end and isinstance(result, tuple) for number, result in results)
+        return there + min(arriving, missing)
+
     @property
     def outstanding(self) -> int:
         """Number of tickets of tasks whose results were not taken."""
@@ -175,6 +190,8 @@ class ReorderBuffer:
         if not order.ordered or most == 1 or self._without or self._skipped:
             return self._one_by_one(order, most)
         first, results = order.next, cast("dict[int, ItemTuple]", self._results)
+        if order.end is not None:
+            most = min(most, order.end - first)
         numbers = list(islice(results, most))
         last = first + len(numbers) - 1
         # As a rule all came in order. To compare them is quicker than to look for each of them.
@@ -207,8 +224,12 @@ class ReorderBuffer:
             self.acknowledge(order)
 
     def _ready(self, order: TaskOrder) -> int | None:
+        """Return the number of the result that is next, if it is there."""
+        end = order.end
         if order.ordered:
-            return order.next if order.next in self._results else None
+            number = order.next
+            return number if number in self._results and number != end else None
+        results = self._results if end is None else [n for n in self._results if n < end]
         # A failure without a ticket is the reader's: it comes after all that was read.
-        with_ticket = (number for number in self._results if number in self.tickets)
-        return next(with_ticket, None if self.tickets else next(iter(self._results), None))
+        with_ticket = (number for number in results if number in self.tickets)
+        return next(with_ticket, None if self.tickets else next(iter(results), None))

@@ -92,13 +92,16 @@ class TaskSchedule(Generic[W]):
         self._unsent: deque[tuple[int, Any]] = deque()
         # Number of the last task.
         self._last = -1
+        # The epoch that the loop reads; None until it waits for a task of it.
+        self._order: TaskOrder | None = None
         # Dead workers whose death was reported.
         self._reported: set[W] = set()
 
     # --- tickets ---
 
     def begin(self, epoch: Epoch) -> None:
-        """Do nothing: the tickets have the number of the epoch."""
+        """Forget the epoch before; the tickets have the number of theirs."""
+        self._order = None
 
     def begin_worker(self, worker: W, epoch: Epoch) -> None:
         """Do nothing: the worker takes tickets as soon as there are some."""
@@ -165,14 +168,27 @@ class TaskSchedule(Generic[W]):
 
     # --- results ---
 
+    def has_next_of(self, order: Order) -> bool:
+        """Return whether there are tasks of the epoch after this one. Called by any thread."""
+        return isinstance(order, TaskOrder) and order.is_of_next(self._last)
+
     def waiting(self) -> int:
-        """Return how many results wait. Called by any thread."""
+        """Return how many results of the epoch that the loop reads wait. Called by any thread.
+
+        Results that have come since the last wait, or `poll`, may be of the next epoch. They count
+        as those of this one, at most as many as it lacks.
+        """
+        # Read once, as another thread may begin the next epoch.
+        order = self._order
         on_their_way = sum(inbox.waiting for inbox in inboxes_of(self._workers))
-        return on_their_way + self._buffer.waiting
+        if order is None or order.end is None or self._last < order.end:
+            return on_their_way + self._buffer.waiting
+        return self._buffer.waiting_before(order.end, on_their_way)
 
     def next_step(self, order: Order) -> Step | Failure | W:
         """Decide what to do next: take results, return a failure, replace a worker, or wait."""
         assert isinstance(order, TaskOrder)
+        self._order = order
         ended = self._collect()
         if ended is not None:
             return ended
@@ -207,8 +223,10 @@ class TaskSchedule(Generic[W]):
             self._buffer.put_all(arrived)
         return ended
 
-    def poll(self, order: TaskOrder) -> bool:
+    def poll(self, order: Order) -> bool:
         """Return whether something can be taken now."""
+        assert isinstance(order, TaskOrder)
+        self._order = order
         self._collect()
         return self._buffer.has_next(order)
 
@@ -255,7 +273,11 @@ class TaskSchedule(Generic[W]):
         number = own[0] if own else min(lost, default=order.next)
         ticket = self._buffer.tickets.get(number)
         index = 0 if ticket is None else ticket.indices[0]
-        return DeathPlace(index, number, f"task {number - order.first}")
+        text = f"task {number - order.first}"
+        if order.end is not None and number >= order.end:
+            epoch = "the next epoch" if ticket is None else f"epoch {ticket.epoch}"
+            text = f"task {number - order.end} of {epoch}"
+        return DeathPlace(index, number, text)
 
     def resume(self, dead: W, successor: W, order: Order) -> None:
         """Have a new worker do the tasks of a dead one."""

@@ -232,8 +232,8 @@ class Core:
         """Note where a run ends. State lock held, and that of the run if a consumer released it."""
         run.final = final
         self.was_run = True
-        reader = self.started_reader()
-        left = reader.drop_ready()
+        assert self.epochs is not None
+        reader, left = self.started_reader(), self.epochs.drop_ready()
         self.saved = SavedPosition(
             reader.position(left),
             self.workload.identity(),

@@ -134,9 +134,9 @@ class BaseEnqueuer(Generic[Batch]):
         self._core.reconfigure(checks.count("workers", workers))
 
     def __repr__(self) -> str:
-        core, run, reader, waiting = self._core, self._core.run, self._core.reader, ""
-        if reader is not None and core.state is State.RUNNING:
-            waiting = reader.status()
+        core, run, epochs, waiting = self._core, self._core.run, self._core.epochs, ""
+        if epochs is not None and core.state is State.RUNNING:
+            waiting = epochs.status()
         workers = run.workers if run and not core.is_idle else next_workers(run, core.options)
         count = pluralize(workers, "worker")
         return f"<{type(self).__name__} {core.state.value} {count}{waiting}>"

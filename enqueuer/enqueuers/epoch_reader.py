@@ -8,7 +8,6 @@ No reader knows the enqueuer, so an enqueuer that is forgotten while a thread wa
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import time
@@ -19,9 +18,11 @@ from typing import NoReturn
 
 from enqueuer.backends.load import Backend
 from enqueuer.backends.stall import DeadlineExpired, Wait, level_of_user
+from enqueuer.common import interrupts
 from enqueuer.enqueuers import duplicates
+from enqueuer.enqueuers.next_epoch import NextEpoch
 from enqueuer.enqueuers.run import Run, State
-from enqueuer.enqueuers.workload import EpochWork, Workload
+from enqueuer.enqueuers.workload import EpochWork
 from enqueuer.errors import Closed, EmptyEpochWarning, InvalidState
 from enqueuer.monitoring.stats import Stats
 from enqueuer.workers.messages import Epoch, Failure, ItemTuple
@@ -34,8 +35,8 @@ class EpochReader:
 
     Args:
         run: The run that the epoch belongs to.
-        workload: What is run.
-        work: This epoch of it.
+        work: This epoch of the workload.
+        following: The epoch after this one, which may begin early.
         number: Number of the epoch, from 0.
         is_whole: Whether the epoch begins with its first item.
 
@@ -47,7 +48,12 @@ class EpochReader:
     """
 
     def __init__(
-        self, run: Run, workload: Workload, work: EpochWork, number: int, is_whole: bool
+        self,
+        run: Run,
+        work: EpochWork,
+        following: NextEpoch,
+        number: int,
+        is_whole: bool,
     ) -> None:
         self.run = run
         self.work = work
@@ -55,7 +61,7 @@ class EpochReader:
         self.ready: deque[ItemTuple] = run.new_ready()
         self.failure: Failure | None = None
         self.is_over = False
-        self._workload = workload
+        self._following = following
         self._is_whole = is_whole
         self._taken_before = run.meter.taken
         self._order = work.order
@@ -173,6 +179,8 @@ class EpochReader:
         try:
             backend.acknowledge()
             self.work.feed()
+            if self._following.is_wanted:
+                self._following.feed(self.work)
             return backend.wait(self._order, until)
         finally:
             meter = self.run.meter
@@ -312,7 +320,7 @@ class EpochReader:
             del error
 
     def _warn_of_nothing(self) -> None:
-        why = self._workload.why_empty(self._taken_before) if self._is_whole else None
+        why = self._following.workload.why_empty(self._taken_before) if self._is_whole else None
         yielded = self._order.yielded
         if why is None and self._is_whole and yielded and not self.run.failures.has_skipped:
             why = (
@@ -343,28 +351,32 @@ class EpochReader:
         return self.work.steps_done(len(self.ready), self.taken)
 
     def waiting(self) -> int:
-        """Return how many finished items wait. No lock needed."""
+        """Return how many finished items of this epoch wait. No lock needed."""
+        self._sort()
         count = self.run.backend.waiting() + len(self.ready)
         # The others count as held by the workers.
         return min(count, self.run.options.max_queue_size)
 
-    def status(self) -> str:
-        """Return how many batches wait, for a repr; "" if that cannot be asked. No lock needed."""
-        run = self.run
-        if not run.lock.acquire(blocking=False):
-            return ""
-        try:
-            # The workers may be those of another process.
-            with contextlib.suppress(InvalidState):
-                return f", {self.waiting()}/{run.options.max_queue_size} waiting"
-            return ""
-        finally:
-            run.lock.release()
-            run.deferred.make()
-
     def stats(self) -> Stats:
         """Return the statistics of the run so far. No lock needed."""
+        self._sort()
         return self.run.stats(self.number, len(self.ready))
+
+    def _sort(self) -> None:
+        """Tell what has come of this epoch from what is of the next one, unless a thread waits."""
+        run, order = self.run, self._order
+        if self._is_entered or (tasks := run.backend.tasks) is None or not tasks.has_next_of(order):
+            return
+        # Otherwise an exception of a signal handler could leave the lock taken.
+        with interrupts.held():
+            if run.lock.acquire(blocking=False):
+                try:
+                    # Others may have taken over.
+                    tasks = run.backend.tasks
+                    if tasks is not None and run.state is State.RUNNING:
+                        tasks.poll(order)
+                finally:
+                    run.lock.release()
 
     # --- position ---
 
@@ -385,12 +397,3 @@ class EpochReader:
         """
         self.ready.clear()
         self._is_entered = False
-
-    def drop_ready(self) -> deque[ItemTuple]:
-        """Take all that is ready away from the iterators, and return it. No lock needed."""
-        left: deque[ItemTuple] = deque()
-        # Iterators take items without the lock.
-        with contextlib.suppress(IndexError):
-            while True:
-                left.append(self.ready.popleft())
-        return left

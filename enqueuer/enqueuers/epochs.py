@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -10,11 +12,12 @@ from enqueuer.backends.load import Backend
 from enqueuer.backends.stall import DeadlineExpired
 from enqueuer.common import interrupts
 from enqueuer.enqueuers.epoch_reader import EpochReader
+from enqueuer.enqueuers.next_epoch import NextEpoch
 from enqueuer.enqueuers.run import Run, State, check_started
 from enqueuer.enqueuers.scaling import Scaling
 from enqueuer.enqueuers.workload import Workload
-from enqueuer.errors import Closed
-from enqueuer.workers.messages import Epoch
+from enqueuer.errors import Closed, InvalidState
+from enqueuer.workers.messages import Epoch, ItemTuple
 
 
 class Epochs:
@@ -34,6 +37,7 @@ class Epochs:
         self.reader: EpochReader | None = None
         self.scaling = Scaling(run, workload) if run.options.is_auto else None
         self._workload = workload
+        self._next = NextEpoch(run, workload)
 
     @property
     def _current(self) -> EpochReader:
@@ -53,14 +57,18 @@ class Epochs:
         if scaling is not None:
             ready = 0 if before is None else len(before.ready)
             scaling.begin_epoch(run.stats(epoch.number, ready))
-        work = self._workload.begin(run, epoch, goes_on, None if before is None else before.work)
+        work = self._next.work
+        if work is None:
+            work_before = None if before is None else before.work
+            work = self._workload.begin(run, epoch, goes_on, work_before)
         is_whole = goes_on or epoch.starts is None
-        reader = EpochReader(run, self._workload, work, epoch.number, is_whole)
+        reader = EpochReader(run, work, self._next, epoch.number, is_whole)
         run.failures.begin_epoch()
         run.backend.begin(Epoch(epoch.number) if goes_on else epoch)
         # Only now, in one step, so that an exception which strikes before has all of it done
         # again. Workers that have begun already know the number of the epoch.
         self.reader = reader
+        self._next.work = None
         # The workers begin at once. An iterable may keep start() waiting forever.
         interrupts.interruptible(reader.feed)
 
@@ -111,6 +119,8 @@ class Epochs:
     def pass_work(self, old: Backend, new: Backend) -> None:
         """Let a new backend go on where an old one was. Lock of the run held."""
         self._current.work.pass_work(old, new)
+        if self._next.work is not None:
+            self._next.work.pass_work(old, new)
 
     def retune(self, between_epochs: bool = False) -> None:
         """Change the number of workers if that is due. Lock of the run held; may wait."""
@@ -119,10 +129,37 @@ class Epochs:
         if scaling is not None:
             scaling.step(self._current, between_epochs)
 
+    def status(self) -> str:
+        """Return how many batches wait, for a repr; "" if that cannot be asked. No lock needed."""
+        run = self.run
+        if self.reader is None or not run.lock.acquire(blocking=False):
+            return ""
+        try:
+            # The workers may be those of another process.
+            with contextlib.suppress(InvalidState):
+                return f", {self.reader.waiting()}/{run.options.max_queue_size} waiting"
+            return ""
+        finally:
+            run.lock.release()
+            run.deferred.make()
+
+    def drop_ready(self) -> deque[ItemTuple]:
+        """Take all that is ready away from the iterators, and return it. No lock needed."""
+        left, ready = deque[ItemTuple](), self._current.ready
+        # Iterators take items without the lock.
+        with contextlib.suppress(IndexError):
+            while True:
+                left.append(ready.popleft())
+        return left
+
     # --- batches ---
 
-    def wait_for(self, reader: EpochReader) -> None:
+    def wait_for(self, reader: EpochReader, goes_on: bool) -> None:
         """Wait until something is ready; another thread may have taken it on return.
+
+        Args:
+            reader: The epoch that is read.
+            goes_on: Whether the next epoch will be read as well, and so may begin early.
 
         Raises:
             StopIteration: The epoch is over, or the enqueuer was stopped.
@@ -132,6 +169,7 @@ class Epochs:
             with run.lock:
                 if reader is not self.reader or run.state is State.STOPPED:
                     raise StopIteration
+                self._next.is_wanted = goes_on
                 if not reader.has_item(None, self.retune):
                     raise StopIteration
         finally:

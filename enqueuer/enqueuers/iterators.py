@@ -25,6 +25,8 @@ class Readable(Protocol):
 class Batches(Iterator[Batch]):
     """An iterator over one epoch."""
 
+    _goes_on = False
+
     def __init__(self, core: Readable, reader: EpochReader) -> None:
         self._core = core
         self._reader = reader
@@ -48,11 +50,13 @@ class Batches(Iterator[Batch]):
             core.make_callbacks()
         epochs = core.epochs
         assert epochs is not None
-        epochs.wait_for(reader)
+        epochs.wait_for(reader, self._goes_on)
 
 
 class Endless(Batches[Batch]):
     """An iterator over an epoch and all that follow."""
+
+    _goes_on = True
 
     def _wait(self) -> None:
         try:

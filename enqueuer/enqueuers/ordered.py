@@ -254,6 +254,9 @@ class OrderedEnqueuer(BaseEnqueuer[Batch]):
 
         It ends only after `stop()`, or if an epoch is empty. `iter()` gives one epoch.
 
+        The workers begin the next epoch before the last batch of this one is taken, unless the
+        sequence has its own `on_epoch_begin` or `on_epoch_end`, or is an iterable.
+
         Raises:
             InvalidState: The enqueuer was not started, or was stopped.
         """

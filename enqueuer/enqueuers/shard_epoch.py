@@ -53,6 +53,10 @@ class ShardEpoch:
         self.order: RoundRobin | AsTheyCome = kind(starts, recent)
 
     @property
+    def may_be_followed(self) -> bool:
+        return False
+
+    @property
     def feed_runs_code(self) -> bool:
         return False
 

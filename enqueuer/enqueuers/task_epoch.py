@@ -69,6 +69,15 @@ class TaskEpoch:
         self._is_read = False
 
     @property
+    def may_be_followed(self) -> bool:
+        if not self._is_read or self._unread is not None:
+            return False
+        # The last ones, if an exception of a signal handler came right after the end was read.
+        if self._pending is not None or self._unsubmitted:
+            return False
+        return self._source.may_overlap
+
+    @property
     def feed_runs_code(self) -> bool:
         return not self._source.is_sequence
 
@@ -209,28 +218,40 @@ class TaskEpoch:
         self._tasks.fail(failure)
 
     def where(self, failure: Failure) -> str:
-        task = failure.number - self.order.first
+        epoch, number = self._place_of(failure)
+        # A worker that dies may have a task of the next epoch, and be the last one that could do
+        # those of this epoch.
+        task = f"task {number}" if epoch == self._epoch else f"task {number} of epoch {epoch}"
         if failure.shard < 0:
-            return f"while the elements of task {task} were read"
+            return f"while the elements of {task} were read"
         indices: Sequence[int] = [failure.shard]
-        ticket = self.ticket(task)
+        ticket = self.ticket(failure.number - self.order.first)
         # The worker may have died at any of the elements.
         if isinstance(failure.error, WorkerDied) and ticket is not None:
             indices = ticket.indices
         what = f"element {indices[0]}" if len(indices) == 1 else f"one of the elements {[*indices]}"
-        return f"in {failure.worker}, task {task}, {what}"
+        return f"in {failure.worker}, {task}, {what}"
+
+    def _place_of(self, failure: Failure) -> tuple[int, int]:
+        """Return the epoch of a failure, and the task of that epoch."""
+        first, end = self.order.first, self.order.end
+        if end is not None and failure.number >= end:
+            return self._epoch + 1, failure.number - end
+        return self._epoch, failure.number - first
 
     def origin_of(self, failure: Failure) -> Origin:
+        epoch, number = self._place_of(failure)
         origin = Origin(
             self._source.random_seed,
-            self._epoch,
-            failure.number - self.order.first,
+            epoch,
+            number,
             None,
             0,
             failure.worker,
             failure.shard,
         )
-        origin.rerun = self._rerun(origin, self.ticket(origin.item))
+        ticket = self.ticket(failure.number - self.order.first)
+        origin.rerun = self._rerun(origin, ticket)
         return origin
 
     def ticket(self, item: int) -> Ticket | None:
@@ -243,7 +264,9 @@ class TaskEpoch:
     def pass_work(self, old: Backend, new: Backend) -> None:
         tasks = _tasks_of(new)
         for ticket in _tasks_of(old).tickets():
-            tasks.submit(ticket)
+            # Those of the next epoch may have begun as well.
+            if ticket.epoch == self._epoch:
+                tasks.submit(ticket)
         if self._unread is not None:
             tasks.fail(self._unread)
 

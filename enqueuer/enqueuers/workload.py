@@ -90,6 +90,13 @@ class EpochWork(Protocol):
         """The order of the items, from where the epoch began."""
 
     @property
+    def may_be_followed(self) -> bool:
+        """Whether the next epoch may begin while the loop still reads this one.
+
+        So all work of this one was given to the workers, and the source does not see its end.
+        """
+
+    @property
     def feed_runs_code(self) -> bool:
         """Whether `feed()` runs code of the user, which may take long."""
 

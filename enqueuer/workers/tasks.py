@@ -48,6 +48,10 @@ class Counted(Protocol[Element]):
 
 # What a function of the user may take as its second argument.
 _SECOND = {"task": "its Task", "tasks": "their Tasks"}
+# Methods by which a sequence follows the epochs; those of Keras' base classes do nothing.
+_FOR_EPOCHS = ("on_epoch_begin", "on_epoch_end")
+_KERAS = frozenset({"keras", "tf_keras", "tensorflow"})
+_BASES = frozenset({"PyDataset", "Sequence"})
 # Stands for an element that is still to be fetched.
 FETCH: Any = object()
 
@@ -105,6 +109,15 @@ class TaskSource:
         """Number of elements of a sequence; if it is endless, the largest length of a range."""
         length = length_of(self.items)
         return sys.maxsize if length is None else length
+
+    @property
+    def may_overlap(self) -> bool:
+        """Whether an epoch may begin while the loop still reads the one before.
+
+        Not if the elements may change at the end of an epoch, or come from an iterable.
+        """
+        methods = (getattr(self.items, name, None) for name in _FOR_EPOCHS)
+        return self.is_sequence and all(map(_does_nothing, methods))
 
     @property
     def tickets_at_once(self) -> int:
@@ -276,7 +289,7 @@ class TaskSource:
 
     @property
     def _follows_epochs(self) -> bool:
-        return any(hasattr(self.items, name) for name in ("on_epoch_begin", "on_epoch_end"))
+        return any(hasattr(self.items, name) for name in _FOR_EPOCHS)
 
     def _announce(self, name: str, place: EpochEnd) -> None:
         """Call a method of the sequence, if it has it."""
@@ -284,6 +297,13 @@ class TaskSource:
         if method is not None:
             with borrowed_globals(place):
                 method()
+
+
+def _does_nothing(method: Any) -> bool:
+    """Return whether a method is missing, or is that of a base class of Keras."""
+    module = str(getattr(method, "__module__", None)).partition(".")[0]
+    kind = str(getattr(method, "__qualname__", None)).partition(".")[0]
+    return method is None or (module in _KERAS and kind in _BASES)
 
 
 def _fetches_many(kind: type) -> bool:

@@ -8,6 +8,7 @@ import pytest
 from helpers import backend_of, needs, start_method_of
 
 from enqueuer import OrderedEnqueuer, Processes, SourceNotPicklable
+from enqueuer.workers.tasks import TaskSource
 
 
 def test_a_torch_dataset(backend):
@@ -119,6 +120,32 @@ def test_a_keras_py_dataset_without_a_length(monkeypatch):
     with OrderedEnqueuer(Squares(), workers=2) as enqueuer:
         assert list(enqueuer) == [0, 1, 4, 9]
         assert len(enqueuer) == 4
+
+
+def test_methods_of_a_keras_py_dataset_that_do_nothing_hinder_no_early_epoch(monkeypatch):
+    monkeypatch.setenv("KERAS_BACKEND", os.environ.get("KERAS_BACKEND", "torch"))
+    needs("torch")
+    keras = needs("keras")
+
+    class Plain(keras.utils.PyDataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            return index
+
+    class Changing(Plain):
+        def on_epoch_end(self):
+            pass
+
+    def may_overlap(items):
+        return TaskSource(items, None, None, list, 0).may_overlap
+
+    assert may_overlap(Plain())
+    assert not may_overlap(Changing())
+    # It shuffles at the end of an epoch.
+    legacy = pytest.importorskip("keras.src.legacy.preprocessing.image")
+    assert not may_overlap(legacy.Iterator(8, 2, True, 7))
 
 
 def test_an_iterable_torch_dataset_is_read_and_not_indexed():

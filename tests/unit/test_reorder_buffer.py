@@ -27,6 +27,35 @@ def test_results_come_by_their_numbers():
     assert buffer.undone() == list(buffer.tickets) == [3]
 
 
+def test_results_of_the_next_epoch_wait_for_it():
+    for ordered in (True, False):
+        buffer, order = buffer_of(4, ordered)
+        order.end_at(2)
+        assert (buffer.waiting_before(2, 0), buffer.waiting_before(2, 1)) == (0, 1)
+        for message in (Item(0, 2, "of the next one"), Item(0, 1, "x"), Failure(0, 3, OSError())):
+            buffer.put(message)
+        assert (buffer.waiting_before(2, 0), buffer.waiting_before(2, 5)) == (1, 2)
+        buffer.put(Item(0, 0, "x"))
+        assert sorted(taken(buffer, order)) == [0, 1]
+        assert buffer.peek(order) is Next.NOTHING
+        assert order.done
+        assert buffer.waiting_before(2, 5) == 0
+        following = TaskOrder(2, Start(), (), ordered)
+        assert taken(buffer, following) == [2]
+        assert isinstance(buffer.peek(following), Failure)
+
+
+def test_an_epoch_ends_with_an_empty_task_before_a_failure_of_the_next_one():
+    for ordered in (True, False):
+        buffer, order = buffer_of(3, ordered)
+        order.end_at(2)
+        for message in (Item(0, 0, "x"), Empty(1), Failure(0, 2, OSError())):
+            buffer.put(message)
+        assert taken(buffer, order) == [0]
+        assert buffer.peek(order) is Next.ROOM
+        assert order.done
+
+
 def test_a_second_result_of_a_task_is_dropped_before_and_after_its_turn():
     for ordered in (True, False):
         buffer, order = buffer_of(2, ordered)
@@ -94,7 +123,7 @@ def test_the_largest_result_is_known_if_they_are_measured():
 
 
 def test_an_error_is_told_by_the_index_of_its_element():
-    buffer, order = buffer_of(0)
+    buffer, order = buffer_of(1)
     buffer.tickets[0] = Ticket(0, 0, (40, 41, 42))
     error = KeyError()
     buffer.put(Failure(2, 0, error))
