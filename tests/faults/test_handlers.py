@@ -14,6 +14,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 import zlib
 
 import helpers
@@ -53,7 +54,10 @@ def more(enqueuer, loop):
 
 def twice(enqueuer, loop):
     """Change the workers, and within that once more."""
-    before = signal.signal(signal.SIGUSR2, lambda *_: enqueuer.reconfigure(1))
+    # `interrupts` keeps each handler that it has replaced, and after a stop in the middle of an
+    # epoch an enqueuer has batches.
+    within = weakref.proxy(enqueuer)
+    before = signal.signal(signal.SIGUSR2, lambda *_: within.reconfigure(1))
     try:
         enqueuer.reconfigure(3)
         signal.raise_signal(signal.SIGUSR2)
