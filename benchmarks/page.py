@@ -40,7 +40,9 @@ GROUPS = (
     (
         "Small items",
         "One worker sends integers, or dicts of two small arrays, through a queue of 256. "
-        "The plain loop shows the cost of making an item.",
+        "The plain loop shows the cost of making an item. "
+        "`bare-deque` is the limit of two threads and no loader: a bounded deque without an end, "
+        "errors or a stop.",
         ("ints", "tiny"),
         ("ints", "tiny"),
     ),

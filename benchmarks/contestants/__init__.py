@@ -198,6 +198,15 @@ _LIST = [
         many=False,
         never=frozenset({"stop"}),
     ),
+    Contestant(
+        "bare-deque",
+        "bare deque",
+        "bare_deque",
+        None,
+        kind="thread",
+        many=False,
+        only=frozenset({"ints", "tiny", "queue"}),
+    ),
     Contestant("multiprocessing.Pool", "Pool. imap", "mp_pool", None, tasks=True, only=_TASKS),
     Contestant(
         "ThreadPoolExecutor",
