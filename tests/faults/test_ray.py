@@ -147,6 +147,27 @@ def test_options_go_through_to_the_actors():
         assert list(enqueuer) == [(2.0, "yes")]
 
 
+def native_threads(shard):
+    """Yield the limits that native libraries read when an actor loads them."""
+    names = ("OMP_NUM_THREADS", "OPENCV_FOR_THREADS_NUM", "GOMP_SPINCOUNT")
+    yield [os.environ.get(name) for name in names]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"num_cpus": 2}, ["2", "2", "1000"]),
+        (
+            {"runtime_env": {"env_vars": {"OMP_NUM_THREADS": "3", "OPENCV_FOR_THREADS_NUM": "4"}}},
+            ["3", "4", "1000"],
+        ),
+    ],
+)
+def test_native_threads_of_an_actor_are_limited(options, expected):
+    with GeneratorEnqueuer(native_threads, backend=Ray(actor_options=options)) as enqueuer:
+        assert list(enqueuer) == [expected]
+
+
 @pytest.mark.parametrize("kind", [GeneratorEnqueuer, OrderedEnqueuer])
 def test_options_that_no_node_can_satisfy_are_named(kind):
     """An autoscaler may bring such a node, so they are no error."""
