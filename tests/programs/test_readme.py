@@ -30,7 +30,6 @@ cell = nbformat.v4.new_code_cell(Path(sys.argv[1]).read_text())
 notebook = nbformat.v4.new_notebook(cells=[cell])
 nbclient.NotebookClient(notebook, timeout=60).execute()
 assert any(output.get("name") == "stdout" for output in cell.outputs), cell.outputs
-assert not [o for o in cell.outputs if "Warning" in str(o)], cell.outputs
 print("ran")
 """
 
