@@ -6,6 +6,7 @@ To processes it travels in a nameless file, whose descriptor goes over each work
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import io
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 
 import cloudpickle
 
+from enqueuer.backends.pool import NoRoom
 from enqueuer.backends.process.child import ProcessConfig
 from enqueuer.backends.process.shared_objects import OF_FORK, Handover
 from enqueuer.common.sizes import OUT_OF_BAND_BYTES
@@ -43,6 +45,7 @@ def pickled_payload(
         The pickle, its large buffers, and the descriptors of the objects that are shared.
 
     Raises:
+        NoRoom: There was no descriptor left for it.
         SourceNotPicklable: One of these cannot be pickled; the message names the culprit.
         OSError: There is no room for the descriptors of shared objects.
     """
@@ -85,6 +88,7 @@ def pickled_source(
         shared: Keeper of the descriptors of shared objects; None: these cannot be sent.
 
     Raises:
+        NoRoom: There was no descriptor left for it.
         SourceNotPicklable: One of these cannot be pickled; the message names the culprit.
         OSError: There is no room for the descriptors of shared objects.
     """
@@ -93,6 +97,11 @@ def pickled_source(
     except Exception as error:
         if shared is not None and shared.error is not None:
             raise shared.error from None
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            raise NoRoom(
+                f"{error}, while the source was pickled. Raise the limit of descriptors "
+                "(`ulimit -n`), or close some"
+            ) from error
         can_send = _sendable(shared)
         if not can_send(on_error):
             raise SourceNotPicklable(

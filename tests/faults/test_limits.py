@@ -117,6 +117,34 @@ assert 5 < refused < 10, refused
     assert run_program(tmp_path, text.replace("METHOD", repr(method))) == (0, "", "")
 
 
+def test_a_source_that_finds_no_descriptor_when_it_is_pickled_is_no_culprit(run):
+    text = """
+class Source:
+    def __call__(self, shard):
+        yield 0
+    def __reduce__(self):
+        os.close(os.dup(2))
+        return Source, ()
+enqueuer = GeneratorEnqueuer(Source(), backend=Processes(start_method=METHOD))
+with enqueuer:
+    assert list(enqueuer) == [0]
+full = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+enqueuer = GeneratorEnqueuer(Source(), backend=Processes(start_method=METHOD))
+limit(resource.RLIMIT_NOFILE, 3)
+try:
+    enqueuer.start()
+except StartError as error:
+    message = str(error)
+finally:
+    limit(resource.RLIMIT_NOFILE, full)
+assert "Too many open files" in message and "ulimit -n" in message, message
+with enqueuer:
+    assert list(enqueuer) == [0]
+"""
+    code, out, err = run(text)
+    assert (code, out, err) == (0, "", ""), err
+
+
 def test_a_consumer_that_runs_out_of_descriptors_gets_a_clear_error(run):
     text = """
 import contextlib

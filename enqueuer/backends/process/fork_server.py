@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
+import functools
 import os
 import select
 import signal
@@ -60,16 +61,19 @@ _PID, _EXIT, _ERRNO = 1, 2, 3
 
 
 class _Served:
-    """A child of the fork server."""
+    """A child of the fork server; `wait` waits for its exit code."""
 
-    def __init__(self, server: Server, connection: Packets, number: int, pid: int) -> None:
-        self._server = server
-        self._connection = connection
-        self._number = number
-        self.pid: int = pid
+    def __init__(self, pid: int, wait: Callable[[float], int | None]) -> None:
+        self.pid, self._wait = pid, wait
+        self._code: int | None = None
 
     def exitcode(self, timeout: float) -> int | None:
-        return self._server.exitcode(self._connection, self._number, timeout)
+        if self._code is None:
+            self._code = self._wait(timeout)
+        return self._code
+
+    def has_pid(self) -> bool:
+        return self.exitcode(-1) is None
 
 
 class Server:
@@ -125,8 +129,8 @@ class Server:
                 self.open_requests.discard(number)
                 code = self._errors.pop(number)
                 raise OSError(code, os.strerror(code))
-            assert self._packets is not None
-            return _Served(self, self._packets, number, self._pids.pop(number))
+            wait = functools.partial(self.exitcode, self._packets, number)
+            return _Served(self._pids.pop(number), wait)
 
     def begin(self) -> None:
         """Start a server unless there is one; the first fork waits for it.
@@ -136,7 +140,7 @@ class Server:
         with interrupts.held(), self._lock, contextlib.suppress(OSError):
             self._join_locked()
 
-    def exitcode(self, connection: Packets, number: int, timeout: float) -> int | None:
+    def exitcode(self, connection: Packets | None, number: int, timeout: float) -> int | None:
         """Wait for a child's exit code from the server; None if none comes.
 
         Args:
@@ -149,10 +153,8 @@ class Server:
                 # The server that forked it was killed, and no other process can ask for its exit
                 # code.
                 return None
-            try:
+            with contextlib.suppress(OSError, EOFError, TimeoutError):
                 self._wait_locked(lambda: number in self._codes, timeout)
-            except (OSError, EOFError, TimeoutError):
-                pass
             if number in self._codes:
                 self.open_requests.discard(number)
             return self._codes.pop(number, None)

@@ -109,7 +109,9 @@ class ProcessWorker:
     def send_signal(self, number: int) -> None:
         """Signal the process, and never another one that has got its pid."""
         with contextlib.suppress(ProcessLookupError):
-            if self.pidfd is None or not _signalled(self.pidfd, number):
+            if self.pidfd is not None and _signalled(self.pidfd, number):
+                return
+            if self.process.has_pid():
                 os.kill(self.process.pid, number)
 
     def handles(self, number: int) -> bool:
@@ -143,14 +145,18 @@ def _signalled(pidfd: Descriptor, number: int) -> bool:
     return True
 
 
-def open_pidfd(pid: int) -> Descriptor | None:
+def open_pidfd(process: Launched) -> Descriptor | None:
     """Return a descriptor that shows a process's end; None where there are none."""
     if is_portable() or not hasattr(os, "pidfd_open"):
         return None
     try:
-        pidfd = Descriptor(os.pidfd_open(pid))
+        pidfd = Descriptor(os.pidfd_open(process.pid))
     except OSError:
         # The process was reaped already, the kernel is older than 5.3, or a sandbox forbids it.
+        return None
+    # Asked only now: before, the process could still be reaped in between.
+    if not process.has_pid():
+        pidfd.close()
         return None
     close_in_children(pidfd)
     return pidfd

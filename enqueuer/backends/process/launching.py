@@ -39,6 +39,9 @@ class Launched(Protocol):
     def exitcode(self, timeout: float) -> int | None:
         """Wait for the process to end; return its exit code, None if it cannot be known."""
 
+    def has_pid(self) -> bool:
+        """Return whether `pid` is still its own; once it was reaped, another may have got it."""
+
 
 def launch(
     method: str,
@@ -122,6 +125,9 @@ class _Forked:
         assert self._process.pid is not None
         self.pid: int = self._process.pid
 
+    def has_pid(self) -> bool:
+        return _is_child(self.pid)
+
     def exitcode(self, timeout: float) -> int | None:
         # Not join(timeout): it waits for a pipe, which a grandchild may hold open. Once the user's
         # code has closed that pipe in the worker, it waits without a limit.
@@ -156,11 +162,25 @@ class _Spawned:
             )
         self.pid: int = self._popen.pid
 
+    def has_pid(self) -> bool:
+        return _is_child(self.pid)
+
     def exitcode(self, timeout: float) -> int | None:
         try:
             return self._popen.wait(timeout)
         except subprocess.TimeoutExpired:
             return None
+
+
+def _is_child(pid: int) -> bool:
+    """Return whether a process is a child of this one that was not reaped."""
+    if not hasattr(os, "waitid"):
+        return _exists(pid)
+    try:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
 
 
 def _exists(pid: int) -> bool:

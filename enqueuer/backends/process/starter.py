@@ -170,7 +170,7 @@ class Starter:
             channel,
             inbox,
             ends.lifeline,
-            open_pidfd(process.pid),
+            open_pidfd(process),
             plan.shards,
             ends.stacks,
         )
