@@ -12,12 +12,14 @@ is left running.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from enqueuer.adapters.iterations import BatchReader, Iterations
 from enqueuer.backends.lifecycle import forget
 from enqueuer.common import checks
 from enqueuer.common.finalizers import Finalizer
@@ -55,8 +57,9 @@ class Loader(Generic[Batch]):
     load_state_dict: Callable[[Mapping[str, Any]], None]
     """Continue where a state was taken, at the next iteration.
 
-    Raises InvalidState while this runs (call `stop()` first), and StateMismatch if the state is
-    of another source.
+    So does an iteration that has begun, if its loop has taken no batch. Raises InvalidState if the
+    loop has taken one, or if the caller has started the enqueuer: call `stop()` first. Raises
+    StateMismatch if the state is of another source.
     """
 
     def __init__(
@@ -81,7 +84,7 @@ class Loader(Generic[Batch]):
         if hasattr(loader, "state_dict"):
             self.state_dict = epochs.state_dict
         if hasattr(loader, "load_state_dict"):
-            self.load_state_dict = epochs.load_state_dict
+            self.load_state_dict = functools.partial(_load, epochs, self._ownership, self._reader)
 
     if not TYPE_CHECKING:
 
@@ -94,9 +97,12 @@ class Loader(Generic[Batch]):
             )
 
     def __iter__(self) -> Iterator[Batch]:
-        """Iterate over an epoch, or over the rest of one if the last iteration was left."""
+        """Iterate over an epoch, or over the rest of one if the last iteration was left.
+
+        If this has a length, a loop that took as many batches has ended its epoch.
+        """
         self._ownership.start()
-        return self._reader.read()
+        return self._epochs.iterations.begin(self._reader, self._epochs.has_end)
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch.
@@ -138,14 +144,9 @@ def inside_of(loader: Loader[Any]) -> tuple[LoaderEpochs, Ownership]:
     return loader._epochs, loader._ownership
 
 
-class BatchReader(Protocol[Batch]):  # type: ignore[misc]
-    """The batches of one epoch after the other."""
-
-    def read(self) -> Iterator[Batch]:
-        """Return an iterator over an epoch, or over the rest of one; start no enqueuer."""
-
-    def stop(self, timeout: float | None) -> None:
-        """End the thread that reads ahead, if there is one."""
+def restarted_by(loader: Loader[Any], change: Callable[[], None]) -> None:
+    """Stop a loader, unless its caller runs it, and call a function; begin again if it had."""
+    loader._epochs.iterations.restart(loader._reader, loader._ownership, change)
 
 
 class _DirectReader(Generic[Batch]):
@@ -167,7 +168,11 @@ class _DirectReader(Generic[Batch]):
     def stop(self, timeout: float | None) -> None:
         """See `BatchReader`."""
 
+    def restart(self) -> None:
+        """See `BatchReader`."""
+
     def _converted(self, batch: Any) -> Batch:
+        self._epochs.iterations.count += 1
         return batch if self._convert is None else self._convert(batch)
 
 
@@ -218,6 +223,11 @@ class Ownership:
                 self._release()
             raise
 
+    @property
+    def is_of_caller(self) -> bool:
+        """Whether the caller decides when the loader stops."""
+        return self._epochs.keeps_position and not self.is_started
+
     def stop(self, timeout: float | None = None) -> None:
         """Stop the loader if this owns it; an interrupted call can be repeated."""
         if self._claim is None:
@@ -246,6 +256,7 @@ class LoaderEpochs:
         step: Number of batches of this epoch that were given; always 0 without `steps`.
         given: Position after the last batch that the loop was given, if a thread has read on
             since; None: that of the loader.
+        iterations: Iterations of the loops.
     """
 
     def __init__(self, loader: Iterable[Any], steps: int | None) -> None:
@@ -255,6 +266,7 @@ class LoaderEpochs:
         self.steps = None if steps is None else checks.positive("steps_per_epoch", steps)
         self.step = 0
         self.given: dict[str, Any] | None = None
+        self.iterations = Iterations()
         # Step at which the next start begins: that of a loaded position, or 0.
         self._first_step = 0
 
@@ -265,6 +277,7 @@ class LoaderEpochs:
     def end(self) -> None:
         """Forget a loaded step, as the loader was stopped."""
         self._first_step = 0
+        self.iterations.is_left = False
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches of an epoch, or of the rest of one that was left."""
@@ -315,6 +328,13 @@ class LoaderEpochs:
             return self.loader._epochs.keeps_position
         return isinstance(self.loader, (BaseEnqueuer, Iterator))
 
+    def has_end(self) -> bool:
+        """Return whether epochs have a length, and continue after a `break`."""
+        try:
+            return self.steps is None and self.keeps_position and len(self) > 0
+        except TypeError:
+            return False
+
     def _counted(self, batch: Any) -> Any:
         self.step += 1
         return batch
@@ -338,6 +358,18 @@ class LoaderEpochs:
         self.loader.load_state_dict(state)
         self.step = self._first_step = step
         self.given = None
+        self.iterations.is_left = False
+
+
+def _load(
+    epochs: LoaderEpochs, ownership: Ownership, reader: BatchReader[Any], state: Mapping[str, Any]
+) -> None:
+    load = functools.partial(epochs.load_state_dict, state)
+    # Libraries begin an iteration to see whether that is possible, and load the position then.
+    if epochs.iterations.is_entered:
+        load()
+    else:
+        epochs.iterations.restart(reader, ownership, load)
 
 
 def is_idle(loader: object) -> bool:

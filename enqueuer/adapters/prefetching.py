@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Generic, TypeVar
@@ -109,6 +110,8 @@ class _PrefetchReader(Generic[Batch]):
         # The current epoch, and the number of its batches that the loop was given.
         self._current: _Run | None = None
         self._given = 0
+        # The run that was stopped last, for as long as it has an iterator.
+        self._stopped: weakref.ref[_Run] | None = None
 
     def read(self) -> Iterator[Batch]:
         """See `BatchReader`."""
@@ -119,26 +122,43 @@ class _PrefetchReader(Generic[Batch]):
             # The loader cannot be iterated before the thread has ended.
             self.stop(threading.TIMEOUT_MAX)
         if self._current is None:
-            epochs.given, self._given = epochs.position(), 0
-            # An enqueuer that is the loader gives its own warning of a stall, and knows its cause.
-            is_here = is_inline(epochs.loader)
-            # After an interrupt, the generator function would not repeat the same batches.
-            source: Any = self._run() if is_here else self._run
-            enqueuer = GeneratorEnqueuer[Any](
-                source,
-                workers=0 if is_here else 1,
-                max_queue_size=self._queue_size,
-                stall_timeout=None,
-            )
-            self._current = _Run(enqueuer)
-            enqueuer.start()
+            self._begin(_Run(self._new_enqueuer()))
+        assert self._current is not None
         return self._batches(self._current)
 
     def stop(self, timeout: float | None = None) -> None:
         """See `BatchReader`."""
+        self._stopped = None
         if self._current is not None:
             run, self._current = self._current, None
             run.enqueuer.stop(timeout)
+            self._stopped = weakref.ref(run)
+
+    def restart(self) -> None:
+        """See `BatchReader`."""
+        run = None if self._stopped is None else self._stopped()
+        # Otherwise no iterator is left.
+        if run is not None:
+            run.enqueuer = self._new_enqueuer()
+            self._begin(run)
+
+    def _new_enqueuer(self) -> GeneratorEnqueuer[Any]:
+        """Return an enqueuer that runs the thread of an epoch."""
+        # An enqueuer that is the loader gives its own warning of a stall, and knows its cause.
+        is_here = is_inline(self._epochs.loader)
+        # After an interrupt, the generator function would not repeat the same batches.
+        source: Any = self._run() if is_here else self._run
+        return GeneratorEnqueuer[Any](
+            source,
+            workers=0 if is_here else 1,
+            max_queue_size=self._queue_size,
+            stall_timeout=None,
+        )
+
+    def _begin(self, run: _Run) -> None:
+        self._epochs.given, self._given = self._epochs.position(), 0
+        self._current = run
+        run.enqueuer.start()
 
     def _batches(self, run: _Run) -> Iterator[Batch]:
         is_left = True
@@ -166,6 +186,7 @@ class _PrefetchReader(Generic[Batch]):
         if not isinstance(changed, _Raised):
             self._epochs.given = position
             self._given += 1
+            self._epochs.iterations.count += 1
             return changed if self._receive is None else self._receive(changed)
         self.stop()
         self._epochs.given = None

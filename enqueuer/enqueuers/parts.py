@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from enqueuer.enqueuers.core import Core
 from enqueuer.enqueuers.position import SavedPosition
 from enqueuer.enqueuers.workload import Portion
@@ -49,6 +52,22 @@ def comes_next(core: Core, epoch: int) -> bool:
         return core.saved.is_loaded and core.saved.epoch.number == epoch
     with core.deferred.locked():
         return reader.is_over and reader.number + 1 == epoch
+
+
+def epoch_after(core: Core, state: Mapping[str, Any]) -> int | None:
+    """Return the epoch that comes next after a position; None if it is within an epoch.
+
+    Args:
+        core: Enqueuer of the position.
+        state: Position; one behind the last batch of an epoch is not within it.
+    """
+    epoch: int = state["epoch"]
+    if state["positions"] is None:
+        return epoch
+    steps = core.workload.steps()
+    # Tasks have one position; shards have no known end.
+    is_all = steps is not None and [list(at) for at in state["positions"]] == [[0, steps]]
+    return epoch + 1 if is_all else None
 
 
 def has_kept_order(core: Core) -> bool:

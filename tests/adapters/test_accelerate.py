@@ -13,8 +13,10 @@ from helpers import needs
 accelerate = needs("accelerate")
 torch = needs("torch")
 
+from enqueuer import OrderedEnqueuer  # noqa: E402
 from enqueuer.adapters.accelerate import prepare_data_loader  # noqa: E402
-from enqueuer.adapters.torch import DataLoader  # noqa: E402
+from enqueuer.adapters.cuda import CudaDataLoader  # noqa: E402
+from enqueuer.adapters.torch import DataLoader, TorchLoader  # noqa: E402
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -33,6 +35,17 @@ def numbers(loader):
 
 def ours(accelerator, **options):
     return prepare_data_loader(accelerator, loader_of(DataLoader, **options))
+
+
+def of_enqueuer(kind, **options):
+    enqueuer = OrderedEnqueuer(
+        range(ROWS), batch_size=4, shuffle=True, random_seed=7, drop_last=True
+    )
+    return (
+        TorchLoader(enqueuer, **options)
+        if kind == "torch"
+        else CudaDataLoader(enqueuer, "cpu", **options)
+    )
 
 
 def run_rank(folder, rank):
@@ -54,26 +67,53 @@ def run_rank(folder, rank):
             loader_of(torch.utils.data.DataLoader, shuffle=shuffle, generator=generator)
         )
         found[str(shuffle)] = [[numbers(one) for _ in range(2)] for one in (mine, theirs)]
+    found |= {kind: prepared_loader_of_enqueuer(accelerator, kind) for kind in ("torch", "cuda")}
     with open(f"{folder}/{rank}.json", "w") as file:
         json.dump(found, file)
     torch.distributed.destroy_process_group()
 
 
-def test_ranks_share_the_batches_as_with_torch(tmp_path):
+def prepared_loader_of_enqueuer(accelerator, kind):
+    """Return what a rank gets, in two epochs, of a loader made after the Accelerator."""
+    loader = accelerator.prepare(of_enqueuer(kind))
+    epochs = [[batch.tolist() for batch in loader] for _ in range(2)]
+    loader.stop()
+    return epochs
+
+
+@pytest.fixture(scope="module")
+def of_ranks(tmp_path_factory):
+    """What each of two ranks found."""
+    tmp_path = tmp_path_factory.mktemp("ranks")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     ranks = [
         subprocess.Popen([sys.executable, __file__, tmp_path, rank], env=environment)
         for rank in ("0", "1")
     ]
     assert [one.wait(150) for one in ranks] == [0, 0]
-    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
-    for found in (first, second):
-        for mine, theirs in found.values():
+    return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def test_ranks_share_the_batches_as_with_torch(of_ranks):
+    first, second = of_ranks
+    for found in of_ranks:
+        for shuffle in ("False", "True"):
+            mine, theirs = found[shuffle]
             assert mine == theirs
     for shuffle in ("False", "True"):
         for a, b in zip(first[shuffle][0], second[shuffle][0], strict=True):
             # accelerate gives the last ranks some batches again, so that all have as many.
             assert set(itertools.chain(*a, *b)) == set(range(ROWS))
+
+
+@pytest.mark.parametrize("kind", ["torch", "cuda"])
+def test_ranks_share_the_batches_of_an_enqueuer(of_ranks, kind):
+    for epoch in range(2):
+        first, second = (found[kind][epoch] for found in of_ranks)
+        assert len(first) == len(second) == ROWS // 8
+        # `drop_last` leaves out what is not a batch for each rank.
+        rows = list(itertools.chain(*first, *second))
+        assert len(set(rows)) == len(rows) == ROWS // 8 * 8
 
 
 @pytest.fixture
@@ -105,6 +145,22 @@ def test_a_prepared_loader_continues_with_the_next_batch(accelerator, tmp_path):
     loader = make(generator=torch.Generator())
     loader.load_state_dict(state)
     assert taken + numbers(loader) == whole[1]
+
+
+@pytest.mark.parametrize("kind", ["torch", "cuda"])
+def test_the_position_of_a_loader_of_an_enqueuer_is_saved_when_it_is_registered(
+    accelerator, tmp_path, kind
+):
+    loader = accelerator.prepare(of_enqueuer(kind))
+    accelerator.register_for_checkpointing(loader)
+    whole = [batch.tolist() for batch in loader]
+    loader.stop()
+    taken = [batch.tolist() for batch in itertools.islice(loader, 5)]
+    accelerator.save_state(tmp_path)
+    loader.stop()
+    accelerator.load_state(tmp_path)
+    assert taken + [batch.tolist() for batch in loader] == whole
+    loader.stop()
 
 
 class Stream(torch.utils.data.IterableDataset):

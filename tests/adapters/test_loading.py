@@ -14,7 +14,13 @@ from typing import Protocol, runtime_checkable
 import pytest
 from helpers import LIMIT, counting, twelve, wait_until
 
-from enqueuer import FrameworkUnavailable, GeneratorEnqueuer, InvalidState, OrderedEnqueuer
+from enqueuer import (
+    FrameworkUnavailable,
+    GeneratorEnqueuer,
+    InvalidState,
+    OrderedEnqueuer,
+    StateMismatch,
+)
 from enqueuer.adapters.loading import Loader
 from enqueuer.adapters.prefetching import PrefetchLoader
 from enqueuer.common.extras import framework
@@ -284,6 +290,81 @@ def test_a_running_loader_refuses_a_state(kind):
     next(iter(loader))
     with pytest.raises(InvalidState, match="stop"):
         loader.load_state_dict(loader.state_dict())
+
+
+@pytest.mark.parametrize("steps", [None, 8])
+def test_a_state_is_loaded_before_the_first_batch_of_an_iteration(kind, steps):
+    """As Lightning does, which begins an iteration to see whether it can."""
+
+    def make():
+        return kind(GeneratorEnqueuer(twelve, random_seed=7), steps_per_epoch=steps)
+
+    one = make()
+    assert list(itertools.islice(one, 5)) == [0, 1, 2, 3, 4]
+    state = one.state_dict()
+    rest = [list(one), list(one)]
+    other = make()
+    dropped = iter(other)
+    del dropped
+    begun = iter(other)
+    other.load_state_dict(state)
+    assert [list(begun), list(other)] == rest
+    # Within a later epoch, too.
+    assert len(list(itertools.islice(other, 3))) == 3
+    iter(other)
+    other.load_state_dict(state)
+    assert [list(other), list(other)] == rest
+
+
+def test_a_state_that_does_not_fit_leaves_a_begun_loader_stopped(kind):
+    enqueuer = GeneratorEnqueuer(twelve, random_seed=7)
+    loader = kind(enqueuer)
+    state = GeneratorEnqueuer(twelve, random_seed=8).state_dict()
+    iter(loader)
+    with pytest.raises(StateMismatch, match="random_seed"):
+        loader.load_state_dict(state)
+    assert not runs(enqueuer)
+    assert list(loader) == list(range(12))
+
+
+def test_a_state_is_not_loaded_into_what_the_caller_has_started(kind):
+    with GeneratorEnqueuer(twelve) as enqueuer:
+        loader = kind(enqueuer)
+        iter(loader)
+        with pytest.raises(InvalidState, match="stop"):
+            loader.load_state_dict(loader.state_dict())
+
+
+def test_a_loop_that_takes_the_whole_length_ends_the_epoch(kind):
+    """As Lightning's does, which never asks for one more."""
+    loader = kind(OrderedEnqueuer(range(4), random_seed=7, shuffle=True))
+    whole = [list(loader) for _ in range(3)]
+    loader.stop()
+    found = [list(itertools.islice(loader, len(loader))) for _ in range(3)]
+    assert found == whole
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_position_behind_the_last_batch_begins_the_next_epoch_if_one_was_begun(kind, begins):
+    def make():
+        return kind(OrderedEnqueuer(range(4), random_seed=7, shuffle=True))
+
+    one = make()
+    list(itertools.islice(one, len(one)))
+    state = one.state_dict()
+    other = make()
+    if begins:
+        iter(other)
+    other.load_state_dict(state)
+    if not begins:
+        assert list(other) == []
+    assert [list(other), list(other)] == [list(one), list(one)]
+
+
+def test_the_rest_of_an_epoch_without_a_length_may_be_empty(kind):
+    loader = kind(GeneratorEnqueuer(twelve))
+    assert len(list(itertools.islice(loader, 12))) == 12
+    assert [len(list(loader)) for _ in range(2)] == [0, 12]
 
 
 @runtime_checkable

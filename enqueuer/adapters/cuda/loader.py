@@ -10,6 +10,7 @@ from enqueuer.adapters.cuda.device import device_of
 from enqueuer.adapters.cuda.transfer import Transfer
 from enqueuer.adapters.prefetching import PrefetchLoader
 from enqueuer.adapters.ranks import Ranks
+from enqueuer.adapters.trainer_names import TrainerNames
 from enqueuer.common import checks
 from enqueuer.common.extras import framework
 from enqueuer.enqueuers.enqueuer import BaseEnqueuer
@@ -20,7 +21,7 @@ torch = framework("torch", "torch", "2.1")
 _NOT_QUEUED = 2
 
 
-class CudaDataLoader(PrefetchLoader[Any]):
+class CudaDataLoader(TrainerNames, PrefetchLoader[Any]):
     """A loader whose batches are on the GPU already when the loop asks for them.
 
     A thread takes batches from `loader` while the loop's kernels run. It copies their tensors and
@@ -114,16 +115,3 @@ class CudaDataLoader(PrefetchLoader[Any]):
             receive=transfer.receive,
             check=functools.partial(ranks.check, loader),
         )
-        self._source: Any = loader
-
-    @property
-    def dataset(self) -> Any:
-        """The dataset of the loader."""
-        # A DataLoader has one.
-        return self._source.dataset
-
-    @property
-    def sampler(self) -> Any:
-        """The sampler of the loader."""
-        # A DataLoader has one.
-        return self._source.sampler

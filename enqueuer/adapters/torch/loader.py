@@ -11,6 +11,7 @@ import numpy as np
 from enqueuer.adapters import pinning
 from enqueuer.adapters.loading import Loader
 from enqueuer.adapters.ranks import Ranks
+from enqueuer.adapters.trainer_names import TrainerNames
 from enqueuer.common.extras import framework
 from enqueuer.common.trees import tree_map
 from enqueuer.enqueuers.enqueuer import BaseEnqueuer
@@ -60,7 +61,7 @@ def _as_tensor(leaf: Any) -> Any:
         return leaf
 
 
-class TorchLoader(Loader[Batch]):
+class TorchLoader(TrainerNames, Loader[Batch]):
     """A loader of tensors that replaces a DataLoader.
 
     One iteration is one epoch. Tensors share the memory of the enqueuer's arrays. For large arrays
