@@ -94,7 +94,9 @@ def test_a_task_whose_failure_cannot_be_sent_is_a_death(
         backend=backend,
     ) as enqueuer:
         items, error = until_death(enqueuer)
-    assert items == list(range(5))
+    # With several threads, the worker may die before it has run an element before that one.
+    assert items == list(range(5 if concurrency == 1 else len(items)))
+    assert len(items) <= 5
     if backend == "thread":
         assert isinstance(error.__cause__, MemoryError)
 

@@ -150,8 +150,7 @@ class Server:
         """
         with interrupts.held(), self._lock:
             if connection is not self._packets:
-                # The server that forked it was killed, and no other process can ask for its exit
-                # code.
+                # The server that forked it was killed, and no other can ask for its exit code.
                 return None
             with contextlib.suppress(OSError, EOFError, TimeoutError):
                 self._wait_locked(lambda: number in self._codes, timeout)
@@ -176,7 +175,7 @@ class Server:
         return number
 
     def _wait_locked(self, done: Callable[[], bool], timeout: float) -> None:
-        """Read the server's answers until `done`; raise EOFError or TimeoutError."""
+        """Read answers until `done`, else raise; without a timeout, no signal handler runs."""
         deadline = time.monotonic() + timeout
         self._loop_meter += 1
         try:
@@ -191,7 +190,7 @@ class Server:
                 if self._packets.ended:
                     raise EOFError
                 left = deadline - time.monotonic()
-                if not interrupts.interruptible(readable, self._sock, left):
+                if left <= 0 or not interrupts.interruptible(readable, self._sock, left):
                     raise TimeoutError
         finally:
             self._loop_meter -= 1
