@@ -76,11 +76,12 @@ class ThreadSender:
         self._waits = self.meter
         # The threads that run elements, if there are several.
         self.threads: ElementThreads | None = None
-        # Items until the next one is weighed, without those of the bunch that is open.
+        # Items until the next one is weighed, without those of the bunch that is open; negative
+        # after a bunch that was longer.
         self._left: tuple[int, Bunch | None] = 1, None
-        # Items between the last one that was weighed and the next one.
+        # Items between the last one that was weighed and the one that is due next.
         self._step = 1
-        # All items until the next one is weighed.
+        # All items until the one that is due next.
         self._weighed = 1
         # of the first items, by shard and number; None once they are no longer needed
         self._checksums: dict[tuple[int, int], int] | None = {}
@@ -102,16 +103,17 @@ class ThreadSender:
         left = self._left[0] - 1
         self._left = left, None
         item = (shard, number, value, state)
-        if not left:
+        if left <= 0:
             self._weigh(value)
             if self._checksums is not None:
                 self._look_for_reuse(item, self._checksums)
         self.inbox.put(item, size_bytes, self.meter)
 
     def open_bunch(self, shard: int) -> Bunch | None:
-        # The item that is weighed next is sent by itself.
+        # An item that is due to be weighed is sent by itself. It may be late, as a bunch that ended
+        # before it would leave room in the queue, which would be filled item by item.
         left = self._left[0]
-        bunch = self.inbox.open_bunch(shard, left - 1) if left > 1 else None
+        bunch = self.inbox.open_bunch(shard, left + _WEIGHED_EVERY) if left > 1 else None
         self._left = left, bunch
         return bunch
 
@@ -129,11 +131,12 @@ class ThreadSender:
 
     def _weigh(self, value: object) -> None:
         """Note the size of an item, which stands for those since the last one that was weighed."""
-        self.meter.words[BYTES] += size_of(value, SAMPLED) * self._step
-        few = self._weighed < _WATCHED
-        self._step = 1 if few else min(self._weighed, _WEIGHED_EVERY)
+        late = -self._left[0]
+        self.meter.words[BYTES] += size_of(value, SAMPLED) * (self._step + late)
+        sent = self._weighed + late
+        self._step = 1 if sent < _WATCHED else min(sent, _WEIGHED_EVERY)
         self._left = self._step, None
-        self._weighed += self._step
+        self._weighed = sent + self._step
 
     def _look_for_reuse(self, item: ItemTuple, checksums: dict[tuple[int, int], int]) -> None:
         """Warn if an item that waits is no longer what it was when it was yielded.
