@@ -301,7 +301,6 @@ CASES = {
         _samples,
         measures.task_rate,
         lambda one: one.name == "torch",
-        quick=("64 uint8 images, 2 workers", "256 small rows, 2 workers"),
     ),
     "loader-training": Case(
         "a DataLoader, and a training step on the CPU",
@@ -309,7 +308,6 @@ CASES = {
         _trained,
         measures.trained_rate,
         lambda one: one.name == "torch",
-        quick=("64 uint8 images, 1 worker",),
     ),
     "tasks-tiny": Case(
         "tasks without work",
