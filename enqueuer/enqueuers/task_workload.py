@@ -119,10 +119,7 @@ class TaskWorkload:
             last = max((epoch.starts[0].number - 1, *epoch.done))
             if last >= steps:
                 raise StateMismatch(f"the state has task {last}, but an epoch has {steps} tasks")
-        has_callbacks = hasattr(source.items, "on_epoch_begin") or hasattr(
-            source.items, "on_epoch_end"
-        )
-        if has_callbacks and source.ended > epoch.number:
+        if source.follows_epochs and source.ended > epoch.number:
             raise InvalidState(
                 f"on_epoch_end of the sequence was called for {source.ended} epochs, and it "
                 f"cannot go back to epoch {epoch.number}; make a new enqueuer with a new sequence"

@@ -116,8 +116,13 @@ class TaskSource:
 
         Not if the elements may change at the end of an epoch, or come from an iterable.
         """
+        return self.is_sequence and not self.follows_epochs
+
+    @property
+    def follows_epochs(self) -> bool:
+        """Whether the sequence has methods of its own for the beginning or end of an epoch."""
         methods = (getattr(self.items, name, None) for name in _FOR_EPOCHS)
-        return self.is_sequence and all(map(_does_nothing, methods))
+        return not all(map(_does_nothing, methods))
 
     @property
     def tickets_at_once(self) -> int:
@@ -269,7 +274,7 @@ class TaskSource:
         The copy in each process is called with the global generators in the same state, so that
         a sequence that shuffles itself stays the same everywhere.
         """
-        if self.begun < epoch and not self._follows_epochs:
+        if self.begun < epoch and not self.follows_epochs:
             # A position may be far from the first epoch.
             self.begun = self.ended = epoch
         while self.begun <= epoch:
@@ -286,10 +291,6 @@ class TaskSource:
     def rewind(self) -> None:
         """Set the number of announced epochs to 0; the sequence itself stays as it is."""
         self.begun = self.ended = 0
-
-    @property
-    def _follows_epochs(self) -> bool:
-        return any(hasattr(self.items, name) for name in _FOR_EPOCHS)
 
     def _announce(self, name: str, place: EpochEnd) -> None:
         """Call a method of the sequence, if it has it."""

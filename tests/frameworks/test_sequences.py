@@ -160,3 +160,27 @@ def test_an_iterable_torch_dataset_is_read_and_not_indexed():
 
     with OrderedEnqueuer(Rows(), lambda x: 2 * x, workers=2) as enqueuer:
         assert list(enqueuer) == list(enqueuer) == [2 * x for x in range(9)]
+
+
+def test_a_keras_py_dataset_without_own_methods_goes_back_to_an_earlier_epoch(monkeypatch):
+    monkeypatch.setenv("KERAS_BACKEND", os.environ.get("KERAS_BACKEND", "torch"))
+    needs("torch")
+    keras = needs("keras")
+
+    class Plain(keras.utils.PyDataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            return index
+
+    enqueuer = OrderedEnqueuer(Plain(), workers=1, max_queue_size=10)
+    with enqueuer:
+        batches = enqueuer.get()
+        first = next(batches)
+        # The next epoch begins early.
+        state, rest = enqueuer.state_dict(), [next(batches) for _ in range(2)]
+    enqueuer.load_state_dict(state)
+    assert [first, *rest] == [0, 1, 2]
+    with enqueuer:
+        assert list(enqueuer) == [1, 2, 3]
