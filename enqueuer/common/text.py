@@ -1,8 +1,10 @@
-"""Formatting numbers as readable text."""
+"""Formatting numbers, and objects of the user, as readable text."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+
+from enqueuer.common import interrupts
 
 
 def size(count: float) -> str:
@@ -58,6 +60,25 @@ def an(noun: str) -> str:
         ('an OrderedEnqueuer', 'a dict', 'an io.BytesIO', 'a uint8')
     """
     return f"an {noun}" if noun[:1] in set("AEIOaeio") else f"a {noun}"
+
+
+def str_of(value: object, form: Callable[[object], str] = str) -> str:
+    """Return the text of an object of the user, such as an error; an excuse if that fails.
+
+    Args:
+        value: The object.
+        form: Function that returns the text.
+
+    Example:
+        >>> str_of(ValueError("no")), str_of(ValueError("no"), repr)
+        ('no', "ValueError('no')")
+    """
+    # A `__str__` may raise anything, also what looks like Ctrl-C; a true Ctrl-C must not get lost.
+    with interrupts.held():
+        try:
+            return form(value)
+        except BaseException:
+            return "(its text is not available)"
 
 
 def printable(text: str) -> str:

@@ -7,6 +7,8 @@ import copy
 import math
 from collections.abc import Callable
 
+from enqueuer.common import interrupts
+from enqueuer.common.text import str_of
 from enqueuer.enqueuers.replay import ATTRIBUTE, Origin
 from enqueuer.errors import WorkerError
 from enqueuer.workers import logs
@@ -73,7 +75,7 @@ class FailurePolicy:
         self.count += 1
         if self._max_errors is not None and self.count > self._max_errors:
             return False
-        text = "; ".join([repr(failure.error), *getattr(failure.error, "__notes__", ())])
+        text = "; ".join([str_of(failure.error, repr), *getattr(failure.error, "__notes__", ())])
         if isinstance(failure, Reported):
             if not failure.log or text in self._logged:
                 return True
@@ -106,7 +108,7 @@ class FailurePolicy:
             shown: BaseException = error
         else:
             # Raised as itself it would end the loop, or the program, as if all were well.
-            shown = WorkerError(f"the generator raised {error!r} {where}")
+            shown = WorkerError(f"the generator raised {str_of(error, repr)} {where}")
             shown.__cause__ = error
         notes = [*getattr(shown, "__notes__", ()), where]
         if failure.skipped:
@@ -133,8 +135,8 @@ class _Repeatable:
         would keep alive all objects that the loop knows.
         """
         error = self.error
-        # Not every class can be copied.
-        with contextlib.suppress(Exception):
+        # Not every class can be copied, and its methods may raise anything.
+        with interrupts.held(), contextlib.suppress(BaseException):
             twin = copy.copy(error)
             if type(twin) is type(error) and str(twin) == str(error):
                 twin.__cause__, twin.__context__ = error.__cause__, error.__context__

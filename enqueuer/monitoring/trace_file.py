@@ -283,7 +283,7 @@ def text_of(error: BaseException) -> str:
     """Return an error in a line, also if its `__repr__` fails."""
     try:
         text = repr(error)
-    except Exception:
+    except BaseException:
         text = type(error).__name__
     return text if len(text) <= _MOST_TEXT else text[:_MOST_TEXT] + "..."
 

@@ -19,8 +19,9 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from enqueuer.common.text import str_of
 from enqueuer.errors import WorkerError
-from enqueuer.transport.error_parts import message_of, reduce, str_of, text_of
+from enqueuer.transport.error_parts import message_of, reduce, text_of
 
 
 def encode_error(error: BaseException) -> bytes:
@@ -34,7 +35,8 @@ def encode_error(error: BaseException) -> bytes:
                 if type(copy) is not type(error) or str(copy) != str(error):
                     raise ValueError("the error changes when it is pickled")
                 return pickle.dumps((data, message, text))
-            except Exception as trouble:
+            # Methods of the user may raise anything, also what would end the worker.
+            except BaseException as trouble:
                 why = str_of(trouble)
     except (ImportError, OSError, MemoryError) as trouble:
         # A process without descriptors or memory cannot import cloudpickle.
@@ -70,7 +72,7 @@ def _load_into(loaded: list[BaseException | str], data: bytes, done: threading.E
     try:
         loaded.append(_load(data))
     except BaseException as trouble:
-        loaded.append(repr(trouble))
+        loaded.append(str_of(trouble, repr))
     finally:
         done.set()
 

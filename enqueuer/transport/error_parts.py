@@ -13,6 +13,7 @@ from typing import Any
 
 from tblib import pickling_support
 
+from enqueuer.common.text import str_of
 from enqueuer.transport import tracebacks
 from enqueuer.transport.culprit import name_of
 
@@ -75,17 +76,9 @@ def text_of(error: BaseException) -> str:
     """Return an error and its traceback as text."""
     try:
         return "".join(traceback.format_exception(error))
-    except Exception as trouble:
+    except BaseException as trouble:
         # A `__str__` or `__repr__` of the user may fail.
-        return f"(no traceback: {trouble!r})"
-
-
-def str_of(error: BaseException) -> str:
-    """Return the text of an error; an excuse if it has none."""
-    try:
-        return str(error)
-    except Exception:
-        return "(its text is not available)"
+        return f"(no traceback: {str_of(trouble, repr)})"
 
 
 def message_of(error: BaseException) -> str:

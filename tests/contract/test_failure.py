@@ -1,12 +1,19 @@
 """Failure: what was made before arrives first, then the original exception, again and again."""
 
+import functools
 import traceback
 
 import helpers
 import pytest
 from helpers import Failing, TwoArguments
 
-from enqueuer import GeneratorEnqueuer, ItemNotPicklable, Processes, WorkerError
+from enqueuer import (
+    GeneratorEnqueuer,
+    ItemNotPicklable,
+    OrderedEnqueuer,
+    Processes,
+    WorkerError,
+)
 
 needs_fidelity = pytest.mark.parametrize("workers", [1, 2])
 
@@ -206,3 +213,54 @@ def test_a_local_class_that_was_sent_along_arrives_as_itself(method):
     assert type(batches[0]) is Batch
     assert batches[0].value == 5
     assert type(error) is Odd
+
+
+class Unruly(Exception):
+    """An error one of whose methods raises what ends a process."""
+
+    method = ""
+
+    def __str__(self):
+        return self.raised("__str__") or super().__str__()
+
+    def __repr__(self):
+        return self.raised("__repr__") or super().__repr__()
+
+    def __reduce__(self):
+        return self.raised("__reduce__") or super().__reduce__()
+
+    def raised(self, method):
+        if method == self.method:
+            raise SystemExit(3)
+
+
+class NoText(Unruly):
+    method = "__str__"
+
+
+class NoForm(Unruly):
+    method = "__repr__"
+
+
+class NoPickle(Unruly):
+    method = "__reduce__"
+
+
+def raise_at_one(kind, element):
+    if element == 1:
+        raise kind("unruly")
+    return element
+
+
+@pytest.mark.parametrize("kind", [NoText, NoForm, NoPickle])
+def test_methods_of_an_error_end_neither_the_worker_nor_the_loop(backend, kind):
+    work = functools.partial(raise_at_one, kind)
+    with OrderedEnqueuer(range(3), work, workers=1, **backend) as enqueuer:
+        for _ in range(2):
+            # One that cannot be sent comes as text.
+            with pytest.raises((kind, WorkerError)) as caught:
+                list(enqueuer)
+            assert isinstance(caught.value, kind) or kind.__name__ in str(caught.value)
+    with OrderedEnqueuer(range(3), work, workers=1, on_error="skip", **backend) as enqueuer:
+        assert list(enqueuer) == [0, 2]
+        assert enqueuer.error_count == 1
