@@ -62,7 +62,7 @@ def pickled_payload(
     where = f"a process started by {method}"
     try:
         pickled = pickled_source(source, on_error, where, _OTHERS, keep_large, shared)
-        data: bytes = cloudpickle.dumps((config, pickled), protocol=5)
+        data: bytes = cloudpickle.dumps((config, shared.tracker(), pickled), protocol=5)
     except BaseException:
         shared.close()
         raise

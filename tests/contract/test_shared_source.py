@@ -1,6 +1,8 @@
 """Workers share the memory of what they read: one copy of it serves all processes."""
 
 import itertools
+from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory
 
 import numpy as np
 import pytest
@@ -103,3 +105,41 @@ def test_a_long_list_of_files_is_loaded(process):
         batches = list(enqueuer)
     assert np.concatenate([sizes for sizes, _ in batches]).tolist() == list(map(len, names))
     assert np.concatenate([numbers for _, numbers in batches]).tolist() == labels
+
+
+@pytest.fixture(scope="module")
+def tracker():
+    """multiprocessing's resource tracker, which a program keeps until its end."""
+    resource_tracker.ensure_running()
+
+
+class InSharedMemory:
+    """A sequence in a block of `SharedMemory`, which is pickled, or opened by its name."""
+
+    def __init__(self, block, by_name):
+        self.block = None if by_name else block
+        self.name = block.name
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        if self.block is None:
+            self.block = SharedMemory(self.name)
+        return self.block.buf[index]
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("method", ["fork", *METHODS])
+def test_shared_memory_outlives_the_workers(tracker, method, by_name, capfd):
+    block = SharedMemory(create=True, size=6)
+    try:
+        block.buf[:6] = bytes(range(6))
+        rows = InSharedMemory(block, by_name)
+        for _ in range(2):
+            with OrderedEnqueuer(rows, workers=2, backend=Processes(method)) as enqueuer:
+                assert list(enqueuer) == [0, 1, 2, 3, 4, 5]
+    finally:
+        block.close()
+        block.unlink()
+    assert capfd.readouterr().err == ""

@@ -114,7 +114,7 @@ def main(sock_fd: int, lifeline_fd: int) -> None:
     start, payload, ring, task_socket, stack = _receive_job(packets)
     shared = _receive_shared(packets, start.shared)
     head, buffers = read_payload(payload)
-    config, *pickled = pickle.loads(head)
+    config, tracker, *pickled = pickle.loads(head)
     del head
     if config.parent_environment is not None:
         config.parent_environment.apply()
@@ -124,7 +124,7 @@ def main(sock_fd: int, lifeline_fd: int) -> None:
     channel = ItemSender(packets, ring, start.credit)
 
     def load() -> tuple[Source | TaskSource, OnError]:
-        with _with_shared(shared, start.shared):
+        with _with_shared(shared, start.shared, tracker):
             # The pickle is of no use after that, and may be large.
             return pickle.loads(pickled.pop(), buffers=buffers)  # type: ignore[no-any-return]
 
@@ -267,8 +267,15 @@ def _receive_shared(packets: Packets, count: int) -> list[int]:
     return fds
 
 
-def _with_shared(fds: list[int], count: int) -> contextlib.AbstractContextManager[None]:
+def _with_shared(
+    fds: list[int], count: int, tracker: int | None
+) -> contextlib.AbstractContextManager[None]:
     """Let the source that is loaded find its descriptors.
+
+    Args:
+        fds: Those that have come.
+        count: Number of those that were sent.
+        tracker: Place of the resource tracker's; None: there is none.
 
     Raises:
         OSError: Some are missing.
@@ -283,7 +290,7 @@ def _with_shared(fds: list[int], count: int) -> contextlib.AbstractContextManage
     # Most sources share nothing.
     from enqueuer.backends.process.shared_objects import handed
 
-    return handed(fds)
+    return handed(fds, tracker)
 
 
 def _work(
