@@ -16,9 +16,7 @@ BLOCK = re.compile(
 )
 # What stands for the reader's own data and functions.
 READERS = {
-    *("augment", "batches", "batches_of_names", "clips", "dataset", "enqueuer", "epochs"),
-    *("held_out", "lines", "load", "model", "optimizer", "path", "paths", "rank", "train"),
-    *("workers_for", "world_size"),
+    *("batches_of_names", "dataset", "load", "path", "paths", "rank", "train", "world_size"),
 }
 
 

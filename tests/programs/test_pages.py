@@ -1,4 +1,4 @@
-"""The first block of code of each page runs when it is pasted into an empty script."""
+"""The code of each page runs when it is pasted, block by block, into an empty script."""
 
 import re
 import textwrap
@@ -11,54 +11,91 @@ DOCS = Path(__file__).parents[2] / "docs"
 LIMIT = 110.0  # seconds; frameworks take ten to be imported
 NEEDS = {
     "howto/choose_decoder.rst": ("PIL",),
+    "howto/choose_threads_or_processes.rst": ("h5py",),
     "howto/feed_jax.rst": ("jax",),
     "howto/feed_keras.rst": ("keras", "torch"),
     "howto/feed_pytorch.rst": ("torch",),
     "howto/feed_tensorflow.rst": ("tensorflow",),
+    "howto/map_in_parallel.rst": ("h5py",),
     "howto/pack_into_hdf5.rst": ("h5py",),
     "howto/read_files.rst": ("PIL",),
+    "howto/resume_training.rst": ("torch",),
+    "howto/scale_with_ray.rst": ("ray",),
     "howto/train_with_accelerate.rst": ("accelerate", "torch"),
     "howto/train_with_hugging_face.rst": ("transformers", "accelerate", "torch"),
     "howto/train_with_lightning.rst": ("lightning", "torch"),
 }
-CODE = re.compile(
+# How many blocks run; the next one needs a debugger, a cluster, or another package.
+RUN = {
+    "howto/choose_decoder.rst": 1,
+    "howto/find_a_failure.rst": 1,
+    "howto/is_my_training_waiting.rst": 4,
+    "howto/scale_with_ray.rst": 2,
+}
+# Files of the reader, and for Ray a cluster of the test's own.
+PREPARED = {
+    "howto/feed_tensorflow.rst": """
+        from pathlib import Path
+        import numpy as np
+
+        for number in range(40):
+            np.save(f"{number}.npy", np.full((8, 8), number))
+        Path("train.txt").write_text("".join(f"{n}.npy {n % 2}\\n" for n in range(40)))
+    """,
+    "howto/read_files.rst": """
+        from pathlib import Path
+        import numpy as np
+
+        for number in range(6):
+            path = Path("data", "ab"[number % 2], f"{number}.npy")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            np.save(path, np.full((2, 3), number))
+    """,
+    "howto/scale_with_ray.rst": """
+        import ray
+
+        ray.init("local", num_cpus=2, include_dashboard=False, object_store_memory=100 << 20)
+    """,
+}
+BLOCK = re.compile(
     r"^\.\. (?:code-block:: python|testcode::).*\n(?:   :.*\n)*\n(?P<code>(?:   .*\n|\n)+)"
-    r"|(?P<session>^>>> .*\n(?:(?!\n).*\n)*)"
-    # Each program that a page includes has a test of its own; a difference is no program.
-    r"|(?P<other>^\.\. (?:literalinclude|code-block:: diff).*\n)",
+    r"|(?P<session>^ *>>> .*\n(?:(?!\n).*\n)*)",
     re.MULTILINE,
 )
 
 
-def first_block(page):
-    """Return the first code of a page as a program; None if there is none."""
-    found = CODE.search(page.read_text(encoding="utf-8"))
-    if found is None or found["other"]:
-        return None
-    if found["code"]:
-        return textwrap.dedent(found["code"])
-    lines = found["session"].splitlines()
-    return "\n".join(line[4:] for line in lines if line.startswith((">>> ", "...")))
+def blocks_of(page):
+    """Return the blocks of a page as programs, without sessions that show an error."""
+    blocks = []
+    for found in BLOCK.finditer(page.read_text(encoding="utf-8")):
+        if found["code"]:
+            blocks.append(textwrap.dedent(found["code"]))
+        elif "Traceback" not in found["session"]:
+            lines = textwrap.dedent(found["session"]).splitlines()
+            blocks.append("\n".join(line[4:] for line in lines if line.startswith((">>> ", "..."))))
+    return blocks
 
 
 PAGES = {
-    page.relative_to(DOCS).as_posix(): code
+    name: blocks[: RUN.get(name)]
     for page in sorted(DOCS.rglob("*.rst"))
     # `test_coming_from.py` runs all blocks of those pages; debug.rst stops in a debugger.
-    if not page.name.startswith(("coming_from", "debug"))
-    and (code := first_block(page)) is not None
+    if page.name == "coming_from_fit_generator.rst"
+    or not page.name.startswith(("coming_from", "debug"))
+    if (blocks := blocks_of(page)) and (name := page.relative_to(DOCS).as_posix())
 }
 
 
 def test_there_are_pages():
-    assert set(NEEDS) <= set(PAGES)
-    assert len(PAGES) > 20
+    assert {*NEEDS, *RUN, *PREPARED} <= set(PAGES)
+    assert len(PAGES) > 25
+    assert sum(map(len, PAGES.values())) > 120
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_the_first_block_of_a_page_runs(page, tmp_path):
+def test_the_blocks_of_a_page_run_one_after_the_other(page, tmp_path):
     needs_installed(*NEEDS.get(page, ()))
     program = tmp_path / "pasted.py"
-    program.write_text(PAGES[page])
+    program.write_text("\n".join([textwrap.dedent(PREPARED.get(page, "")), *PAGES[page]]))
     code, _, err = run_script(program, tmp_path, LIMIT, KERAS_BACKEND="torch")
     assert code == 0, err
