@@ -223,6 +223,12 @@ SAMPLES = {
     "channels last": lambda i: torch.ones(2, 3, 40, 50).to(memory_format=torch.channels_last),
     "gradient": lambda i: torch.ones(3, requires_grad=True),
     "sparse": lambda i: torch.ones(3).to_sparse(),
+    "user dict": lambda i: collections.UserDict(a=i, b="x"),
+    "user list": lambda i: collections.UserList([i, 0.5]),
+    "deque": lambda i: collections.deque([i, torch.ones(3)]),
+    "range": lambda i: range(i, i + 2),
+    "texts": lambda i: f"sample {i}",
+    "set": lambda i: {i},
 }
 
 
@@ -230,9 +236,9 @@ def described(batch):
     """Return a batch with each tensor as its dtype, shape and values."""
     if isinstance(batch, torch.Tensor):
         return batch.dtype, tuple(batch.shape), batch.tolist()
-    if isinstance(batch, dict):
+    if isinstance(batch, (dict, collections.UserDict)):
         return type(batch), [(key, described(value)) for key, value in batch.items()]
-    if isinstance(batch, (list, tuple)):
+    if isinstance(batch, (list, tuple, collections.UserList, collections.deque)):
         return type(batch), [described(value) for value in batch]
     return type(batch), batch
 
@@ -252,6 +258,21 @@ def test_batches_have_torchs_types_and_values(sample):
         assert (seen[0][0], seen[0][1].split(": ")[-1]) == (seen[1][0], seen[1][1].split(": ")[-1])
     else:
         assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("size", [2, None])
+def test_conjugated_and_negated_views_keep_their_values(size):
+    def views(index):
+        conjugated = torch.full((3000,), complex(1, index)).conj()
+        return conjugated, conjugated.imag
+
+    # Samples and their batches differ by a first axis only.
+    batches = list(DataLoader(Of(views, 4), size, num_workers=1))
+    conjugated, negated = (
+        torch.stack([*column]).reshape(4, 3000) for column in zip(*batches, strict=True)
+    )
+    assert conjugated[:, 0].tolist() == [1, 1 - 1j, 1 - 2j, 1 - 3j]
+    assert negated[:, -1].tolist() == [0, -1, -2, -3]
 
 
 class Counting:
@@ -625,6 +646,34 @@ def test_without_an_accelerator_pinning_is_a_warning():
     loader = DataLoader(Of(int), 4, num_workers=1, pin_memory=True)
     with pytest.warns(UserWarning, match="pin"):
         assert lists(loader) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+class Pinnable:
+    """A batch that notes whether it was pinned, and in which process."""
+
+    def __init__(self, samples):
+        self.samples = samples
+        self.pinned_by = None
+
+    def pin_memory(self):
+        self.pinned_by = os.getpid()
+        return self
+
+
+def in_containers(samples):
+    return {"a": Pair([Pinnable(samples)], "text")}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_batches_are_pinned_in_this_process_by_their_own_method(workers, monkeypatch):
+    if not hasattr(torch, "accelerator"):
+        pytest.skip("this torch asks its CUDA")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    options = {"num_workers": workers, "pin_memory": True}
+    loader = DataLoader(Of(int, 4), 2, collate_fn=in_containers, **options)
+    for batch in loader:
+        assert batch["a"].y == "text"
+        assert batch["a"].x[0].pinned_by == os.getpid()
 
 
 def test_a_trace_has_the_workers(tmp_path):
