@@ -71,10 +71,12 @@ class _Run:
     Attributes:
         enqueuer: Enqueuer that runs the thread.
         is_replaced: Whether another iteration has ended this one.
+        is_started: Whether the thread was started.
     """
 
     enqueuer: GeneratorEnqueuer[Any]
     is_replaced: bool = False
+    is_started: bool = False
 
     def close(self) -> None:
         """Drop the ready batches, and let the thread end after its batch, without waiting."""
@@ -139,7 +141,7 @@ class _PrefetchReader(Generic[Batch]):
         run = None if self._stopped is None else self._stopped()
         # Otherwise no iterator is left.
         if run is not None:
-            run.enqueuer = self._new_enqueuer()
+            run.enqueuer, run.is_started = self._new_enqueuer(), False
             self._begin(run)
 
     def _new_enqueuer(self) -> GeneratorEnqueuer[Any]:
@@ -156,14 +158,23 @@ class _PrefetchReader(Generic[Batch]):
         )
 
     def _begin(self, run: _Run) -> None:
-        self._epochs.given, self._given = self._epochs.position(), 0
-        self._current = run
+        self._current, self._given = run, 0
+        # Any other loader draws the random numbers of an epoch when it is iterated over. Libraries
+        # begin an iteration and drop it, and the thread would have drawn them by then, or not.
+        if self._epochs.keeps_position:
+            self._start(run)
+
+    def _start(self, run: _Run) -> None:
+        self._epochs.given = self._epochs.position()
+        run.is_started = True
         run.enqueuer.start()
 
     def _batches(self, run: _Run) -> Iterator[Batch]:
         is_left = True
         try:
             if run is self._current:
+                if not run.is_started:
+                    self._start(run)
                 yield from map(self._received, run.enqueuer.get())
             is_left = False
         finally:

@@ -62,6 +62,10 @@ def cuda_loader():
     return CudaDataLoader(enqueuer, "cpu")
 
 
+def cuda_loader_of_a_data_loader():
+    return CudaDataLoader(data_loader(), "cpu")
+
+
 def train(make, folder, fails_after=None, resumes=False):
     """Train for three epochs, and return the weights."""
     torch.manual_seed(7)
@@ -98,6 +102,7 @@ def train(make, folder, fails_after=None, resumes=False):
         (torch_loader_of_a_generator, STEPS + 1),
         (cuda_loader, STEPS + 3),
         (cuda_loader, STEPS + 1),
+        (cuda_loader_of_a_data_loader, STEPS + 3),
     ],
 )
 def test_a_run_that_resumes_has_the_weights_of_an_undisturbed_one(make, fails_after, tmp_path):

@@ -507,6 +507,22 @@ def test_the_thread_keeps_queue_size_batches_and_one_in_hand():
     loader.stop()
 
 
+def test_an_iteration_that_no_loop_enters_draws_nothing():
+    begun = []
+
+    class Shuffling:
+        def __iter__(self):
+            begun.append(len(begun))
+            return iter([begun[-1]] * 3)
+
+    loader = Later(Shuffling())
+    for _ in range(3):
+        iter(loader)
+    assert list(loader) == [0, 0, 0]
+    assert list(loader) == [1, 1, 1]
+    loader.stop()
+
+
 def test_errors_of_the_change_arrive_as_themselves():
     loader = Later([1, 0], change=lambda batch: 1 // batch)
     batches = iter(loader)
