@@ -67,8 +67,8 @@ class Iterations:
             has_end: Returns whether the loop may know where the epoch ends.
         """
         self.is_entered = False
-        # The thread begins now, and the generator with the first batch. `chain` is no frame that
-        # an error would keep, and holds no batch.
+        # The reader may begin to read ahead now, and the generator begins with the first batch.
+        # `chain` is no frame that an error would keep, and holds no batch.
         return itertools.chain.from_iterable(self._parts(reader, reader.read(), has_end))
 
     def restart(self, reader: BatchReader[Any], owner: Owner, change: Callable[[], None]) -> None:

@@ -122,7 +122,9 @@ def test_a_keras_py_dataset_without_a_length(monkeypatch):
         assert len(enqueuer) == 4
 
 
-def test_methods_of_a_keras_py_dataset_that_do_nothing_hinder_no_early_epoch(monkeypatch):
+@pytest.fixture
+def plain_dataset(monkeypatch):
+    """Return a class of `PyDataset` without methods for epochs of its own."""
     monkeypatch.setenv("KERAS_BACKEND", os.environ.get("KERAS_BACKEND", "torch"))
     needs("torch")
     keras = needs("keras")
@@ -134,14 +136,18 @@ def test_methods_of_a_keras_py_dataset_that_do_nothing_hinder_no_early_epoch(mon
         def __getitem__(self, index):
             return index
 
-    class Changing(Plain):
+    return Plain
+
+
+def test_methods_of_a_keras_py_dataset_that_do_nothing_hinder_no_early_epoch(plain_dataset):
+    class Changing(plain_dataset):
         def on_epoch_end(self):
             pass
 
     def may_overlap(items):
         return TaskSource(items, None, None, list, 0).may_overlap
 
-    assert may_overlap(Plain())
+    assert may_overlap(plain_dataset())
     assert not may_overlap(Changing())
     # It shuffles at the end of an epoch.
     legacy = pytest.importorskip("keras.src.legacy.preprocessing.image")
@@ -162,19 +168,8 @@ def test_an_iterable_torch_dataset_is_read_and_not_indexed():
         assert list(enqueuer) == list(enqueuer) == [2 * x for x in range(9)]
 
 
-def test_a_keras_py_dataset_without_own_methods_goes_back_to_an_earlier_epoch(monkeypatch):
-    monkeypatch.setenv("KERAS_BACKEND", os.environ.get("KERAS_BACKEND", "torch"))
-    needs("torch")
-    keras = needs("keras")
-
-    class Plain(keras.utils.PyDataset):
-        def __len__(self):
-            return 4
-
-        def __getitem__(self, index):
-            return index
-
-    enqueuer = OrderedEnqueuer(Plain(), workers=1, max_queue_size=10)
+def test_a_keras_py_dataset_without_own_methods_goes_back_to_an_earlier_epoch(plain_dataset):
+    enqueuer = OrderedEnqueuer(plain_dataset(), workers=1, max_queue_size=10)
     with enqueuer:
         batches = enqueuer.get()
         first = next(batches)
