@@ -148,6 +148,8 @@ def page(everything: dict[str, Any]) -> Iterator[str]:
     box = about["machine"]
     yield from ("Benchmarks", "==========", "")
     yield from summary.main_result(results)
+    if any(overview(results)):
+        yield from ("", ".. image:: benchmarks/overview.svg", f"   :alt: {_overview_text(results)}")
     yield from (
         "",
         "This page compares `enqueuer` with other ways to give the items of a Python generator to "
@@ -235,6 +237,16 @@ def overview(results: report.Results) -> Iterator[tuple[str, str]]:
     yield "overview.svg", picture
     # README.md is not built by Sphinx, which makes the dark pictures of the pages.
     yield "overview-dark.svg", in_dark(picture)
+
+
+def _overview_text(results: report.Results) -> str:
+    """Return the bars of the overview in words."""
+    panels = []
+    for case, title, factor in OVERVIEW:
+        numbers = [pair for pair in _first(results[case])[1] if pair[0] in OVERVIEW_NAMES]
+        listed = [f"{OVERVIEW_NAMES[name]} {report.number(n * factor)}" for name, n in numbers]
+        panels.append(f"{title}: {', '.join(listed)}.")
+    return " ".join(panels)
 
 
 def _table(case: str, rows: dict[str, Any]) -> Iterator[str]:
