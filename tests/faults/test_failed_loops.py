@@ -94,8 +94,10 @@ def test_a_task_whose_failure_cannot_be_sent_is_a_death(
         backend=backend,
     ) as enqueuer:
         items, error = until_death(enqueuer)
+    # Nothing says which tasks a thread had, so its death comes before results that others make.
     # With several threads, the worker may die before it has run an element before that one.
-    assert items == list(range(5 if concurrency == 1 else len(items)))
+    is_alone = workers == 1 or backend != "thread"
+    assert items == list(range(5 if concurrency == 1 and is_alone else len(items)))
     assert len(items) <= 5
     if backend == "thread":
         assert isinstance(error.__cause__, MemoryError)
