@@ -605,6 +605,7 @@ def test_workers_have_the_exit_codes_of_their_processes(method):
         # A worker that has ended is left alone, as its pid may be another process's.
         worker.kill()
         worker.terminate()
+        wait_until(lambda worker=worker: worker.exitcode is not None)
     assert [(worker.is_alive(), worker.exitcode) for worker in workers] == [(False, 0)] * 2
 
 
