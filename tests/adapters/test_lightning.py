@@ -1,7 +1,10 @@
 """Lightning: a run resumes with the next batch; several devices get a loader of the same class."""
 
+import os
+import signal
+
 import pytest
-from helpers import needs
+from helpers import Program, kill_self, needs
 
 lightning = needs("lightning")
 torch = needs("torch")
@@ -15,19 +18,23 @@ pytestmark = pytest.mark.timeout(120)
 STEPS = 6
 
 
+def fail():
+    raise KeyError("the run ends here")
+
+
 class Linear(lightning.LightningModule):
-    def __init__(self, fails_after):
+    def __init__(self, ends_after, end):
         super().__init__()
         self.layer = torch.nn.Linear(8, 1)
-        self.fails_after = fails_after
+        self.ends_after, self.end = ends_after, end
 
     def training_step(self, batch):
         x, y = batch
         return torch.nn.functional.mse_loss(self.layer(x), y)
 
     def on_train_batch_end(self, *_):
-        if self.global_step == self.fails_after:
-            raise KeyError("the run ends here")
+        if self.global_step == self.ends_after:
+            self.end()
 
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), lr=0.05)
@@ -66,7 +73,7 @@ def cuda_loader_of_a_data_loader():
     return CudaDataLoader(data_loader(), "cpu")
 
 
-def train(make, folder, fails_after=None, resumes=False):
+def train(make, folder, ends_after=None, end=fail, resumes=False):
     """Train for three epochs, and return the weights."""
     torch.manual_seed(7)
     saving = lightning.pytorch.callbacks.ModelCheckpoint(
@@ -80,7 +87,7 @@ def train(make, folder, fails_after=None, resumes=False):
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    model, loader = Linear(fails_after), make()
+    model, loader = Linear(ends_after, end), make()
     try:
         trainer.fit(model, loader, ckpt_path="last" if resumes else None)
     finally:
@@ -110,6 +117,38 @@ def test_a_run_that_resumes_has_the_weights_of_an_undisturbed_one(make, fails_af
     with pytest.raises(KeyError, match="ends here"):
         train(make, tmp_path / "ended", fails_after)
     assert torch.equal(train(make, tmp_path / "ended", resumes=True), expected)
+
+
+def train_until_killed(make, folder):
+    train(globals()[make], folder, STEPS + 3, kill_self)
+
+
+KILLED = """
+    import sys, warnings
+
+    warnings.simplefilter("ignore")
+    sys.path.insert(0, {tests!r})
+    import test_lightning
+
+    test_lightning.train_until_killed({make!r}, {folder!r})
+"""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "make",
+    [data_loader, torch_loader, cuda_loader, cuda_loader_of_a_data_loader],
+)
+def test_a_run_that_was_killed_resumes_to_the_weights_of_an_undisturbed_one(make, tmp_path):
+    expected = train(make, tmp_path / "undisturbed")
+    folder = tmp_path / "killed"
+    text = KILLED.format(make=make.__name__, folder=str(folder), tests=os.path.dirname(__file__))
+    with Program(tmp_path, text) as program:
+        code, _, err = program.wait(200)
+        assert code == -signal.SIGKILL, err
+        program.check_nothing_left(limit=60)
+    assert torch.equal(train(make, folder, resumes=True), expected)
 
 
 def test_a_loader_for_several_devices_keeps_its_class_and_its_options():

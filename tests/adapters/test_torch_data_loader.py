@@ -1,5 +1,6 @@
 """The DataLoader: torch's order of indices, batches and random numbers, and exact positions."""
 
+import collections
 import copy
 import itertools
 import json
@@ -186,6 +187,36 @@ def test_a_resumed_loader_does_not_fetch_what_was_given():
     rest = indices(later)
     assert sorted(itertools.chain(*given, *rest)) == list(range(30))
     assert rows.fetched == list(itertools.chain(*rest))
+
+
+class Counted(data.Dataset):
+    """Half a million samples, and the number of those that were fetched."""
+
+    fetched = 0
+
+    def __len__(self):
+        return 500_000
+
+    def __getitem__(self, index):
+        self.fetched += 1
+        return index
+
+
+def test_a_hundred_thousand_batches_are_skipped_without_the_dataset():
+    def loader(seed):
+        generator = torch.Generator().manual_seed(seed)
+        return DataLoader(Counted(), 4, shuffle=True, generator=generator, collate_fn=list)
+
+    first = loader(7)
+    batches = iter(first)
+    collections.deque(itertools.islice(batches, 100_000), maxlen=0)
+    state = first.state_dict()
+    rest = [next(batches) for _ in range(3)]
+    assert first.dataset.fetched == 4 * 100_003
+    later = loader(8)
+    later.load_state_dict(state)
+    assert list(itertools.islice(later, 3)) == rest
+    assert later.dataset.fetched == 4 * 3
 
 
 @pytest.mark.parametrize("persistent", [False, True], ids=["new workers", "persistent"])

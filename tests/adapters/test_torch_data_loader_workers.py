@@ -8,12 +8,11 @@ import operator
 import os
 import signal
 import threading
-import time
 import typing
 
 import numpy as np
 import pytest
-from helpers import LIMIT, needs, run_program, wait_until
+from helpers import LIMIT, needs, wait_until
 
 from enqueuer import (
     BatchTimeout,
@@ -451,7 +450,7 @@ def test_a_batch_that_cannot_be_sent_is_an_error():
 
 
 def hangs(index):
-    time.sleep(LIMIT)
+    threading.Event().wait()
 
 
 def test_a_batch_that_takes_too_long_is_an_error_of_torch_and_of_ours():
@@ -516,23 +515,6 @@ def test_persistent_workers_end_with_the_loader():
     assert workers[0].is_alive()
     del loader
     are_gone(workers)
-
-
-KILLED = """
-    import os, signal
-    from enqueuer.adapters.torch import DataLoader
-
-    batches = iter(DataLoader(list(range(100)), num_workers=2))
-    next(batches)
-    print(*[worker.pid for worker in batches._workers], flush=True)
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_workers_end_with_a_killed_parent(tmp_path):
-    code, output, _ = run_program(tmp_path, KILLED)
-    assert code == -signal.SIGKILL
-    assert len(output.split()) == 2
 
 
 # --- construction ---
