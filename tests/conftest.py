@@ -21,7 +21,7 @@ import psutil
 import pytest
 import selection
 from _pytest.config import create_terminal_writer
-from helpers import twelve
+from helpers import LIMIT, twelve
 
 from enqueuer import GeneratorEnqueuer, Processes, Ray
 from enqueuer.backends.job import HAS_FORKSERVER
@@ -242,7 +242,7 @@ def nothing_left():
     # earlier tests have imported made each of them five times as long.
     gc.freeze()
     yield
-    end = time.monotonic() + 3.0  # what is dying may need a moment to be gone
+    end = time.monotonic() + LIMIT / 2  # what is dying may need a moment to be gone
     while (remains := left(before)) and time.monotonic() < end:
         time.sleep(0.01)
     assert remains == {}

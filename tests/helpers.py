@@ -523,7 +523,7 @@ class Program:
                     found.add(int(name))
         return {pid for pid in found if alive(pid)}
 
-    def check_nothing_left(self, limit=2.0):
+    def check_nothing_left(self, limit=LIMIT):
         """Fail unless all its processes are gone within `limit`, and its temporary files."""
         wait_until(lambda: not self.members(), limit)
         assert list(self.temporary.iterdir()) == []

@@ -18,7 +18,7 @@ from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, Processes
 
 LIMIT_S = 10.0  # a run after its strike; only a hang reaches it
 STOP_S = 5.0  # of stop(), which promises 2.6; the machine may be busy
-GONE_S = 3.0  # what is dying may need a moment to be gone
+GONE_S = 10.0  # what is dying may need a moment to be gone
 EPOCHS = 2
 
 BACKENDS = {"thread": {"backend": "thread"}} | {

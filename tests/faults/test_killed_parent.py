@@ -52,7 +52,7 @@ def test_no_worker_outlives_a_killed_parent(method, state, victim, tmp_path):
             program.process.kill()
         else:
             os.killpg(program.process.pid, signal.SIGKILL)
-        program.check_nothing_left(limit=2)  # 0.1 s, with nothing else to do
+        program.check_nothing_left()  # 0.1 s, with nothing else to do
         code, _, err = program.wait()
         assert (code, err) == (-signal.SIGKILL, "")
 
@@ -75,7 +75,7 @@ def test_no_worker_outlives_a_parent_that_is_killed_while_it_starts_them(method,
         while len(program.members()) < 4:  # some are there, some are not
             assert program.process.poll() is None
         program.process.kill()
-        program.check_nothing_left(limit=5)  # a spawned one must have come to its first line
+        program.check_nothing_left()  # a spawned one must have come to its first line
 
 
 @pytest.mark.parametrize("method", METHODS)
