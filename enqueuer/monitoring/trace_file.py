@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from enqueuer.common import interrupts
 from enqueuer.common.descriptors import Descriptor, close_in_children
 
 # Bytes of a file: about two million events; viewers take no more.
@@ -281,10 +282,12 @@ class Track:
 
 def text_of(error: BaseException) -> str:
     """Return an error in a line, also if its `__repr__` fails."""
-    try:
-        text = repr(error)
-    except BaseException:
-        text = type(error).__name__
+    # It may raise anything, also what looks like Ctrl-C; a true Ctrl-C must not get lost.
+    with interrupts.held():
+        try:
+            text = repr(error)
+        except BaseException:
+            text = type(error).__name__
     return text if len(text) <= _MOST_TEXT else text[:_MOST_TEXT] + "..."
 
 

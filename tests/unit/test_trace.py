@@ -2,11 +2,13 @@
 
 import json
 import os
+import signal
 import sys
 
 import pytest
 
 from enqueuer.backends import timeline
+from enqueuer.common import text
 from enqueuer.monitoring import trace_file
 
 
@@ -107,6 +109,19 @@ def test_an_error_whose_text_fails_has_a_name():
 
     assert trace_file.text_of(Silent()) == "Silent"
     assert trace_file.text_of(ValueError("x" * 1000)).endswith("x...")
+
+
+@pytest.mark.parametrize("text_of", [trace_file.text_of, text.str_of])
+def test_ctrl_c_while_an_error_gives_its_text_is_not_lost(text_of):
+    class Slow(Exception):
+        def __str__(self):
+            signal.raise_signal(signal.SIGINT)
+            return "slow"
+
+        __repr__ = __str__
+
+    with pytest.raises(KeyboardInterrupt):
+        text_of(Slow())
 
 
 @pytest.mark.parametrize("nth", range(3))
