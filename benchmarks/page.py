@@ -148,8 +148,8 @@ def page(everything: dict[str, Any]) -> Iterator[str]:
     box = about["machine"]
     yield from ("Benchmarks", "==========", "")
     yield from summary.main_result(results)
-    if any(overview(results)):
-        yield from ("", ".. image:: benchmarks/overview.svg", f"   :alt: {_overview_text(results)}")
+    if panels := _panels(results):
+        yield from ("", ".. image:: benchmarks/overview.svg", f"   :alt: {_panels_text(panels)}")
     yield from (
         "",
         "This page compares `enqueuer` with other ways to give the items of a Python generator to "
@@ -208,16 +208,15 @@ def pictures(results: report.Results) -> Iterator[tuple[str, str]]:
 
 def overview(results: report.Results) -> Iterator[tuple[str, str]]:
     """Yield the picture of three cases side by side, if all of them were measured."""
-    if not all(results.get(case) for case, _, _ in OVERVIEW):
+    panels = _panels(results)
+    if not panels:
         return
     panel, gap, left = 215, 20, 10
     bottom = 0
     shapes = []
-    for place, (case, title, factor) in enumerate(OVERVIEW):
+    for place, (title, numbers) in enumerate(panels):
         x = left + place * (panel + gap)
         shapes.append(text(x, 46, title, font_weight="bold"))
-        _, numbers = _first(results[case])
-        numbers = [(name, value) for name, value in numbers if name in OVERVIEW_NAMES]
         for line, (name, value) in enumerate(numbers):
             y = 60 + 36 * line
             is_ours = CONTESTANTS[name].needs == "enqueuer"
@@ -227,7 +226,7 @@ def overview(results: report.Results) -> Iterator[tuple[str, str]]:
                 element(
                     "rect", x=x, y=y + 14, width=long, height=12, fill=_OURS if is_ours else _THEIRS
                 ),
-                text(x + long + 6, y + 24, report.number(value * factor)),
+                text(x + long + 6, y + 24, report.number(value)),
             ]
             bottom = max(bottom, y + 44)
     shapes.insert(
@@ -239,14 +238,25 @@ def overview(results: report.Results) -> Iterator[tuple[str, str]]:
     yield "overview-dark.svg", in_dark(picture)
 
 
-def _overview_text(results: report.Results) -> str:
-    """Return the bars of the overview in words."""
+def _panels(results: report.Results) -> list[tuple[str, list[tuple[str, float]]]]:
+    """Return title and numbers of each panel of the overview; none if a case was not measured."""
+    if not all(results.get(case) for case, _, _ in OVERVIEW):
+        return []
     panels = []
     for case, title, factor in OVERVIEW:
-        numbers = [pair for pair in _first(results[case])[1] if pair[0] in OVERVIEW_NAMES]
-        listed = [f"{OVERVIEW_NAMES[name]} {report.number(n * factor)}" for name, n in numbers]
-        panels.append(f"{title}: {', '.join(listed)}.")
-    return " ".join(panels)
+        _, numbers = _first(results[case])
+        shown = [(name, value * factor) for name, value in numbers if name in OVERVIEW_NAMES]
+        panels.append((title, shown))
+    return panels
+
+
+def _panels_text(panels: list[tuple[str, list[tuple[str, float]]]]) -> str:
+    """Return the bars of the overview in words."""
+    lines = []
+    for title, numbers in panels:
+        listed = [f"{OVERVIEW_NAMES[name]} {report.number(value)}" for name, value in numbers]
+        lines.append(f"{title}: {', '.join(listed)}.")
+    return " ".join(lines)
 
 
 def _table(case: str, rows: dict[str, Any]) -> Iterator[str]:

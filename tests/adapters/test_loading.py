@@ -457,8 +457,7 @@ def test_after_a_break_nothing_of_a_list_is_kept():
     del _
     threads[0].join(LIMIT)
     assert not threads[0].is_alive()
-    gc.collect()
-    assert not made
+    wait_until(lambda: collected() and not made)
     assert len(list(loader)) == 10
 
 

@@ -175,7 +175,7 @@ class Server:
         return number
 
     def _wait_locked(self, done: Callable[[], bool], timeout: float) -> None:
-        """Read answers until `done`, else raise; without a timeout, no signal handler runs."""
+        """Read until `done`; EOFError or TimeoutError if not. At 0 s, no signal handler runs."""
         deadline = time.monotonic() + timeout
         self._loop_meter += 1
         try:
