@@ -46,22 +46,21 @@ def seeds_of(place: Seeded) -> GlobalSeeds:
     """
     if not isinstance(place, Task):
         return _drawn(place)
-    index, of_epoch = place.index, _of_epoch(place.random_seed, place.epoch)
-    # An odd factor of the epoch: otherwise two epochs would share all of their seeds, or none.
-    word = (index ^ index >> 32) * (of_epoch.torch | 1) & _MASK
-    mixed = _mix(word ^ of_epoch.legacy)
-    return GlobalSeeds(
-        # `random` mixes all words of a seed.
-        (of_epoch.python << 64) + index,
-        mixed,
-        of_epoch.torch ^ mixed,
-        of_epoch.tensorflow ^ mixed >> 1,
-    )
+    index = place.index
+    python, legacy, torch, tensorflow, factor = _of_epoch(place.random_seed, place.epoch)
+    mixed = _mix((index ^ index >> 32) * factor & _MASK ^ legacy)
+    # `random` mixes all words of a seed.
+    return GlobalSeeds(python + index, mixed, torch ^ mixed, tensorflow ^ mixed >> 1)
 
 
 @functools.lru_cache(maxsize=16)
-def _of_epoch(random_seed: int, epoch: int) -> GlobalSeeds:
-    return _drawn(EpochSeeds(epoch, random_seed))
+def _of_epoch(random_seed: int, epoch: int) -> tuple[int, int, int, int, int]:
+    """Return the seeds of an epoch, that of `random` 64 bits higher, and a factor of its indices.
+
+    The factor is odd: otherwise two epochs would share all of their seeds, or none.
+    """
+    seeds = _drawn(EpochSeeds(epoch, random_seed))
+    return seeds.python << 64, seeds.legacy, seeds.torch, seeds.tensorflow, seeds.torch | 1
 
 
 def _drawn(place: Seeded) -> GlobalSeeds:

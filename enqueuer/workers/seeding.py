@@ -123,8 +123,10 @@ def seed_globals(place: Seeded, gpus: bool = True, is_alone: bool = True) -> Non
             restored: tensorflow's, and torch's of GPUs.
     """
     seeds = seed_python_and_numpy(place)
-    _seed_torch(seeds, gpus and is_alone)
-    if is_alone:
+    # Looked up before the calls, as they take a part of the time of a quick task.
+    if "torch" in sys.modules:
+        _seed_torch(seeds, gpus and is_alone)
+    if is_alone and "tensorflow" in sys.modules:
         _seed_tensorflow(seeds)
 
 
