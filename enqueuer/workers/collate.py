@@ -21,6 +21,7 @@ from enqueuer.workers.arrays import empty
 
 _layout_of = operator.attrgetter("__class__", "dtype", "requires_grad")
 _dtype_of = operator.attrgetter("dtype")
+_shape_of = operator.attrgetter("shape")
 _ARRAYS = {np.ndarray}
 
 
@@ -49,7 +50,8 @@ def stack(results: list[Any]) -> Any:
     if type(None) in kinds:
         return results
     if isinstance(first, (np.ndarray, np.generic)):
-        return _joined(results)
+        _check_shapes(results)
+        return np.stack(results)
     if isinstance(first, (bool, int, float, complex)):
         array = np.array(results)
         if array.dtype.kind == "f" and all(isinstance(one, int) for one in results):
@@ -71,24 +73,32 @@ def _large_integers(results: list[int]) -> Any:
     return np.array(results, np.uint64) if min(results) >= 0 else results
 
 
-def _joined(arrays: list[Any]) -> np.ndarray:
-    """Stack arrays; large ones into memory that processes share, so that they are not copied."""
+def _check_shapes(arrays: list[Any]) -> None:
     shapes = set(map(getattr, arrays, repeat("shape"), repeat(())))
     if len(shapes) > 1:
         raise ValueError(
             f"the results of a batch differ in shape ({', '.join(map(str, sorted(shapes)))}); "
             "give them one in map, or give collate= a function that can join them"
         )
-    (shape,) = shapes
-    if not shape or set(map(type, arrays)) != _ARRAYS:
+
+
+def _joined(arrays: list[np.ndarray]) -> np.ndarray:
+    """Stack arrays; large ones into memory that processes share, so that they are not copied."""
+    first, count = arrays[0], len(arrays)
+    shape, dtype = first.shape, first.dtype
+    # Faster than to make a set, which takes the hash of each shape.
+    if list(map(_shape_of, arrays)).count(shape) != count:
+        _check_shapes(arrays)
+    if not shape:
         return np.stack(arrays)
-    dtypes = set(map(_dtype_of, arrays))
-    dtype = np.result_type(*dtypes)
-    make = np.empty if len(arrays) * arrays[0].nbytes < OUT_OF_BAND_BYTES else empty
-    joined = make((len(arrays), *shape), dtype)
+    # As `np.stack` does, which changes a dtype that is not the native one.
+    is_alike = list(map(_dtype_of, arrays)).count(dtype) == count
+    dtype = np.result_type(dtype) if is_alike else np.result_type(*map(_dtype_of, arrays))
+    make = np.empty if count * first.nbytes < OUT_OF_BAND_BYTES else empty
+    joined = make((count, *shape), dtype)
     # `np.stack` first makes another view of each array, which takes longer than to copy a small
     # one.
-    np.concatenate(arrays, out=joined.reshape(len(arrays) * shape[0], *shape[1:]))
+    np.concatenate(arrays, out=joined.reshape(count * shape[0], *shape[1:]))
     return joined
 
 
