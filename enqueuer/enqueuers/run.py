@@ -326,6 +326,8 @@ class Run:
         waiting = now - since if since else 0
         waited = waits.waited + (waiting if first else 0)
         idle = waits.idle + (now - ended if ended else 0)
+        # What exceeds the queue counts as held by the workers.
+        in_queue = 0 if backend is None else backend.waiting() + ready
         return Stats(
             seconds=0.0 if backend is None else (now - waits.began) / 1e9,
             backend=options.backend_name if self.workers else "inline",
@@ -340,7 +342,7 @@ class Run:
             idle_s=idle / 1e9,
             waits={top_of(bucket) / 1e9: count for bucket, count in list(waits.buckets.items())},
             waited_for={worker: waited / 1e9 for worker, waited in list(waits.by_worker.items())},
-            queue_size=0 if backend is None else backend.waiting() + ready,
+            queue_size=min(in_queue, options.max_queue_size),
             max_queue_size=options.max_queue_size,
             queue_depth=tuple(
                 [((at - waits.began) / 1e9, size) for at, size in list(waits.samples)]

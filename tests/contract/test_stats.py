@@ -92,6 +92,16 @@ def test_an_item_that_has_no_size_is_none_the_worse_for_it():
 
 
 @pytest.mark.parametrize("options", BACKENDS)
+def test_no_more_than_max_queue_size_is_said_to_wait(options):
+    """A finished batch that each worker may have beyond it counts as held by the worker."""
+    with OrderedEnqueuer(range(20), workers=3, max_queue_size=2, **options) as enqueuer:
+        next(iter(enqueuer))
+        wait_until(lambda: sum(one.items for one in enqueuer.stats().workers) >= 5)
+        wait_until(lambda: enqueuer.stats().queue_size == 2)
+        assert enqueuer.queue.qsize() == 2
+
+
+@pytest.mark.parametrize("options", BACKENDS)
 def test_a_batch_that_waits_is_not_an_item_of_the_loop_yet(options):
     with GeneratorEnqueuer(twelve, max_queue_size=5, **options) as enqueuer:
         wait_until(lambda: enqueuer.stats().queue_size == 5)
