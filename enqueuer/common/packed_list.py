@@ -9,7 +9,6 @@ so that one copy of them serves all processes.
 
 from __future__ import annotations
 
-import pathlib
 import pickle
 from array import array
 from collections.abc import Sequence
@@ -21,11 +20,6 @@ FEWEST = 10_000
 # Elements that are pickled together. More take longer to unpickle for one of them, fewer take
 # longer to pack.
 CHUNK = 16
-# Values of these types are alike in each process, and refer to nothing else. Not those of other
-# classes: a class of the main module can only be pickled by value, which is slow.
-CONSTANTS = frozenset(
-    [str, bytes, int, float, complex, bool, type(None), pathlib.PosixPath, pathlib.PurePosixPath]
-)
 
 
 class PackedList(Sequence[Any]):
@@ -106,4 +100,16 @@ def packed(items: Any) -> Any:
     if tuple in types:
         within = chain.from_iterable(item for item in items if type(item) is tuple)
         types = types - {tuple} | set(map(type, within))
-    return PackedList.of(items) if types <= CONSTANTS else items
+    return PackedList.of(items) if types <= _constants() else items
+
+
+def _constants() -> set[type]:
+    """Return types whose values are alike in each process, and refer to nothing else.
+
+    Not other classes: a class of the main module can only be pickled by value, which is slow.
+    """
+    # Its import takes milliseconds, also in a fork server, which never needs it.
+    import pathlib
+
+    paths = {pathlib.PosixPath, pathlib.PurePosixPath}
+    return {str, bytes, int, float, complex, bool, type(None), *paths}

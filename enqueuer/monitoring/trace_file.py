@@ -17,12 +17,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from enqueuer.common import interrupts
@@ -222,8 +220,8 @@ def path_of_part(path: str, number: int, count: int) -> str:
         >>> path_of_part("runs/first.json", 1, 4)
         'runs/first.1-of-4.json'
     """
-    whole = Path(path)
-    return str(whole.with_name(f"{whole.stem}.{number}-of-{count}{whole.suffix}"))
+    stem, suffix = os.path.splitext(path)
+    return f"{stem}.{number}-of-{count}{suffix}"
 
 
 # --- events -------------------------------------------------------------------------------------
@@ -236,8 +234,12 @@ class Track:
     """One row of the timeline, whose events are lines. Called by one thread at a time."""
 
     def __init__(self, lines: Lines, pid: int, tid: int) -> None:
+        # Only a trace needs it.
+        from json import dumps
+
         self.lines = lines
         self._where = f'"pid": {pid}, "tid": {tid}'
+        self._dumps = dumps
 
     def name(self, process: str | None, thread: str, rank: int) -> None:
         """Name the row and give its rank; `process` is None if the process has a name already."""
@@ -275,7 +277,7 @@ class Track:
 
     def _add(self, head: str, args: Mapping[str, Any], now: int) -> None:
         if args:
-            self.lines.add(f'{{{head}, {self._where}, "args": {json.dumps(args)}}}', now)
+            self.lines.add(f'{{{head}, {self._where}, "args": {self._dumps(args)}}}', now)
         else:
             self.lines.add(f"{{{head}, {self._where}}}", now)
 
@@ -294,5 +296,5 @@ def text_of(error: BaseException) -> str:
 def full_text(pid: int, at: int) -> bytes:
     """Return the event that marks a file as full."""
     head = f'"name": "full", "ph": "i", "s": "p", "ts": {at // 1000}'
-    args = json.dumps({"limit_bytes": MOST_BYTES})
+    args = f'{{"limit_bytes": {MOST_BYTES}}}'
     return f'{{{head}, "pid": {pid}, "tid": {pid}, "args": {args}}},\n'.encode()

@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path, PurePosixPath
 from typing import NamedTuple, TypeVar
 
 N = TypeVar("N", int, float)
@@ -88,14 +87,14 @@ def available_bytes(proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> int
     other control group, if that is less. Files in the cache count as free. None if not known.
     """
     try:
-        facts = _numbers(Path(proc, "meminfo"))
+        facts = _numbers(f"{proc}/meminfo")
     except OSError:
         return None
     free = 1024 * facts["MemAvailable:"] if "MemAvailable:" in facts else None
-    for folder, limit, used, cached in _memory_groups(proc, Path(cgroups)):
+    for folder, limit, used, cached in _memory_groups(proc, cgroups):
         try:
-            most, now = (int((folder / name).read_text()) for name in (limit, used))
-            stat = _numbers(folder / "memory.stat")
+            most, now = (int(_text(f"{folder}/{name}")) for name in (limit, used))
+            stat = _numbers(f"{folder}/memory.stat")
         except (OSError, ValueError):
             # There is no such group, or its limit is "max".
             continue
@@ -114,7 +113,7 @@ def room_for(free_bytes: int, each_bytes: int) -> int:
     return int(_OF_MEMORY * free_bytes / max(1, each_bytes))
 
 
-def _memory_groups(proc: str, root: Path) -> Iterator[tuple[Path, str, str, tuple[str, str]]]:
+def _memory_groups(proc: str, root: str) -> Iterator[tuple[str, str, str, tuple[str, str]]]:
     """Yield the control groups of this process and those around them.
 
     Yields:
@@ -122,22 +121,22 @@ def _memory_groups(proc: str, root: Path) -> Iterator[tuple[Path, str, str, tupl
         of version 2 of control groups, or of 1.
     """
     try:
-        lines = Path(proc, "self/cgroup").read_text().splitlines()
+        lines = _text(f"{proc}/self/cgroup").splitlines()
     except OSError:
         return
     for line in lines:
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
-        own = PurePosixPath(path.lstrip("/"))
-        around = [own, *own.parents]
+        parts = [part for part in path.split("/") if part]
+        around = ["/".join(parts[:end]) for end in range(len(parts), -1, -1)]
         if number == "0":
             for part in around:
                 cached = ("inactive_file", "active_file")
-                yield root / part, "memory.max", "memory.current", cached
+                yield f"{root}/{part}", "memory.max", "memory.current", cached
         elif "memory" in controllers.split(","):
             for part in around:
                 cached = ("total_inactive_file", "total_active_file")
-                folder = root / "memory" / part
+                folder = f"{root}/memory/{part}"
                 yield folder, "memory.limit_in_bytes", "memory.usage_in_bytes", cached
 
 
@@ -147,9 +146,14 @@ def _sum(values: Sequence[N | None]) -> N | None:
     return sum(known[1:], known[0]) if known else None
 
 
-def _numbers(path: Path) -> dict[str, int]:
+def _text(path: str) -> str:
+    with open(path) as file:
+        return file.read()
+
+
+def _numbers(path: str) -> dict[str, int]:
     """Return the numbers of a file with a name and a number in each line."""
-    rows = (line.split() for line in path.read_text().splitlines())
+    rows = (line.split() for line in _text(path).splitlines())
     return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
 
 

@@ -8,13 +8,13 @@ Any thread may call anything.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
 import sys
 from collections import deque
 from itertools import repeat
-from pathlib import Path
 from typing import Any
 
 from enqueuer.common.descriptors import is_portable
@@ -88,8 +88,11 @@ def remove_names_of(pid: int) -> None:
     if not _has_memfd():
         import tempfile
 
-        for path in Path(tempfile.gettempdir()).glob(f"enqueuer-{pid}-*"):
-            path.unlink(missing_ok=True)
+        folder = tempfile.gettempdir()
+        for name in os.listdir(folder):
+            if name.startswith(f"enqueuer-{pid}-"):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(os.path.join(folder, name))
 
 
 def map_shared(fd: int, size: int) -> mmap.mmap:

@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from enqueuer.backends.process import stack_dump
+from enqueuer.backends.process.forking import serve_forks
 from enqueuer.backends.process.payload_file import read_payload
 from enqueuer.common.descriptors import Descriptor, close_in_children
 from enqueuer.monitoring import usage
@@ -161,9 +162,6 @@ def serve(fd: int, preload: Sequence[str] = ()) -> None:
         preload: Names of modules to import now, once for all workers. One that fails is passed
             over: a worker that needs it imports it again, and reports the error.
     """
-    # Only a fork server needs it.
-    from enqueuer.backends.process.fork_server import serve_forks
-
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in (_OFTEN_LOADED, *preload):
         # A module may even call `sys.exit()`.

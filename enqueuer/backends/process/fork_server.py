@@ -1,6 +1,6 @@
 """The fork server: a fresh interpreter that runs no user code and forks workers on request.
 
-    this process  Server --request, the two descriptors of a worker--> serve_forks() --> workers
+    this process  Server --request, the two descriptors of a worker--> forking.py --> workers
                           <--pid, exit code, errno----------------------
 
 That of multiprocessing reads and fixes the global start method, imports the user's main module in
@@ -11,20 +11,17 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import errno
 import functools
 import os
 import select
-import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
 import time
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
+from enqueuer.backends.process.forking import ANSWER, ERRNO, EXIT, NOTHING, PID, REQUEST
 from enqueuer.backends.process.interpreter import (
     SAME_HASHES,
     interpreter_flags,
@@ -50,14 +47,6 @@ _NO_ANSWER = (
     f"the fork server did not respond within {_SERVER_START_S:.0f} s; a likely cause is "
     f"{_PRELOADED} and takes longer to import"
 )
-
-# The number of a request.
-_REQUEST = struct.Struct("<q")
-# Number of a request for nothing; the others begin with 1.
-_NOTHING = 0
-# Kind, number of the request, and the value that the kind describes.
-_ANSWER = struct.Struct("<Bqq")
-_PID, _EXIT, _ERRNO = 1, 2, 3
 
 
 class _Served:
@@ -165,7 +154,7 @@ class Server:
         self._requests = number = self._requests + 1
         self.open_requests.add(number)
         try:
-            self._packets.send(_REQUEST.pack(number), [sock.fileno(), lifeline.fileno()])
+            self._packets.send(REQUEST.pack(number), [sock.fileno(), lifeline.fileno()])
             self._wait_locked(
                 lambda: number in self._pids or number in self._errors, _SERVER_START_S
             )
@@ -199,12 +188,12 @@ class Server:
                 # whose answer may have been read here. A request for nothing, which has no
                 # descriptors, is answered too, and that answer wakes the other wait.
                 with contextlib.suppress(OSError):
-                    self._packets.send(_REQUEST.pack(_NOTHING))
+                    self._packets.send(REQUEST.pack(NOTHING))
 
     def _hear(self, answer: bytes) -> None:
-        kind, number, value = _ANSWER.unpack(answer)
+        kind, number, value = ANSWER.unpack(answer)
         if number in self.open_requests:
-            heard = {_PID: self._pids, _EXIT: self._codes, _ERRNO: self._errors}[kind]
+            heard = {PID: self._pids, EXIT: self._codes, ERRNO: self._errors}[kind]
             heard[number] = value
 
     def _join_locked(self) -> None:
@@ -294,106 +283,3 @@ def _modules_to_preload() -> list[str]:
     server = getattr(sys.modules.get("multiprocessing.forkserver"), "_forkserver", None)
     names: list[str] = getattr(server, "_preload_modules", [])
     return [name for name in names if name != "__main__"]
-
-
-# --- the server's own process ------------------------------------------------------------------
-
-
-def serve_forks(fd: int) -> tuple[int, int] | None:
-    """Fork a child whenever the parent asks, and send the parent the exit code of each.
-
-    Returns:
-        In a child, its two descriptors; in the server, None once the parent is gone.
-    """
-    sock = socket.socket(fileno=fd)
-    packets = Packets(sock)
-    # Number of the request for each process, by its pid.
-    children: dict[int, int] = {}
-    with _deaths() as deaths:
-        poller = select.poll()
-        for one in (sock, deaths):
-            poller.register(one, select.POLLIN)
-        while True:
-            poller.poll()
-            # Emptied before the children are looked at, so that a later death fills it again.
-            with contextlib.suppress(BlockingIOError):
-                while deaths.recv(4096):
-                    pass
-            _report(packets, children)
-            packets.drain()
-            while packets.received:
-                data, fds = packets.received.popleft()
-                (number,) = _REQUEST.unpack(data)
-                try:
-                    pid = _fork(fds)
-                except OSError as error:
-                    _say(packets, _ERRNO, number, error.errno or 0)
-                    continue
-                if pid == 0:
-                    sock.close()
-                    return fds[0], fds[1]
-                children[pid] = number
-                _say(packets, _PID, number, pid)
-            if packets.ended:
-                sock.close()
-                return None
-
-
-@contextlib.contextmanager
-def _deaths() -> Iterator[socket.socket]:
-    """Give a socket that can be read when a child has ended.
-
-    It replaces a pidfd for each child: older kernels have none, sandboxes forbid them, and they
-    count against the limit of descriptors.
-    """
-    here, there = socket.socketpair()
-    with here, there:
-        here.setblocking(False)
-        # If the pipe is full, there is enough to read.
-        there.setblocking(False)
-        signal.set_wakeup_fd(there.fileno(), warn_on_full_buffer=False)
-        # Without a handler nothing is written there.
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
-        try:
-            yield here
-        finally:
-            signal.set_wakeup_fd(-1)
-
-
-def _report(packets: Packets, children: dict[int, int]) -> None:
-    """Send the exit codes of all children that have ended."""
-    while children:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid == 0:
-            return
-        number = children.pop(pid, None)
-        # A module that was preloaded has started the other processes.
-        if number is not None:
-            _say(packets, _EXIT, number, os.waitstatus_to_exitcode(status))
-
-
-def _say(packets: Packets, kind: int, number: int, value: int) -> None:
-    with contextlib.suppress(OSError):
-        packets.send(_ANSWER.pack(kind, number, value))
-
-
-def _fork(fds: list[int]) -> int:
-    """Fork; only the child keeps `fds`.
-
-    Raises:
-        OSError: There is no room for a process, or there was none for the descriptors.
-    """
-    pid = -1
-    try:
-        if len(fds) != 2:
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        with warnings.catch_warnings():
-            # Python 3.12 warns of other threads; numpy's BLAS has some, and stops them for a fork.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            pid = os.fork()
-    finally:
-        if pid != 0:
-            for fd in fds:
-                os.close(fd)
-    return pid

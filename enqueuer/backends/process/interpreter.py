@@ -29,11 +29,16 @@ def silent_children() -> Iterator[None]:
 
 
 def program(function: str, *arguments: int | list[str]) -> str:
-    """Return the program of a fresh interpreter, which sets the search path to find us."""
+    """Return the program of a fresh interpreter, which sets the search path to find us.
+
+    What it imports lives as long as the interpreter does. So the garbage collector does not look
+    at it, neither during the imports nor later.
+    """
     written = ", ".join(map(repr, arguments))
     return (
-        f"import sys; sys.path[:] = {sys.path!r}; "
-        f"from enqueuer.backends.process.child import {function}; {function}({written})"
+        f"import gc, sys; gc.disable(); sys.path[:] = {sys.path!r}; "
+        f"from enqueuer.backends.process.child import {function}; "
+        f"gc.freeze(); gc.enable(); {function}({written})"
     )
 
 
