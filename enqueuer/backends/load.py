@@ -63,6 +63,13 @@ _POOLS = {
 # The pool of `workers=0`, whatever the backend is.
 _INLINE = ("enqueuer.backends.inline.pool", "InlinePool")
 
+if hasattr(os, "fork"):
+    # Processes are the default. Imported here, they are part of the import of the enqueuers, and
+    # the first start does not wait for it.
+    from enqueuer.backends.process import fork_server
+
+    importlib.import_module(_POOLS["process"][0])
+
 
 def load(
     name: str,
@@ -86,8 +93,8 @@ def load(
     if name == "process" and job.workers and not hasattr(os, "fork"):
         raise StartError("backend='process' needs a POSIX system; use backend='thread' here")
     if name == "process" and job.workers and job.start_method == "forkserver":
-        # The server imports numpy while this process imports the pool and pickles the source.
-        importlib.import_module("enqueuer.backends.process.fork_server").begin()
+        # The server imports numpy while this process pickles the source.
+        fork_server.begin()
     module, kind = _POOLS[name] if job.workers else _INLINE
     pool = getattr(importlib.import_module(module), kind)(job)
     return _engine(job, pool, restarts, loop_meter, deferred)

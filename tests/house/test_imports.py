@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import enqueuer
 
 PACKAGE = Path(enqueuer.__file__).parent
@@ -95,7 +97,6 @@ THIRD_PARTIES = {
 # modules that are missing on some systems, and those that a first start by fork does not need.
 INNER = {
     ("backends.process.child", "enqueuer"),
-    ("backends.process.launching", "enqueuer"),
     ("backends.process.starter", "enqueuer"),
     ("backends.ray.pool", "atexit"),
     ("backends.stall", "json"),
@@ -203,16 +204,47 @@ def test_importing_the_package_imports_no_framework_and_no_extra():
     assert done.stdout == "[]\n"
 
 
-def test_a_first_start_by_fork_imports_only_what_it_needs():
-    program = """
-import sys
-from enqueuer import GeneratorEnqueuer, Processes
+# Modules that a first start imports, since many programs never need them: threadpoolctl for a fork
+# in a process with native threads, the others to pickle a source for the fork server.
+LATE = {
+    "fork": {"threadpoolctl"},
+    "forkserver": {
+        "_uuid",
+        "cloudpickle",
+        "cloudpickle.cloudpickle",
+        "enqueuer.backends.payload",
+        "enqueuer.backends.process.shared_objects",
+        "uuid",
+    },
+}
 
-fork = Processes(start_method="fork")
-with GeneratorEnqueuer(lambda shard: iter("ab"), backend=fork) as enqueuer:
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize(
+    ("kind", "source"), [("GeneratorEnqueuer", "lambda: iter('ab')"), ("OrderedEnqueuer", "'ab'")]
+)
+def test_a_first_start_imports_nothing_else(kind, source, method):
+    program = f"""
+import sys
+from enqueuer import {kind}, Processes
+
+before = set(sys.modules)
+source = {source}
+with {kind}(source, backend=Processes(start_method={method!r})) as enqueuer:
     assert list(enqueuer) == ["a", "b"]
-late = "cloudpickle enqueuer.backends.process.fork_server enqueuer.transport.errors_by_value"
-print([name for name in late.split() if name in sys.modules])
+print(sorted(set(sys.modules) - before))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert set(ast.literal_eval(done.stdout)) <= LATE[method]
+
+
+def test_the_package_alone_imports_no_enqueuer_and_no_backend():
+    program = """
+import sys, enqueuer
+folders = ("enqueuer.enqueuers", "enqueuer.backends", "enqueuer.transport")
+print([name for name in sys.modules if name.startswith(folders)])
 """
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True

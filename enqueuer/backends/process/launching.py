@@ -12,6 +12,9 @@ guard. A child receives its job over its channel.
 from __future__ import annotations
 
 import multiprocessing.context
+
+# multiprocessing would import it at the first start.
+import multiprocessing.popen_fork
 import os
 import socket
 import subprocess
@@ -21,6 +24,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from enqueuer.backends.process import fork_server
 from enqueuer.backends.process.interpreter import (
     SAME_HASHES,
     interpreter_flags,
@@ -65,9 +69,6 @@ def launch(
         return _Spawned(
             program("main", sock.fileno(), lifeline.fileno()), sock, lifeline, environment
         )
-    # Its import takes a millisecond of a first start that does not need it.
-    from enqueuer.backends.process import fork_server
-
     return fork_server.fork(sock, lifeline)
 
 
