@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+_ROUNDS = 500_000  # about 50 ms of CPU time
 _ASK_S = 2.0  # from SIGTERM to SIGKILL: enough to remove shared memory that has a name
 
 
@@ -49,6 +50,17 @@ def cpu_of_session() -> float:
             used += time.clock_gettime(~pid << 3 | 2)  # see clock_getcpuclockid(3)
             used += _cpu_of_ended_children(pid)
     return used
+
+
+def speed() -> float:
+    """Return the millions of rounds of a loop in Python for a second of CPU time, now.
+
+    On a machine that others share it changes within seconds, and with it all CPU times.
+    """
+    state, began = 1, time.thread_time()
+    for _ in range(_ROUNDS):
+        state = (state * 31 + 7) & 0xFFFFFFFF
+    return _ROUNDS / (time.thread_time() - began) / 1e6
 
 
 def memory_is_short() -> bool:

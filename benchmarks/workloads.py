@@ -5,9 +5,13 @@
     python benchmarks/workloads.py --page               # also writes docs/benchmarks_workloads.rst
     python benchmarks/workloads.py --list
 
-Each number is measured in a fresh process, in a session of its own. The first epoch starts the
-workers and is not timed; the second one is, as a whole. The batches of the first epoch are compared
-by a hash of their values.
+Each number is measured in a fresh process, in a session of its own.
+
+    epoch 1    starts the workers; its batches are compared by a hash of their values
+    epoch 2    takes the batches that some loaders have made ahead while epoch 1 was compared
+    epoch 3 .. is timed, whole epochs, for at least a second
+
+Memory is read in the first two epochs only, as a reading takes CPU time for each process.
 """
 
 from __future__ import annotations
@@ -31,7 +35,9 @@ import workloads_page
 from workload import MODULES, Contestant, Digest, Workload, is_installed, load
 
 # Seconds between two readings of the memory.
-_MEMORY_S = 0.25
+_MEMORY_S = 0.1
+# Seconds of timed epochs, at least: shorter ones depend on when their first batch was begun.
+_TIMED_S = 1.0
 _TAIL = 2000  # characters of what a process printed
 _PEERS = [
     *("numpy", "enqueuer", "pillow", "h5py"),
@@ -111,31 +117,41 @@ def _options() -> argparse.Namespace:
 
 
 def _measure(workload: Workload, contestant: Contestant, folder: Path, count: int) -> None:
-    """Take two epochs of batches, and print the numbers of the second one as JSON."""
+    """Take some epochs of batches, and print the numbers of the timed ones as JSON."""
     epochs = contestant.open(workload.prepare(folder, count), count)
-    memory, digest, seen = _Memory(), Digest(workload.has_order), 0
+    memory, digest = _Memory(), Digest(workload.has_order)
     use = workload.use or (lambda batch: None)
-    ages = []
     for batch in next(epochs):
         digest.add(batch)
         use(batch)
         # Otherwise it lives on while the next one is made.
         del batch
-    cpu_s, began = machine.cpu_of_session(), time.perf_counter()
+    # Not behind the next epoch: meanwhile a loader may make batches ahead.
+    speed = machine.speed()
     for batch in next(epochs):
-        if isinstance(batch, dict) and "made_at" in batch:
-            ages.append(time.perf_counter() - float(batch["made_at"]))
-        seen += workload.size_of(batch)
         use(batch)
         del batch
-    took = time.perf_counter() - began
+    memory_mb = memory.stop() / 1e6
+    ages: list[float] = []
+    seen = expected = 0
+    cpu_s, began, took = machine.cpu_of_session(), time.perf_counter(), 0.0
+    while took < _TIMED_S:
+        for batch in next(epochs):
+            if isinstance(batch, dict) and "made_at" in batch:
+                ages.append(time.perf_counter() - float(batch["made_at"]))
+            seen += workload.size_of(batch)
+            use(batch)
+            del batch
+        expected += count
+        took = time.perf_counter() - began
+        if seen != expected:
+            raise SystemExit(f"{seen} items came instead of {expected}")
     cpu_s = machine.cpu_of_session() - cpu_s
-    if seen != count:
-        raise SystemExit(f"{seen} items came instead of {count}")
     found: dict[str, Any] = {
         "rate": seen / took,
         "cpu_ms": 1000 * cpu_s / max(1, seen),
-        "memory_mb": memory.stop() / 1e6,
+        "memory_mb": memory_mb,
+        "speed": (speed + machine.speed()) / 2,
         "digest": digest.text(),
     }
     if ages:
@@ -161,10 +177,10 @@ class _Memory:
             self._most = max(self._most, machine.memory_of_session() - self._first)
 
     def stop(self) -> int:
-        """End the thread that reads; return the bytes."""
+        """End the thread that reads, and read once more; return the bytes."""
         self._is_done.set()
         self._thread.join()
-        return self._most
+        return max(self._most, machine.memory_of_session() - self._first)
 
 
 # --- all measurements --------------------------------------------------------------------------
@@ -251,7 +267,8 @@ def _table(workload: Workload, rows: list[dict[str, Any]]) -> Iterator[str]:
     """Yield the lines of a table."""
     rate = f"{workload.unit}/s"
     yield f"\n{workload.name}: {workload.about}"
-    yield f"{'':28}{rate:>12}{'range':>20}{'CPU us':>9}{'MB':>8}{'age ms':>8}{'lines':>7}  output"
+    head = f"{'':28}{rate:>12}{'range':>20}{'CPU us':>9}{'MB':>8}{'age ms':>8}"
+    yield f"{head}{'speed':>7}{'lines':>7}  output"
     for row in rows:
         if "rate" not in row:
             yield f"{row['name']:28}{row['status']:>12}"
@@ -259,7 +276,8 @@ def _table(workload: Workload, rows: list[dict[str, Any]]) -> Iterator[str]:
         spread = "-".join(f"{one:,.0f}" for one in row["range"])
         text = f"{row['name']:28}{row['rate']:12,.1f}{spread:>20}{1000 * row['cpu_ms']:9.1f}"
         age = f"{row['age_ms']:.2f}" if "age_ms" in row else ""
-        yield f"{text}{row['memory_mb']:8.0f}{age:>8}{row['lines']:7}  {row['output']}"
+        text += f"{row['memory_mb']:8.0f}{age:>8}{row['speed']:7.1f}"
+        yield f"{text}{row['lines']:7}  {row['output']}"
 
 
 if __name__ == "__main__":  # started processes import this file

@@ -63,7 +63,7 @@ def _page(everything: dict[str, Any]) -> Iterator[str]:
         "Versions: "
         + ", ".join(f"{name} {version}" for name, version in box["versions"].items() if version)
         + ".",
-        "`benchmarks/README.md` describes each workload.",
+        "`benchmarks/README.md` describes each workload, and says where the CPU time goes.",
         "",
         "- *CPU* is the time of all processes for an item, and *memory* their most.",
         "- *lines* are those of the user's code.",
