@@ -253,6 +253,8 @@ def no_warnings():
     """Turn warnings into errors for sure, whatever the configuration says."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        # That of JAX, as in setup.cfg: another test may have used it in this process.
+        warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
         yield
 
 

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import dataclasses
 import faulthandler
+import gc
 import importlib.util
 import multiprocessing
 import os
@@ -379,6 +380,11 @@ def wait_until(condition, limit=LIMIT):
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
         time.sleep(0.005)
+
+
+def collect_until(condition, limit=LIMIT):
+    """Collect garbage until `condition`; it does nothing while another thread collects."""
+    wait_until(lambda: gc.collect() >= 0 and condition(), limit)
 
 
 # --- sources that crash ------------------------------------------------------------------------

@@ -141,5 +141,8 @@ class _Repeatable:
             if type(twin) is type(error) and str(twin) == str(error):
                 twin.__cause__, twin.__context__ = error.__cause__, error.__context__
                 twin.__suppress_context__ = error.__suppress_context__
+                # Some packages have exceptions copied with their frames, from which all frames of
+                # the loop can be reached if the worker runs in its thread.
+                twin.__traceback__ = None
                 self.error = twin
         return error.with_traceback(self._traceback)

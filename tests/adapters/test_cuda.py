@@ -5,7 +5,6 @@ asked for. What only a GPU can show is marked `cuda`.
 """
 
 import contextlib
-import gc
 import itertools
 import os
 import re
@@ -20,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import needs
+from helpers import collect_until, needs
 
 from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, empty
 from enqueuer.enqueuers.enqueuer import core_of
@@ -490,8 +489,7 @@ def test_blocks_are_registered_once_and_no_longer_than_they_are_mapped(fake, pro
     assert len(fake.driver.made) <= 6  # for the labels
     loader.stop()
     del batch, loader
-    gc.collect()
-    assert fake.driver.pinned == set()
+    collect_until(lambda: fake.driver.pinned == set())
 
 
 def test_a_forked_process_unregisters_nothing(fake, monkeypatch):
@@ -552,8 +550,8 @@ def test_the_hosts_memory_is_held_until_the_copy_is_done(fake, monkeypatch):
     assert [int(batch[0]) for batch in loader] == list(range(6))
     loader.stop()
     assert [event.alive for event in fake.events] == [[True]] * 6
-    gc.collect()
-    assert [source() for event in fake.events for source in event.sources] == [None] * 6
+    kept = [source for event in fake.events for source in event.sources]
+    collect_until(lambda: [source() for source in kept] == [None] * 6)
 
 
 def test_the_loop_waits_for_the_event_of_each_batch(fake):

@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import gc
 import importlib
 import inspect
 import itertools
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import LIMIT, needs, run_program, wait_until
+from helpers import LIMIT, collect_until, needs, run_program, wait_until
 
 jax = needs("jax")
 
@@ -400,8 +399,7 @@ def test_an_exception_in_the_loop_ends_all(backend):
 
     with pytest.raises(FloatingPointError):
         diverge()
-    gc.collect()
-    assert core_of(enqueuer).is_idle
+    collect_until(lambda: core_of(enqueuer).is_idle)
 
 
 def test_an_error_of_the_generator_comes_as_itself_after_its_batches(backend):

@@ -1,7 +1,6 @@
 """What all adapters have in common: stopping, epochs, positions, working ahead."""
 
 import functools
-import gc
 import itertools
 import operator
 import os
@@ -12,7 +11,7 @@ import weakref
 from typing import Protocol, runtime_checkable
 
 import pytest
-from helpers import LIMIT, counting, twelve, wait_until
+from helpers import LIMIT, collect_until, counting, twelve, wait_until
 
 from enqueuer import (
     FrameworkUnavailable,
@@ -41,12 +40,6 @@ def kind(request):
 
 def runs(enqueuer):
     return not core_of(enqueuer).is_idle
-
-
-def collected():
-    """Collect garbage, which does nothing while another thread collects, and return True."""
-    gc.collect()
-    return True
 
 
 def failing():
@@ -457,7 +450,7 @@ def test_after_a_break_nothing_of_a_list_is_kept():
     del _
     threads[0].join(LIMIT)
     assert not threads[0].is_alive()
-    wait_until(lambda: collected() and not made)
+    collect_until(lambda: not made)
     assert len(list(loader)) == 10
 
 
@@ -480,16 +473,28 @@ def test_an_enqueuer_does_not_keep_a_loader_that_it_failed(kind):
     with pytest.raises(KeyError) as caught:
         list(kind(enqueuer))
     del caught
-    wait_until(lambda: collected() and not runs(enqueuer))
+    collect_until(lambda: not runs(enqueuer))
 
 
-def test_an_enqueuer_of_tasks_does_not_either(kind, backend):
-    enqueuer = OrderedEnqueuer([1, 0], functools.partial(operator.floordiv, 1), **backend)
-    with pytest.raises(ZeroDivisionError):
+class CopiedWithFrames(Exception):
+    """An error as `tblib.pickling_support.install()` makes all of them, which TensorFlow calls."""
+
+    def __copy__(self):
+        return CopiedWithFrames().with_traceback(self.__traceback__)
+
+
+def fail_with_frames(number):
+    raise CopiedWithFrames
+
+
+@pytest.mark.parametrize("map", [functools.partial(operator.floordiv, 1), fail_with_frames])
+def test_an_enqueuer_of_tasks_does_not_either(kind, backend, map):
+    enqueuer = OrderedEnqueuer([1, 0], map, **backend)
+    with pytest.raises((ZeroDivisionError, CopiedWithFrames)):
         list(kind(enqueuer))
     forgotten = weakref.ref(enqueuer)
     del enqueuer
-    wait_until(lambda: collected() and forgotten() is None)
+    collect_until(lambda: forgotten() is None)
 
 
 def test_the_thread_keeps_queue_size_batches_and_one_in_hand():

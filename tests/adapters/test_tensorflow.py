@@ -12,6 +12,7 @@ import pytest
 from helpers import (
     Failing,
     Reiterable,
+    collect_until,
     counting,
     hang,
     needs,
@@ -270,15 +271,13 @@ def test_the_workers_end_with_the_dataset(backend):
     assert len(list(dataset.take(2))) == 2
     assert runs(enqueuer)
     del dataset
-    gc.collect()
-    assert not runs(enqueuer)
+    collect_until(lambda: not runs(enqueuer))
 
 
 def test_they_end_with_a_dataset_that_was_never_iterated():
     enqueuer = GeneratorEnqueuer(counting)
     as_dataset(enqueuer)
-    gc.collect()
-    assert not runs(enqueuer)
+    collect_until(lambda: not runs(enqueuer))
 
 
 def test_they_live_as_long_as_what_was_made_of_the_dataset():
@@ -288,16 +287,14 @@ def test_they_live_as_long_as_what_was_made_of_the_dataset():
     next(batches)
     assert runs(enqueuer)
     del batches
-    gc.collect()
-    assert not runs(enqueuer)
+    collect_until(lambda: not runs(enqueuer))
 
 
 def test_a_break_and_nothing_else_ends_them(backend):
     enqueuer = GeneratorEnqueuer(counting, **backend)
     for _ in as_dataset(enqueuer).map(lambda s, n: n).prefetch(2):
         break
-    gc.collect()
-    assert not runs(enqueuer)
+    collect_until(lambda: not runs(enqueuer))
 
 
 def test_an_exception_in_the_loop_ends_them(backend):
@@ -309,16 +306,14 @@ def test_an_exception_in_the_loop_ends_them(backend):
 
     with pytest.raises(RuntimeError, match="diverged"):
         train()
-    gc.collect()
-    assert not runs(enqueuer)
+    collect_until(lambda: not runs(enqueuer))
 
 
 def test_a_break_while_a_batch_is_waited_for_ends_them():
     enqueuer = GeneratorEnqueuer(Failing(2, hang), backend=Processes(start_method="fork"))
     for _ in as_dataset(enqueuer).prefetch(4):
         break
-    gc.collect()
-    assert not runs(enqueuer)
+    collect_until(lambda: not runs(enqueuer))
 
 
 def test_one_that_runs_already_is_left_running():
@@ -356,8 +351,7 @@ def test_an_error_of_the_generator_says_all_and_can_be_had_as_itself(backend):
         next(enqueuer.get())
     assert "worker 0" in info.value.__notes__[0]
     del info, batches, dataset
-    gc.collect()
-    assert not runs(enqueuer)
+    collect_until(lambda: not runs(enqueuer))
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="notes are shown from Python 3.11 on")
@@ -370,8 +364,7 @@ def test_an_error_before_the_first_batch_comes_as_itself():
     enqueuer = GeneratorEnqueuer(Failing(0, raise_key_error))
     with pytest.raises(KeyError, match="missing"):
         as_dataset(enqueuer)
-    gc.collect()
-    assert not runs(enqueuer)
+    collect_until(lambda: not runs(enqueuer))
 
 
 def test_what_is_no_loader_is_refused():
@@ -461,8 +454,7 @@ def test_keras_learns_a_line_from_it(backend):
     losses, epoch = learn(enqueuer, steps_per_epoch=20)
     assert losses[-1] < 0.01 < losses[0]
     assert epoch in (3, 4)  # the fourth was given to its last batch, and perhaps to its end
-    gc.collect()
-    assert not runs(enqueuer)
+    collect_until(lambda: not runs(enqueuer))
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")  # how Keras finds out the length

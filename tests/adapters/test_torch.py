@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import gc
 import itertools
 import pickle
 import types
@@ -10,7 +9,7 @@ from multiprocessing import resource_tracker
 
 import numpy as np
 import pytest
-from helpers import Reiterable, needs, run_program
+from helpers import Reiterable, collect_until, needs, run_program
 
 from enqueuer import (
     EnqueuerWarning,
@@ -617,8 +616,7 @@ def test_a_dropped_dataset_stops_its_enqueuer(backend):
     enqueuer = GeneratorEnqueuer(endless, **backend)
     for _ in DataLoader(EnqueuerIterableDataset(enqueuer), batch_size=None):
         break
-    gc.collect()  # the DataLoader's own circles
-    assert core_of(enqueuer).is_idle
+    collect_until(lambda: core_of(enqueuer).is_idle)  # the DataLoader's own circles
 
 
 def test_a_position_of_a_part_is_that_of_the_part():

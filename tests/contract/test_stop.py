@@ -1,13 +1,12 @@
 """Stop: bounded, idempotent, from anywhere; nothing is left (the census sees to that)."""
 
 import copy
-import gc
 import threading
 import time
 import warnings
 
 import pytest
-from helpers import LIMIT, backend_of, counting, twelve, wait_until
+from helpers import LIMIT, backend_of, collect_until, counting, twelve, wait_until
 
 from enqueuer import Closed, GeneratorEnqueuer, InvalidState, OrderedEnqueuer, StopWarning
 from enqueuer.enqueuers.enqueuer import core_of
@@ -125,8 +124,7 @@ def test_finally_runs_in_the_worker(backend, how, tmp_path):
         if number == 1 and how == "stop":
             enqueuer.stop()
     del enqueuer
-    gc.collect()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+    collect_until(lambda: sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"])
 
 
 def test_with_stops_and_lets_the_loops_own_error_through(backend):
