@@ -217,8 +217,10 @@ class _Run:
         self._parts = [_Part(mixture, name, weight, shard) for name, weight in weights]
         self._schedule = self._new_schedule()
         # Otherwise all shards would begin with the same source, and with many shards the first
-        # items of all of them would not have the proportions.
-        for _ in range(shard.index):
+        # items of all of them would not have the proportions. The last shard begins with the first
+        # turn: in the opposite order, the second item of the first shard would be of the source
+        # that the second shard has begun with, right before it if there are two shards.
+        for _ in range(shard.count - 1 - shard.index):
             self._schedule.next()
 
     def _new_schedule(self) -> Schedule:
