@@ -1,4 +1,4 @@
-"""Compare `workers="auto"` with fixed numbers of workers, on six kinds of work.
+"""Compare `workers="auto"` with fixed numbers of workers, on ten kinds of work.
 
     python benchmarks/auto.py --only waiting-process --burners 2
 

@@ -66,6 +66,8 @@ def _page(everything: dict[str, Any]) -> Iterator[str]:
         "`benchmarks/README.md` describes each workload, and says where the CPU time goes.",
         "",
         "- *CPU* is the time of all processes for an item, and *memory* their most.",
+        "  *speed* is that of the CPU at the time, in millions of rounds of a loop in Python: "
+        "where it is lower, all times are longer.",
         "- *lines* are those of the user's code.",
         "- *output* compares the batches with those of the plain loop, by a hash.",
         "  It is not compared where the order differs.",
@@ -130,12 +132,13 @@ def _overview(found: dict[str, Any]) -> Iterator[str]:
     """Yield a table of the best of ours beside the best peer, of those that do the same work."""
     yield from (".. list-table:: The best of ours, and the best peer that does the same work",)
     yield from ("   :header-rows: 1", "", "   * - workload")
-    titles = ("enqueuer", "best peer", "", "ratio", "plain loop", "what limits the rates")
+    titles = ("enqueuer", "", "best peer", "", "ratio", "plain loop", "what limits the rates")
     yield from (f"     - {title}" for title in titles)
     for name, one in found.items():
         ours, theirs = _best(one["rows"], True), _best(one["rows"], False)
         yield f"   * - {name}, {one['unit']}/s"
         yield f"     - {_number(ours, 'rate')}"
+        yield f"     - {ours.get('name', _DASH)}"
         yield f"     - {_number(theirs, 'rate')}"
         yield f"     - {theirs.get('name', _DASH)}"
         ratio = _ratio(one)
@@ -161,7 +164,8 @@ def _best(rows: list[dict[str, Any]], is_ours: bool) -> dict[str, Any]:
 
 def _table(name: str, found: dict[str, Any]) -> Iterator[str]:
     has_age = any("age_ms" in row for row in found["rows"])
-    columns = (*_COLUMNS, *(("age, ms",) if has_age else ()))
+    has_speed = any("speed" in row for row in found["rows"])
+    columns = (*_COLUMNS, *(("age, ms",) if has_age else ()), *(("speed",) if has_speed else ()))
     yield from (f".. list-table:: {_title(name, found)}", "   :header-rows: 1", "")
     yield f"   * - `{name}`"
     yield from (f"     - {column}" for column in (f"{found['unit']}/s", *columns))
@@ -174,6 +178,8 @@ def _table(name: str, found: dict[str, Any]) -> Iterator[str]:
         yield f"     - {row['output']}" if "rate" in row else f"     - {_DASH}"
         if has_age:
             yield f"     - {_number(row, 'age_ms')}"
+        if has_speed:
+            yield f"     - {_number(row, 'speed')}"
     yield ""
 
 
