@@ -250,7 +250,7 @@ def _advice_on_source(run: RunInputs) -> str:
         limit = "memory" if most > MANY_WORKERS else f"memory, up to about {most}"
         return (
             f"The loop hardly does anything itself, so more workers than the {workers} now would "
-            f"help, as long as there is {limit}."
+            f"help, as long as there is {limit}.{_or_concurrency(run)}"
         )
     if most <= workers:
         return (
@@ -263,4 +263,16 @@ def _advice_on_source(run: RunInputs) -> str:
             f"{pluralize(most, 'worker')} would help on {run.cpus:g} CPUs, and about {wanted} "
             f"would be needed (now {workers}): make the work cheaper, too."
         )
-    return f"About {pluralize(wanted, 'worker')} would keep up with the loop (now {workers})."
+    enough = f"About {pluralize(wanted, 'worker')} would keep up with the loop (now {workers})."
+    return enough + _or_concurrency(run)
+
+
+def _or_concurrency(run: RunInputs) -> str:
+    """Return what else helps elements that wait, if workers are processes: threads in each."""
+    are_tasks = not any(worker.runs_shards for worker in run.workers)
+    if not are_tasks or run.in_threads or run.computing_share >= IS_COMPUTING:
+        return ""
+    return (
+        " They mostly wait, so a larger `concurrency`, the elements that each worker runs at "
+        "once, would help as well, with less memory."
+    )

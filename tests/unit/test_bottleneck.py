@@ -72,6 +72,16 @@ def test_a_source_that_waits_needs_as_many_workers_as_it_is_slower():
     assert bottleneck.advice == "About 5 workers would keep up with the loop (now 1)."
 
 
+@pytest.mark.parametrize(
+    ("facts", "cpu", "is_named"),
+    [({}, 1.0, True), ({}, 9.0, False), ({"runs_shards": True}, 1.0, False)],
+)
+def test_for_elements_that_wait_in_processes_the_advice_names_concurrency(facts, cpu, is_named):
+    slow = worker(making=10.0, waiting=0.0, cpu=cpu, **{"runs_shards": False, **facts})
+    assert ("`concurrency`" in find_bottleneck(inputs(slow)).advice) == is_named
+    assert "`concurrency`" not in find_bottleneck(inputs(slow, in_threads=True)).advice
+
+
 def test_a_source_is_judged_by_its_batches_and_not_by_how_few_workers_there_were_before():
     late = [worker(making=1.0, waiting=0.0, items=10) for _ in range(4)]
     # One worker made 60 of the 100 batches.
