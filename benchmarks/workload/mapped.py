@@ -67,6 +67,16 @@ def _enqueuer(data: Mapped, items: int) -> Epochs:
             yield batches
 
 
+def _endless(data: Mapped, items: int) -> Epochs:
+    from enqueuer import OrderedEnqueuer
+
+    options = dict(batch_size=data.batch_size, collate=data.collate, workers=2)
+    with OrderedEnqueuer(data.elements, data.load, backend="process", **options) as enqueuer:
+        batches = enqueuer.get()
+        while True:
+            yield itertools.islice(batches, -(-items // data.batch_size))
+
+
 def _threads(data: Mapped, items: int) -> Epochs:
     from enqueuer import OrderedEnqueuer
 

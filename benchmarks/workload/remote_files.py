@@ -74,6 +74,17 @@ def _enqueuer(files: Any, items: int) -> Epochs:
             yield batches
 
 
+@WORKLOAD.contestant("enqueuer, get()")
+def _endless(files: Any, items: int) -> Epochs:
+    from enqueuer import OrderedEnqueuer
+
+    options = dict(batch_size=32, workers=2, backend="process", concurrency=32)
+    with OrderedEnqueuer(files, load, **options) as enqueuer:
+        batches = enqueuer.get()
+        while True:
+            yield itertools.islice(batches, items // 32)
+
+
 @WORKLOAD.contestant("enqueuer, 32 processes")
 def _processes(files: Any, items: int) -> Epochs:
     from enqueuer import OrderedEnqueuer

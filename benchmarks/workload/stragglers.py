@@ -50,6 +50,16 @@ def _enqueuer(indices: Any, items: int) -> Epochs:
             yield results
 
 
+@WORKLOAD.contestant("enqueuer, get()")
+def _endless(indices: Any, items: int) -> Epochs:
+    from enqueuer import OrderedEnqueuer
+
+    with OrderedEnqueuer(indices, work, concurrency=_THREADS, max_queue_size=40) as enqueuer:
+        results = enqueuer.get()
+        while True:
+            yield itertools.islice(results, items)
+
+
 @WORKLOAD.contestant("enqueuer, 16 workers")
 def _workers(indices: Any, items: int) -> Epochs:
     from enqueuer import OrderedEnqueuer

@@ -261,6 +261,7 @@ class _Recorded:
         self._owner = os.getpid()
         self._owners = owners_of(job.plans())
         self._reads = isinstance(job.source, TaskSource)
+        self._max_queue_size = job.max_queue_size
         # Time at which the loop asked for the next item.
         self._asked = 0
         self._is_closed = self._has_left = False
@@ -293,7 +294,7 @@ class _Recorded:
         if wanted is not None:
             args = {"shard": wanted, "worker": self._owners[wanted]}
         restarts = self._restarts.count
-        self._trace.filled(self._backend.waiting())
+        self._trace.filled(self._in_queue())
         try:
             failure = self._backend.wait(order, deadline)
         except TimeoutError:
@@ -315,8 +316,12 @@ class _Recorded:
             self._trace.rest()
         else:
             # One of them is about to be taken.
-            self._trace.filled(self._backend.waiting() - 1)
+            self._trace.filled(self._in_queue() - 1)
         return failure
+
+    def _in_queue(self) -> int:
+        # The others count as held by the workers.
+        return min(self._backend.waiting(), self._max_queue_size)
 
     def close(self) -> None:
         if self._owner == os.getpid() and not self._is_closed:

@@ -220,8 +220,11 @@ def path_of_part(path: str, number: int, count: int) -> str:
         >>> path_of_part("runs/first.json", 1, 4)
         'runs/first.1-of-4.json'
     """
-    stem, suffix = os.path.splitext(path)
-    return f"{stem}.{number}-of-{count}{suffix}"
+    # Few traces have parts, and its import would take some milliseconds of each start.
+    from pathlib import Path
+
+    whole = Path(path)
+    return str(whole.with_name(f"{whole.stem}.{number}-of-{count}{whole.suffix}"))
 
 
 # --- events -------------------------------------------------------------------------------------

@@ -91,9 +91,11 @@ def _do_plain(
     except BaseException as error:
         failed = error
     if failed is not None:
-        do_task(source, ticket, sender, do_nothing, on_error, failed)
-        # Otherwise its traceback would refer to itself, through this frame.
-        del failed
+        try:
+            do_task(source, ticket, sender, do_nothing, on_error, failed)
+        finally:
+            # Otherwise its traceback would refer to itself, through this frame.
+            del failed
         return
     failure = _try_to_send(number, value, sender)
     if failure is not None:

@@ -396,6 +396,19 @@ def test_what_is_dropped_at_the_stop_was_not_taken(process, tmp_path):
     assert [e["args"]["item"] for e in named(read(path), "work")] == [0]
 
 
+@pytest.mark.parametrize("options", [{"backend": "thread"}, {"backend": "process"}])
+def test_no_more_than_max_queue_size_is_recorded_to_wait(options, tmp_path):
+    """A finished batch that each worker may have beyond it counts as held by the worker."""
+    path = tmp_path / "trace.json"
+    options = {"workers": 3, "max_queue_size": 2, "trace": path, **options}
+    with OrderedEnqueuer(range(20), **options) as enqueuer:
+        batches = iter(enqueuer)
+        next(batches)
+        wait_until(lambda: sum(one.items for one in enqueuer.stats().workers) >= 5)
+        list(batches)
+    assert 0 < max(e["args"]["items"] for e in named(read(path), "queue")) <= 2
+
+
 @pytest.mark.ahead
 def test_the_counter_falls_with_each_item_that_is_taken(backend, tmp_path):
     path = tmp_path / "run.json"

@@ -109,6 +109,7 @@ INNER = {
     ("monitoring.duplicates", "hashlib"),
     ("monitoring.gil", "resource"),
     ("monitoring.trace_file", "json"),
+    ("monitoring.trace_file", "pathlib"),
     ("transport.error_codec", "enqueuer"),
     ("transport.item_codec", "enqueuer"),
     ("transport.memory", "tempfile"),

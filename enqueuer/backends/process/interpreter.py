@@ -36,9 +36,9 @@ def program(function: str, *arguments: int | list[str]) -> str:
     """
     written = ", ".join(map(repr, arguments))
     return (
-        f"import gc, sys; gc.disable(); sys.path[:] = {sys.path!r}; "
+        f"import gc, sys; collects = gc.isenabled(); gc.disable(); sys.path[:] = {sys.path!r}; "
         f"from enqueuer.backends.process.child import {function}; "
-        f"gc.freeze(); gc.enable(); {function}({written})"
+        f"gc.freeze(); collects and gc.enable(); {function}({written})"
     )
 
 
