@@ -11,6 +11,7 @@ from helpers import LIMIT, wait_until
 
 from enqueuer.backends.thread import inbox as inbox_module
 from enqueuer.backends.thread.inbox import ThreadInbox
+from enqueuer.common.queues import get_until
 from enqueuer.errors import Closed
 from enqueuer.monitoring.meters import Meter
 from enqueuer.workers.messages import End
@@ -154,7 +155,7 @@ def test_a_loop_that_waits_for_one_item_is_woken_by_that_one_only(monkeypatch):
     def is_asleep():
         frame = sys._current_frames()[loop.ident]
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-        return frame.f_code is ThreadInbox.wait.__code__ and "sleeper.get(True" in line
+        return frame.f_code is get_until.__code__ and "source.get(" in line
 
     monkeypatch.setattr(inbox_module, "SimpleQueue", make)
     inbox, meter = ThreadInbox(max_size=10), Meter()

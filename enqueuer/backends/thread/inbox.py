@@ -20,13 +20,13 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator
 from queue import SimpleQueue
 from typing import NamedTuple
 
 from enqueuer.backends.pool import Taken
+from enqueuer.common.queues import get_until
 from enqueuer.errors import Closed
 from enqueuer.monitoring import gil
 from enqueuer.monitoring.meters import WAITING, Meter
@@ -286,7 +286,7 @@ class ThreadInbox:
                 self._awaited, self._sleeper = awaited, sleeper
                 if self._items or self._others or self.closed or self._is_woken:
                     return
-            sleeper.get(True, None if end is None else max(0.0, end - time.monotonic()))
+            get_until(sleeper, end)
         except queue.Empty:
             pass
         finally:
