@@ -180,6 +180,7 @@ def _spdl_processes(data: Mapped, items: int) -> Epochs:
 _CONTESTANTS: dict[str, tuple[Any, str | None, tuple[Any, ...]]] = {
     "plain loop": (_plain, None, (_batches,)),
     "enqueuer": (_enqueuer, None, ()),
+    "enqueuer, get()": (_endless, None, ()),
     "enqueuer, threads": (_threads, None, ()),
     "torch": (_torch, "torch", (Samples,)),
     "torchdata.nodes": (_nodes, "torchdata", (Fetch,)),
