@@ -68,7 +68,7 @@ def _limit(files: Any, items: int) -> Epochs:
 def _enqueuer(files: Any, items: int) -> Epochs:
     from enqueuer import OrderedEnqueuer
 
-    options = dict(batch_size=32, workers=2, backend="process", concurrency=32)
+    options = dict(batch_size=32, workers=2, backend="process", concurrency=16)
     with OrderedEnqueuer(files, load, **options) as batches:
         while True:
             yield batches
@@ -78,7 +78,7 @@ def _enqueuer(files: Any, items: int) -> Epochs:
 def _endless(files: Any, items: int) -> Epochs:
     from enqueuer import OrderedEnqueuer
 
-    options = dict(batch_size=32, workers=2, backend="process", concurrency=32)
+    options = dict(batch_size=32, workers=2, backend="process", concurrency=16)
     with OrderedEnqueuer(files, load, **options) as enqueuer:
         batches = enqueuer.get()
         while True:

@@ -55,10 +55,12 @@ class SenderControl:
         epochs: Epochs that are still to be run.
         tasks: Tickets for this worker alone, each with the descriptors that came with it.
         records: Pickled log records that are still to be sent.
+        keeps_wakes: Whether a wake-up of the consumer is kept until `take_wake()`, or a sleep.
     """
 
     def __init__(self, packets: Packets, ring: Ring, meter: Meter, spin: Spin) -> None:
         self.closed = False
+        self.keeps_wakes = False
         self.orders = 0
         self.epochs: deque[Epoch] = deque()
         self.tasks: deque[tuple[bytes, list[int]]] = deque()
@@ -74,8 +76,9 @@ class SenderControl:
         self._readable.register(packets.fileno(), select.POLLIN)
         self._spin = spin
         self._sleeps = 0
-        # The sleep of the consumer that was ended last.
+        # The sleep of the consumer that was ended last, and whether that is still to be done.
         self._woken = 0
+        self._is_wake_kept = False
 
     def check(self) -> None:
         """Raise Closed if the consumer left."""
@@ -116,6 +119,8 @@ class SenderControl:
             also: Descriptor that ends the sleep, too, when there is something to read.
             phase: Word of the meter to which the time is added.
         """
+        if self._is_wake_kept and self.take_wake():
+            self.emit(Kind.WAKE)
         self.meter.pause(phase)
         if enough is not None and self._spin.until(enough):
             self.meter.resume()
@@ -163,7 +168,15 @@ class SenderControl:
         asleep = self._words[CONSUMER_ASLEEP]
         if asleep and asleep != self._woken:
             self._woken = asleep
-            self.emit(Kind.WAKE)
+            if self.keeps_wakes:
+                self._is_wake_kept = True
+            else:
+                self.emit(Kind.WAKE)
+
+    def take_wake(self) -> bool:
+        """Return whether a wake-up was kept; the caller then sends `Kind.WAKE`."""
+        is_kept, self._is_wake_kept = self._is_wake_kept, False
+        return is_kept
 
     def emit(self, kind: int, body: bytes = b"", fd: int | None = None) -> None:
         """Send one packet, and before it what was logged before it.

@@ -1,7 +1,10 @@
 """The worker's end of a channel that several threads use, by `concurrency=n`.
 
-    the worker's own thread: next_ticket() -> take and claim a ticket, or poll without the lock
+    the worker's own thread: next_ticket() -> take and claim a ticket, or poll, without the lock
     threads of elements:     send_item(), send() -> with the lock; the end of a task drops its claim
+
+A system call gives the GIL away, and threads that compute may take it first, one after the other.
+So the lock, which each thread needs to send its result, is not held while one wakes the consumer.
 
 Any thread may read the orders that have come, while it sends. If there are some for the worker's
 own thread, it is woken by a socket.
@@ -19,6 +22,7 @@ from enqueuer.common.descriptors import close_in_children
 from enqueuer.monitoring.meters import Meter
 from enqueuer.transport import task_queue
 from enqueuer.transport.item_sender import ItemSender
+from enqueuer.transport.protocol import Kind
 from enqueuer.workers.element_threads import ElementThreads
 from enqueuer.workers.messages import Empty, End, Failure, Sender, Ticket
 
@@ -43,6 +47,8 @@ class SharedSender:
         self._control = sender.control
         # The worker waits only when its threads do.
         self._control.meter = Meter()
+        # The lock is not held during that system call.
+        self._control.keeps_wakes = True
         self._task_socket = task_socket
         self._on_share = on_share
         self._claims = sender.claims
@@ -75,6 +81,9 @@ class SharedSender:
                 self._drop_claim_locked(number)
             finally:
                 self._pass_orders_locked()
+            must_wake = self._control.take_wake()
+        if must_wake:
+            self._control.emit(Kind.WAKE)
 
     def send(self, message: End | Failure | Empty) -> None:
         with self._lock:
@@ -84,6 +93,9 @@ class SharedSender:
                     self._drop_claim_locked(message.number)
             finally:
                 self._pass_orders_locked()
+            must_wake = self._control.take_wake()
+        if must_wake:
+            self._control.emit(Kind.WAKE)
 
     def check(self) -> None:
         # Without the lock, as another thread may be sending.
@@ -123,41 +135,52 @@ class SharedSender:
     # --- the worker's own thread ---
 
     def next_ticket(self) -> Ticket | None:
-        """Wait for a task; None when there will be none."""
+        """Wait for a task; None when there will be none.
+
+        A system call gives the GIL away, and this thread may wait long for it. So it makes none
+        with the lock, which threads with results need, while there are tasks.
+        """
         control = self._control
         while True:
-            with self._lock:
-                control.read_orders()
-                if control.closed or self._has_failed:
-                    return None
-                ticket = self._take_locked()
-                is_writing = ticket is None and control.try_flush()
-            if ticket is not None:
+            if control.has_orders:
+                with self._lock:
+                    control.read_orders()
+            if control.closed or self._has_failed:
+                return None
+            tasks = control.tasks
+            found = tasks.popleft() if tasks else task_queue.take(self._task_socket)
+            if found is None:
+                self._wait()
+            elif (ticket := self._claimed(found)) is not None:
                 return ticket
-            mask = select.POLLIN | (select.POLLOUT if is_writing else 0)
-            self._poller.modify(self._sender, mask)
-            self._poller.poll()
-            try:
-                self._woken.recv(1024)
-            except BlockingIOError:
-                pass
 
-    def _take_locked(self) -> Ticket | None:
-        """Take a ticket and claim it; return None if there is none."""
-        tasks = self._control.tasks
-        while (
-            found := tasks.popleft() if tasks else task_queue.take(self._task_socket)
-        ) is not None:
-            token, number = task_queue.HEAD.unpack_from(found[0])
-            place = self._places[number] = self._free.pop()
-            self._claims[place] = token + 1
-            try:
-                # Only one, as another worker may have a thread for the next one.
-                (ticket,) = task_queue.unpack(*found)
-            except Exception as error:
-                # The user's class cannot be loaded here.
-                self._sender.send(Failure(0, number, error))
-                self._drop_claim_locked(number)
-            else:
-                return ticket
-        return None
+    def _claimed(self, found: tuple[bytes, list[int]]) -> Ticket | None:
+        """Claim a ticket and return it; None if it cannot be loaded here."""
+        token, number = task_queue.HEAD.unpack_from(found[0])
+        # Threads that drop claims change other places meanwhile, each by one step.
+        place = self._places[number] = self._free.pop()
+        self._claims[place] = token + 1
+        try:
+            # Only one, as another worker may have a thread for the next one.
+            (ticket,) = task_queue.unpack(*found)
+        except Exception as error:
+            # The user's class cannot be loaded here.
+            self.send(Failure(0, number, error))
+            return None
+        return ticket
+
+    def _wait(self) -> None:
+        """Wait until there are tasks or orders; send logs meanwhile."""
+        control = self._control
+        with self._lock:
+            control.read_orders()
+            is_writing = control.try_flush()
+            if control.closed or control.tasks:
+                return
+        mask = select.POLLIN | (select.POLLOUT if is_writing else 0)
+        self._poller.modify(self._sender, mask)
+        self._poller.poll()
+        try:
+            self._woken.recv(1024)
+        except BlockingIOError:
+            pass

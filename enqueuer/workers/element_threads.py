@@ -2,6 +2,10 @@
 
     submit(jobs) -> a queue -> n threads, each runs one job after the other
 
+A thread that has no job waits until the worker's own thread has got the GIL and has taken the next
+ticket. If the other threads compute, each of them may be first, which takes many times as long as
+a short job. So as long as jobs are short, each thread's next job waits here, too.
+
 The worker is busy by as much as its threads are, on average. So its meter counts a wait of one
 thread of n as the n-th part of a wait of the worker.
 """
@@ -22,6 +26,9 @@ from enqueuer.workers.messages import Ticket
 
 # Each holds a ticket at a time, and the ring has a word for each ticket.
 MOST_THREADS = 1024
+# Nanoseconds. A job that takes longer is not followed by one that waits here, while a thread of
+# another worker might be free.
+SHORT_NS = 500_000_000
 
 
 class Job(Protocol):
@@ -88,8 +95,9 @@ class ElementThreads:
         # The jobs that run, by the thread that runs them.
         self._current: dict[int, Job] = {}
         self._changed = threading.Condition(threading.Lock())
-        # Number of jobs that wait or run.
-        self._load = 0
+        # Number of jobs that wait or run, and below which another ticket is taken.
+        self._load, self._room = 0, count
+        self._is_awaited = False
         self._is_closed = False
         # Time of the last change of the load.
         self._since = clock()
@@ -110,10 +118,16 @@ class ElementThreads:
             self.join()
             raise
 
+    @property
+    def has_room(self) -> bool:
+        """Whether a thread has no job; or, as long as jobs are short, none after the present."""
+        return self._load < self._room
+
     def wait_for_room(self) -> bool:
-        """Wait until a thread has nothing to do; return False if the threads were closed."""
+        """Wait until there is room for a job; return False if the threads were closed."""
         with self._changed:
-            while self._load >= self._count and not self._is_closed:
+            while not (self.has_room or self._is_closed):
+                self._is_awaited = True
                 self._changed.wait()
             return not self._is_closed
 
@@ -154,6 +168,7 @@ class ElementThreads:
         ident = threading.get_ident()
         while (job := self._jobs.get()) is not None:
             self._current[ident] = job
+            began = clock()
             try:
                 if not self._is_closed:
                     self._do(job)
@@ -164,7 +179,10 @@ class ElementThreads:
             del self._current[ident], job
             with self._changed:
                 self._count_locked(-1)
-                if self._load == self._count - 1:
+                is_short = self._since - began < SHORT_NS
+                self._room = min(2 * self._count, MOST_THREADS) if is_short else self._count
+                if self._is_awaited and self.has_room:
+                    self._is_awaited = False
                     self._changed.notify()
 
     def _do(self, job: Job) -> None:

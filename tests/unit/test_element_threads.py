@@ -1,0 +1,88 @@
+"""When the threads of a worker have room for another ticket."""
+
+import threading
+
+import pytest
+
+from enqueuer.monitoring.meters import Meter
+from enqueuer.workers import element_threads
+from enqueuer.workers.element_threads import ElementThreads
+from enqueuer.workers.messages import Ticket
+from tests.helpers import LIMIT
+
+
+class Waits:
+    """A job that ends when it may."""
+
+    indices, ticket = (0,), Ticket(0, 0, (0,))
+
+    def __init__(self, may_end):
+        self.may_end = may_end
+        self.has_begun = threading.Event()
+
+    def run(self):
+        self.has_begun.set()
+        assert self.may_end.wait(LIMIT)
+
+
+@pytest.fixture
+def gate():
+    return threading.Event()
+
+
+@pytest.fixture
+def threads(gate):
+    """Two threads."""
+    threads = ElementThreads(2, Meter())
+    threads.start("worker-0")
+    yield threads
+    gate.set()
+    threads.join()
+
+
+def submit(threads, *gates):
+    jobs = [Waits(gate) for gate in gates]
+    threads.submit(jobs)
+    return jobs
+
+
+def end_one_of_three(threads, gate):
+    """Have a job end, and each thread run one that does not."""
+    is_open = threading.Event()
+    is_open.set()
+    for job in submit(threads, is_open, gate, gate):
+        # The thread that begins the last one has counted the end of the first.
+        assert job.has_begun.wait(LIMIT)
+
+
+def test_a_first_job_for_each_thread_finds_room(threads, gate):
+    assert threads.has_room
+    submit(threads, gate)
+    assert threads.has_room
+    submit(threads, gate)
+    assert not threads.has_room
+
+
+def test_after_a_short_job_there_is_room_for_the_next_one_of_each_thread(threads, gate):
+    end_one_of_three(threads, gate)
+    for _ in range(2):
+        assert threads.wait_for_room()
+        submit(threads, gate)
+    assert not threads.has_room
+
+
+def test_after_a_long_job_there_is_room_for_the_present_ones_only(threads, gate, monkeypatch):
+    monkeypatch.setattr(element_threads, "SHORT_NS", 0)
+    end_one_of_three(threads, gate)
+    assert not threads.has_room
+
+
+def test_the_end_of_a_short_job_wakes_who_waits_for_room(threads, gate):
+    first = threading.Event()
+    submit(threads, first, gate)
+    found = []
+    waiting = threading.Thread(target=lambda: found.append(threads.wait_for_room()))
+    waiting.start()
+    first.set()
+    waiting.join(LIMIT)
+    assert found == [True]
