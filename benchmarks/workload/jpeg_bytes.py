@@ -61,7 +61,7 @@ def together(contents: list[bytes]) -> list[bytes]:
     return contents
 
 
-mapped.add(WORKLOAD)
+mapped.add(WORKLOAD, leave_out=["tf.data, numpy_function", "WebDataset"])
 
 
 @WORKLOAD.contestant("WebDataset", "webdataset", compare=False)

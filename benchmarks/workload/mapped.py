@@ -37,7 +37,7 @@ def add(workload: Workload, leave_out: Sequence[str] = ()) -> None:
     """Add the contestants of this module to a workload, whose data are `Mapped`."""
     for name, (open, needs, uses) in _CONTESTANTS.items():
         if name not in leave_out:
-            workload.contestant(name, needs, uses)(open)
+            workload.contestant(name, needs, uses, compare=name not in _UNORDERED)(open)
 
 
 def stack(results: list[Any]) -> Any:
@@ -177,6 +177,44 @@ def _spdl_processes(data: Mapped, items: int) -> Epochs:
             yield batches
 
 
+def _tensorflow(data: Mapped, items: int) -> Epochs:
+    import tensorflow as tf
+
+    example = data.load(data.elements[0])
+    keys = list(example) if isinstance(example, dict) else None
+    dtypes = [np.asarray(one).dtype for one in (example.values() if keys else [example])]
+
+    def load(index: Any) -> Any:
+        loaded = data.load(data.elements[index])
+        return [loaded[key] for key in keys] if keys else [loaded]
+
+    def call(index: Any) -> Any:
+        parts = tf.numpy_function(load, [index], dtypes)
+        return dict(zip(keys, parts, strict=True)) if keys else parts[0]
+
+    dataset = tf.data.Dataset.range(len(data.elements)).map(call, num_parallel_calls=2)
+    dataset = dataset.batch(data.batch_size).prefetch(4)
+    while True:
+        yield dataset.as_numpy_iterator()
+
+
+# Each of its processes makes batches of its own elements.
+def _webdataset(data: Mapped, items: int) -> Epochs:
+    import webdataset
+
+    dataset = webdataset.DataPipeline(
+        functools.partial(iter, data.elements),
+        webdataset.split_by_worker,
+        webdataset.map(data.load),
+        webdataset.batched(data.batch_size, collation_fn=data.collate or stack),
+    )
+    batches = webdataset.WebLoader(dataset, batch_size=None, num_workers=2, persistent_workers=True)
+    while True:
+        yield batches
+
+
+# Names of contestants whose batches come in another order.
+_UNORDERED = frozenset({"WebDataset"})
 _CONTESTANTS: dict[str, tuple[Any, str | None, tuple[Any, ...]]] = {
     "plain loop": (_plain, None, (_batches,)),
     "enqueuer": (_enqueuer, None, ()),
@@ -187,4 +225,6 @@ _CONTESTANTS: dict[str, tuple[Any, str | None, tuple[Any, ...]]] = {
     "Grain": (_grain, "grain", ()),
     "SPDL": (_spdl, "spdl", (_load_many,)),
     "SPDL, 2 processes": (_spdl_processes, "spdl", (_load_many,)),
+    "tf.data, numpy_function": (_tensorflow, "tensorflow", ()),
+    "WebDataset": (_webdataset, "webdataset", ()),
 }

@@ -13,13 +13,14 @@ from enqueuer.monitoring import gil, usage
 from enqueuer.monitoring.autoscaler import Autoscaler, computing_share
 from enqueuer.monitoring.bottleneck import HARDLY_WAITS, MOSTLY
 from enqueuer.monitoring.bottleneck_inputs import most_on
+from enqueuer.monitoring.gil import Probe
 from enqueuer.monitoring.meters import clock
 from enqueuer.monitoring.stats import Stats
 
 _log = logging.getLogger("enqueuer")
 
-# Seconds for which the GIL is probed; some hundred times, so that chance changes little.
-_PROBE_S = 0.2
+# Nanoseconds for which the GIL is probed; some hundred times, so that chance changes little.
+_PROBE_NS = 200_000_000
 
 
 class Scaling:
@@ -41,6 +42,8 @@ class Scaling:
         )
         self._epoch_began: Stats | None = None
         self._has_named_limit = False
+        self._probe: Probe | None = None
+        self._probe_until = 0
 
     def begin_epoch(self, stats: Stats) -> None:
         """Note the statistics at the beginning of an epoch."""
@@ -72,6 +75,11 @@ class Scaling:
     def _step(self, reader: EpochReader, between_epochs: bool) -> None:
         run, autoscaler = self._run, self._autoscaler
         stats, before = reader.stats(), run.workers
+        if not between_epochs and self._is_probing(stats):
+            return
+        held = self._held_share()
+        if held is not None:
+            run.gil_share = held
         rerun_s = None
         if not between_epochs:
             began = self._epoch_began
@@ -79,7 +87,7 @@ class Scaling:
         workers = autoscaler.next(stats, rerun_s)
         self._name_limit()
         if workers > before:
-            workers = self._within_gil(workers, before, stats)
+            workers = self._within_gil(workers, before, stats, held)
         if workers > before:
             workers = self._fitting(workers, before, stats)
         if workers == before:
@@ -108,27 +116,19 @@ class Scaling:
             run.replace(job, reader.work.pass_work)
         run.end_replaced()
 
-    def _within_gil(self, workers: int, before: int, stats: Stats) -> int:
+    def _within_gil(self, workers: int, before: int, stats: Stats, held: float | None) -> int:
         """Return how many of `workers` threads help; report to the autoscaler if not all do.
 
         Args:
             workers: Number of workers that the autoscaler wants.
             before: Number of workers now.
             stats: Statistics now.
+            held: Share of the time in which the GIL was held; None if it was not measured.
         """
-        run = self._run
-        computing = computing_share(stats)
-        if run.options.backend_name != "thread" or computing < MOSTLY or gil.switch_s() is None:
-            return workers
-        run.meter.pause(None)
-        try:
-            held = run.gil_share = gil.held_share(_PROBE_S)
-        finally:
-            run.meter.resume()
         if held is None:
             return workers
         # The probe may have met a phase of computing in a work that also waits.
-        most = max(before, most_on(1, min(held, computing)))
+        most = max(before, most_on(1, min(held, computing_share(stats))))
         if most >= workers:
             return workers
         self._autoscaler.limited(most)
@@ -139,6 +139,40 @@ class Scaling:
             percent(held),
         )
         return most
+
+    def _is_probing(self, stats: Stats) -> bool:
+        """Return whether the GIL is being probed, or is from now on, before the next decision.
+
+        Meanwhile the loop goes on, so that the threads have room and tasks.
+        """
+        run = self._run
+        if self._probe is not None:
+            return clock() < self._probe_until
+        is_of_use = (
+            run.options.backend_name == "thread"
+            and self._autoscaler.has_window
+            and stats.waiting_share >= HARDLY_WAITS
+            and computing_share(stats) >= MOSTLY
+            and gil.switch_s() is not None
+        )
+        if is_of_use:
+            until = self._probe_until = clock() + _PROBE_NS
+
+            # Not longer than the run: one that was stopped has no threads left.
+            def is_over() -> bool:
+                return clock() >= until or run.state is not State.RUNNING
+
+            self._probe = Probe(is_over)
+            self._probe.start()
+        return is_of_use
+
+    def _held_share(self) -> float | None:
+        """Return the share of the time in which the GIL was held just now; None: not known."""
+        probe, self._probe = self._probe, None
+        if probe is None:
+            return None
+        probe.stop()
+        return probe.share
 
     def _fitting(self, workers: int, before: int, stats: Stats) -> int:
         """Return how many of `workers` fit into memory; report to the autoscaler if not all do.

@@ -47,8 +47,9 @@ LEAST_GAIN = 0.2
 WORSE = 0.8
 # Ratio to the number of workers that are busy all the time.
 SPARE = 1.2
-# Ratio to the number of workers that would be as fast if none waited for another one.
-MARGIN = 1.25
+# Ratio to the number of workers that would be as fast if none waited for another one. Some do, by
+# chance, even if there are enough.
+MARGIN = 1.5
 # Windows in a row in which fewer workers would do, before some exit.
 CALM = 3
 # Part of the workers; fewer of them are not added nor ended.
@@ -137,6 +138,11 @@ class Autoscaler:
         """Set the limit to a number of workers while the load stays the same."""
         self._most = self._workers = workers
         self._arrive()
+
+    @property
+    def has_window(self) -> bool:
+        """Whether a window has begun, at whose end it decides."""
+        return self._base is not None
 
     # --- inside ---
 

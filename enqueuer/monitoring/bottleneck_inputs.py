@@ -15,7 +15,7 @@ GIL_IS_BUSY = 0.85
 # Number of CPUs; threads that use more are not kept from it by the GIL.
 MORE_THAN_GIL = 1.2
 # Ratio of the workers that wait to the least number that could keep the CPUs busy.
-_SPARE_WAITS = 1.25
+_SPARE_WAITS = 1.5
 # Share of the threads' waits, other than for a CPU, that were too long for the GIL.
 IS_OUTSIDE = 0.25
 # Share of the threads' work; several threads of Python code wait longer than that for the GIL.
@@ -206,11 +206,11 @@ def most_on(cpus: float, computing_share: float) -> int:
     """Return the number of workers for which there are CPUs, if each computes for some of its time.
 
     These are as many as there are CPUs, and those that wait meanwhile. Waits are not spread evenly
-    over time, so a quarter more of the latter keeps the CPUs busy.
+    over time, so half as many more of the latter keep the CPUs busy.
 
     Example:
         >>> most_on(4, 1.0), most_on(4, 0.9), most_on(2, 0.1), most_on(0.5, 1.0)
-        (4, 4, 24, 1)
+        (4, 4, 29, 1)
         >>> most_on(4, 0.0) > 1000
         True
     """

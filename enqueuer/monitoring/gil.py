@@ -24,6 +24,7 @@ import random
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 # Share of the time; a thread that holds the GIL for longer mostly runs Python code. On a busy
 # machine the share is smaller, as the GIL is free while the thread waits for a CPU to take it.
@@ -37,19 +38,11 @@ def switch_s() -> float | None:
     return sys.getswitchinterval() if getattr(sys, "_is_gil_enabled", _yes)() else None
 
 
-def held_share(seconds: float) -> float | None:
-    """Measure for so many seconds the share of the time in which the GIL is held, from 0 to 1.
-
-    Returns:
-        None if the system does not tell.
-    """
-    with Probe() as probe:
-        time.sleep(seconds)
-    return probe.share
-
-
 class Probe:
     """A thread that measures how often the GIL is held, until it is stopped.
+
+    Args:
+        is_over: Function that the thread calls before each measurement; it ends when that is true.
 
     Example:
         >>> with Probe() as probe:
@@ -59,7 +52,8 @@ class Probe:
         True
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_over: Callable[[], bool] | None = None) -> None:
+        self._is_over = is_over or (lambda: False)
         self._asked = 0
         self._held = 0
         self._done = threading.Event()
@@ -72,13 +66,21 @@ class Probe:
             return 0.0
         return self._held / self._asked if self._asked else None
 
-    def __enter__(self) -> Probe:
+    def start(self) -> None:
+        """Start to measure."""
         self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._done.set()
+        self._thread.join()
+
+    def __enter__(self) -> Probe:
+        self.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
+        self.stop()
 
     def _run(self) -> None:
         try:
@@ -88,7 +90,7 @@ class Probe:
             return
         draw, clock, sleep = random.Random(7).uniform, time.perf_counter, time.sleep
         at, was_held = clock(), False
-        while not self._done.is_set():
+        while not (self._done.is_set() or self._is_over()):
             at += draw(0.5, 1.5) * _GAP_S
             left = at - clock()
             if left > 0:

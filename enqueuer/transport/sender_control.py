@@ -40,7 +40,8 @@ def send_ready(packets: Packets) -> None:
 class SenderControl:
     """The worker's end of the socket, after `send_ready()`.
 
-    Any thread may call `send_record`, the rest is for the worker's own loop.
+    Any thread may call `send_record`, `try_flush` and `emit`; the rest is for the worker's own
+    loop.
 
     Args:
         packets: The worker's end of the socket.

@@ -4,7 +4,7 @@
     threads of elements:     send_item(), send() -> with the lock; the end of a task drops its claim
 
 A system call gives the GIL away, and threads that compute may take it first, one after the other.
-So the lock, which each thread needs to send its result, is not held while one wakes the consumer.
+So the lock, which each thread needs to send its result, is not held for those calls that are usual.
 
 Any thread may read the orders that have come, while it sends. If there are some for the worker's
 own thread, it is woken by a socket.
@@ -78,24 +78,24 @@ class SharedSender:
         with self._lock:
             try:
                 self._sender.send_item(shard, number, value, state)
-                self._drop_claim_locked(number)
+                self._drop_claim(number)
             finally:
                 self._pass_orders_locked()
             must_wake = self._control.take_wake()
         if must_wake:
-            self._control.emit(Kind.WAKE)
+            self._wake_loop()
 
     def send(self, message: End | Failure | Empty) -> None:
         with self._lock:
             try:
                 self._sender.send(message)
                 if not isinstance(message, Failure) or not message.skipped:
-                    self._drop_claim_locked(message.number)
+                    self._drop_claim(message.number)
             finally:
                 self._pass_orders_locked()
             must_wake = self._control.take_wake()
         if must_wake:
-            self._control.emit(Kind.WAKE)
+            self._wake_loop()
 
     def check(self) -> None:
         # Without the lock, as another thread may be sending.
@@ -109,6 +109,14 @@ class SharedSender:
 
     def watch(self, waited: Callable[[int], None]) -> None:
         self._sender.watch(waited)
+
+    def _wake_loop(self) -> None:
+        try:
+            self._control.emit(Kind.WAKE)
+        except BaseException:
+            # The worker's own thread ends it.
+            self._wake_own()
+            raise
 
     def _pass_orders_locked(self) -> None:
         """Wake the worker's own thread if there is something for it."""
@@ -126,7 +134,8 @@ class SharedSender:
             # It has been woken already.
             pass
 
-    def _drop_claim_locked(self, number: int) -> None:
+    def _drop_claim(self, number: int) -> None:
+        """Drop the claim of a task, if there is one. Another thread may claim one meanwhile."""
         place = self._places.pop(number, None)
         if place is not None:
             self._claims[place] = 0
@@ -157,6 +166,8 @@ class SharedSender:
     def _claimed(self, found: tuple[bytes, list[int]]) -> Ticket | None:
         """Claim a ticket and return it; None if it cannot be loaded here."""
         token, number = task_queue.HEAD.unpack_from(found[0])
+        # It may have been offered again.
+        self._drop_claim(number)
         # Threads that drop claims change other places meanwhile, each by one step.
         place = self._places[number] = self._free.pop()
         self._claims[place] = token + 1
@@ -172,15 +183,12 @@ class SharedSender:
     def _wait(self) -> None:
         """Wait until there are tasks or orders; send logs meanwhile."""
         control = self._control
-        with self._lock:
-            control.read_orders()
-            is_writing = control.try_flush()
-            if control.closed or control.tasks:
-                return
+        is_writing = bool(control.records) and control.try_flush()
         mask = select.POLLIN | (select.POLLOUT if is_writing else 0)
         self._poller.modify(self._sender, mask)
-        self._poller.poll()
-        try:
+        ready = {fd for fd, _ in self._poller.poll()}
+        if self._sender.fileno() in ready:
+            with self._lock:
+                control.read_orders()
+        if self._woken.fileno() in ready:
             self._woken.recv(1024)
-        except BlockingIOError:
-            pass

@@ -1,10 +1,11 @@
 """The loop of a worker that runs several elements at once, by `concurrency=n`.
 
-    serve_concurrently: a thread is free -> take a ticket -> its elements to the threads
+    serve_concurrently: threads have room -> take a ticket -> its elements to the threads
     the last element of a ticket is done -> collate -> send, in the thread that has done it
 
-The worker takes no ticket before a thread is free, so that no task waits here while another worker
-could do it. The errors of a batch are sent in the order of its elements, as by `serve_tasks`.
+While elements take long, the worker takes no ticket before a thread is free, so that no task waits
+here while another worker could do it. The errors of a batch are sent in the order of its elements,
+as by `serve_tasks`.
 """
 
 from __future__ import annotations
@@ -109,6 +110,8 @@ def _jobs_of(
 class _Whole:
     """All of a ticket, done by one thread."""
 
+    is_work = True
+
     def __init__(
         self, source: TaskSource, ticket: Ticket, sender: Sender, on_error: OnError
     ) -> None:
@@ -187,6 +190,8 @@ class _Batch:
 class _Fetch:
     """Fetching the elements of a batch by one call, before each gets a thread."""
 
+    is_work = False
+
     def __init__(self, batch: _Batch, threads: ElementThreads) -> None:
         self._batch = batch
         self._threads = threads
@@ -206,6 +211,8 @@ class _Fetch:
 
 class _Element:
     """One element of a batch."""
+
+    is_work = True
 
     def __init__(self, batch: _Batch, place: int, element: Any) -> None:
         self._batch = batch

@@ -26,8 +26,8 @@ from enqueuer.workers.messages import Ticket
 
 # Each holds a ticket at a time, and the ring has a word for each ticket.
 MOST_THREADS = 1024
-# Nanoseconds. A job that takes longer is not followed by one that waits here, while a thread of
-# another worker might be free.
+# Nanoseconds. Behind a job that takes longer no other one waits here, while a thread of another
+# worker might be free.
 SHORT_NS = 500_000_000
 
 
@@ -41,6 +41,10 @@ class Job(Protocol):
     @property
     def indices(self) -> tuple[int, ...]:
         """Indices of the elements."""
+
+    @property
+    def is_work(self) -> bool:
+        """Whether it takes as long as the work for its elements."""
 
     def run(self) -> None:
         """Do it. Raises Closed if the consumer left."""
@@ -76,7 +80,7 @@ class ElementThreads:
 
     Example:
         >>> class Append:
-        ...     indices, ticket = (0,), Ticket(0, 0, (0,))
+        ...     indices, ticket, is_work = (0,), Ticket(0, 0, (0,)), True
         ...     def run(self): done.append(self)
         >>> done, threads = [], ElementThreads(2, Meter())
         >>> threads.start("worker-0"); threads.submit([Append(), Append(), Append()])
@@ -92,12 +96,13 @@ class ElementThreads:
         self._count = count
         self._meter = meter
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
-        # The jobs that run, by the thread that runs them.
-        self._current: dict[int, Job] = {}
+        # The jobs that run, and when each began, by the thread that runs them, the oldest first.
+        self._current: dict[int, tuple[Job, int]] = {}
         self._changed = threading.Condition(threading.Lock())
-        # Number of jobs that wait or run, and below which another ticket is taken.
-        self._load, self._room = 0, count
-        self._is_awaited = False
+        # Number of jobs that wait or run.
+        self._load = 0
+        # Whether the last work was short, and whether the worker's own thread waits for room.
+        self._is_short = self._is_awaited = False
         self._is_closed = False
         # Time of the last change of the load.
         self._since = clock()
@@ -120,13 +125,14 @@ class ElementThreads:
 
     @property
     def has_room(self) -> bool:
-        """Whether a thread has no job; or, as long as jobs are short, none after the present."""
-        return self._load < self._room
+        """Whether a thread has no job; or, as long as work is short, none after the present."""
+        with self._changed:
+            return self._has_room_locked()
 
     def wait_for_room(self) -> bool:
         """Wait until there is room for a job; return False if the threads were closed."""
         with self._changed:
-            while not (self.has_room or self._is_closed):
+            while not (self._has_room_locked() or self._is_closed):
                 self._is_awaited = True
                 self._changed.wait()
             return not self._is_closed
@@ -160,15 +166,16 @@ class ElementThreads:
         # A copy, since threads begin and end jobs meanwhile.
         return [
             ThreadSnapshot(job.indices, stack)
-            for ident, job in self._current.copy().items()
+            for ident, (job, _) in self._current.copy().items()
             if (stack := _stack_of(ident)) is not None
         ]
 
     def _run(self) -> None:
         ident = threading.get_ident()
         while (job := self._jobs.get()) is not None:
-            self._current[ident] = job
             began = clock()
+            with self._changed:
+                self._current[ident] = job, began
             try:
                 if not self._is_closed:
                     self._do(job)
@@ -176,14 +183,24 @@ class ElementThreads:
                 self.close()
             except BaseException as error:
                 self.close(error)
-            del self._current[ident], job
             with self._changed:
+                del self._current[ident]
                 self._count_locked(-1)
-                is_short = self._since - began < SHORT_NS
-                self._room = min(2 * self._count, MOST_THREADS) if is_short else self._count
-                if self._is_awaited and self.has_room:
+                if job.is_work:
+                    self._is_short = self._since - began < SHORT_NS
+                if self._is_awaited and self._has_room_locked():
                     self._is_awaited = False
                     self._changed.notify()
+            del job
+
+    def _has_room_locked(self) -> bool:
+        if self._load < self._count:
+            return True
+        # There is a claim for each ticket.
+        if not self._is_short or self._load >= min(2 * self._count, MOST_THREADS):
+            return False
+        _, oldest = next(iter(self._current.values()), (None, clock()))
+        return clock() - oldest < SHORT_NS
 
     def _do(self, job: Job) -> None:
         if self.observer is None:

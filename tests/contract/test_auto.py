@@ -301,6 +301,8 @@ class Given:
     reason, wanted, waiting_share, due_s = "as the test says", 1, 0.0, 0.0
     workers = 1
 
+    has_window = False
+
     def __init__(self, *_):
         pass
 
@@ -407,6 +409,8 @@ class Erratic:
     """Stands for the autoscaler: another number every few times that it is asked."""
 
     reason, wanted, waiting_share, due_s = "as it likes", 2, 0.5, 0.0
+
+    has_window = False
 
     def __init__(self, *_):
         self.numbers = itertools.cycle(number for number in (2, 4, 1, 3) for _ in range(6))

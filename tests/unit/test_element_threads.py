@@ -8,7 +8,7 @@ from enqueuer.monitoring.meters import Meter
 from enqueuer.workers import element_threads
 from enqueuer.workers.element_threads import ElementThreads
 from enqueuer.workers.messages import Ticket
-from tests.helpers import LIMIT
+from tests.helpers import LIMIT, wait_until
 
 
 class Waits:
@@ -16,8 +16,9 @@ class Waits:
 
     indices, ticket = (0,), Ticket(0, 0, (0,))
 
-    def __init__(self, may_end):
+    def __init__(self, may_end, is_work=True):
         self.may_end = may_end
+        self.is_work = is_work
         self.has_begun = threading.Event()
 
     def run(self):
@@ -40,17 +41,17 @@ def threads(gate):
     threads.join()
 
 
-def submit(threads, *gates):
-    jobs = [Waits(gate) for gate in gates]
+def submit(threads, *gates, is_work=True):
+    jobs = [Waits(gate, is_work) for gate in gates]
     threads.submit(jobs)
     return jobs
 
 
-def end_one_of_three(threads, gate):
+def end_one_of_three(threads, gate, is_work=True):
     """Have a job end, and each thread run one that does not."""
     is_open = threading.Event()
     is_open.set()
-    for job in submit(threads, is_open, gate, gate):
+    for job in submit(threads, is_open, gate, gate, is_work=is_work):
         # The thread that begins the last one has counted the end of the first.
         assert job.has_begun.wait(LIMIT)
 
@@ -77,12 +78,25 @@ def test_after_a_long_job_there_is_room_for_the_present_ones_only(threads, gate,
     assert not threads.has_room
 
 
+def test_behind_a_job_that_has_run_for_long_there_is_no_room(threads, gate, monkeypatch):
+    end_one_of_three(threads, gate)
+    assert threads.has_room
+    monkeypatch.setattr(element_threads, "SHORT_NS", 0)
+    assert not threads.has_room
+
+
+def test_a_job_that_is_no_work_shows_nothing(threads, gate):
+    end_one_of_three(threads, gate, is_work=False)
+    assert not threads.has_room
+
+
 def test_the_end_of_a_short_job_wakes_who_waits_for_room(threads, gate):
     first = threading.Event()
     submit(threads, first, gate)
     found = []
     waiting = threading.Thread(target=lambda: found.append(threads.wait_for_room()))
     waiting.start()
+    wait_until(lambda: threads._is_awaited)
     first.set()
     waiting.join(LIMIT)
     assert found == [True]
