@@ -12,6 +12,10 @@ from typing import Any
 from workload import Epochs, Workload, parse_flags
 
 _THREADS = 16
+# Items on their way. With `concurrency`, the next item of each thread is among them.
+_WINDOW = 40 + 2 * _THREADS
+# Those of them that no thread works on, for loaders that count these.
+_QUEUE = _WINDOW - _THREADS
 
 
 def _prepare(folder: Path, items: int) -> range:
@@ -25,8 +29,8 @@ WORKLOAD = Workload(
     batch_size=1,
     prepare=_prepare,
     size_of=lambda item: 1,
-    why="The number of items on their way, 56 for all loaders: three that take 60 ms wait at "
-    "once, so that 1,000 items/s are the limit.",
+    why=f"The number of items on their way, {_WINDOW} for all loaders: so a few that take 60 ms "
+    "wait at once.",
 )
 
 
@@ -65,7 +69,7 @@ def _endless(indices: Any, items: int) -> Epochs:
 def _workers(indices: Any, items: int) -> Epochs:
     from enqueuer import OrderedEnqueuer
 
-    with OrderedEnqueuer(indices, work, workers=_THREADS, max_queue_size=40) as results:
+    with OrderedEnqueuer(indices, work, workers=_THREADS, max_queue_size=_QUEUE) as results:
         while True:
             yield results
 
@@ -74,7 +78,7 @@ def _window(indices: Any) -> Iterator[int]:
     """Keep as many results waiting as the queues of the others do."""
     with ThreadPoolExecutor(_THREADS) as pool:
         left = iter(indices)
-        futures = [pool.submit(work, i) for i in itertools.islice(left, 40 + _THREADS)]
+        futures = [pool.submit(work, i) for i in itertools.islice(left, _WINDOW)]
         while futures:
             yield futures.pop(0).result()
             futures += [pool.submit(work, i) for i in itertools.islice(left, 1)]
@@ -91,7 +95,7 @@ def _grain(indices: Any, items: int) -> Epochs:
     import grain
 
     parse_flags()
-    read = grain.ReadOptions(num_threads=_THREADS, prefetch_buffer_size=40 + _THREADS)
+    read = grain.ReadOptions(num_threads=_THREADS, prefetch_buffer_size=_WINDOW)
     results = iter(grain.MapDataset.range(items).map(work).repeat().to_iter_dataset(read))
     while True:
         yield itertools.islice(results, items)
@@ -110,12 +114,12 @@ class Items:
         return work(self.indices[index])
 
 
-# Three for each of its processes, 48, are as near to the others' as it can be.
+# Five for each of its processes, 80.
 @WORKLOAD.contestant("torch, 16 processes", needs="torch", uses=(Items,))
 def _torch(indices: Any, items: int) -> Epochs:
     from torch.utils.data import DataLoader
 
-    options: Any = dict(batch_size=None, num_workers=_THREADS, prefetch_factor=3)
+    options: Any = dict(batch_size=None, num_workers=_THREADS, prefetch_factor=5)
     results = DataLoader(Items(indices), persistent_workers=True, **options)
     while True:
         yield results
@@ -128,7 +132,7 @@ def _tensorflow(indices: Any, items: int) -> Epochs:
     def call(index: Any) -> Any:
         return tf.numpy_function(work, [index], tf.int64)
 
-    dataset = tf.data.Dataset.range(items).map(call, num_parallel_calls=_THREADS).prefetch(40)
+    dataset = tf.data.Dataset.range(items).map(call, num_parallel_calls=_THREADS).prefetch(_QUEUE)
     while True:
         yield dataset.as_numpy_iterator()
 
@@ -138,7 +142,9 @@ def _spdl(indices: Any, items: int) -> Epochs:
     from spdl.pipeline import PipelineBuilder
 
     pipeline = PipelineBuilder().add_source(indices, continuous=True)
-    pipeline = pipeline.pipe(work, concurrency=_THREADS, output_order="input").add_sink(40)
+    pipeline = pipeline.pipe(work, concurrency=_THREADS, output_order="input").add_sink(
+        _WINDOW - _THREADS
+    )
     results = pipeline.build(num_threads=_THREADS)
     with results.auto_stop():
         while True:
