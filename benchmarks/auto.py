@@ -1,4 +1,4 @@
-"""Compare `workers="auto"` with fixed numbers of workers, on ten kinds of work.
+"""Compare `workers="auto"` with fixed numbers of workers, on eleven kinds of work.
 
     python benchmarks/auto.py --only waiting-process --burners 2
 
@@ -72,12 +72,14 @@ class Case:
     fixed: tuple[int, ...]
     use_s: float = 0.0
     batch_size: int | None = None
+    concurrency: int = 1
 
 
 CASES = {
     "waiting-thread": Case(remote_file, "thread", (1, 8, 16, 32, 64)),
     "waiting-process": Case(remote_file, "process", (1, 8, 16, 32, 64)),
     "waiting-batches": Case(remote_file, "process", (1, 8, 16, 32, 64), batch_size=16),
+    "waiting-concurrency": Case(remote_file, "process", (1, 2, 4), batch_size=16, concurrency=16),
     "computing-process": Case(computing, "process", (1, 2, 4)),
     "numpy-thread": Case(spectrum, "thread", (1, 2, 4)),
     "python-thread": Case(computing, "thread", (1, 2, 4)),
@@ -94,7 +96,12 @@ def measure(case: Case, workers: int | str, seconds: float) -> dict[str, Any]:
 
     rates: list[float] = []
     with OrderedEnqueuer(
-        range(10**9), case.map, workers=workers, backend=case.backend, batch_size=case.batch_size
+        range(10**9),
+        case.map,
+        workers=workers,
+        backend=case.backend,
+        batch_size=case.batch_size,
+        concurrency=case.concurrency,
     ) as enqueuer:
         began = tick = time.perf_counter()
         count, counts, earlier = 0, [], enqueuer.stats()

@@ -77,6 +77,7 @@ class ElementThreads:
         observer: Observer of the jobs; or None.
         on_error: Function that is called with an exception of a thread; the worker's own thread
             may be waiting for a ticket, and then does not see it.
+        is_awaited: Whether the worker's own thread waits for room.
 
     Example:
         >>> class Append:
@@ -101,8 +102,9 @@ class ElementThreads:
         self._changed = threading.Condition(threading.Lock())
         # Number of jobs that wait or run.
         self._load = 0
-        # Whether the last work was short, and whether the worker's own thread waits for room.
-        self._is_short = self._is_awaited = False
+        # Whether the last work was short.
+        self._is_short = False
+        self.is_awaited = False
         self._is_closed = False
         # Time of the last change of the load.
         self._since = clock()
@@ -133,7 +135,7 @@ class ElementThreads:
         """Wait until there is room for a job; return False if the threads were closed."""
         with self._changed:
             while not (self._has_room_locked() or self._is_closed):
-                self._is_awaited = True
+                self.is_awaited = True
                 self._changed.wait()
             return not self._is_closed
 
@@ -188,8 +190,8 @@ class ElementThreads:
                 self._count_locked(-1)
                 if job.is_work:
                     self._is_short = self._since - began < SHORT_NS
-                if self._is_awaited and self._has_room_locked():
-                    self._is_awaited = False
+                if self.is_awaited and self._has_room_locked():
+                    self.is_awaited = False
                     self._changed.notify()
             del job
 

@@ -218,6 +218,17 @@ def test_what_waits_gets_many_more_workers_than_cpus_in_one_step(monkeypatch, ba
         assert core_of(enqueuer).run.workers >= 12
 
 
+@pytest.mark.local
+def test_what_waits_at_once_in_each_worker_needs_few_workers(monkeypatch):
+    """32 elements that wait for 35 ms and compute for 1 ms keep a CPU busy."""
+    monkeypatch.setattr("enqueuer.monitoring.usage.cpus", lambda: 2.0)
+    options = dict(workers=Auto(most=24), concurrency=32, backend=Processes(start_method="fork"))
+    with OrderedEnqueuer(range(100_000), remote_file, **options) as enqueuer:
+        loop = Loop(enqueuer, 0)
+        loop.run(3)
+        assert max(loop.workers) <= 4
+
+
 # For actors the limit is the CPUs of the cluster, as their memory is not known.
 @pytest.mark.local
 @pytest.mark.parametrize(("kind", "most"), [("tasks", 128), ("shards", 16)])

@@ -96,7 +96,7 @@ def test_the_end_of_a_short_job_wakes_who_waits_for_room(threads, gate):
     found = []
     waiting = threading.Thread(target=lambda: found.append(threads.wait_for_room()))
     waiting.start()
-    wait_until(lambda: threads._is_awaited)
+    wait_until(lambda: threads.is_awaited)
     first.set()
     waiting.join(LIMIT)
     assert found == [True]

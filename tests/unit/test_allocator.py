@@ -1,0 +1,42 @@
+"""The C libraries whose allocator is left alone."""
+
+import ctypes
+import runpy
+import types
+
+import pytest
+
+from enqueuer.workers import allocator
+
+
+class Recorder:
+    """Stands for mallopt(3), which returns whether it has set a limit."""
+
+    def __init__(self, is_set):
+        self.is_set, self.sizes = is_set, []
+
+    def __call__(self, number, size):
+        self.sizes.append(size)
+        return self.is_set
+
+
+@pytest.mark.parametrize("system", ["macOS", "musl"])
+def test_where_there_is_no_mallopt_nothing_is_called(monkeypatch, system):
+    if system == "macOS":
+        monkeypatch.setattr("sys.platform", "darwin")
+    else:
+        monkeypatch.setattr(ctypes, "CDLL", lambda name: types.SimpleNamespace())
+    module = runpy.run_path(allocator.__file__)
+    assert module["mallopt"] is None
+    module["keep_freed_memory"]()
+
+
+def test_memory_is_kept_only_if_the_first_limit_could_be_set(monkeypatch):
+    for name in (*allocator.VARIABLES, "GLIBC_TUNABLES"):
+        monkeypatch.delenv(name, raising=False)
+    for is_set, calls in [(0, 1), (1, 2)]:
+        mallopt = Recorder(is_set)
+        monkeypatch.setattr(allocator, "mallopt", mallopt)
+        allocator.keep_freed_memory()
+        assert len(mallopt.sizes) == calls
+        assert set(mallopt.sizes) == {allocator.KEPT_BYTES}
