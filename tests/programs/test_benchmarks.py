@@ -354,7 +354,7 @@ def test_the_workloads_write_a_page_that_can_be_made_again(tmp_path):
     assert "stragglers\n----------\n" in page
     assert page.count(".. image:: benchmarks/workload-stragglers.svg") == 1
     assert page.count(":alt: Bars of stragglers, items/s") == 1
-    assert "     - The number of items that wait at once" in page
+    assert "     - The number of items on their way" in page
     picture = tmp_path / "benchmarks" / "workload-stragglers.svg"
     root = ElementTree.parse(picture).getroot()
     assert len(root.findall("{http://www.w3.org/2000/svg}rect")) == 1 + 2

@@ -230,9 +230,9 @@ def test_one_thread_that_computes_is_judged_by_the_gil_if_that_was_measured(shar
 
 
 def test_enough_workers_are_not_told_to_be_more():
-    files = [worker(making=10.0, waiting=0.0, cpu=1.4, cpu_wait=3.0) for _ in range(14)]
+    files = [worker(making=10.0, waiting=0.0, cpu=1.4, cpu_wait=3.9) for _ in range(12)]
     bottleneck = find_bottleneck(inputs(*files, cpus=2, loop_cpu_s=0.1))
-    assert "more workers than the 14 now would hardly help on 2 CPUs" in bottleneck.advice
+    assert "more workers than the 12 now would hardly help on 2 CPUs" in bottleneck.advice
 
 
 def test_without_a_gil_nothing_waits_for_it():
