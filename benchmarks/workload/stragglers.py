@@ -12,10 +12,9 @@ from typing import Any
 from workload import Epochs, Workload, parse_flags
 
 _THREADS = 16
-# Items on their way. With `concurrency`, the next item of each thread is among them.
-_WINDOW = 40 + 2 * _THREADS
-# Those of them that no thread works on, for loaders that count these.
-_QUEUE = _WINDOW - _THREADS
+# Items that wait, for loaders that count these; others count those on their way.
+_QUEUE = 40
+_WINDOW = _QUEUE + _THREADS
 
 
 def _prepare(folder: Path, items: int) -> range:
@@ -50,7 +49,7 @@ def _plain(indices: Any, items: int) -> Epochs:
 def _enqueuer(indices: Any, items: int) -> Epochs:
     from enqueuer import OrderedEnqueuer
 
-    with OrderedEnqueuer(indices, work, concurrency=_THREADS, max_queue_size=40) as results:
+    with OrderedEnqueuer(indices, work, concurrency=_THREADS, max_queue_size=_QUEUE) as results:
         while True:
             yield results
 
@@ -59,7 +58,7 @@ def _enqueuer(indices: Any, items: int) -> Epochs:
 def _endless(indices: Any, items: int) -> Epochs:
     from enqueuer import OrderedEnqueuer
 
-    with OrderedEnqueuer(indices, work, concurrency=_THREADS, max_queue_size=40) as enqueuer:
+    with OrderedEnqueuer(indices, work, concurrency=_THREADS, max_queue_size=_QUEUE) as enqueuer:
         results = enqueuer.get()
         while True:
             yield itertools.islice(results, items)
@@ -114,12 +113,12 @@ class Items:
         return work(self.indices[index])
 
 
-# Five for each of its processes, 80.
+# Four for each of its processes, 64.
 @WORKLOAD.contestant("torch, 16 processes", needs="torch", uses=(Items,))
 def _torch(indices: Any, items: int) -> Epochs:
     from torch.utils.data import DataLoader
 
-    options: Any = dict(batch_size=None, num_workers=_THREADS, prefetch_factor=5)
+    options: Any = dict(batch_size=None, num_workers=_THREADS, prefetch_factor=4)
     results = DataLoader(Items(indices), persistent_workers=True, **options)
     while True:
         yield results

@@ -91,13 +91,8 @@ class Job:
 
     @property
     def tickets_at_once(self) -> int:
-        """Number of tickets on which a worker may work at once; 1 for shards."""
+        """Number of tickets that a worker runs at once; 1 for shards."""
         return self.source.tickets_at_once if isinstance(self.source, TaskSource) else 1
-
-    @property
-    def tickets_of_worker(self) -> int:
-        """Number of tickets that a worker may have, also those that wait; 1 for shards."""
-        return self.source.tickets_of_worker if isinstance(self.source, TaskSource) else 1
 
     def share_of(self, cpus: float) -> int:
         """Return the number of CPUs of each worker if they are divided evenly; at least 1."""

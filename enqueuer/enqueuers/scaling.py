@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import weakref
+from collections.abc import Callable
 
 from enqueuer.common.text import percent, size
 from enqueuer.enqueuers.epoch_reader import EpochReader
@@ -10,7 +12,7 @@ from enqueuer.enqueuers.run import Run, State
 from enqueuer.enqueuers.workload import Workload, most_workers
 from enqueuer.errors import StartError
 from enqueuer.monitoring import gil, usage
-from enqueuer.monitoring.autoscaler import Autoscaler, computing_share
+from enqueuer.monitoring.autoscaler import Autoscaler, computing_share, loop_gil_share
 from enqueuer.monitoring.bottleneck import HARDLY_WAITS, MOSTLY
 from enqueuer.monitoring.bottleneck_inputs import most_on
 from enqueuer.monitoring.gil import Probe
@@ -21,6 +23,8 @@ _log = logging.getLogger("enqueuer")
 
 # Nanoseconds for which the GIL is probed; some hundred times, so that chance changes little.
 _PROBE_NS = 200_000_000
+# Share of the time for which the loop may hold the GIL; the rest would show little.
+_MOST_BY_LOOP = 0.9
 
 
 class Scaling:
@@ -75,9 +79,9 @@ class Scaling:
     def _step(self, reader: EpochReader, between_epochs: bool) -> None:
         run, autoscaler = self._run, self._autoscaler
         stats, before = reader.stats(), run.workers
-        if not between_epochs and self._is_probing(stats):
+        if self._is_probing(stats):
             return
-        held = self._held_share()
+        held = self._held_share(loop_gil_share(stats))
         if held is not None:
             run.gil_share = held
         rerun_s = None
@@ -146,33 +150,40 @@ class Scaling:
         Meanwhile the loop goes on, so that the threads have room and tasks.
         """
         run = self._run
+        now = clock()
         if self._probe is not None:
-            return clock() < self._probe_until
+            return now < self._probe_until
         is_of_use = (
-            run.options.backend_name == "thread"
+            # Between epochs it may be asked sooner.
+            now >= run.meter.began + 1e9 * self._autoscaler.due_s
+            and run.options.backend_name == "thread"
             and self._autoscaler.has_window
             and stats.waiting_share >= HARDLY_WAITS
             and computing_share(stats) >= MOSTLY
             and gil.switch_s() is not None
         )
         if is_of_use:
-            until = self._probe_until = clock() + _PROBE_NS
-
-            # Not longer than the run: one that was stopped has no threads left.
-            def is_over() -> bool:
-                return clock() >= until or run.state is not State.RUNNING
-
-            self._probe = Probe(is_over)
+            self._probe_until = now + _PROBE_NS
+            self._probe = Probe(_end_of(run, self._probe_until))
             self._probe.start()
         return is_of_use
 
-    def _held_share(self) -> float | None:
-        """Return the share of the time in which the GIL was held just now; None: not known."""
+    def _held_share(self, by_loop: float) -> float | None:
+        """Return the share of the time in which the threads held the GIL just now.
+
+        Args:
+            by_loop: Share of the time in which the loop may have held it.
+
+        Returns:
+            The share of the time that the loop leaves; None: not known.
+        """
         probe, self._probe = self._probe, None
         if probe is None:
             return None
         probe.stop()
-        return probe.share
+        if probe.share is None or by_loop > _MOST_BY_LOOP:
+            return None
+        return max(0.0, (probe.share - by_loop) / (1 - by_loop))
 
     def _fitting(self, workers: int, before: int, stats: Stats) -> int:
         """Return how many of `workers` fit into memory; report to the autoscaler if not all do.
@@ -217,3 +228,19 @@ class Scaling:
             percent(autoscaler.waiting_share),
             reason,
         )
+
+
+def _end_of(run: Run, until: int) -> Callable[[], bool]:
+    """Return a function for a probe: whether it is over, as a run has no threads after its end.
+
+    Args:
+        run: The run, which the function does not keep.
+        until: Time at which the probe is over anyway.
+    """
+    found = weakref.ref(run)
+
+    def is_over() -> bool:
+        run = found()
+        return run is None or run.state is not State.RUNNING or clock() >= until
+
+    return is_over

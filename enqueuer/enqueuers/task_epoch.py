@@ -50,7 +50,7 @@ class TaskEpoch:
         # An item is made once, whichever worker makes it.
         self.first_items: FirstItems | None = None
         self._source = source
-        self._tickets_of_worker = source.tickets_of_worker
+        self._tickets_at_once = source.tickets_at_once
         self._reading = reading
         self._rerun = rerun
         self._run = run
@@ -145,9 +145,9 @@ class TaskEpoch:
         waiting = options.max_queue_size
         if options.max_queue_bytes is not None:
             largest = tasks.largest_bytes
-            # Until the size of the first result is known, workers get no more than they may have.
+            # Until the size of the first result is known, workers get no more than they run.
             waiting = min(waiting, options.max_queue_bytes // largest) if largest else 0
-        return waiting + self._run.workers * self._tickets_of_worker
+        return waiting + self._run.workers * self._tickets_at_once
 
     def _read(self) -> tuple[Ticket, Any] | None:
         """Return the next ticket, and the reader's state after it; None if there is none."""

@@ -4,7 +4,7 @@
 
 A thread that has no job waits until the worker's own thread has got the GIL and has taken the next
 ticket. If the other threads compute, each of them may be first, which takes many times as long as
-a short job. So as long as jobs are short, each thread's next job waits here, too.
+a short job. So if it comes late, and jobs are short, each thread's next job waits here, too.
 
 The worker is busy by as much as its threads are, on average. So its meter counts a wait of one
 thread of n as the n-th part of a wait of the worker.
@@ -29,6 +29,9 @@ MOST_THREADS = 1024
 # Nanoseconds. Behind a job that takes longer no other one waits here, while a thread of another
 # worker might be free.
 SHORT_NS = 500_000_000
+# Nanoseconds, those of CPython's switch interval. If the worker's own thread comes later, threads
+# compute.
+LATE_NS = 5_000_000
 
 
 class Job(Protocol):
@@ -102,8 +105,10 @@ class ElementThreads:
         self._changed = threading.Condition(threading.Lock())
         # Number of jobs that wait or run.
         self._load = 0
-        # Whether the last work was short.
-        self._is_short = False
+        # Whether the last work was short; whether the worker's own thread came late to the last
+        # room, and when it was called.
+        self._is_short = self._is_late = False
+        self._called = 0
         self.is_awaited = False
         self._is_closed = False
         # Time of the last change of the load.
@@ -127,9 +132,14 @@ class ElementThreads:
 
     @property
     def has_room(self) -> bool:
-        """Whether a thread has no job; or, as long as work is short, none after the present."""
+        """Whether a thread has no job; or none after the present, see above."""
         with self._changed:
             return self._has_room_locked()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no job waits or runs."""
+        return not self._load
 
     def wait_for_room(self) -> bool:
         """Wait until there is room for a job; return False if the threads were closed."""
@@ -137,6 +147,7 @@ class ElementThreads:
             while not (self._has_room_locked() or self._is_closed):
                 self.is_awaited = True
                 self._changed.wait()
+                self._is_late = clock() - self._called > LATE_NS
             return not self._is_closed
 
     def submit(self, jobs: Iterable[Job]) -> None:
@@ -192,6 +203,7 @@ class ElementThreads:
                     self._is_short = self._since - began < SHORT_NS
                 if self.is_awaited and self._has_room_locked():
                     self.is_awaited = False
+                    self._called = self._since
                     self._changed.notify()
             del job
 
@@ -199,7 +211,9 @@ class ElementThreads:
         if self._load < self._count:
             return True
         # There is a claim for each ticket.
-        if not self._is_short or self._load >= min(2 * self._count, MOST_THREADS):
+        if not (self._is_short and self._is_late) or self._load >= min(
+            2 * self._count, MOST_THREADS
+        ):
             return False
         _, oldest = next(iter(self._current.values()), (None, clock()))
         return clock() - oldest < SHORT_NS
@@ -223,6 +237,8 @@ class ElementThreads:
         self._load += change
         if not self._load:
             meter.pause(WAITING)
+            # What comes next may be other work.
+            self._is_late = False
 
 
 def _stack_of(ident: int) -> list[traceback.FrameSummary] | None:

@@ -138,21 +138,6 @@ class TaskSource:
         return 1 - (1 - self.concurrency) // (self.batch_size or 1)
 
     @property
-    def tickets_of_worker(self) -> int:
-        """Number of tickets that a worker may have: short elements may wait for its threads.
-
-        Example:
-            >>> def of(concurrency, size=None):
-            ...     source = TaskSource([], None, size, stack, 0, concurrency=concurrency)
-            ...     return source.tickets_of_worker
-            >>> of(1), of(8), of(1, size=4), of(8, size=4), of(8, size=64)
-            (1, 16, 1, 5, 2)
-        """
-        if self.concurrency == 1:
-            return 1
-        return 1 - (1 - 2 * self.concurrency) // (self.batch_size or 1)
-
-    @property
     def runs_code(self) -> bool:
         """Whether the user's code runs, which might draw from the global generators."""
         is_given = self.map is not None or self.collate is not stack

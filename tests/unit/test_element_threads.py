@@ -48,12 +48,25 @@ def submit(threads, *gates, is_work=True):
 
 
 def end_one_of_three(threads, gate, is_work=True):
-    """Have a job end, and each thread run one that does not."""
-    is_open = threading.Event()
-    is_open.set()
-    for job in submit(threads, is_open, gate, gate, is_work=is_work):
-        # The thread that begins the last one has counted the end of the first.
+    """Have a job end while room is awaited; then each thread runs one that does not end."""
+    first = threading.Event()
+    submit(threads, first, is_work=is_work)
+    jobs = submit(threads, gate, is_work=is_work)
+    found = []
+    waiting = threading.Thread(target=lambda: found.append(threads.wait_for_room()))
+    waiting.start()
+    wait_until(lambda: threads.is_awaited)
+    first.set()
+    waiting.join(LIMIT)
+    assert found == [True]
+    for job in jobs + submit(threads, gate, is_work=is_work):
         assert job.has_begun.wait(LIMIT)
+
+
+@pytest.fixture
+def late(monkeypatch):
+    """Whoever waits for room always comes late."""
+    monkeypatch.setattr(element_threads, "LATE_NS", -1)
 
 
 def test_a_first_job_for_each_thread_finds_room(threads, gate):
@@ -64,7 +77,7 @@ def test_a_first_job_for_each_thread_finds_room(threads, gate):
     assert not threads.has_room
 
 
-def test_after_a_short_job_there_is_room_for_the_next_one_of_each_thread(threads, gate):
+def test_who_comes_late_has_room_for_the_next_job_of_each_thread(threads, gate, late):
     end_one_of_three(threads, gate)
     for _ in range(2):
         assert threads.wait_for_room()
@@ -72,31 +85,35 @@ def test_after_a_short_job_there_is_room_for_the_next_one_of_each_thread(threads
     assert not threads.has_room
 
 
-def test_after_a_long_job_there_is_room_for_the_present_ones_only(threads, gate, monkeypatch):
+def test_who_comes_in_time_has_room_for_the_present_jobs_only(threads, gate, monkeypatch):
+    monkeypatch.setattr(element_threads, "LATE_NS", 1e18)
+    end_one_of_three(threads, gate)
+    assert not threads.has_room
+
+
+def test_after_a_long_job_there_is_room_for_the_present_ones_only(threads, gate, late, monkeypatch):
     monkeypatch.setattr(element_threads, "SHORT_NS", 0)
     end_one_of_three(threads, gate)
     assert not threads.has_room
 
 
-def test_behind_a_job_that_has_run_for_long_there_is_no_room(threads, gate, monkeypatch):
+def test_behind_a_job_that_has_run_for_long_there_is_no_room(threads, gate, late, monkeypatch):
     end_one_of_three(threads, gate)
     assert threads.has_room
     monkeypatch.setattr(element_threads, "SHORT_NS", 0)
     assert not threads.has_room
 
 
-def test_a_job_that_is_no_work_shows_nothing(threads, gate):
+def test_a_job_that_is_no_work_shows_nothing(threads, gate, late):
     end_one_of_three(threads, gate, is_work=False)
     assert not threads.has_room
 
 
-def test_the_end_of_a_short_job_wakes_who_waits_for_room(threads, gate):
-    first = threading.Event()
-    submit(threads, first, gate)
-    found = []
-    waiting = threading.Thread(target=lambda: found.append(threads.wait_for_room()))
-    waiting.start()
-    wait_until(lambda: threads.is_awaited)
-    first.set()
-    waiting.join(LIMIT)
-    assert found == [True]
+def test_when_all_threads_have_nothing_to_do_it_was_never_late(threads, gate, late):
+    end_one_of_three(threads, gate)
+    gate.set()
+    wait_until(lambda: threads.is_idle)
+    other = threading.Event()
+    submit(threads, other, other)
+    assert not threads.has_room
+    other.set()
