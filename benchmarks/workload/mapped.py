@@ -180,6 +180,7 @@ def _spdl_processes(data: Mapped, items: int) -> Epochs:
 def _tensorflow(data: Mapped, items: int) -> Epochs:
     import tensorflow as tf
 
+    assert data.collate is None, "it batches by itself"
     example = data.load(data.elements[0])
     keys = list(example) if isinstance(example, dict) else None
     dtypes = [np.asarray(one).dtype for one in (example.values() if keys else [example])]

@@ -28,7 +28,7 @@ WORKLOAD = Workload(
     batch_size=1,
     prepare=_prepare,
     size_of=lambda item: 1,
-    why=f"The number of items on their way, {_WINDOW} for all loaders: so a few that take 60 ms "
+    why=f"The number of items on their way, {_WINDOW}, and 64 for torch: so a few that take 60 ms "
     "wait at once.",
 )
 

@@ -77,7 +77,7 @@ class Run:
         is_news: Whether callbacks of statistics may be due.
         has_warned_of_nothing: Whether an epoch without items was reported.
         final: Statistics at the end of the run; None while it goes on.
-        gil_share: Share of the time in which threads held the GIL; None if it was not measured.
+        gil_share: See `Stats.gil_share`.
     """
 
     def __init__(

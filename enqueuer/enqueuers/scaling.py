@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
 
 from enqueuer.common.text import percent, size
 from enqueuer.enqueuers.epoch_reader import EpochReader
@@ -15,14 +14,13 @@ from enqueuer.monitoring import gil, usage
 from enqueuer.monitoring.autoscaler import Autoscaler, computing_share, loop_gil_share
 from enqueuer.monitoring.bottleneck import HARDLY_WAITS, MOSTLY
 from enqueuer.monitoring.bottleneck_inputs import most_on
-from enqueuer.monitoring.gil import Probe
 from enqueuer.monitoring.meters import clock
 from enqueuer.monitoring.stats import Stats
 
 _log = logging.getLogger("enqueuer")
 
-# Nanoseconds for which the GIL is probed; some hundred times, so that chance changes little.
-_PROBE_NS = 200_000_000
+# Seconds for which the GIL is probed; some hundred times, so that chance changes little.
+_PROBE_S = 0.2
 # Share of the time for which the loop may hold the GIL; the rest would show little.
 _MOST_BY_LOOP = 0.9
 
@@ -46,8 +44,8 @@ class Scaling:
         )
         self._epoch_began: Stats | None = None
         self._has_named_limit = False
-        self._probe: Probe | None = None
-        self._probe_until = 0
+        # Growth that waits for its probe.
+        self._growth: _Growth | None = None
 
     def begin_epoch(self, stats: Stats) -> None:
         """Note the statistics at the beginning of an epoch."""
@@ -77,21 +75,38 @@ class Scaling:
             run.state_lock.release()
 
     def _step(self, reader: EpochReader, between_epochs: bool) -> None:
-        run, autoscaler = self._run, self._autoscaler
-        stats, before = reader.stats(), run.workers
-        if self._is_probing(stats):
+        run, autoscaler, growth = self._run, self._autoscaler, self._growth
+        if growth is not None:
+            if between_epochs or clock() >= growth.until:
+                self._growth = None
+                self._grow(growth, reader)
             return
-        held = self._held_share(loop_gil_share(stats))
-        if held is not None:
-            run.gil_share = held
+        stats, before = reader.stats(), run.workers
         rerun_s = None
         if not between_epochs:
             began = self._epoch_began
             rerun_s = reader.work.rerun_s(stats if began is None else stats.since(began))
         workers = autoscaler.next(stats, rerun_s)
         self._name_limit()
-        if workers > before:
-            workers = self._within_gil(workers, before, stats, held)
+        if workers > before and self._must_probe(stats):
+            growth = _Growth(workers, stats, run)
+            if growth.start():
+                self._growth = growth
+                return
+        self._go_to(workers, stats, reader)
+
+    def _grow(self, growth: _Growth, reader: EpochReader) -> None:
+        """Add the workers that help, now that the GIL was probed."""
+        run, stats, workers = self._run, reader.stats(), growth.workers
+        held = growth.held_share(stats)
+        if held is not None:
+            run.gil_share = held
+            workers = self._within_gil(workers, run.workers, stats, held)
+        self._go_to(workers, stats, reader)
+
+    def _go_to(self, workers: int, stats: Stats, reader: EpochReader) -> None:
+        """Start or end workers."""
+        run, autoscaler, before = self._run, self._autoscaler, self._run.workers
         if workers > before:
             workers = self._fitting(workers, before, stats)
         if workers == before:
@@ -120,70 +135,32 @@ class Scaling:
             run.replace(job, reader.work.pass_work)
         run.end_replaced()
 
-    def _within_gil(self, workers: int, before: int, stats: Stats, held: float | None) -> int:
+    def _within_gil(self, workers: int, before: int, stats: Stats, held: float) -> int:
         """Return how many of `workers` threads help; report to the autoscaler if not all do.
 
         Args:
             workers: Number of workers that the autoscaler wants.
             before: Number of workers now.
             stats: Statistics now.
-            held: Share of the time in which the GIL was held; None if it was not measured.
+            held: Share of the time in which threads held the GIL.
         """
-        if held is None:
-            return workers
         # The probe may have met a phase of computing in a work that also waits.
         most = max(before, most_on(1, min(held, computing_share(stats))))
         if most >= workers:
             return workers
         self._autoscaler.limited(most)
         _log.warning(
-            "workers='auto' stays at %d: the GIL is held for %s of the time, so the work is in "
-            "Python, which runs in one thread at a time; use backend='process'",
+            "workers='auto' stays at %d: the workers hold the GIL for %s of the time, so they run "
+            "Python code, which runs in one thread at a time; use backend='process'",
             most,
             percent(held),
         )
         return most
 
-    def _is_probing(self, stats: Stats) -> bool:
-        """Return whether the GIL is being probed, or is from now on, before the next decision.
-
-        Meanwhile the loop goes on, so that the threads have room and tasks.
-        """
-        run = self._run
-        now = clock()
-        if self._probe is not None:
-            return now < self._probe_until
-        is_of_use = (
-            # Between epochs it may be asked sooner.
-            now >= run.meter.began + 1e9 * self._autoscaler.due_s
-            and run.options.backend_name == "thread"
-            and self._autoscaler.has_window
-            and stats.waiting_share >= HARDLY_WAITS
-            and computing_share(stats) >= MOSTLY
-            and gil.switch_s() is not None
-        )
-        if is_of_use:
-            self._probe_until = now + _PROBE_NS
-            self._probe = Probe(_end_of(run, self._probe_until))
-            self._probe.start()
-        return is_of_use
-
-    def _held_share(self, by_loop: float) -> float | None:
-        """Return the share of the time in which the threads held the GIL just now.
-
-        Args:
-            by_loop: Share of the time in which the loop may have held it.
-
-        Returns:
-            The share of the time that the loop leaves; None: not known.
-        """
-        probe, self._probe = self._probe, None
-        if probe is None:
-            return None
-        probe.stop()
-        if probe.share is None or by_loop > _MOST_BY_LOOP:
-            return None
-        return max(0.0, (probe.share - by_loop) / (1 - by_loop))
+    def _must_probe(self, stats: Stats) -> bool:
+        """Return whether it matters for more workers how long the GIL is held."""
+        is_thread = self._run.options.backend_name == "thread"
+        return is_thread and computing_share(stats) >= MOSTLY and gil.switch_s() is not None
 
     def _fitting(self, workers: int, before: int, stats: Stats) -> int:
         """Return how many of `workers` fit into memory; report to the autoscaler if not all do.
@@ -230,17 +207,48 @@ class Scaling:
         )
 
 
-def _end_of(run: Run, until: int) -> Callable[[], bool]:
-    """Return a function for a probe: whether it is over, as a run has no threads after its end.
+class _Growth:
+    """A decision for more threads, and the probe of the GIL for which it waits.
+
+    The loop goes on meanwhile, so that the threads have room and tasks.
 
     Args:
-        run: The run, which the function does not keep.
-        until: Time at which the probe is over anyway.
+        workers: Number of workers that the autoscaler wants.
+        stats: Statistics when it decided.
+        run: The run, which this does not keep, as a thread has it.
     """
-    found = weakref.ref(run)
 
-    def is_over() -> bool:
-        run = found()
-        return run is None or run.state is not State.RUNNING or clock() >= until
+    def __init__(self, workers: int, stats: Stats, run: Run) -> None:
+        self.workers = workers
+        self._before = stats
+        found = weakref.ref(run)
 
-    return is_over
+        def has_ended() -> bool:
+            run = found()
+            return run is None or run.state is not State.RUNNING
+
+        self._probe = gil.Probe(_PROBE_S, has_ended)
+        self.until = clock() + int(1e9 * _PROBE_S)
+
+    def start(self) -> bool:
+        """Start the probe; return whether the system had room for a thread."""
+        try:
+            self._probe.start()
+        except RuntimeError:
+            return False
+        return True
+
+    def held_share(self, stats: Stats) -> float | None:
+        """Return the share of the time, without the loop's, in which threads held the GIL.
+
+        Args:
+            stats: Statistics now.
+
+        Returns:
+            None if it is not known.
+        """
+        self._probe.stop()
+        by_loop, held = loop_gil_share(stats.since(self._before)), self._probe.share
+        if held is None or by_loop > _MOST_BY_LOOP:
+            return None
+        return max(0.0, (held - by_loop) / (1 - by_loop))

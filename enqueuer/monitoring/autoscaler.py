@@ -139,11 +139,6 @@ class Autoscaler:
         self._most = self._workers = workers
         self._arrive()
 
-    @property
-    def has_window(self) -> bool:
-        """Whether a window has begun, at whose end it decides."""
-        return self._base is not None
-
     # --- inside ---
 
     def _forget(self) -> None:

@@ -95,8 +95,8 @@ class RunInputs(NamedTuple):
 
     `is_inline` says that the loop's own thread makes the batches.
     `switch_s` is the time after which a thread that waits for the GIL asks for it again; None if
-    there is no GIL. `gil_share` is the share of the time in which it was held; None if it was not
-    measured.
+    there is no GIL. `gil_share` is the share of the time in which workers held it; None if it was
+    not measured.
     """
 
     seconds: float

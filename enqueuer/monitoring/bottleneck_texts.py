@@ -223,11 +223,11 @@ def _advice_on_source(run: RunInputs) -> str:
     if run.holds_gil and not run.has_several_busy and held is not None:
         if held >= gil.IS_PYTHON:
             return (
-                f"The GIL was held for {percent(held)} of the time, so the work is in Python, "
+                f"The workers held the GIL for {percent(held)} of the time, so it is Python code, "
                 "which runs in one thread at a time: use backend='process'."
             )
         return (
-            f"The GIL was held for {percent(held)} of the time, so "
+            f"The workers held the GIL for {percent(held)} of the time, so "
             f"{pluralize(most, 'thread')} would be faster."
         )
     if run.holds_gil and not run.has_several_busy:

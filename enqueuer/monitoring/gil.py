@@ -20,6 +20,7 @@ would otherwise always be probed in the same phase.
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 import threading
@@ -42,7 +43,8 @@ class Probe:
     """A thread that measures how often the GIL is held, until it is stopped.
 
     Args:
-        is_over: Function that the thread calls before each measurement; it ends when that is true.
+        limit_s: Seconds after which the thread ends by itself; None: it is stopped.
+        is_over: Function that the thread calls before it sleeps; it ends when that is true.
 
     Example:
         >>> with Probe() as probe:
@@ -52,7 +54,10 @@ class Probe:
         True
     """
 
-    def __init__(self, is_over: Callable[[], bool] | None = None) -> None:
+    def __init__(
+        self, limit_s: float | None = None, is_over: Callable[[], bool] | None = None
+    ) -> None:
+        self._limit_s = math.inf if limit_s is None else limit_s
         self._is_over = is_over or (lambda: False)
         self._asked = 0
         self._held = 0
@@ -90,10 +95,15 @@ class Probe:
             return
         draw, clock, sleep = random.Random(7).uniform, time.perf_counter, time.sleep
         at, was_held = clock(), False
-        while not (self._done.is_set() or self._is_over()):
+        end = at + self._limit_s
+        while not self._done.is_set():
             at += draw(0.5, 1.5) * _GAP_S
+            if at >= end:
+                return
             left = at - clock()
             if left > 0:
+                if self._is_over():
+                    return
                 before = getrusage(RUSAGE_THREAD).ru_nvcsw
                 sleep(left)
                 was_held = getrusage(RUSAGE_THREAD).ru_nvcsw - before > 1

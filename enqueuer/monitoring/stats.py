@@ -52,8 +52,9 @@ class Stats:
         loop_cpu_s: Seconds of CPU time of the loop's process, with all its threads.
         workers: Work of each worker.
         is_later: Whether the first batch came before, as in most differences of two snapshots.
-        gil_share: Share of the time in which the GIL was held, from 0 to 1, when
-            `workers="auto"` measured it for threads that compute; None if it was not measured.
+        gil_share: Share of the time in which worker threads held the GIL, from 0 to 1, when
+            `workers="auto"` measured it for threads that compute; the time in which the loop may
+            have held it does not count. None if it was not measured.
     """
 
     seconds: float

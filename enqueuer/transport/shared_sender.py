@@ -114,7 +114,7 @@ class SharedSender:
         try:
             self._control.emit(Kind.WAKE)
         except BaseException:
-            # The worker's own thread ends it.
+            # The worker's own thread ends the worker, if the loop left.
             self._wake_own()
             raise
 
@@ -184,6 +184,8 @@ class SharedSender:
         """Wait until there are tasks or orders; send logs meanwhile."""
         control = self._control
         is_writing = bool(control.records) and control.try_flush()
+        if control.closed:
+            return
         mask = select.POLLIN | (select.POLLOUT if is_writing else 0)
         self._poller.modify(self._sender, mask)
         ready = {fd for fd, _ in self._poller.poll()}

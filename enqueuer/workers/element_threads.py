@@ -24,10 +24,10 @@ from enqueuer.errors import Closed
 from enqueuer.monitoring.meters import WAITING, Meter, clock
 from enqueuer.workers.messages import Ticket
 
-# Each holds a ticket at a time, and the ring has a word for each ticket.
+# The ring has a word for each ticket that a worker has, and no job waits beside so many.
 MOST_THREADS = 1024
-# Nanoseconds. Behind a job that takes longer no other one waits here, while a thread of another
-# worker might be free.
+# Nanoseconds. Behind a job that takes longer, no ticket is taken ahead that a thread of another
+# worker might do at once.
 SHORT_NS = 500_000_000
 # Nanoseconds, those of CPython's switch interval. If the worker's own thread comes later, threads
 # compute.
@@ -47,7 +47,7 @@ class Job(Protocol):
 
     @property
     def is_work(self) -> bool:
-        """Whether it takes as long as the work for its elements."""
+        """Whether its time is that of work for elements, not of fetching them at once."""
 
     def run(self) -> None:
         """Do it. Raises Closed if the consumer left."""
@@ -132,7 +132,7 @@ class ElementThreads:
 
     @property
     def has_room(self) -> bool:
-        """Whether a thread has no job; or none after the present, see above."""
+        """Whether a thread has no job, or its next one may wait here."""
         with self._changed:
             return self._has_room_locked()
 

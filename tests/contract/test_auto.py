@@ -187,7 +187,7 @@ def test_threads_that_compute_in_python_stay_at_one_and_say_so(monkeypatch, capl
     measured(
         python_task, lambda workers, stats: set(workers) == {1} and stats.gil_share > gil.IS_PYTHON
     )
-    assert "stays at 1: the GIL is held for " in caplog.records[0].message
+    assert "stays at 1: the workers hold the GIL for " in caplog.records[0].message
     assert "use backend='process'" in caplog.records[0].message
 
 
@@ -195,6 +195,16 @@ def test_threads_that_compute_in_python_stay_at_one_and_say_so(monkeypatch, capl
 def test_threads_that_release_the_gil_become_as_many_as_cpus(monkeypatch):
     monkeypatch.setattr("enqueuer.monitoring.usage.cpus", lambda: 2.0)
     measured(hashed, lambda workers, stats: 2 in workers and stats.gil_share < 0.5)
+
+
+@pytest.mark.local
+def test_without_a_thread_for_the_probe_it_goes_on_unmeasured(monkeypatch):
+    def fail(probe):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("enqueuer.monitoring.usage.cpus", lambda: 2.0)
+    monkeypatch.setattr(gil.Probe, "start", fail)
+    measured(hashed, lambda workers, stats: 2 in workers and stats.gil_share is None)
 
 
 def remote_file(element):
@@ -312,8 +322,6 @@ class Given:
     reason, wanted, waiting_share, due_s = "as the test says", 1, 0.0, 0.0
     workers = 1
 
-    has_window = False
-
     def __init__(self, *_):
         pass
 
@@ -420,8 +428,6 @@ class Erratic:
     """Stands for the autoscaler: another number every few times that it is asked."""
 
     reason, wanted, waiting_share, due_s = "as it likes", 2, 0.5, 0.0
-
-    has_window = False
 
     def __init__(self, *_):
         self.numbers = itertools.cycle(number for number in (2, 4, 1, 3) for _ in range(6))

@@ -65,8 +65,9 @@ def end_one_of_three(threads, gate, is_work=True):
 
 @pytest.fixture
 def late(monkeypatch):
-    """Whoever waits for room always comes late."""
+    """Whoever waits for room always comes late, and no job takes long."""
     monkeypatch.setattr(element_threads, "LATE_NS", -1)
+    monkeypatch.setattr(element_threads, "SHORT_NS", 1e18)
 
 
 def test_a_first_job_for_each_thread_finds_room(threads, gate):
@@ -80,7 +81,7 @@ def test_a_first_job_for_each_thread_finds_room(threads, gate):
 def test_who_comes_late_has_room_for_the_next_job_of_each_thread(threads, gate, late):
     end_one_of_three(threads, gate)
     for _ in range(2):
-        assert threads.wait_for_room()
+        assert threads.has_room
         submit(threads, gate)
     assert not threads.has_room
 
@@ -94,6 +95,7 @@ def test_who_comes_in_time_has_room_for_the_present_jobs_only(threads, gate, mon
 def test_after_a_long_job_there_is_room_for_the_present_ones_only(threads, gate, late, monkeypatch):
     monkeypatch.setattr(element_threads, "SHORT_NS", 0)
     end_one_of_three(threads, gate)
+    monkeypatch.setattr(element_threads, "SHORT_NS", 1e18)
     assert not threads.has_room
 
 
