@@ -435,6 +435,9 @@ class Erratic:
     def next(self, stats, replay_s=None):
         return next(self.numbers)
 
+    def limited(self, workers):
+        """Take no notice, whatever the GIL allows."""
+
     def refused(self, workers):
         raise AssertionError
 
