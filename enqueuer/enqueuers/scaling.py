@@ -11,9 +11,9 @@ from enqueuer.enqueuers.run import Run, State
 from enqueuer.enqueuers.workload import Workload, most_workers
 from enqueuer.errors import StartError
 from enqueuer.monitoring import gil, usage
-from enqueuer.monitoring.autoscaler import Autoscaler, computing_share, loop_gil_share
+from enqueuer.monitoring.autoscaler import Autoscaler, computing_share
 from enqueuer.monitoring.bottleneck import HARDLY_WAITS, MOSTLY
-from enqueuer.monitoring.bottleneck_inputs import most_on
+from enqueuer.monitoring.bottleneck_inputs import loop_gil_share, most_on
 from enqueuer.monitoring.meters import clock
 from enqueuer.monitoring.stats import Stats
 
@@ -248,7 +248,9 @@ class _Growth:
             None if it is not known.
         """
         self._probe.stop()
-        by_loop, held = loop_gil_share(stats.since(self._before)), self._probe.share
+        held, seen = self._probe.share, stats.since(self._before)
+        workers_cpu_s = sum(worker.cpu_s or 0.0 for worker in seen.workers)
+        by_loop = loop_gil_share(seen.loop_cpu_s, workers_cpu_s, seen.working_s, seen.seconds)
         if held is None or by_loop > _MOST_BY_LOOP:
             return None
         return max(0.0, (held - by_loop) / (1 - by_loop))

@@ -299,13 +299,6 @@ def computing_share(stats: Stats) -> float:
     return 1.0 if window.compute_s is None else ratio(window.compute_s, window.service_s)
 
 
-def loop_gil_share(stats: Stats) -> float:
-    """Return the share of the time in which the loop may have held the GIL, 0 to 1."""
-    of_workers = sum(worker.cpu_s or 0.0 for worker in stats.workers)
-    by_loop = max(0.0, (stats.loop_cpu_s or 0.0) - of_workers)
-    return min(1.0, ratio(min(by_loop, stats.working_s), stats.seconds))
-
-
 def _busy_s(worker: WorkerStats) -> float:
     return worker.making_s + worker.sending_s
 

@@ -156,8 +156,7 @@ class RunInputs(NamedTuple):
     @property
     def loop_gil_share(self) -> float:
         """Share of the time in which the loop may have held the GIL: not while it waited."""
-        by_loop = max(0.0, self.loop_cpu_s - self.total("cpu_s"))
-        return ratio(min(by_loop, self.working_s), self.seconds)
+        return loop_gil_share(self.loop_cpu_s, self.total("cpu_s"), self.working_s, self.seconds)
 
     def total(self, name: str) -> float:
         """Return the sum of an attribute over the workers."""
@@ -200,6 +199,18 @@ class RunInputs(NamedTuple):
         # waited longer at a time than the GIL lets them.
         outside = sum(work.outside_s(switch_s) for work in self.workers)
         return outside < IS_OUTSIDE * self.total("other_wait_s")
+
+
+def loop_gil_share(cpu_s: float, workers_cpu_s: float, working_s: float, seconds: float) -> float:
+    """Return the share of the time in which a loop may have held the GIL.
+
+    Args:
+        cpu_s: CPU time of the loop's process, with its threads, in seconds.
+        workers_cpu_s: CPU time of the workers, which are threads of it, in seconds.
+        working_s: Seconds in which the loop did not wait.
+        seconds: Seconds of all.
+    """
+    return ratio(min(max(0.0, cpu_s - workers_cpu_s), working_s), seconds)
 
 
 def most_on(cpus: float, computing_share: float) -> int:

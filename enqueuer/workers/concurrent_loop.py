@@ -3,9 +3,9 @@
     serve_concurrently: threads have room -> take a ticket -> its elements to the threads
     the last element of a ticket is done -> collate -> send, in the thread that has done it
 
-While elements take long, the worker takes no ticket before a thread is free, so that no task waits
-here while another worker could do it. The errors of a batch are sent in the order of its elements,
-as by `serve_tasks`.
+`ElementThreads` says when there is room: mostly when a thread is free, so that no task waits here
+while another worker could do it. The errors of a batch are sent in the order of its elements, as by
+`serve_tasks`.
 """
 
 from __future__ import annotations

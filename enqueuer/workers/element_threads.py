@@ -211,9 +211,8 @@ class ElementThreads:
         if self._load < self._count:
             return True
         # There is a claim for each ticket.
-        if not (self._is_short and self._is_late) or self._load >= min(
-            2 * self._count, MOST_THREADS
-        ):
+        most = min(2 * self._count, MOST_THREADS)
+        if not (self._is_late and self._is_short and self._load < most):
             return False
         _, oldest = next(iter(self._current.values()), (None, clock()))
         return clock() - oldest < SHORT_NS
