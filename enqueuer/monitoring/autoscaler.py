@@ -24,10 +24,10 @@ from typing import NamedTuple
 
 from enqueuer.common.text import percent, ratio
 from enqueuer.monitoring.bottleneck import (
-    CHEAP_S,
     HARDLY_WAITS,
     OFTEN_LACKS_CPU,
     OFTEN_WAITS,
+    is_cheap,
 )
 from enqueuer.monitoring.bottleneck_inputs import most_on
 from enqueuer.monitoring.stats import Stats
@@ -183,15 +183,12 @@ class Autoscaler:
         self._known = self._known or window
         self._least_s = min(self._least_s, window.service_s)
         self.wanted, self.waiting_share = window.wanted, window.waiting_share
-        if not window.waits:
-            self._step = None
-            return self._fewer(window)
         step = self._step
         if step is not None and not step.has_helped(self._workers, window):
             self._step = step._replace(doubts=step.doubts + 1)
             return self._back(step, window) if self._step.doubts == DOUBTS else None
         self._step = None
-        return self._more(window)
+        return self._more(window) if window.waits else self._fewer(window)
 
     def _back(self, step: _Step, window: _Window) -> _Wish:
         reason = f"{step.before} were as fast" if window.rate < step.rate else "that hardly helped"
@@ -201,7 +198,7 @@ class Autoscaler:
     def _more(self, window: _Window) -> _Wish | None:
         self._calm = 0
         now, most = self._workers, min(self._most, self._as_fast_as(self._most_that_help(window)))
-        if now + now // LEAST_STEP >= most or window.has_no_room or window.make_s < CHEAP_S:
+        if now + now // LEAST_STEP >= most or window.has_no_room or window.is_cheap:
             return None
         # The effect of a smaller step could not be distinguished from chance.
         workers = self._enough_for(max(now + max(1, now // 4), window.wanted))
@@ -283,7 +280,9 @@ class _Step(NamedTuple):
 
     def has_helped(self, workers: int, window: _Window) -> bool:
         """Return whether `workers` are faster than those before, by a part of what is possible."""
-        hoped = 1 + LEAST_GAIN * (workers / self.before - 1)
+        # A loop that does not wait is the limit itself, and must only not have become slower: to
+        # receive very small batches from many workers takes longer.
+        hoped = 1 + LEAST_GAIN * (workers / self.before - 1) if window.waits else 1 - HARDLY_WAITS
         # If other programs have taken the CPUs, the rate does not show the effect of the step.
         return window.rate >= self.rate * (WORSE if window.lacks_cpus else hoped)
 
@@ -316,6 +315,7 @@ class _Window(NamedTuple):
         busy: Number of workers that were busy, on average.
         idle_share: Share of the workers' time in which they waited for room or a task.
         cpus: Number of CPUs.
+        is_cheap: Whether a batch is so cheap to make that workers do not help.
     """
 
     rate: float
@@ -327,6 +327,7 @@ class _Window(NamedTuple):
     busy: float
     idle_share: float
     cpus: float
+    is_cheap: bool
 
     @staticmethod
     def at(seen: Stats) -> _Window:
@@ -349,6 +350,9 @@ class _Window(NamedTuple):
             busy=busy_s / max(seen.seconds - seen.idle_s, 1e-9),
             idle_share=waiting_s / max(waiting_s + busy_s, 1e-9),
             cpus=seen.cpus,
+            is_cheap=is_cheap(
+                sum(worker.making_s for worker in seen.workers), busy_s, made, seen.bytes
+            ),
         )
 
     @property

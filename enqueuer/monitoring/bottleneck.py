@@ -91,12 +91,29 @@ def find_bottleneck(run: RunInputs) -> Bottleneck:
     return texts.source(run)
 
 
+def is_cheap(making_s: float, busy_s: float, items: float, size: float) -> bool:
+    """Return whether items are so cheap to make that workers do not help.
+
+    Large ones cost their copy, however cheap they are to make: that is the transport.
+
+    Args:
+        making_s: Seconds in which all workers made items.
+        busy_s: The same, with the time to send them.
+        items: Number of them.
+        size: Bytes of all.
+
+    Example:
+        >>> is_cheap(5.0, 20.0, 1_000_000, 0), is_cheap(5.0, 50.0, 1_000_000, 10**10)
+        (True, False)
+    """
+    is_small = size < SMALL_BYTES * items
+    return making_s < CHEAP_S * items and (is_small or busy_s < PASSING_S * items)
+
+
 def _is_cheap(run: RunInputs) -> bool:
-    # Large batches cost their copy, however cheap they are to make: that is the transport.
-    made, busy = run.total("making_s"), run.total("busy_s")
-    items = run.total("items")
-    is_small = run.total("bytes") < SMALL_BYTES * items
-    return made < CHEAP_S * items and (is_small or busy < PASSING_S * items)
+    return is_cheap(
+        run.total("making_s"), run.total("busy_s"), run.total("items"), run.total("bytes")
+    )
 
 
 def _slow_worker(run: RunInputs) -> WorkerInputs | None:

@@ -11,7 +11,7 @@ from enqueuer.monitoring.autoscaler import Autoscaler
 from enqueuer.monitoring.stats import Stats
 from enqueuer.monitoring.worker_stats import WorkerStats
 
-ALL_TIMES = dict(starting_s=0.0, sending_s=0.0, idle_s=0.0, rss_bytes=None)
+ALL_TIMES = dict(starting_s=0.0, idle_s=0.0, rss_bytes=None)
 
 
 class Load:
@@ -19,17 +19,26 @@ class Load:
 
     Args:
         make_s: What a worker needs for a batch; called with how many there are.
-        use_s: What the loop needs for a batch.
+        use_s: What the loop needs for a batch; called in the same way.
         autoscaler: Asked every quarter of a second.
         cpu_share: How much of the making is computing.
+        send_share: How much of it is sending.
         shards: Number of shards, divided among the workers; the loop waits for the slowest.
         replay_s: Function of the time and the number of workers: seconds that a change repeats.
     """
 
     def __init__(
-        self, make_s, use_s, autoscaler, cpu_share=0.0, cpus=64, shards=None, replay_s=None
+        self,
+        make_s,
+        use_s,
+        autoscaler,
+        cpu_share=0.0,
+        cpus=64,
+        shards=None,
+        replay_s=None,
+        send_share=0.0,
     ):
-        self.make_s, self.use_s = make_s, use_s
+        self.make_s, self.use_s, self.send_share = make_s, use_s, send_share
         self.autoscaler, self.cpu_share, self.cpus, self.shards = (
             autoscaler,
             cpu_share,
@@ -65,16 +74,16 @@ class Load:
             self.history.append(workers)
 
     def _pass(self, seconds):
-        make_s = self.make_s(self.workers)
+        make_s, use_s = self.make_s(self.workers), self.use_s(self.workers)
         # Share of the work of the worker that has most of it.
         share = 1 / self.workers
         if self.shards is not None:
             share = math.ceil(self.shards / self.workers) / self.shards
-        rate = min(1 / self.use_s, 1 / (make_s * share))
+        rate = min(1 / use_s, 1 / (make_s * share))
         self.time_s += seconds
         self.items += rate * seconds
-        self.working_s += rate * seconds * self.use_s
-        self.waiting_s += seconds * (1 - rate * self.use_s)
+        self.working_s += rate * seconds * use_s
+        self.waiting_s += seconds * (1 - rate * use_s)
         for index in range(self.workers):
             items, making, waiting = self.each.get(index, (0.0, 0.0, 0.0))
             own = rate * seconds / self.workers
@@ -84,7 +93,8 @@ class Load:
     def stats(self):
         workers = [
             WorkerStats(
-                index, "", (), items, 0, self.generation, making_s=making,
+                index, "", (), items, 0, self.generation,
+                making_s=making * (1 - self.send_share), sending_s=making * self.send_share,
                 waiting_s=waiting, cpu_s=making * self.cpu_share, **ALL_TIMES,
             )
             for index, (items, making, waiting) in self.each.items()
@@ -95,9 +105,11 @@ class Load:
         )  # fmt: skip
 
 
-def load(make_s, use_s, most=32, shards=None, **options):
+def load(make_s, use_s, most=32, shards=None, longest_wait_s=None, **options):
     make = make_s if callable(make_s) else lambda workers: make_s
-    return Load(make, use_s, Autoscaler(1, most, shards), shards=shards, **options)
+    use = use_s if callable(use_s) else lambda workers: use_s
+    scaler = Autoscaler(1, most, shards, longest_wait_s)
+    return Load(make, use, scaler, shards=shards, **options)
 
 
 @pytest.mark.parametrize(("times", "workers"), [(0.1, 1), (1, 1), (2, 2), (3, 3), (4, 4), (7, 7)])
@@ -161,6 +173,23 @@ def test_workers_that_hinder_each_other_are_taken_back():
     assert one.run(600) == [1, 10, 1]
 
 
+def test_what_makes_the_loop_slower_is_taken_back():
+    """Although it does not wait any more."""
+    one = load(0.012, lambda workers: 0.01 * workers)
+    assert one.run(10) == [1, 2, 1]
+    assert one.run(3600) == [1, 2, 1]
+
+
+def test_a_loop_that_is_the_limit_after_a_step_keeps_the_workers():
+    assert load(0.011, 0.01).run(3600) == [1, 2]
+
+
+@pytest.mark.parametrize(("send_share", "workers"), [(0.7, 1), (0.2, 2)])
+def test_what_is_cheap_to_make_gets_no_more_workers(send_share, workers):
+    """As they take longer to pass it."""
+    assert load(20e-6, 15e-6, send_share=send_share).run(60)[-1] == workers
+
+
 def test_what_helps_only_so_far_is_found():
     """Four disks, say."""
     one = load(lambda workers: 0.04 * max(1, workers / 4), 0.001)
@@ -202,7 +231,7 @@ def test_those_who_have_nothing_to_do_are_retired_but_one_in_five():
     one = load(0.16, 0.01)
     assert one.run(30)[-1] == 16
     # Now four workers are enough.
-    one.use_s = 0.04
+    one.use_s = lambda workers: 0.04
     assert one.run(600)[-1] == 5
     assert one.run(3600)[-1] == 5
     assert len(one.history) <= 8
@@ -242,9 +271,9 @@ def all_again(time_s, workers):
 
 
 def test_a_change_is_no_reason_for_a_stall():
-    patient = Load(lambda workers: 0.04, 0.01, Autoscaler(1, 32, None, 60.0), replay_s=all_again)
+    patient = load(0.04, 0.01, longest_wait_s=60.0, replay_s=all_again)
     assert patient.run(20) == [1, 4]
-    hasty = Load(lambda workers: 0.04, 0.01, Autoscaler(1, 32, None, 0.5), replay_s=all_again)
+    hasty = load(0.04, 0.01, longest_wait_s=0.5, replay_s=all_again)
     assert hasty.run(20) == [1]
 
 
@@ -255,7 +284,7 @@ def test_early_what_is_done_again_is_little_and_it_is_changed_at_once():
 def test_late_it_waits_for_the_next_epoch():
     late = load(0.01, 0.02, replay_s=all_again)
     late.run(100)
-    late.use_s = 0.0025
+    late.use_s = lambda workers: 0.0025
     assert late.run(100) == [1]
     assert late.begin_epoch() == [1, 4]
 
@@ -263,7 +292,7 @@ def test_late_it_waits_for_the_next_epoch():
 def test_no_worker_exits_in_the_middle_of_an_epoch():
     one = load(0.16, 0.01, replay_s=lambda time_s, workers: 0.1)
     assert one.run(30)[-1] == 16
-    one.use_s = 0.04
+    one.use_s = lambda workers: 0.04
     assert one.run(600)[-1] == 16
     assert one.begin_epoch()[-1] == 5
 
