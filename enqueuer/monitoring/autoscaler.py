@@ -27,6 +27,7 @@ from enqueuer.monitoring.bottleneck import (
     HARDLY_WAITS,
     OFTEN_LACKS_CPU,
     OFTEN_WAITS,
+    PASSING_S,
     is_cheap,
 )
 from enqueuer.monitoring.bottleneck_inputs import most_on
@@ -280,9 +281,11 @@ class _Step(NamedTuple):
 
     def has_helped(self, workers: int, window: _Window) -> bool:
         """Return whether `workers` are faster than those before, by a part of what is possible."""
-        # A loop that does not wait is the limit itself, and must only not have become slower: to
-        # receive very small batches from many workers takes longer.
-        hoped = 1 + LEAST_GAIN * (workers / self.before - 1) if window.waits else 1 - HARDLY_WAITS
+        hoped = 1 + LEAST_GAIN * (workers / self.before - 1)
+        if not window.waits:
+            # The loop is the limit itself. If it does little but receive batches, more workers can
+            # have made that slower; any other loop is slower for reasons of its own.
+            hoped = 1 - HARDLY_WAITS if window.use_s < PASSING_S else 0.0
         # If other programs have taken the CPUs, the rate does not show the effect of the step.
         return window.rate >= self.rate * (WORSE if window.lacks_cpus else hoped)
 

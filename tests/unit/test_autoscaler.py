@@ -173,15 +173,19 @@ def test_workers_that_hinder_each_other_are_taken_back():
     assert one.run(600) == [1, 10, 1]
 
 
-def test_what_makes_the_loop_slower_is_taken_back():
+def test_what_makes_the_loop_slower_that_only_receives_is_taken_back():
     """Although it does not wait any more."""
-    one = load(0.012, lambda workers: 0.01 * workers)
+    one = load(13e-6, lambda workers: 10e-6 * workers)
     assert one.run(10) == [1, 2, 1]
     assert one.run(3600) == [1, 2, 1]
 
 
 def test_a_loop_that_is_the_limit_after_a_step_keeps_the_workers():
-    assert load(0.011, 0.01).run(3600) == [1, 2]
+    assert load(12e-6, 10e-6).run(3600) == [1, 2]
+
+
+def test_a_loop_that_becomes_slower_for_its_own_reasons_keeps_the_workers():
+    assert load(0.013, lambda workers: 0.01 * workers).run(3600) == [1, 2]
 
 
 @pytest.mark.parametrize(("send_share", "workers"), [(0.7, 1), (0.2, 2)])
