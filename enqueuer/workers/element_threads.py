@@ -32,6 +32,9 @@ SHORT_NS = 500_000_000
 # Nanoseconds, those of CPython's switch interval. If the worker's own thread comes later, threads
 # compute.
 LATE_NS = 5_000_000
+# Nanoseconds after that for which it is taken to be late, as it comes in time now and then by
+# chance.
+LATE_FOR_NS = 1_000_000_000
 
 
 class Job(Protocol):
@@ -105,10 +108,10 @@ class ElementThreads:
         self._changed = threading.Condition(threading.Lock())
         # Number of jobs that wait or run.
         self._load = 0
-        # Whether the last work was short; whether the worker's own thread came late to the last
-        # room, and when it was called.
-        self._is_short = self._is_late = False
-        self._called = 0
+        # Whether the last work was short; when the worker's own thread was called to the last room,
+        # and until when it is taken to be late.
+        self._is_short = False
+        self._called = self._late_until = 0
         self.is_awaited = False
         self._is_closed = False
         # Time of the last change of the load.
@@ -147,7 +150,9 @@ class ElementThreads:
             while not (self._has_room_locked() or self._is_closed):
                 self.is_awaited = True
                 self._changed.wait()
-                self._is_late = clock() - self._called > LATE_NS
+                now = clock()
+                if now - self._called > LATE_NS:
+                    self._late_until = now + LATE_FOR_NS
             return not self._is_closed
 
     def submit(self, jobs: Iterable[Job]) -> None:
@@ -212,10 +217,11 @@ class ElementThreads:
             return True
         # There is a claim for each ticket.
         most = min(2 * self._count, MOST_THREADS)
-        if not (self._is_late and self._is_short and self._load < most):
+        if not (self._is_short and self._load < most):
             return False
-        _, oldest = next(iter(self._current.values()), (None, clock()))
-        return clock() - oldest < SHORT_NS
+        now = clock()
+        _, oldest = next(iter(self._current.values()), (None, now))
+        return now < self._late_until and now - oldest < SHORT_NS
 
     def _do(self, job: Job) -> None:
         if self.observer is None:
@@ -237,7 +243,7 @@ class ElementThreads:
         if not self._load:
             meter.pause(WAITING)
             # What comes next may be other work.
-            self._is_late = False
+            self._late_until = 0
 
 
 def _stack_of(ident: int) -> list[traceback.FrameSummary] | None:

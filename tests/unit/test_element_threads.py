@@ -67,6 +67,7 @@ def end_one_of_three(threads, gate, is_work=True):
 def late(monkeypatch):
     """Whoever waits for room always comes late, and no job takes long."""
     monkeypatch.setattr(element_threads, "LATE_NS", -1)
+    monkeypatch.setattr(element_threads, "LATE_FOR_NS", 1e18)
     monkeypatch.setattr(element_threads, "SHORT_NS", 1e18)
 
 
@@ -88,6 +89,31 @@ def test_who_comes_late_has_room_for_the_next_job_of_each_thread(threads, gate, 
 
 def test_who_comes_in_time_has_room_for_the_present_jobs_only(threads, gate, monkeypatch):
     monkeypatch.setattr(element_threads, "LATE_NS", 1e18)
+    end_one_of_three(threads, gate)
+    assert not threads.has_room
+
+
+def test_who_came_late_is_late_for_a_while(threads, gate, late, monkeypatch):
+    """Although it then comes in time."""
+    end_one_of_three(threads, gate)
+    monkeypatch.setattr(element_threads, "LATE_NS", 1e18)
+    other = threading.Event()
+    submit(threads, other, other)
+    waiting = threading.Thread(target=threads.wait_for_room, daemon=True)
+    waiting.start()
+    wait_until(lambda: threads.is_awaited)
+    gate.set()
+    waiting.join(LIMIT)
+    assert not waiting.is_alive()
+    submit(threads, other)
+    assert threads.has_room
+    other.set()
+
+
+def test_who_came_late_long_ago_has_room_for_the_present_jobs_only(
+    threads, gate, late, monkeypatch
+):
+    monkeypatch.setattr(element_threads, "LATE_FOR_NS", 0)
     end_one_of_three(threads, gate)
     assert not threads.has_room
 
