@@ -9,7 +9,7 @@ Each number is measured in a fresh process, in a session of its own.
 
     epoch 1    starts the workers; its batches are compared by a hash of their values
     epoch 2    takes the batches that some loaders have made ahead while epoch 1 was compared
-    epoch 3 .. is timed, whole epochs, for at least a second
+    epoch 3 .. is timed, whole epochs, for at least a second (`timed_s` of the workload)
 
 Memory is read in the first two epochs only, as a reading takes CPU time for each process.
 """
@@ -36,8 +36,6 @@ from workload import MODULES, Contestant, Digest, Workload, is_installed, load
 
 # Seconds between two readings of the memory.
 _MEMORY_S = 0.1
-# Seconds of timed epochs, at least: shorter ones depend on when their first batch was begun.
-_TIMED_S = 1.0
 _TAIL = 2000  # characters of what a process printed
 _PEERS = [
     *("numpy", "enqueuer", "pillow", "h5py"),
@@ -135,7 +133,7 @@ def _measure(workload: Workload, contestant: Contestant, folder: Path, count: in
     ages: list[float] = []
     seen = expected = 0
     cpu_s, began, took = machine.cpu_of_session(), time.perf_counter(), 0.0
-    while took < _TIMED_S:
+    while took < workload.timed_s:
         for batch in next(epochs):
             if isinstance(batch, dict) and "made_at" in batch:
                 ages.append(time.perf_counter() - float(batch["made_at"]))

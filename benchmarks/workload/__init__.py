@@ -79,6 +79,8 @@ class Workload:
         use: Function of a batch that the loop calls; None if it drops the batches.
         needs: Module that the data need; None if there is none.
         has_order: Whether the order of the rows is the same for all contestants.
+        timed_s: Seconds of timed epochs, at least: of shorter ones, the rate depends on when
+            their first batch was begun.
     """
 
     name: str
@@ -92,6 +94,7 @@ class Workload:
     use: Callable[[Any], None] | None = None
     needs: str | None = None
     has_order: bool = True
+    timed_s: float = 1.0
     contestants: dict[str, Contestant] = field(default_factory=dict)
 
     def contestant(

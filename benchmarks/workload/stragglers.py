@@ -13,7 +13,7 @@ from workload import Epochs, Workload, parse_flags
 
 _THREADS = 16
 # Items that wait, for loaders that count these; others count those on their way.
-_QUEUE = 40
+_QUEUE = 48
 _WINDOW = _QUEUE + _THREADS
 
 
@@ -28,8 +28,8 @@ WORKLOAD = Workload(
     batch_size=1,
     prepare=_prepare,
     size_of=lambda item: 1,
-    why=f"The number of items on their way, {_WINDOW}, and 64 for torch: so a few that take 60 ms "
-    "wait at once.",
+    why=f"The number of items on their way, {_WINDOW} for all: so a few that take 60 ms wait at "
+    "once.",
 )
 
 
@@ -113,7 +113,7 @@ class Items:
         return work(self.indices[index])
 
 
-# Four for each of its processes, 64.
+# Four for each of its processes.
 @WORKLOAD.contestant("torch, 16 processes", needs="torch", uses=(Items,))
 def _torch(indices: Any, items: int) -> Epochs:
     from torch.utils.data import DataLoader
