@@ -187,7 +187,7 @@ class Autoscaler:
         step = self._step
         if step is not None and not step.has_helped(self._workers, window):
             self._step = step._replace(doubts=step.doubts + 1)
-            return self._back(step, window) if self._step.doubts == DOUBTS else None
+            return self._back(step, window) if self._step.doubts >= DOUBTS else None
         self._step = None
         return self._more(window) if window.waits else self._fewer(window)
 
@@ -242,7 +242,7 @@ class Autoscaler:
             self._fewest = self._most = wish.workers
         elif wish.workers > now:
             self._fewest = max(self._fewest, now + 1)
-        self._step = _Step(now, wish.window.rate) if wish.workers > now else None
+        self._step = _Step(now, wish.window.rate, wish.window.use_s) if wish.workers > now else None
         self._workers, self.reason = wish.workers, wish.reason
         self._arrive()
 
@@ -273,21 +273,23 @@ class _Wish(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """A step up: the number of workers before it, their rate, and the windows that doubt it."""
+    """A step up: the workers before it, their rate, the loop's time, and windows that doubt it."""
 
     before: int
     rate: float
+    # Seconds that the loop took for a batch.
+    use_s: float
     doubts: int = 0
 
     def has_helped(self, workers: int, window: _Window) -> bool:
         """Return whether `workers` are faster than those before, by a part of what is possible."""
         hoped = 1 + LEAST_GAIN * (workers / self.before - 1)
         if not window.waits:
-            # The loop is the limit itself. If it does little but receive batches, more workers can
+            # The loop is the limit itself. If it did little but receive batches, more workers can
             # have made that slower; any other loop is slower for reasons of its own.
-            hoped = 1 - HARDLY_WAITS if window.use_s < PASSING_S else 0.0
+            hoped = 1 - HARDLY_WAITS if self.use_s < PASSING_S else 0.0
         # If other programs have taken the CPUs, the rate does not show the effect of the step.
-        return window.rate >= self.rate * (WORSE if window.lacks_cpus else hoped)
+        return window.rate >= self.rate * (min(hoped, WORSE) if window.lacks_cpus else hoped)
 
     def needed_for(self, rate: float) -> int:
         """Return the number of workers for a rate, if none waits for another one."""

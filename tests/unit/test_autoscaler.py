@@ -112,6 +112,15 @@ def load(make_s, use_s, most=32, shards=None, longest_wait_s=None, **options):
     return Load(make, use, scaler, shards=shards, **options)
 
 
+def without_cpus(stats, share):
+    """Return statistics in which the workers had no CPU for a share of their work."""
+    workers = [
+        dataclasses.replace(worker, cpu_wait_s=share * (worker.making_s + worker.sending_s))
+        for worker in stats.workers
+    ]
+    return dataclasses.replace(stats, workers=tuple(workers))
+
+
 @pytest.mark.parametrize(("times", "workers"), [(0.1, 1), (1, 1), (2, 2), (3, 3), (4, 4), (7, 7)])
 def test_as_many_workers_as_making_takes_longer_than_using(times, workers):
     assert load(0.01 * times, 0.01).run(60)[-1] == workers
@@ -173,9 +182,10 @@ def test_workers_that_hinder_each_other_are_taken_back():
     assert one.run(600) == [1, 10, 1]
 
 
-def test_what_makes_the_loop_slower_that_only_receives_is_taken_back():
+@pytest.mark.parametrize("use_s", [10e-6, 20e-6])
+def test_what_makes_the_loop_slower_that_only_receives_is_taken_back(use_s):
     """Although it does not wait any more."""
-    one = load(13e-6, lambda workers: 10e-6 * workers)
+    one = load(1.3 * use_s, lambda workers: use_s * workers)
     assert one.run(10) == [1, 2, 1]
     assert one.run(3600) == [1, 2, 1]
 
@@ -184,8 +194,17 @@ def test_a_loop_that_is_the_limit_after_a_step_keeps_the_workers():
     assert load(12e-6, 10e-6).run(3600) == [1, 2]
 
 
-def test_a_loop_that_becomes_slower_for_its_own_reasons_keeps_the_workers():
-    assert load(0.013, lambda workers: 0.01 * workers).run(3600) == [1, 2]
+def test_what_made_it_a_little_slower_is_taken_back_after_a_long_epoch():
+    one = load(13e-6, lambda workers: 10e-6 if workers == 1 else 14.2e-6, replay_s=all_again)
+    assert one.run(60) == [1, 2]
+    assert one.begin_epoch() == [1, 2, 1]
+
+
+@pytest.mark.parametrize("lacked", [0.0, 0.4])
+def test_a_loop_that_becomes_slower_for_its_own_reasons_keeps_the_workers(lacked):
+    one = load(0.013, lambda workers: 0.01 if workers == 1 else 0.019)
+    one.stats = lambda stats=one.stats: without_cpus(stats(), lacked)
+    assert one.run(3600) == [1, 2]
 
 
 @pytest.mark.parametrize(("send_share", "workers"), [(0.7, 1), (0.2, 2)])

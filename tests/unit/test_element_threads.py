@@ -98,13 +98,15 @@ def test_who_came_late_is_late_for_a_while(threads, gate, late, monkeypatch):
     end_one_of_three(threads, gate)
     monkeypatch.setattr(element_threads, "LATE_NS", 1e18)
     other = threading.Event()
-    submit(threads, other, other)
+    others = submit(threads, other, other)
     waiting = threading.Thread(target=threads.wait_for_room, daemon=True)
     waiting.start()
     wait_until(lambda: threads.is_awaited)
     gate.set()
     waiting.join(LIMIT)
     assert not waiting.is_alive()
+    for job in others:
+        assert job.has_begun.wait(LIMIT)
     submit(threads, other)
     assert threads.has_room
     other.set()
