@@ -66,9 +66,9 @@ def find_bottleneck(run: RunInputs) -> Bottleneck:
         return texts.inline(run)
     if run.reading_s > MOSTLY * run.waiting_s:
         return texts.reading(run)
-    if _is_cheap(run):
-        return texts.cheap(run)
     waited, worked = run.total("waiting_s"), run.total("busy_s")
+    if is_cheap(run.total("making_s"), worked, run.total("items"), run.total("bytes")):
+        return texts.cheap(run)
     often_wait = waited > OFTEN_WAITS * (waited + worked)
     # More room would not help workers that send most of their time, waits included.
     sending = run.total("sending_s")
@@ -108,12 +108,6 @@ def is_cheap(making_s: float, busy_s: float, items: float, size: float) -> bool:
     """
     is_small = size < SMALL_BYTES * items
     return making_s < CHEAP_S * items and (is_small or busy_s < PASSING_S * items)
-
-
-def _is_cheap(run: RunInputs) -> bool:
-    return is_cheap(
-        run.total("making_s"), run.total("busy_s"), run.total("items"), run.total("bytes")
-    )
 
 
 def _slow_worker(run: RunInputs) -> WorkerInputs | None:

@@ -167,13 +167,8 @@ def test_where_the_cpu_time_is_not_known_there_are_no_more_workers_than_cpus():
 def test_waiting_for_a_cpu_is_computing_too():
     """As on a machine where others compute, too."""
     one = load(1.0, 0.001, cpu_share=0.4, cpus=2)
-    one.stats = lambda stats=one.stats: _waiting_for_cpus(stats())
+    one.stats = lambda stats=one.stats: without_cpus(stats(), 0.5)
     assert one.run(200)[-1] == 2
-
-
-def _waiting_for_cpus(stats):
-    workers = [dataclasses.replace(w, cpu_wait_s=w.making_s / 2) for w in stats.workers]
-    return dataclasses.replace(stats, workers=tuple(workers))
 
 
 def test_workers_that_hinder_each_other_are_taken_back():
