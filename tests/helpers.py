@@ -25,7 +25,6 @@ from enqueuer.backends.job import HAS_FORKSERVER
 from enqueuer.enqueuers.options import Options
 
 LIMIT = 30.0  # seconds; generous: only a hang reaches it
-NOTICED_S = 5.0  # of what takes 0.1 s where nothing else runs, and 1 s on a busy machine
 LARGE_ROWS = 3000  # of 8 bytes: so large a batch crosses in shared memory
 
 

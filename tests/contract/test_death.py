@@ -61,7 +61,8 @@ def test_a_killed_worker_is_noticed_while_the_consumer_waits(process):
         before = time.monotonic()
         with pytest.raises(WorkerDied, match=r"worker 1 .* (was killed by SIGKILL|died)"):
             next(batches)
-        assert time.monotonic() - before < helpers.NOTICED_S
+        # It is Ray that notices the death of an actor, which took 1.03 s on a busy machine.
+        assert time.monotonic() - before < (5 if helpers.backend_of(process) == "ray" else 1)
 
 
 def test_a_worker_that_dies_between_epochs_is_told_in_the_next(process):
