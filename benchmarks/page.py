@@ -22,10 +22,11 @@ import summary
 from cases import CASES
 from contestants import CONTESTANTS
 
-from enqueuer.tools.svg import element, in_dark, text
-
 _HERE = Path(__file__).parent
 DOCS = _HERE.parent / "docs"
+sys.path.append(str(DOCS))
+
+from svg import element, in_dark, text  # noqa: E402
 
 # (title, words, cases with a table, cases with a picture)
 GROUPS = (

@@ -191,6 +191,11 @@ def _run(workload: Workload, options: argparse.Namespace) -> Iterator[Cells]:
         The results so far, after each measurement.
     """
     names = [name for name in workload.contestants if not options.only or name in options.only]
+    if not names:
+        raise SystemExit(
+            f"{workload.name} has no such contestant; give --only some of: "
+            f"{', '.join(workload.contestants)}"
+        )
     count = options.count or workload.items
     cells: Cells = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as folder:

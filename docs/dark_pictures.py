@@ -1,6 +1,6 @@
 """Show each SVG picture of a page in two forms: one in light mode, and one in dark mode.
 
-Pages name one file. The build writes both forms of it, with the colours of `enqueuer.tools.svg`.
+Pages name one file. The build writes both forms of it, with the colours of `svg.py`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from pathlib import Path
 
 from docutils import nodes
 from sphinx.application import Sphinx
-
-from enqueuer.tools.svg import in_dark, in_light
+from svg import in_dark, in_light
 
 
 def show_both(app: Sphinx, doctree: nodes.document) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from enqueuer.tools.svg import element, text
+from svg import element, text
 
 HERE = Path(__file__).parent
 # The distance of lines, and the space around the words of a box, in pixels.
@@ -154,7 +154,7 @@ def path_of_a_batch() -> Drawing:
         260,
         "A sender",
         "thread/sender,",
-        "transport/item_sender or ray/actor",
+        "transport/sender or ray/actor",
         fill=WORKER,
     )
     drawing.across(source, loop, "next()")
@@ -186,10 +186,10 @@ def path_of_a_task() -> Drawing:
         34,
         190,
         "enqueuers/task_epoch",
-        "element_reader: indices",
+        "indices of elements,",
         "or elements",
     )
-    queue = drawing.box(280, 34, 170, "A queue", "thread/work_queue or", "transport/task_queue")
+    queue = drawing.box(280, 34, 170, "A queue", "thread/sender or", "transport/task_queue")
     worker = drawing.box(
         540,
         34,
@@ -201,7 +201,7 @@ def path_of_a_task() -> Drawing:
     )
     drawing.across(epoch, queue, "Ticket", "submit()")
     drawing.across(queue, worker, "next_", "ticket()")
-    order = drawing.box(540, 230, 210, "backends/reorder_buffer", "The results in order")
+    order = drawing.box(540, 230, 210, "backends/task_schedule", "The results in order")
     reader = drawing.box(270, 230, 190, "enqueuers/epoch_reader", "ready: a deque of items")
     user = drawing.box(10, 230, 140, "Your loop", "next()")
     drawing.border(195, "Process boundary")
@@ -224,7 +224,7 @@ def parts_of_the_engine() -> Drawing:
         "A pool of threads, processes or Ray actors",
         "The handle and the inbox of each worker",
     )
-    drawing.across(enqueuers, engine, "wait(), take()")
+    drawing.across(enqueuers, engine, "more(), wait()")
     drawing.across(engine, schedule, "next_step()")
     drawing.down(engine, pool, "start_worker(), sleep(), stop()")
     drawing.down(schedule, pool, "head()")

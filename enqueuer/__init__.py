@@ -37,12 +37,12 @@ from enqueuer.workers.shards import Shard, Task
 if TYPE_CHECKING:
     from enqueuer.backends.thread.buffer import Buffer
     from enqueuer.enqueuers.configs import Auto, Processes, Ray
+    from enqueuer.enqueuers.failures import replay
     from enqueuer.enqueuers.generator import GeneratorEnqueuer
     from enqueuer.enqueuers.ordered import OrderedEnqueuer
-    from enqueuer.enqueuers.replay import replay
     from enqueuer.enqueuers.shortcuts import imap, prefetch
     from enqueuer.generators.mixing import mix
-    from enqueuer.monitoring.bottleneck_texts import Bottleneck
+    from enqueuer.monitoring.bottleneck import Bottleneck
     from enqueuer.monitoring.headroom import Headroom, headroom
     from enqueuer.monitoring.stats import Stats
     from enqueuer.monitoring.worker_stats import WorkerStats
@@ -96,7 +96,7 @@ __all__ = [
 # quarter of the start of a fork server would be spent on them.
 _MODULES = {
     "Auto": "enqueuers.configs",
-    "Bottleneck": "monitoring.bottleneck_texts",
+    "Bottleneck": "monitoring.bottleneck",
     "Buffer": "backends.thread.buffer",
     "GeneratorEnqueuer": "enqueuers.generator",
     "Headroom": "monitoring.headroom",
@@ -109,7 +109,7 @@ _MODULES = {
     "imap": "enqueuers.shortcuts",
     "mix": "generators.mixing",
     "prefetch": "enqueuers.shortcuts",
-    "replay": "enqueuers.replay",
+    "replay": "enqueuers.failures",
 }
 
 # Type checkers see the imports above; with this function they would accept any name.

@@ -103,8 +103,7 @@ def chosen(options, monkeypatch, test=None):
     if PORTABLE in options:
         monkeypatch.setenv(PORTABLE, options.pop(PORTABLE))
     if options.pop(INLINE, False):
-        for module in ("enqueuers.run.load_backend", "backends.timeline.load"):
-            monkeypatch.setattr(f"enqueuer.{module}", load_inline)
+        monkeypatch.setattr("enqueuer.enqueuers.run.load", load_inline)
     return options
 
 

@@ -3,7 +3,8 @@
 The quick suite holds every promise once on every backend and start method. It leaves out
 repetitions: further parameters of tests with processes, spawn beyond starts and ends and one
 test of each file of the contract, the portable path beyond what the transport itself promises, and
-what is marked `thorough`. `ENQUEUER_TESTS=all` runs everything, and so does `ENQUEUER_INTERRUPTS`;
+what is marked `thorough`. `ENQUEUER_TESTS=all` runs everything, and so do `ENQUEUER_INTERRUPTS` and
+`ENQUEUER_POSITIONS`;
 `ENQUEUER_TESTS=rest` runs what the quick suite left out.
 """
 
@@ -14,7 +15,8 @@ import os
 import pytest
 
 _CHOICE = os.environ.get(
-    "ENQUEUER_TESTS", "all" if "ENQUEUER_INTERRUPTS" in os.environ else "quick"
+    "ENQUEUER_TESTS",
+    "all" if {"ENQUEUER_INTERRUPTS", "ENQUEUER_POSITIONS"} & set(os.environ) else "quick",
 )
 if _CHOICE not in ("quick", "rest", "all"):
     raise pytest.UsageError(f"ENQUEUER_TESTS must be 'quick', 'rest' or 'all', got {_CHOICE!r}")

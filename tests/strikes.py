@@ -41,13 +41,14 @@ class Strike:
 
     Args:
         nth: Number of the place; None counts the places only.
-        error: KeyboardInterrupt, by SIGINT and Python's own handler, or `Alarm`, by SIGUSR1.
+        error: KeyboardInterrupt, by SIGINT and Python's own handler, or any other, by SIGUSR1.
         action: Called by the handler of SIGUSR1 instead of raising; None: it raises `error`.
 
     Attributes:
         places: Number of the places that the operation passed until the strike.
         where: The place that was struck, in words; None if the operation ended before it.
         raised: Whether the exception came out of the operation.
+        is_swallowed: Whether Python itself swallowed it, as in a finalizer.
     """
 
     def __init__(self, nth, error=KeyboardInterrupt, action=None):
@@ -57,14 +58,14 @@ class Strike:
         self.process = os.getpid()
         self.places = 0
         self.where = None
-        self.raised = False
+        self.raised = self.is_swallowed = False
         self.returned = 0  # the id of the frame whose call to C has just returned
 
     def __call__(self, operation):
         """Run the operation; return its result, or None if it was struck."""
         assert threading.current_thread() is threading.main_thread()
         previous = None
-        if self.error is Alarm:
+        if self.error is not KeyboardInterrupt:
             previous = signal.signal(signal.SIGUSR1, self._handle)
         hook, sys.unraisablehook = sys.unraisablehook, self._unraisable
         traces = sys.gettrace(), sys.getprofile()
@@ -72,8 +73,9 @@ class Strike:
         sys.settrace(self._trace)
         try:
             return operation()
-        except self.error:
-            if self.where is None:
+        except self.error as error:
+            # Errors of the package may be of the same kind: WorkerDied is an OSError.
+            if self.where is None or type(error) is not self.error:
                 raise
             self.raised = True
             return None
@@ -86,12 +88,14 @@ class Strike:
 
     def _handle(self, number, frame):
         if self.action is None:
-            raise Alarm("from a signal handler")
+            raise self.error("from a signal handler")
         self.action()
 
     def _unraisable(self, args):
-        """Python swallows what strikes in a finalizer."""
-        if not issubclass(args.exc_type, self.error):
+        """Python swallows what strikes in a finalizer, or in the callback of a weak reference."""
+        if issubclass(args.exc_type, self.error):
+            self.is_swallowed = True
+        else:
             sys.__unraisablehook__(args)
 
     def place(self, frame, what):

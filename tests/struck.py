@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import select
 import signal
 import threading
 import time
@@ -15,6 +16,7 @@ import psutil
 from conftest import METHODS
 
 from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, Processes
+from enqueuer.enqueuers.enqueuer import core_of
 
 LIMIT_S = 10.0  # a run after its strike; only a hang reaches it
 STOP_S = 5.0  # of stop(), which promises 2.6; the machine may be busy
@@ -115,6 +117,13 @@ def started(enqueuer, count):
     loop = Loop(enqueuer)
     loop.read(count)
     return loop
+
+
+def kill_a_worker(enqueuer):
+    """Kill a worker, and wait until it is dead."""
+    worker = core_of(enqueuer).run.backend.pool.workers[0]
+    os.kill(worker.process.pid, signal.SIGKILL)
+    assert select.select([worker.pidfd.fileno()], [], [], helpers.LIMIT)[0]
 
 
 def resume(loop, source):

@@ -14,21 +14,36 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from enqueuer.adapters.iterations import BatchReader, Iterations
 from enqueuer.backends.lifecycle import forget
 from enqueuer.common import checks
 from enqueuer.common.finalizers import Finalizer
 from enqueuer.common.text import an
 from enqueuer.enqueuers.enqueuer import BaseEnqueuer, core_of
-from enqueuer.enqueuers.owned_backends import STOP_S
+from enqueuer.enqueuers.run import STOP_S
 from enqueuer.errors import InvalidState
 
 Batch = TypeVar("Batch")
+
+
+class BatchReader(Protocol[Batch]):  # type: ignore[misc]
+    """The batches of one epoch after the other."""
+
+    def read(self) -> Iterator[Batch]:
+        """Return an iterator over an epoch, or over the rest of one; start no enqueuer."""
+
+    def stop(self, timeout: float | None) -> None:
+        """End the thread that reads ahead, if there is one."""
+
+    def restart(self) -> None:
+        """Begin an iteration that was stopped before its first batch again."""
+
+
 Self = TypeVar("Self", bound="Loader[Any]")
 
 
@@ -102,7 +117,7 @@ class Loader(Generic[Batch]):
         If this has a length, a loop that took as many batches has ended its epoch.
         """
         self._ownership.start()
-        return self._epochs.iterations.begin(self._reader, self._epochs.has_end)
+        return self._epochs.iterate(self._reader)
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch.
@@ -146,7 +161,7 @@ def inside_of(loader: Loader[Any]) -> tuple[LoaderEpochs, Ownership]:
 
 def restarted_by(loader: Loader[Any], change: Callable[[], None]) -> None:
     """Stop a loader, unless its caller runs it, and call a function; begin again if it had."""
-    loader._epochs.iterations.restart(loader._reader, loader._ownership, change)
+    loader._epochs.restart(loader._reader, loader._ownership, change)
 
 
 class _DirectReader(Generic[Batch]):
@@ -172,7 +187,7 @@ class _DirectReader(Generic[Batch]):
         """See `BatchReader`."""
 
     def _converted(self, batch: Any) -> Batch:
-        self._epochs.iterations.count += 1
+        self._epochs.count += 1
         return batch if self._convert is None else self._convert(batch)
 
 
@@ -256,7 +271,10 @@ class LoaderEpochs:
         step: Number of batches of this epoch that were given; always 0 without `steps`.
         given: Position after the last batch that the loop was given, if a thread has read on
             since; None: that of the loader.
-        iterations: Iterations of the loops.
+        count: Number of batches that loops were given.
+        is_entered: Whether a loop has asked for a batch of the latest iteration.
+        is_left: Whether the last iteration may have been dropped between its last batch and its
+            end.
     """
 
     def __init__(self, loader: Iterable[Any], steps: int | None) -> None:
@@ -266,7 +284,8 @@ class LoaderEpochs:
         self.steps = None if steps is None else checks.positive("steps_per_epoch", steps)
         self.step = 0
         self.given: dict[str, Any] | None = None
-        self.iterations = Iterations()
+        self.count = 0
+        self.is_entered = self.is_left = False
         # Step at which the next start begins: that of a loaded position, or 0.
         self._first_step = 0
 
@@ -277,7 +296,7 @@ class LoaderEpochs:
     def end(self) -> None:
         """Forget a loaded step, as the loader was stopped."""
         self._first_step = 0
-        self.iterations.is_left = False
+        self.is_left = False
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches of an epoch, or of the rest of one that was left."""
@@ -328,12 +347,62 @@ class LoaderEpochs:
             return self.loader._epochs.keeps_position
         return isinstance(self.loader, (BaseEnqueuer, Iterator))
 
-    def has_end(self) -> bool:
+    def iterate(self, reader: BatchReader[Batch]) -> Iterator[Batch]:
+        """Return an iterator over the rest of an epoch, or the next one if there is no rest.
+
+        A loop that counts its batches does not see the end of the epoch.
+
+        Args:
+            reader: Reader of the batches.
+        """
+        self.is_entered = False
+        # The reader may begin to read ahead now, and the generator begins with the first batch.
+        # `chain` is no frame that an error would keep, and holds no batch.
+        return itertools.chain.from_iterable(self._parts(reader, reader.read()))
+
+    def _parts(
+        self, reader: BatchReader[Batch], rest: Iterator[Batch]
+    ) -> Iterator[Iterator[Batch]]:
+        self.is_entered = True
+        count, was_left, self.is_left = self.count, self.is_left, False
+        try:
+            yield rest
+            if was_left and self.count == count and self._has_end():
+                yield reader.read()
+        except GeneratorExit:
+            self.is_left = True
+            raise
+
+    def _has_end(self) -> bool:
         """Return whether epochs have a length, and continue after a `break`."""
         try:
             return self.steps is None and self.keeps_position and len(self) > 0
         except TypeError:
             return False
+
+    def restart(
+        self, reader: BatchReader[Any], ownership: Ownership, change: Callable[[], None]
+    ) -> None:
+        """Stop a loader, unless its caller runs it, and call a function.
+
+        An iteration that has begun, without a batch for the loop, begins again.
+        """
+        was_started, is_of_caller = ownership.is_started, ownership.is_of_caller
+        if not is_of_caller:
+            # This wakes a thread that reads ahead.
+            ownership.stop()
+            # The thread may be starting the workers of a DataLoader, which is not to be changed
+            # under it.
+            reader.stop(threading.TIMEOUT_MAX)
+        change()
+        if self.is_entered or is_of_caller:
+            return
+        if was_started:
+            ownership.start()
+            # Libraries begin an iteration before they load a position, and count batches. They
+            # save a position before they see the end of an epoch, and begin the next one.
+            self.is_left = True
+        reader.restart()
 
     def _counted(self, batch: Any) -> Any:
         self.step += 1
@@ -358,7 +427,7 @@ class LoaderEpochs:
         self.loader.load_state_dict(state)
         self.step = self._first_step = step
         self.given = None
-        self.iterations.is_left = False
+        self.is_left = False
 
 
 def _load(
@@ -366,10 +435,10 @@ def _load(
 ) -> None:
     load = functools.partial(epochs.load_state_dict, state)
     # Libraries begin an iteration to see whether that is possible, and load the position then.
-    if epochs.iterations.is_entered:
+    if epochs.is_entered:
         load()
     else:
-        epochs.iterations.restart(reader, ownership, load)
+        epochs.restart(reader, ownership, load)
 
 
 def is_idle(loader: object) -> bool:

@@ -17,11 +17,11 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from enqueuer.common.extras import framework
-from enqueuer.transport.mapping import Mapping, mapping_at
-from enqueuer.transport.tensors import copy_in_thread
+from enqueuer.transport.block_map import Mapping, mapping_at
+from enqueuer.transport.item_codec import copy_in_thread
 
 torch = framework("torch", "torch", "2.1")
 
@@ -33,22 +33,6 @@ _RELAXED = 2
 _CAPTURE_ERRORS = range(900, 909)
 
 _log = logging.getLogger("enqueuer")
-
-
-class Driver(Protocol):
-    """The functions of CUDA that are used here."""
-
-    def register(self, address: int, size: int) -> int:
-        """Pin existing memory; return 0, or the number of an error."""
-
-    def unregister(self, address: int) -> None:
-        """End the pinning of memory."""
-
-    def is_pinned(self, tensor: Any) -> bool:
-        """Return whether a tensor lies in pinned memory."""
-
-    def empty(self, size: int) -> Any:
-        """Return pinned memory of `size` bytes, as a tensor of uint8."""
 
 
 @contextlib.contextmanager
@@ -87,7 +71,7 @@ class Cuda:
         self._devices: dict[int, int] = {}
 
     def register(self, address: int, size: int) -> int:
-        """See `Driver`."""
+        """Pin existing memory; return 0, or the number of an error."""
         device = torch.cuda.current_device()
         code = int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE))
         if code:
@@ -99,17 +83,17 @@ class Cuda:
         return code
 
     def unregister(self, address: int) -> None:
-        """See `Driver`."""
+        """End the pinning of memory."""
         # Without the device, a thread that uses no GPU would make a context on the first one.
         with torch.cuda.device(self._devices.pop(address)), beside_captures():
             torch.cuda.cudart().cudaHostUnregister(address)
 
     def is_pinned(self, tensor: Any) -> bool:
-        """See `Driver`."""
+        """Return whether a tensor lies in pinned memory."""
         return bool(tensor.is_pinned())
 
     def empty(self, size: int) -> Any:
-        """See `Driver`."""
+        """Return pinned memory of `size` bytes, as a tensor of uint8."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
@@ -117,10 +101,10 @@ class Pins:
     """The blocks of this process that are pinned; any thread may call the methods.
 
     Args:
-        driver: Driver of the GPU.
+        driver: Cuda of the GPU.
     """
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: Cuda) -> None:
         self.driver = driver
         self._lock = threading.Lock()
         self._registered: weakref.WeakSet[Mapping] = weakref.WeakSet()
@@ -172,7 +156,7 @@ class Pins:
             )
 
 
-def _unregister(driver: Driver, address: int, pid: int) -> None:
+def _unregister(driver: Cuda, address: int, pid: int) -> None:
     # A forked process unmaps its copy, and has no CUDA.
     if os.getpid() == pid:
         driver.unregister(address)
@@ -182,10 +166,10 @@ class StagingPool:
     """Pinned buffers that are reused, for tensors that do not lie in a block.
 
     Args:
-        driver: Driver of the GPU.
+        driver: Cuda of the GPU.
     """
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: Cuda) -> None:
         self.driver = driver
         # The buffer that was given back last is at the end.
         self._free: list[Any] = []

@@ -57,15 +57,18 @@ class PrefetchLoader(Loader[Batch]):
         queue_size = checks.positive("queue_size", queue_size)
 
         def reader(epochs: LoaderEpochs, ownership: Ownership) -> _PrefetchReader[Batch]:
-            changed = _changed_here if is_inline(epochs.loader) else _changed
-            run = functools.partial(changed, epochs, change, running)
+            how = (change, running)
+            if is_inline(epochs.loader):
+                # The state of the loop's thread must not change between batches.
+                how = functools.partial(_within, running, change), contextlib.nullcontext
+            run = functools.partial(_changed, epochs, *how)
             return _PrefetchReader(epochs, ownership, run, queue_size, receive)
 
         super().__init__(loader, steps_per_epoch, check=check, reader=reader)
 
 
 @dataclasses.dataclass(eq=False)
-class _Run:
+class _EpochAhead:
     """One epoch that a thread reads ahead.
 
     Attributes:
@@ -110,10 +113,10 @@ class _PrefetchReader(Generic[Batch]):
         self._queue_size = queue_size
         self._receive = receive
         # The current epoch, and the number of its batches that the loop was given.
-        self._current: _Run | None = None
+        self._current: _EpochAhead | None = None
         self._given = 0
         # The run that was stopped last, for as long as it has an iterator.
-        self._stopped: weakref.ref[_Run] | None = None
+        self._stopped: weakref.ref[_EpochAhead] | None = None
 
     def read(self) -> Iterator[Batch]:
         """See `BatchReader`."""
@@ -124,7 +127,7 @@ class _PrefetchReader(Generic[Batch]):
             # The loader cannot be iterated before the thread has ended.
             self.stop(threading.TIMEOUT_MAX)
         if self._current is None:
-            self._begin(_Run(self._new_enqueuer()))
+            self._begin(_EpochAhead(self._new_enqueuer()))
         assert self._current is not None
         return self._batches(self._current)
 
@@ -157,19 +160,19 @@ class _PrefetchReader(Generic[Batch]):
             stall_timeout=None,
         )
 
-    def _begin(self, run: _Run) -> None:
+    def _begin(self, run: _EpochAhead) -> None:
         self._current, self._given = run, 0
         # Any other loader draws the random numbers of an epoch when it is iterated over. Libraries
         # begin an iteration and drop it, and the thread would have drawn them by then, or not.
         if self._epochs.keeps_position:
             self._start(run)
 
-    def _start(self, run: _Run) -> None:
+    def _start(self, run: _EpochAhead) -> None:
         self._epochs.given = self._epochs.position()
         run.is_started = True
         run.enqueuer.start()
 
-    def _batches(self, run: _Run) -> Iterator[Batch]:
+    def _batches(self, run: _EpochAhead) -> Iterator[Batch]:
         is_left = True
         try:
             if run is self._current:
@@ -194,10 +197,10 @@ class _PrefetchReader(Generic[Batch]):
 
     def _received(self, result: tuple[Any, dict[str, Any] | None]) -> Batch:
         changed, position = result
-        if not isinstance(changed, _Raised):
+        if not isinstance(changed, _LoaderFailed):
             self._epochs.given = position
             self._given += 1
-            self._epochs.iterations.count += 1
+            self._epochs.count += 1
             return changed if self._receive is None else self._receive(changed)
         self.stop()
         self._epochs.given = None
@@ -210,29 +213,18 @@ class _PrefetchReader(Generic[Batch]):
             del error
 
 
-class _Raised:
+class _LoaderFailed:
     """An error of the loader on its way from the thread to the loop."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
 
 
-def _changed_here(
-    epochs: LoaderEpochs,
-    change: Callable[[Any], Any],
-    running: Callable[[], AbstractContextManager[Any]],
-) -> Iterator[Any]:
-    """Do what `_changed` does in the loop's thread, whose state must not change between batches."""
-    try:
-        for batch in epochs:
-            position = epochs.position()
-            with running():
-                changed = change(batch)
-            del batch
-            yield changed, position
-            del changed
-    except Exception as error:
-        yield _Raised(error), None
+def _within(
+    running: Callable[[], AbstractContextManager[Any]], change: Callable[[Any], Any], batch: Any
+) -> Any:
+    with running():
+        return change(batch)
 
 
 def _changed(
@@ -240,7 +232,7 @@ def _changed(
     change: Callable[[Any], Any],
     running: Callable[[], AbstractContextManager[Any]],
 ) -> Iterator[Any]:
-    """Yield changed batches of an epoch, each with the position after it; runs in the thread."""
+    """Yield changed batches of an epoch, each with the position after it."""
     try:
         with running():
             for batch in epochs:
@@ -252,4 +244,4 @@ def _changed(
                 del changed
     # As a worker's failure the error would get an origin in this thread.
     except Exception as error:
-        yield _Raised(error), None
+        yield _LoaderFailed(error), None

@@ -16,15 +16,13 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Generic, Protocol
 
 from enqueuer.backends.job import Job
-from enqueuer.backends.lifecycle import check_owner
-from enqueuer.backends.order import Order
+from enqueuer.backends.lifecycle import DeathPlace, Restarts, check_owner
 from enqueuer.backends.pool import HAS_ENDED, Death, NoRoom, W, Worker, WorkerPool
-from enqueuer.backends.restarts import DeathPlace, Restarts
-from enqueuer.backends.shard_schedule import NOTHING, Step
+from enqueuer.backends.shard_schedule import NOTHING, Order, ShardSchedule, Step
 from enqueuer.backends.stall import DeadlineExpired, WaitSnapshot, first_for
 from enqueuer.backends.task_schedule import TaskSchedule
 from enqueuer.common import interrupts
@@ -48,12 +46,9 @@ class Schedule(Protocol[W]):
     def begin(self, epoch: Epoch) -> None: ...
     def begin_worker(self, worker: W, epoch: Epoch) -> None: ...
     def next_step(self, order: Order) -> Step | Failure | W: ...
-    def awaited_worker(self, order: Order) -> W | None: ...
     def awaited(self, order: Order) -> str: ...
     def take(self, order: Order) -> Iterator[ItemTuple]: ...
-    def more(self, order: Order) -> Iterator[ItemTuple] | None: ...
     def pass_over(self) -> None: ...
-    def acknowledge(self) -> None: ...
     def place_of(self, dead: W, order: Order) -> DeathPlace: ...
     def resume(self, dead: W, successor: W, order: Order) -> None: ...
     def give_up(self, dead: W, failure: Failure) -> Failure | None: ...
@@ -72,7 +67,9 @@ class Engine(Generic[W]):
         deferred: Calls that the loop makes after a wait, which ends for them.
 
     Attributes:
+        schedule: Decisions about the items or the tasks; it gives what was waited for.
         tasks: The schedule, if the workers do tasks; None if they run shards.
+        at_end: Function that is called once the workers have ended; or None.
     """
 
     def __init__(
@@ -85,9 +82,10 @@ class Engine(Generic[W]):
         deferred: Collection[object],
     ) -> None:
         self.tasks = schedule if isinstance(schedule, TaskSchedule) else None
+        self._shards = schedule if isinstance(schedule, ShardSchedule) else None
         self._job = job
         self.pool = pool
-        self._schedule = schedule
+        self.schedule = schedule
         self._restarts = restarts
         self._loop_meter = loop_meter
         self._deferred = deferred
@@ -96,6 +94,7 @@ class Engine(Generic[W]):
         # Number of workers, without those that are leaving.
         self._size = job.workers
         self._owner = os.getpid()
+        self.at_end: Callable[[], None] | None = None
         self.is_closed = False
 
     def start(self, first: Epoch | None = None) -> None:
@@ -117,7 +116,7 @@ class Engine(Generic[W]):
                     worker = self.pool.start_worker(index)
                     workers.append(worker)
                     if first is not None and self.pool.are_processes:
-                        self._schedule.begin_worker(worker, first)
+                        self.schedule.begin_worker(worker, first)
                     interrupts.check()
             except BaseException as error:
                 text = f"worker {len(workers)} of {count} could not be started: {error}"
@@ -129,7 +128,7 @@ class Engine(Generic[W]):
     def begin(self, epoch: Epoch) -> None:
         """Have the workers run their shards once more."""
         check_owner(self._owner)
-        self._schedule.begin(epoch)
+        self.schedule.begin(epoch)
 
     # --- the loop ---
 
@@ -147,7 +146,7 @@ class Engine(Generic[W]):
                 the job's `longest_wait_s`; or a call was deferred.
             Closed: `close()` was called.
         """
-        schedule, is_expired = self._schedule, False
+        schedule, is_expired = self.schedule, False
         while not self.is_closed:
             step = schedule.next_step(order)
             # A handler of a log record may have called stop().
@@ -170,7 +169,9 @@ class Engine(Generic[W]):
 
     def _sleep_until_news(self, order: Order, deadline: float | None) -> float | None:
         """Sleep until something comes; return the time at which this was to end anyway."""
-        awaited, meter = self._schedule.awaited_worker(order), self._loop_meter
+        # Any worker may do the task that the loop waits for.
+        awaited = None if self._shards is None else self._shards.awaited_worker(order)
+        meter = self._loop_meter
         meter.pause(None if awaited is None else awaited.index)
         longest_wait_s = self._job.longest_wait_s
         if deadline is None and longest_wait_s is not None:
@@ -178,16 +179,8 @@ class Engine(Generic[W]):
         self.pool.sleep(awaited, deadline)
         return deadline
 
-    def take(self, order: Order) -> Iterator[ItemTuple]:
-        """Yield what is next in `order` and is there, at least one after a `wait()`.
-
-        To be read by something written in C, such as `deque.extend`, so that an exception of a
-        signal handler cannot strike between an item and the place where it is kept.
-        """
-        return self._schedule.take(order)
-
     def more(self, order: Order, may_sleep: bool) -> Iterator[ItemTuple] | None:
-        """Acknowledge what was taken, and return what `take` does, if `wait` is not needed for it.
+        """Acknowledge what was taken, and take what is next, if `wait` is not needed for it.
 
         This is the short way of an item: `wait` does all that is needed for anything else.
 
@@ -198,9 +191,10 @@ class Engine(Generic[W]):
         Returns:
             None if nothing has come, if it is no item, or if workers must be fed.
         """
-        if self.is_closed:
+        schedule = self._shards
+        # Tickets are submitted first.
+        if self.is_closed or schedule is None:
             return None
-        schedule = self._schedule
         items = schedule.more(order)
         if items is not NOTHING:
             return items
@@ -214,13 +208,11 @@ class Engine(Generic[W]):
             self._loop_meter.resume()
         return items
 
-    def pass_over(self) -> None:
-        """Forget the failure that `wait` has just returned, if it is skipped: it is noted."""
-        self._schedule.pass_over()
-
     def acknowledge(self) -> None:
         """Count all that was taken as consumed, so that as many others may be made."""
-        self._schedule.acknowledge()
+        # What is in the reorder buffer was acknowledged.
+        if self._shards is not None:
+            self._shards.acknowledge()
 
     def has_news(self, order: Order) -> bool:
         """Return whether `wait()` might return at once, while no item waits.
@@ -228,24 +220,9 @@ class Engine(Generic[W]):
         Neither this nor asking before waiting may let a worker make more than it would.
         """
         self.pool.poll()
-        return not self.is_closed and self._schedule.next_step(order) is not _WAIT
+        return not self.is_closed and self.schedule.next_step(order) is not _WAIT
 
     # --- what is known of the workers ---
-
-    def waiting(self) -> int:
-        """Return how many finished items wait and were not taken."""
-        return self._schedule.waiting()
-
-    def cpus(self) -> float:
-        """Return how many CPUs there are for the workers and this process."""
-        return self.pool.cpus()
-
-    def worker_bytes(self) -> int | None:
-        """Return the memory of the largest worker, as one more would take it; None: unknown.
-
-        Takes some milliseconds.
-        """
-        return self.pool.worker_bytes()
 
     def measures(self) -> list[WorkerStats]:
         """Return what each worker has done so far, with those that it has replaced."""
@@ -261,8 +238,8 @@ class Engine(Generic[W]):
         Called by the consumer, after a `wait()` that brought nothing.
         """
         snapshots = self.pool.snapshots(self._staying())
-        awaited = self._schedule.awaited(order)
-        return WaitSnapshot(awaited, self.waiting(), first_for(order, snapshots))
+        awaited = self.schedule.awaited(order)
+        return WaitSnapshot(awaited, self.schedule.waiting(), first_for(order, snapshots))
 
     def _staying(self) -> list[W]:
         return [worker for worker in list(self.pool.workers) if not worker.is_leaving]
@@ -279,17 +256,17 @@ class Engine(Generic[W]):
             self._part_with(worker)
             return None
         with interrupts.held():
-            place = self._schedule.place_of(worker, order)
+            place = self.schedule.place_of(worker, order)
             successor = self._successor(worker, place)
             if isinstance(successor, Failure):
-                return self._schedule.give_up(worker, successor)
+                return self.schedule.give_up(worker, successor)
             if successor is not None:
-                self._schedule.resume(worker, successor, order)
+                self.schedule.resume(worker, successor, order)
         return None
 
     def _part_with(self, leaver: W) -> None:
         with interrupts.held():
-            self._schedule.part_with(leaver)
+            self.schedule.part_with(leaver)
             self.pool.workers.remove(leaver)
             self._before.pop(leaver.index, None)
             self.pool.discard(leaver)
@@ -309,6 +286,7 @@ class Engine(Generic[W]):
         try:
             new = self.pool.start_worker(dead.index)
         except Exception as trouble:
+            interrupts.raise_handlers(trouble)
             text = f"{death.message} A replacement could not be started: {trouble}"
             failure = _failure_of(dead, place, text, death)
             failure.error.__cause__ = trouble
@@ -387,6 +365,9 @@ class Engine(Generic[W]):
             with interrupts.held():
                 self.close()
                 self.pool.stop(timeout)
+                at_end, self.at_end = self.at_end, None
+                if at_end is not None:
+                    at_end()
 
 
 def _failure_of(dead: Worker, place: DeathPlace, text: str, death: Death) -> Failure:

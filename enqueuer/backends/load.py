@@ -7,50 +7,20 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Collection
+from typing import Any, TypeAlias
 
 from enqueuer.backends.engine import Engine
 from enqueuer.backends.job import Job, owners_of
-from enqueuer.backends.order import Order
-from enqueuer.backends.pool import W, Worker, WorkerPool
-from enqueuer.backends.restarts import Restarts
+from enqueuer.backends.lifecycle import Restarts
+from enqueuer.backends.pool import W, WorkerPool
 from enqueuer.backends.shard_schedule import ShardSchedule
-from enqueuer.backends.stall import WaitSnapshot
 from enqueuer.backends.task_schedule import TaskSchedule
 from enqueuer.errors import StartError
 from enqueuer.monitoring.loop_meter import LoopMeter
-from enqueuer.monitoring.worker_stats import WorkerStats
-from enqueuer.workers.messages import Epoch, Failure, ItemTuple
 from enqueuer.workers.tasks import TaskSource
 
-
-class Backend(Protocol):
-    """The methods of a backend that an enqueuer calls; `Engine` describes them."""
-
-    @property
-    def tasks(self) -> TaskSchedule[Any] | None: ...
-    @property
-    def is_resizing(self) -> bool: ...
-    def start(self, first: Epoch | None = None) -> None: ...
-    def begin(self, epoch: Epoch) -> None: ...
-    def wait(self, order: Order, deadline: float | None) -> Failure | None: ...
-    def take(self, order: Order) -> Iterator[ItemTuple]: ...
-    def more(self, order: Order, may_sleep: bool) -> Iterator[ItemTuple] | None: ...
-    def pass_over(self) -> None: ...
-    def acknowledge(self) -> None: ...
-    def has_news(self, order: Order) -> bool: ...
-    def waiting(self) -> int: ...
-    def cpus(self) -> float: ...
-    def worker_bytes(self) -> int | None: ...
-    def measures(self) -> list[WorkerStats]: ...
-    def workers(self) -> Sequence[Worker]: ...
-    def inspect(self, order: Order) -> WaitSnapshot: ...
-    def resize(self, workers: int) -> None: ...
-    def close(self) -> None: ...
-    def wake(self) -> None: ...
-    def stop(self, timeout: float) -> None: ...
-
+Backend: TypeAlias = Engine[Any]
 
 # Items that are taken together from a short queue, if they are at most half of it.
 _BUNCH = 8
@@ -61,7 +31,7 @@ _POOLS = {
     "ray": ("enqueuer.backends.ray.pool", "RayPool"),
 }
 # The pool of `workers=0`, whatever the backend is.
-_INLINE = ("enqueuer.backends.inline.pool", "InlinePool")
+_INLINE = ("enqueuer.backends.inline", "InlinePool")
 
 if hasattr(os, "fork"):
     # Processes are the default. Imported here, they are part of the import of the enqueuers, and
@@ -110,14 +80,17 @@ def _engine(
     # Items that are taken together keep their places until the loop has used them. With a bound in
     # bytes there may be few places, and taking large items together gains nothing.
     size, is_measured = job.max_queue_size, job.max_queue_bytes is not None
+    # A trace records when each item was asked for.
+    one_by_one = is_measured or job.trace is not None
     if isinstance(job.source, TaskSource):
-        bunch = 1 if is_measured else max(1, size // 2)
-        tasks = TaskSchedule(pool.workers, pool.dispatch, bunch, is_measured)
+        bunch = 1 if one_by_one else max(1, size // 2)
+        in_turn = job.workers if job.source.is_round_robin and not pool.shares_gil else 0
+        tasks = TaskSchedule(pool.workers, pool.dispatch, bunch, is_measured, in_turn)
         return Engine(job, pool, tasks, restarts, loop_meter, deferred)
-    bunch = 1 if is_measured else max(1, size // 4, min(size // 2, _BUNCH))
+    bunch = 1 if one_by_one else max(1, size // 4, min(size // 2, _BUNCH))
     # Beside a quick loop a thread makes nothing meanwhile, as it has no GIL; and to switch between
     # the two takes as long as many items. There is one more item, for which a worker has no place.
-    quick = size + 1 if pool.shares_gil and not is_measured else bunch
+    quick = size + 1 if pool.shares_gil and not one_by_one else bunch
     owners = owners_of(job.plans())
     shards = ShardSchedule(pool.workers, owners, bunch, quick, loop_meter)
     return Engine(job, pool, shards, restarts, loop_meter, deferred)

@@ -25,7 +25,7 @@ from enqueuer.common.sizes import OUT_OF_BAND_BYTES
 from enqueuer.common.text import an
 from enqueuer.errors import SourceNotPicklable
 from enqueuer.transport.culprit import find_culprit, is_picklable, parts_of
-from enqueuer.transport.tensors import reduce_tensor
+from enqueuer.transport.item_codec import reduce_tensor
 from enqueuer.workers.plan import OnError
 from enqueuer.workers.sources import LiveSource, Source, name_of
 from enqueuer.workers.tasks import TaskSource

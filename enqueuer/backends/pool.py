@@ -12,12 +12,14 @@ replaced is the same for all backends. Only `WorkerPool.sleep` waits for message
 from __future__ import annotations
 
 import enum
+import traceback
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
-from enqueuer.backends.stall import WorkerSnapshot
 from enqueuer.errors import StartError
 from enqueuer.monitoring.worker_stats import WorkerStats
+from enqueuer.transport.protocol import Taken
+from enqueuer.workers.element_threads import ThreadSnapshot
 from enqueuer.workers.messages import Empty, End, Epoch, Failure, ItemTuple, Ticket
 
 
@@ -59,14 +61,26 @@ class Death(NamedTuple):
     error: BaseException | None = None
 
 
-class Taken(Protocol):
-    """Record of the items that were taken, see `order.ShardOrder`."""
+Stack = Sequence[traceback.FrameSummary]
+"""Where a thread is, the outermost frame first, as `traceback` has it."""
 
-    numbers: dict[int, int]
-    last: int
 
-    def remember(self, shard: int, number: int, state: Any) -> None:
-        """Keep the state of an iterator after an item that is about to be taken."""
+class WorkerSnapshot(NamedTuple):
+    """State of one worker.
+
+    Attributes:
+        name: Name of the worker.
+        shards: Indices of its shards; empty if it does tasks.
+        stack: Python stack of the worker; None if that is not known.
+        why: Reason why the stack is not known.
+        threads: Snapshots of the threads that run elements; empty if the worker has none.
+    """
+
+    name: str
+    shards: tuple[int, ...]
+    stack: Stack | None
+    why: str = ""
+    threads: Sequence[ThreadSnapshot] = ()
 
 
 class Inbox(Protocol):
@@ -180,7 +194,7 @@ class Dispatch(Protocol[W_contra]):
         """
 
     def assign(self, worker: W_contra, number: int, packed: Any) -> None:
-        """Have one worker do a task, before those that were offered."""
+        """Have one worker do a task, before those that were offered: a dead one's, or its own."""
 
     def current(self, worker: W_contra) -> Sequence[int]:
         """Return the numbers of the tasks that a worker took last, those that are done included."""

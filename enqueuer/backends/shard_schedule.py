@@ -1,21 +1,242 @@
-"""Which worker's message is next, and where a replaced worker goes on: the schedule of shards.
+"""Whose turn it is, and where each shard stands; which worker's message is next.
 
-The order of the items (`order.py`) says which shard is next; of the workers, each runs certain
-shards. This file decides and does not wait.
+    RoundRobin, AsTheyCome   the order of the items of shards
+    ShardSchedule            the workers that run them, each certain shards
+
+An order answers `turn()`, notes `ended(shard)`, and is `done` when all shards have ended. The code
+that takes items writes down which it has taken. This file decides and does not wait.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Final, Generic, cast
+import operator
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, Generic, Protocol, cast
 
-from enqueuer.backends.order import Order, ShardOrder
-from enqueuer.backends.pool import Inbox, W, WorkerState
-from enqueuer.backends.restarts import DeathPlace
-from enqueuer.backends.stall import awaited
+from enqueuer.backends.lifecycle import DeathPlace
+from enqueuer.backends.pool import Inbox, W, Worker, WorkerState
 from enqueuer.monitoring.loop_meter import LoopMeter
-from enqueuer.workers.messages import Empty, End, Epoch, Failure, ItemTuple
+from enqueuer.workers.messages import Empty, End, Epoch, Failure, ItemTuple, Start
+
+ANY: Final = None
+"""The answer of `turn()` where any shard will do."""
+
+
+class Order(Protocol):
+    """The next shard, and the end, for the consumer to ask before each item."""
+
+    @property
+    def done(self) -> bool:
+        """Whether every shard has ended."""
+
+    def turn(self) -> int | None:
+        """Return the shard to read next, or ANY."""
+
+    def ended(self, shard: int, state: Any = None, number: int = 0) -> None:
+        """Note that `shard` will give nothing more.
+
+        Args:
+            shard: The shard that has ended.
+            state: State of its source at the end, if it has one.
+            number: How many items its generator has yielded, those of None included.
+        """
+
+    @property
+    def ends(self) -> Mapping[int, Any]:
+        """The states of sources at the ends of shards, of those that have one."""
+
+    @property
+    def yielded(self) -> int:
+        """How many items were made of what has ended, those of None included."""
+
+    def next_of(self, shards: Container[int]) -> int | None:
+        """Return which of some shards of one worker is next; None if all have ended."""
+
+    def number_of(self, shard: int) -> int:
+        """Return the number of the next item of a shard."""
+
+    def rest(self, ready: Iterable[ItemTuple] = ()) -> dict[int, Start]:
+        """Return where the shards stand that are not at their end, in the order of their turns.
+
+        Args:
+            ready: Items that were taken last, and count as if they had not been.
+        """
+
+    def beyond(self, ready: Iterable[ItemTuple] = ()) -> tuple[int, ...]:
+        """Return which later items were taken nevertheless; only of tasks."""
+
+    def is_before(self, shard: int, number: int, position: Epoch) -> bool:
+        """Return whether an item, or a failure in its place, comes before a position."""
+
+
+class ShardOrder(ABC):
+    """The shards that have not ended, the next item of each, and the last states of iterators.
+
+    Code that takes an item calls `remember` if the item has a state, and then writes `numbers` and
+    `last` itself. These two stores need no call, so that no exception of a signal handler can
+    strike between them and what it stores beside.
+
+    Attributes:
+        numbers: Number of the next item of each shard.
+        last: Shard of the item that was taken last.
+        done: Whether every shard has ended.
+    """
+
+    def __init__(self, starts: Mapping[int, Start], recent: int) -> None:
+        self.numbers = {shard: start.number for shard, start in starts.items()}
+        # It is as if a round had just ended.
+        self.last: int = next(reversed([*starts]), -1)
+        self._recent = recent
+        self.ends: dict[int, Any] = {}
+        self.yielded = 0
+        self._open = dict.fromkeys(starts)
+        self.done = not self._open
+        self._states = {
+            shard: deque([start], recent)
+            for shard, start in starts.items()
+            if start.state is not None
+        }
+
+    def remember(self, shard: int, number: int, state: Any) -> None:
+        """Keep the state of an iterator after an item that is about to be taken."""
+        states = self._states.get(shard)
+        if states is None:
+            states = self._states[shard] = deque([Start()], self._recent)
+        # An exception may have struck after an earlier call, before the item was taken.
+        if states[-1].number != number + 1:
+            states.append(Start(number + 1, state))
+
+    def next_of(self, shards: Container[int]) -> int | None:
+        return next((shard for shard in self._in_turn() if shard in shards), None)
+
+    def number_of(self, shard: int) -> int:
+        return self.numbers[shard]
+
+    def rest(self, ready: Iterable[ItemTuple] = ()) -> dict[int, Start]:
+        again: dict[int, int] = {}
+        for item in ready:
+            again.setdefault(item[0], item[1])
+        shards = self._in_turn()
+        # Turns go by index, so each shard gets its turn back.
+        if again:
+            shards = sorted({*shards, *again})
+            at = shards.index(next(iter(again)))
+            shards = shards[at:] + shards[:at]
+        return {shard: self._start_of(shard, again.get(shard)) for shard in shards}
+
+    def beyond(self, ready: Iterable[ItemTuple] = ()) -> tuple[int, ...]:
+        return ()
+
+    def is_before(self, shard: int, number: int, position: Epoch) -> bool:
+        start = (position.starts or {}).get(shard)
+        # A shard without a start has ended.
+        return start is None or number < start.number
+
+    @abstractmethod
+    def turn(self) -> int | None:
+        """Return the shard to read next, or ANY."""
+
+    @abstractmethod
+    def ended(self, shard: int, state: Any = None, number: int = 0) -> None:
+        """Note that `shard` will give nothing more; again does nothing."""
+
+    @abstractmethod
+    def _in_turn(self) -> list[int]:
+        """Return the shards that have not ended, in the order of their turns."""
+
+    def _start_of(self, shard: int, number: int | None) -> Start:
+        if number is None:
+            number = self.numbers[shard]
+        states = self._states.get(shard)
+        if states is None:
+            return Start(number)
+        known = next(at for at in reversed(states) if at.number - at.behind <= number)
+        if known.state is None:
+            return Start(number)
+        return Start(number, known.state, number - known.number + known.behind)
+
+
+class RoundRobin(ShardOrder):
+    """One item of each shard in turn; ended shards drop out.
+
+    Args:
+        starts: Where each shard begins, in the order of their turns.
+        recent: How many of the last states of an iterator are remembered.
+
+    Example:
+        >>> order = RoundRobin(dict.fromkeys(range(3), Start()))
+        >>> for shard in range(2): order.numbers[shard], order.last = 1, shard  # one was taken
+        >>> order.turn()
+        2
+        >>> order.ended(2); order.ended(0); order.turn()
+        1
+        >>> order.rest()
+        {1: Start(number=1, state=None, behind=0)}
+    """
+
+    def __init__(self, starts: Mapping[int, Start], recent: int = 2) -> None:
+        super().__init__(starts, recent)
+        shards = list(starts)
+        self._after = dict(zip(shards, shards[1:] + shards[:1], strict=True))
+
+    def turn(self) -> int:
+        return self._after[self.last]
+
+    def ended(self, shard: int, state: Any = None, number: int = 0) -> None:
+        if shard not in self._open:
+            return
+        if state is not None:
+            self.ends[shard] = state
+        # An ended shard keeps its successor, as it may be the last one that was taken from.
+        for before, following in self._after.items():
+            if following == shard:
+                self._after[before] = self._after[shard]
+        self.yielded += number
+        del self._open[shard]
+        self.done = not self._open
+
+    def _in_turn(self) -> list[int]:
+        shards: list[int] = []
+        shard = self.last
+        while len(shards) < len(self._open):
+            shard = self._after[shard]
+            shards.append(shard)
+        return shards
+
+
+class AsTheyCome(ShardOrder):
+    """Whatever is there first, from any shard.
+
+    Example:
+        >>> order = AsTheyCome(dict.fromkeys(range(2), Start()))
+        >>> order.turn() is ANY, order.done
+        (True, False)
+        >>> order.ended(0); order.ended(1); order.done
+        True
+    """
+
+    def __init__(self, starts: Mapping[int, Start], recent: int = 2) -> None:
+        super().__init__(starts, recent)
+        self._first = self.numbers.copy()
+
+    def turn(self) -> None:
+        return ANY
+
+    def ended(self, shard: int, state: Any = None, number: int = 0) -> None:
+        if shard not in self._open:
+            return
+        if state is not None:
+            self.ends[shard] = state
+        self.yielded += number
+        del self._open[shard]
+        self.done = not self._open
+
+    def _in_turn(self) -> list[int]:
+        # A worker sends one item of each of its shards in turn: the next has given the fewest.
+        return sorted(self._open, key=lambda shard: self.numbers[shard] - self._first[shard])
 
 
 class Step(enum.Enum):
@@ -32,6 +253,8 @@ NOTHING: Final[Iterator[ItemTuple]] = iter(())
 
 # To look up a member of an enum takes long.
 _TAKE, _WAIT, _DEAD = Step.TAKE, Step.WAIT, WorkerState.DEAD
+_inbox_of: Callable[[Worker], Inbox] = operator.attrgetter("inbox")
+_waiting_of: Callable[[Inbox], int] = operator.attrgetter("waiting")
 
 
 class ShardSchedule(Generic[W]):
@@ -47,7 +270,6 @@ class ShardSchedule(Generic[W]):
         loop_meter: Account of the waits, which knows whether it is.
 
     Example:
-        >>> from enqueuer.backends.order import RoundRobin
         >>> from enqueuer.monitoring.loop_meter import LoopMeter
         >>> from enqueuer.workers.messages import Item, Start
         >>> class Worker:
@@ -93,7 +315,7 @@ class ShardSchedule(Generic[W]):
 
     def waiting(self) -> int:
         """Return how many items wait. Called by any thread."""
-        return sum(inbox.waiting for inbox in inboxes_of(self._workers))
+        return waiting_in(self._workers)
 
     def begin(self, epoch: Epoch) -> None:
         """Have the workers run an epoch."""
@@ -179,7 +401,11 @@ class ShardSchedule(Generic[W]):
         return awaited(order)
 
     def take(self, order: Order) -> Iterator[ItemTuple]:
-        """Take what is next and is there."""
+        """Take what is next and is there, at least one item after the engine has waited.
+
+        To be read by something written in C, such as `deque.extend`, so that an exception of a
+        signal handler cannot strike between an item and the place where it is kept.
+        """
         self._is_acknowledged = False
         workers, shards = self._workers, cast(ShardOrder, order)
         # stop() was called in the meantime.
@@ -273,6 +499,15 @@ class ShardSchedule(Generic[W]):
         raise AssertionError("the number of workers that run shards is fixed")
 
 
-def inboxes_of(workers: Sequence[W]) -> list[Inbox]:
-    """Return the inboxes of some workers, each once. Called by any thread."""
-    return list(dict.fromkeys(worker.inbox for worker in list(workers)))
+def waiting_in(workers: Sequence[Worker]) -> int:
+    """Return how many items wait in the inboxes of some workers. Called by any thread."""
+    # Workers may share an inbox.
+    return sum(map(_waiting_of, set(map(_inbox_of, list(workers)))))
+
+
+def awaited(order: Order) -> str:
+    """Return what is next, in words: an item of a shard."""
+    shard = order.turn()
+    if shard is ANY:
+        return "the next item of any shard"
+    return f"shard {shard}, item {order.number_of(shard)}"

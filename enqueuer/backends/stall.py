@@ -19,39 +19,19 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-from enqueuer.backends.order import ANY, Order, TaskOrder
+from enqueuer.backends.pool import Stack, WorkerSnapshot
+from enqueuer.backends.shard_schedule import Order
 from enqueuer.common.text import pluralize
 from enqueuer.errors import BatchTimeout, StallWarning
 from enqueuer.workers.element_threads import ThreadSnapshot
-from enqueuer.workers.messages import Ticket
-
-Stack = Sequence[traceback.FrameSummary]
-"""Where a thread is, the outermost frame first, as `traceback` has it."""
 
 # Eleven days, which every way of waiting accepts.
 _FOREVER_S = 1e6
 
 _HOUSE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-# Files that call the user's code in a worker: frames outside of it are the same for all.
-_CALLERS = frozenset(
-    _HOUSE + name
-    for name in (
-        "workers/loop.py",
-        "workers/bunch.py",
-        "workers/stream.py",
-        "workers/skipping.py",
-        "workers/task_loop.py",
-        "workers/concurrent_loop.py",
-        "workers/element_threads.py",
-        "workers/tasks.py",
-        "workers/collate.py",
-        "generators/batches.py",
-        "generators/mixing.py",
-        "generators/samples.py",
-        "generators/shuffling.py",
-        "workers/sources.py",
-        "backends/process/child.py",
-    )
+# Folders whose files call the user's code in a worker.
+_CALLERS = tuple(
+    _HOUSE + name + os.sep for name in ("workers", "generators", "datasets", "adapters")
 )
 _IDLE = {
     "next_epoch": "has done all of this epoch",
@@ -71,24 +51,6 @@ _MOST_BYTES = 1 << 15
 
 class DeadlineExpired(TimeoutError):
     """Nothing came until the deadline of a wait; a type of its own, as the user's code has that."""
-
-
-class WorkerSnapshot(NamedTuple):
-    """State of one worker.
-
-    Attributes:
-        name: Name of the worker.
-        shards: Indices of its shards; empty if it does tasks.
-        stack: Python stack of the worker; None if that is not known.
-        why: Reason why the stack is not known.
-        threads: Snapshots of the threads that run elements; empty if the worker has none.
-    """
-
-    name: str
-    shards: tuple[int, ...]
-    stack: Stack | None
-    why: str = ""
-    threads: Sequence[ThreadSnapshot] = ()
 
 
 class WaitSnapshot(NamedTuple):
@@ -197,27 +159,6 @@ def report(seconds: float, view: WaitSnapshot, epoch: int) -> str:
     return "\n".join([head, *([waiting] if view.waiting else []), *map(_line, view.workers)])
 
 
-def awaited(order: Order) -> str:
-    """Return what is next, in words: an item of a shard."""
-    shard = order.turn()
-    if shard is ANY:
-        return "the next item of any shard"
-    return f"shard {shard}, item {order.number_of(shard)}"
-
-
-def awaited_task(order: Order, ticket: Ticket | None) -> str:
-    """Return what is next, in words: a task."""
-    assert isinstance(order, TaskOrder)
-    if not order.ordered:
-        return "the result of any task"
-    text = f"task {order.next - order.first}"
-    # The elements of this task were not read yet.
-    if ticket is None:
-        return text
-    elements = ", ".join(map(str, ticket.indices))
-    return f"{text} (element{'' if len(ticket.indices) == 1 else 's'} {elements})"
-
-
 def first_for(order: Order, workers: Iterable[WorkerSnapshot]) -> list[WorkerSnapshot]:
     """Return the worker snapshots, the awaited worker first."""
     turn = order.turn()
@@ -256,7 +197,7 @@ def parse(text: str) -> tuple[Stack, bool]:
         for file, line, name in (match.groups() for match in found)
     ]
     is_cut = _CUT in lines or len(frames) >= _MOST_FRAMES
-    is_whole = is_cut or any(frame.filename in _CALLERS for frame in frames)
+    is_whole = is_cut or any(frame.filename.startswith(_CALLERS) for frame in frames)
     return frames[::-1], is_whole
 
 
@@ -326,17 +267,34 @@ def _threads(worker: WorkerSnapshot) -> Iterator[str]:
 
 
 def _what_it_does(stack: Stack) -> str:
-    callers = [at for at, frame in enumerate(stack) if frame.filename in _CALLERS]
-    inner = list(stack[callers[-1] + 1 :] if callers else stack)
+    start = _start_of_user(stack)
+    if start is not None:
+        return _shown("is here", stack[start:])
+    loops = [at for at, frame in enumerate(stack) if frame.filename.startswith(_CALLERS[0])]
+    inner = list(stack[loops[-1] + 1 :] if loops else stack)
     if not inner:
         return "is between two batches"
     ours = [frame.name for frame in inner if frame.filename.startswith(_HOUSE)]
-    if inner[0].filename.startswith(_HOUSE):
-        if inner[0].name in _IDLE:
-            return _IDLE[inner[0].name]
-        if _WAITS.intersection(ours):
-            return "has made a batch and waits for room"
-        does = "is sending a batch"
-    else:
-        does = "is here"
-    return f"{does}:\n{''.join(traceback.format_list(inner)).rstrip()}"
+    if not ours or inner[0].filename.startswith(_CALLERS):
+        return _shown("is here", inner)
+    if inner[0].name in _IDLE:
+        return _IDLE[inner[0].name]
+    if _WAITS.intersection(ours):
+        return "has made a batch and waits for room"
+    return _shown("is sending a batch", inner)
+
+
+def _start_of_user(stack: Stack) -> int | None:
+    """Return the place of the first frame of the user's code; None if there is none.
+
+    It is called by a file of `_CALLERS`. What others call, such as pickle, belongs to them.
+    """
+    for at in range(1, len(stack)):
+        is_called = stack[at - 1].filename.startswith(_CALLERS)
+        if is_called and not stack[at].filename.startswith(_HOUSE):
+            return at
+    return None
+
+
+def _shown(what: str, frames: Stack) -> str:
+    return f"{what}:\n{''.join(traceback.format_list(list(frames))).rstrip()}"

@@ -1,6 +1,6 @@
 """Which tasks are assigned, which result is next, and which tasks run again after a death.
 
-    tickets -> unsent -> Dispatch -> workers -> inboxes -> the reorder buffer -> in order
+    tickets -> unsent -> Dispatch -> workers -> inboxes -> ReorderBuffer -> TaskOrder: in order
 
 When a worker has died, the tasks that it had are found by what is left: those that have no
 result, are not to be sent yet, and of which the dispatch does not know that they are safe. Its
@@ -12,21 +12,354 @@ This file decides and does not wait.
 
 from __future__ import annotations
 
+import dataclasses
+import enum
+import functools
 import operator
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from itertools import repeat, starmap
-from typing import Any, Generic
+from collections import Counter, deque
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from itertools import chain, islice, repeat, starmap, takewhile
+from typing import Any, Generic, cast
 
-from enqueuer.backends.order import AsTheyCome, Order, TaskOrder
+from enqueuer.backends.lifecycle import DeathPlace
 from enqueuer.backends.pool import HAS_ENDED, Dispatch, W, WorkerState
-from enqueuer.backends.reorder_buffer import Next, ReorderBuffer
-from enqueuer.backends.restarts import DeathPlace
-from enqueuer.backends.shard_schedule import Step, inboxes_of
-from enqueuer.backends.stall import awaited_task
-from enqueuer.workers.messages import Empty, End, Epoch, Failure, ItemTuple, Ticket
+from enqueuer.backends.shard_schedule import ANY, AsTheyCome, Order, Step, waiting_in
+from enqueuer.common import interrupts
+from enqueuer.common.sizes import size_of
+from enqueuer.workers.messages import Empty, End, Epoch, Failure, ItemTuple, Start, Ticket
+
+
+class Next(enum.Enum):
+    """The next thing in the reorder buffer."""
+
+    # The next result can be taken.
+    ITEM = 1
+    # No result can be taken now.
+    NOTHING = 2
+    # Neither now; but tasks without a result are done, so others can be assigned.
+    ROOM = 3
+
+
+_NAMES = ("next", "items")
+_number_of_item = operator.itemgetter(1)
+_value_of = operator.itemgetter(2)
+_is_none = functools.partial(operator.is_, None)
+# Returns None, and keeps nothing.
+_forget = deque[object](maxlen=0).append
+
+
+class TaskOrder:
+    """Tasks by their numbers, or as they come; each once.
+
+    Numbers run on over epochs, so that a result that comes late is never taken for another's.
+
+    Args:
+        first: The number of the epoch's first task.
+        start: Where in the epoch to begin, and the reader's state before that.
+        done: Later tasks of the epoch that were done already.
+        ordered: Whether they come by their numbers.
+
+    Attributes:
+        end: The number after that of the last task; None until that is known. Tasks of this number
+            and above are those of the next epoch.
+
+    Example:
+        >>> order = TaskOrder(first=100, start=Start(2), done=(), ordered=True)
+        >>> order.was_taken(101), order.was_taken(102)
+        (True, False)
+        >>> order.taken[102] = None; order.end_at(103); order.done
+        True
+    """
+
+    def __init__(self, first: int, start: Start, done: Iterable[int], ordered: bool) -> None:
+        self.first = first
+        self.ordered = ordered
+        # All tasks before it were taken.
+        self.next = first + start.number
+        # Number of tasks that were taken, and not only passed over.
+        self.items = 0
+        # Numbers that were taken, until `next` has gone past them. Code that takes a result writes
+        # to it itself: that needs no call, see `ShardOrder`.
+        self.taken: dict[int, None] = dict.fromkeys(first + number for number in done)
+        self.end: int | None = None
+        self.ends: dict[int, Any] = {}
+        # before the task, of a reader that has a state
+        self._states = {} if start.state is None else {self.next: start.state}
+
+    @property
+    def done(self) -> bool:
+        if self.taken:
+            self.advance()
+        return self.next == self.end
+
+    @property
+    def yielded(self) -> int:
+        return 0 if self.end is None else self.end - self.first
+
+    def end_at(self, number: int, state: Any = None) -> None:
+        """Note that there is no task of this number or a higher one, and the reader's state."""
+        if state is not None:
+            self.ends[0] = state
+        self.end = number
+
+    def read(self, number: int, state: Any) -> None:
+        """Note the reader's state after it has read the task of this number.
+
+        Called when all that was taken was given away, too: earlier states can be forgotten.
+        """
+        if self._states:
+            for old in [old for old in self._states if old < self.next]:
+                del self._states[old]
+        if state is not None:
+            self._states[number + 1] = state
+
+    def is_of_next(self, number: int) -> bool:
+        """Return whether a task belongs to the next epoch."""
+        return self.end is not None and number >= self.end
+
+    def was_taken(self, number: int) -> bool:
+        """Return whether the task was done, now or before the start."""
+        return number < self.next or number in self.taken
+
+    def turn(self) -> None:
+        return ANY
+
+    def ended(self, shard: int, state: Any = None, number: int = 0) -> None:
+        raise AssertionError("tasks end with the reader")
+
+    def next_of(self, shards: Container[int]) -> int | None:
+        return None
+
+    def number_of(self, shard: int) -> int:
+        return self.next
+
+    def rest(self, ready: Iterable[ItemTuple] = ()) -> dict[int, Start]:
+        self.advance()
+        number = min([self.next, *(number for _, number, _, _ in ready)])
+        return {0: Start(number - self.first, self._states.get(number))}
+
+    def beyond(self, ready: Iterable[ItemTuple] = ()) -> tuple[int, ...]:
+        self.advance()
+        again = {number for _, number, _, _ in ready}
+        earliest = min([self.next, *again])
+        numbers = {*range(earliest, self.next), *self.taken} - again
+        return tuple(sorted(number - self.first for number in numbers if number > earliest))
+
+    def is_before(self, shard: int, number: int, position: Epoch) -> bool:
+        at, starts = number - self.first, position.starts
+        return starts is None or at < starts[0].number or at in position.done
+
+    def advance(self) -> None:
+        """Have `next` go past all that was taken; again does nothing."""
+        while self.next in self.taken:
+            del self.taken[self.next]
+            self.next += 1
+
+
+class ReorderBuffer:
+    """Called by one thread at a time.
+
+    Attributes:
+        tickets: Those whose results were not taken, by their numbers.
+        largest_bytes: Of all results, if they are measured.
+    """
+
+    def __init__(self, measure: bool) -> None:
+        self._measure = measure
+        self.largest_bytes = 0
+        self.tickets: dict[int, Ticket] = {}
+        # In the order of their arrival.
+        self._results: dict[int, ItemTuple | Empty | Failure] = {}
+        # Numbers of the tasks in `_results` that have no result: empty ones, and failures.
+        self._without: set[int] = set()
+        self._skipped: dict[int, deque[Failure]] = {}
+        # Number of the task whose skipped error was returned last.
+        self._reported = -1
+        # Number of the task whose result was given away last.
+        self._going = -1
+
+    @property
+    def waiting(self) -> int:
+        """Number of results that wait."""
+        # A list is made in one step: another thread may ask while the loop takes results.
+        waiting = 0
+        for result in list(self._results.values()):
+            waiting += isinstance(result, tuple)
+        return waiting
+
+    def waiting_before(self, end: int, arriving: int) -> int:
+        """Return how many results of tasks below a number wait.
+
+        Args:
+            end: The number.
+            arriving: Number of results that are not here yet. Which tasks they belong to is not
+                known, so they count for as many of these tasks as have no result.
+        """
+        # Lists are made in one step, as above.
+        results, tickets = list(self._results.items()), list(self.tickets)
+        before = {number for number, _ in results if number < end}
+        missing = sum(number < end and number not in before for number in tickets)
+        there = sum(number < end and isinstance(result, tuple) for number, result in results)
+        return there + min(arriving, missing)
+
+    @property
+    def outstanding(self) -> int:
+        """Number of tasks that were submitted and whose results were not taken."""
+        return len(self.tickets) - (self._going in self.tickets)
+
+    def undone(self) -> list[int]:
+        """Return the numbers of the tasks that have no result yet."""
+        return [number for number in self.tickets if number not in self._results]
+
+    def acknowledge(self, order: TaskOrder) -> None:
+        """Forget the task whose result was given away last; again does nothing."""
+        if self._going >= 0:
+            order.advance()
+            self.tickets.pop(self._going, None)
+            self._results.pop(self._going, None)
+            self._skipped.pop(self._going, None)
+            self._without.discard(self._going)
+            self._going = -1
+
+    def pass_over(self) -> None:
+        """Forget the skipped error that `peek` returned last."""
+        if self._reported >= 0:
+            errors, self._reported = self._skipped[self._reported], -1
+            errors.popleft()
+
+    def put(self, message: ItemTuple | Empty | Failure) -> None:
+        """Keep what came of a task, unless it is known already."""
+        if isinstance(message, tuple) and message[2] is None:
+            message = Empty(message[1])
+        number = message[1] if isinstance(message, tuple) else message.number
+        if number not in self.tickets or number in self._results:
+            return
+        if isinstance(message, Failure):
+            index = self.tickets[number].indices[message.shard]
+            # The same numbers if the task runs again: it has sent no failure since its result.
+            nth = 1 + len(self._skipped.get(number, ()))
+            message = dataclasses.replace(message, shard=index, nth=nth)
+        if isinstance(message, Failure) and message.skipped:
+            self._skipped.setdefault(number, deque()).append(message)
+        else:
+            if not isinstance(message, tuple):
+                self._without.add(number)
+            self._results[number] = message
+            if self._measure and isinstance(message, tuple):
+                # Never 0, which means that no result has come yet.
+                self.largest_bytes = max(self.largest_bytes, size_of(message[2]), 1)
+
+    def put_all(self, arrived: deque[Any]) -> None:
+        """Keep what came of some tasks, and remove it from where it arrived."""
+        is_plain = not self._measure and set(map(type, arrived)) == {tuple}
+        if is_plain and not any(map(_is_none, map(_value_of, arrived))):
+            tickets, results = self.tickets, self._results
+            items = cast("deque[ItemTuple]", arrived)
+            known = dict(zip(map(_number_of_item, items), items, strict=True))
+            if not known.keys() <= tickets.keys():
+                known = {number: item for number, item in known.items() if number in tickets}
+            if not results.keys().isdisjoint(known.keys()):
+                known = {number: item for number, item in known.items() if number not in results}
+            results.update(known)
+            arrived.clear()
+        while arrived:
+            self.put(arrived[0])
+            arrived.popleft()
+
+    def forget_skipped(self, number: int) -> None:
+        """Forget the skipped errors of a task that will run again."""
+        self._skipped.pop(number, None)
+
+    def fail(self, number: int, failure: Failure) -> None:
+        """Put a failure in the place of a task, also of one that has no ticket."""
+        self._without.add(number)
+        self._results[number] = failure
+
+    def has_next(self, order: TaskOrder) -> bool:
+        """Return whether anything is next, an error too."""
+        return self._ready(order) is not None
+
+    def peek(self, order: TaskOrder) -> Failure | Next:
+        """Return the failure that is next; or whether an item is, or nothing."""
+        found = Next.NOTHING
+        if self._going >= 0:
+            self.acknowledge(order)
+        self._reported = -1
+        while (number := self._ready(order)) is not None:
+            errors = self._skipped.get(number)
+            if errors:
+                failure = errors[0]
+                self._reported = number
+                return failure
+            match self._results[number]:
+                case Failure() as failure:
+                    return failure
+                case tuple():
+                    return Next.ITEM
+            order.taken[number] = None
+            self._going = number
+            self.acknowledge(order)
+            found = Next.ROOM
+        return found
+
+    def items(self, order: TaskOrder, most: int) -> Iterator[ItemTuple]:
+        """Take items as long as they are next: at most so many.
+
+        To be read by something written in C, as `Inbox.items`.
+        """
+        if self._going >= 0:
+            self.acknowledge(order)
+        if not order.ordered or most == 1 or self._without or self._skipped:
+            return self._one_by_one(order, most)
+        first, results = order.next, cast("dict[int, ItemTuple]", self._results)
+        if order.end is not None:
+            most = min(most, order.end - first)
+        numbers = list(islice(results, most))
+        last = first + len(numbers) - 1
+        # As a rule all came in order. To compare them is quicker than to look for each of them.
+        is_whole = numbers[:1] + numbers[-1:] == [first, last]
+        if not is_whole or numbers != list(range(first, last + 1)):
+            numbers = list(takewhile(results.__contains__, range(first, first + most)))
+        there = len(numbers)
+        after = (first + there, order.items + there)
+        # What is written behind the items yields nothing.
+        return chain(
+            map(results.pop, numbers),
+            filter(None, map(_forget, map(self.tickets.pop, numbers))),
+            filter(None, map(setattr, (order, order), _NAMES, after)),
+        )
+
+    def _one_by_one(self, order: TaskOrder, most: int) -> Iterator[ItemTuple]:
+        taken = order.taken
+        for _ in range(most):
+            number = self._ready(order)
+            if number is None or self._skipped.get(number):
+                return
+            result = self._results[number]
+            if not isinstance(result, tuple):
+                return
+            # From here to the yield is no call and no jump, and so no signal handler runs.
+            taken[number] = None
+            order.items += 1
+            self._going = number
+            yield result
+            self.acknowledge(order)
+
+    def _ready(self, order: TaskOrder) -> int | None:
+        """Return the number of the result that is next, if it is there."""
+        end = order.end
+        if order.ordered:
+            number = order.next
+            return number if number in self._results and number != end else None
+        results = self._results if end is None else [n for n in self._results if n < end]
+        # A failure without a ticket is the reader's: it comes after all that was read.
+        with_ticket = (number for number in results if number in self.tickets)
+        return next(with_ticket, None if self.tickets else next(iter(results), None))
+
 
 _ALL = 1 << 62
+# Tickets that are assigned to a worker in turn and not done: its channel always has room for them.
+_MOST_ASSIGNED = 4
 # The hash of an enum, which a set needs, is a function in Python.
 _RUNNING = WorkerState.RUNNING
 _number_of: Callable[[Ticket], int] = operator.itemgetter(0)
@@ -44,6 +377,12 @@ class TaskSchedule(Generic[W]):
         dispatch: How tickets reach the workers.
         bunch: Most results to take at once.
         measure: Whether to measure the results.
+        in_turn: Number of workers to which the elements are assigned in turn; 0: a free worker
+            takes the next one.
+
+    Attributes:
+        dispatch: How tickets reach the workers.
+        results: The results, and the tickets of tasks whose results were not taken.
 
     Example:
         >>> from enqueuer.backends.pool import WorkerState
@@ -69,7 +408,7 @@ class TaskSchedule(Generic[W]):
         >>> order = TaskOrder(0, Start(), (), ordered=True)
         >>> for number in range(4):
         ...     schedule.submit(Ticket(number, 0, (number,)))
-        >>> schedule.next_step(order), schedule.outstanding, dispatch.safe()
+        >>> schedule.next_step(order), schedule.results.outstanding, dispatch.safe()
         (<Step.WAIT: 2>, 4, [0, 1])
         >>> workers[1].state = WorkerState.DEAD
         >>> schedule.next_step(order) is workers[1], schedule.place_of(workers[1], order).text
@@ -79,12 +418,15 @@ class TaskSchedule(Generic[W]):
         [1]
     """
 
-    def __init__(self, workers: list[W], dispatch: Dispatch[W], bunch: int, measure: bool) -> None:
+    def __init__(
+        self, workers: list[W], dispatch: Dispatch[W], bunch: int, measure: bool, in_turn: int = 0
+    ) -> None:
         self._workers = workers
-        self._dispatch = dispatch
+        self.dispatch = dispatch
         self._bunch = bunch
-        self._buffer = ReorderBuffer(measure)
+        self.results = ReorderBuffer(measure)
         self._measures = measure
+        self._in_turn = in_turn
         self._arrived: deque[ItemTuple | End | Failure | Empty] = deque()
         # Not used: the reorder buffer and the order know which results were taken.
         self._taken = AsTheyCome({})
@@ -106,24 +448,9 @@ class TaskSchedule(Generic[W]):
     def begin_worker(self, worker: W, epoch: Epoch) -> None:
         """Do nothing: the worker takes tickets as soon as there are some."""
 
-    @property
-    def outstanding(self) -> int:
-        """Number of tasks that were submitted and whose results were not taken."""
-        return self._buffer.outstanding
-
-    @property
-    def largest_bytes(self) -> int:
-        """Size of the largest result so far, if there is a limit in bytes; else 0."""
-        return self._buffer.largest_bytes
-
-    @property
-    def least(self) -> int:
-        """Number of tickets that are worth being submitted at once."""
-        return self._dispatch.least
-
     def tickets(self) -> list[Ticket]:
         """Return the tickets of tasks whose results were not taken."""
-        return list(self._buffer.tickets.values())
+        return list(self.results.tickets.values())
 
     def submit(self, ticket: Ticket) -> None:
         """Let a free worker do a task.
@@ -131,8 +458,8 @@ class TaskSchedule(Generic[W]):
         Raises:
             ItemNotPicklable: An element cannot be sent to a worker.
         """
-        packed = self._dispatch.pack(ticket)
-        self._buffer.tickets[ticket.number] = ticket
+        packed = self.dispatch.pack(ticket)
+        self.results.tickets[ticket.number] = ticket
         self._last = ticket.number
         self._unsent.append((ticket.number, packed))
         self._offer()
@@ -141,8 +468,8 @@ class TaskSchedule(Generic[W]):
         """Let free workers do some tasks, whose elements the workers have."""
         if not tickets:
             return
-        numbers, dispatch = list(map(_number_of, tickets)), self._dispatch
-        self._buffer.tickets.update(zip(numbers, tickets, strict=True))
+        numbers, dispatch = list(map(_number_of, tickets)), self.dispatch
+        self.results.tickets.update(zip(numbers, tickets, strict=True))
         self._last = numbers[-1]
         # Threads take tickets as they are, and any number of them.
         offer_all = getattr(dispatch, "offer_all", None)
@@ -155,16 +482,38 @@ class TaskSchedule(Generic[W]):
     def fail(self, failure: Failure) -> None:
         """Let a task have failed that could not be submitted."""
         self._last = failure.number
-        self._buffer.fail(failure.number, failure)
+        self.results.fail(failure.number, failure)
 
     def _offer(self) -> None:
         """Send tickets as long as there is room for them; the rest is sent when results come."""
         unsent = self._unsent
+        if self._in_turn:
+            with interrupts.held():
+                self._assign_in_turn()
+            return
         while unsent:
-            sent = self._dispatch.offer(unsent)
+            sent = self.dispatch.offer(unsent)
             if not sent:
                 return
             _forget_all(starmap(unsent.popleft, repeat((), sent)))
+
+    def _assign_in_turn(self) -> None:
+        """Assign the tickets, as long as their workers live and have few."""
+        unsent = self._unsent
+        waiting = {number for number, _ in unsent}
+        out = Counter(self._place(n) for n in self.results.undone() if n not in waiting)
+        living = {w.index: w for w in self._workers if w.state not in HAS_ENDED}
+        for number, packed in list(unsent):
+            place = self._place(number)
+            if place in living and out[place] < _MOST_ASSIGNED:
+                out[place] += 1
+                self.dispatch.assign(living[place], number, packed)
+                unsent.remove((number, packed))
+
+    def _place(self, number: int) -> int | None:
+        """Return the index of the worker whose turn a task is; None if the loop has the result."""
+        ticket = self.results.tickets.get(number)
+        return None if ticket is None else ticket.indices[0] % self._in_turn
 
     # --- results ---
 
@@ -180,10 +529,10 @@ class TaskSchedule(Generic[W]):
         """
         # Read once, as another thread may begin the next epoch.
         order = self._order
-        on_their_way = sum(inbox.waiting for inbox in inboxes_of(self._workers))
+        on_their_way = waiting_in(self._workers)
         if order is None or order.end is None or self._last < order.end:
-            return on_their_way + self._buffer.waiting
-        return self._buffer.waiting_before(order.end, on_their_way)
+            return on_their_way + self.results.waiting
+        return self.results.waiting_before(order.end, on_their_way)
 
     def next_step(self, order: Order) -> Step | Failure | W:
         """Decide what to do next: take results, return a failure, replace a worker, or wait."""
@@ -194,14 +543,14 @@ class TaskSchedule(Generic[W]):
             return ended
         if self._unsent:
             self._offer()
-        found = self._buffer.peek(order)
+        found = self.results.peek(order)
         if isinstance(found, Failure):
             return found
         if found is not Next.NOTHING or order.done:
             return Step.TAKE
         # Any message makes room for what was not sent, and the size of any result is of use.
         is_any = not order.ordered or self._unsent or self._measures
-        self._dispatch.awaited = None if is_any else order.next
+        self.dispatch.awaited = None if is_any else order.next
         return Step.WAIT
 
     def _collect(self) -> W | None:
@@ -220,7 +569,7 @@ class TaskSchedule(Generic[W]):
             if state is not _RUNNING and state in HAS_ENDED and worker not in self._reported:
                 ended = worker
         if arrived:
-            self._buffer.put_all(arrived)
+            self.results.put_all(arrived)
         return ended
 
     def poll(self, order: Order) -> bool:
@@ -228,50 +577,46 @@ class TaskSchedule(Generic[W]):
         assert isinstance(order, TaskOrder)
         self._order = order
         self._collect()
-        return self._buffer.has_next(order)
-
-    def awaited_worker(self, order: Order) -> W | None:
-        """Return None: any worker may do the task that the loop waits for."""
-        return None
+        return self.results.has_next(order)
 
     def awaited(self, order: Order) -> str:
         """Return what the loop waits for, in words."""
         assert isinstance(order, TaskOrder)
-        return awaited_task(order, self._buffer.tickets.get(order.next))
+        return awaited_task(order, self.results.tickets.get(order.next))
 
     def take(self, order: Order) -> Iterator[ItemTuple]:
         """Take the results that are next and are there."""
         assert isinstance(order, TaskOrder)
-        return self._buffer.items(order, self._bunch)
-
-    def more(self, order: Order) -> None:
-        """Return None: tickets are submitted first."""
+        return self.results.items(order, self._bunch)
 
     def pass_over(self) -> None:
         """Forget the failure that `next_step` returned last, if it is skipped."""
-        self._buffer.pass_over()
-
-    def acknowledge(self) -> None:
-        """Do nothing: what is in the reorder buffer was acknowledged."""
+        self.results.pass_over()
 
     # --- deaths ---
 
     def _lost(self) -> list[int]:
         """Return the numbers of the tasks that no worker has and that are not done."""
         # First what is safe, then the results: what a worker does in between counts as safe.
-        safe = self._dispatch.safe()
+        safe = self.dispatch.safe()
         self._collect()
         unsent = {number for number, _ in self._unsent}
-        return [n for n in self._buffer.undone() if n not in unsent and n not in safe]
+        return [n for n in self.results.undone() if n not in unsent and n not in safe]
+
+    def _unsent_of(self, dead: W) -> list[int]:
+        """Return the numbers of the tasks that only a dead worker might have been assigned."""
+        if not self._in_turn:
+            return []
+        return [number for number, _ in self._unsent if self._place(number) == dead.index]
 
     def place_of(self, dead: W, order: Order) -> DeathPlace:
         """Return the task that a worker did when it died, or the first one that it had."""
         assert isinstance(order, TaskOrder)
-        lost = self._lost()
+        lost = self._lost() + self._unsent_of(dead)
         # A worker runs the tasks that it took in their order.
-        own = [number for number in self._dispatch.current(dead) if number in lost]
+        own = [number for number in self.dispatch.current(dead) if number in lost]
         number = own[0] if own else min(lost, default=order.next)
-        ticket = self._buffer.tickets.get(number)
+        ticket = self.results.tickets.get(number)
         index = 0 if ticket is None else ticket.indices[0]
         text = f"task {number - order.first}"
         if order.end is not None and number >= order.end:
@@ -282,25 +627,39 @@ class TaskSchedule(Generic[W]):
     def resume(self, dead: W, successor: W, order: Order) -> None:
         """Have a new worker do the tasks of a dead one."""
         for number in self._lost():
-            self._dispatch.assign(successor, number, self._rerun_ticket(number))
-        self._dispatch.forget(dead)
+            self.dispatch.assign(successor, number, self._rerun_ticket(number))
+        self.dispatch.forget(dead)
 
     def give_up(self, dead: W, failure: Failure) -> Failure | None:
         """Report a death in the place of a task; return None, as others may be next."""
-        lost = self._lost()
+        lost = self._lost() + self._unsent_of(dead)
         self._reported.add(dead)
         is_alone = all(worker.state in HAS_ENDED for worker in self._workers)
-        candidates = self._buffer.undone() if is_alone else lost
-        self._buffer.fail(min(candidates, default=self._last + 1), failure)
+        number = min(self.results.undone() if is_alone else lost, default=self._last + 1)
+        # By this number it is replaced once it was raised: its traceback keeps the loop alive.
+        self.results.fail(number, dataclasses.replace(failure, number=number))
         return None
 
     def part_with(self, leaver: W) -> None:
         """Let others do what a worker that was asked to exit has not done."""
         for number in sorted(self._lost(), reverse=True):
             self._unsent.appendleft((number, self._rerun_ticket(number)))
-        self._dispatch.forget(leaver)
+        self.dispatch.forget(leaver)
 
     def _rerun_ticket(self, number: int) -> Any:
         """Return the packed ticket of a task that runs again."""
-        self._buffer.forget_skipped(number)
-        return self._dispatch.pack(self._buffer.tickets[number])
+        self.results.forget_skipped(number)
+        return self.dispatch.pack(self.results.tickets[number])
+
+
+def awaited_task(order: Order, ticket: Ticket | None) -> str:
+    """Return what is next, in words: a task."""
+    assert isinstance(order, TaskOrder)
+    if not order.ordered:
+        return "the result of any task"
+    text = f"task {order.next - order.first}"
+    # The elements of this task were not read yet.
+    if ticket is None:
+        return text
+    elements = ", ".join(map(str, ticket.indices))
+    return f"{text} (element{'' if len(ticket.indices) == 1 else 's'} {elements})"

@@ -1,14 +1,98 @@
-"""Commands, the arguments that several of them have, and the types of arguments.
+"""What several commands share: their arguments, the types of these, and errors in one line.
 
-argparse puts the option's name before the error of a type.
+argparse puts the option's name before the error of a type. Errors that the user can fix are shown
+in one line, in the words of the command line.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import operator
 import os
-from pathlib import Path
+import re
+import sys
+from collections.abc import Callable
 from typing import Any, TypeAlias
+
+from enqueuer.common.text import printable
+from enqueuer.errors import DataFileError, FrameworkUnavailable, InvalidState, StateMismatch
+
+FAILED = 1
+
+# Messages advise options of Python, which have other names on the command line.
+_SHELL_OPTIONS = (
+    (r"\bkeys=\[(.*?)\]", r"--keys \1"),
+    (r"\bkeys=", "--keys"),
+    (r"\bragged=\[(.*?)\]", r"--ragged \1"),
+    (r"\bbatched=False", "--samples"),
+    (r"\bmerge=True", "--merge"),
+    (r"\bshards=", "--shards "),
+    (r"\brandom_seed (was|is)", r"--seed \1"),
+    (r"\ballow_outside=False", "--refuse-outside"),
+)
+
+
+class UnusableSource(Exception):
+    """The named source is missing, or cannot be used."""
+
+
+def in_one_line(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """Wrap a command so that errors that the user can fix take one line; others a traceback."""
+
+    def wrapped(options: argparse.Namespace) -> int:
+        try:
+            return run(options)
+        except (
+            DataFileError,
+            FileExistsError,
+            FrameworkUnavailable,
+            InvalidState,
+            StateMismatch,
+            UnusableSource,
+        ) as error:
+            # A message may quote names from a file. Its own line breaks stay.
+            lines = map(printable, in_shell(str(error)).split("\n"))
+            print("enqueuer:", "\n".join(lines), file=sys.stderr)
+            return FAILED
+
+    return wrapped
+
+
+def in_shell(text: str) -> str:
+    """Return a message with the options of the command line in place of those of Python.
+
+    Example:
+        >>> in_shell("pad them, or give ragged=['x', 'y']")
+        'pad them, or give --ragged x,y'
+    """
+    for python, shell in _SHELL_OPTIONS:
+        for found in list(re.finditer(python, text)):
+            option = found.expand(shell).replace("'", "").replace(", ", ",")
+            text = text.replace(found[0], option)
+    return text
+
+
+def load_source(module: str, name: str) -> Any:
+    """Import a source, from the current directory first, as `python -m` does.
+
+    Raises:
+        UnusableSource: There is no such module, or it lacks that name.
+    """
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        # A module that exists may lack a module that it imports.
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        raise UnusableSource(f"there is no module {module!r}, seen from {os.getcwd()}") from None
+    try:
+        return operator.attrgetter(name)(found)
+    except AttributeError:
+        raise UnusableSource(f"module {module!r} has no {name!r}") from None
+
 
 # argparse has no public name for the result of add_subparsers.
 Commands: TypeAlias = Any
@@ -60,6 +144,18 @@ def add_seed(command: argparse.ArgumentParser, help: str, default: int | None = 
     command.add_argument("--seed", type=not_negative, default=default, metavar="N", help=help)
 
 
+def add_flag(command: argparse.ArgumentParser, option: str, help: str) -> None:
+    """Add an option that is True if it is given."""
+    command.add_argument(option, action="store_true", help=help)
+
+
+def add_names(
+    command: argparse.ArgumentParser, option: str, help: str, default: Any = None
+) -> None:
+    """Add an option that takes names with commas between."""
+    command.add_argument(option, type=names, default=default, metavar="A,B", help=help)
+
+
 def add_progress(command: argparse.ArgumentParser) -> None:
     """Add `--quiet` for a progress bar."""
     command.add_argument(
@@ -109,18 +205,6 @@ def names(text: str) -> tuple[str, ...]:
     if not all(found):
         raise argparse.ArgumentTypeError(f"must be names with commas between, got {text!r}")
     return found
-
-
-def svg_file(text: str) -> Path:
-    """Read the path of a picture that can be written."""
-    path = Path(text)
-    if path.suffix.lower() != ".svg":
-        raise argparse.ArgumentTypeError(f"must be a file that ends in .svg, got {text!r}")
-    # It is written after minutes of measuring, so this is checked now.
-    writable = path if path.exists() else path.parent
-    if not path.parent.is_dir() or path.is_dir() or not os.access(writable, os.W_OK):
-        raise argparse.ArgumentTypeError(f"cannot be written: {text!r}")
-    return path
 
 
 def module_and_name(text: str) -> tuple[str, str]:

@@ -10,24 +10,23 @@ import argparse
 import json
 import sys
 import warnings
-from collections.abc import Iterator
 
 from enqueuer.backends.job import BackendName
 from enqueuer.cli.arguments import (
+    FAILED,
     Commands,
     add_backend,
     add_command,
     add_number,
     add_source,
+    in_one_line,
+    load_source,
     seconds,
-    svg_file,
 )
-from enqueuer.cli.sources import load_source
-from enqueuer.cli.user_errors import FAILED, in_one_line
 from enqueuer.common.text import duration
-from enqueuer.errors import DataFileError, DuplicateDataWarning
+from enqueuer.errors import DuplicateDataWarning
 from enqueuer.tools import bench
-from enqueuer.tools.bench import chart
+from enqueuer.tools.bench_report import Report
 
 _EXAMPLES = """\
 examples:
@@ -35,8 +34,8 @@ examples:
       run batches(shard) of mydata.py in a plain loop, then on 1, 2, 4 ... threads and processes
   enqueuer bench mydata:batches --consume 20ms
       the same with a loop that takes 20 ms for each batch, as a training step on a GPU may
-  enqueuer bench mydata:batches --backend thread --max-workers 64 --plot workers.svg
-      up to 64 threads, and a picture
+  enqueuer bench mydata:batches --backend thread --max-workers 64
+      up to 64 threads
   enqueuer bench mydata:batches --json > bench.json
       all numbers, for other programs
 
@@ -68,9 +67,6 @@ def add_bench(commands: Commands) -> None:
     )
     add_backend(command, default=None, help="kind of the workers (default: both)")
     command.add_argument("--json", action="store_true", help="print all numbers as JSON")
-    command.add_argument(
-        "--plot", type=svg_file, metavar="FILE.svg", help="draw batches a second over workers"
-    )
     command.add_argument("--quiet", action="store_true", help="do not show the current measurement")
     command.set_defaults(run=in_one_line(_bench))
 
@@ -97,36 +93,11 @@ def _add_times(command: argparse.ArgumentParser) -> None:
 
 def _bench(options: argparse.Namespace) -> int:
     source = load_source(*options.source)
-    terminal = _Terminal(sys.stderr.isatty() and not options.quiet)
-    known: bench.Report | None = None
-    try:
-        # The report says in its own words that all workers make the same batches.
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*takes no shard", DuplicateDataWarning)
-            for report in _reports(source, options, terminal):
-                known = report
-    except bench.Unmeasurable as error:
-        terminal.clear()
-        print(f"enqueuer: {':'.join(options.source)}: {error}", file=sys.stderr)
-        return FAILED
-    finally:
-        terminal.clear()
-        # Ctrl-C, too, leaves by this way.
-        if known is not None:
-            _print(known, options)
-    return 0
-
-
-def _reports(
-    source: object, options: argparse.Namespace, terminal: _Terminal
-) -> Iterator[bench.Report]:
-    backends: tuple[BackendName, ...] = ("thread", "process")
-    if options.backend is not None:
-        backends = (options.backend,)
+    backends: list[BackendName] = [options.backend] if options.backend else ["thread", "process"]
     most = options.max_workers or bench.default_most_workers()
     longest = duration(bench.longest_s(options.seconds, most, len(backends)))
-    terminal.write(f"enqueuer: this takes up to {longest}, and less if more workers do not help")
-    return bench.bench(
+    _show(options, f"enqueuer: this takes up to {longest}, and less if more workers do not help\n")
+    reports = bench.bench(
         source,
         name=options.source[1],
         seconds=options.seconds,
@@ -135,38 +106,28 @@ def _reports(
         consume_s=options.consume,
         consume_cpu_s=options.consume_cpu,
         wait_limit_s=options.wait_limit,
-        announce=terminal.show,
+        announce=lambda name: _show(options, f"measuring {name} ..."),
     )
-
-
-def _print(report: bench.Report, options: argparse.Namespace) -> None:
-    print(json.dumps(report.as_dict(), indent=2) if options.json else report, flush=True)
-    if options.plot is None:
-        return
+    known: Report | None = None
     try:
-        options.plot.write_text(chart.draw(report), encoding="utf-8")
-    except OSError as error:
-        text = f"{options.plot}: cannot be written: {error.strerror}"
-        raise DataFileError(text, str(options.plot)) from error
+        # The report says in its own words that all workers make the same batches.
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*takes no shard", DuplicateDataWarning)
+            for report in reports:
+                known = report
+    except bench.Unmeasurable as error:
+        _show(options, "")
+        print(f"enqueuer: {':'.join(options.source)}: {error}", file=sys.stderr)
+        return FAILED
+    finally:
+        _show(options, "")
+        # Ctrl-C, too, leaves by this way.
+        if known is not None:
+            print(json.dumps(known.as_dict(), indent=2) if options.json else known, flush=True)
+    return 0
 
 
-class _Terminal:
-    """A line on a terminal that shows the current measurement; nothing on a pipe."""
-
-    def __init__(self, is_shown: bool) -> None:
-        self._is_shown = is_shown
-
-    def write(self, text: str) -> None:
-        """Write a line that stays."""
-        if self._is_shown:
-            print(text, file=sys.stderr)
-
-    def show(self, text: str) -> None:
-        """Replace the line by the name of the current measurement."""
-        if self._is_shown:
-            print(f"\r\x1b[Kmeasuring {text} ...", end="", file=sys.stderr, flush=True)
-
-    def clear(self) -> None:
-        """Remove the line."""
-        if self._is_shown:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+def _show(options: argparse.Namespace, text: str) -> None:
+    """Replace the line on a terminal that shows the current measurement; nothing on a pipe."""
+    if sys.stderr.isatty() and not options.quiet:
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)

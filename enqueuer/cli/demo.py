@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import sys
 from collections.abc import Iterator
 
-from enqueuer.cli.arguments import Commands, add_backend, add_number, add_seed
-from enqueuer.cli.user_errors import FAILED
+from enqueuer.cli.arguments import FAILED, Commands, add_backend, add_number, add_seed
+from enqueuer.common.text import pluralize
 from enqueuer.monitoring import usage
 from enqueuer.tools import demo
 
@@ -51,13 +52,8 @@ def _demo(options: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         print(f"enqueuer: {error}", file=sys.stderr)
         return FAILED
-    settings = demo.Settings(
-        workers=options.workers,
-        epochs=options.epochs,
-        batch_size=options.batch_size,
-        backend=options.backend,
-        seed=options.seed,
-    )
+    names = (field.name for field in dataclasses.fields(demo.Settings))
+    settings = demo.Settings(**{name: getattr(options, name) for name in names})
     load, cpus = os.getloadavg()[0], usage.cpus()
     report = demo.run(settings)
     print("\n".join(_lines(settings, report)))
@@ -71,10 +67,10 @@ def _demo(options: argparse.Namespace) -> int:
 
 def _lines(settings: demo.Settings, report: demo.DemoResult) -> Iterator[str]:
     """Put a report into words and numbers, a line each."""
-    workers = _counted(settings.workers, settings.backend)
+    workers = pluralize(settings.workers, settings.backend)
     yield (
-        f"{_counted(report.train_images, 'image')}, {_counted(settings.epochs, 'epoch')}, "
-        f"{_counted(report.steps, 'step')}; "
+        f"{pluralize(report.train_images, 'image')}, {pluralize(settings.epochs, 'epoch')}, "
+        f"{pluralize(report.steps, 'step')}; "
         f"accuracy on {report.held_out_images} held-out images: {report.accuracy:.3f}"
     )
     yield _timing_line(f"with the enqueuer ({workers})", report.enqueued)
@@ -84,12 +80,6 @@ def _lines(settings: demo.Settings, report: demo.DemoResult) -> Iterator[str]:
         yield "both trainings ended with the same weights, bit for bit"
     else:
         yield "the two trainings ended with DIFFERENT weights, which should not happen"
-
-
-def _counted(number: int, word: str) -> str:
-    if number == 1:
-        return f"1 {word}"
-    return f"{number} {word}{'es' if word.endswith('s') else 's'}"
 
 
 def _timing_line(title: str, timing: demo.Timing) -> str:

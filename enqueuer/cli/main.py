@@ -16,8 +16,7 @@ from types import FrameType
 from enqueuer import __version__
 from enqueuer.cli.bench import add_bench
 from enqueuer.cli.demo import add_demo
-from enqueuer.cli.inspect import add_inspect
-from enqueuer.cli.pack import add_pack
+from enqueuer.cli.hdf5 import add_inspect, add_pack
 from enqueuer.cli.report import add_report
 
 # Shells report a death by a signal by these numbers.

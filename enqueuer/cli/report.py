@@ -5,27 +5,24 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from enqueuer.cli.arguments import Commands, add_command
-from enqueuer.cli.user_errors import in_one_line
-from enqueuer.common.text import duration, percent, pluralize, printable, rate
+from enqueuer.cli.arguments import Commands, add_command, in_one_line
+from enqueuer.common.text import pluralize, printable
 from enqueuer.errors import DataFileError
-from enqueuer.tools.trace import Recording, page, read, totals_of
+from enqueuer.tools.trace_report import in_lines, numbers_of, page, read
 
 _EXAMPLES = """\
 examples:
   enqueuer report run.json
       write run.html, and print its numbers in a few lines
-  enqueuer report run.json -o pictures/first.html
+  enqueuer report run.json -o pages/first.html
       write it elsewhere
   enqueuer report run.json --json > numbers.json
       write run.html, and print the numbers for other programs
 
 The trace comes from trace="run.json" of an enqueuer. If the enqueuer still runs, or was killed,
-the page shows the part that was written. To see single items, open the trace itself at
+the page shows the part that was written. To see single items and errors, open the trace itself at
 https://ui.perfetto.dev.
 exit codes: 0 written, 1 failed, 2 wrong arguments
 """
@@ -36,10 +33,10 @@ def add_report(commands: Commands) -> None:
     command = add_command(
         commands,
         "report",
-        help="make a page with pictures of a trace",
+        help="sum up a trace on a page",
         description=(
-            "Make a page of a trace: the timeline of each worker, the queue depth, and how long "
-            "the loop waited. The page loads nothing from a network."
+            "Make a page of a trace: the bottleneck, who waited how long, and the slowest items. "
+            "The page loads nothing from a network."
         ),
         examples=_EXAMPLES,
     )
@@ -69,42 +66,18 @@ def _report(options: argparse.Namespace) -> int:
         text = f"{target}: cannot be written: {error.strerror}"
         raise DataFileError(text, str(target)) from error
     if options.json:
-        print(json.dumps(_as_dict(recording, target), indent=2))
+        found = {
+            "bottleneck": recording.bottleneck,
+            "is_whole": recording.is_whole,
+            "left_out": recording.torn,
+            "page": str(target),
+        }
+        print(json.dumps(dataclasses.asdict(numbers_of(recording)) | found, indent=2))
     else:
-        print("\n".join(_lines(recording)))
+        print("\n".join(in_lines(numbers_of(recording))))
+        if recording.torn:
+            print(f"{pluralize(recording.torn, 'event')} could not be read and left out")
+        if recording.bottleneck:
+            print(recording.bottleneck)
         print(printable(str(target)))
     return 0
-
-
-def _as_dict(recording: Recording, target: Path) -> dict[str, Any]:
-    return dataclasses.asdict(totals_of(recording)) | {
-        "bottleneck": recording.bottleneck,
-        "is_whole": recording.is_whole,
-        "left_out": recording.torn,
-        "page": str(target),
-    }
-
-
-def _lines(recording: Recording) -> Iterator[str]:
-    """Put the numbers into words, a line each."""
-    numbers = totals_of(recording)
-    yield (
-        f"{numbers.items:,} items in {duration(numbers.seconds)}, "
-        f"{rate(numbers.items_per_second)} a second after the first"
-    )
-    if numbers.first_batch is not None:
-        waits = ", ".join(f"p{rank} {duration(at)}" for rank, at in numbers.percentiles.items())
-        yield f"first batch after {duration(numbers.first_batch)}"
-        yield f"after that the loop waited {percent(numbers.waited_share)} of its time ({waits})"
-    yield (
-        f"workers: {percent(numbers.making)} making, {percent(numbers.sending)} sending, "
-        f"{percent(numbers.waiting)} waiting"
-    )
-    yield (
-        f"{pluralize(numbers.errors, 'error')}, {numbers.skipped} skipped, "
-        f"{pluralize(numbers.restarts, 'restart')}"
-    )
-    if recording.torn:
-        yield f"{pluralize(recording.torn, 'event')} could not be read and left out"
-    if recording.bottleneck:
-        yield recording.bottleneck

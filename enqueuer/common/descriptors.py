@@ -37,7 +37,9 @@ def _close_inherited() -> None:
     _not_for_children.clear()
 
 
-os.register_at_fork(after_in_child=_close_inherited)
+# Windows has none, and no forks.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_inherited)
 
 
 class Descriptor:

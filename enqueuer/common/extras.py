@@ -33,7 +33,7 @@ def framework(
             raise
         raise FrameworkUnavailable(
             f"{user} needs {name} >= {oldest}, which is not installed: "
-            f"pip install '.[{extra}]' in the clone of enqueuer",
+            f"pip install '{name}>={oldest}', or, in a clone of enqueuer, pip install '.[{extra}]'",
             name=module,
         ) from error
     version = getattr(imported, "__version__", oldest)

@@ -13,7 +13,7 @@ import pickle
 from array import array
 from collections.abc import Sequence
 from itertools import accumulate, chain
-from typing import Any, overload
+from typing import Any
 
 # Elements; a shorter list costs each worker less than a tenth of a percent of its memory.
 FEWEST = 10_000
@@ -55,10 +55,6 @@ class PackedList(Sequence[Any]):
     def __len__(self) -> int:
         return self._length
 
-    @overload
-    def __getitem__(self, index: int) -> Any: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Any]: ...
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[at] for at in range(self._length)[index]]

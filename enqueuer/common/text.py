@@ -46,10 +46,10 @@ def pluralize(count: int, noun: str) -> str:
     """Return a number with a noun, in the plural if the number is not 1.
 
     Example:
-        >>> pluralize(1, "batch"), pluralize(2, "batch"), pluralize(0, "worker")
-        ('1 batch', '2 batches', '0 workers')
+        >>> pluralize(1, "batch"), pluralize(2, "batch"), pluralize(0, "epoch")
+        ('1 batch', '2 batches', '0 epochs')
     """
-    return f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith('ch') else 's'}"
+    return f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith(('tch', 's')) else 's'}"
 
 
 def an(noun: str) -> str:

@@ -9,20 +9,19 @@ themselves.
 
 from __future__ import annotations
 
+import functools
 import mmap
 import operator
 import os
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, SupportsIndex
+from collections.abc import Iterator
+from typing import Any, SupportsIndex
 
 import numpy as np
 
-from enqueuer.common import checks
 from enqueuer.common.text import an
-from enqueuer.common.trees import members_of, tree_map
-from enqueuer.enqueuers.task_order import permutation, steps_in
-from enqueuer.errors import DataFileError, StateMismatch
-from enqueuer.workers.arrays import empty
+from enqueuer.common.trees import tree_map
+from enqueuer.datasets.epochs import EpochOrder, take_rows
+from enqueuer.errors import DataFileError
 from enqueuer.workers.shards import Shard
 
 
@@ -50,7 +49,8 @@ class ArraySource:
     Raises:
         DataFileError: A file is missing, is no `.npy` file, or has Python objects.
         TypeError: An argument has the wrong type.
-        ValueError: The arrays have no rows, or not equally many; there are too few for a batch.
+        ValueError: The arrays have no rows, or not equally many; there are too few for a batch,
+            or with `drop_last` for one batch of each shard.
 
     Example:
         >>> import os, tempfile
@@ -81,26 +81,23 @@ class ArraySource:
     ) -> None:
         self._places = tree_map(_place, arrays)
         self._arrays: Any = None
-        counts = {len(array) for array in _leaves(self._opened())}
-        if len(counts) != 1:
-            raise ValueError(
-                f"the arrays must have equally many rows, got {sorted(counts)}"
-                if counts
-                else "there are no arrays"
-            )
+        counts: set[int] = set()
+        tree_map(lambda array: counts.add(len(array)), self._opened())
+        if not counts:
+            raise ValueError("there are no arrays")
+        if len(counts) > 1:
+            raise ValueError(f"the arrays must have equally many rows, got {sorted(counts)}")
         (self._count,) = counts
-        self._batch_size = checks.positive("batch_size", batch_size)
-        self._shuffle = bool(shuffle)
-        self._drop_last = bool(drop_last)
-        self._order: tuple[tuple[int, int], np.ndarray] | None = None
-        if drop_last and self._count < self._batch_size:
-            raise ValueError(
-                f"{self._count} rows do not fill a batch of {batch_size}, and drop_last is True"
-            )
+        self._epochs = EpochOrder("rows", self._count, batch_size, shuffle, drop_last)
+        self._identity = {**self._epochs.identity, "drop_last": bool(drop_last)}
 
     def __call__(self, shard: Shard) -> Iterator[Any]:
-        """Return an iterator over the batches of a shard; it has a `state_dict`."""
-        return _Share(self, shard)
+        """Return an iterator over the batches of a shard; it has a `state_dict`.
+
+        Raises:
+            ValueError: There are fewer batches than shards, and `drop_last` is True.
+        """
+        return self._epochs.batches(shard, self._batch, self._identity)
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -120,10 +117,10 @@ class ArraySource:
         return tree_map(lambda array: np.array(array[index]), self._opened())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_arrays": None, "_order": None}
+        return {**self.__dict__, "_arrays": None}
 
     def __repr__(self) -> str:
-        return f"<ArraySource of {self._count} rows, {self._batch_size} a batch>"
+        return f"<ArraySource of {self._count} rows, {self._identity['batch_size']} a batch>"
 
     def _opened(self) -> Any:
         """Return the arrays, which this process maps when it needs them first."""
@@ -131,87 +128,19 @@ class ArraySource:
             self._arrays = tree_map(_mapped, self._places)
         return self._arrays
 
-    def _steps(self, shard: Shard) -> range:
-        """Return the numbers of a shard's batches in the epoch."""
-        steps = steps_in(self._count, self._batch_size, self._drop_last)
-        if self._drop_last:
-            steps -= steps % shard.count
-        return range(shard.index, steps, shard.count)
-
-    def _batch(self, step: int, shard: Shard) -> Any:
-        """Return batch number `step` of the epoch."""
-        start, stop = step * self._batch_size, min((step + 1) * self._batch_size, self._count)
-        if not self._shuffle:
-            return tree_map(lambda array: _copied(array[start:stop]), self._opened())
-        rows = self._order_of(shard)[start:stop]
-        return tree_map(lambda array: _taken(array, rows), self._opened())
-
-    def _order_of(self, shard: Shard) -> np.ndarray:
-        epoch = shard.random_seed, shard.epoch
-        # The shards of a worker share the order of an epoch.
-        kept = self._order
-        if kept is None or kept[0] != epoch:
-            kept = self._order = epoch, permutation(self._count, *epoch)
-        return kept[1]
-
-    def _identity(self) -> dict[str, int]:
-        own = {"rows": self._count, "batch_size": self._batch_size}
-        return {**own, "shuffle": self._shuffle, "drop_last": self._drop_last}
+    def _batch(self, rows: range | np.ndarray, shard: Shard) -> Any:
+        return tree_map(lambda array: take_rows(array, rows), self._opened())
 
 
-class _Share:
-    """The batches of one shard in one epoch."""
-
-    def __init__(self, source: ArraySource, shard: Shard) -> None:
-        self._source = source
-        self._shard = shard
-        self._steps = source._steps(shard)
-        self._next = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        if self._next >= len(self._steps):
-            raise StopIteration
-        step = self._steps[self._next]
-        self._next += 1
-        return self._source._batch(step, self._shard)
-
-    def state_dict(self) -> dict[str, int]:
-        return {"batch": self._next, **self._source._identity()}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        for key, own in self._source._identity().items():
-            if state.get(key) != own:
-                raise StateMismatch(f"the state is of {key}={state.get(key)}, but here it is {own}")
-        self._next = state["batch"]
-
-
-class _Raw(NamedTuple):
-    """A raw file, as `numpy.memmap` maps it."""
-
-    path: str
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    offset: int
-    order: str
-
-
-class _Place:
-    """An array as workers get it: a path, the facts of a raw file, or the array itself.
-
-    A class of its own, so that a walk over the structure does not take a fact for a member.
-    """
-
-    def __init__(self, held: str | _Raw | np.ndarray) -> None:
-        self.held = held
+# An array, or a function that maps a file: its first argument is the path.
+_Place = np.ndarray | functools.partial[np.ndarray]
 
 
 def _place(given: Any) -> _Place:
-    """Return the place of an array; raise TypeError if it is none."""
+    """Return an array as workers get it; raise TypeError if it is none."""
     if isinstance(given, (str, os.PathLike)):
-        return _Place(os.path.abspath(os.fspath(given)))
+        path = os.path.abspath(os.fspath(given))
+        return functools.partial(np.load, path, mmap_mode="r", allow_pickle=False)
     if isinstance(given, np.ma.MaskedArray):
         raise TypeError(
             "ArraySource got a masked array, whose mask would be lost: fill it, or pass data and "
@@ -224,13 +153,13 @@ def _place(given: Any) -> _Place:
         and isinstance(given.base, mmap.mmap)
         and given.filename
     ):
-        order = "C" if given.flags.c_contiguous else "F"
-        raw = _Raw(str(given.filename), given.dtype, given.shape, given.offset, order)
-        return _Place(raw)
+        order: Any = "C" if given.flags.c_contiguous else "F"
+        place = (str(given.filename), given.dtype, "r", given.offset, given.shape, order)
+        return functools.partial(np.memmap, *place)
     if isinstance(given, np.ndarray):
         if not given.shape:
             raise ValueError("an array without rows cannot be a source, got a single value")
-        return _Place(given)
+        return given
     raise TypeError(
         f"ArraySource needs paths of .npy files or arrays, got {an(type(given).__name__)}"
     )
@@ -242,41 +171,14 @@ def _mapped(place: _Place) -> np.ndarray:
     Raises:
         DataFileError: The file is missing or broken, or has Python objects or a single value.
     """
-    held = place.held
-    if isinstance(held, np.ndarray):
-        return held
+    if isinstance(place, np.ndarray):
+        return place
+    path = place.args[0]
     try:
-        if isinstance(held, _Raw):
-            path = held.path
-            found = np.memmap(path, held.dtype, "r", held.offset, held.shape, held.order)  # type: ignore[call-overload]
-        else:
-            path = held
-            found = np.load(path, mmap_mode="r", allow_pickle=False)
+        found = place()
     except (OSError, ValueError, EOFError) as error:
         raise DataFileError(f"{path}: it cannot be mapped as an array: {error}", path) from error
     if not isinstance(found, np.ndarray) or not found.shape:
         raise DataFileError(f"{path}: it is no .npy file of an array with rows", path)
     # Slices of a memmap take longer.
     return np.asarray(found)
-
-
-def _leaves(nest: Any) -> Iterator[np.ndarray]:
-    members = members_of(nest)
-    if members is None:
-        yield nest
-        return
-    for member in members.values():
-        yield from _leaves(member)
-
-
-def _copied(rows: np.ndarray) -> np.ndarray:
-    out = empty(rows.shape, rows.dtype)
-    out[...] = rows
-    return out
-
-
-def _taken(array: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Return some rows, in memory that a worker process need not copy again."""
-    out = empty((len(rows), *array.shape[1:]), array.dtype)
-    # The rows are in range. With "raise", numpy would write to a copy first.
-    return np.take(array, rows, axis=0, out=out, mode="clip")

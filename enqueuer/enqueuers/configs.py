@@ -139,17 +139,18 @@ class Ray:
 class Auto:
     """Options of `workers=Auto(...)`; `workers="auto"` is `Auto()`.
 
-    An enqueuer begins with 1 worker. It starts and ends workers while it runs, until the loop no
-    longer waits or more workers do not help.
+    An enqueuer begins with `first` workers. It starts and ends workers while it runs, until the
+    loop no longer waits or more workers do not help.
 
     Args:
         most: Largest number of workers. None, the default: as many as help and as memory holds,
             at most 128; of Ray actors as many as the cluster has CPUs. There are never more
             workers than shards.
+        first: Number of workers to begin with; 1 by default.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: An argument is out of its range.
+        ValueError: An argument is out of its range, or `first` is more than `most`.
 
     Example:
         >>> from enqueuer import Auto, OrderedEnqueuer
@@ -159,10 +160,14 @@ class Auto:
     """
 
     most: int | None = None
+    first: int = 1
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "first", checks.positive("first", self.first))
         if self.most is not None:
             object.__setattr__(self, "most", checks.positive("most", self.most))
+            if self.first > self.most:
+                raise ValueError(f"first={self.first} is more than most={self.most}")
 
 
 def _start_method(value: object) -> str | None:

@@ -1,4 +1,4 @@
-"""The inside of an enqueuer: its life cycle, its position, and the epoch that the loop reads.
+"""The inside of an enqueuer: its life cycle, its position, its iterators and its callbacks.
 
     Core --> Epochs: the epochs of one run                   (a new one for each start)
              --> Run: the workers, from start() to stop()    (a new one for each start)
@@ -12,30 +12,123 @@ one of them. One start, stop or change at a time goes on (`state_lock`, which is
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import itertools
+import logging
 import os
 import threading
+import warnings
 import weakref
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
+from enqueuer import exports
+from enqueuer.backends.stall import level_of_user
 from enqueuer.backends.timeline import Trace
 from enqueuer.common import interrupts
-from enqueuer.enqueuers.callbacks import StatsCallbacks
-from enqueuer.enqueuers.deferred import DeferredCalls
 from enqueuer.enqueuers.epoch_reader import EpochReader
 from enqueuer.enqueuers.epochs import Epochs
+from enqueuer.enqueuers.failures import origin_of
 from enqueuer.enqueuers.options import Options
-from enqueuer.enqueuers.owned_backends import STOP_S, OwnedBackends
 from enqueuer.enqueuers.position import SavedPosition
-from enqueuer.enqueuers.replay import origin_of
-from enqueuer.enqueuers.run import Run, State, check_started, next_workers, usable
+from enqueuer.enqueuers.run import (
+    STOP_S,
+    DeferredCalls,
+    OwnedBackends,
+    Run,
+    State,
+    check_started,
+    next_workers,
+    usable,
+)
 from enqueuer.enqueuers.workload import Workload, check_seed
-from enqueuer.errors import InvalidState
+from enqueuer.errors import EnqueuerWarning, InvalidState
+from enqueuer.monitoring.meters import clock
 from enqueuer.monitoring.stats import Stats
 from enqueuer.monitoring.trace_file import path_of_part
 from enqueuer.workers.messages import Epoch
+
+_log = logging.getLogger("enqueuer")
+
+
+@dataclass(eq=False)
+class _Callback:
+    function: Callable[[Stats], object]
+    every_ns: int
+    due_ns: int
+    earlier: Stats | None = None
+
+
+class Call(NamedTuple):
+    """A callback that is due, and the statistics for it."""
+
+    callback: _Callback
+    stats: Stats
+
+
+class StatsCallbacks:
+    """The callbacks of an enqueuer, and when each is due.
+
+    Example:
+        >>> callbacks = StatsCallbacks()
+        >>> callbacks.add(None, every_s=10.0)
+        >>> len(callbacks.listeners)
+        1
+
+    Attributes:
+        listeners: The callbacks.
+    """
+
+    def __init__(self) -> None:
+        self.listeners: list[_Callback] = []
+
+    def add(self, function: Callable[[Stats], object] | None, every_s: float) -> None:
+        """Call a function every so many seconds from now on.
+
+        Args:
+            function: Called with the statistics since its last call; None logs a line.
+            every_s: Seconds between two calls.
+        """
+        every_ns = int(every_s * 1e9)
+        self.listeners.append(_Callback(function or _log_line, every_ns, clock() + every_ns))
+
+    def begin_run(self) -> None:
+        """Count the time of each callback from now, and its statistics from the start."""
+        for callback in self.listeners:
+            callback.earlier, callback.due_ns = None, clock() + callback.every_ns
+
+    def due(self, stats: Callable[[], Stats]) -> list[Call]:
+        """Return the calls that are due, each with the statistics since the previous one.
+
+        Args:
+            stats: Returns the statistics of the run so far; called only if a call is due.
+        """
+        now = clock()
+        calls = []
+        for callback in [callback for callback in self.listeners if now >= callback.due_ns]:
+            total, earlier = stats(), callback.earlier
+            callback.due_ns, callback.earlier = now + callback.every_ns, total
+            calls.append(Call(callback, total if earlier is None else total.since(earlier)))
+        return calls
+
+    def make(self, calls: list[Call]) -> None:
+        """Make these calls. A callback that fails is logged, and not called again."""
+        for callback, stats in calls:
+            try:
+                callback.function(stats)
+            except Exception:
+                _log.exception("a callback of on_stats() failed; it is not called again")
+                # Another thread in which it failed may have removed it.
+                with contextlib.suppress(ValueError):
+                    self.listeners.remove(callback)
+
+
+def _log_line(stats: Stats) -> None:
+    _log.info("%s", exports.line(stats))
+
 
 T = TypeVar("T")
 
@@ -66,8 +159,14 @@ class Core:
         self.deferred = DeferredCalls(self.lock)
         self.owned = OwnedBackends(self)
         self.timeline: Trace | None = None
+        if self.options.trace is not None:
+            # Each rank to its own file: they may be on machines that do not know of each other.
+            path, ranks = os.fspath(self.options.trace), self.options.world_size
+            self.timeline = Trace(
+                path_of_part(path, self.options.rank, ranks) if ranks > 1 else path
+            )
         self.was_run = False
-        self.record_as(self.options.rank, self.options.world_size)
+        self._is_starting = False
 
     # --- what it is ---
 
@@ -127,41 +226,59 @@ class Core:
 
     # --- life cycle ---
 
+    def check_idle(self, call: str) -> None:
+        """Raise InvalidState unless there are no workers. State lock held.
+
+        Args:
+            call: Method that was called, for the message.
+        """
+        if self._is_starting:
+            raise InvalidState(f"{call} was called by a signal handler within start()")
+        if not self.is_idle:
+            raise InvalidState(
+                f"{call} was called, but the enqueuer is running already; call stop() first"
+            )
+
     def start(self, options: Options) -> None:
         """Start the workers, with these options from now on; see `BaseEnqueuer.start`."""
-        with self.state_lock:
-            if not self.is_idle:
-                raise InvalidState(
-                    "start() was called, but the enqueuer is running already; call stop() first"
-                )
-            workload, saved = self.workload, self.saved
-            check_seed(workload)
-            workers = next_workers(self.run, options)
+        try:
+            with self.state_lock:
+                self.check_idle("start()")
+                check_seed(self.workload)
+                workers = next_workers(self.run, options)
+                # A stop() may have been interrupted.
+                self.owned.stop(STOP_S)
+                # The lock defers what a signal handler asks for until all workers are started.
+                with interrupts.held(), interrupts.taken(self.lock):
+                    self._start(options, workers)
+        finally:
+            self.deferred.make()
+
+    def _start(self, options: Options, workers: int) -> None:
+        """Start the workers, or leave all as it was. Both locks held."""
+        workload, saved, before = self.workload, self.saved, (self.epochs, self.options)
+        count = saved.error_count if saved.is_loaded else 0
+        first = saved.epoch if saved.is_loaded else Epoch(0)
+        self._is_starting = True
+        try:
             workload.options = options
             if not saved.is_loaded:
                 workload.rewind()
-            # A stop() may have been interrupted.
+            run = self._new_run(options, workers, self.timeline, count)
+            _started.add(self)
+            run.start(workload.job(workers), first)
+            self.epochs = Epochs(run, workload)
+            self.callbacks.begin_run()
+            self.epochs.begin(first)
+            interrupts.check()
+            self.saved = dataclasses.replace(saved, is_loaded=False)
+            run.move(State.RUNNING)
+        except BaseException:
+            self.epochs, workload.options = before
             self.owned.stop(STOP_S)
-            before = self.epochs
-            count = saved.error_count if saved.is_loaded else 0
-            first = saved.epoch if saved.is_loaded else Epoch(0)
-            with interrupts.held():
-                run = self._new_run(options, workers, self.timeline, count)
-                _started.add(self)
-                run.start(workload.job(workers), first)
-                try:
-                    with interrupts.taken(run.lock):
-                        self.epochs = Epochs(run, workload)
-                        self.callbacks.begin_run()
-                        self.epochs.begin(first)
-                        interrupts.check()
-                        self.saved = dataclasses.replace(saved, is_loaded=False)
-                        run.move(State.RUNNING)
-                except BaseException:
-                    self.epochs = before
-                    self.owned.stop(STOP_S)
-                    raise
-        self.deferred.make()
+            raise
+        finally:
+            self._is_starting = False
 
     def _new_run(
         self, options: Options, workers: int, timeline: Trace | None, error_count: int
@@ -234,10 +351,9 @@ class Core:
         self.was_run = True
         assert self.epochs is not None
         reader, left = self.started_reader(), self.epochs.drop_ready()
+        position = reader.position(left)
         self.saved = SavedPosition(
-            reader.position(left),
-            self.workload.identity(),
-            error_count=run.failures.count,
+            position, self.workload.identity(), error_count=reader.error_count_at(position)
         )
 
     # --- other workers ---
@@ -322,9 +438,6 @@ class Core:
         run = self.run
         if run is None or not run.is_news:
             return
-        if not self.callbacks:
-            run.is_news = False
-            return
         if not run.lock.acquire(blocking=may_wait):
             return
         try:
@@ -334,15 +447,6 @@ class Core:
             run.lock.release()
             self.deferred.make()
         self.callbacks.make(calls)
-
-    def record_as(self, number: int, count: int) -> None:
-        """Record, if that is wanted, as one of several that share the work, each to its own file.
-
-        They may be in processes, and on machines, that do not know of each other.
-        """
-        if self.options.trace is not None:
-            path = os.fspath(self.options.trace)
-            self.timeline = Trace(path_of_part(path, number, count) if count > 1 else path)
 
     # --- what went wrong ---
 
@@ -366,6 +470,8 @@ class Core:
         # A thread that does not exist here may have held them when the parent forked.
         self.state_lock, self.lock = usable(self.state_lock), usable(self.lock)
         self.deferred = DeferredCalls(self.lock)
+        if self.timeline is not None:
+            self.timeline.leave_to_parent()
         if self.run is None:
             self.owned.leave_to_parent(None)
         else:
@@ -383,3 +489,72 @@ def _leave_all_to_parent() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_leave_all_to_parent)
+
+
+Batch = TypeVar("Batch")
+# Numbers of the iterators, in the order in which they were made.
+_turns = itertools.count()
+
+
+class Batches(Iterator[Batch]):
+    """An iterator over one epoch; if it `is_loop`, it warns of another loop over the same one."""
+
+    _goes_on = False
+
+    def __init__(self, core: Core, reader: EpochReader, is_loop: bool = False) -> None:
+        self._core = core
+        self._reader = reader
+        self._ready = reader.ready
+        self._turn = next(_turns) if is_loop else None
+
+    def __next__(self) -> Batch:
+        while True:
+            ready = self._ready
+            if ready:
+                # What is ready is taken without the lock. CPython runs signal handlers, and lets
+                # other threads run, on entry to a function, after a call and after a jump, and
+                # here is none of these: `popleft` would be one, and the batch lost.
+                item = ready[0]
+                del ready[0]
+                return item[2]  # type: ignore[return-value]  # what the generator yielded
+            self._wait()
+
+    def _wait(self) -> None:
+        core, reader = self._core, self._reader
+        turn = self._turn
+        if turn is not None and turn != reader.last_turn[0]:
+            _take_turn(reader, turn)
+        if reader.run.is_news and core.callbacks.listeners:
+            core.make_callbacks()
+        epochs = core.epochs
+        assert epochs is not None
+        epochs.wait_for(reader, self._goes_on)
+
+
+def _take_turn(reader: EpochReader, turn: int) -> None:
+    """Note which iterator reads the epoch; warn if one that was made later read it before."""
+    (last, thread), reader.last_turn = reader.last_turn, (turn, threading.get_ident())
+    if last < turn or thread != threading.get_ident():
+        return
+    warnings.warn(
+        "two loops of this thread read the same epoch of an enqueuer, so each gets only a part of "
+        "the batches; give each loop an enqueuer of its own",
+        EnqueuerWarning,
+        stacklevel=level_of_user(),
+    )
+
+
+class Endless(Batches[Batch]):
+    """An iterator over an epoch and all that follow."""
+
+    _goes_on = True
+
+    def _wait(self) -> None:
+        try:
+            super()._wait()
+        except StopIteration:
+            epochs = self._core.epochs
+            reader = None if epochs is None else epochs.following(self._reader)
+            if reader is None:
+                raise
+            self._reader, self._ready = reader, reader.ready

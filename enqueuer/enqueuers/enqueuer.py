@@ -10,20 +10,108 @@ from typing import Any, Generic, Literal, TypeVar, cast
 
 from enqueuer.common import checks
 from enqueuer.common.text import pluralize
-from enqueuer.enqueuers import checkpoint
+from enqueuer.enqueuers import position
 from enqueuer.enqueuers.configs import Auto
-from enqueuer.enqueuers.core import Core
-from enqueuer.enqueuers.iterators import Batches
+from enqueuer.enqueuers.core import Batches, Core
+from enqueuer.enqueuers.failures import Origin
 from enqueuer.enqueuers.keras_queue import Queue
-from enqueuer.enqueuers.owned_backends import STOP_S
-from enqueuer.enqueuers.parts import complete
-from enqueuer.enqueuers.run import State, next_workers
-from enqueuer.enqueuers.workload import Portion, Workload
+from enqueuer.enqueuers.position import SavedPosition
+from enqueuer.enqueuers.run import STOP_S, State, next_workers
+from enqueuer.enqueuers.workload import Workload
+from enqueuer.errors import InvalidState
 from enqueuer.monitoring.progress import Shown, bar_class
 from enqueuer.monitoring.stats import Stats
+from enqueuer.workers.messages import Epoch
+
+
+def complete(core: Core, made: Core) -> None:
+    """Complete the enqueuer of a rank by what its constructor does not take.
+
+    Args:
+        core: The enqueuer of all batches.
+        made: The new enqueuer.
+
+    Raises:
+        InvalidState: A position within an epoch was loaded.
+    """
+    seed, saved = core.workload.seed, core.saved
+    made.workload.seed.is_given = seed.is_given
+    made.workload.seed.is_shared = seed.is_given or made.options.world_size == 1
+    if saved.is_loaded:
+        if any(start.number for start in (saved.epoch.starts or {}).values()):
+            raise InvalidState(
+                f"a position within epoch {saved.epoch.number} was loaded, which cannot be "
+                "divided among ranks; load it after the division: into the loader or dataset of a "
+                "rank"
+            )
+        made.saved = SavedPosition(saved.epoch, is_loaded=True)
+
+
+def begin_at(core: Core, epoch: int | Epoch) -> None:
+    """Let the next start begin with an epoch, as if those before it had been read."""
+    at = epoch if isinstance(epoch, Epoch) else Epoch(epoch)
+    core.saved = SavedPosition(at, is_loaded=True)
+
+
+def comes_next(core: Core, epoch: int) -> bool:
+    """Return whether the next iteration is this epoch, or what is left of it in a state."""
+    reader = core.reader
+    if reader is None or core.is_idle:
+        return core.saved.is_loaded and core.saved.epoch.number == epoch
+    with core.deferred.locked():
+        return reader.is_over and reader.number + 1 == epoch
+
+
+def epoch_after(core: Core, state: Mapping[str, Any]) -> int | None:
+    """Return the epoch that comes next after a position; None if it is within an epoch.
+
+    Args:
+        core: Enqueuer of the position.
+        state: Position; one behind the last batch of an epoch is not within it.
+    """
+    epoch: int = state["epoch"]
+    if state["positions"] is None:
+        return epoch
+    steps = core.workload.steps()
+    # Tasks have one position; shards have no known end.
+    is_all = steps is not None and [list(at) for at in state["positions"]] == [[0, steps]]
+    return epoch + 1 if is_all else None
+
+
+def save(core: Core) -> dict[str, Any]:
+    """Return the position; see `BaseEnqueuer.state_dict`."""
+    with core.deferred.locked():
+        workload, saved = core.workload, core.saved
+        reader = core.reader
+        if reader is not None and not core.is_idle:
+            ready: Any = reader.ready.copy()
+            identity, epoch = workload.identity(), reader.position(ready)
+            count = reader.error_count_at(epoch)
+        else:
+            identity, epoch = saved.identity or workload.identity(), saved.epoch
+            count = saved.error_count
+        return position.save(identity, epoch, count, position.shards_in(identity))
+
+
+def load(core: Core, state_dict: Mapping[str, Any]) -> None:
+    """Go on at a position at the next start; see `BaseEnqueuer.load_state_dict`."""
+    with core.state_lock:
+        core.check_idle("load_state_dict()")
+        workload = core.workload
+        fixed = workload.identity()
+        for name, is_given in workload.given().items():
+            if not is_given:
+                del fixed[name]
+        epoch, error_count = position.load(state_dict, fixed)
+        workload.adopt(state_dict, epoch, was_run=core.was_run)
+        core.saved = SavedPosition(epoch, is_loaded=True, error_count=error_count)
+        workload.seed.is_shared = True
+
 
 Batch = TypeVar("Batch")
 AnyEnqueuer = TypeVar("AnyEnqueuer", bound="BaseEnqueuer[Any]")
+# Attributes that are made anew with a copy; a subclass may have others.
+_MADE_ANEW = {"_core", "_make", "_notifier", "queue", "_tasks"}
 Self = TypeVar("Self", bound="BaseEnqueuer[Any]")
 
 
@@ -53,6 +141,23 @@ class BaseEnqueuer(Generic[Batch]):
         Counted since the start; if a state was loaded, also those until it was saved.
         """
         return self._core.error_count
+
+    @property
+    def skipped(self) -> list[tuple[Origin, str]]:
+        """Errors that were skipped since the start, each with its origin and its text.
+
+        They are the latest ones, at most 1000. The origin is that of `enqueuer_origin`: it has the
+        epoch, the shard and the item, or the index of the element.
+
+        Example:
+            >>> from enqueuer import OrderedEnqueuer
+            >>> with OrderedEnqueuer([2, 0], lambda n: 1 // n, on_error="skip") as enqueuer:
+            ...     batches = list(enqueuer)
+            >>> [(origin.element, text) for origin, text in enqueuer.skipped]
+            [(1, "ZeroDivisionError('integer division or modulo by zero')")]
+        """
+        run = self._core.run
+        return [] if run is None else list(run.failures.skipped)
 
     @property
     def restart_count(self) -> int:
@@ -223,7 +328,7 @@ class BaseEnqueuer(Generic[Batch]):
             ...     list(later)
             [9, 16, 25]
         """
-        return checkpoint.save(self._core)
+        return save(self._core)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue at the position of `state_dict` at the next start.
@@ -241,7 +346,7 @@ class BaseEnqueuer(Generic[Batch]):
             InvalidState: The enqueuer runs; call `stop()` first.
             StateMismatch: The state does not fit; the message names the value that differs.
         """
-        checkpoint.load(self._core, state_dict)
+        load(self._core, state_dict)
 
     def replay(self, error: BaseException) -> Any:
         """Make the item of an error again in this process; see `enqueuer.replay`.
@@ -305,13 +410,13 @@ class BaseEnqueuer(Generic[Batch]):
         """
         core = self._core
         reader = core.join()
-        batches: Iterator[Batch] = Batches(core, reader)
+        batches: Iterator[Batch] = Batches(core, reader, is_loop=True)
         kind = bar_class(core.options.progress)
         if kind is None:
             return batches
         with core.deferred.locked():
             done = reader.steps_done()
-        return Shown(batches, self, kind, done, core.workload.steps())
+        return Shown(batches, self.stats, kind, done, core.workload.steps())
 
     def __aiter__(self) -> AsyncIterator[Batch]:
         """Iterate like `iter()`, with `async for`, without blocking the event loop.
@@ -368,12 +473,24 @@ class BaseEnqueuer(Generic[Batch]):
                 "as it owns workers; pickle what it was made of, or a new enqueuer"
             )
         given, options = core.workload.arguments()
+        own = {name: value for name, value in vars(self).items() if name not in _MADE_ANEW}
         make = functools.partial(self._make, **options)
-        return make, given, (core.saved, core.workload.seed.is_shared, core.options)
+        saved = core.saved, core.workload.seed.is_shared, core.options
+        return _restored, (type(self), make, given, saved), own or None
 
-    def __setstate__(self, copied: Any) -> None:
-        core = self._core
-        core.saved, core.workload.seed.is_shared, core.workload.options = copied
+
+def _restored(
+    kind: type[AnyEnqueuer],
+    make: Callable[..., Any],
+    given: tuple[Any, ...],
+    saved: tuple[Any, ...],
+) -> AnyEnqueuer:
+    """Return a copy of an enqueuer; its class need not take the same arguments."""
+    made = kind.__new__(kind)
+    vars(made).update(vars(make(*given)))
+    core = made._core
+    core.saved, core.workload.seed.is_shared, core.workload.options = saved
+    return made
 
 
 def core_of(enqueuer: BaseEnqueuer[Any]) -> Core:
@@ -381,18 +498,15 @@ def core_of(enqueuer: BaseEnqueuer[Any]) -> Core:
     return enqueuer._core
 
 
-def part_of(enqueuer: AnyEnqueuer, part: Portion) -> AnyEnqueuer:
-    """Return a new enqueuer for one rank, or for a part of its batches.
-
-    Taking `part.block` batches of each part in turn gives the batches of the rank in their order,
-    as far as `Workload.out_of_order` and, afterwards, `has_kept_order` of the parts say so.
+def of_rank(enqueuer: AnyEnqueuer, rank: int, world_size: int) -> AnyEnqueuer:
+    """Return a new enqueuer for one rank.
 
     Raises:
         InvalidState: A position within an epoch was loaded.
         ValueError: There are too few shards, or they cannot be split.
     """
     core = enqueuer._core
-    given, options = core.workload.arguments_of(part)
-    made = enqueuer._make(*given, **options)
-    complete(core, made._core, part)
+    given, options = core.workload.arguments()
+    made = enqueuer._make(*given, **options | {"rank": rank, "world_size": world_size})
+    complete(core, made._core)
     return cast(AnyEnqueuer, made)

@@ -1,7 +1,12 @@
-"""One epoch as the loop reads it: wait for the workers, take what is ready, raise a failure.
+r"""One epoch as the loop reads it: wait for the workers, take what is ready, raise a failure.
 
-    backend.wait() --> backend.take() --> ready --> the iterators, without the lock
-           \\-> a failure: skipped and counted, or kept to be raised when `ready` is empty
+    backend.wait() --> schedule.take() --> ready --> the iterators, without the lock
+           \-> a failure: skipped and counted, or kept to be raised when `ready` is empty
+
+The epoch after it may begin early (`NextEpoch`), so that no worker is idle in between:
+
+    the last task of this epoch is submitted, and there is room --feed()--> tasks of the next one
+    the loop has read this epoch to its end ------------------------------> `Epochs.begin` takes it
 
 No reader knows the enqueuer, so an enqueuer that is forgotten while a thread waits is collected.
 """
@@ -13,19 +18,81 @@ import functools
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NoReturn
 
 from enqueuer.backends.load import Backend
 from enqueuer.backends.stall import DeadlineExpired, Wait, level_of_user
 from enqueuer.common import interrupts
-from enqueuer.enqueuers import duplicates
-from enqueuer.enqueuers.next_epoch import NextEpoch
 from enqueuer.enqueuers.run import Run, State
-from enqueuer.enqueuers.workload import EpochWork
-from enqueuer.errors import Closed, EmptyEpochWarning, InvalidState
+from enqueuer.enqueuers.workload import EpochWork, Workload
+from enqueuer.errors import Closed, DuplicateDataWarning, EmptyEpochWarning, InvalidState
+from enqueuer.monitoring.duplicates import FirstItems
 from enqueuer.monitoring.stats import Stats
 from enqueuer.workers.messages import Epoch, Failure, ItemTuple
+
+
+class NextEpoch:
+    """The work of at most one epoch that the loop has not reached.
+
+    All that the loop can see, such as the position, knows nothing of it.
+
+    Args:
+        run: The run that the epoch belongs to.
+        workload: What is run.
+
+    Attributes:
+        workload: The same.
+        is_wanted: Whether the loop that waits, or waited last, reads all epochs.
+        work: The next epoch; None if it has not begun.
+    """
+
+    def __init__(self, run: Run, workload: Workload) -> None:
+        self.is_wanted = False
+        self.work: EpochWork | None = None
+        self._run = run
+        self.workload = workload
+
+    def feed(self, current: EpochWork) -> None:
+        """Give the workers what they need of the next epoch, if it may begin. Lock held.
+
+        Args:
+            current: The epoch that the loop reads.
+        """
+        if self.work is None:
+            if not current.may_be_followed:
+                return
+            self.work = self.workload.begin(self._run, current.next_epoch(), True, current)
+        self.work.feed()
+
+
+def compare(first: FirstItems, items: Iterable[ItemTuple]) -> None:
+    """Compare new items with the first ones of other shards, and warn if two shards are alike."""
+    for shard, _, value, _ in items:
+        twins = first.saw(shard, value)
+        if twins is not None:
+            _warn_of_twins(*twins, first.takes_shard)
+
+
+def _warn_of_twins(one: int, other: int, takes_shard: bool) -> None:
+    if takes_shard:
+        cause = (
+            "Are random numbers drawn from a generator that was made outside (a captured "
+            "numpy.random.default_rng, say)? Draw them from shard.rng. Does each shard read the "
+            "same? Use shard.split for its share of the work"
+        )
+    else:
+        cause = (
+            "The generator function takes no shard, so that each shard runs all of it: let it "
+            "take the shard (`def batches(shard): ...`), use shard.split for its share of the "
+            "work, and draw random numbers from shard.rng"
+        )
+    warnings.warn(
+        f"shards {one} and {other} began with the same batches, so the data seem to come "
+        f"several times. {cause}",
+        DuplicateDataWarning,
+        stacklevel=level_of_user(),
+    )
 
 
 class EpochReader:
@@ -58,9 +125,11 @@ class EpochReader:
         self.run = run
         self.work = work
         self.number = number
-        self.ready: deque[ItemTuple] = run.new_ready()
+        self.ready: deque[ItemTuple] = deque()
         self.failure: Failure | None = None
         self.is_over = False
+        # Number and thread of the iterator that waited for a batch last.
+        self.last_turn = -1, 0
         self._following = following
         self._is_whole = is_whole
         self._taken_before = run.meter.taken
@@ -103,7 +172,8 @@ class EpochReader:
         try:
             run, items = self.run, None
             backend = run.backend
-            if not self.ready and self.failure is None:
+            # A trace records each wait, and `more` would not tell of it.
+            if run.timeline is None and not self.ready and self.failure is None:
                 items = backend.more(self._order, deadline is None)
             if items is None:
                 has_more = self._wait_for_item(deadline, retune)
@@ -133,12 +203,7 @@ class EpochReader:
             try:
                 failure = self._wait(backend, until)
             except Closed:
-                # This releases the lock, so that another consumer may enter.
-                self._is_entered = False
-                has_changed = run.wait_for_change()
-                self._is_entered = True
-                # A signal handler may have called reconfigure() there, which completes the change.
-                if not has_changed and run.backend is backend:
+                if not self._has_changed(backend):
                     return False
                 continue
             except DeadlineExpired:
@@ -160,15 +225,28 @@ class EpochReader:
                 until = long_wait.until
             if self.note(failure) and deadline is None and retune is not None:
                 retune()
-        is_over = not ready and self.failure is None
+        return not self._notice_end()
+
+    def _has_changed(self, backend: Backend) -> bool:
+        """Wait until other workers have taken over; return False if none do, as at the end."""
+        # This releases the lock, so that another consumer may enter.
+        self._is_entered = False
+        has_changed = self.run.wait_for_change()
+        self._is_entered = True
+        # A signal handler may have called reconfigure() there, which completes the change.
+        return has_changed or self.run.backend is not backend
+
+    def _notice_end(self) -> bool:
+        """Return whether the epoch is over; if it has just ended, do what is due then."""
+        is_over = not self.ready and self.failure is None
         if is_over and not self.is_over:
-            run.meter.rest()
+            self.run.meter.rest()
             self.work.end()
             if not self.taken:
                 self._warn_of_nothing()
         # Last, so that after an exception of a signal handler all of it is done again.
         self.is_over = is_over
-        return not is_over
+        return is_over
 
     def _wait(self, backend: Backend, until: float | None) -> Failure | None:
         """Make room for as many items as were taken, feed the workers, and wait for them.
@@ -176,11 +254,16 @@ class EpochReader:
         Returns:
             The failure, if that is next; see `Engine.wait`, also for the errors.
         """
+        timeline = self.run.timeline
+        if timeline is not None:
+            timeline.ask()
         try:
             backend.acknowledge()
             self.work.feed()
             if self._following.is_wanted:
                 self._following.feed(self.work)
+            if timeline is not None:
+                return timeline.wait(backend, self._order, until)
             return backend.wait(self._order, until)
         finally:
             meter = self.run.meter
@@ -209,11 +292,11 @@ class EpochReader:
         backend = run.backend
         is_time = False
         if failure is not None:
-            if not run.failures.skips(failure, self.work.where):
+            if not run.failures.skips(failure, self.work.where, self.work.origin_of):
                 self.failure = failure
-            backend.pass_over()
+            backend.schedule.pass_over()
         elif not self._order.done:
-            is_time = self._keep(backend, backend.take(self._order))
+            is_time = self._keep(backend, backend.schedule.take(self._order))
         return is_time
 
     def _keep(self, backend: Backend, items: Iterator[ItemTuple]) -> bool:
@@ -233,13 +316,13 @@ class EpochReader:
             is_time = run.is_news = True
         first_items = self.work.first_items
         if first_items is not None:
-            duplicates.compare(first_items, ready.copy())
+            compare(first_items, ready.copy())
             if first_items.done:
                 self.work.first_items = None
         return is_time
 
-    def is_other_than_item_next(self) -> bool:
-        """Return whether a failure is next; notice the end of the epoch. Takes no item.
+    def has_come(self) -> bool:
+        """Return whether an item or a failure is next; notice the end of the epoch. Takes nothing.
 
         An item that was taken would make room for another one, beyond the bound. Takes the lock
         itself, if it is free.
@@ -352,8 +435,10 @@ class EpochReader:
 
     def waiting(self) -> int:
         """Return how many finished items of this epoch wait. No lock needed."""
-        self._sort()
-        count = self.run.backend.waiting() + len(self.ready)
+        backend = self.run.backend
+        if backend.tasks is not None:
+            self._sort()
+        count = backend.schedule.waiting() + len(self.ready)
         # The others count as held by the workers.
         return min(count, self.run.options.max_queue_size)
 
@@ -389,6 +474,16 @@ class EpochReader:
         if self.is_over:
             return self.work.next_epoch()
         return Epoch(self.number, self._order.rest(ready), self._order.beyond(ready))
+
+    def error_count_at(self, position: Epoch) -> int:
+        """Return the number of errors that were skipped before a position.
+
+        Those behind it, which the loop met while it waited, come again when a run goes on there.
+        """
+        failures = self.run.failures
+        if position.number != self.number:
+            return failures.count
+        return failures.count_at(functools.partial(self._order.is_before, position=position))
 
     def leave_to_parent(self) -> None:
         """Give nothing in a forked child: the parent gives what is ready, so it would come twice.

@@ -11,8 +11,7 @@ from typing import Any
 from enqueuer.backends.load import Backend
 from enqueuer.backends.stall import DeadlineExpired
 from enqueuer.common import interrupts
-from enqueuer.enqueuers.epoch_reader import EpochReader
-from enqueuer.enqueuers.next_epoch import NextEpoch
+from enqueuer.enqueuers.epoch_reader import EpochReader, NextEpoch
 from enqueuer.enqueuers.run import Run, State, check_started
 from enqueuer.enqueuers.scaling import Scaling
 from enqueuer.enqueuers.workload import Workload
@@ -64,6 +63,8 @@ class Epochs:
         is_whole = goes_on or epoch.starts is None
         reader = EpochReader(run, work, self._next, epoch.number, is_whole)
         run.failures.begin_epoch()
+        if run.timeline is not None:
+            run.timeline.begin(epoch.number)
         run.backend.begin(Epoch(epoch.number) if goes_on else epoch)
         # Only now, in one step, so that an exception which strikes before has all of it done
         # again. Workers that have begun already know the number of the epoch.
@@ -170,8 +171,11 @@ class Epochs:
                 if reader is not self.reader or run.state is State.STOPPED:
                     raise StopIteration
                 self._next.is_wanted = goes_on
-                if not reader.has_item(None, self.retune):
+                retune = None if self.scaling is None else self.retune
+                if not reader.has_item(None, retune):
                     raise StopIteration
+                if run.timeline is not None:
+                    run.timeline.take(reader.ready)
         finally:
             if run.deferred.calls:
                 run.deferred.make()
@@ -182,8 +186,10 @@ class Epochs:
         Raises:
             StopAsyncIteration: The epoch is over.
         """
-        ready = reader.ready
+        ready, timeline = reader.ready, self.run.timeline
         while True:
+            if timeline is not None:
+                timeline.take(ready)
             if ready:
                 # No call and no jump, as in `Batches`.
                 item = ready[0]

@@ -9,14 +9,21 @@ from typing import Any, overload
 from enqueuer.common import checks
 from enqueuer.enqueuers.enqueuer import BaseEnqueuer, Batch
 from enqueuer.enqueuers.options import EnqueuerOptions, Options, Unpack, takes_options
-from enqueuer.enqueuers.shard_workload import ShardWorkload
+from enqueuer.enqueuers.shards import ShardWorkload
 from enqueuer.enqueuers.workload import Seed
-from enqueuer.generators.samples import Samples
 from enqueuer.workers.shards import Shard
-from enqueuer.workers.sources import as_source
+from enqueuer.workers.sources import Samples, as_source
 
 GeneratorLike = Callable[[Shard], Iterable[Batch]] | Callable[[], Iterable[Batch]] | Iterable[Batch]
 """A generator function, or an iterable of batches."""
+
+
+class GeneratorOptions(EnqueuerOptions, total=False):
+    """Types of the options that do not change the type of a batch."""
+
+    shards: int | None
+    shuffle_buffer: int | None
+    pickle_safe: bool | None
 
 
 @takes_options
@@ -81,12 +88,9 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
         wait_time: float | None = None,
         random_seed: int | None = None,
         *,
-        shards: int | None = None,
         batch_size: None = None,
         collate: None = None,
-        shuffle_buffer: int | None = None,
-        pickle_safe: bool | None = None,
-        **options: Unpack[EnqueuerOptions],
+        **options: Unpack[GeneratorOptions],
     ) -> None: ...
     @overload
     def __init__(
@@ -96,12 +100,9 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
         wait_time: float | None = None,
         random_seed: int | None = None,
         *,
-        shards: int | None = None,
         batch_size: int,
         collate: Callable[[list[Any]], Batch],
-        shuffle_buffer: int | None = None,
-        pickle_safe: bool | None = None,
-        **options: Unpack[EnqueuerOptions],
+        **options: Unpack[GeneratorOptions],
     ) -> None: ...
     # What stacking makes of the samples depends on these.
     @overload
@@ -112,12 +113,9 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
         wait_time: float | None = None,
         random_seed: int | None = None,
         *,
-        shards: int | None = None,
         batch_size: int | None,
         collate: Callable[[list[Any]], Any] | None = None,
-        shuffle_buffer: int | None = None,
-        pickle_safe: bool | None = None,
-        **options: Unpack[EnqueuerOptions],
+        **options: Unpack[GeneratorOptions],
     ) -> None: ...
     def __init__(
         self,

@@ -55,6 +55,7 @@ class Queue(Generic[Batch]):
             # If another consumer waits for the next batch, there is none.
             return True
         try:
+            # Not `has_come`: a worker beyond the bound sends only what the loop waits for.
             return not reader.has_item(time.monotonic(), raises=False)
         except DeadlineExpired:
             return True
@@ -70,7 +71,7 @@ class Queue(Generic[Batch]):
         reader = self._core.reader
         if reader is None or not self._core.is_running():
             return 0
-        return reader.waiting() or int(reader.is_other_than_item_next())
+        return reader.waiting() or int(reader.has_come())
 
     def get(self, block: bool = True, timeout: float | None = None) -> Batch:
         """Take the next batch.
@@ -94,7 +95,9 @@ class Queue(Generic[Batch]):
             deadline = time.monotonic()
         while True:
             reader = core.started_reader()
-            ready = reader.ready
+            ready, timeline = reader.ready, reader.run.timeline
+            if timeline is not None:
+                timeline.take(ready)
             if ready:
                 # No call and no jump, as in `Batches`.
                 item = ready[0]

@@ -11,13 +11,16 @@ import inspect
 import os
 import sys
 import textwrap
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast, get_type_hints
 
 from enqueuer.backends.job import BackendName, default_method
+from enqueuer.backends.stall import level_of_user
 from enqueuer.common import checks
 from enqueuer.enqueuers.configs import Auto, Processes, Ray
+from enqueuer.errors import EnqueuerWarning
 from enqueuer.monitoring.progress import Progress
 from enqueuer.workers.logs import MULTIPROCESSING_LOGGING
 from enqueuer.workers.plan import OnError
@@ -66,6 +69,24 @@ class EnqueuerOptions(CommonOptions, total=False):
     """The same with the length of the queue, of which `prefetch` has a default of its own."""
 
     max_queue_size: int
+
+
+# Type checkers read these in the overloads, which differ only in what decides the type of a batch.
+class ShardOptions(CommonOptions, total=False):
+    """Types of the options of `prefetch` that do not change the type of a batch."""
+
+    use_multiprocessing: bool
+    random_seed: int | None
+    shards: int | None
+    shuffle_buffer: int | None
+
+
+class TaskOptions(CommonOptions, total=False):
+    """Types of the options of `imap` that do not change the type of a batch."""
+
+    use_multiprocessing: bool
+    concurrency: int
+    random_seed: int | None
 
 
 def _checked_workers(name: str, value: object) -> int | Auto:
@@ -228,11 +249,16 @@ class Options:
             )
         _check_names(given)
         options = cls(**given)
-        if not use_multiprocessing:
-            return options
-        if given.get("backend") is None:
+        if use_multiprocessing and given.get("backend") is None:
             return dataclasses.replace(options, backend="process")
-        if options.backend_name != "process":
+        if options.max_restarts and options.backend_name == "thread":
+            warnings.warn(
+                "max_restarts has no effect with threads, which do not die apart from the "
+                "program; give backend='process' with it, or leave it out",
+                EnqueuerWarning,
+                stacklevel=level_of_user(),
+            )
+        if use_multiprocessing and options.backend_name != "process":
             raise ValueError(
                 f"use_multiprocessing=True and backend={options.backend_name!r} contradict each "
                 "other"
@@ -267,6 +293,8 @@ class Options:
     @property
     def first_workers(self) -> int:
         """The number of workers to begin with."""
+        if isinstance(self.workers, Auto):
+            return self.workers.first
         return self.workers if isinstance(self.workers, int) else 1
 
     @property
@@ -311,6 +339,13 @@ _ELSEWHERE = {
     "max_workers": "workers=Auto(most=...)",
     "num_workers": "workers=...",
     "prefetch_factor": "max_queue_size=...",
+    "prefetch": "max_queue_size=..., the number of batches that may wait",
+    "seed": "random_seed=...",
+    "threads": "workers=...; threads are the default",
+    "processes": "workers=... and backend='process'",
+    "start_method": "backend=Processes(start_method=...)",
+    "batch": "batch_size=...",
+    "shuffle": "shuffle_buffer=..., or OrderedEnqueuer with shuffle=True for a whole dataset",
 }
 
 
@@ -325,7 +360,8 @@ def _check_names(given: Iterable[str]) -> None:
 
         close = difflib.get_close_matches(name, known, 1)
         instead = _ELSEWHERE.get(name) or (f"{close[0]}=..." if close else "")
-        raise TypeError(f"there is no option {name!r}" + (f"; give {instead}" if instead else ""))
+        names = f"give {instead}" if instead else f"the options are {', '.join(sorted(known))}"
+        raise TypeError(f"there is no option {name!r}; {names}")
 
 
 def takes_options(made: Decorated) -> Decorated:

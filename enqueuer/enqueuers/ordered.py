@@ -9,15 +9,15 @@ import numpy as np
 
 from enqueuer.common import checks
 from enqueuer.common.text import an
+from enqueuer.enqueuers.core import Endless
 from enqueuer.enqueuers.enqueuer import BaseEnqueuer, Batch, core_of
-from enqueuer.enqueuers.iterators import Endless
-from enqueuer.enqueuers.options import EnqueuerOptions, Options, Unpack, takes_options
+from enqueuer.enqueuers.options import EnqueuerOptions, Options, TaskOptions, Unpack, takes_options
 from enqueuer.enqueuers.task_workload import TaskWorkload
 from enqueuer.enqueuers.workload import Seed
 from enqueuer.workers.collate import stack
 from enqueuer.workers.element_threads import MOST_THREADS
 from enqueuer.workers.shards import Task
-from enqueuer.workers.sources import is_indexable, name_of
+from enqueuer.workers.sources import check_not_async, is_indexable, name_of
 from enqueuer.workers.tasks import (
     Counted,
     Indexable,
@@ -32,6 +32,10 @@ Elements = Iterable[T] | Indexable[T] | Counted[T]
 """The elements of tasks."""
 Collate = Callable[[list[Any]], T] | Callable[[list[Any], list[Task]], T]
 """A function that makes a batch of a list of results."""
+
+
+class OrderedOptions(TaskOptions, EnqueuerOptions, total=False):
+    """Types of the options that do not change the type of a batch."""
 
 
 @takes_options
@@ -100,12 +104,9 @@ class OrderedEnqueuer(BaseEnqueuer[Batch]):
         map: bool | None = None,
         shuffle: bool = False,
         *,
-        use_multiprocessing: bool = False,
         batch_size: None = None,
         collate: None = None,
-        concurrency: int = 1,
-        random_seed: int | None = None,
-        **options: Unpack[EnqueuerOptions],
+        **options: Unpack[OrderedOptions],
     ) -> None: ...
     @overload
     def __init__(
@@ -114,40 +115,20 @@ class OrderedEnqueuer(BaseEnqueuer[Batch]):
         map: bool | None = None,
         shuffle: bool = False,
         *,
-        use_multiprocessing: bool = False,
         batch_size: None = None,
         collate: None = None,
-        concurrency: int = 1,
-        random_seed: int | None = None,
-        **options: Unpack[EnqueuerOptions],
+        **options: Unpack[OrderedOptions],
     ) -> None: ...
     @overload
     def __init__(
         self,
         sequence: Elements[T],
-        map: Callable[[T], Batch | None],
+        map: Callable[[T], Batch | None] | Callable[[T, Task], Batch | None],
         shuffle: bool = False,
         *,
-        use_multiprocessing: bool = False,
         batch_size: None = None,
         collate: None = None,
-        concurrency: int = 1,
-        random_seed: int | None = None,
-        **options: Unpack[EnqueuerOptions],
-    ) -> None: ...
-    @overload
-    def __init__(
-        self,
-        sequence: Elements[T],
-        map: Callable[[T, Task], Batch | None],
-        shuffle: bool = False,
-        *,
-        use_multiprocessing: bool = False,
-        batch_size: None = None,
-        collate: None = None,
-        concurrency: int = 1,
-        random_seed: int | None = None,
-        **options: Unpack[EnqueuerOptions],
+        **options: Unpack[OrderedOptions],
     ) -> None: ...
     @overload
     def __init__(
@@ -156,12 +137,9 @@ class OrderedEnqueuer(BaseEnqueuer[Batch]):
         map: Callable[..., Any] | bool | None = None,
         shuffle: bool = False,
         *,
-        use_multiprocessing: bool = False,
         batch_size: int,
         collate: Collate[Batch],
-        concurrency: int = 1,
-        random_seed: int | None = None,
-        **options: Unpack[EnqueuerOptions],
+        **options: Unpack[OrderedOptions],
     ) -> None: ...
     # What stacking makes of the results depends on these.
     @overload
@@ -171,12 +149,9 @@ class OrderedEnqueuer(BaseEnqueuer[Batch]):
         map: Callable[..., Any] | bool | None = None,
         shuffle: bool = False,
         *,
-        use_multiprocessing: bool = False,
         batch_size: int | None,
         collate: Callable[..., Any] | None = None,
-        concurrency: int = 1,
-        random_seed: int | None = None,
-        **options: Unpack[EnqueuerOptions],
+        **options: Unpack[OrderedOptions],
     ) -> None: ...
     def __init__(
         self,
@@ -273,6 +248,7 @@ def _check_elements(sequence: object, map: object, shuffle: object, collate: obj
             "pass sorted(...) or list(...) of it"
         )
     checks.function("map", map, "of an element")
+    check_not_async(map)
     if is_indexable(sequence):
         return
     if is_sequence(sequence):

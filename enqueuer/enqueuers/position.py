@@ -88,6 +88,11 @@ def load(state: Mapping[str, Any], identity: Mapping[str, Any]) -> tuple[Epoch, 
     Raises:
         StateMismatch: It is none, or of something else; the message says what differs.
     """
+    if isinstance(state, Mapping) and not state:
+        raise StateMismatch(
+            "the state is empty: give what state_dict() returned, or do not call load_state_dict() "
+            "to begin with the first batch"
+        )
     try:
         version, kind = state["version"], state["kind"]
         if version != VERSION:

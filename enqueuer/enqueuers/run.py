@@ -1,36 +1,174 @@
 """One run of an enqueuer: the workers from start() to stop(), which others may replace meanwhile.
 
-NEW --the first epoch has begun--> RUNNING --a failure was raised--> FAILED
-                                      |                                |
-                                      +-----------stop()---------------+--> STOPPED
+    NEW --the first epoch has begun--> RUNNING --a failure was raised--> FAILED
+                                          |                                |
+                                          +-----------stop()---------------+--> STOPPED
+
+`OwnedBackends` ends the workers together with their enqueuer.
+
+`DeferredCalls` are calls of signal handlers that wait until their thread has released the lock:
+
+    the loop holds the lock: it waits for workers, or takes their items
+        a signal handler in its thread: stop(), reconfigure() --> defer()
+    the loop has released the lock ------------------------------> make(): the workers change
+
+The lock is reentrant, so it does not keep a handler of the same thread out. Workers that ended
+within the code that reads from them would pull its list of workers away, or an item would be both
+taken and made again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
+import os
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
+from typing import cast
 
 from enqueuer.backends.job import Job
-from enqueuer.backends.load import Backend
-from enqueuer.backends.load import load as load_backend
-from enqueuer.backends.restarts import Restarts
+from enqueuer.backends.lifecycle import ESCALATION_S, Inherited, Restarts, forget
+from enqueuer.backends.load import Backend, load
 from enqueuer.backends.stall import WaitLimits
 from enqueuer.backends.timeline import Trace
 from enqueuer.common import interrupts
-from enqueuer.enqueuers.deferred import DeferredCalls
+from enqueuer.common.finalizers import Finalizer
 from enqueuer.enqueuers.failures import FailurePolicy
 from enqueuer.enqueuers.options import Options
-from enqueuer.enqueuers.owned_backends import STOP_S, OwnedBackends
 from enqueuer.errors import Closed, InvalidState
 from enqueuer.monitoring import usage
 from enqueuer.monitoring.loop_meter import LoopMeter, top_of
 from enqueuer.monitoring.meters import clock
 from enqueuer.monitoring.stats import Stats
-from enqueuer.workers.messages import Epoch, ItemTuple
+from enqueuer.workers.messages import Epoch
+
+# Seconds from the request to exit until the last worker is killed. A generator's `finally` should
+# fit into the first two.
+STOP_S = 2.0 + ESCALATION_S
+
+
+class OwnedBackends:
+    """Backends that are to be stopped when their enqueuer stops, or is garbage.
+
+    Args:
+        owner: The object at whose end the backends are stopped.
+    """
+
+    def __init__(self, owner: object) -> None:
+        # The finalizers must not know the owner, or it could never be collected.
+        self._owner = weakref.ref(owner)
+        self._backends: list[tuple[Backend, Finalizer]] = []
+        self._pid = 0
+
+    def add(self, backend: Backend) -> None:
+        """Stop a backend together with the owner."""
+        finalizer = Finalizer(self._owner(), forget, backend, STOP_S)
+        self._backends.append((backend, finalizer))
+        self._pid = os.getpid()
+
+    @property
+    def are_running(self) -> bool:
+        """Whether there are any; not after the end of the interpreter has stopped them."""
+        return any(finalizer.alive for _, finalizer in self._backends)
+
+    def stop(self, timeout: float, but: Container[Backend | None] = ()) -> None:
+        """Stop all backends but some; may be called again if that is interrupted."""
+        with interrupts.held():
+            for one in self._backends.copy():
+                backend, finalizer = one
+                if backend not in but:
+                    backend.stop(timeout)
+                    finalizer.detach()
+                    # A signal handler may have stopped it as well, meanwhile.
+                    if one in self._backends:
+                        self._backends.remove(one)
+
+    def leave_to_parent(self, in_use: Backend | None) -> Backend | None:
+        """Replace the backends in a child forked from the process that has their workers.
+
+        Args:
+            in_use: The backend that the enqueuer reads from.
+
+        Returns:
+            The object that replaces `in_use`; its methods raise InvalidState.
+        """
+        parents, self._backends = self._backends, []
+        pid = self._pid
+        for backend, finalizer in parents:
+            finalizer.detach()
+            inherited = cast(Backend, Inherited(pid, backend))
+            self.add(inherited)
+            if backend is in_use:
+                in_use = inherited
+        return in_use
+
+
+class DeferredCalls:
+    """The calls that a thread makes once it has released a lock.
+
+    Args:
+        lock: The lock.
+
+    Attributes:
+        calls: The calls, the earliest first.
+
+    Example:
+        >>> lock = threading.RLock()
+        >>> deferred = DeferredCalls(lock)
+        >>> deferred.defer(lambda: print("called"))
+        False
+        >>> with deferred.locked():
+        ...     deferred.defer(lambda: print("called"))
+        ...     print("waiting")
+        True
+        waiting
+        called
+    """
+
+    def __init__(self, lock: threading.RLock) -> None:
+        self.calls: deque[Callable[[], object]] = deque()
+        self._lock = lock
+        # It knows whether this thread holds the lock.
+        self._condition = threading.Condition(lock)
+
+    def defer(self, call: Callable[[], object]) -> bool:
+        """Keep a call if this thread holds the lock; return False if it may be made now."""
+        if not self._is_held_here():
+            return False
+        self.calls.append(call)
+        return True
+
+    def make(self) -> None:
+        """Make the calls, unless this thread still holds the lock."""
+        while self.calls and not self._is_held_here():
+            try:
+                call = self.calls.popleft()
+            except IndexError as error:
+                interrupts.raise_handlers(error)
+                # Another thread makes it.
+                return
+            call()
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the lock, and make the calls after it."""
+        try:
+            with self._lock:
+                yield
+        finally:
+            self.make()
+
+    def _is_held_here(self) -> bool:
+        try:
+            # It wakes no thread, and raises if this one does not hold the lock.
+            self._condition.notify(0)
+        except RuntimeError as error:
+            interrupts.raise_handlers(error)
+            return False
+        return True
 
 
 class State(enum.Enum):
@@ -69,6 +207,7 @@ class Run:
 
     Attributes:
         workers: Number of workers.
+        backend: Backend that the loop reads from; None before the start, and in a forked child.
         state: Where the run is; only `move` assigns it.
         restarts: Restarts of all its backends.
         meter: Waiting times of the loop.
@@ -77,7 +216,6 @@ class Run:
         is_news: Whether callbacks of statistics may be due.
         has_warned_of_nothing: Whether an epoch without items was reported.
         final: Statistics at the end of the run; None while it goes on.
-        gil_share: See `Stats.gil_share`.
     """
 
     def __init__(
@@ -106,9 +244,9 @@ class Run:
         self.is_news = False
         self.has_warned_of_nothing = False
         self.final: Stats | None = None
-        self.gil_share: float | None = None
         self._changed = threading.Condition(self.lock)
-        self._backend: Backend | None = None
+        # Nothing reads it before the start, which comes right after this.
+        self.backend = cast(Backend, None)
         # Backends that start. Within each, a signal handler may start another one.
         self._starting: list[Backend] = []
         # Started workers that are about to take over, their number, and the function that passes
@@ -116,12 +254,6 @@ class Run:
         self._successor: tuple[Backend, int, PassWork] | None = None
 
     # --- the workers ---
-
-    @property
-    def backend(self) -> Backend:
-        """The backend that the loop reads from."""
-        assert self._backend is not None, "the run has started"
-        return self._backend
 
     @property
     def is_changing(self) -> bool:
@@ -144,12 +276,20 @@ class Run:
         Raises:
             StartError: They could not be started; none is left.
         """
-        self._backend = self._start_backend(job, first)
+        self.backend = self._start_backend(job, first)
 
     def _start_backend(self, job: Job, first: Epoch | None = None) -> Backend:
-        load = load_backend if self.timeline is None else self.timeline.load
-        calls = self.deferred.calls
-        backend = load(self.options.backend_name, job, self.restarts, self.meter, calls)
+        name, timeline = self.options.backend_name, self.timeline
+        if timeline is not None:
+            job = timeline.open(name, job, self.restarts, self.meter)
+        try:
+            backend = load(name, job, self.restarts, self.meter, self.deferred.calls)
+        except BaseException:
+            if timeline is not None:
+                timeline.leave()
+            raise
+        if timeline is not None:
+            backend.at_end = timeline.leave
         # Before it is started: if that is interrupted, and the clean-up as well, stop() ends it.
         self.owned.add(backend)
         self._starting.append(backend)
@@ -162,13 +302,9 @@ class Run:
         self._starting.remove(backend)
         return backend
 
-    def new_ready(self) -> deque[ItemTuple]:
-        """Return an empty deque for items that are ready; the timeline records what is taken."""
-        return deque() if self.timeline is None else self.timeline.ready()
-
     def cpus(self) -> float:
         """Return the number of CPUs that the workers and this process have."""
-        return usage.cpus() if self._backend is None else self._backend.cpus()
+        return usage.cpus() if self.backend is None else self.backend.pool.cpus()
 
     # --- replacing them ---
 
@@ -233,12 +369,12 @@ class Run:
 
     def _take_over(self) -> None:
         """Replace the backend by its successor, if that is still to be done. Lock held."""
-        old, successor = self._backend, self._successor
+        old, successor = self.backend, self._successor
         try:
             if old is not None and successor is not None:
-                self._backend, self.workers, pass_work = successor
+                self.backend, self.workers, pass_work = successor
                 self.meter.by_worker = {}
-                pass_work(old, self._backend)
+                pass_work(old, self.backend)
                 self._record_change()
         finally:
             self._successor = None
@@ -253,7 +389,7 @@ class Run:
 
     def end_replaced(self) -> None:
         """End the workers that others have replaced. State lock of the enqueuer held."""
-        self.owned.stop(STOP_S, but=[self._backend, *self._starting])
+        self.owned.stop(STOP_S, but=[self.backend, *self._starting])
 
     def _record_change(self) -> None:
         """Record the number of workers in the timeline."""
@@ -264,13 +400,15 @@ class Run:
 
     def close(self) -> None:
         """Ask the workers to exit, and wake the consumer."""
-        if self._backend is not None:
-            self._backend.close()
+        if self.backend is not None:
+            if self.timeline is not None:
+                self.timeline.closing()
+            self.backend.close()
 
     def wake(self) -> None:
         """Wake the consumer, so that it sees a deferred call."""
-        if self._backend is not None:
-            self._backend.wake()
+        if self.backend is not None:
+            self.backend.wake()
 
     @contextlib.contextmanager
     def ending(self, seconds: float) -> Iterator[None]:
@@ -306,7 +444,7 @@ class Run:
             deferred: New calls that wait for it.
         """
         self.state_lock, self.lock, self.deferred = state_lock, lock, deferred
-        self._backend = self.owned.leave_to_parent(self._backend)
+        self.backend = cast(Backend, self.owned.leave_to_parent(self.backend))
         self._changed = threading.Condition(self.lock)
         self._successor = None
 
@@ -321,13 +459,13 @@ class Run:
         """
         if self.final is not None:
             return self.final
-        backend, waits, options = self._backend, self.meter, self.options
+        backend, waits, options = self.backend, self.meter, self.options
         now, first, since, ended = clock(), waits.first, waits.since, waits.ended
         waiting = now - since if since else 0
         waited = waits.waited + (waiting if first else 0)
         idle = waits.idle + (now - ended if ended else 0)
         # What exceeds the queue counts as held by the workers.
-        in_queue = 0 if backend is None else backend.waiting() + ready
+        in_queue = 0 if backend is None else backend.schedule.waiting() + ready
         return Stats(
             seconds=0.0 if backend is None else (now - waits.began) / 1e9,
             backend=options.backend_name if self.workers else "inline",
@@ -352,7 +490,6 @@ class Run:
             cpus=self.cpus(),
             loop_cpu_s=0.0 if backend is None else time.process_time() - waits.cpu_s,
             workers=() if backend is None else tuple(backend.measures()),
-            gil_share=self.gil_share,
         )
 
 

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import logging
-import weakref
 
 from enqueuer.common.text import percent, size
 from enqueuer.enqueuers.epoch_reader import EpochReader
 from enqueuer.enqueuers.run import Run, State
 from enqueuer.enqueuers.workload import Workload, most_workers
 from enqueuer.errors import StartError
-from enqueuer.monitoring import gil, usage
-from enqueuer.monitoring.autoscaler import Autoscaler, computing_share
-from enqueuer.monitoring.bottleneck import HARDLY_WAITS, MOSTLY
-from enqueuer.monitoring.bottleneck_inputs import loop_gil_share, most_on
+from enqueuer.monitoring import usage
+from enqueuer.monitoring.autoscaler import Autoscaler
+from enqueuer.monitoring.bottleneck import HARDLY_WAITS
 from enqueuer.monitoring.meters import clock
 from enqueuer.monitoring.stats import Stats
 
 _log = logging.getLogger("enqueuer")
-
-# Seconds for which the GIL is probed; some hundred times, so that chance changes little.
-_PROBE_S = 0.2
-# Share of the time for which the loop may hold the GIL; the rest would show little.
-_MOST_BY_LOOP = 0.9
 
 
 class Scaling:
@@ -44,8 +37,6 @@ class Scaling:
         )
         self._epoch_began: Stats | None = None
         self._has_named_limit = False
-        # Growth that waits for its probe.
-        self._growth: _Growth | None = None
 
     def begin_epoch(self, stats: Stats) -> None:
         """Note the statistics at the beginning of an epoch."""
@@ -75,33 +66,12 @@ class Scaling:
             run.state_lock.release()
 
     def _step(self, reader: EpochReader, between_epochs: bool) -> None:
-        run, autoscaler, growth = self._run, self._autoscaler, self._growth
-        if growth is not None:
-            if between_epochs or clock() >= growth.until:
-                self._growth = None
-                self._grow(growth, reader)
-            return
-        stats, before = reader.stats(), run.workers
-        rerun_s = None
+        stats, rerun_s = reader.stats(), None
         if not between_epochs:
             began = self._epoch_began
             rerun_s = reader.work.rerun_s(stats if began is None else stats.since(began))
-        workers = autoscaler.next(stats, rerun_s)
+        workers = self._autoscaler.next(stats, rerun_s)
         self._name_limit()
-        if workers > before and self._must_probe(stats):
-            growth = _Growth(workers, stats, run)
-            if growth.start():
-                self._growth = growth
-                return
-        self._go_to(workers, stats, reader)
-
-    def _grow(self, growth: _Growth, reader: EpochReader) -> None:
-        """Add the workers that help, now that the GIL was probed."""
-        run, stats, workers = self._run, reader.stats(), growth.workers
-        held = growth.held_share(stats)
-        if held is not None:
-            run.gil_share = held
-            workers = self._within_gil(workers, run.workers, stats, held)
         self._go_to(workers, stats, reader)
 
     def _go_to(self, workers: int, stats: Stats, reader: EpochReader) -> None:
@@ -135,33 +105,6 @@ class Scaling:
             run.replace(job, reader.work.pass_work)
         run.end_replaced()
 
-    def _within_gil(self, workers: int, before: int, stats: Stats, held: float) -> int:
-        """Return how many of `workers` threads help; report to the autoscaler if not all do.
-
-        Args:
-            workers: Number of workers that the autoscaler wants.
-            before: Number of workers now.
-            stats: Statistics now.
-            held: Share of the time in which threads held the GIL.
-        """
-        # The probe may have met a phase of computing in a work that also waits.
-        most = max(before, most_on(1, min(held, computing_share(stats))))
-        if most >= workers:
-            return workers
-        self._autoscaler.limited(most)
-        _log.warning(
-            "workers='auto' stays at %d: the workers hold the GIL for %s of the time, so they run "
-            "Python code, which runs in one thread at a time; use backend='process'",
-            most,
-            percent(held),
-        )
-        return most
-
-    def _must_probe(self, stats: Stats) -> bool:
-        """Return whether it matters for more workers how long the GIL is held."""
-        is_thread = self._run.options.backend_name == "thread"
-        return is_thread and computing_share(stats) >= MOSTLY and gil.switch_s() is not None
-
     def _fitting(self, workers: int, before: int, stats: Stats) -> int:
         """Return how many of `workers` fit into memory; report to the autoscaler if not all do.
 
@@ -173,7 +116,7 @@ class Scaling:
         backend = self._run.backend
         # Beside its own memory, a worker holds the item that it makes and one that waits.
         items = 2 * stats.bytes // max(1, sum(worker.items for worker in stats.workers))
-        each, free = (backend.worker_bytes() or 0) + items, usage.available_bytes()
+        each, free = (backend.pool.worker_bytes() or 0) + items, usage.available_bytes()
         if not each or free is None:
             return workers
         room = usage.room_for(free, each)
@@ -205,52 +148,3 @@ class Scaling:
             percent(autoscaler.waiting_share),
             reason,
         )
-
-
-class _Growth:
-    """A decision for more threads, and the probe of the GIL for which it waits.
-
-    The loop goes on meanwhile, so that the threads have room and tasks.
-
-    Args:
-        workers: Number of workers that the autoscaler wants.
-        stats: Statistics when it decided.
-        run: The run, which this does not keep, as a thread has it.
-    """
-
-    def __init__(self, workers: int, stats: Stats, run: Run) -> None:
-        self.workers = workers
-        self._before = stats
-        found = weakref.ref(run)
-
-        def has_ended() -> bool:
-            run = found()
-            return run is None or run.state is not State.RUNNING
-
-        self._probe = gil.Probe(_PROBE_S, has_ended)
-        self.until = clock() + int(1e9 * _PROBE_S)
-
-    def start(self) -> bool:
-        """Start the probe; return whether the system had room for a thread."""
-        try:
-            self._probe.start()
-        except RuntimeError:
-            return False
-        return True
-
-    def held_share(self, stats: Stats) -> float | None:
-        """Return the share of the time, without the loop's, in which threads held the GIL.
-
-        Args:
-            stats: Statistics now.
-
-        Returns:
-            None if it is not known.
-        """
-        self._probe.stop()
-        held, seen = self._probe.share, stats.since(self._before)
-        workers_cpu_s = sum(worker.cpu_s or 0.0 for worker in seen.workers)
-        by_loop = loop_gil_share(seen.loop_cpu_s, workers_cpu_s, seen.working_s, seen.seconds)
-        if held is None or by_loop > _MOST_BY_LOOP:
-            return None
-        return max(0.0, (held - by_loop) / (1 - by_loop))

@@ -7,7 +7,13 @@ from typing import Any, TypeVar, overload
 
 from enqueuer.enqueuers.enqueuer import BaseEnqueuer, Batch
 from enqueuer.enqueuers.generator import GeneratorEnqueuer, GeneratorLike
-from enqueuer.enqueuers.options import CommonOptions, Unpack, takes_options
+from enqueuer.enqueuers.options import (
+    CommonOptions,
+    ShardOptions,
+    TaskOptions,
+    Unpack,
+    takes_options,
+)
 from enqueuer.enqueuers.ordered import Collate, Elements, OrderedEnqueuer
 from enqueuer.workers.shards import Task
 from enqueuer.workers.sources import is_plain_collection
@@ -20,39 +26,27 @@ def prefetch(
     generator: GeneratorLike[Batch],
     max_queue_size: int = 2,
     *,
-    use_multiprocessing: bool = False,
-    random_seed: int | None = None,
-    shards: int | None = None,
     batch_size: None = None,
     collate: None = None,
-    shuffle_buffer: int | None = None,
-    **options: Unpack[CommonOptions],
+    **options: Unpack[ShardOptions],
 ) -> Iterator[Batch]: ...
 @overload
 def prefetch(
     generator: GeneratorLike[Any],
     max_queue_size: int = 2,
     *,
-    use_multiprocessing: bool = False,
-    random_seed: int | None = None,
-    shards: int | None = None,
     batch_size: int,
     collate: Callable[[list[Any]], Batch],
-    shuffle_buffer: int | None = None,
-    **options: Unpack[CommonOptions],
+    **options: Unpack[ShardOptions],
 ) -> Iterator[Batch]: ...
 @overload
 def prefetch(
     generator: GeneratorLike[Any],
     max_queue_size: int = 2,
     *,
-    use_multiprocessing: bool = False,
-    random_seed: int | None = None,
-    shards: int | None = None,
     batch_size: int | None,
     collate: Callable[[list[Any]], Any] | None = None,
-    shuffle_buffer: int | None = None,
-    **options: Unpack[CommonOptions],
+    **options: Unpack[ShardOptions],
 ) -> Iterator[Any]: ...
 @takes_options
 def prefetch(  # noqa: D417, as takes_options() adds them
@@ -113,31 +107,14 @@ def prefetch(  # noqa: D417, as takes_options() adds them
 
 @overload
 def imap(
-    function: Callable[[T], Batch | None],
+    function: Callable[[T], Batch | None] | Callable[[T, Task], Batch | None],
     elements: Elements[T],
     max_queue_size: int = 10,
     *,
     shuffle: bool = False,
-    use_multiprocessing: bool = False,
     batch_size: None = None,
     collate: None = None,
-    concurrency: int = 1,
-    random_seed: int | None = None,
-    **options: Unpack[CommonOptions],
-) -> Iterator[Batch]: ...
-@overload
-def imap(
-    function: Callable[[T, Task], Batch | None],
-    elements: Elements[T],
-    max_queue_size: int = 10,
-    *,
-    shuffle: bool = False,
-    use_multiprocessing: bool = False,
-    batch_size: None = None,
-    collate: None = None,
-    concurrency: int = 1,
-    random_seed: int | None = None,
-    **options: Unpack[CommonOptions],
+    **options: Unpack[TaskOptions],
 ) -> Iterator[Batch]: ...
 @overload
 def imap(
@@ -146,12 +123,9 @@ def imap(
     max_queue_size: int = 10,
     *,
     shuffle: bool = False,
-    use_multiprocessing: bool = False,
     batch_size: int,
     collate: Collate[Batch],
-    concurrency: int = 1,
-    random_seed: int | None = None,
-    **options: Unpack[CommonOptions],
+    **options: Unpack[TaskOptions],
 ) -> Iterator[Batch]: ...
 @overload
 def imap(
@@ -160,12 +134,9 @@ def imap(
     max_queue_size: int = 10,
     *,
     shuffle: bool = False,
-    use_multiprocessing: bool = False,
     batch_size: int | None,
     collate: Callable[..., Any] | None = None,
-    concurrency: int = 1,
-    random_seed: int | None = None,
-    **options: Unpack[CommonOptions],
+    **options: Unpack[TaskOptions],
 ) -> Iterator[Any]: ...
 @takes_options
 def imap(  # noqa: D417, as takes_options() adds them

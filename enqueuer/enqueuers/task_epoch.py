@@ -1,23 +1,183 @@
-"""One epoch of tasks: read elements, and submit their tasks to the workers, within the bound."""
+"""One epoch of tasks: read elements, and submit their tasks to the workers, within the bound.
+
+sequence or iterable --ElementReader.next()--> a ticket --advance()--> the next one
+"""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from enqueuer.backends.load import Backend
-from enqueuer.backends.order import TaskOrder
-from enqueuer.backends.task_schedule import TaskSchedule
-from enqueuer.enqueuers.element_reader import ElementReader
-from enqueuer.enqueuers.replay import Origin
+from enqueuer.backends.task_schedule import TaskOrder, TaskSchedule
+from enqueuer.enqueuers.failures import Origin
 from enqueuer.enqueuers.run import Run
-from enqueuer.enqueuers.task_order import Reading
+from enqueuer.enqueuers.task_order import Reading, order_of, steps_in
 from enqueuer.errors import ItemNotPicklable, StateMismatch, WorkerDied
 from enqueuer.monitoring.duplicates import FirstItems
 from enqueuer.monitoring.stats import Stats
 from enqueuer.workers.messages import Epoch, Failure, Start, Ticket
+from enqueuer.workers.sources import Stateful, iterate
 from enqueuer.workers.tasks import TaskSource
+
+
+class ElementReader:
+    """Read one epoch of a source into tickets, each when it is asked for.
+
+    An exception out of a signal handler loses no element, unless it strikes inside the iterable's
+    own code: `next` gives the same ticket again until `advance`, and elements are kept in C.
+
+    Args:
+        source: Source of the elements.
+        reading: Rules by which the elements are divided among ranks.
+        epoch: Number of the epoch, from 0.
+        start: First task to be read, and perhaps the state of the iterator before it.
+        first: Number of the epoch's first task among those of all epochs.
+        length: Length that the sequence must have in this epoch; None: any.
+    """
+
+    def __init__(
+        self,
+        source: TaskSource,
+        reading: Reading,
+        epoch: int,
+        start: Start,
+        first: int,
+        length: int | None = None,
+    ) -> None:
+        self._reading = reading
+        self._epoch = epoch
+        self._number = first + start.number
+        self._stateful: Stateful | None = None
+        self._size = source.batch_size or 1
+        # Whether the iterable's own code runs, or has raised.
+        self._runs = False
+        source.begin(epoch)
+        self._is_sequence = source.is_sequence
+        if length is not None and source.length != length:
+            raise StateMismatch(
+                f"the state was saved in epoch {epoch} with a sequence of {length} elements, and "
+                f"it has {source.length} in that epoch here"
+            )
+        if source.is_sequence:
+            self._indices = order_of(source, reading, epoch)
+            self._at = start.number
+            self._end = steps_in(len(self._indices), self._size, reading.drop_last)
+            return
+        items, self._stateful = iterate(source.items, start.state, is_at_end=not start.number)
+        numbered = enumerate(items)
+        # Number of elements, of all ranks, that the iterator has given before its own first one.
+        self._behind = 0
+        if start.state is None:
+            # The last batch of an epoch may be incomplete.
+            lacks = 0 if reading.drop_last else self._size - 1
+            _skip(numbered, start.number * self._size, reading, lacks if start.number else 0)
+        else:
+            # The iterator continues after the last batch that the loop had.
+            self._behind = start.number * self._size * reading.world_size
+        # None for each element after the end.
+        self._numbered = itertools.chain(numbered, itertools.repeat(None))
+        # Elements of the next batch, of all ranks.
+        self._read: deque[tuple[int, Any] | None] = deque()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether an exception came out of the iterable's own code."""
+        return self._runs and len(self._read) < self._size * self._reading.world_size
+
+    def next(self) -> Ticket | None:
+        """Return the next ticket, until `advance` the same; None at the end of the epoch."""
+        if self._is_sequence:
+            if self._at >= self._end:
+                return None
+            part = self._indices[self._at * self._size : (self._at + 1) * self._size]
+            return Ticket(self._number, self._epoch, tuple(_integers(part)))
+        self._read_batch()
+        own = self._own()
+        if not own or (self._reading.drop_last and len(own) < self._size):
+            return None
+        indices = tuple([index + self._behind for index, _ in own])
+        elements = tuple([element for _, element in own])
+        return Ticket(self._number, self._epoch, indices, elements)
+
+    def next_many(self, most: int) -> list[Ticket]:
+        """Return the next tickets of a sequence, at most so many; again until `advance_many`."""
+        size, steps = self._size, range(self._at, min(self._at + most, self._end))
+        parts: Iterable[tuple[int, ...]]
+        if size == 1:
+            parts = zip(_integers(self._indices[steps.start : steps.stop]), strict=False)
+        else:
+            slices = [self._indices[step * size : (step + 1) * size] for step in steps]
+            parts = [tuple(_integers(own)) for own in slices]
+        numbers = range(self._number, self._number + len(steps))
+        rows = zip(numbers, itertools.repeat(self._epoch), parts, itertools.repeat(None))
+        # In a fifth of the time that calls of Ticket take.
+        return list(map(tuple.__new__, itertools.repeat(Ticket), rows))
+
+    def advance_many(self, tickets: list[Ticket]) -> None:
+        """Go on behind some tickets, the next ones; repeating it does nothing."""
+        count = len(tickets)
+        if count and tickets[0].number == self._number:
+            # No call comes between these stores, and so no signal handler runs.
+            self._at += count
+            self._number += count
+
+    def advance(self, number: int) -> None:
+        """Go on behind the ticket of this number; repeating it does nothing."""
+        if number != self._number:
+            return
+        # No call comes between these stores, and so no signal handler runs.
+        if self._is_sequence:
+            self._at += 1
+            self._number = number + 1
+        else:
+            fresh: deque[tuple[int, Any] | None] = deque()
+            self._read = fresh
+            self._number = number + 1
+
+    def _read_batch(self) -> None:
+        """Read the elements of the next batch, those of other ranks too."""
+        missing = self._size * self._reading.world_size - len(self._read)
+        more = itertools.islice(self._numbered, missing)
+        self._runs = True
+        self._read.extend(more)
+        self._runs = False
+
+    def _own(self) -> list[tuple[int, Any]]:
+        """Return this rank's elements of the next batch: one of each `world_size`."""
+        reading = self._reading
+        there = [pair for pair in self._read if pair is not None]
+        if reading.drop_last:
+            there = there[: len(there) - len(there) % reading.world_size]
+        return there[reading.rank :: reading.world_size]
+
+    def state(self) -> Any:
+        """Return the current state of the iterator; None if it has no `state_dict`."""
+        # A copy, as it may be the iterator's own object, which changes.
+        return None if self._stateful is None else copy.deepcopy(self._stateful.state_dict())
+
+
+def _integers(indices: Any) -> Sequence[int]:
+    """Return a range, or the numbers of an array as integers of Python."""
+    return indices if isinstance(indices, range) else indices.tolist()
+
+
+def _skip(numbered: Iterator[tuple[int, Any]], count: int, reading: Reading, lacks: int) -> None:
+    """Skip the first elements, of which a rank has had so many, or at most `lacks` fewer."""
+    last = deque(itertools.islice(numbered, count * reading.world_size), maxlen=1)
+    read = last[0][0] + 1 if last else 0
+    if reading.drop_last:
+        read -= read % reading.world_size
+    had = len(range(reading.rank, read, reading.world_size))
+    if had < count - lacks:
+        raise StateMismatch(
+            f"the iterable ended after {had} elements when it was read again, but {count} had "
+            "come from it before: it does not repeat itself"
+        )
 
 
 class TaskEpoch:
@@ -32,6 +192,7 @@ class TaskEpoch:
         goes_on: Whether the iterable was just read up to there, and need load no state.
         first: Number of the first task of the epoch. Numbers go on over the epochs of a run, so
             that a late result is never taken for one of another epoch.
+        length: Length that the sequence must have; None: any.
 
     Attributes:
         number: Number of the task that is read next.
@@ -46,19 +207,18 @@ class TaskEpoch:
         epoch: Epoch,
         goes_on: bool,
         first: int,
+        length: int | None = None,
     ) -> None:
         # An item is made once, whichever worker makes it.
         self.first_items: FirstItems | None = None
-        self._source = source
+        self._source, self._reading, self._rerun, self._run = source, reading, rerun, run
         self._tickets_at_once = source.tickets_at_once
-        self._reading = reading
-        self._rerun = rerun
-        self._run = run
         self._epoch = epoch.number
         start = Start() if epoch.starts is None else epoch.starts[0]
         self.order = TaskOrder(first, start, epoch.done, run.options.ordered)
         self.number = first + start.number
         self._start = Start() if goes_on else start
+        self._length = length
         self._reader: ElementReader | None = None
         # Failure because of which nothing more can be read.
         self._unread: Failure | None = None
@@ -81,23 +241,20 @@ class TaskEpoch:
     def feed_runs_code(self) -> bool:
         return not self._source.is_sequence
 
-    @property
-    def _tasks(self) -> TaskSchedule[Any]:
-        return _tasks_of(self._run.backend)
-
     # --- reading ---
 
     def feed(self) -> None:
         """Read elements and submit their tasks, as many as the bound allows."""
-        order, tasks, source = self.order, self._tasks, self._source
+        order, tasks, source = self.order, self._run.backend.tasks, self._source
+        assert tasks is not None, "the backend was loaded for tasks"
         reads, most = 0, self._most_out(tasks)
         if source.is_sequence and self._reader is not None and self._pending is None:
             # Quick tasks are offered several at once. Three quarters of them are still out, and
             # when those are done there is room for more.
-            if most - tasks.outstanding < min(tasks.least, most // 4):
+            if most - tasks.results.outstanding < min(tasks.dispatch.least, most // 4):
                 return
             self._feed_many(self._reader, tasks, most)
-        while not self._is_read and tasks.outstanding < most:
+        while not self._is_read and tasks.results.outstanding < most:
             if self._pending is None:
                 # A loop that waits for a batch should not wait for a slow iterable.
                 if reads > 1 and not source.is_sequence and tasks.poll(order):
@@ -122,9 +279,9 @@ class TaskEpoch:
         """Submit several tasks of a sequence at once."""
         tickets = self._unsubmitted
         if not tickets:
-            if self._is_read or tasks.outstanding >= most:
+            if self._is_read or tasks.results.outstanding >= most:
                 return
-            tickets = self._unsubmitted = reader.next_many(most - tasks.outstanding)
+            tickets = self._unsubmitted = reader.next_many(most - tasks.results.outstanding)
             if not tickets:
                 return
         order = self.order
@@ -144,7 +301,7 @@ class TaskEpoch:
             return 1
         waiting = options.max_queue_size
         if options.max_queue_bytes is not None:
-            largest = tasks.largest_bytes
+            largest = tasks.results.largest_bytes
             # Until the size of the first result is known, workers get no more than they run.
             waiting = min(waiting, options.max_queue_bytes // largest) if largest else 0
         return waiting + self._run.workers * self._tickets_at_once
@@ -180,7 +337,9 @@ class TaskEpoch:
             start = self._start
             if source.is_sequence:
                 start = Start(self.number - order.first)
-            self._reader = ElementReader(source, self._reading, self._epoch, start, order.first)
+            self._reader = ElementReader(
+                source, self._reading, self._epoch, start, order.first, self._length
+            )
         read = self._timed(self._reader)
         state = self._reader.state()
         if read is None:
@@ -208,14 +367,14 @@ class TaskEpoch:
     def _fail(self, failure: Failure) -> None:
         """Let a task have failed that no worker can be given; nothing more is read."""
         self._unread = dataclasses.replace(failure, worker="the process of the loop")
-        self._tasks.fail(self._unread)
+        _tasks_of(self._run.backend).fail(self._unread)
         self._is_read = True
         self.number = failure.number + 1
 
     # --- failures ---
 
     def keep(self, failure: Failure) -> None:
-        self._tasks.fail(failure)
+        _tasks_of(self._run.backend).fail(failure)
 
     def where(self, failure: Failure) -> str:
         epoch, number = self._place_of(failure)
@@ -256,7 +415,7 @@ class TaskEpoch:
 
     def ticket(self, item: int) -> Ticket | None:
         number = self.order.first + item
-        tickets = self._tasks.tickets()
+        tickets = _tasks_of(self._run.backend).tickets()
         return next((ticket for ticket in tickets if ticket.number == number), None)
 
     # --- the epoch as a whole ---

@@ -1,13 +1,12 @@
-"""The order of the elements of an epoch, and its division among ranks and readers.
+"""The order of the elements of an epoch, and its division among ranks.
 
-    length, seed, epoch --> order_of() --> indices of a rank --> Reading.own() --> batches of a part
+    length, seed, epoch --> order_of() --> indices of a rank
 
 Pure: it keeps nothing and waits for nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +15,7 @@ from enqueuer.workers.tasks import TaskSource
 
 
 class Reading(NamedTuple):
-    """The rules by which the elements of an epoch are divided among readers.
+    """The rules by which the elements of an epoch are divided among ranks.
 
     Attributes:
         shuffle: Whether each epoch has an order of its own, drawn from the seed.
@@ -24,29 +23,12 @@ class Reading(NamedTuple):
             evenly.
         rank: Rank of this reader.
         world_size: Number of ranks, of which each reads its own elements.
-        part: First batch of the rank that is read, before every `parts`-th.
-        parts: Number of readers that share the batches of the rank.
-        block: Number of consecutive batches of a sequence that a part takes at a time.
     """
 
     shuffle: bool
     drop_last: bool
     rank: int
     world_size: int
-    part: int = 0
-    parts: int = 1
-    block: int = 1
-
-    def own(self, steps: int) -> Sequence[int]:
-        """Return the batches that are read, of so many of the rank.
-
-        Example:
-            >>> list(Reading(False, False, 0, 1, part=1, parts=2, block=3).own(11))
-            [3, 4, 5, 9, 10]
-        """
-        if self.block == 1:
-            return range(self.part, steps, self.parts)
-        return [step for step in range(steps) if step // self.block % self.parts == self.part]
 
 
 def places_of(source: TaskSource, reading: Reading) -> range:

@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from enqueuer.backends.job import Job
-from enqueuer.backends.order import Order
+from enqueuer.enqueuers.failures import Origin, refuse, rerun_task
 from enqueuer.enqueuers.options import Options
-from enqueuer.enqueuers.replay import Origin, refuse, rerun_task
 from enqueuer.enqueuers.run import Run
 from enqueuer.enqueuers.task_epoch import TaskEpoch
 from enqueuer.enqueuers.task_order import Reading, order_of, places_of, steps_in
-from enqueuer.enqueuers.workload import EpochWork, Portion, Seed, job_of
+from enqueuer.enqueuers.workload import EpochWork, Seed, job_of
 from enqueuer.errors import InvalidState, StateMismatch
 from enqueuer.workers.collate import stack
 from enqueuer.workers.messages import Epoch, Ticket
@@ -37,14 +36,15 @@ class TaskWorkload:
         source.random_seed = seed.value
         self.reading = Reading(shuffle, options.drop_last, options.rank, options.world_size)
         self._start_method = options.start_method(source)
+        # Length of the sequence in the epoch in which a loaded state was saved, if it may change.
+        self._saved_length: int | None = None
 
     def steps(self) -> int | None:
         """Return the number of batches of an epoch; None if only the source knows its end."""
         if not self.source.is_finite:
             return None
         count = len(places_of(self.source, self.reading))
-        steps = steps_in(count, self.source.batch_size or 1, self.options.drop_last)
-        return len(self.reading.own(steps))
+        return steps_in(count, self.source.batch_size or 1, self.options.drop_last)
 
     @property
     def shard_count(self) -> None:
@@ -71,7 +71,8 @@ class TaskWorkload:
     def begin(self, run: Run, epoch: Epoch, goes_on: bool, before: EpochWork | None) -> TaskEpoch:
         assert before is None or isinstance(before, TaskEpoch)
         first = 0 if before is None else before.number
-        return TaskEpoch(self.source, self.reading, self.rerun, run, epoch, goes_on, first)
+        length = self._saved_length if before is None and epoch.starts is not None else None
+        return TaskEpoch(self.source, self.reading, self.rerun, run, epoch, goes_on, first, length)
 
     def rewind(self) -> None:
         self.source.rewind()
@@ -86,8 +87,7 @@ class TaskWorkload:
 
     def identity(self) -> dict[str, Any]:
         reading, options, source = self.reading, self.options, self.source
-        part = {"part": reading.part, "parts": reading.parts} if reading.parts > 1 else {}
-        return part | {
+        return {
             "kind": "OrderedEnqueuer",
             "random_seed": self.seed.value,
             "length": source.length if source.is_finite else None,
@@ -100,7 +100,8 @@ class TaskWorkload:
         }
 
     def given(self) -> dict[str, bool]:
-        return {"random_seed": self.seed.is_given}
+        # The methods of a sequence for epochs may change its length, so that is checked later.
+        return {"random_seed": self.seed.is_given, "length": not self.source.follows_epochs}
 
     def adopt(self, state: Mapping[str, Any], epoch: Epoch, was_run: bool) -> None:
         source = self.source
@@ -108,14 +109,15 @@ class TaskWorkload:
             raise InvalidState(
                 "an iterator that was read cannot be rewound; make a new enqueuer with a fresh one"
             )
-        if state.get("parts", 1) != self.reading.parts:
-            raise StateMismatch(
-                f"the state is of one of {state['parts']} workers of a DataLoader, not of the whole"
-            )
+        if state.get("parts", 1) != 1:
+            raise StateMismatch("the state is of one of several workers of a DataLoader")
         if epoch.starts is not None and list(epoch.starts) != [0]:
             raise StateMismatch("this is not the position of an OrderedEnqueuer")
+        self._saved_length = None
+        if epoch.starts is not None and source.follows_epochs:
+            self._saved_length = state["length"]
         steps = self.steps()
-        if epoch.starts is not None and steps is not None:
+        if epoch.starts is not None and steps is not None and not source.follows_epochs:
             last = max((epoch.starts[0].number - 1, *epoch.done))
             if last >= steps:
                 raise StateMismatch(f"the state has task {last}, but an epoch has {steps} tasks")
@@ -154,8 +156,6 @@ class TaskWorkload:
         indices = order_of(self.source, self.reading, origin.epoch)[places]
         return Ticket(origin.item, origin.epoch, tuple(int(index) for index in indices))
 
-    # --- parts ---
-
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         source = self.source
         options = self.options.given() | {
@@ -165,35 +165,3 @@ class TaskWorkload:
             "random_seed": self.seed.value,
         }
         return (source.items, source.map, self.reading.shuffle), options
-
-    def arguments_of(self, part: Portion) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        given, options = self.arguments()
-        return given, options | {"rank": part.rank, "world_size": part.world_size}
-
-    def take_part(self, part: Portion) -> bool:
-        reading, options = self.reading, self.options
-        self.reading = Reading(
-            reading.shuffle,
-            options.drop_last,
-            options.rank,
-            options.world_size,
-            part.index,
-            part.count,
-            part.block,
-        )
-        return True
-
-    def has_blocks(self, length: int) -> bool:
-        return self.steps() == length
-
-    def out_of_order(self, parts: int) -> str:
-        return ""
-
-    def has_kept_order(self, order: Order) -> bool:
-        return True
-
-    def check_repeats(self) -> None:
-        if not self.options.ordered:
-            raise ValueError("with ordered=False each would make the batches in another order")
-        if isinstance(self.source.items, Iterator):
-            raise ValueError("an iterator is read once; pass a sequence, or an iterable")

@@ -12,11 +12,11 @@ from typing import Any, Protocol
 
 from enqueuer.backends.job import Job, RayOptions
 from enqueuer.backends.load import Backend
-from enqueuer.backends.order import Order
+from enqueuer.backends.shard_schedule import Order
 from enqueuer.common import checks
 from enqueuer.enqueuers.configs import Auto, Processes, Ray
+from enqueuer.enqueuers.failures import Origin
 from enqueuer.enqueuers.options import Options
-from enqueuer.enqueuers.replay import Origin
 from enqueuer.enqueuers.run import Run
 from enqueuer.monitoring import usage
 from enqueuer.monitoring.duplicates import FirstItems
@@ -27,7 +27,7 @@ from enqueuer.workers.sources import Source
 from enqueuer.workers.tasks import TaskSource
 
 # Workers; each may have a connection to a server, which may refuse more.
-_MOST_WORKERS = 128
+MOST_WORKERS = 128
 
 
 @dataclass
@@ -55,25 +55,6 @@ class Seed:
         is_given = given is not None
         value = fresh_seed() if given is None else checks.seed(given)
         return cls(value, is_given, is_given or world_size == 1)
-
-
-@dataclass(frozen=True)
-class Portion:
-    """Which of the batches of all ranks an enqueuer makes.
-
-    Attributes:
-        rank: Index of the rank.
-        world_size: Number of ranks.
-        index: Index of this part among those that share the batches of the rank.
-        count: Number of parts.
-        block: Number of consecutive batches that each part makes in turn.
-    """
-
-    rank: int
-    world_size: int
-    index: int = 0
-    count: int = 1
-    block: int = 1
 
 
 class EpochWork(Protocol):
@@ -161,9 +142,6 @@ class Workload(Protocol):
     def steps(self) -> int | None:
         """Return the number of batches of an epoch; None if that is not known."""
 
-    def has_kept_order(self, order: Order) -> bool:
-        """Return whether an epoch of a part has kept the order of the whole."""
-
     def needs_common_seed(self) -> bool:
         """Return whether the share of each rank may depend on the seed."""
 
@@ -231,21 +209,6 @@ class Workload(Protocol):
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments that make an enqueuer like this one."""
 
-    def arguments_of(self, part: Portion) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments that make the enqueuer of a part."""
-
-    def take_part(self, part: Portion) -> bool:
-        """Read only a part of the rank's batches; return whether that was not done by arguments."""
-
-    def has_blocks(self, length: int) -> bool:
-        """Return whether parts may have a `block`, and an epoch has so many batches."""
-
-    def out_of_order(self, parts: int) -> str:
-        """Return why so many parts would not keep the promised order; "" if they do."""
-
-    def check_repeats(self) -> None:
-        """Raise ValueError if copies of the source would not make the same batches in one order."""
-
 
 def check_seed(workload: Workload) -> None:
     """Raise ValueError if the ranks may have different seeds, and their shares depend on these."""
@@ -300,4 +263,4 @@ def most_workers(options: Options, cpus: float) -> int:
         # How much of their machines the actors use is not known here.
         return max(1, int(cpus))
     # How many of these help is measured: the time that they compute, and their memory.
-    return _MOST_WORKERS
+    return MOST_WORKERS

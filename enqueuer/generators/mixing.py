@@ -1,4 +1,9 @@
-"""mix(): several generator functions as one, with fixed proportions."""
+"""mix(): several generator functions as one, with fixed proportions.
+
+The next source is chosen so that each has its share in every prefix. The rule is Tijdeman's for the
+chairman assignment problem: after `n` turns, the number of turns of each source differs from `n`
+times its share by less than 1.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +14,55 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
 from enqueuer.common.text import an
-from enqueuer.generators.schedule import Schedule
 from enqueuer.workers.shards import Shard, part_for
-from enqueuer.workers.sources import FunctionSource, as_source, is_stateful, iterate
+from enqueuer.workers.sources import FunctionSource, as_source, close, is_stateful, iterate
+
+
+class Turns:
+    """The turns of several sources, in a fixed order.
+
+    A source may have its next turn from its release on, and should have it before its deadline.
+    Of those that may, the one with the earliest deadline is next.
+
+    Args:
+        weights: Weights of the sources, which are positive.
+        taken: Number of turns that each source has had; by default none.
+
+    Attributes:
+        taken: Number of turns that each source has had.
+
+    Example:
+        >>> turns = Turns([2, 1])
+        >>> [turns.next() for _ in range(6)]
+        [0, 1, 0, 0, 1, 0]
+    """
+
+    def __init__(self, weights: Sequence[float], taken: Sequence[int] | None = None) -> None:
+        self.taken = [0] * len(weights) if taken is None else list(taken)
+        total = sum(weights)
+        self._shares = [weight / total for weight in weights]
+        self._margin = 1 / (2 * len(weights) - 2) if len(weights) > 1 else 0.0
+        self._turn = sum(self.taken)
+        self._releases = [0.0] * len(weights)
+        self._deadlines = [0.0] * len(weights)
+        for at in range(len(weights)):
+            self._plan(at)
+
+    def next(self) -> int:
+        """Return the index of the source whose turn is next."""
+        self._turn = turn = self._turn + 1
+        ready = [at for at, release in enumerate(self._releases) if release <= turn]
+        # Rounding can leave none.
+        chosen = min(ready or range(len(self._shares)), key=self._deadlines.__getitem__)
+        self.taken[chosen] += 1
+        self._plan(chosen)
+        return chosen
+
+    def _plan(self, at: int) -> None:
+        taken, share = self.taken[at], self._shares[at]
+        self._releases[at] = (taken + self._margin) / share
+        self._deadlines[at] = (taken + 1 - self._margin) / share
+
 
 Item = TypeVar("Item")
 AtEnd = Literal["stop", "restart", "continue"]
@@ -134,8 +185,8 @@ class Mixture:
 
     def __call__(self, shard: Shard) -> Iterable[Any]:
         """Return an iterable over the items of a shard; with a state, if all sources have one."""
-        run = _Run(self, shard)
-        return _Resumable(run) if run.is_stateful else run.items()
+        mixed = _Mixed(self, shard)
+        return mixed if mixed.is_stateful else iter(mixed)
 
 
 class _Part:
@@ -192,9 +243,7 @@ class _Part:
 
     def close(self) -> None:
         """Run the `finally` of a generator."""
-        close = getattr(self._iterator, "close", None)
-        if close is not None:
-            close()
+        close(self._iterator)
 
     def state_dict(self) -> dict[str, Any]:
         state = self._items.state_dict()
@@ -208,35 +257,32 @@ class _Part:
         self._is_empty = False
 
 
-class _Run:
+class _Mixed:
     """The items of a mixture in one shard."""
 
     def __init__(self, mixture: Mixture, shard: Shard) -> None:
         self._at_end = mixture.at_end
         weights = zip(mixture.sources, mixture.weights, strict=True)
         self._parts = [_Part(mixture, name, weight, shard) for name, weight in weights]
-        self._schedule = self._new_schedule()
+        self._turns = Turns(mixture.weights)
         # Otherwise all shards would begin with the same source, and with many shards the first
         # items of all of them would not have the proportions. The last shard begins with the first
         # turn: in the opposite order, the second item of the first shard would be of the source
         # that the second shard has begun with, right before it if there are two shards.
         for _ in range(shard.count - 1 - shard.index):
-            self._schedule.next()
-
-    def _new_schedule(self) -> Schedule:
-        return Schedule([part.weight for part in self._parts])
+            self._turns.next()
 
     @property
     def is_stateful(self) -> bool:
         return all(part.is_stateful for part in self._parts)
 
-    def items(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:
         """Yield the items of all sources; at the end, close those that have not ended."""
         with contextlib.ExitStack() as opened:
             for part in self._parts:
                 opened.callback(part.close)
             while self._parts:
-                part = self._parts[self._schedule.next()]
+                part = self._parts[self._turns.next()]
                 item = part.next()
                 while item is None or (item is _END and self._goes_on(part)):
                     if item is None:
@@ -248,7 +294,7 @@ class _Run:
                     del item
                 elif self._at_end == "continue":
                     self._parts.remove(part)
-                    self._schedule = self._new_schedule()
+                    self._turns = Turns([part.weight for part in self._parts])
                 else:
                     return
 
@@ -262,26 +308,10 @@ class _Run:
 
     def state_dict(self) -> dict[str, Any]:
         parts = {part.name: part.state_dict() for part in self._parts}
-        return {"parts": parts, "taken": list(self._schedule.taken)}
+        return {"parts": parts, "taken": list(self._turns.taken)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._parts = [part for part in self._parts if part.name in state["parts"]]
         for part in self._parts:
             part.load_state_dict(state["parts"][part.name])
-        self._schedule = Schedule([part.weight for part in self._parts], state["taken"])
-
-
-class _Resumable:
-    """The items of a mixture whose sources all have a state, and so has the mixture."""
-
-    def __init__(self, run: _Run) -> None:
-        self._run = run
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._run.items()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._run.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._run.load_state_dict(state)
+        self._turns = Turns([part.weight for part in self._parts], state["taken"])

@@ -28,11 +28,10 @@ from enqueuer.monitoring.bottleneck import (
     OFTEN_LACKS_CPU,
     OFTEN_WAITS,
     PASSING_S,
-    is_cheap,
+    RunInputs,
+    most_on,
 )
-from enqueuer.monitoring.bottleneck_inputs import most_on
 from enqueuer.monitoring.stats import Stats
-from enqueuer.monitoring.worker_stats import WorkerStats
 
 # Seconds; in a shorter window, the numbers of a load that varies are mostly chance.
 WINDOW_S = 1.0
@@ -105,7 +104,7 @@ class Autoscaler:
         self._arrived: Stats | None = None
         # Snapshot when the window began; None until all workers have delivered something.
         self._base: Stats | None = None
-        self._wish: _Wish | None = None
+        self._change: _Change | None = None
         self._forget()
 
     def next(self, stats: Stats, replay_s: float | None = None) -> int:
@@ -122,22 +121,17 @@ class Autoscaler:
         seen = stats.since(self._base)
         left_s = self._window_s - seen.seconds
         if left_s <= 0 and seen.items >= max(self._fewest_items, self._workers):
-            self._wish = self._decide(_Window.at(seen))
+            self._change = self._decide(_Window(seen))
             self._base, self._window_s = stats, min(2 * self._window_s, LONGEST_WINDOW_S)
             left_s = self._window_s
         self.due_s = stats.seconds + max(left_s, WINDOW_S / 8)
-        if self._wish is not None and self._wish.cost_s(stats, replay_s) <= self._most_cost_s:
-            self._go_to(self._wish)
+        if self._change is not None and self._change.cost_s(stats, replay_s) <= self._most_cost_s:
+            self._go_to(self._change)
         return self._workers
 
     def refused(self, workers: int) -> None:
         """Set the limit to the present number of workers, as no more could be started."""
-        self._most_ever = workers
-        self.limited(workers)
-
-    def limited(self, workers: int) -> None:
-        """Set the limit to a number of workers while the load stays the same."""
-        self._most = self._workers = workers
+        self._most_ever = self._most = self._workers = workers
         self._arrive()
 
     # --- inside ---
@@ -150,7 +144,7 @@ class Autoscaler:
         self._known: _Window | None = None
         # Shortest time of a worker for an item, without its waits for a CPU.
         self._least_s = math.inf
-        self._calm = self._strange = 0
+        self._calm = self._unlike = 0
 
     def _warm_up(self, stats: Stats) -> None:
         """Begin the window when all workers have delivered an item, or have had time to."""
@@ -159,7 +153,7 @@ class Autoscaler:
             self._arrived = stats
         came = stats.items - self._arrived.items
         all_work = all(worker.items for worker in stats.workers)
-        all_are_ready = all(_busy_s(worker) + worker.waiting_s for worker in stats.workers)
+        all_are_ready = all(worker.busy_s + worker.waiting_s for worker in stats.workers)
         if stats.first_batch_s is None or not all_are_ready:
             return
         if all_work or came >= 4 * self._workers:
@@ -170,17 +164,17 @@ class Autoscaler:
     def _fewest_items(self) -> int:
         return -(-FEWEST_ELEMENTS // self._elements)
 
-    def _decide(self, window: _Window) -> _Wish | None:
+    def _decide(self, window: _Window) -> _Change | None:
         known = self._known
         is_other = known is not None and window.differs_from(known)
         if is_other or (known is not None and window.waits and not known.waits):
-            self._strange += 1
+            self._unlike += 1
             # The first time it may be a pause of the loop, or a window with parts of two loads.
-            if self._strange == 1:
+            if self._unlike == 1:
                 return None
         if is_other:
             self._forget()
-        self._strange = 0
+        self._unlike = 0
         self._known = self._known or window
         self._least_s = min(self._least_s, window.service_s)
         self.wanted, self.waiting_share = window.wanted, window.waiting_share
@@ -191,28 +185,25 @@ class Autoscaler:
         self._step = None
         return self._more(window) if window.waits else self._fewer(window)
 
-    def _back(self, step: _Step, window: _Window) -> _Wish:
+    def _back(self, step: _Step, window: _Window) -> _Change:
         reason = f"{step.before} were as fast" if window.rate < step.rate else "that hardly helped"
         workers = self._enough_for(min(self._workers, step.needed_for(window.rate)))
-        return _Wish(workers, window, window.rate < WORSE * step.rate, reason, is_back=True)
+        return _Change(workers, window, window.rate < WORSE * step.rate, reason, is_back=True)
 
-    def _more(self, window: _Window) -> _Wish | None:
+    def _more(self, window: _Window) -> _Change | None:
         self._calm = 0
-        now, most = self._workers, min(self._most, self._as_fast_as(self._most_that_help(window)))
+        now, most = self._workers, self._most
+        # As many as there are CPUs for, by what each item needs.
+        computing_share = ratio(window.compute_s, self._least_s)
+        most = min(most, self._as_fast_as(most_on(window.cpus, computing_share)))
         if now + now // LEAST_STEP >= most or window.has_no_room or window.is_cheap:
             return None
         # The effect of a smaller step could not be distinguished from chance.
         workers = self._enough_for(max(now + max(1, now // 4), window.wanted))
         reason = f"the loop waited {percent(window.waiting_share)} of its time"
-        return _Wish(min(workers, most), window, True, reason)
+        return _Change(min(workers, most), window, True, reason)
 
-    def _most_that_help(self, window: _Window) -> int:
-        """Return the number of workers for which there are CPUs, by what each item needs."""
-        if window.compute_s is None:
-            return most_on(window.cpus, 1.0)
-        return most_on(window.cpus, ratio(window.compute_s, self._least_s))
-
-    def _fewer(self, window: _Window) -> _Wish | None:
+    def _fewer(self, window: _Window) -> _Change | None:
         workers = max(self._fewest, self._enough_for(math.ceil(SPARE * window.busy)))
         now = self._workers
         self._calm = self._calm + 1 if workers < now - now // LEAST_STEP else 0
@@ -221,7 +212,7 @@ class Autoscaler:
         reason = (
             f"the loop waited {percent(window.waiting_share)} of its time, and some workers more"
         )
-        return _Wish(workers, window, False, reason)
+        return _Change(workers, window, False, reason)
 
     # The loop takes all shards in turn, so it is as fast as the worker that has most of them: of
     # 16 shards, 5 workers are as fast as 4, and only 6 are faster.
@@ -236,23 +227,25 @@ class Autoscaler:
         shards = self._shards
         return workers if shards is None else -(-shards // max(1, shards // max(1, workers)))
 
-    def _go_to(self, wish: _Wish) -> None:
+    def _go_to(self, change: _Change) -> None:
         now = self._workers
-        if wish.is_back:
-            self._fewest = self._most = wish.workers
-        elif wish.workers > now:
+        if change.is_back:
+            self._fewest = self._most = change.workers
+        elif change.workers > now:
             self._fewest = max(self._fewest, now + 1)
-        self._step = _Step(now, wish.window.rate, wish.window.use_s) if wish.workers > now else None
-        self._workers, self.reason = wish.workers, wish.reason
+        self._step = (
+            _Step(now, change.window.rate, change.window.use_s) if change.workers > now else None
+        )
+        self._workers, self.reason = change.workers, change.reason
         self._arrive()
 
     def _arrive(self) -> None:
         self.due_s, self._window_s = 0.0, WINDOW_S
-        self._calm = self._strange = 0
-        self._arrived = self._base = self._known = self._wish = None
+        self._calm = self._unlike = 0
+        self._arrived = self._base = self._known = self._change = None
 
 
-class _Wish(NamedTuple):
+class _Change(NamedTuple):
     """A number of workers, the window that shows it, whether it is urgent, and the reason."""
 
     workers: int
@@ -297,80 +290,41 @@ class _Step(NamedTuple):
         return self.before if gain < 1 + LEAST_GAIN else math.ceil(MARGIN * self.before * gain)
 
 
-def computing_share(stats: Stats) -> float:
-    """Return the share of its work in which a worker computes, if it never lacks a CPU, 0 to 1."""
-    window = _Window.at(stats)
-    return 1.0 if window.compute_s is None else ratio(window.compute_s, window.service_s)
-
-
-def _busy_s(worker: WorkerStats) -> float:
-    return worker.making_s + worker.sending_s
-
-
-class _Window(NamedTuple):
+class _Window:
     """The numbers of a window.
 
     Attributes:
         rate: Batches a second that the workers made.
         waiting_share: Share of the loop's time in which it waited.
+        waits: Whether it waits so much that this matters.
         make_s: Seconds that one worker takes for a batch.
         service_s: The same without the time in which the worker had no CPU.
-        compute_s: Seconds of CPU time for a batch; None if the system does not report it.
+        compute_s: Seconds of CPU time for a batch; inf if the system does not report it.
+        lacks_cpus: Whether the workers often had no CPU.
         use_s: Seconds that the loop takes for a batch.
         busy: Number of workers that were busy, on average.
-        idle_share: Share of the workers' time in which they waited for room or a task.
+        has_no_room: Whether the workers often waited for room or a task.
         cpus: Number of CPUs.
         is_cheap: Whether a batch is so cheap to make that workers do not help.
     """
 
-    rate: float
-    waiting_share: float
-    make_s: float
-    service_s: float
-    compute_s: float | None
-    use_s: float
-    busy: float
-    idle_share: float
-    cpus: float
-    is_cheap: bool
-
-    @staticmethod
-    def at(seen: Stats) -> _Window:
-        """Return the numbers of the statistics of a window."""
-        busy_s = sum(map(_busy_s, seen.workers))
-        waiting_s = sum(worker.waiting_s for worker in seen.workers)
-        active_s = max((_busy_s(worker) + worker.waiting_s for worker in seen.workers), default=0.0)
-        # The system counts waits for a CPU while the worker waits for room, too.
-        lacked_s = sum(min(worker.cpu_wait_s or 0.0, _busy_s(worker)) for worker in seen.workers)
-        is_known = all(worker.cpu_s is not None for worker in seen.workers)
-        cpu_s = sum(min(worker.cpu_s or 0.0, _busy_s(worker)) for worker in seen.workers)
-        made = max(1, sum(worker.items for worker in seen.workers))
-        return _Window(
-            rate=made / max(active_s, 1e-9),
-            waiting_share=seen.waiting_share,
-            make_s=busy_s / made,
-            service_s=max(busy_s - lacked_s, cpu_s) / made,
-            compute_s=cpu_s / made if is_known else None,
-            use_s=seen.working_s / max(seen.items, 1),
-            busy=busy_s / max(seen.seconds - seen.idle_s, 1e-9),
-            idle_share=waiting_s / max(waiting_s + busy_s, 1e-9),
-            cpus=seen.cpus,
-            is_cheap=is_cheap(
-                sum(worker.making_s for worker in seen.workers), busy_s, made, seen.bytes
-            ),
-        )
-
-    @property
-    def waits(self) -> bool:
-        return self.waiting_share >= HARDLY_WAITS
-
-    @property
-    def has_no_room(self) -> bool:
-        return self.idle_share > OFTEN_WAITS
-
-    @property
-    def lacks_cpus(self) -> bool:
-        return self.service_s < (1 - OFTEN_LACKS_CPU) * self.make_s
+    def __init__(self, seen: Stats) -> None:
+        run = RunInputs.of(seen)
+        made, busy_s = max(1, run.total("items")), run.total("busy_s")
+        is_known = all(worker.cpu_s is not None for worker in run.workers)
+        cpu_s = sum(min(worker.cpu_s or 0.0, worker.busy_s) for worker in run.workers)
+        self.rate = made / max(run.longest_s, 1e-9)
+        self.waiting_share = run.waiting_share
+        self.waits = run.waiting_share >= HARDLY_WAITS
+        self.make_s = busy_s / made
+        self.service_s = max(busy_s - run.total("lacked_s"), cpu_s) / made
+        self.compute_s = cpu_s / made if is_known else math.inf
+        self.lacks_cpus = self.service_s < (1 - OFTEN_LACKS_CPU) * self.make_s
+        self.use_s = run.use_s
+        self.busy = busy_s / max(seen.seconds - seen.idle_s, 1e-9)
+        self.has_no_room = run.workers_waiting_share > OFTEN_WAITS
+        self.cpus = run.cpus
+        self.is_cheap = run.is_cheap
 
     @property
     def wanted(self) -> int:

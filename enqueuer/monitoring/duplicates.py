@@ -7,18 +7,20 @@ The first items of each shard decide: at least two, with 128 bytes together. If 
 the shard, they must have 1 KiB, as its shards may begin with the same lines or with an idle
 sensor. The items must be alike between shards and differ within each shard. So a common header
 does not count as a copy, nor does a stream that repeats one batch, as in a benchmark. Shorter
-beginnings are not compared, as they may be alike by chance.
+beginnings are not compared, as they may be alike by chance, but for integers and texts, such as
+indices and paths, of which the first 16 all differ from each other.
 """
 
 from __future__ import annotations
 
 import binascii
 import itertools
-from collections.abc import Set
-from typing import Any, Protocol
+from collections.abc import Callable, Set
+from typing import Any
 
 import numpy as np
 
+from enqueuer.common import interrupts
 from enqueuer.common.trees import parts_of
 
 # Items of each shard that are compared.
@@ -37,10 +39,6 @@ _MOST_VALUES = 4096
 _IN_MEMORY = {"numpy", "torch", "pandas", "pyarrow"}
 # Levels of containers; an item with more may contain itself.
 _MOST_DEEP = 16
-
-
-class _Hash(Protocol):
-    def update(self, data: bytes, /) -> None: ...
 
 
 class FirstItems:
@@ -103,15 +101,19 @@ class _Beginning:
         self._least_bytes = least_bytes
         self.is_known = False
         self._size = 0
+        # Whether all are integers or texts.
+        self._are_plain = True
 
     @property
     def is_comparable(self) -> bool:
         """Whether the items hold enough, and are not one batch that is repeated."""
-        return self._size >= self._least_bytes and len(set(self.digests)) > 1
+        different = len(set(self.digests))
+        is_long = self._size >= self._least_bytes and different > 1
+        return is_long or (self._are_plain and different == _MOST_ITEMS)
 
     def add(self, value: object) -> None:
-        # Equal numbers are no sign of a copy, as each shard may count.
-        found = None if isinstance(value, (int, float, complex)) else digest(value)
+        self._are_plain = self._are_plain and isinstance(value, (int, str))
+        found = None if isinstance(value, (float, complex)) else digest(value)
         if found is None:
             # Such a shard is not compared.
             self._size, self.is_known = 0, True
@@ -133,7 +135,7 @@ def digest(value: object) -> tuple[bytes, int] | None:
     import hashlib
 
     hashed = hashlib.blake2b(digest_size=16)
-    size = _size_fed(hashed, value)
+    size = _size_fed(hashed.update, value)
     return None if size is None else (hashed.digest(), size)
 
 
@@ -142,23 +144,21 @@ def checksum(value: object) -> int | None:
 
     It takes less time than a digest, but different items may have the same checksum.
     """
-    summed = _Checksum()
-    return None if _size_fed(summed, value) is None else summed.value
+    checksum = 0
+
+    def update(data: bytes) -> None:
+        nonlocal checksum
+        checksum = binascii.crc32(data, checksum)
+
+    return None if _size_fed(update, value) is None else checksum
 
 
-class _Checksum:
-    def __init__(self) -> None:
-        self.value = 0
-
-    def update(self, data: bytes, /) -> None:
-        self.value = binascii.crc32(data, self.value)
-
-
-def _size_fed(hashed: _Hash, value: object) -> int | None:
+def _size_fed(update: Callable[[bytes], object], value: object) -> int | None:
     """Feed an item to a hash; return its bytes, None if it is of a kind that cannot be read."""
     try:
-        return _Reading(hashed).feed(value)
-    except Exception:
+        return _Reading(update).feed(value)
+    except Exception as error:
+        interrupts.raise_handlers(error)
         # A class of the user may raise anything. Such items are not compared.
         return None
 
@@ -166,8 +166,8 @@ def _size_fed(hashed: _Hash, value: object) -> int | None:
 class _Reading:
     """One item on its way into a hash."""
 
-    def __init__(self, hashed: _Hash) -> None:
-        self._hashed = hashed
+    def __init__(self, update: Callable[[bytes], object]) -> None:
+        self._update = update
         self._left = _MOST_VALUES
         self._depth = 0
 
@@ -184,7 +184,7 @@ class _Reading:
             value = np.frombuffer(value, np.uint8)
         if isinstance(value, (str, int, float, complex, type(None))):
             return self._feed_plain(value)
-        self._hashed.update(type(value).__name__.encode())
+        self._update(type(value).__name__.encode())
         if isinstance(getattr(value, "nbytes", None), int):
             return self._feed_array(value)
         if self._depth == _MOST_DEEP:
@@ -197,9 +197,9 @@ class _Reading:
     def _feed_plain(self, value: str | complex | None) -> int:
         if isinstance(value, str):
             text = value if len(value) <= _MOST_BYTES else value[:: -(-len(value) // _MOST_BYTES)]
-            self._hashed.update(f"str {len(value)} {text}".encode(errors="replace"))
+            self._update(f"str {len(value)} {text}".encode(errors="replace"))
             return len(value)
-        self._hashed.update(f"{type(value).__name__} {value!r}".encode())
+        self._update(f"{type(value).__name__} {value!r}".encode())
         return 0 if value is None else 8
 
     def _content_of(self, value: Any) -> list[Any]:
@@ -213,7 +213,7 @@ class _Reading:
             content = list(parts.values())
         else:
             content = list(itertools.chain.from_iterable(parts.items()))
-        self._hashed.update(f"{len(content)}".encode())
+        self._update(f"{len(content)}".encode())
         return content[:: -(-len(content) // _MOST_VALUES) or 1]
 
     def _feed_array(self, value: Any) -> int:
@@ -222,9 +222,9 @@ class _Reading:
         array = np.asarray(value)
         if array.dtype.hasobject:
             raise TypeError("the objects of an array are not read")
-        self._hashed.update(f"{array.dtype.str} {array.shape}".encode())
+        self._update(f"{array.dtype.str} {array.shape}".encode())
         most = max(1, _MOST_BYTES // max(1, array.itemsize))
-        self._hashed.update(array.flat[:: -(-array.size // most) or 1].tobytes())
+        self._update(array.flat[:: -(-array.size // most) or 1].tobytes())
         return int(array.nbytes)
 
 

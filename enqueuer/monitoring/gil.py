@@ -20,31 +20,22 @@ would otherwise always be probed in the same phase.
 
 from __future__ import annotations
 
-import math
 import random
 import sys
 import threading
 import time
-from collections.abc import Callable
 
-# Share of the time; a thread that holds the GIL for longer mostly runs Python code. On a busy
-# machine the share is smaller, as the GIL is free while the thread waits for a CPU to take it.
-IS_PYTHON = 0.5
 # Seconds between two probes, on average; several fit into the 5 ms of a switch interval.
 _GAP_S = 0.001
 
 
 def switch_s() -> float | None:
     """Return the seconds after which a waiting thread asks for the GIL; None if there is no GIL."""
-    return sys.getswitchinterval() if getattr(sys, "_is_gil_enabled", _yes)() else None
+    return sys.getswitchinterval() if getattr(sys, "_is_gil_enabled", lambda: True)() else None
 
 
 class Probe:
-    """A thread that measures how often the GIL is held, until it is stopped.
-
-    Args:
-        limit_s: Seconds after which the thread ends by itself; None: it is stopped.
-        is_over: Function that the thread calls before it sleeps; it ends when that is true.
+    """A thread that measures within a `with` block how often the GIL is held.
 
     Example:
         >>> with Probe() as probe:
@@ -54,11 +45,7 @@ class Probe:
         True
     """
 
-    def __init__(
-        self, limit_s: float | None = None, is_over: Callable[[], bool] | None = None
-    ) -> None:
-        self._limit_s = math.inf if limit_s is None else limit_s
-        self._is_over = is_over or (lambda: False)
+    def __init__(self) -> None:
         self._asked = 0
         self._held = 0
         self._done = threading.Event()
@@ -71,21 +58,13 @@ class Probe:
             return 0.0
         return self._held / self._asked if self._asked else None
 
-    def start(self) -> None:
-        """Start to measure."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End the thread."""
-        self._done.set()
-        self._thread.join()
-
     def __enter__(self) -> Probe:
-        self.start()
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
+        self._done.set()
+        self._thread.join()
 
     def _run(self) -> None:
         try:
@@ -93,23 +72,14 @@ class Probe:
         except ImportError:
             # Only Linux counts the waits of one thread.
             return
-        draw, clock, sleep = random.Random(7).uniform, time.perf_counter, time.sleep
-        at, was_held = clock(), False
-        end = at + self._limit_s
+        draw = random.Random(7).uniform
+        at, was_held = time.perf_counter(), False
         while not self._done.is_set():
             at += draw(0.5, 1.5) * _GAP_S
-            if at >= end:
-                return
-            left = at - clock()
+            left = at - time.perf_counter()
             if left > 0:
-                if self._is_over():
-                    return
                 before = getrusage(RUSAGE_THREAD).ru_nvcsw
-                sleep(left)
+                time.sleep(left)
                 was_held = getrusage(RUSAGE_THREAD).ru_nvcsw - before > 1
             self._asked += 1
             self._held += was_held
-
-
-def _yes() -> bool:
-    return True

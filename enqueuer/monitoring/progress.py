@@ -11,8 +11,9 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
+from enqueuer.common import interrupts
 from enqueuer.common.extras import framework
 from enqueuer.common.text import percent, pluralize
 from enqueuer.monitoring.meters import clock
@@ -27,13 +28,6 @@ _SNAPSHOT_NS = 500_000_000
 
 Progress = bool | Callable[..., Any]
 """Whether to show a bar, or the class of the bar: tqdm's, or one with its methods."""
-
-
-class _Measured(Protocol):
-    """An object with statistics: an enqueuer."""
-
-    def stats(self) -> Stats:
-        """Return the statistics."""
 
 
 @contextlib.contextmanager
@@ -114,7 +108,7 @@ class Shown(Iterator[T], Generic[T]):
 
     Args:
         batches: Iterator over the batches.
-        enqueuer: Enqueuer of the batches.
+        stats: Function that returns the statistics of the enqueuer.
         kind: Class of the bar.
         done: Number of batches before the first one.
         total: Number of all batches; None if it is not known.
@@ -123,14 +117,14 @@ class Shown(Iterator[T], Generic[T]):
     def __init__(
         self,
         batches: Iterator[T],
-        enqueuer: _Measured,
+        stats: Callable[[], Stats],
         kind: Callable[..., Any],
         done: int,
         total: int | None,
     ) -> None:
         self._batches = batches
-        self._enqueuer = enqueuer
-        self._began = enqueuer.stats()
+        self._stats = stats
+        self._began = stats()
         title = f"epoch {self._began.epoch}"
         self._bar = kind(total=total, initial=done, unit="batch", desc=title)
         self._due = clock() + _SNAPSHOT_NS
@@ -152,9 +146,9 @@ class Shown(Iterator[T], Generic[T]):
         return batch
 
     def _show_stats(self) -> None:
-        stats = self._enqueuer.stats().since(self._began)
+        stats = self._stats().since(self._began)
         # A class of the user shows its own rate.
-        with contextlib.suppress(AttributeError):
+        with interrupts.ignored(AttributeError):
             self._bar.measured_rate = stats.items_per_s
         self._bar.set_postfix_str(postfix(stats), refresh=False)
         self._due = clock() + _SNAPSHOT_NS

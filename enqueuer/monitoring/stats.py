@@ -1,4 +1,4 @@
-"""Snapshots of the work of the workers and the waits of the loop.
+"""Snapshots of the work of the workers and the waits of the loop, as text and as HTML.
 
     LoopMeter, WorkerStats (one a worker) --> Stats --> Stats.since(earlier) --> Bottleneck
 
@@ -8,16 +8,34 @@ A snapshot is plain data: it can be kept, compared, printed and pickled.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import html
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from enqueuer.common.html import as_html
 from enqueuer.common.text import duration, percent, pluralize, rate, ratio, size, table
-from enqueuer.monitoring import gil
-from enqueuer.monitoring.bottleneck import find_bottleneck
-from enqueuer.monitoring.bottleneck_inputs import RunInputs, WorkerInputs
-from enqueuer.monitoring.bottleneck_texts import Bottleneck
+from enqueuer.monitoring.bottleneck import Bottleneck, RunInputs, find_bottleneck
 from enqueuer.monitoring.worker_stats import WorkerStats
+
+
+def as_html(lines: Sequence[str], rows: Sequence[Sequence[str]], end: str) -> str:
+    """Return lines, a table whose first row is its head, and a last line.
+
+    Example:
+        >>> as_html(["a < b"], [("name", "items"), ("worker 0", "3")], "end")
+        '<p>a &lt; b</p><table><thead><tr><th>name</th><th>items</th></tr></thead><tbody><tr>\
+<td>worker 0</td><td>3</td></tr></tbody></table><p>end</p>'
+    """
+    head, *body = rows
+    above = "<br>".join(map(html.escape, lines))
+    top, filled = _html_row(head, "th"), "".join(map(_html_row, body))
+    return (
+        f"<p>{above}</p><table><thead>{top}</thead><tbody>{filled}</tbody></table>"
+        f"<p>{html.escape(end)}</p>"
+    )
+
+
+def _html_row(cells: Sequence[str], tag: str = "td") -> str:
+    return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
 
 
 @dataclass(frozen=True, repr=False)
@@ -52,9 +70,6 @@ class Stats:
         loop_cpu_s: Seconds of CPU time of the loop's process, with all its threads.
         workers: Work of each worker.
         is_later: Whether the first batch came before, as in most differences of two snapshots.
-        gil_share: Share of the time in which worker threads held the GIL, from 0 to 1, when
-            `workers="auto"` measured it for threads that compute; the time in which the loop may
-            have held it does not count. None if it was not measured.
     """
 
     seconds: float
@@ -79,7 +94,6 @@ class Stats:
     loop_cpu_s: float
     workers: tuple[WorkerStats, ...]
     is_later: bool = False
-    gil_share: float | None = None
 
     @property
     def bytes(self) -> int:
@@ -151,29 +165,16 @@ class Stats:
             1
         """
         before = {(worker.index, worker.started): worker for worker in earlier.workers}
-        waits = {
-            length: count - earlier.waits.get(length, 0)
-            for length, count in self.waits.items()
-            if count > earlier.waits.get(length, 0)
-        }
+        waits = {at: count - earlier.waits.get(at, 0) for at, count in self.waits.items()}
         return dataclasses.replace(
             self,
-            seconds=self.seconds - earlier.seconds,
-            items=self.items - earlier.items,
-            first_wait_s=self.first_wait_s - earlier.first_wait_s,
-            waiting_s=self.waiting_s - earlier.waiting_s,
-            reading_s=self.reading_s - earlier.reading_s,
-            working_s=self.working_s - earlier.working_s,
-            idle_s=self.idle_s - earlier.idle_s,
-            waits=waits,
+            **{name: getattr(self, name) - getattr(earlier, name) for name in _COUNTED},
+            waits={at: count for at, count in waits.items() if count > 0},
             waited_for={
                 index: max(0.0, seconds - earlier.waited_for.get(index, 0.0))
                 for index, seconds in self.waited_for.items()
             },
             queue_depth=tuple(at for at in self.queue_depth if at[0] > earlier.seconds),
-            error_count=self.error_count - earlier.error_count,
-            restart_count=self.restart_count - earlier.restart_count,
-            loop_cpu_s=self.loop_cpu_s - earlier.loop_cpu_s,
             is_later=earlier.is_later or earlier.first_batch_s is not None,
             workers=tuple(
                 worker.since(before[key])
@@ -193,41 +194,7 @@ class Stats:
             ...     print(enqueuer.stats().bottleneck())
             Not enough data to find the bottleneck: 3 batches. At least 8 are needed.
         """
-        return find_bottleneck(
-            RunInputs(
-                seconds=self.seconds,
-                items=self.items,
-                first_wait_s=self.first_wait_s,
-                waiting_s=self.waiting_s,
-                reading_s=self.reading_s,
-                working_s=self.working_s,
-                wait_p99_s=self.wait_p99_s,
-                in_threads=self.backend == "thread",
-                is_inline=self.backend == "inline",
-                ordered=self.ordered,
-                max_queue_size=self.max_queue_size,
-                cpus=self.cpus,
-                loop_cpu_s=self.loop_cpu_s,
-                workers=[
-                    WorkerInputs(
-                        name=worker.name,
-                        items=worker.items,
-                        bytes=worker.bytes,
-                        making_s=worker.making_s,
-                        sending_s=worker.sending_s,
-                        waiting_s=worker.waiting_s,
-                        cpu_s=worker.cpu_s,
-                        cpu_wait_s=worker.cpu_wait_s,
-                        waited_for_s=self.waited_for.get(worker.index, 0.0),
-                        runs_shards=bool(worker.shards),
-                        switches=worker.switches,
-                    )
-                    for worker in self.workers
-                ],
-                switch_s=gil.switch_s(),
-                gil_share=self.gil_share,
-            )
-        )
+        return find_bottleneck(RunInputs.of(self))
 
     def __repr__(self) -> str:
         """Return one line with the rate and the share of the waits."""
@@ -263,6 +230,11 @@ class Stats:
         ]
 
 
+# What only grows, so that a difference has a meaning.
+_COUNTED = (
+    *("seconds", "items", "first_wait_s", "waiting_s", "reading_s", "working_s", "idle_s"),
+    *("error_count", "restart_count", "loop_cpu_s"),
+)
 _HEAD = ("worker", "items", "bytes", "making", "sending", "waiting", "CPU", "memory")
 
 

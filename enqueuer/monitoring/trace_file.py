@@ -34,6 +34,7 @@ FLUSH_BYTES = 32 * 1024
 FLUSH_NS = 500_000_000
 # Characters of an error.
 _MOST_TEXT = 200
+_NO_ARGS: Mapping[str, Any] = {}
 
 # The begin of each file, by which our own are recognized.
 HEAD = b'[\n{"name": "enqueuer trace", "ph": "M"'
@@ -59,58 +60,68 @@ class TraceTarget:
     over: bool = False
 
 
-class Lines:
-    """The writer of one thread. After an error, events are dropped, and `trouble` is the error.
+class Track:
+    """One row of the timeline, and the writer of its events. Called by one thread at a time.
+
+    After an error, events are dropped, and `trouble` is the error.
+
+    Args:
+        target: File of the trace.
+        tid: Number of the row: that of the thread, mostly.
 
     Attributes:
         trouble: Error for which nothing is recorded any more; None if there was none.
         is_full: Whether the file is as large as it may be.
     """
 
-    def __init__(self, place: TraceTarget) -> None:
+    def __init__(self, target: TraceTarget, tid: int) -> None:
+        # Only a trace needs it.
+        from json import dumps
+
         self.trouble: OSError | None = None
         self.is_full = False
-        self._place = place
+        self._dumps = dumps
+        self._target = target
         self._pid = os.getpid()
+        self._where = f'"pid": {self._pid}, "tid": {tid}'
         self._lines: list[str] = []
         self._size = 0
         self._due = 0
         self._fd: Descriptor | None = None
         try:
-            self._fd = Descriptor(os.open(place.path, os.O_WRONLY | os.O_APPEND))
+            self._fd = Descriptor(os.open(target.path, os.O_WRONLY | os.O_APPEND))
             close_in_children(self._fd)
             found = os.fstat(self._fd.fileno())
-            if (found.st_dev, found.st_ino) != place.file:
-                raise OSError(errno.ESTALE, "another file has taken its name", place.path)
+            if (found.st_dev, found.st_ino) != target.file:
+                raise OSError(errno.ESTALE, "another file has taken its name", target.path)
         except OSError as error:
             self._give_up(error)
 
-    @property
-    def is_open(self) -> bool:
-        """Whether events are still recorded."""
-        return self._fd is not None and not self.is_full
-
-    def add(self, line: str, now: int) -> None:
+    def add(self, head: str, now: int, args: Mapping[str, Any] = _NO_ARGS) -> None:
         """Keep an event until the next write, or write now.
 
         Args:
-            line: Event as JSON.
+            head: Its name, its kind and its times, as JSON.
             now: Time by `time.monotonic_ns`.
+            args: Its arguments.
         """
-        if not self.is_open:
+        if self._fd is None or self.is_full:
             return
         if not self._lines:
             self._due = now + FLUSH_NS
+        line = self._event(head, args)
         self._lines.append(line)
         self._size += len(line)
         if self._size > FLUSH_BYTES or now > self._due:
             self.flush()
 
     def flush(self) -> None:
-        """Write the events that are kept."""
+        """Write the events that are kept, unless the file is full."""
         lines, self._lines, self._size = self._lines, [], 0
-        if lines and self._is_mine() and not self._is_too_much():
-            self.write(",\n".join([*lines, ""]).encode())
+        if lines and self._fd is not None and self._is_mine():
+            self.is_full = self.is_full or os.fstat(self._fd.fileno()).st_size > MOST_BYTES
+            if not self.is_full:
+                self.write(",\n".join([*lines, ""]).encode())
 
     def write(self, data: bytes) -> None:
         """Write data as they are, also to a full file."""
@@ -118,15 +129,51 @@ class Lines:
             return
         try:
             if os.write(self._fd.fileno(), data) < len(data):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._place.path)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._target.path)
         except OSError as error:
+            interrupts.raise_handlers(error)
             self._give_up(error)
 
-    def end(self, last: str) -> None:
-        """Write the last event and the end, so that the file is JSON in the strict sense."""
+    def name(self, process: str | None, thread: str, rank: int) -> None:
+        """Name the row and give its rank; `process` is None if the process has a name already."""
+        whose = {"thread": thread} if process is None else {"process": process, "thread": thread}
+        for kind, name in whose.items():
+            self.add(f'"name": "{kind}_name", "ph": "M"', 0, {"name": name})
+            self.add(f'"name": "{kind}_sort_index", "ph": "M"', 0, {"sort_index": rank})
+
+    def span(self, name: str, begin: int, end: int, args: Mapping[str, Any] = _NO_ARGS) -> None:
+        """Record a span between two times, in nanoseconds."""
+        at = begin // 1000
+        head = f'"name": "{name}", "ph": "X", "ts": {at}, "dur": {end // 1000 - at}'
+        self.add(head, end, args)
+
+    def instant(self, name: str, at: int, args: Mapping[str, Any] = _NO_ARGS) -> None:
+        """Record an instant."""
+        self.add(_instant(name, at), at, args)
+
+    def counter(self, name: str, at: int, value: int) -> None:
+        """Record a number of items."""
+        self.add(f'"name": "{name}", "ph": "C", "ts": {at // 1000}', at, {"items": value})
+
+    def arrow(self, is_begin: bool, at: int, run: int, epoch: int, shard: int, item: int) -> None:
+        """Record the begin or the end of an item's arrow, in the span that was recorded last."""
+        # Perfetto reads 64 bits. Without the other bits, an arrow may be wrong, but nothing else.
+        name = f"{run & 0xFF:02x}{epoch & 0xFFF:03x}{shard & 0xFFF:03x}{item & 0xFFFFFFFF:08x}"
+        phase = '"ph": "s"' if is_begin else '"ph": "f", "bp": "e"'
+        head = f'"name": "item", "cat": "item", {phase}, "id": "{name}", "ts": {at // 1000}'
+        self.add(head, at)
+
+    def fill(self, at: int) -> None:
+        """Mark the file as full."""
+        event = self._event(_instant("full", at), {"limit_bytes": MOST_BYTES})
+        self.write(event.encode() + b",\n")
+
+    def end(self, at: int) -> None:
+        """Record the last instant, so that the file is JSON in the strict sense, and close it."""
         self.flush()
-        self.write(last.encode() + _TAIL)
-        self._place.over = True
+        self.write(self._event(_instant("end", at)).encode() + _TAIL)
+        self._target.over = True
+        self.close()
 
     def close(self) -> None:
         """Write the events that are kept, and close the descriptor."""
@@ -137,18 +184,21 @@ class Lines:
 
     def _is_mine(self) -> bool:
         """Return whether this process opened the file, and the file is not ended."""
-        return self._fd is not None and os.getpid() == self._pid and not self._place.over
-
-    def _is_too_much(self) -> bool:
-        assert self._fd is not None
-        self.is_full = self.is_full or os.fstat(self._fd.fileno()).st_size > MOST_BYTES
-        return self.is_full
+        return self._fd is not None and os.getpid() == self._pid and not self._target.over
 
     def _give_up(self, error: OSError) -> None:
         self.trouble = error
         if self._fd is not None:
             self._fd.close()
             self._fd = None
+
+    def _event(self, head: str, args: Mapping[str, Any] = _NO_ARGS) -> str:
+        more = f', "args": {self._dumps(args)}' if args else ""
+        return f"{{{head}, {self._where}{more}}}"
+
+
+def _instant(name: str, at: int) -> str:
+    return f'"name": "{name}", "ph": "i", "s": "p", "ts": {at // 1000}'
 
 
 def begin(path: str, run: int, last: tuple[int, int] | None) -> TraceTarget:
@@ -227,64 +277,6 @@ def path_of_part(path: str, number: int, count: int) -> str:
     return str(whole.with_name(f"{whole.stem}.{number}-of-{count}{whole.suffix}"))
 
 
-# --- events -------------------------------------------------------------------------------------
-
-
-_NO_ARGS: Mapping[str, Any] = {}
-
-
-class Track:
-    """One row of the timeline, whose events are lines. Called by one thread at a time."""
-
-    def __init__(self, lines: Lines, pid: int, tid: int) -> None:
-        # Only a trace needs it.
-        from json import dumps
-
-        self.lines = lines
-        self._where = f'"pid": {pid}, "tid": {tid}'
-        self._dumps = dumps
-
-    def name(self, process: str | None, thread: str, rank: int) -> None:
-        """Name the row and give its rank; `process` is None if the process has a name already."""
-        whose = {"thread": thread} if process is None else {"process": process, "thread": thread}
-        for kind, name in whose.items():
-            self._add(f'"name": "{kind}_name", "ph": "M"', {"name": name}, 0)
-            self._add(f'"name": "{kind}_sort_index", "ph": "M"', {"sort_index": rank}, 0)
-
-    def span(self, name: str, begin: int, end: int, args: Mapping[str, Any] = _NO_ARGS) -> None:
-        """Record a span between two times, in nanoseconds."""
-        at = begin // 1000
-        head = f'"name": "{name}", "ph": "X", "ts": {at}, "dur": {end // 1000 - at}'
-        self._add(head, args, end)
-
-    def instant(self, name: str, at: int, args: Mapping[str, Any] = _NO_ARGS) -> None:
-        """Record an instant."""
-        self._add(f'"name": "{name}", "ph": "i", "s": "p", "ts": {at // 1000}', args, at)
-
-    def counter(self, name: str, at: int, value: int) -> None:
-        """Record a number of items."""
-        self._add(f'"name": "{name}", "ph": "C", "ts": {at // 1000}', {"items": value}, at)
-
-    def arrow(self, is_begin: bool, at: int, run: int, epoch: int, shard: int, item: int) -> None:
-        """Record the begin or the end of an item's arrow, in the span that was recorded last."""
-        # Perfetto reads 64 bits. Without the other bits, an arrow may be wrong, but nothing else.
-        name = f"{run & 0xFF:02x}{epoch & 0xFFF:03x}{shard & 0xFFF:03x}{item & 0xFFFFFFFF:08x}"
-        phase = '"ph": "s"' if is_begin else '"ph": "f", "bp": "e"'
-        head = f'"name": "item", "cat": "item", {phase}, "id": "{name}", "ts": {at // 1000}'
-        self._add(head, _NO_ARGS, at)
-
-    def last(self, name: str, at: int) -> None:
-        """Record the last instant, and end the file."""
-        head = f'"name": "{name}", "ph": "i", "s": "p", "ts": {at // 1000}'
-        self.lines.end(f"{{{head}, {self._where}}}")
-
-    def _add(self, head: str, args: Mapping[str, Any], now: int) -> None:
-        if args:
-            self.lines.add(f'{{{head}, {self._where}, "args": {self._dumps(args)}}}', now)
-        else:
-            self.lines.add(f"{{{head}, {self._where}}}", now)
-
-
 def text_of(error: BaseException) -> str:
     """Return an error in a line, also if its `__repr__` fails."""
     # It may raise anything, also what looks like Ctrl-C; a true Ctrl-C must not get lost.
@@ -294,10 +286,3 @@ def text_of(error: BaseException) -> str:
         except BaseException:
             text = type(error).__name__
     return text if len(text) <= _MOST_TEXT else text[:_MOST_TEXT] + "..."
-
-
-def full_text(pid: int, at: int) -> bytes:
-    """Return the event that marks a file as full."""
-    head = f'"name": "full", "ph": "i", "s": "p", "ts": {at // 1000}'
-    args = f'{{"limit_bytes": {MOST_BYTES}}}'
-    return f'{{{head}, "pid": {pid}, "tid": {pid}, "args": {args}}},\n'.encode()

@@ -6,10 +6,13 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from enqueuer.common import interrupts
 
 N = TypeVar("N", int, float)
+T = TypeVar("T")
 
 # Share of the available memory; the rest is for batches, and for workers that grow.
 _OF_MEMORY = 0.8
@@ -34,10 +37,10 @@ class Usage(NamedTuple):
 def of_process(pid: int) -> Usage:
     """Return the usage of a process with all its threads; all None after its end."""
     return Usage(
-        _cpu_s(~pid << 3 | 2),
+        _or_none(_cpu_s, ~pid << 3 | 2),
         # Of its first thread, in which the generator runs.
-        _cpu_wait_s(f"/proc/{pid}/schedstat"),
-        _rss_bytes(pid),
+        _or_none(_cpu_wait_s, f"/proc/{pid}/schedstat"),
+        _or_none(_rss_bytes, pid),
     )
 
 
@@ -45,10 +48,11 @@ def of_thread(thread: threading.Thread) -> Usage:
     """Return the usage of a thread of this process; all None after its end."""
     if thread.native_id is None:
         return Usage()
+    task = f"/proc/self/task/{thread.native_id}"
     return Usage(
-        _cpu_s(~thread.native_id << 3 | 6),
-        _cpu_wait_s(f"/proc/self/task/{thread.native_id}/schedstat"),
-        switches=_switches(f"/proc/self/task/{thread.native_id}/status"),
+        _or_none(_cpu_s, ~thread.native_id << 3 | 6),
+        _or_none(_cpu_wait_s, f"{task}/schedstat"),
+        switches=_or_none(_number, f"{task}/status", "\nvoluntary_ctxt_switches:"),
     )
 
 
@@ -67,17 +71,13 @@ def of_threads(threads: Sequence[threading.Thread]) -> Usage:
 def cpus() -> float:
     """Return the number of CPUs that this process may use, or the share of its container."""
     allowed = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0)
-    return min(allowed or os.cpu_count() or 1, _quota())
+    return min(allowed or os.cpu_count() or 1, _or_none(_quota) or math.inf)
 
 
 def own_bytes(pid: int) -> int | None:
     """Return the memory of a process, with its part of what it shares; None if not known."""
-    try:
-        with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
-            found = file.read().partition(b"\nPss:")[2].split(maxsplit=1)
-        return 1024 * int(found[0])
-    except (OSError, IndexError, ValueError):
-        return _rss_bytes(pid)
+    found = _or_none(_number, f"/proc/{pid}/smaps_rollup", "\nPss:")
+    return _or_none(_rss_bytes, pid) if found is None else 1024 * found
 
 
 def available_bytes(proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> int | None:
@@ -86,17 +86,15 @@ def available_bytes(proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> int
     These are the free memory of the machine, or the rest of the limit of a container or of any
     other control group, if that is less. Files in the cache count as free. None if not known.
     """
-    try:
-        facts = _numbers(f"{proc}/meminfo")
-    except OSError:
+    facts = _or_none(_numbers, f"{proc}/meminfo")
+    if facts is None:
         return None
     free = 1024 * facts["MemAvailable:"] if "MemAvailable:" in facts else None
     for folder, limit, used, cached in _memory_groups(proc, cgroups):
-        try:
-            most, now = (int(_text(f"{folder}/{name}")) for name in (limit, used))
-            stat = _numbers(f"{folder}/memory.stat")
-        except (OSError, ValueError):
-            # There is no such group, or its limit is "max".
+        most, now = (_or_none(_number, f"{folder}/{name}") for name in (limit, used))
+        stat = _or_none(_numbers, f"{folder}/memory.stat")
+        # There is no such group, or its limit is "max".
+        if most is None or now is None or stat is None:
             continue
         left = max(0, most - now + sum(stat.get(name, 0) for name in cached))
         free = left if free is None else min(free, left)
@@ -120,11 +118,7 @@ def _memory_groups(proc: str, root: str) -> Iterator[tuple[str, str, str, tuple[
         A folder, and the names of its files and of the lines of `memory.stat` with the numbers:
         of version 2 of control groups, or of 1.
     """
-    try:
-        lines = _text(f"{proc}/self/cgroup").splitlines()
-    except OSError:
-        return
-    for line in lines:
+    for line in (_or_none(_text, f"{proc}/self/cgroup") or "").splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         parts = [part for part in path.split("/") if part]
@@ -146,9 +140,24 @@ def _sum(values: Sequence[N | None]) -> N | None:
     return sum(known[1:], known[0]) if known else None
 
 
+def _or_none(read: Callable[..., T], *args: Any) -> T | None:
+    """Return what a function reads; None where the system does not tell it."""
+    try:
+        return read(*args)
+    except (OSError, AttributeError, OverflowError, IndexError, ValueError) as error:
+        interrupts.raise_handlers(error)
+        return None
+
+
 def _text(path: str) -> str:
     with open(path) as file:
         return file.read()
+
+
+def _number(path: str, name: str = "") -> int:
+    """Return the first number of a file, or the one behind a name."""
+    text = _text(path)
+    return int((text.partition(name)[2] if name else text).split(maxsplit=1)[0])
 
 
 def _numbers(path: str) -> dict[str, int]:
@@ -157,45 +166,21 @@ def _numbers(path: str) -> dict[str, int]:
     return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
 
 
-def _cpu_s(clock_id: int) -> float | None:
+def _cpu_s(clock_id: int) -> float:
     # Linux computes the number of a process's CPU clock from its pid, see clock_getcpuclockid(3)
     # and MAKE_PROCESS_CPUCLOCK in the kernel's posix-timers.h; the C library only adds checks.
-    try:
-        return time.clock_gettime(clock_id)
-    except (OSError, AttributeError, OverflowError):
-        return None
+    return time.clock_gettime(clock_id)
 
 
-def _cpu_wait_s(path: str) -> float | None:
-    try:
-        with open(path, "rb") as file:
-            return int(file.read().split()[1]) / 1e9
-    except (OSError, IndexError, ValueError):
-        return None
+def _cpu_wait_s(path: str) -> float:
+    return int(_text(path).split()[1]) / 1e9
 
 
-def _switches(path: str) -> int | None:
-    name = b"\nvoluntary_ctxt_switches:"
-    try:
-        with open(path, "rb") as file:
-            return int(file.read().partition(name)[2].split(maxsplit=1)[0])
-    except (OSError, IndexError, ValueError):
-        return None
-
-
-def _rss_bytes(pid: int) -> int | None:
-    try:
-        with open(f"/proc/{pid}/statm", "rb") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, IndexError, ValueError):
-        return None
+def _rss_bytes(pid: int) -> int:
+    return int(_text(f"/proc/{pid}/statm").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _quota() -> float:
-    try:
-        with open("/sys/fs/cgroup/cpu.max", "rb") as file:
-            quota, period = map(int, file.read().split())
-    except (OSError, ValueError):
-        # There is no such file, or it contains "max".
-        return math.inf
+    # ValueError if it is "max".
+    quota, period = map(int, _text("/sys/fs/cgroup/cpu.max").split())
     return quota / period

@@ -67,8 +67,49 @@ class WorkerStats:
     @property
     def busy_share(self) -> float:
         """Share of its time, without starting and idling, in which it did not wait; 0 to 1."""
-        busy = self.making_s + self.sending_s
-        return ratio(busy, busy + self.waiting_s)
+        return ratio(self.busy_s, self.busy_s + self.waiting_s)
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which it worked."""
+        return self.making_s + self.sending_s
+
+    @property
+    def waiting_share(self) -> float:
+        """Share of its time, without starting and idling, in which it waited; 0 to 1."""
+        return ratio(self.waiting_s, self.busy_s + self.waiting_s)
+
+    @property
+    def per_item_s(self) -> float:
+        """Seconds of work for each item."""
+        return ratio(self.busy_s, self.items)
+
+    @property
+    def lacked_s(self) -> float:
+        """Seconds of its work in which it had no CPU; the system counts its waits, too."""
+        return min(self.cpu_wait_s or 0.0, self.busy_s)
+
+    @property
+    def other_wait_s(self) -> float:
+        """Seconds of its work in which it waited for a file, a network, a lock or the GIL."""
+        return self.busy_s - min((self.cpu_s or 0.0) + self.lacked_s, self.busy_s)
+
+    def outside_s(self, switch_s: float) -> float:
+        """Return the least time that a thread can have waited for something other than the GIL.
+
+        A thread that waits for the GIL asks for it again each `switch_s`, and gives up its CPU
+        each time. If it waited longer than that, it waited for a file, a network or a sleep.
+
+        Example:
+            >>> facts = (0, "worker 0", (), 9, 0, 0)
+            >>> times = dict(starting_s=0.0, making_s=10.0, sending_s=0.0, waiting_s=0.0)
+            >>> worker = WorkerStats(*facts, **times, idle_s=0.0, cpu_s=1.0, switches=300)
+            >>> worker.outside_s(0.005)
+            7.5
+        """
+        if self.switches is None or self.cpu_s is None:
+            return 0.0
+        return max(0.0, self.other_wait_s - self.switches * switch_s)
 
     def since(self, earlier: WorkerStats) -> WorkerStats:
         """Return its work since an earlier snapshot."""

@@ -13,9 +13,8 @@ import contextlib
 import importlib
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -151,8 +150,9 @@ def run(settings: Settings) -> DemoResult:
         batches = batches_of(train, settings.batch_size)
         steps = steps_of(train, settings)
         with _one_blas_thread():
-            pupil, enqueued = train_enqueued(batches, settings, steps)
-            twin, serial = train_serially(batches, settings, steps)
+            ahead, in_turn = _enqueued(batches, settings), _serial(batches, settings)
+            pupil, enqueued = _train(ahead, settings.seed, steps, "with the enqueuer")
+            twin, serial = _train(in_turn, settings.seed, steps, "without it      ")
         return DemoResult(
             train_images=len(train),
             held_out_images=len(held_out),
@@ -255,12 +255,10 @@ def steps_of(images: Sequence[LabelledImage], settings: Settings) -> int:
     return settings.epochs * sum(-(-share // settings.batch_size) for share in shares)
 
 
-def train_enqueued(
-    batches: Callable[[Shard], Iterator[Batch]], settings: Settings, steps: int
-) -> tuple["Network", Timing]:
-    """Train on batches that workers make ahead; each loop over the enqueuer is an epoch."""
-    network = Network(settings.seed)
-    began = time.perf_counter()
+def _enqueued(
+    batches: Callable[[Shard], Iterator[Batch]], settings: Settings
+) -> Generator[Batch, None, None]:
+    """Yield batches that workers make ahead; each loop over the enqueuer is an epoch."""
     with GeneratorEnqueuer(
         batches,
         workers=settings.workers,
@@ -268,50 +266,39 @@ def train_enqueued(
         shards=settings.workers,
         random_seed=settings.seed,
     ) as enqueuer:
-        training = _train(network, repeat(enqueuer, settings.epochs), steps, "with the enqueuer")
-    return network, Timing(time.perf_counter() - began, training)
+        for _ in range(settings.epochs):
+            yield from enqueuer
 
 
-def train_serially(
-    batches: Callable[[Shard], Iterator[Batch]], settings: Settings, steps: int
+def _serial(
+    batches: Callable[[Shard], Iterator[Batch]], settings: Settings
+) -> Generator[Batch, None, None]:
+    """Yield the same batches in the same order, each made when it is needed, in this process."""
+    count = settings.workers
+    for epoch in range(settings.epochs):
+        shards = [batches(Shard(index, count, epoch, settings.seed)) for index in range(count)]
+        # One batch of each shard in turn; those that have ended are left out.
+        while shards:
+            for shard in list(shards):
+                try:
+                    yield next(shard)
+                except StopIteration:
+                    shards.remove(shard)
+
+
+def _train(
+    batches: Generator[Batch, None, None], seed: int, steps: int, title: str
 ) -> tuple["Network", Timing]:
-    """Train on the same batches, each made when it is needed, in this process."""
-    network = Network(settings.seed)
-    began = time.perf_counter()
-    epochs = (
-        _in_turn(
-            [
-                batches(Shard(index, settings.workers, epoch, settings.seed))
-                for index in range(settings.workers)
-            ]
-        )
-        for epoch in range(settings.epochs)
-    )
-    training = _train(network, epochs, steps, "without it      ")
-    return network, Timing(time.perf_counter() - began, training)
-
-
-def _in_turn(shards: list[Iterator[Batch]]) -> Iterator[Batch]:
-    """Yield one batch of each shard in turn, as the enqueuer does; skip shards that have ended."""
-    while shards:
-        for shard in list(shards):
-            try:
-                yield next(shard)
-            except StopIteration:
-                shards.remove(shard)
-
-
-def _train(network: "Network", epochs: Iterable[Iterable[Batch]], steps: int, title: str) -> float:
-    """Learn from every batch of every epoch; return the seconds spent in training steps."""
-    training = 0.0
-    with bar(title, steps, "step") as advance:
-        for batches in epochs:
-            for batch in batches:
-                began = time.perf_counter()
-                network.learn(batch)
-                training += time.perf_counter() - began
-                advance(1)
-    return training
+    """Train a network on all batches, and measure the time."""
+    network, training = Network(seed), 0.0
+    first = time.perf_counter()
+    with contextlib.closing(batches), bar(title, steps, "step") as advance:
+        for batch in batches:
+            began = time.perf_counter()
+            network.learn(batch)
+            training += time.perf_counter() - began
+            advance(1)
+    return network, Timing(time.perf_counter() - first, training)
 
 
 class Network:
@@ -354,7 +341,9 @@ class Network:
 
     def _gradients(self, batch: Batch) -> list[Floats]:
         hidden, scores = self._scores(batch.pixels)
-        blame = _softmax(scores)
+        # The gradient of the cross-entropy of a softmax is the softmax, less 1 for the right class.
+        blame: Floats = np.exp(scores - scores.max(axis=1, keepdims=True))
+        blame /= blame.sum(axis=1, keepdims=True)
         blame[np.arange(len(blame)), batch.labels] -= 1
         blame /= np.float32(len(blame))
         hidden_blame = blame @ self._weights[2].T * (hidden > 0)
@@ -364,9 +353,3 @@ class Network:
             hidden.T @ blame,
             blame.sum(axis=0),
         ]
-
-
-def _softmax(scores: Floats) -> Floats:
-    exponentials: Floats = np.exp(scores - scores.max(axis=1, keepdims=True))
-    exponentials /= exponentials.sum(axis=1, keepdims=True)
-    return exponentials

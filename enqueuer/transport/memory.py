@@ -132,7 +132,9 @@ def close_all(fds: list[int]) -> None:
 
 def allocation_error(size: int, error: OSError) -> BlockMemoryError:
     """Return the error for memory of `size` bytes that the system refused."""
+    # Not "0.0 MB".
+    what = f"{size / 1e6:.1f} MB" if size >= 100_000 else f"{size:,} bytes"
     return BlockMemoryError(
-        f"could not allocate {size / 1e6:.1f} MB of shared memory ({error}); the system is out of "
+        f"could not allocate {what} of shared memory ({error}); the system is out of "
         "memory or descriptors: try smaller batches, a smaller max_queue_size or fewer workers"
     )

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from itertools import repeat, takewhile
 from operator import itemgetter
 
+from enqueuer.common import interrupts
 from enqueuer.common.descriptors import is_portable
 
 # Bytes; well below the buffer of a socket, usually 208 KiB.
@@ -77,8 +78,11 @@ class Packets:
         if self.is_stream:
             return self._send_stream(data, fds, wait)
         try:
-            self._sock.sendmsg([data], _rights(fds), 0 if wait else socket.MSG_DONTWAIT)
-        except BlockingIOError:
+            self._sock.sendmsg(
+                [data], _rights(fds) if fds else (), 0 if wait else socket.MSG_DONTWAIT
+            )
+        except BlockingIOError as error:
+            interrupts.raise_handlers(error)
             return False
         return True
 
@@ -99,9 +103,13 @@ class Packets:
                     )
                 )
                 self.ended = True
-            except BlockingIOError:
-                break
-            except ConnectionResetError:
+            except BlockingIOError as error:
+                # This is the usual end. A signal handler would be a frame of its own.
+                if error.__traceback__ is None or error.__traceback__.tb_next is None:
+                    break
+                raise
+            except ConnectionResetError as error:
+                interrupts.raise_handlers(error)
                 # Raised once, before the last packets of a dead sender, which can still be read.
                 continue
         while self._raw:
@@ -113,11 +121,9 @@ class Packets:
 
     def shutdown(self) -> None:
         """End what is sent; what comes can still be read."""
-        try:
+        # The other end may be gone already.
+        with interrupts.ignored(OSError):
             self._sock.shutdown(socket.SHUT_WR)
-        except OSError:
-            # The other end is gone already.
-            pass
 
     def close(self) -> None:
         """Close the socket, and every descriptor that came and was not taken."""
@@ -147,8 +153,11 @@ class Packets:
         # The count of descriptors is sent along, since a stream does not keep them with a byte.
         packet = _LENGTH.pack(len(data)) + bytes([len(fds)]) + data
         try:
-            sent = self._sock.sendmsg([packet], _rights(fds), 0 if wait else socket.MSG_DONTWAIT)
-        except BlockingIOError:
+            sent = self._sock.sendmsg(
+                [packet], _rights(fds) if fds else (), 0 if wait else socket.MSG_DONTWAIT
+            )
+        except BlockingIOError as error:
+            interrupts.raise_handlers(error)
             return False
         if sent < len(packet):
             # The rest of a packet must follow. The other end reads before it sends, so this cannot
@@ -179,6 +188,4 @@ def packets_of(count: int) -> int:
 
 
 def _rights(fds: Sequence[int]) -> list[tuple[int, int, array.array[int]]]:
-    if not fds:
-        return []
     return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]

@@ -35,7 +35,7 @@ class Kind(enum.IntEnum):
     EMPTY = 6
     # A failure that the generator has caught itself; REPORT comes before the error.
     REPORTED = 7
-    # Many items, each a short pickle without its STOP; see `frame_writer.py`.
+    # Many items, each a short pickle without its STOP; see `sender.py`.
     RUN = 8
     # An item of small arrays, behind their layout; see `small_arrays.py`.
     ARRAYS = 9
@@ -89,7 +89,7 @@ class Credit(NamedTuple):
 
 
 class Taken(Protocol):
-    """Where taken items are noted, see `order.ShardOrder`."""
+    """Record of the items that were taken, see `enqueuer.backends.shard_schedule.ShardOrder`."""
 
     numbers: dict[int, int]
     last: int

@@ -13,6 +13,9 @@ Only sleeping needs the socket. A side that is about to sleep stores a new numbe
 word, then checks the ring once more. A side that has written something checks whether the other
 is asleep, and wakes it with a packet. A fence between the two steps, on either side, makes sure
 that at least one of them sees what the other has stored.
+
+To sleep and to be woken takes two system calls on each side and longer than many small items.
+Where each process has a CPU of its own, a side looks for a moment before it sleeps (`Spin`).
 """
 
 from __future__ import annotations
@@ -24,9 +27,50 @@ from collections import deque
 from collections.abc import Callable
 
 from enqueuer.monitoring import meters
+from enqueuer.monitoring.meters import clock
 from enqueuer.transport.block_map import Lease
 from enqueuer.transport.memory import map_shared, open_nameless
 from enqueuer.workers.element_threads import MOST_THREADS
+
+# Nanoseconds: about as long as to sleep and to be woken.
+_SPIN_NS = 50_000
+_MOST_SKIPPED = 1024
+
+
+class Spin:
+    """Spin before the sleeps of one side.
+
+    Args:
+        is_allowed: Whether the processes of both sides have a CPU each.
+
+    Example:
+        >>> answers = iter([False, True])
+        >>> Spin(True).until(lambda: next(answers)), Spin(False).until(lambda: True)
+        (True, False)
+    """
+
+    def __init__(self, is_allowed: bool) -> None:
+        self._is_allowed = is_allowed
+        # Waits that sleep at once, and how many after the next one in vain.
+        self._skipped = 0
+        self._penalty = 1
+
+    def until(self, is_over: Callable[[], bool]) -> bool:
+        """Return whether a wait is over within a moment; False at once if that is not expected."""
+        if not self._is_allowed:
+            return False
+        if self._skipped:
+            self._skipped -= 1
+            return False
+        end = clock() + _SPIN_NS
+        while not is_over():
+            if clock() >= end:
+                self._skipped = self._penalty
+                self._penalty = min(2 * self._penalty, _MOST_SKIPPED)
+                return False
+        self._penalty = 1
+        return True
+
 
 # Words of 8 bytes. Counts are since the start. The worker's words have a cache line of their own:
 # Bytes of frames that were written.
@@ -143,7 +187,9 @@ class Ring:
         if read == written:
             return []
         self.order()
-        numbers = [self.released[place % _RELEASED_PLACES] for place in range(read, written)]
+        numbers = []
+        for place in range(read, written):
+            numbers.append(self.released[place % _RELEASED_PLACES])
         self.words[RELEASED_READ] = written
         return numbers
 

@@ -21,8 +21,8 @@ from typing import Any
 from enqueuer.common.descriptors import close_in_children
 from enqueuer.monitoring.meters import Meter
 from enqueuer.transport import task_queue
-from enqueuer.transport.item_sender import ItemSender
 from enqueuer.transport.protocol import Kind
+from enqueuer.transport.sender import ItemSender
 from enqueuer.workers.element_threads import ElementThreads
 from enqueuer.workers.messages import Empty, End, Failure, Sender, Ticket
 
@@ -63,7 +63,7 @@ class SharedSender:
         for end in (self._wake, self._woken):
             end.setblocking(False)
             close_in_children(end)
-        for one in (sender, task_socket, self._woken):
+        for one in (sender.control.packets, task_socket, self._woken):
             self._poller.register(one, select.POLLIN)
 
     def share(self, threads: ElementThreads) -> Sender:
@@ -106,9 +106,6 @@ class SharedSender:
                 self._sender.check()
             finally:
                 self._pass_orders_locked()
-
-    def watch(self, waited: Callable[[int], None]) -> None:
-        self._sender.watch(waited)
 
     def _wake_loop(self) -> None:
         try:
@@ -187,9 +184,9 @@ class SharedSender:
         if control.closed:
             return
         mask = select.POLLIN | (select.POLLOUT if is_writing else 0)
-        self._poller.modify(self._sender, mask)
+        self._poller.modify(control.packets, mask)
         ready = {fd for fd, _ in self._poller.poll()}
-        if self._sender.fileno() in ready:
+        if control.packets.fileno() in ready:
             with self._lock:
                 control.read_orders()
         if self._woken.fileno() in ready:

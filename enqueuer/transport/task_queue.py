@@ -10,13 +10,14 @@ socket can be read without taking it.
 from __future__ import annotations
 
 import array
-import contextlib
 import errno
+import itertools
 import os
 import pickle
 import socket
 import struct
 
+from enqueuer.common import interrupts
 from enqueuer.common.descriptors import close_in_children, is_portable
 from enqueuer.common.text import an
 from enqueuer.errors import ItemNotPicklable
@@ -60,7 +61,8 @@ class TaskQueue:
                 socket.send_fds(self._ours, [head], [fd])
             finally:
                 os.close(fd)
-        except (BlockingIOError, InterruptedError):
+        except (BlockingIOError, InterruptedError) as error:
+            interrupts.raise_handlers(error)
             return False
         except OSError as error:
             # macOS reports a full socket by ENOBUFS.
@@ -73,7 +75,8 @@ class TaskQueue:
         """Return the token of the first ticket that no worker has taken; None if there is none."""
         try:
             data = self._theirs.recv(HEAD.size, socket.MSG_PEEK)
-        except BlockingIOError:
+        except BlockingIOError as error:
+            interrupts.raise_handlers(error)
             return None
         token: int = HEAD.unpack_from(data)[0]
         return token
@@ -107,10 +110,13 @@ def pack(ticket: Ticket, are_forked: bool) -> bytes:
     Raises:
         ItemNotPicklable: An element cannot be sent; the message names the culprit.
     """
-    with contextlib.suppress(Exception):
+    data = b""
+    try:
         data = pickle.dumps(ticket, protocol=5)
-        if are_forked or b"__main__" not in data:
-            return data
+    except Exception as error:
+        interrupts.raise_handlers(error)
+    if data and (are_forked or b"__main__" not in data):
+        return data
     # As in `item_codec`.
     import cloudpickle
 
@@ -119,6 +125,7 @@ def pack(ticket: Ticket, are_forked: bool) -> bytes:
     try:
         by_value: bytes = cloudpickle.dumps(ticket, protocol=5)
     except Exception as error:
+        interrupts.raise_handlers(error)
         culprit, part = find_culprit("element", (ticket.elements or ("",))[0])
         raise ItemNotPicklable(
             f"{culprit} is {an(type(part).__qualname__)}, which cannot be sent to a process "
@@ -131,4 +138,4 @@ def unpack(packet: bytes, fds: list[int]) -> list[Ticket]:
     """Return the tickets of a packet, and close the descriptors."""
     body = packet[HEAD.size :]
     loaded = pickle.loads(read_whole(body, fds) if fds else body)
-    return [loaded] if type(loaded) is Ticket else [Ticket(*ticket) for ticket in loaded]
+    return [loaded] if type(loaded) is Ticket else list(itertools.starmap(Ticket, loaded))

@@ -12,41 +12,15 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, islice, repeat, starmap, takewhile, tee
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice, repeat, takewhile
 from typing import Any, Protocol
 
-from enqueuer.workers.messages import ItemTuple, Reported, Sender, Ticket
+from enqueuer.workers.messages import ItemTuple, Reported, Sender
 
 _is_given = functools.partial(operator.is_not, None)
 # Stands for a value in the row before the first item.
 _FIRST = (True,)
-_getter: Callable[[int], Callable[[Any], Any]] = operator.itemgetter
-_number_of, _indices_of = map(_getter, (0, 2))
-
-
-class ItemBunch(Protocol):
-    """Several items that are sent without a call of Python code between two of them."""
-
-    @property
-    def asked(self) -> int:
-        """Number of items that the generator was asked for, without the one that is left."""
-
-    @property
-    def made(self) -> int:
-        """Number of items that were sent; any thread may read it."""
-
-    @property
-    def left(self) -> Sequence[Any]:
-        """The item that was made and must be sent by itself, if there is one."""
-
-    def fill(self, number: int, values: Iterator[Any]) -> None:
-        """Send items.
-
-        Args:
-            number: Number of the first item.
-            values: Generator of the items.
-        """
 
 
 class Bunch:
@@ -61,7 +35,6 @@ class Bunch:
 
     Attributes:
         gate: The gate.
-        unfinished: The ticket that was taken last, if `fill_tasks` did not send its result.
 
     Example:
         >>> sent = []
@@ -75,9 +48,6 @@ class Bunch:
         (2, 1)
     """
 
-    # Each item that is made is sent.
-    left: Sequence[Any] = ()
-
     def __init__(
         self,
         gate: list[int],
@@ -90,8 +60,6 @@ class Bunch:
         self._append_all = append_all
         self._numbers = iter(range(self._size))
         self._left: repeat[Any] = repeat(None, self._size)
-        # The ticket of a task that raised, or none.
-        self.unfinished: list[Ticket | None] = []
 
     @property
     def asked(self) -> int:
@@ -130,66 +98,15 @@ class Bunch:
         rest = iter(self.gate)
         return chain(islice(rest, 2), filter(None, map(self._wake, _FIRST)), rest)
 
-    def fill_tasks(
-        self,
-        take: Callable[[], Ticket | None],
-        results_of: Callable[[Iterator[Any]], Iterator[Any]],
-    ) -> None:
-        """Send results of tasks of a sequence, None too, while there are tickets and none fails.
-
-        Args:
-            take: Function that takes a ticket; it raises `IndexError` if there is none.
-            results_of: Function of an iterator over the indices of tickets; returns an iterator
-                over their results.
-        """
-        calls = [()] * self._size
-        first, second, third = tee(starmap(take, calls), 3)
-        rows = zip(
-            self._waking_gate(),
-            chain((-1,), map(_number_of, first)),
-            chain((None,), results_of(map(_indices_of, second))),
-            # It is read when the result is there.
-            self._left,
-            strict=False,
-        )
-        # As in `fill`.
-        kept = next(rows, None)
-        try:
-            self._append_all(rows)
-        finally:
-            del kept
-            # What was taken can still be read, but no other ticket is taken.
-            calls.clear()
-            self.unfinished.extend(islice(third, self.made, None))
-
 
 class BunchSender(Sender, Protocol):
-    """A Sender to which a worker with one shard can send several items at once.
+    """A Sender to which a worker with one shard can send several items at once."""
 
-    Attributes:
-        may_bunch: Whether `open_bunch` may return a bunch; to call it for each item takes long.
-    """
-
-    may_bunch: bool
-
-    def open_bunch(self, shard: int) -> ItemBunch | None:
+    def open_bunch(self, shard: int) -> Bunch | None:
         """Return a bunch to be filled; None if the next item must be sent by itself."""
 
     def send_report(self, report: Reported) -> None:
         """Send a report at once, or end the bunch first; any thread may call this."""
 
-    def close_bunch(self, bunch: Any) -> None:
+    def close_bunch(self, bunch: Bunch) -> None:
         """Count the items of a bunch, and wake the loop if it waits for one."""
-
-
-class TaskSender(BunchSender, Protocol):
-    """A BunchSender of a worker that does tasks."""
-
-    def open_bunch(self, shard: int) -> Bunch | None: ...
-
-    @property
-    def take_ticket(self) -> Callable[[], Ticket | None]:
-        """The function that takes a ticket, or raises `IndexError`."""
-
-    def give_back(self, ticket: Ticket | None) -> None:
-        """Put back what was taken and is no ticket of a task."""

@@ -46,7 +46,7 @@ def stack(results: list[Any]) -> Any:
     first = results[0]
     kinds = set(map(type, results))
     if kinds == _ARRAYS:
-        return _joined(results)
+        return stack_arrays(results)
     if type(None) in kinds:
         return results
     if isinstance(first, (np.ndarray, np.generic)):
@@ -73,16 +73,17 @@ def _large_integers(results: list[int]) -> Any:
     return np.array(results, np.uint64) if min(results) >= 0 else results
 
 
-def _check_shapes(arrays: list[Any]) -> None:
+def _check_shapes(arrays: Sequence[Any]) -> None:
     shapes = set(map(getattr, arrays, repeat("shape"), repeat(())))
     if len(shapes) > 1:
         raise ValueError(
-            f"the results of a batch differ in shape ({', '.join(map(str, sorted(shapes)))}); "
-            "give them one in map, or give collate= a function that can join them"
+            f"the samples of a batch differ in shape ({', '.join(map(str, sorted(shapes)))}); "
+            "let the generator, or map, make them equal, or give collate= a function that can join "
+            "them"
         )
 
 
-def _joined(arrays: list[np.ndarray]) -> np.ndarray:
+def stack_arrays(arrays: Sequence[np.ndarray]) -> np.ndarray:
     """Stack arrays; large ones into memory that processes share, so that they are not copied."""
     first, count = arrays[0], len(arrays)
     shape, dtype = first.shape, first.dtype

@@ -10,13 +10,15 @@ while another worker could do it. The errors of a batch are sent in the order of
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from enqueuer.errors import Closed
 from enqueuer.monitoring.meters import Meter
-from enqueuer.workers.element_threads import ElementThreads, Job
+from enqueuer.workers.element_threads import ElementThreads, ThreadJob
 from enqueuer.workers.messages import Empty, End, Failure, Sender, Ticket, Tickets
 from enqueuer.workers.plan import OnError, Plan
 from enqueuer.workers.shards import Task, do_nothing
@@ -63,7 +65,7 @@ def serve_concurrently(
     try:
         threads.start(threading.current_thread().name)
     except RuntimeError as error:
-        _fail_all(tickets, sender, error)
+        fail_all(tickets, sender, error)
         return
     try:
         while threads.wait_for_room() and (ticket := tickets.next_ticket()) is not None:
@@ -79,20 +81,19 @@ def serve_concurrently(
         raise threads.error
 
 
-def _fail_all(tickets: Tickets, sender: Sender, error: Exception) -> None:
-    """Send the error of the start for each ticket."""
-    try:
+def fail_all(tickets: Tickets, sender: Sender, error: BaseException) -> None:
+    """Send the error of the start for each ticket, until the consumer leaves."""
+    with contextlib.suppress(Closed):
         while (ticket := tickets.next_ticket()) is not None:
             sender.send(Failure(0, ticket.number, error))
-    except Closed:
-        pass
 
 
 def _jobs_of(
     source: TaskSource, ticket: Ticket, sender: Sender, on_error: OnError, threads: ElementThreads
-) -> list[Job]:
+) -> list[ThreadJob]:
     """Return the jobs with which a ticket begins."""
-    whole = _Whole(source, ticket, sender, on_error)
+    run = functools.partial(_do_whole, source, ticket, sender, on_error)
+    whole = ThreadJob(ticket, ticket.indices, run)
     try:
         # Here, so that no two threads announce the epoch.
         source.begin_if_new(ticket.epoch)
@@ -103,25 +104,17 @@ def _jobs_of(
         return [whole]
     batch = _Batch(source, ticket, sender, on_error)
     if source.fetches_many(ticket):
-        return [whole] if source.map is None else [_Fetch(batch, threads)]
+        fetch = functools.partial(batch.fetch, threads)
+        return [
+            whole if source.map is None else ThreadJob(ticket, ticket.indices, fetch, is_work=False)
+        ]
     return batch.jobs(source.elements_of(ticket))
 
 
-class _Whole:
-    """All of a ticket, done by one thread."""
-
-    is_work = True
-
-    def __init__(
-        self, source: TaskSource, ticket: Ticket, sender: Sender, on_error: OnError
-    ) -> None:
-        self._work = (source, ticket, sender, do_nothing, on_error)
-        self.ticket = ticket
-        self.indices = ticket.indices
-
-    def run(self) -> None:
-        self._work[2].check()
-        do_task(*self._work)
+def _do_whole(source: TaskSource, ticket: Ticket, sender: Sender, on_error: OnError) -> None:
+    """Do all of a ticket in one thread."""
+    sender.check()
+    do_task(source, ticket, sender, do_nothing, on_error)
 
 
 class _Raised:
@@ -137,10 +130,10 @@ class _Batch:
     def __init__(
         self, source: TaskSource, ticket: Ticket, sender: Sender, on_error: OnError
     ) -> None:
-        self.source = source
-        self.ticket = ticket
-        self.sender = sender
-        self.failed_fetch: BaseException | None = None
+        self._source = source
+        self._ticket = ticket
+        self._sender = sender
+        self._failed_fetch: BaseException | None = None
         self._on_error = on_error
         count = len(ticket.indices)
         self._outcomes: list[Any] = [None] * count
@@ -148,16 +141,33 @@ class _Batch:
         self._needed = self._left = count
         self._lock = threading.Lock()
 
-    def jobs(self, elements: Sequence[Any]) -> list[Job]:
+    def fetch(self, threads: ElementThreads) -> None:
+        """Fetch the elements by one call, before each gets a thread."""
+        self._sender.check()
+        try:
+            elements = self._source.elements_of(self._ticket)
+        except BaseException as error:
+            # If they are fetched one by one, the element at fault raises its own error.
+            elements, self._failed_fetch = [FETCH] * len(self._outcomes), error
+        threads.submit(self.jobs(elements))
+
+    def jobs(self, elements: Sequence[Any]) -> list[ThreadJob]:
         """Return a job for each element."""
-        return [_Element(self, place, element) for place, element in enumerate(elements)]
+        ticket, run = self._ticket, functools.partial
+        return [
+            ThreadJob(ticket, (index,), run(self._run, place, index, element))
+            for place, (index, element) in enumerate(zip(ticket.indices, elements, strict=True))
+        ]
 
-    def is_needed(self, place: int) -> bool:
-        """Return whether an element must be run."""
-        return place < self._needed
-
-    def put(self, place: int, outcome: Any) -> None:
-        """Keep the outcome of an element; after the last one, send the result of the ticket."""
+    def _run(self, place: int, index: int, element: Any) -> None:
+        """Run one element; after the last one, send the result of the ticket."""
+        self._sender.check()
+        source, outcome = self._source, None
+        if place < self._needed:
+            try:
+                outcome = source.result(index, self._ticket.epoch, source.random_seed, element)
+            except BaseException as error:
+                outcome = _Raised(error)
         with self._lock:
             self._outcomes[place] = outcome
             if isinstance(outcome, _Raised) and self._on_error == "raise":
@@ -168,7 +178,7 @@ class _Batch:
         self._finish()
 
     def _finish(self) -> None:
-        ticket, sender, on_error = self.ticket, self.sender, self._on_error
+        ticket, sender, on_error = self._ticket, self._sender, self._on_error
         results, has_failed = [], False
         for place, result in enumerate(self._outcomes):
             if isinstance(result, _Raised):
@@ -178,72 +188,15 @@ class _Batch:
                 if not goes_on:
                     return
             results.append(result)
-        # No single element is at fault, so the failure is that of fetching all of them.
-        if self.failed_fetch is not None and not has_failed:
-            of_all = Failure(0, ticket.number, self.failed_fetch)
-            goes_on, _ = skip_or_end(of_all, sender, on_error)
-            if not goes_on:
-                return
-        send_results(self.source, ticket, results, sender, on_error)
-
-
-class _Fetch:
-    """Fetching the elements of a batch by one call, before each gets a thread."""
-
-    is_work = False
-
-    def __init__(self, batch: _Batch, threads: ElementThreads) -> None:
-        self._batch = batch
-        self._threads = threads
-        self.ticket = batch.ticket
-        self.indices = batch.ticket.indices
-
-    def run(self) -> None:
-        batch = self._batch
-        batch.sender.check()
-        try:
-            elements = batch.source.elements_of(batch.ticket)
-        except BaseException as error:
-            # If they are fetched one by one, the element at fault raises its own error.
-            elements, batch.failed_fetch = [FETCH] * len(self.indices), error
-        self._threads.submit(batch.jobs(elements))
-
-
-class _Element:
-    """One element of a batch."""
-
-    is_work = True
-
-    def __init__(self, batch: _Batch, place: int, element: Any) -> None:
-        self._batch = batch
-        self.ticket = batch.ticket
-        self._place = place
-        self._element = element
-
-    @property
-    def indices(self) -> tuple[int, ...]:
-        return self.ticket.indices[self._place : self._place + 1]
-
-    def run(self) -> None:
-        batch, place = self._batch, self._place
-        batch.sender.check()
-        outcome: Any = None
-        if batch.is_needed(place):
-            source, ticket = batch.source, batch.ticket
-            try:
-                outcome = source.result(
-                    ticket.indices[place], ticket.epoch, source.random_seed, self._element
-                )
-            except BaseException as error:
-                outcome = _Raised(error)
-        batch.put(place, outcome)
+        failed_fetch = None if has_failed else self._failed_fetch
+        send_results(self._source, ticket, results, sender, on_error, failed_fetch)
 
 
 class LockedSender:
     """A Sender that any thread may call, around one that one thread at a time may."""
 
     def __init__(self, sender: Sender) -> None:
-        self._sender = sender
+        self._sender, self.check = sender, sender.check
         self._lock = threading.Lock()
 
     def send_item(self, shard: int, number: int, value: object, state: Any = None) -> None:
@@ -253,9 +206,3 @@ class LockedSender:
     def send(self, message: End | Failure | Empty) -> None:
         with self._lock:
             self._sender.send(message)
-
-    def check(self) -> None:
-        self._sender.check()
-
-    def watch(self, waited: Callable[[int], None]) -> None:
-        self._sender.watch(waited)

@@ -12,12 +12,13 @@ thread of n as the n-th part of a wait of the worker.
 
 from __future__ import annotations
 
+import operator
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable
 from queue import SimpleQueue
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from enqueuer.common.finalizers import WorkerThread
 from enqueuer.errors import Closed
@@ -37,30 +38,20 @@ LATE_NS = 5_000_000
 LATE_FOR_NS = 1_000_000_000
 
 
-class Job(Protocol):
-    """The work for one element, or for all elements of a batch at once."""
+class ThreadJob(NamedTuple):
+    """The work for one element, or for all elements of a batch at once.
 
-    @property
-    def ticket(self) -> Ticket:
-        """The ticket that it belongs to."""
+    Attributes:
+        ticket: The ticket that it belongs to.
+        indices: Indices of the elements.
+        run: Function that does it, and raises Closed if the consumer left.
+        is_work: Whether its time is that of work for elements, not of fetching them at once.
+    """
 
-    @property
-    def indices(self) -> tuple[int, ...]:
-        """Indices of the elements."""
-
-    @property
-    def is_work(self) -> bool:
-        """Whether its time is that of work for elements, not of fetching them at once."""
-
-    def run(self) -> None:
-        """Do it. Raises Closed if the consumer left."""
-
-
-class Observer(Protocol):
-    """An object that is told, in each thread, when jobs begin and end."""
-
-    def begin(self, job: Job) -> None: ...
-    def end(self, job: Job) -> None: ...
+    ticket: Ticket
+    indices: tuple[int, ...]
+    run: Callable[[], None]
+    is_work: bool = True
 
 
 class ThreadSnapshot(NamedTuple):
@@ -80,17 +71,15 @@ class ElementThreads:
     Attributes:
         threads: The threads.
         error: Exception of a thread that is no error of a job; or None.
-        observer: Observer of the jobs; or None.
+        do: Function that does a job; a trace sets one that records it, too.
         on_error: Function that is called with an exception of a thread; the worker's own thread
             may be waiting for a ticket, and then does not see it.
         is_awaited: Whether the worker's own thread waits for room.
 
     Example:
-        >>> class Append:
-        ...     indices, ticket, is_work = (0,), Ticket(0, 0, (0,)), True
-        ...     def run(self): done.append(self)
         >>> done, threads = [], ElementThreads(2, Meter())
-        >>> threads.start("worker-0"); threads.submit([Append(), Append(), Append()])
+        >>> job = ThreadJob(Ticket(0, 0, (0,)), (0,), lambda: done.append("done"))
+        >>> threads.start("worker-0"); threads.submit([job, job, job])
         >>> threads.join(); len(done)
         3
     """
@@ -98,13 +87,13 @@ class ElementThreads:
     def __init__(self, count: int, meter: Meter) -> None:
         self.threads: list[threading.Thread] = []
         self.error: BaseException | None = None
-        self.observer: Observer | None = None
+        self.do: Callable[[ThreadJob], None] = operator.methodcaller("run")
         self.on_error: Callable[[BaseException], None] | None = None
         self._count = count
         self._meter = meter
-        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._jobs: SimpleQueue[ThreadJob | None] = SimpleQueue()
         # The jobs that run, and when each began, by the thread that runs them, the oldest first.
-        self._current: dict[int, tuple[Job, int]] = {}
+        self._current: dict[int, tuple[ThreadJob, int]] = {}
         self._changed = threading.Condition(threading.Lock())
         # Number of jobs that wait or run.
         self._load = 0
@@ -155,7 +144,7 @@ class ElementThreads:
                     self._late_until = now + LATE_FOR_NS
             return not self._is_closed
 
-    def submit(self, jobs: Iterable[Job]) -> None:
+    def submit(self, jobs: Iterable[ThreadJob]) -> None:
         """Let the next free threads run some jobs, in this order."""
         jobs = list(jobs)
         with self._changed:
@@ -196,7 +185,7 @@ class ElementThreads:
                 self._current[ident] = job, began
             try:
                 if not self._is_closed:
-                    self._do(job)
+                    self.do(job)
             except Closed:
                 self.close()
             except BaseException as error:
@@ -222,14 +211,6 @@ class ElementThreads:
         now = clock()
         _, oldest = next(iter(self._current.values()), (None, now))
         return now < self._late_until and now - oldest < SHORT_NS
-
-    def _do(self, job: Job) -> None:
-        if self.observer is None:
-            job.run()
-            return
-        self.observer.begin(job)
-        job.run()
-        self.observer.end(job)
 
     def _count_locked(self, change: int) -> None:
         """Change the load, and note for how long threads had nothing to do before."""

@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from enqueuer.common import interrupts
 from enqueuer.errors import StartError
 
 MULTIPROCESSING_LOGGING = "multiprocessing-logging"
@@ -117,7 +118,8 @@ def deliver(record: logging.LogRecord) -> None:
         logger = logging.getLogger(record.name)
         if logger.isEnabledFor(record.levelno):
             logger.handle(record)
-    except Exception:
+    except Exception as error:
+        interrupts.raise_handlers(error)
         # A filter or a handler of the user must not stop the data.
         if logging.raiseExceptions:
             traceback.print_exc(file=sys.stderr)

@@ -17,7 +17,7 @@ from enqueuer.errors import Closed
 from enqueuer.workers.messages import End, Failure, Orders, Sender, Start
 from enqueuer.workers.plan import OnError, Plan
 from enqueuer.workers.shards import Shard, do_nothing
-from enqueuer.workers.skipping import send_replacement, skip_or_end
+from enqueuer.workers.skipping import may_skip, send_replacement, skip_or_end
 from enqueuer.workers.sources import Source
 from enqueuer.workers.stream import ShardStream
 from enqueuer.workers.tasks import TaskSource
@@ -96,23 +96,14 @@ def turns(
                 # Our Closed means that the consumer left; the user's code may raise one, too.
                 if isinstance(error, Closed) and not stream.in_user_code:
                     raise
-                stream.send_reports(sender)
-                failure = Failure(stream.shard.index, stream.number, error)
-                goes_on, value = skip_or_end(failure, sender, on_error)
+                goes_on, has_sent = _send_failure(stream, error, sender, on_error)
                 if not goes_on:
-                    # Otherwise the error, whose traceback has this frame, would be kept.
-                    del failure
-                    return
-                # In a replay, the loop has received the replacement before.
-                if stream.is_behind:
-                    value = None
-                if value is not None and not send_replacement(failure, value, sender):
                     return
                 stream.number += 1
                 # A generator that raised has ended.
                 has_more = not stream.in_user_code
                 # The shard sent nothing in its turn, as if the item had been None.
-                if has_more and value is None:
+                if has_more and not has_sent:
                     if one_by_one:
                         yield
                     continue
@@ -123,3 +114,22 @@ def turns(
                 sender.send(End(stream.shard.index, stream.state_at_end, stream.number))
             if one_by_one:
                 yield
+
+
+def _send_failure(
+    stream: ShardStream, error: BaseException, sender: Sender, on_error: OnError
+) -> tuple[bool, bool]:
+    """Send the failure of an item, and its replacement.
+
+    Returns:
+        Whether the error is skipped, and whether there was a replacement.
+    """
+    if stream.is_behind and may_skip(error, on_error):
+        # A replay: the loop has had the reports, the failure and the replacement.
+        return True, False
+    stream.send_reports(sender)
+    failure = Failure(stream.shard.index, stream.number, error)
+    goes_on, value = skip_or_end(failure, sender, on_error)
+    if value is None:
+        return goes_on, False
+    return send_replacement(failure, value, sender), True

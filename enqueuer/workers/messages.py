@@ -9,7 +9,7 @@ yields can be mistaken for one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -55,7 +55,8 @@ class Failure:
 
     If `skipped`, the worker goes on, by the enqueuer's `on_error`; otherwise nothing more comes
     from its shards. `worker` is the name of the worker, once it is known. For a task, `shard` is
-    the place of the element in its ticket, and in the reorder buffer its index.
+    the place of the element in its ticket, and in the reorder buffer its index; there, `nth` says
+    which failure of its task it is, from 1.
     """
 
     shard: int
@@ -63,6 +64,7 @@ class Failure:
     error: BaseException
     skipped: bool = False
     worker: str = ""
+    nth: int = 0
 
 
 @dataclass(frozen=True)
@@ -147,9 +149,6 @@ class Sender(Protocol):
 
     def check(self) -> None:
         """Raise Closed if the consumer left."""
-
-    def watch(self, waited: Callable[[int], None]) -> None:
-        """Call `waited` after each wait from now on, with its begin by `time.monotonic_ns`."""
 
 
 class Orders(Protocol):

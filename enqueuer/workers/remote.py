@@ -1,16 +1,28 @@
-"""The loop of a worker in another process: a worker process, or a Ray actor."""
+"""The loop of a worker in another process: a worker process, or a Ray actor.
+
+There a function can be called when a module has been imported. A setting of a library can be
+changed only once the library is imported, and the user's code may import it at any time, also in
+the middle of an item. So a finder in front of all others wraps the loader of the module. The
+wrapper runs the loader and then calls the function, before the import statement ends.
+
+The finder and the wrapper do not inherit from the classes of `importlib.abc`, whose import takes
+longer than to fork a worker. The import system calls their methods and does not check their
+classes.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import sys
+from collections.abc import Callable, Collection, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from enqueuer.errors import Closed
 from enqueuer.monitoring.trace_file import TraceTarget
 from enqueuer.workers import logs, loop
-from enqueuer.workers.concurrent_loop import serve_function
-from enqueuer.workers.import_hook import after_import
+from enqueuer.workers.concurrent_loop import fail_all, serve_function
 from enqueuer.workers.messages import Failure, Sender
 from enqueuer.workers.plan import OnError, Plan
 from enqueuer.workers.seeding import FRAMEWORKS, GlobalStreams, TaskSeeds
@@ -18,6 +30,50 @@ from enqueuer.workers.shards import Task
 from enqueuer.workers.sources import Source
 from enqueuer.workers.tasks import TaskSource
 from enqueuer.workers.worker_trace import traced
+
+if TYPE_CHECKING:
+    from importlib.abc import Loader
+
+
+def after_import(names: Collection[str], act: Callable[[str], None]) -> None:
+    """Call `act` with the name of each of these modules that this process imports from now on."""
+    sys.meta_path.insert(0, _Finder(names, act))
+
+
+class _Finder:
+    def __init__(self, names: Collection[str], act: Callable[[str], None]) -> None:
+        self._names = frozenset(names)
+        self._act = act
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in self._names:
+            return None
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(fullname, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = cast("Loader", _Loader(spec.loader, self._act))
+                return spec
+        return None
+
+
+class _Loader:
+    def __init__(self, loader: Loader, act: Callable[[str], None]) -> None:
+        self._loader = loader
+        self._act = act
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        # The module may ask its loader for data, and other code may ask for the source.
+        module.__loader__ = self._loader
+        assert module.__spec__ is not None
+        module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        self._act(module.__name__)
 
 
 class WorkerConfig(NamedTuple):
@@ -84,11 +140,10 @@ def serve_failure(
         orders: Orders of the worker, or Tickets if it does tasks.
         sender: Sender of the worker.
     """
+    if not shards:
+        fail_all(orders, sender, error)
+        return
     with contextlib.suppress(Closed):
-        if shards:
-            sender.send(Failure(shards[0], 0, error))
-            while orders.next_epoch() is not None:
-                pass
-        else:
-            while (ticket := orders.next_ticket()) is not None:
-                sender.send(Failure(0, ticket.number, error))
+        sender.send(Failure(shards[0], 0, error))
+        while orders.next_epoch() is not None:
+            pass

@@ -178,9 +178,9 @@ class Shard(Seeded):
         """Report an error that the generator has caught, and after which it continues.
 
         The enqueuer counts it in `error_count`; the error after `max_errors` is raised in the
-        loop. It is logged with its traceback by the logger `enqueuer`; errors with the same text,
-        as in each epoch, are logged only once. The report is sent with the next item; if none may
-        come for long, yield None. Threads of the generator may report, too.
+        loop. It is logged with its traceback by the logger `enqueuer`, but not again in a later
+        epoch with the same text; `skipped` of the enqueuer lists it. The report is sent with the
+        next item; if none may come for long, yield None. Threads of the generator may report, too.
 
         Args:
             error: Exception that was caught. Its text should name the item that is left out.

@@ -13,6 +13,12 @@ from enqueuer.workers.messages import Failure, Sender
 from enqueuer.workers.plan import OnError
 
 
+def may_skip(error: BaseException, on_error: OnError) -> bool:
+    """Return whether an error of the user's code is skipped, and not raised."""
+    is_usual = isinstance(error, Exception) and not isinstance(error, StateMismatch)
+    return on_error != "raise" and is_usual
+
+
 def skip_or_end(failure: Failure, sender: Sender, on_error: OnError) -> tuple[bool, Any]:
     """Send a failure, marked as skipped if `on_error` allows that.
 
@@ -20,8 +26,7 @@ def skip_or_end(failure: Failure, sender: Sender, on_error: OnError) -> tuple[bo
         Whether it is skipped, and the replacement that the user gives, or None.
     """
     error, replacement = failure.error, None
-    may_skip = isinstance(error, Exception) and not isinstance(error, StateMismatch)
-    if on_error == "raise" or not may_skip:
+    if not may_skip(error, on_error):
         sender.send(failure)
         return False, None
     assert isinstance(error, Exception)

@@ -2,35 +2,29 @@
 
 generator function (no argument, or the shard) -> FunctionSource: run once per shard and epoch
 running iterator, other iterable               -> LiveSource: one stream that cannot be split
+
+    open(shard) -> items, or samples --Samples: shuffled()--> --batched()--> batches
+
+A worker calls `open` for each shard and epoch. Only samples of one shard are in a shuffle buffer or
+a batch, so the batches depend on shards and not on workers.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
 import inspect
+import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeGuard
 
+from enqueuer.common import checks, interrupts
 from enqueuer.common.text import an
 from enqueuer.errors import StateMismatch
-from enqueuer.workers.shards import Shard
-
-
-class Stage(Protocol):
-    """What the enqueuer does with the items of a source, such as batching them."""
-
-    def open(self, items: Iterable[Any], shard: Shard, is_own: bool) -> Iterable[Any]:
-        """Return an iterable over the results.
-
-        Args:
-            items: Items of the source.
-            shard: Shard that seeds random choices.
-            is_own: Whether nothing else reads these items, also after an error.
-        """
-
-    def identity(self) -> dict[str, int | None]:
-        """Return the options that a saved position depends on."""
+from enqueuer.workers.collate import stack
+from enqueuer.workers.shards import Shard, seed_of_shuffle
 
 
 @dataclass(frozen=True)
@@ -39,7 +33,7 @@ class FunctionSource:
 
     function: Callable[..., Any]
     takes_shard: bool
-    stage: Stage | None = None
+    stage: Samples | None = None
 
     def open(self, shard: Shard) -> Iterable[Any]:
         """Call the function for `shard`; raise TypeError if what it returns cannot be iterated."""
@@ -61,7 +55,7 @@ class LiveSource:
     """A running iterator, or an iterable of which there is one stream."""
 
     iterable: Iterable[Any]
-    stage: Stage | None = None
+    stage: Samples | None = None
 
     def open(self, shard: Shard) -> Iterable[Any]:
         """Return the iterable; a shard of a `LiveSource` is all of it."""
@@ -90,17 +84,24 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Any) -> None: ...
 
 
-def iterate(items: Iterable[Any], state: Any = None) -> tuple[Iterator[Any], Stateful | None]:
+def iterate(
+    items: Iterable[Any], state: Any = None, is_at_end: bool = False
+) -> tuple[Iterator[Any], Stateful | None]:
     """Return an iterator over `items`, and the object with its state, if there is one.
 
     Args:
         items: Iterable of a shard.
         state: State of an earlier iterator, whose next item is to be the first one; None to begin
             with the first item.
+        is_at_end: Whether it may be the state of the end of an earlier epoch. An iteration that
+            has nothing left then begins again: many an `__iter__` begins anew unless a state was
+            loaded.
 
     Raises:
         StateMismatch: There is a state, and nothing here can load it.
     """
+    # What loads it may keep it, and change it.
+    loaded = copy.deepcopy(state) if is_at_end else None
     stateful = items if is_stateful(items) else None
     if stateful is not None and state is not None:
         stateful.load_state_dict(state)
@@ -114,7 +115,62 @@ def iterate(items: Iterable[Any], state: Any = None) -> tuple[Iterator[Any], Sta
             f"the state contains that of an iterator, but {_a(iterator)} has no load_state_dict; "
             "load it with the source that it was saved with"
         )
-    return iterator, stateful
+    if state is None or not is_at_end:
+        return iterator, stateful
+    assert stateful is not None
+    again = _BegunAgain(items, iterator, stateful, loaded)
+    return again, stateful if is_stateful(items) else again
+
+
+class _BegunAgain(Iterator[Any]):
+    """An iterator over `items` that begins again if it has nothing at its first item.
+
+    Unless its state has changed: then that was the next epoch, which is empty.
+    """
+
+    def __init__(
+        self, items: Iterable[Any], iterator: Iterator[Any], stateful: Stateful, loaded: Any
+    ) -> None:
+        self._items: Iterable[Any] | None = items
+        self._iterator: Any = iterator
+        self._stateful = stateful
+        self._loaded = loaded
+
+    def __next__(self) -> Any:
+        if self._items is None:
+            return next(self._iterator)
+        items, self._items = self._items, None
+        try:
+            return next(self._iterator)
+        except StopIteration:
+            if not self._is_as_loaded():
+                raise
+        self._iterator = iter(items)
+        return next(self._iterator)
+
+    def _is_as_loaded(self) -> bool:
+        try:
+            return bool(self._stateful.state_dict() == self._loaded)
+        except Exception as error:
+            interrupts.raise_handlers(error)
+            # States with arrays or tensors have no single truth.
+            return True
+
+    def state_dict(self) -> Any:
+        return self._iterator.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self._iterator.load_state_dict(state)
+
+    def close(self) -> None:
+        """Close a generator."""
+        close(self._iterator)
+
+
+def close(iterator: object) -> None:
+    """Run the `finally` of a generator, or the `close` of another iterator that has it."""
+    if hasattr(iterator, "close"):
+        iterator.close()
 
 
 def is_stateful(items: object) -> TypeGuard[Stateful]:
@@ -138,14 +194,14 @@ def as_source(generator: object) -> Source:
         return FunctionSource(generator, _takes_shard(generator))
     if hasattr(generator, "__next__"):
         return LiveSource(Stepped(generator))
-    if _holds_iterators(generator):
+    if _holds(generator, Iterator):
         raise TypeError(
             f"GeneratorEnqueuer needs one generator function or one iterator, got {_a(generator)} "
             "of iterators; pass a function that gives each shard its own: `GeneratorEnqueuer("
             "lambda shard: iterators[shard.index], shards=len(iterators))`, for processes with "
             "backend=Processes(start_method='fork')"
         )
-    if _holds_functions(generator):
+    if _holds(generator, Callable):  # type: ignore[arg-type]
         raise TypeError(
             f"GeneratorEnqueuer needs one generator function or one iterator, got {_a(generator)} "
             "of functions; pass a function that calls the one of its shard: "
@@ -195,6 +251,17 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
+def check_not_async(function: object) -> None:
+    """Raise TypeError for an async function, whose results would be coroutines."""
+    function = function.func if isinstance(function, functools.partial) else function
+    if _is_async(function) or _is_async(getattr(function, "__call__", None)):  # noqa: B004
+        raise TypeError(
+            f"map must not be async, as its results would be coroutines, got {_a(function)}; write "
+            "it with plain `def`, with concurrency=n to let n elements wait at once, or pass "
+            "`lambda element: asyncio.run(function(element))`"
+        )
+
+
 def _is_async(generator: object) -> bool:
     return (
         inspect.isasyncgenfunction(generator)
@@ -208,19 +275,14 @@ def is_plain_collection(generator: object) -> TypeGuard[Iterable[Any]]:
     """Return whether `generator` is a list or the like, but not text, and not of iterators."""
     if isinstance(generator, (Iterator, str, bytes, bytearray)) or callable(generator):
         return False
-    return _is_collection(generator) and not _holds_iterators(generator)
+    return _is_collection(generator) and not _holds(generator, Iterator)
 
 
-def _holds_iterators(generator: object) -> bool:
+def _holds(generator: object, kind: type) -> bool:
+    """Return whether `generator` is a list of iterators, or of functions."""
     if not isinstance(generator, (list, tuple)) or not generator:
         return False
-    return all(isinstance(element, Iterator) for element in generator)
-
-
-def _holds_functions(generator: object) -> bool:
-    if not isinstance(generator, (list, tuple)) or not generator:
-        return False
-    return all(callable(element) for element in generator)
+    return all(isinstance(element, kind) for element in generator)
 
 
 def _is_collection(generator: object) -> bool:
@@ -245,3 +307,199 @@ def has_elements(items: object) -> bool:
 
 def _a(value: object) -> str:
     return an(type(value).__name__)
+
+
+def batched(
+    samples: Iterable[Any], size: int, collate: Callable[[list[Any]], Any], drop_last: bool
+) -> Iterator[Any]:
+    """Yield batches of `size` samples; pass on None, which belongs to no batch.
+
+    If `samples` raises, the samples of the incomplete batch are dropped.
+
+    Args:
+        samples: Samples of one shard.
+        size: Number of samples in a batch.
+        collate: Function that makes a batch of a list of samples.
+        drop_last: Whether an incomplete last batch is left out.
+
+    Example:
+        >>> list(batched("abcde", 2, "".join, drop_last=False))
+        ['ab', 'cd', 'e']
+    """
+    batch: list[Any] = []
+    for sample in samples:
+        if sample is None:
+            yield None
+            continue
+        batch.append(sample)
+        # Otherwise it would live on while the loop has its batch.
+        del sample
+        if len(batch) == size:
+            yield _collated(batch, collate)
+    if batch and not drop_last:
+        yield _collated(batch, collate)
+
+
+def _collated(batch: list[Any], collate: Callable[[list[Any]], Any]) -> Any:
+    """Return a batch of some samples, and forget them. `collate` may keep its list."""
+    samples = batch.copy()
+    batch.clear()
+    return collate(samples)
+
+
+def shuffled(samples: Iterable[Any], size: int, draw: Callable[[], float]) -> Iterator[Any]:
+    """Yield each sample once, a random one of the buffer at a time; pass on None.
+
+    If `samples` raises, the samples of the buffer come before the error.
+
+    Args:
+        samples: Samples of one shard.
+        size: Number of samples in the buffer.
+        draw: Function that returns a random number from 0 to below 1.
+
+    Example:
+        >>> draws = iter([0.9, 0.0, 0.5, 0.0]).__next__
+        >>> [sample for sample in shuffled("abcd", 2, draws) if sample]
+        ['b', 'a', 'c', 'd']
+    """
+    buffer: list[Any] = []
+    failure: Exception | None = None
+    try:
+        for sample in samples:
+            if sample is not None:
+                if len(buffer) == size:
+                    at = int(draw() * size)
+                    sample, buffer[at] = buffer[at], sample
+                else:
+                    buffer.append(sample)
+                    # A worker can stop at each None, also while the buffer is filled.
+                    sample = None
+            yield sample
+            del sample
+    except Exception as error:
+        # After the samples that were made before it.
+        failure = error
+    while buffer:
+        at = int(draw() * len(buffer))
+        buffer[at], buffer[-1] = buffer[-1], buffer[at]
+        yield buffer.pop()
+    try:
+        if failure is not None:
+            raise failure
+    finally:
+        # Otherwise its traceback would refer to itself.
+        del failure
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Options for the samples of a generator, checked.
+
+    Attributes:
+        batch_size: Number of samples in a batch; None if the generator yields batches.
+        collate: Function that makes a batch of a list of samples.
+        drop_last: Whether an incomplete last batch of a shard is left out.
+        shuffle_buffer: Number of samples of a shard that are shuffled among each other, or None.
+    """
+
+    batch_size: int | None
+    collate: Callable[[list[Any]], Any]
+    drop_last: bool
+    shuffle_buffer: int | None
+
+    @classmethod
+    def of(
+        cls, batch_size: object, collate: object, drop_last: bool, shuffle_buffer: object
+    ) -> Samples | None:
+        """Return the options that the user gave; None if the items are to stay as they are.
+
+        Raises:
+            TypeError: An option has the wrong type.
+            ValueError: An option is out of its range, or needs another one.
+        """
+        checks.function("collate", collate, "of a list of samples")
+        if collate is not None and batch_size is None:
+            raise ValueError("collate makes a batch of samples; give batch_size with it")
+        if batch_size is None and shuffle_buffer is None:
+            return None
+        size = None if batch_size is None else checks.positive("batch_size", batch_size)
+        buffer = (
+            None if shuffle_buffer is None else checks.positive("shuffle_buffer", shuffle_buffer)
+        )
+        if buffer == 1:
+            raise ValueError(
+                "shuffle_buffer must be >= 2, got 1: a single sample cannot be shuffled; give "
+                "the number of samples that a shard can keep in memory, such as 1000"
+            )
+        return cls(size, stack if collate is None else collate, drop_last, buffer)  # type: ignore[arg-type]
+
+    def open(self, items: Iterable[Any], shard: Shard, is_own: bool) -> Iterable[Any]:
+        """Return an iterable over the batches of a shard.
+
+        If the source has a state, so has the iterable, unless there is a shuffle buffer: its
+        samples are part of the position, so the shard is run again.
+
+        Args:
+            items: Samples of the shard.
+            shard: Shard that seeds the shuffling.
+            is_own: Whether nothing else reads these samples, also after an error.
+        """
+        run = functools.partial(self._run, shard, is_own)
+        if self.shuffle_buffer is not None:
+            return run(iter(items))
+        held: Any = items if is_stateful(items) else iter(items)
+        return _ResumableBatches(held, run) if is_stateful(held) else run(held)
+
+    def identity(self) -> dict[str, int | None]:
+        """Return the options that a saved position depends on."""
+        return {"batch_size": self.batch_size, "shuffle_buffer": self.shuffle_buffer}
+
+    def _run(self, shard: Shard, is_own: bool, samples: Iterator[Any]) -> Iterator[Any]:
+        made = samples
+        if self.shuffle_buffer is not None:
+            draw = random.Random(seed_of_shuffle(shard)).random
+            made = shuffled(made, self.shuffle_buffer, draw)
+        if self.batch_size is not None:
+            made = batched(made, self.batch_size, self.collate, self.drop_last)
+        try:
+            yield from made
+        except BaseException as error:
+            # Only now, as the user's iterator may be read again after the end of an epoch, and a
+            # running iterator after an error of `collate`.
+            if is_own or isinstance(error, GeneratorExit):
+                close(samples)
+            raise
+
+
+class _ResumableBatches:
+    """The batches of samples that have a state: a batch ends with a sample.
+
+    An incomplete last batch comes after the end of the samples. Their state is then that of their
+    end, from which some iterables begin anew, so the state says that nothing is left.
+    """
+
+    def __init__(self, samples: Any, run: Callable[[Iterator[Any]], Iterator[Any]]) -> None:
+        self._samples = samples
+        self._run = run
+        self._state: Any = None
+        # Whether the samples have ended, and their last batch has not been followed by the end.
+        self._is_last = False
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self._is_last:
+            samples, _ = iterate(self._samples, self._state)
+            yield from self._run(self._until_end(samples))
+        elif self._state is not None:
+            self._samples.load_state_dict(self._state)
+        # What a running iterator has at the end of an epoch is its next epoch.
+        self._is_last = False
+
+    def _until_end(self, samples: Iterator[Any]) -> Iterator[Any]:
+        yield from samples
+        self._is_last = True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"samples": self._samples.state_dict(), "is_last": self._is_last}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._state, self._is_last = state["samples"], state["is_last"]

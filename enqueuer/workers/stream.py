@@ -9,16 +9,19 @@ import functools
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 from enqueuer.errors import StateMismatch
-from enqueuer.workers.bunch import BunchSender, ItemBunch
+from enqueuer.workers.bunch import Bunch, BunchSender
 from enqueuer.workers.messages import Reported, Sender, Start
 from enqueuer.workers.shards import Shard, collect_reports
-from enqueuer.workers.sources import LiveSource, Source, Stateful, iterate
+from enqueuer.workers.sources import LiveSource, Source, Stateful, close, iterate
 
 _log = logging.getLogger("enqueuer")
+# Seconds of a replay until it is told of.
+SILENT_S = 5.0
 
 
 class ShardStream:
@@ -43,8 +46,6 @@ class ShardStream:
         self._reports = collect_reports(shard)
         # Number of the item before which reports were sent last, and how many of them.
         self._reported = -1, 0
-        # The item that a bunch has left.
-        self._left: list[Any] = []
         # Any thread of the generator may report within a bunch.
         self._report_lock = threading.RLock()
 
@@ -69,13 +70,13 @@ class ShardStream:
         # Each item by itself where others take turns, where each has a state, or a trace.
         bunches = _bunches_of(sender) if alone and stateful is None else None
         while True:
-            if bunches is not None and bunches.may_bunch:
+            if bunches is not None:
                 if not self._send_bunches(bunches, items):
                     self.send_reports(sender)
                     return False
                 number = self.number
             try:
-                value = self._left.pop() if self._left else next(items)
+                value = next(items)
             except StopIteration:
                 # The iterable of a function is dropped now, but a running iterator is read again.
                 if stateful is not None and isinstance(self._source, LiveSource):
@@ -126,9 +127,6 @@ class ShardStream:
                 return False
             self.number += bunch.asked
             sender.check()
-            if bunch.left:
-                self._left.extend(bunch.left)
-                break
         self.in_user_code = True
         return True
 
@@ -136,7 +134,7 @@ class ShardStream:
         """Send the errors that the generator has reported since the last item."""
         self._send_reports(sender.send, self.number)
 
-    def _report_within(self, bunch: ItemBunch, sender: BunchSender, first: int) -> None:
+    def _report_within(self, bunch: Bunch, sender: BunchSender, first: int) -> None:
         self._send_reports(sender.send_report, first + bunch.made)
 
     def _send_reports(self, send: Callable[[Reported], None], number: int) -> None:
@@ -155,7 +153,7 @@ class ShardStream:
     def _open(self) -> Iterator[Any]:
         wanted, state, behind = self._start
         try:
-            items, self._stateful = iterate(self._source.open(self.shard), state)
+            items, self._stateful = iterate(self._source.open(self.shard), state, not wanted)
         except StopIteration as error:
             # Unchanged, it would be mistaken for the end.
             raise RuntimeError("the generator function raised StopIteration") from error
@@ -165,8 +163,13 @@ class ShardStream:
 
     def _replay(self, items: Iterator[Any], sender: Sender) -> None:
         """Run an iterator from its position, or that of its state, up to its start."""
-        wanted = self._start.number
+        wanted, first, began = self._start.number, self.number, time.monotonic()
+        is_told = False
         while self.number < wanted:
+            spent = time.monotonic() - began
+            if spent > SILENT_S and not is_told:
+                is_told = True
+                self._tell_replay(spent / (self.number - first or 1))
             try:
                 next(items)
             except StopIteration:
@@ -182,16 +185,23 @@ class ShardStream:
             sender.check()
             self.in_user_code = True
 
+    def _tell_replay(self, each_s: float) -> None:
+        left = self._start.number - self.number
+        _log.warning(
+            "shard %d is run again up to its position: %d items are left, about %.0f s; a source "
+            "with state_dict() and load_state_dict() goes on at once",
+            self.shard.index,
+            left,
+            left * each_s,
+        )
+
     def close(self) -> None:
         """Run the generator's `finally`; an exception there is logged, not raised.
 
         It must not hide the first error, and after a stop no loop is left to raise it to.
         """
-        close = getattr(self._items, "close", None)
-        if close is None:
-            return
         try:
-            close()
+            close(self._items)
         except BaseException:
             _log.exception("closing the generator of shard %d failed", self.shard.index)
 

@@ -6,10 +6,9 @@ serve_tasks: take a ticket -> its elements -> their results -> collate -> send -
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 from enqueuer.errors import Closed
-from enqueuer.workers.bunch import TaskSender
 from enqueuer.workers.messages import Empty, Failure, Sender, Ticket, Tickets
 from enqueuer.workers.plan import OnError, Plan
 from enqueuer.workers.shards import Task, do_nothing
@@ -35,42 +34,12 @@ def serve_tasks(
     source = plan.source
     assert isinstance(source, TaskSource)
     enter = enter if enter is not None and source.runs_code else do_nothing
-    may_bunch = enter is do_nothing and source.is_plain and hasattr(sender, "take_ticket")
-    many = cast(TaskSender, sender) if may_bunch else None
     do = _do_plain if source.is_plain else do_task
     try:
         while (ticket := tickets.next_ticket()) is not None:
             do(source, ticket, sender, enter, plan.on_error)
-            if many is not None:
-                _do_many(source, many, plan.on_error)
     except Closed:
         pass
-
-
-def _do_many(source: TaskSource, sender: TaskSender, on_error: OnError) -> None:
-    """Do tasks by C code, until none is left, the loop waits for a result, or one has failed."""
-    bunch = sender.open_bunch(0)
-    if bunch is None:
-        return
-    failed: BaseException | None = None
-    try:
-        bunch.fill_tasks(sender.take_ticket, source.results_at)
-    except BaseException as error:
-        # Without a ticket it was not a task that raised, but the queue is empty.
-        if not bunch.unfinished and not isinstance(error, IndexError):
-            raise
-        failed = error
-    finally:
-        sender.close_bunch(bunch)
-    for ticket in bunch.unfinished:
-        # It ends the worker.
-        if ticket is None or not ticket.indices:
-            sender.give_back(ticket)
-        else:
-            # Without an exception the task raised StopIteration, which looks like an end.
-            do_task(source, ticket, sender, do_nothing, on_error, failed)
-    # Otherwise its traceback would refer to itself, through this frame.
-    del failed
 
 
 def _do_plain(
@@ -147,21 +116,35 @@ def do_task(
             if not goes_on:
                 return
         results.append(result)
-    # No single element is at fault, so the failure is that of fetching all of them.
-    if failed_fetch is not None:
-        of_all, failed_fetch = Failure(0, ticket.number, failed_fetch), None
-        goes_on, _ = skip_or_end(of_all, sender, on_error)
-        # Otherwise the traceback would refer to itself, through this frame.
-        del of_all
-        if not goes_on:
-            return
-    send_results(source, ticket, results, sender, on_error)
+    try:
+        send_results(source, ticket, results, sender, on_error, failed_fetch)
+    finally:
+        # Otherwise its traceback would refer to itself, through this frame.
+        del failed_fetch
 
 
 def send_results(
-    source: TaskSource, ticket: Ticket, results: list[Any], sender: Sender, on_error: OnError
+    source: TaskSource,
+    ticket: Ticket,
+    results: list[Any],
+    sender: Sender,
+    on_error: OnError,
+    failed_fetch: BaseException | None,
 ) -> None:
-    """Collate and send the results of a ticket, or `Empty`, or the failure of that."""
+    """Collate and send the results of a ticket, or `Empty`, or the failure of that.
+
+    Args:
+        source: The source of the tasks.
+        ticket: The ticket.
+        results: Result of each element.
+        sender: Sender of the item.
+        on_error: What to do about an exception.
+        failed_fetch: Exception of fetching all elements at once, if no single one is at fault.
+    """
+    if failed_fetch is not None:
+        goes_on, _ = skip_or_end(Failure(0, ticket.number, failed_fetch), sender, on_error)
+        if not goes_on:
+            return
     try:
         value = source.item_of(ticket, results, source.random_seed)
     except BaseException as error:

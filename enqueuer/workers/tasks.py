@@ -9,13 +9,12 @@ the order. The ticket of a sequence has indices; that of an iterable has the ele
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat, starmap
+from itertools import repeat
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -68,6 +67,8 @@ class TaskSource:
         random_seed: Seed of the enqueuer.
         begin_worker: Function that a worker in another process calls once, with its index. It
             returns the function that seeds before each task; None: as for other sources.
+        is_round_robin: Whether worker i of n does the elements i, i + n and so on of an epoch, as
+            the results depend on what a worker did before. Not with threads.
         concurrency: Number of elements that each worker runs at once.
         takes_task: Whether `map` takes the `Task` as well.
         takes_tasks: Whether `collate` takes the `Task` of each result as well.
@@ -82,6 +83,7 @@ class TaskSource:
     collate: Callable[..., Any]
     random_seed: int
     begin_worker: Callable[[int], Callable[[Task], None] | None] | None = None
+    is_round_robin: bool = False
     concurrency: int = 1
     takes_task: bool = field(init=False)
     takes_tasks: bool = field(init=False)
@@ -262,11 +264,6 @@ class TaskSource:
     def is_plain(self) -> bool:
         """Whether a result needs nothing but the index of its element."""
         return self.is_sequence and self.batch_size is None and not self.takes_task
-
-    def results_at(self, places: Iterator[tuple[int]]) -> Iterator[Any]:
-        """Return the results of elements of a plain source as an iterator that is written in C."""
-        elements = starmap(functools.partial(operator.getitem, self.items), places)
-        return elements if self.map is None else map(self.map, elements)
 
     def begin(self, epoch: int) -> None:
         """Announce to the sequence all epochs before this one, and the beginning of this one.

@@ -16,12 +16,11 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from enqueuer.common.sizes import SAMPLED, size_of
-from enqueuer.monitoring.meters import Meter
-from enqueuer.monitoring.trace_file import Lines, TraceTarget, Track, text_of
-from enqueuer.workers.element_threads import ElementThreads, Job
+from enqueuer.monitoring.trace_file import TraceTarget, Track, text_of
+from enqueuer.workers.element_threads import ElementThreads, ThreadJob
 from enqueuer.workers.messages import (
     ClosedAfterSending,
     Empty,
@@ -43,70 +42,66 @@ Serve = Callable[..., None]
 """`loop.serve` or `task_loop.serve_tasks`."""
 
 
-def traced(serve: Serve, place: TraceTarget | None, index: int) -> Serve:
+def traced(serve: Serve, target: TraceTarget | None, index: int) -> Serve:
     """Return the loop of a worker, with recording if there is a trace file."""
-    return serve if place is None else functools.partial(_serve, serve, place, index)
+    if target is None:
+        return serve
 
+    def record(
+        plan: Plan, orders: Any, sender: Any, enter: Callable[[Any], None] | None = None
+    ) -> None:
+        recorder = WorkerRecorder(target, index, orders, sender)
+        try:
+            serve(plan, recorder, recorder, enter)
+        finally:
+            recorder.close()
 
-def _serve(
-    serve: Serve,
-    place: TraceTarget,
-    index: int,
-    plan: Plan,
-    orders: Any,
-    sender: Sender,
-    enter: Callable[[Any], None] | None = None,
-) -> None:
-    recorder = WorkerRecorder(place, index, orders, sender)
-    sender.watch(recorder.waited)
-    try:
-        serve(plan, recorder, recorder, enter)
-    finally:
-        recorder.close()
-
-
-def recorder_in_loop(place: TraceTarget, index: int, orders: Any, sender: Sender) -> WorkerRecorder:
-    """Return the recorder of a worker that runs in the loop's own thread."""
-    recorder = WorkerRecorder(place, index, orders, sender, in_loop=True)
-    sender.watch(recorder.waited)
-    return recorder
+    return record
 
 
 class WorkerRecorder:
-    """The Sender of a worker, and its Orders or Tickets, which record each call."""
+    """The Sender of a worker, and its Orders or Tickets, which record each call.
+
+    Args:
+        target: File of the trace.
+        index: Index of the worker.
+        orders: Its Orders or Tickets; None for one of its threads.
+        sender: Its Sender, with a meter.
+        in_loop: Whether it runs in the loop's own thread.
+        thread: Index of the thread that runs elements, as ".0"; "" for the worker's own.
+    """
 
     def __init__(
         self,
-        place: TraceTarget,
+        target: TraceTarget,
         index: int,
         orders: Any,
-        sender: Sender,
+        sender: Any,
         in_loop: bool = False,
         thread: str = "",
     ) -> None:
         self._orders = orders
         self._sender = sender
-        self._run = place.run
-        self._place = place, index
-        # The recorders of threads that run elements, once there are some.
-        self._threads: _ThreadRecorders | None = None
-        pid = os.getpid()
-        self._lines = Lines(place)
-        # The loop reports errors of later writes.
-        if self._lines.trouble is not None:
-            _log.warning("worker %d records nothing in a trace: %s", index, self._lines.trouble)
+        self._run = target.run
+        self._target = target, index
+        # Those of the threads that run elements, once there are some.
+        self._by_thread: list[WorkerRecorder] = []
+        self._has_threads = False
         # The row of the loop has the number of the thread.
-        self._track = Track(self._lines, pid, _ROW if in_loop else threading.get_native_id())
-        name = f"worker {index}{thread}"
+        self._track = Track(target, _ROW if in_loop else threading.get_native_id())
+        # The loop reports errors of later writes.
+        if self._track.trouble is not None:
+            _log.warning("worker %d records nothing in a trace: %s", index, self._track.trouble)
+        name, pid = f"worker {index}{thread}", os.getpid()
         if in_loop:
             self._track.name(None, f"{name} (the loop's own thread)", index)
-        elif pid == place.pid:
+        elif pid == target.pid:
             self._track.name(None, f"{name} (thread)", index)
         else:
             process = None if thread else f"{name} (process {pid})"
             self._track.name(process, name, index)
         # Written at once, so that the trace names a worker that is killed soon.
-        self._lines.flush()
+        self._track.flush()
         self._epoch = 0
         self._ticket: Ticket | None = None
         # Time at which the user's code began to run.
@@ -116,6 +111,11 @@ class WorkerRecorder:
         self._has_sent = False
         # Begin and end of each wait within the current call of the sender.
         self._waits: list[tuple[int, int]] = []
+        # Called for an item that was None, whose time counts to the next item.
+        self.check = sender.check
+        if not thread:
+            self.meter = sender.meter
+            self.meter.waited = self._waited
 
     def send_item(self, shard: int, number: int, value: object, state: Any = None) -> None:
         began, size = _now(), size_of(value, SAMPLED)
@@ -152,37 +152,31 @@ class WorkerRecorder:
             self._since, self._has_sent = _now(), True
             self._record_waits()
 
-    def check(self) -> None:
-        # The item was None. Its time counts to the next item.
-        self._sender.check()
-
-    def watch(self, waited: Callable[[int], None]) -> None:
-        self._sender.watch(waited)
-
     def next_epoch(self) -> Epoch | None:
         began = _now()
         # The wait may be long, and the process may be killed meanwhile.
-        self._lines.flush()
+        self._track.flush()
         epoch: Epoch | None = self._orders.next_epoch()
         if epoch is not None:
             self._epoch = epoch.number
         self._waited_for("epoch", began)
         return epoch
 
-    @property
-    def meter(self) -> Meter:
-        """The meter of the sender."""
-        meter: Meter = self._orders.meter
-        return meter
-
     def share(self, threads: ElementThreads) -> Sender:
         """Return a Sender for several threads, of which each has a row of its own."""
-        shared: Sender = self._orders.share(threads)
-        self._threads = threads.observer = _ThreadRecorders(*self._place, shared)
-        return self._threads
+        shared, self._has_threads = self._sender.share(threads), True
+
+        def recorder_of_thread() -> WorkerRecorder:
+            number = threading.current_thread().name.rpartition(".")[2]
+            self._by_thread.append(WorkerRecorder(*self._target, None, shared, thread=f".{number}"))
+            return self._by_thread[-1]
+
+        recorders = _ThreadRecorders(recorder_of_thread)
+        threads.do = lambda job: recorders.recorder.do(job)
+        return cast(Sender, recorders)
 
     def next_ticket(self) -> Ticket | None:
-        if self._threads is not None:
+        if self._has_threads:
             # The threads wait, and record that.
             ticket: Ticket | None = self._orders.next_ticket()
             return ticket
@@ -193,31 +187,28 @@ class WorkerRecorder:
         self._waited_for("task", began)
         return ticket
 
-    def waited(self, since: int) -> None:
-        """Note the end of a wait; the sender calls this."""
-        if self._is_sending:
-            self._waits.append((since, _now()))
-        else:
-            self._since = _now()
-
-    def begin(self, job: Job) -> None:
-        """Note that a job begins, in a thread that runs elements."""
+    def do(self, job: ThreadJob) -> None:
+        """Do a job, in a thread that runs elements."""
         self._epoch, self._ticket = job.ticket.epoch, job.ticket._replace(indices=job.indices)
         self._waited_for("task", self._since)
-
-    def end(self, job: Job) -> None:
-        """Note the end of a job."""
+        job.run()
         now = _now()
-        # After a send there is nothing more to tell.
-        if self._ticket is not None and not self._has_sent:
+        # After a send there is nothing more to record.
+        if not self._has_sent:
             self._track.span("next", self._since, now, self._args_of(0, job.ticket.number))
         self._since, self._has_sent = now, False
 
     def close(self) -> None:
-        """Write the events that are kept, and close the file."""
-        self._lines.close()
-        if self._threads is not None:
-            self._threads.close()
+        """Write the events that are kept, and close the files, once the threads have ended."""
+        for recorder in [self, *self._by_thread]:
+            recorder._track.close()
+
+    def _waited(self, since: int) -> None:
+        """Note the end of a wait; the meter calls this."""
+        if self._is_sending:
+            self._waits.append((since, _now()))
+        else:
+            self._since = _now()
 
     def _args_of(self, shard: int, number: int) -> dict[str, Any]:
         if self._ticket is None:
@@ -237,44 +228,17 @@ class WorkerRecorder:
         self._is_sending = False
 
 
-class _ThreadRecorders:
-    """A Sender for the threads of one worker, with a recorder for each."""
+class _ThreadRecorders(threading.local):
+    """A Sender for the threads of one worker: in each thread it is the recorder of that thread."""
 
-    def __init__(self, place: TraceTarget, index: int, sender: Sender) -> None:
-        self._place = place, index
-        self._sender = sender
-        # By the thread.
-        self._recorders: dict[int, WorkerRecorder] = {}
+    def __init__(self, make: Callable[[], WorkerRecorder]) -> None:
+        self._make = make
 
-    @property
-    def _own(self) -> WorkerRecorder:
+    @functools.cached_property
+    def recorder(self) -> WorkerRecorder:
         """The recorder of the current thread."""
-        ident = threading.get_ident()
-        if ident not in self._recorders:
-            number = threading.current_thread().name.rpartition(".")[2]
-            recorder = WorkerRecorder(*self._place, None, self._sender, thread=f".{number}")
-            self._recorders[ident] = recorder
-        return self._recorders[ident]
+        return self._make()
 
-    def begin(self, job: Job) -> None:
-        self._own.begin(job)
-
-    def end(self, job: Job) -> None:
-        self._own.end(job)
-
-    def send_item(self, shard: int, number: int, value: object, state: Any = None) -> None:
-        self._own.send_item(shard, number, value, state)
-
-    def send(self, message: End | Failure | Empty) -> None:
-        self._own.send(message)
-
-    def check(self) -> None:
-        self._sender.check()
-
-    def watch(self, waited: Callable[[int], None]) -> None:
-        self._sender.watch(waited)
-
-    def close(self) -> None:
-        """Write the events that are kept, once the threads have ended."""
-        for recorder in list(self._recorders.values()):
-            recorder.close()
+    def __getattr__(self, name: str) -> Any:
+        """Return a method of that recorder."""
+        return getattr(self.recorder, name)

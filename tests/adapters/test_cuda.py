@@ -23,7 +23,7 @@ from helpers import collect_until, needs
 
 from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, empty
 from enqueuer.enqueuers.enqueuer import core_of
-from enqueuer.transport.mapping import Mapping
+from enqueuer.transport.block_map import Mapping
 from enqueuer.transport.memory import open_nameless
 
 torch = needs("torch")
@@ -31,10 +31,14 @@ torch.set_num_threads(1)  # its thread pool does not survive a fork
 DataLoader = torch.utils.data.DataLoader
 
 from enqueuer.adapters import pinning  # noqa: E402  (torch may be missing)
-from enqueuer.adapters.cuda import CudaDataLoader  # noqa: E402
-from enqueuer.adapters.cuda.device import CudaDevice, PlainDevice  # noqa: E402
-from enqueuer.adapters.cuda.tensors import is_plain, plain_parts  # noqa: E402
-from enqueuer.adapters.cuda.transfer import Transfer  # noqa: E402
+from enqueuer.adapters.cuda import (  # noqa: E402
+    CudaDataLoader,
+    CudaDevice,
+    PlainDevice,
+    Transfer,
+    is_plain,
+    plain_parts,
+)
 from enqueuer.adapters.torch import TorchLoader  # noqa: E402
 
 on_gpu = [
@@ -404,6 +408,7 @@ class Event:
         self.device = device
         self.sources = sources
         self.alive = None
+        self.thread = threading.get_ident()
 
     def query(self):
         return self.alive is not None
@@ -475,7 +480,7 @@ class Device:
 def fake(monkeypatch):
     """Have loaders use a device that writes down what it is asked for."""
     fake = Device(Driver())
-    monkeypatch.setattr("enqueuer.adapters.cuda.loader.device_of", lambda device: fake)
+    monkeypatch.setattr("enqueuer.adapters.cuda.device_of", lambda device: fake)
     return fake
 
 
@@ -609,18 +614,22 @@ def test_batches_that_were_left_out_count_in_no_later_epoch(fake):
 
 def test_the_loop_calls_transform_on_the_copying_stream(fake):
     """So random numbers are drawn in the order of the loop, and are the same each time."""
-    called = []
+    loop, called = threading.get_ident(), []
+
+    def of_loop():
+        # The thread records those of the next batches meanwhile.
+        return [event for event in fake.events if event.thread == loop]
 
     def transform(batch):
-        called.append((threading.get_ident(), fake.stream.name, int(batch)))
+        called.append((threading.get_ident(), fake.stream.name, int(batch), len(of_loop())))
         return batch
 
     for number, batch in enumerate(CudaDataLoader(torch.arange(5), transform=transform)):
         assert int(batch) == number
-        assert called == [(threading.get_ident(), "copying", number)]
-        called.clear()
         # what the loop waits for was recorded after the transform
-        assert fake.given[-1] is fake.events[-1]
+        assert called == [(loop, "copying", number, number)]
+        called.clear()
+        assert fake.given[-1] is of_loop()[number]
         assert fake.stream.name == "own"
 
 

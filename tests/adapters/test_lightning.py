@@ -151,6 +151,7 @@ def test_a_run_that_was_killed_resumes_to_the_weights_of_an_undisturbed_one(make
     assert torch.equal(train(make, folder, resumes=True), expected)
 
 
+@pytest.mark.filterwarnings("ignore:max_restarts has no effect with threads")
 def test_a_loader_for_several_devices_keeps_its_class_and_its_options():
     from lightning.pytorch.utilities.data import _update_dataloader
 

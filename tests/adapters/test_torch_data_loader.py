@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from helpers import needs
 
-from enqueuer import InvalidState, Processes, StateMismatch, WorkerDied
+from enqueuer import EnqueuerWarning, InvalidState, Processes, StateMismatch, WorkerDied
 
 torch = needs("torch")
 torch.set_num_threads(1)  # its thread pool does not survive a fork
@@ -156,11 +156,49 @@ def test_a_state_continues_with_the_next_batch(order, workers, persistent):
     for step in (len(given) // 2, len(given) - 1):
         later = loader()
         later.load_state_dict(states[step])
-        torch.manual_seed(99)
+        torch.manual_seed(98)
         assert indices(later) == given[step + 1 :]
-        # Resuming has drawn nothing that another epoch would miss, but without workers the rows.
-        if workers:
-            assert indices(later) == next_epoch
+        # What the program sets is what the next epoch draws from.
+        torch.manual_seed(99)
+        assert indices(later) == next_epoch
+
+
+@KINDS
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("restores", [False, True])
+def test_the_epochs_after_a_resumed_one_are_those_of_the_undisturbed_run(
+    order, workers, persistent, restores
+):
+    """The program begins with a seed, and may restore torch's generator itself."""
+
+    def script():
+        torch.manual_seed(0)
+        rows = Rows()
+        options = ORDERS[order](rows) | {"persistent_workers": persistent}
+        return DataLoader(rows, num_workers=workers, **options)
+
+    loader, states, epochs = script(), [], []
+    for _ in range(2):
+        epochs.append([])
+        for batch in loader:
+            epochs[-1].append(batch["index"].tolist())
+            states.append((loader.state_dict(), torch.get_rng_state()))
+    further = [indices(loader) for _ in range(2)]
+    for step in (0, len(epochs[0]) - 1, len(epochs[0]), len(states) - 1):
+        epoch, done = divmod(step, len(epochs[0]))
+        later = script()
+        later.load_state_dict(states[step][0])
+        if restores:
+            torch.set_rng_state(states[step][1])
+        before = torch.get_rng_state()
+        assert indices(later) == epochs[epoch][done + 1 :]
+        # Without workers, the rows draw from the program's generator.
+        assert not workers or restores or torch.equal(torch.get_rng_state(), before)
+        rest = [indices(later) for _ in range(3 - epoch)]
+        if workers or restores:
+            assert rest == [*epochs[epoch + 1 :], *further]
+        elif epochs[0] != epochs[1]:
+            assert rest[0] not in epochs[: epoch + 1]
 
 
 @pytest.mark.parametrize("workers", [1, 2, 5])
@@ -349,8 +387,13 @@ def test_two_iterators_in_use_have_no_position(workers):
     next(outer)
     list(loader)
     next(outer)
-    with pytest.raises(InvalidState, match="two iterators of this DataLoader are in use"):
-        loader.state_dict()
+    reason = "two iterators of this DataLoader were in use"
+    with pytest.warns(EnqueuerWarning, match=f"cannot be loaded: {reason}"):
+        state = loader.state_dict()
+    # A trainer saves often.
+    assert loader.state_dict() == state
+    with pytest.raises(InvalidState, match=f"this state has no position: {reason}"):
+        DataLoader(range(8), num_workers=workers).load_state_dict(json.loads(json.dumps(state)))
     del outer
     list(loader)
     assert loader.state_dict()["step"] == 0

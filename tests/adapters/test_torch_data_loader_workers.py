@@ -22,7 +22,7 @@ from enqueuer import (
     WorkerDied,
     WorkerError,
 )
-from enqueuer.transport import block_writer
+from enqueuer.transport import blocks
 
 torch = needs("torch")
 torch.set_num_threads(1)  # its thread pool does not survive a fork
@@ -286,8 +286,8 @@ class Counting:
 
     def __getitem__(self, index):
         if self.copies is None:
-            self.copies, copy = [], block_writer.copy_part
-            block_writer.copy_part = lambda *args: self.copies.append(0) or copy(*args)
+            self.copies, copy = [], blocks.copy_part
+            blocks.copy_part = lambda *args: self.copies.append(0) or copy(*args)
         return self.of(index), len(self.copies)
 
 
@@ -416,6 +416,20 @@ def test_an_error_may_be_skipped():
     for size, seen in ((2, [[0, 1], [2, -1]]), (None, [0, 1, 2, -1])):
         loader = DataLoader(Of(odd, 4), size, num_workers=1, on_error=lambda error: -1)
         assert [batch if size is None else batch.tolist() for batch in loader] == seen
+
+
+class Mute(Exception):
+    def __repr__(self):
+        raise LookupError("no text either")
+
+
+def test_an_error_that_has_no_text_costs_its_sample_alone():
+    def odd(index):
+        if index == 3:
+            raise Mute
+        return index
+
+    assert lists(DataLoader(Of(odd, 6), 2, num_workers=1, on_error="skip")) == [[0, 1], [2], [4, 5]]
 
 
 def test_a_batch_of_errors_is_left_out():

@@ -20,7 +20,8 @@ from helpers import LIMIT, bytes_of, random_batches, twelve
 
 from enqueuer import Auto, GeneratorEnqueuer, OrderedEnqueuer, Processes, StartError, imap, prefetch
 from enqueuer.enqueuers.enqueuer import core_of
-from enqueuer.monitoring import autoscaler, gil
+from enqueuer.monitoring import autoscaler
+from enqueuer.monitoring.bottleneck import OFTEN_LACKS_CPU, RunInputs
 
 BACKENDS = without("process-spawn", "process-fork-portable")
 MAKE_S = 0.02
@@ -166,45 +167,38 @@ def hashed(element, data=bytes(20_000_000)):
     return hashlib.sha256(data).digest()
 
 
-def measured(map, is_right):
-    """Return the workers and the bottleneck of a run in threads, if right; measured up to 3 times.
+def measured(map, is_right, seconds=2.5):
+    """Run in threads, up to three times, until the numbers of workers are right.
 
     Other programs may keep the threads from the CPUs, so that they seem to do something else.
     """
     for _ in range(3):
         with OrderedEnqueuer(range(100_000), map, workers=Auto(most=8)) as enqueuer:
             loop = Loop(enqueuer, 0)
-            loop.run(2.5)
-            found = loop.workers, enqueuer.stats()
-        if is_right(*found):
+            loop.run(seconds)
+            found, stats = [n for n, _ in itertools.groupby(loop.workers)], enqueuer.stats()
+        if is_right(found, RunInputs.of(stats)):
             return
-    raise AssertionError([n for n, _ in itertools.groupby(found[0])], str(found[1]))
+    raise AssertionError(found, str(stats))
 
 
 @pytest.mark.local
-def test_threads_that_compute_in_python_stay_at_one_and_say_so(monkeypatch, caplog):
+def test_threads_that_compute_in_python_are_one_again(monkeypatch):
+    """More of them are no faster, as one at a time holds the GIL."""
+
+    def is_right(workers, run):
+        # Where other programs take the CPUs, the rate does not show the effect of a step.
+        lacks_cpus = run.total("lacked_s") > OFTEN_LACKS_CPU / 2 * run.total("busy_s")
+        return max(workers) > 1 and (workers[-1] == 1 or lacks_cpus)
+
     monkeypatch.setattr("enqueuer.monitoring.usage.cpus", lambda: 4.0)
-    measured(
-        python_task, lambda workers, stats: set(workers) == {1} and stats.gil_share > gil.IS_PYTHON
-    )
-    assert "stays at 1: the workers hold the GIL for " in caplog.records[0].message
-    assert "use backend='process'" in caplog.records[0].message
+    measured(python_task, is_right, 8)
 
 
 @pytest.mark.local
 def test_threads_that_release_the_gil_become_as_many_as_cpus(monkeypatch):
     monkeypatch.setattr("enqueuer.monitoring.usage.cpus", lambda: 2.0)
-    measured(hashed, lambda workers, stats: 2 in workers and stats.gil_share < 0.5)
-
-
-@pytest.mark.local
-def test_without_a_thread_for_the_probe_it_goes_on_unmeasured(monkeypatch):
-    def fail(probe):
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr("enqueuer.monitoring.usage.cpus", lambda: 2.0)
-    monkeypatch.setattr(gil.Probe, "start", fail)
-    measured(hashed, lambda workers, stats: 2 in workers and stats.gil_share is None)
+    measured(hashed, lambda workers, run: 2 in workers)
 
 
 def remote_file(element):
@@ -233,10 +227,14 @@ def test_what_waits_at_once_in_each_worker_needs_few_workers(monkeypatch):
     """32 elements that wait for 35 ms and compute for 1 ms keep a CPU busy."""
     monkeypatch.setattr("enqueuer.monitoring.usage.cpus", lambda: 2.0)
     options = dict(workers=Auto(most=24), concurrency=32, backend=Processes(start_method="fork"))
-    with OrderedEnqueuer(range(100_000), remote_file, **options) as enqueuer:
-        loop = Loop(enqueuer, 0)
-        loop.run(3)
-        assert max(loop.workers) <= 4
+    found = []
+    # Other programs may keep the workers from the CPUs, so that they seem to wait for longer.
+    while len(found) < 3 and (not found or found[-1] > 4):
+        with OrderedEnqueuer(range(100_000), remote_file, **options) as enqueuer:
+            loop = Loop(enqueuer, 0)
+            loop.run(3)
+            found.append(max(loop.workers))
+    assert found[-1] <= 4, found
 
 
 # For actors the limit is the CPUs of the cluster, as their memory is not known.

@@ -21,7 +21,7 @@ COUNT = 100
 def is_in_bunch():
     """Return whether the source that calls this is run by C code that fills a bunch."""
     names = [frame.name for frame in traceback.extract_stack()]
-    return "fill" in names or "fill_tasks" in names
+    return "fill" in names
 
 
 class Source:
@@ -281,78 +281,21 @@ def test_what_is_made_in_a_bunch_is_shown_when_it_hangs():
         source.may_go_on.set()
 
 
-# --- tasks ---
+# --- tasks, which C code does not send ---
 
 
-def failing(error, seen):
+@pytest.mark.parametrize("error", [KeyError("here"), StopIteration(5)])
+def test_an_error_of_a_quick_task_comes_at_its_place(error):
     def task(number):
         if number == AT:
-            seen.append(is_in_bunch())
             raise error
         return number
 
-    return task
-
-
-def test_an_error_of_a_task_in_a_bunch_comes_at_its_place():
-    seen, taken = [], []
-    with OrderedEnqueuer(range(COUNT), failing(KeyError("here"), seen)) as enqueuer:
-        with pytest.raises(KeyError, match="here") as raised:
-            taken.extend(enqueuer)
-    assert (seen, taken) == ([True], list(range(AT)))
-    assert raised.value.enqueuer_origin.element == AT
-
-
-def test_stop_iteration_of_a_task_in_a_bunch_is_an_error_and_no_end():
-    seen, taken = [], []
-    with OrderedEnqueuer(range(COUNT), failing(StopIteration(5), seen)) as enqueuer:
-        with pytest.raises(WorkerError) as raised:
-            taken.extend(enqueuer)
-    assert seen[0]
+    taken = []
+    with (
+        pytest.raises((KeyError, WorkerError)) as raised,
+        OrderedEnqueuer(range(COUNT), task, workers=2) as enqueuer,
+    ):
+        taken.extend(enqueuer)
     assert taken == list(range(AT))
-    assert type(raised.value.__cause__) is StopIteration
-
-
-def test_a_task_in_a_bunch_that_failed_can_be_skipped():
-    seen = []
-    task = failing(KeyError("here"), seen)
-    with OrderedEnqueuer(range(COUNT), task, workers=2, on_error="skip") as enqueuer:
-        assert list(enqueuer) == [number for number in range(COUNT) if number != AT]
-        assert enqueuer.error_count == 1
-
-
-def test_results_of_none_in_a_bunch_are_left_out():
-    def task(number):
-        return None if number % 7 == 3 else number
-
-    with OrderedEnqueuer(range(COUNT), task, workers=2, max_queue_size=30) as enqueuer:
-        for _ in range(2):
-            assert list(enqueuer) == [number for number in range(COUNT) if number % 7 != 3]
-
-
-def test_a_slow_task_in_a_bunch_holds_no_other_one():
-    done, in_bunch = threading.Semaphore(0), []
-
-    def task(number):
-        if number == AT:
-            in_bunch.append(is_in_bunch())
-            for _ in range(COUNT - 1):
-                assert done.acquire(timeout=LIMIT)
-        else:
-            done.release()
-        return number
-
-    with OrderedEnqueuer(range(COUNT), task, workers=2, max_queue_size=COUNT) as enqueuer:
-        assert list(enqueuer) == list(range(COUNT))
-    assert len(in_bunch) == 1
-
-
-def test_a_worker_that_is_to_exit_leaves_a_bunch():
-    with OrderedEnqueuer(range(COUNT), abs, workers=3, max_queue_size=COUNT) as enqueuer:
-        batches = iter(enqueuer)
-        assert next(batches) == 0
-        backend = core_of(enqueuer).run.backend
-        backend.resize(1)
-        assert list(batches) == list(range(1, COUNT))
-        assert list(enqueuer) == list(range(COUNT))
-        wait_until(lambda: sum(w.thread.is_alive() for w in backend.pool.workers) == 1)
+    assert error.args == (raised.value.__cause__ or raised.value).args

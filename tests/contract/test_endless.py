@@ -14,9 +14,8 @@ import pytest
 from helpers import LIMIT, backend_of, kill_self, wait_until
 
 from enqueuer import OrderedEnqueuer, WorkerDied, replay
-from enqueuer.enqueuers.element_reader import ElementReader
 from enqueuer.enqueuers.enqueuer import core_of
-from enqueuer.enqueuers.task_epoch import TaskEpoch
+from enqueuer.enqueuers.task_epoch import ElementReader, TaskEpoch
 
 
 def told(folder, element, task):
@@ -50,7 +49,7 @@ def pairs(*epochs, count=6):
 
 def outstanding(enqueuer):
     """Return how many tasks were submitted and not taken."""
-    return core_of(enqueuer).run.backend.tasks.outstanding
+    return core_of(enqueuer).run.backend.tasks.results.outstanding
 
 
 @pytest.fixture

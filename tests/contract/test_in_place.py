@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from enqueuer import GeneratorEnqueuer, empty, empty_like
-from enqueuer.transport import block_writer
+from enqueuer.transport import blocks
 from enqueuer.workers import arrays
 
 SHAPE = (100, 1000)
@@ -57,8 +57,8 @@ def test_the_same_batches_arrive_on_every_backend(backend, source):
 
 def counts_copies(shard):
     copies = []
-    copy = block_writer.copy_part
-    block_writer.copy_part = lambda part, *place: (copies.append(part.nbytes), copy(part, *place))
+    copy = blocks.copy_part
+    blocks.copy_part = lambda part, *place: (copies.append(part.nbytes), copy(part, *place))
     yield from SOURCES[os.environ["SOURCE"]]()
     yield copies
 

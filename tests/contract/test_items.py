@@ -16,7 +16,7 @@ from helpers import LIMIT, backend_of, wait_until
 from enqueuer import GeneratorEnqueuer, OverwrittenDataWarning
 from enqueuer.backends.thread import sender as thread_sender
 from enqueuer.backends.thread.inbox import ThreadInbox
-from enqueuer.backends.thread.work_queue import WorkQueue
+from enqueuer.backends.thread.sender import WorkQueue
 from enqueuer.monitoring import duplicates
 
 LARGE = 50_000

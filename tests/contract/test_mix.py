@@ -7,7 +7,7 @@ import math
 import pytest
 
 from enqueuer import GeneratorEnqueuer, Shard, mix, prefetch
-from enqueuer.generators.schedule import Schedule
+from enqueuer.generators.mixing import Turns
 
 THREADS = {"backend": "thread"}
 WEIGHTS = [[1, 1], [3, 1], [0.7, 0.2, 0.1], [5, 3, 1, 1], [1] * 9, [100, 1], [0.123, 4.5, 2.7]]
@@ -122,9 +122,9 @@ def test_small_and_large_weights_that_are_alike_are_kept(weights):
 
 @pytest.mark.parametrize("weights", WEIGHTS, ids=str)
 def test_a_schedule_continues_after_the_turns_that_were_taken(weights):
-    whole = Schedule(weights)
+    whole = Turns(weights)
     for _ in range(30):
-        later = Schedule(weights, whole.taken)
+        later = Turns(weights, whole.taken)
         turns = [whole.next() for _ in range(7)]
         assert [later.next() for _ in range(7)] == turns
 

@@ -4,13 +4,14 @@ import json
 import logging
 import os
 import signal
+import threading
 import time
 
 import helpers
 import pytest
 from helpers import Failing, pid_of
 
-from enqueuer import GeneratorEnqueuer, ItemNotPicklable
+from enqueuer import GeneratorEnqueuer, ItemNotPicklable, OrderedEnqueuer
 
 
 def bad():
@@ -272,6 +273,111 @@ def test_what_is_reported_is_logged_once(backend, caplog):
     assert len(logged) == 2
     assert all("in __call__" in record.exc_text for record in logged)  # the traceback
     assert "shard 1, item 0: OSError('cannot read 1.0')" in caplog.text
+
+
+def test_equal_reports_of_different_items_are_each_logged(backend, caplog):
+    class Bad:
+        def __call__(self, shard):
+            for number in range(5):
+                if number % 2:
+                    shard.report(OSError("cannot read"))
+                yield number
+
+    with GeneratorEnqueuer(Bad(), **backend) as enqueuer:
+        for _ in range(3):
+            list(enqueuer)
+    logged = [record for record in caplog.records if record.name == "enqueuer"]
+    assert [record.message.split(", ")[-1] for record in logged] == [
+        "item 1: OSError('cannot read')",
+        "item 3: OSError('cannot read')",
+    ]
+    assert [origin.item for origin, _ in enqueuer.skipped] == 3 * [1, 3]
+    assert [origin.epoch for origin, _ in enqueuer.skipped] == [0, 0, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("second", ["collate", "send"])
+@pytest.mark.parametrize("bad", [0, 1])
+def test_each_error_of_a_batch_is_skipped_on_its_own(process, bad, second, caplog):
+    def load(number):
+        if number == bad:
+            raise OSError("cannot read")
+        return number
+
+    def collate(results):
+        if second == "collate":
+            raise ValueError("cannot be collated")
+        return threading.Lock()
+
+    options = dict(batch_size=2, collate=collate, random_seed=1, **process)
+    with OrderedEnqueuer(range(2), load, on_error="skip", **options) as enqueuer:
+        assert list(enqueuer) == []
+        assert enqueuer.error_count == 2
+        assert "cannot read" in enqueuer.skipped[0][1]
+        assert len([r for r in caplog.records if r.name == "enqueuer"]) == 2
+    with (
+        pytest.raises((ValueError, ItemNotPicklable)),
+        OrderedEnqueuer(range(2), load, on_error="skip", max_errors=1, **options) as enqueuer,
+    ):
+        list(enqueuer)
+
+
+def test_an_error_behind_the_position_is_counted_once(backend):
+    """The loop meets errors while it looks at what is next, and they come again."""
+
+    def make():
+        return OrderedEnqueuer(
+            range(6), lambda n: n // (n % 3), on_error=lambda e: -1, random_seed=1, **backend
+        )
+
+    with make() as enqueuer:
+        batches = iter(enqueuer)
+        assert [next(batches) for _ in range(3)] == [-1, 1, 1]
+        helpers.wait_until(lambda: not enqueuer.queue.empty())
+        assert enqueuer.error_count == 2
+        state = enqueuer.state_dict()
+        assert state["error_count"] == 1
+    later = make()
+    later.load_state_dict(state)
+    with later:
+        assert list(later) == [-1, 4, 2]
+        assert later.error_count == 2
+
+
+def test_a_replay_counts_no_error_again(backend):
+    def source(shard):
+        yield shard.index
+        raise OSError("cannot read")
+
+    def make():
+        return GeneratorEnqueuer(source, on_error=str, shards=2, random_seed=1, **backend)
+
+    with make() as enqueuer:
+        batches = iter(enqueuer)
+        assert [next(batches) for _ in range(3)] == [0, 1, "cannot read"]
+        state = enqueuer.state_dict()
+    later = make()
+    later.load_state_dict(state)
+    with later:
+        assert list(later) == ["cannot read"]
+        assert later.error_count == 2
+
+
+def test_an_error_that_was_raised_is_not_counted_when_the_run_goes_on(backend):
+    def make():
+        return OrderedEnqueuer(
+            range(6),
+            lambda n: 1 // (n % 2),
+            on_error="skip",
+            max_errors=1,
+            random_seed=1,
+            **backend,
+        )
+
+    with make() as enqueuer:
+        with pytest.raises(ZeroDivisionError):
+            list(enqueuer)
+        state = enqueuer.state_dict()
+    assert state["error_count"] == enqueuer.error_count == 1
 
 
 def test_what_is_reported_quietly_is_counted_and_not_logged(backend, caplog):

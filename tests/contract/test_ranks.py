@@ -7,8 +7,7 @@ import pytest
 from helpers import bytes_of, random_batches, twelve
 
 from enqueuer import GeneratorEnqueuer, OrderedEnqueuer
-from enqueuer.enqueuers.enqueuer import part_of
-from enqueuer.enqueuers.workload import Portion
+from enqueuer.enqueuers.enqueuer import of_rank
 
 
 @pytest.mark.parametrize(("shards", "world_size"), [(4, 2), (5, 2), (3, 3), (7, 3)])
@@ -61,9 +60,9 @@ def shuffled(shard):
     [
         lambda **options: GeneratorEnqueuer(shuffled, rank=1, world_size=2, **options),
         lambda **options: OrderedEnqueuer(range(9), abs, True, rank=1, world_size=2, **options),
-        lambda **options: part_of(GeneratorEnqueuer(shuffled, **options), Portion(1, 2)),
+        lambda **options: of_rank(GeneratorEnqueuer(shuffled, **options), 1, 2),
     ],
-    ids=["shards", "shuffled tasks", "portion"],
+    ids=["shards", "shuffled tasks", "enqueuer of a rank"],
 )
 def test_ranks_without_a_common_seed_are_refused(make):
     enqueuer = make()
@@ -83,9 +82,8 @@ def test_ranks_without_a_common_seed_are_refused(make):
     [
         lambda: OrderedEnqueuer(range(9), abs, rank=1, world_size=2),
         lambda: GeneratorEnqueuer(lambda: iter("abcd"), rank=1, world_size=2),
-        lambda: part_of(GeneratorEnqueuer(shuffled, shards=4), Portion(0, 1, 1, 2)),
     ],
-    ids=["tasks in their order", "a function without the seed", "a worker of a DataLoader"],
+    ids=["tasks in their order", "a function without the seed"],
 )
 def test_ranks_that_no_seed_can_confuse_need_none(make):
     with make() as enqueuer:

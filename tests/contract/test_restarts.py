@@ -9,7 +9,7 @@ import helpers
 import pytest
 from helpers import bytes_of, pid_of, random_batches
 
-from enqueuer import GeneratorEnqueuer, StartError, WorkerDied
+from enqueuer import EnqueuerWarning, GeneratorEnqueuer, StartError, WorkerDied
 from enqueuer.enqueuers.enqueuer import core_of
 
 
@@ -129,7 +129,9 @@ def test_a_restart_while_other_workers_start_counts(process, monkeypatch):
 
 
 def test_threads_take_the_option_and_need_nothing_of_it():
-    with GeneratorEnqueuer(random_batches, max_restarts=3) as enqueuer:
+    with pytest.warns(EnqueuerWarning, match="max_restarts has no effect with threads"):
+        enqueuer = GeneratorEnqueuer(random_batches, max_restarts=3)
+    with enqueuer:
         assert len(list(enqueuer)) == 4
         assert enqueuer.restart_count == 0
 

@@ -16,9 +16,8 @@ from enqueuer import (
     StateMismatch,
     prefetch,
 )
-from enqueuer.enqueuers.enqueuer import part_of
-from enqueuer.enqueuers.workload import Portion
-from enqueuer.transport import block_writer
+from enqueuer.enqueuers.enqueuer import of_rank
+from enqueuer.transport import blocks
 
 THREADS = {"backend": "thread"}
 
@@ -129,8 +128,8 @@ def counts_copies(shard):
 def count_copies():
     """Return a list to which each copy into shared memory is appended."""
     copies = []
-    copy = block_writer.copy_part
-    block_writer.copy_part = lambda *given: (copies.append(given), copy(*given))[1]
+    copy = blocks.copy_part
+    blocks.copy_part = lambda *given: (copies.append(given), copy(*given))[1]
     return copies
 
 
@@ -305,10 +304,10 @@ def test_an_error_while_closing_is_logged(caplog):
 
 
 def test_ranks_and_copies_keep_the_options():
-    enqueuer = GeneratorEnqueuer(numbers, shards=2, batch_size=5, drop_last=True)
+    enqueuer = GeneratorEnqueuer(numbers, shards=2, batch_size=5, drop_last=True, random_seed=7)
     with copy.copy(enqueuer) as again:
         assert [len(batch) for batch in again] == [5] * 4
-    with part_of(enqueuer, Portion(0, 1, index=1, count=2)) as half:
+    with of_rank(enqueuer, 1, 2) as half:
         assert [len(batch) for batch in half] == [5] * 2
     options = {"shards": 2, "batch_size": 5, "random_seed": 7}
     with GeneratorEnqueuer(numbers, rank=1, world_size=2, **options) as second:

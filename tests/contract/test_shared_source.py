@@ -12,7 +12,7 @@ from enqueuer.datasets.files import FileBatches
 
 METHODS = ["forkserver", "spawn"]
 MEGABYTE = 1 << 20
-LARGE = 64 * MEGABYTE
+LARGE = 128 * MEGABYTE
 
 
 def private_bytes():

@@ -17,6 +17,7 @@ import pytest
 from helpers import Gated, wait_until
 
 from enqueuer import BatchTimeout, GeneratorEnqueuer, OrderedEnqueuer, StallWarning, imap, prefetch
+from enqueuer.datasets.files import FileBatches
 from enqueuer.enqueuers.enqueuer import core_of
 
 ALL = [(shard, number) for number in range(3) for shard in range(2)]
@@ -371,3 +372,47 @@ def test_whoever_sets_no_limit_waits_without_one(process):
     with GeneratorEnqueuer(helpers.twelve, stall_timeout=None, **process) as enqueuer:
         assert core_of(enqueuer).run.backend.pool.workers[0].stacks is None
         assert list(enqueuer) == list(range(12))
+
+
+def stuck(path):
+    """Wait as a loader may for a file, until the test ends."""
+    while os.path.exists(path):
+        time.sleep(SHORT_S)
+
+
+def stuck_row(folder, index):
+    stuck(folder / "one")
+    return index
+
+
+def test_a_stall_of_a_reader_is_told_by_the_users_code_in_it(backend, tmp_path):
+    path = tmp_path / "one"
+    path.touch()
+    files = FileBatches([path], stuck, batch_size=1)
+    with GeneratorEnqueuer(files, timeout=0.2, stall_timeout=None, **backend) as enqueuer:
+        text = text_when(enqueuer, "in stuck")
+        path.unlink()
+    assert "is here" in text
+
+
+class Rows:
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return stuck_row(self.folder, index)
+
+
+def test_a_stall_of_a_dataset_is_told_by_the_users_code_in_it(tmp_path):
+    helpers.needs("torch")
+    from enqueuer.adapters.torch import DataLoader
+
+    (tmp_path / "one").touch()
+    iterator = iter(DataLoader(Rows(tmp_path), num_workers=1, timeout=0.2, stall_timeout=None))
+    with pytest.raises(BatchTimeout, match=r"is here:(.|\n)*in stuck_row"):
+        next(iterator)
+    (tmp_path / "one").unlink()
+    assert next(iterator).item() == 0

@@ -5,9 +5,10 @@ import json
 import pickle
 
 import pytest
-from helpers import Reiterable, bytes_of, random_batches
+from helpers import Reiterable, backend_of, bytes_of, random_batches, start_method_of
 
 from enqueuer import GeneratorEnqueuer, InvalidState, OrderedEnqueuer, Processes, StateMismatch
+from enqueuer.workers import stream
 
 THREADS = {"backend": "thread"}
 
@@ -317,6 +318,46 @@ MAKERS = {
 }
 
 
+class Tensor:
+    """As that of torch, in a state."""
+
+    def __eq__(self, other):
+        raise RuntimeError("Boolean value of Tensor with more than one value is ambiguous")
+
+    __hash__ = None
+
+
+class Restarting:
+    """An iterable whose `__iter__` begins anew unless a state was loaded."""
+
+    def __init__(self):
+        self.at, self.is_loaded = 0, False
+
+    def __iter__(self):
+        if not self.is_loaded:
+            self.at = 0
+        self.is_loaded = False
+        while self.at < 3:
+            self.at += 1
+            yield self.at
+
+    def state_dict(self):
+        return {"at": self.at, "generator": Tensor()}
+
+    def load_state_dict(self, state):
+        self.at, self.is_loaded = state["at"], True
+
+
+def test_states_with_tensors_are_resumed_between_epochs():
+    with GeneratorEnqueuer(Restarting(), **THREADS) as enqueuer:
+        assert list(enqueuer) == [1, 2, 3]
+        state = enqueuer.state_dict()
+    later = GeneratorEnqueuer(Restarting(), **THREADS)
+    later.load_state_dict(state)
+    with later:
+        assert [list(later), list(later)] == [[1, 2, 3], [1, 2, 3]]
+
+
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 @pytest.mark.parametrize("count", range(8))
 def test_a_source_that_counts_its_epochs_goes_on_after_the_end_of_one(make, count):
@@ -379,3 +420,22 @@ def test_the_state_is_small(backend):
     with make(**backend) as enqueuer:
         next(enqueuer.get())
         assert len(json.dumps(enqueuer.state_dict())) < 300
+
+
+def slow_to_replay(shard):
+    yield from range(4)
+
+
+def test_a_long_replay_is_told_with_the_time_that_is_left(backend, monkeypatch, caplog):
+    monkeypatch.setattr(stream, "SILENT_S", -1.0)
+    with GeneratorEnqueuer(slow_to_replay, random_seed=7, **backend) as enqueuer:
+        batches = iter(enqueuer)
+        assert [next(batches) for _ in range(3)] == [0, 1, 2]
+        state = enqueuer.state_dict()
+    enqueuer = GeneratorEnqueuer(slow_to_replay, **backend)
+    enqueuer.load_state_dict(state)
+    with enqueuer:
+        assert list(enqueuer) == [3]
+    # Other processes than forked ones do not know the other limit.
+    if backend_of(backend) == "thread" or start_method_of(backend) == "fork":
+        assert "shard 0 is run again up to its position: 3 items are left" in caplog.text

@@ -442,7 +442,7 @@ def test_one_slow_shard_is_reported(options):
     def source(shard):
         for number in range(20):
             time.sleep(0.04 if shard.index == 1 else 0.004)
-            yield number
+            yield shard.index, number
 
     stats = check("slow shard", lambda: steady_stats_of(source, workers=3, **options))
     assert max(stats.waited_for, key=stats.waited_for.get) == 1
@@ -473,7 +473,7 @@ def test_too_few_cpus_are_reported():
     def source(shard):
         for number in range(40):
             sum(range(300_000))
-            yield number
+            yield shard.index, number
 
     allowed = os.sched_getaffinity(0)
     # Forked workers inherit it.
@@ -490,7 +490,7 @@ def test_processes_are_advised_if_threads_compute_in_python():
     def source(shard):
         for number in range(150):
             sum(number * i for i in range(30_000))
-            yield number
+            yield shard.index, number
 
     stats = check("source", lambda: stats_of(source, workers=2))
     if not is_crowded(stats):

@@ -8,7 +8,14 @@ import warnings
 import pytest
 from helpers import LIMIT, backend_of, collect_until, counting, twelve, wait_until
 
-from enqueuer import Closed, GeneratorEnqueuer, InvalidState, OrderedEnqueuer, StopWarning
+from enqueuer import (
+    Closed,
+    GeneratorEnqueuer,
+    InvalidState,
+    OrderedEnqueuer,
+    StartError,
+    StopWarning,
+)
 from enqueuer.enqueuers.enqueuer import core_of
 
 
@@ -209,3 +216,27 @@ def test_an_enqueuer_that_starts_anew_is_no_new_one():
         with enqueuer:
             assert list(enqueuer) == list("01234")
     assert len(seen) == 2
+
+
+@pytest.mark.local
+@pytest.mark.ahead
+def test_a_start_that_fails_changes_nothing(monkeypatch, backend):
+    def source(shard):
+        yield shard.count
+
+    def refused(worker_pool, index):
+        if index == 3:
+            raise StartError("no more of them")
+        return start_worker(worker_pool, index)
+
+    with GeneratorEnqueuer(source, workers=2, random_seed=1, **backend) as enqueuer:
+        assert list(enqueuer) == [2, 2]
+        pool = type(core_of(enqueuer).run.backend.pool)
+    start_worker = pool.start_worker
+    with monkeypatch.context() as patched:
+        patched.setattr(pool, "start_worker", refused)
+        with pytest.raises(StartError):
+            enqueuer.start(workers=9)
+    enqueuer.start()
+    assert list(enqueuer) == [2, 2]
+    enqueuer.stop()

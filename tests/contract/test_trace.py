@@ -2,8 +2,12 @@
 
 import copy
 import json
+import os
 import pickle
+import signal
 import threading
+import time
+import warnings
 from collections import defaultdict
 
 import numpy as np
@@ -20,9 +24,15 @@ from helpers import (
 )
 
 import enqueuer
-from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, Processes, Ray, WorkerDied
-from enqueuer.enqueuers.enqueuer import core_of, part_of
-from enqueuer.enqueuers.workload import Portion
+from enqueuer import (
+    GeneratorEnqueuer,
+    OrderedEnqueuer,
+    Processes,
+    Ray,
+    StallWarning,
+    WorkerDied,
+)
+from enqueuer.enqueuers.enqueuer import core_of, of_rank
 from enqueuer.monitoring import trace_file
 
 SPANS = {"next", "send", "wait", "work", "read"}
@@ -320,17 +330,17 @@ def test_what_is_no_path_is_refused(value):
         GeneratorEnqueuer(twelve, trace=value)
 
 
-def test_copies_have_the_same_file_and_portions_one_each(tmp_path):
+def test_copies_have_the_same_file_and_ranks_one_each(tmp_path):
     path = tmp_path / "run.json"
-    made = GeneratorEnqueuer(twelve, shards=4, trace=path)
+    made = GeneratorEnqueuer(twelve, shards=4, random_seed=7, trace=path)
     for twin in (copy.copy(made), pickle.loads(pickle.dumps(made))):
         with twin:
             list(twin)
         assert len(named(read(path), "work")) == 12
         path.unlink()
     for maker in (made, OrderedEnqueuer(range(12), trace=path)):
-        for part in range(2):
-            with part_of(maker, Portion(0, 1, part, 2)) as portion:
+        for rank in range(2):
+            with of_rank(maker, rank, 2) as portion:
                 list(portion)
         assert sorted(p.name for p in tmp_path.iterdir()) == [
             "run.0-of-2.json",
@@ -383,7 +393,7 @@ def test_spans_of_threads_that_were_slow_to_tell_do_not_overlap(tmp_path):
         batches = iter(enqueuer)
         for _ in range(3):
             next(batches)
-            core_of(enqueuer).timeline.waited(1, 2, {})  # since long ago
+            core_of(enqueuer).timeline.waited(1, 2000, {})  # since long ago
     check_rules(read(path))
 
 
@@ -392,7 +402,6 @@ def test_what_is_dropped_at_the_stop_was_not_taken(process, tmp_path):
     with GeneratorEnqueuer(counting, trace=path, max_queue_size=64, **process) as enqueuer:
         wait_until(lambda: enqueuer.queue.qsize() == 64)
         assert next(iter(enqueuer)) == (0, 0)
-        assert len(core_of(enqueuer).reader.ready) > 2
     assert [e["args"]["item"] for e in named(read(path), "work")] == [0]
 
 
@@ -510,8 +519,81 @@ def test_a_forgotten_enqueuer_ends_its_file(tmp_path):
     assert read(path)[-1]["name"] == "end"
 
 
-def test_nothing_is_wrapped_without_a_trace(backend):
-    with GeneratorEnqueuer(twelve, **backend) as enqueuer:
-        list(enqueuer)
-        assert type(core_of(enqueuer).reader.ready).__name__ == "deque"
-        assert type(core_of(enqueuer).run.backend).__module__.startswith("enqueuer.backends.")
+def test_a_queue_that_is_asked_whether_it_is_empty_records_no_work(backend, tmp_path):
+    path = tmp_path / "run.json"
+    with GeneratorEnqueuer(counting, trace=path, **backend) as enqueuer:
+        wait_until(lambda: not enqueuer.queue.empty())
+        assert enqueuer.queue.qsize() > 0
+    assert named(read(path), "work") == []
+
+
+@pytest.mark.parametrize("backend", ["thread", "process"])
+def test_work_begins_when_the_batch_is_taken_not_when_the_queue_is_asked(backend, tmp_path):
+    path = tmp_path / "run.json"
+    with GeneratorEnqueuer(counting, trace=path, backend=backend) as enqueuer:
+        end = time.monotonic() + 0.4
+        while time.monotonic() < end:
+            enqueuer.queue.empty()
+            time.sleep(0.01)
+        enqueuer.queue.get()
+    [work] = named(read(path), "work")
+    assert work["args"]["item"] == 0
+    assert work["dur"] < 300_000
+
+
+@pytest.mark.parametrize("options", [{"backend": "thread"}, {"backend": "process"}, {"workers": 0}])
+def test_each_item_of_a_queue_that_is_full_is_recorded_by_itself(options, tmp_path):
+    """Without a trace, several items are taken at once."""
+    path = tmp_path / "run.json"
+    with OrderedEnqueuer(range(30), max_queue_size=20, trace=path, **options) as enqueuer:
+        for _ in enqueuer:
+            time.sleep(0.002)
+    works = named(read(path), "work")
+    assert [e["args"]["item"] for e in works] == list(range(30))
+    assert min(e["dur"] for e in works) >= 2000
+
+
+def test_a_wait_that_a_stall_divides_names_its_shard_in_each_part(tmp_path):
+    path, slow = tmp_path / "run.json", threading.Event()
+
+    def batches(shard):
+        yield shard.index
+        if shard.index == 1:
+            slow.wait(LIMIT)
+        yield shard.index
+
+    enqueuer = GeneratorEnqueuer(batches, workers=2, shards=2, trace=path, stall_timeout=0.2)
+    with warnings.catch_warnings(), enqueuer:
+        warnings.simplefilter("always", StallWarning)
+        warnings.showwarning = lambda *_: slow.set()
+        assert list(enqueuer) == [0, 1, 0, 1]
+    (first,) = named(read(path), "wait", timeout=True)
+    assert first["args"] == {"shard": 1, "worker": 1, "timeout": True}
+
+
+def test_a_forked_child_does_not_wait_for_a_thread_that_records(tmp_path):
+    enqueuer = OrderedEnqueuer(range(9), abs, backend="thread", trace=tmp_path / "run.json")
+    with enqueuer:
+        next(iter(enqueuer))
+        held, done = threading.Event(), threading.Event()
+
+        class Slow:
+            """An item whose number is asked for while the loop records it."""
+
+            def __getitem__(self, index):
+                held.set()
+                done.wait(LIMIT)
+                raise IndexError
+
+        timeline = core_of(enqueuer).timeline
+        recording = threading.Thread(target=timeline.take, args=(Slow(),))
+        recording.start()
+        held.wait(LIMIT)
+        pid = os.fork()
+        if not pid:
+            signal.alarm(int(LIMIT))
+            enqueuer.stop()
+            os._exit(7)
+        done.set()
+        recording.join()
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7

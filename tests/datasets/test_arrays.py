@@ -49,6 +49,12 @@ def test_drop_last_gives_each_shard_the_same_number():
     assert {len(batch) for batch in rows_of(source, shards=2)} == {3}
 
 
+def test_drop_last_refuses_more_shards_than_batches():
+    source = ArraySource(np.arange(23), 10, drop_last=True)
+    with pytest.raises(ValueError, match="2 batches cannot be divided evenly over 3 shards"):
+        source(Shard(0, 3, 0, 7))
+
+
 def test_the_structure_is_kept(path):
     labels = np.arange(23)
     source = ArraySource({"x": path, "rest": (labels, str(path))}, 4, shuffle=True)
@@ -99,6 +105,15 @@ def test_a_position_is_resumed_without_reading_earlier_rows(path):
     other.load_state_dict(state)
     with pytest.raises(StateMismatch, match="the state is of batch_size=4, but here it is 5"):
         list(other)
+
+
+def test_a_position_may_be_loaded_after_some_batches(path):
+    batches = ArraySource(path, 4, shuffle=True)(Shard(0, 1, 0, 7))
+    state = batches.state_dict()
+    first = next(batches)
+    next(batches)
+    batches.load_state_dict(state)
+    assert np.array_equal(next(batches), first)
 
 
 def test_it_is_a_sequence_for_tasks(path):

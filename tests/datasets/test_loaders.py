@@ -214,7 +214,7 @@ def test_without_pillow_it_says_what_to_install():
         timeout=LIMIT,
     )
     assert "enqueuer.FrameworkUnavailable: load_image needs Pillow >= 9.2" in done.stderr
-    assert "pip install '.[images]' in the clone" in done.stderr
+    assert "in a clone of enqueuer, pip install '.[images]'" in done.stderr
 
 
 # --- sounds --------------------------------------------------------------------------------------

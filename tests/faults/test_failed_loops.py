@@ -1,13 +1,19 @@
 """An exception outside the user's code ends a worker's loop: the training loop gets an error."""
 
 import ctypes
+import gc
+import os
+import re
+import signal
 import threading
+from collections import deque
 
 import pytest
+from helpers import METHODS, alive, wait_until
 
 from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, Processes, WorkerDied
 from enqueuer.backends.thread.sender import ThreadSender
-from enqueuer.transport.item_sender import ItemSender
+from enqueuer.transport.sender import ItemSender
 from enqueuer.workers.messages import Failure
 
 BACKENDS = [
@@ -79,6 +85,7 @@ def until_death(enqueuer):
     return items, caught.value
 
 
+@pytest.mark.filterwarnings("ignore:max_restarts has no effect with threads")
 @pytest.mark.parametrize("max_restarts", [0, 1])
 @pytest.mark.parametrize("concurrency", [1, 2])
 @pytest.mark.parametrize("workers", [1, 3])
@@ -144,3 +151,30 @@ def test_an_exception_that_other_code_sends_to_a_waiting_worker_is_an_error():
         with pytest.raises(WorkerDied, match="ZeroDivisionError") as caught:
             list(enqueuer)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("method", METHODS)
+def test_after_a_death_that_is_caught_no_worker_outlives_its_enqueuer(method, ordered):
+    backend = Processes(start_method=method)
+    options = {"workers": 2, "max_queue_size": 2, "ordered": ordered, "backend": backend}
+    gc.disable()
+    try:
+        for _ in range(5):
+            workers = list(workers_of_a_death(options))
+            wait_until(lambda workers=workers: not any(map(alive, workers)))
+    finally:
+        gc.enable()
+
+
+def workers_of_a_death(options):
+    """Return the processes of an enqueuer that has told of a death, and that nobody has now."""
+    enqueuer = OrderedEnqueuer(range(10**6), abs, **options)
+    loop = iter(enqueuer)
+    next(loop)
+    names = [worker.name for worker in enqueuer.stats().workers]
+    workers = [int(re.search(r"process (\d+)", name)[1]) for name in names]
+    os.kill(workers[0], signal.SIGKILL)
+    with pytest.raises(WorkerDied):
+        deque(loop, maxlen=0)
+    return workers

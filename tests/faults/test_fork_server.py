@@ -9,6 +9,7 @@ from helpers import METHODS, alive, pid_of, run_program, wait_until
 
 from enqueuer import GeneratorEnqueuer, Processes
 from enqueuer.backends.process import fork_server
+from enqueuer.backends.process.fork_server import REQUEST
 from enqueuer.transport.packets import Packets
 
 if "forkserver" not in METHODS:
@@ -58,6 +59,30 @@ def test_the_child_that_an_interrupted_start_asked_for_ends(monkeypatch):
     (pid,) = forked
     wait_until(lambda: not alive(pid))
     assert not fork_server.server.open_requests
+
+
+def test_interrupted_starts_do_not_pile_up_requests(monkeypatch):
+    """A socket that is full of requests would let the next one wait for ever."""
+    sent, send = [], Packets.send
+
+    def interrupted(packets):
+        raise KeyboardInterrupt
+
+    def counted(packets, *args, **options):
+        if len(args) > 1 and len(args[0]) == REQUEST.size:
+            sent.append(args)
+        return send(packets, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Packets, "drain", interrupted)
+        patch.setattr(Packets, "send", counted)
+        for _ in range(4):
+            with pytest.raises(KeyboardInterrupt):
+                serve().start()
+    # None, if an earlier start has left one.
+    assert len(sent) <= 1
+    with serve() as enqueuer:
+        assert next(iter(enqueuer)) == pid_of(enqueuer)
 
 
 PRELOADING = """

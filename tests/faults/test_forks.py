@@ -108,11 +108,19 @@ def test_a_forked_child_may_have_its_own(backend):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("end", ["sys.exit(0)", "os._exit(0)", "del enqueuer, batches"])
+@pytest.mark.parametrize(
+    "end",
+    [
+        "sys.exit(0)",
+        "os._exit(0)",
+        "del enqueuer, batches",
+        "assert len(list(GeneratorEnqueuer(twelve, **options))) == 12",
+    ],
+)
 def test_the_exit_of_a_forked_child_does_no_harm(method, end, tmp_path):
     text = f"""
         import os, sys, warnings
-        from helpers import counting
+        from helpers import counting, twelve
         from enqueuer import GeneratorEnqueuer, Processes
 
         warnings.simplefilter("ignore", DeprecationWarning)

@@ -8,7 +8,7 @@ import pytest
 from helpers import LIMIT, METHODS, counting, start_method_of, wait_until
 
 from enqueuer import GeneratorEnqueuer, Processes
-from enqueuer.backends.order import AsTheyCome
+from enqueuer.backends.shard_schedule import AsTheyCome
 from enqueuer.backends.thread import inbox as inboxes
 from enqueuer.common.finalizers import WorkerThread
 from enqueuer.enqueuers.enqueuer import core_of

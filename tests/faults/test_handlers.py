@@ -16,6 +16,7 @@ import threading
 import time
 import weakref
 import zlib
+from queue import Empty
 
 import helpers
 import pytest
@@ -29,13 +30,15 @@ from struck import (
     census,
     expected_of,
     go_on,
+    kill_a_worker,
     limited,
     resume,
     started,
     wait_until_gone,
 )
 
-from enqueuer import GeneratorEnqueuer, InvalidState
+from enqueuer import Closed, GeneratorEnqueuer, InvalidState
+from enqueuer.backends.process.pool import ProcessPool
 from enqueuer.enqueuers.enqueuer import core_of
 from enqueuer.enqueuers.run import State
 
@@ -84,7 +87,14 @@ def ask(enqueuer, loop):
     repr(enqueuer)
 
 
+def take(enqueuer, loop):
+    """Take a batch, if one is ready."""
+    with contextlib.suppress(Empty, Closed):
+        loop.taken.append(helpers.number_of(enqueuer.queue.get_nowait()))
+
+
 ACTIONS = {
+    "take": take,
     "fewer": fewer,
     "more": more,
     "twice": twice,
@@ -99,20 +109,29 @@ def read_epoch(loop, source):
     loop.read(len(expected_of(source)) // EPOCHS + 1)
 
 
-def run(action, source, backend, strike):
+def run(action, source, backend, dies, strike):
     before = census()
     with limited():
-        one_run(action, source, backend, strike)
+        one_run(action, source, backend, dies, strike)
     wait_until_gone(before)
 
 
-def one_run(action, source, backend, strike):
-    enqueuer = SOURCES[source](workers=2, max_queue_size=2, random_seed=1, **BACKENDS[backend])
+def one_run(action, source, backend, dies, strike):
+    options = {"max_restarts": 2} if dies else {}
+    enqueuer = SOURCES[source](
+        workers=2, max_queue_size=2, random_seed=1, **options, **BACKENDS[backend]
+    )
     try:
         loop = started(enqueuer, 3)
+        loop.taken = []
+        if dies:
+            # The loop is struck while it reaps and replaces the worker, too.
+            kill_a_worker(enqueuer)
         strike.action = lambda: ACTIONS[action](enqueuer, loop)
         with contextlib.suppress(InvalidState):
             strike(lambda: read_epoch(loop, source))
+        # The loop may have had the batch before it, and not noted that.
+        loop.seen = sorted(loop.seen + loop.taken, key=expected_of(source).index)
         if "stop" in action and strike.where is not None:
             assert core_of(enqueuer).state is State.STOPPED
             assert not core_of(enqueuer).owned.are_running
@@ -132,35 +151,41 @@ def one_run(action, source, backend, strike):
 _failed = []  # enqueuers whose end would disturb the following runs
 
 
-def places(action, source, backend):
+def places(action, source, backend, dies):
     """Yield the numbers of the places to be struck."""
     if EVERY:
-        first = zlib.crc32(f"{action} {source} {backend}".encode()) % EVERY
+        first = zlib.crc32(f"{action} {source} {backend} {dies}".encode()) % EVERY
         yield from itertools.count(first, EVERY)
         return
     strike = Strike(None, action=print)
-    run(action, source, backend, strike)
+    run(action, source, backend, dies, strike)
     sample = SAMPLE[backend]
     for nth in range(sample):
         yield nth * strike.places // sample
 
 
 CASES = [
-    pytest.param(action, source, backend)
-    for action, source, backend in itertools.product(ACTIONS, SOURCES, BACKENDS)
-    if EVERY or SAMPLE[backend]
+    pytest.param(
+        *(action, source, backend, dies),
+        marks=[pytest.mark.thorough] if dies and source not in ("shards", "tasks") else [],
+    )
+    for action, source, backend, dies in itertools.product(
+        ACTIONS, SOURCES, BACKENDS, (False, True)
+    )
+    # A thread cannot be killed.
+    if (EVERY or SAMPLE[backend]) and not (dies and backend == "thread")
 ]
 
 
 @pytest.mark.local
 @pytest.mark.timeout(0 if EVERY else 120)
-@pytest.mark.parametrize(("action", "source", "backend"), CASES)
-def test_a_handler_may_call_the_enqueuer(action, source, backend, record_property):
+@pytest.mark.parametrize(("action", "source", "backend", "dies"), CASES)
+def test_a_handler_may_call_the_enqueuer(action, source, backend, dies, record_property):
     failures, struck, missed = [], 0, 0
-    for nth in places(action, source, backend):
+    for nth in places(action, source, backend, dies):
         strike = Strike(nth, action=print)
         try:
-            run(action, source, backend, strike)
+            run(action, source, backend, dies, strike)
         except (Exception, Hangs) as error:
             failures.append(f"{nth} {strike.where}: {error!r}"[:300])
         missed = 0 if strike.where else missed + max(EVERY, 1)
@@ -169,6 +194,72 @@ def test_a_handler_may_call_the_enqueuer(action, source, backend, record_propert
             break
     record_property("struck", struck)
     assert not failures, f"{len(failures)} of {struck} places:\n" + "\n".join(failures)
+
+
+def start_again(enqueuer, loop):
+    """Do what is not possible here."""
+    with pytest.raises(InvalidState, match=r"start\(\) was called"):
+        enqueuer.start()
+    with pytest.raises(InvalidState, match=r"load_state_dict\(\) was called"):
+        enqueuer.load_state_dict(enqueuer.state_dict())
+
+
+def start_and_act(action, backend, strike):
+    enqueuer = SOURCES["shards"](workers=2, max_queue_size=2, random_seed=1, **BACKENDS[backend])
+    try:
+        strike.action = lambda: action(enqueuer, None)
+        strike(enqueuer.start)
+        is_stopped = core_of(enqueuer).state is State.STOPPED
+        assert core_of(enqueuer).owned.are_running is not is_stopped
+        if is_stopped:
+            enqueuer.start()
+        go_on(Loop(enqueuer), "shards")
+        return is_stopped
+    finally:
+        strike.action = None
+        enqueuer.stop()
+
+
+@pytest.mark.local
+@pytest.mark.parametrize("backend", [name for name, count in SAMPLE.items() if EVERY or count])
+@pytest.mark.parametrize("action", [fewer, stop, change_and_stop, ask])
+def test_a_handler_may_call_an_enqueuer_that_starts(action, backend):
+    before, is_stopped = census(), False
+    counted = Strike(None, action=print)
+    start_and_act(ask, backend, counted)
+    for nth in range(0, counted.places, EVERY or counted.places // 12):
+        strike = Strike(nth, action=print)
+        with limited():
+            is_stopped |= start_and_act(action, backend, strike)
+    # Before start() has begun, there is nothing to stop.
+    assert is_stopped is (action in (stop, change_and_stop))
+    wait_until_gone(before)
+
+
+@pytest.mark.local
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_a_handler_cannot_start_what_starts(method):
+    before, called = signal.signal(signal.SIGUSR1, lambda *_: act()), []
+
+    def act():
+        called.append(True)
+        start_again(enqueuer, None)
+
+    try:
+        enqueuer = SOURCES["shards"](workers=2, random_seed=1, **BACKENDS[method])
+        pool_start = ProcessPool.start_worker
+
+        def start_worker(pool, index):
+            signal.raise_signal(signal.SIGUSR1)
+            return pool_start(pool, index)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ProcessPool, "start_worker", start_worker)
+            enqueuer.start()
+        assert called
+        go_on(Loop(enqueuer), "shards")
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 @pytest.mark.local

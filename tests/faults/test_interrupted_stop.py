@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 
 import pytest
 from helpers import LIMIT, alive, counting, run_program, wait_until
@@ -12,7 +13,6 @@ from enqueuer.adapters.loading import Loader
 from enqueuer.backends.process.pool import ProcessPool
 from enqueuer.backends.thread.pool import ThreadPool
 from enqueuer.enqueuers.enqueuer import core_of
-from enqueuer.enqueuers.run import Run
 
 
 class Interrupt(Exception):
@@ -144,12 +144,13 @@ def test_a_stop_ends_a_loop_whose_iterable_keeps_it_waiting(consumed_elsewhere):
 
 
 def test_a_start_that_waits_for_an_iterable_of_the_last_run_can_be_interrupted(
-    consumed_elsewhere, monkeypatch
+    consumed_elsewhere,
 ):
     enqueuer, _ = consumed_elsewhere
     enqueuer.stop(timeout=0.2)
-    monkeypatch.setattr(Run, "start", interrupting(Run.start))
+    kill = threading.Timer(0.2, signal.pthread_kill, (threading.get_ident(), signal.SIGUSR1))
     with pytest.raises(Interrupt):
+        kill.start()
         enqueuer.start()
     assert not core_of(enqueuer).lock.acquire(blocking=False), "the iterable was waited for"
     assert "STOPPED" in repr(enqueuer)
@@ -210,6 +211,8 @@ class Stubborn:
                 yield os.getpid()
         finally:
             if shard.index == 0 and os.path.exists(self.gate):
+                # A signal just before a wait of the system does not end it, but the time limit.
+                time.sleep(0.1)
                 os.kill(self.parent, signal.SIGUSR1)
                 with open(self.gate):
                     pass

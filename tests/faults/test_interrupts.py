@@ -28,17 +28,23 @@ from struck import (
     census,
     expected_of,
     go_on,
+    kill_a_worker,
     limited,
+    resume,
     started,
     wait_until_gone,
 )
 
+from enqueuer import WorkerDied
 from enqueuer.adapters.loading import Loader
 from enqueuer.enqueuers.enqueuer import core_of
 from enqueuer.enqueuers.run import State
 
 EVERY = int(os.environ.get("ENQUEUER_INTERRUPTS", "0"))  # 0: a sample
 SAMPLE = {"thread": 6, "fork": 2, "forkserver": 1, "spawn": 0}  # places of an operation
+
+# What handlers raise; some are what the system raises as well.
+ERRORS = (KeyboardInterrupt, Alarm, TimeoutError, OSError)
 
 LIFE = ("start", "stop", "exit", "reconfigure", "collection")
 MOST_FAILURES = 10  # after which a test gives up; each may take its time
@@ -60,6 +66,39 @@ def do_epoch(enqueuer, strike, source):
     loop = started(enqueuer, half - 1)
     strike(lambda: loop.read(half + 1))
     go_on(loop, source)
+
+
+def do_death(enqueuer, strike, source):
+    """A worker has died; the loop is struck while it reaps and replaces it."""
+    loop = started(enqueuer, 3)
+    kill_a_worker(enqueuer)
+    half = len(expected_of(source)) // 2
+    strike(lambda: loop.read(half + 1))
+    go_on(loop, source)
+
+
+def do_last_death(enqueuer, strike, source):
+    """The same without restarts: the loop is told of the death, whenever it is struck."""
+    loop = started(enqueuer, 3)
+    kill_a_worker(enqueuer)
+
+    def read():
+        with contextlib.suppress(WorkerDied):
+            loop.read(len(expected_of(source)))
+
+    strike(read)
+    expected = expected_of(source)
+    try:
+        # While batches are ready, the loop does not look at the workers.
+        loop.read(10 * len(expected))
+    except WorkerDied:
+        pass
+    else:
+        raise AssertionError("the death was not told")
+    loop.check_held()
+    enqueuer.stop()
+    if len(loop.seen) < len(expected):
+        resume(loop, source)
 
 
 def do_start(enqueuer, strike, source):
@@ -112,6 +151,8 @@ def do_collection(enqueuer, strike, source):
 OPERATIONS = {
     "next": do_next,
     "epoch": do_epoch,
+    "death": do_death,
+    "last-death": do_last_death,
     "start": do_start,
     "stop": do_stop,
     "exit": do_exit,
@@ -139,7 +180,10 @@ def run(operation, source, backend, strike):
 
 
 def one_run(operation, source, backend, strike):
-    enqueuer = SOURCES[source](workers=2, max_queue_size=2, random_seed=1, **BACKENDS[backend])
+    options = {"max_restarts": 2} if operation == "death" else {}
+    enqueuer = SOURCES[source](
+        workers=2, max_queue_size=2, random_seed=1, **options, **BACKENDS[backend]
+    )
     try:
         running = OPERATIONS[operation](enqueuer, strike, source)
         if running is not None:
@@ -180,7 +224,11 @@ CASES = [
         marks=[pytest.mark.thorough] if says_it_again(operation, source) else [],
     )
     for operation, source, backend in itertools.product(OPERATIONS, SOURCES, BACKENDS)
-    if EVERY or SAMPLE[backend]
+    # A thread cannot be killed. While batches are ready, the loop does not look at the workers, and
+    # an endless one may never wait.
+    if (EVERY or SAMPLE[backend])
+    and (backend != "thread" or "death" not in operation)
+    and (operation, source) != ("last-death", "tasks-endless")
 ]
 
 
@@ -198,9 +246,11 @@ def ctrl_c():
 def test_after_an_interrupt_all_goes_on(operation, source, backend, record_property):
     failures, struck, missed = [], 0, 0
     for nth in places(operation, source, backend):
-        strike = Strike(nth, (KeyboardInterrupt, Alarm)[nth // max(EVERY, 1) % 2])
+        strike = Strike(nth, ERRORS[nth // max(EVERY, 1) % len(ERRORS)])
         try:
             run(operation, source, backend, strike)
+            is_told = strike.raised or strike.is_swallowed
+            assert is_told or not strike.where, "the exception was swallowed"
         except (Exception, Hangs) as error:
             failures.append(f"{strike.where}: {strike.error.__name__}: {error!r}"[:300])
         # how many places there are varies a little, as the workers have their own pace

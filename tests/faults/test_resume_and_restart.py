@@ -23,7 +23,7 @@ from serial import SEED, Source, instead, plain, serial
 from enqueuer import GeneratorEnqueuer, Processes
 from enqueuer.backends.job import HAS_FORKSERVER
 from enqueuer.backends.pool import WorkerState
-from enqueuer.backends.process import launching, starter
+from enqueuer.backends.process import handle, starter
 from enqueuer.enqueuers.enqueuer import core_of
 
 ROUNDS = int(os.environ.get("ENQUEUER_ROUNDS", "1"))
@@ -31,7 +31,10 @@ EPOCHS = 2
 ALL = 10**9
 MANY = 10**6  # restarts
 
-pytestmark = pytest.mark.timeout(120 * ROUNDS)
+pytestmark = [
+    pytest.mark.timeout(120 * ROUNDS),
+    pytest.mark.filterwarnings("ignore:max_restarts has no effect with threads"),
+]
 
 BACKENDS = [{"backend": "thread"}, {"backend": Processes(start_method="fork")}]
 if HAS_FORKSERVER:
@@ -508,7 +511,7 @@ def with_a_replacement_that_meets(act, process, monkeypatch):
     launched = []
 
     def launch(*args):
-        launched.append(launching.launch(*args))
+        launched.append(handle.launch(*args))
         if len(launched) == 3:
             act(launched[-1])
         return launched[-1]

@@ -6,6 +6,7 @@ import itertools
 import re
 import runpy
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,15 @@ import pytest
 import enqueuer
 from enqueuer import errors
 from enqueuer.cli import main
-from enqueuer.tools.svg import DARK, in_dark, in_light
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(enqueuer.__file__).parent
 DOCS = ROOT / "docs"
+# As for the programs of that folder.
+sys.path.append(str(DOCS))
+
+from svg import DARK, in_dark, in_light  # noqa: E402
+
 MESSAGES = runpy.run_path(str(DOCS / "messages.py"))["messages"]()
 DRAWINGS = runpy.run_path(str(DOCS / "drawings.py"))["DRAWINGS"]
 
@@ -233,7 +238,7 @@ def test_the_release_checklist_names_the_addresses_that_are_missing():
     setup = configparser.ConfigParser()
     setup.read_string(read("setup.cfg"))
     addresses = setup["metadata"].get("project_urls", "")
-    checklist = read("CONTRIBUTING.md").partition("## Make a release")[2]
+    checklist = read("docs", "releasing.rst")
     for name in ("Documentation", "Source", "Changelog", "Issues"):
         assert f"{name} =" in addresses or f"`{name}`" in checklist, name
     assert addresses or "`project_urls` of `setup.cfg`" in checklist

@@ -143,7 +143,7 @@ def test_more_workers_that_do_not_help_end_the_search(source, monkeypatch):
     def measured(source, one, loop, wait_limit_s):
         return dataclasses.replace(one, batches=min(one.workers, 4) * 100, seconds=1.0)
 
-    monkeypatch.setattr("enqueuer.tools.bench.run.measure_enqueued", measured)
+    monkeypatch.setattr("enqueuer.tools.bench.measure_enqueued", measured)
     found = last(source("computing"), backends=["thread"], max_workers=64)
     assert [one.workers for one in found.measured] == [0, 1, 2, 4, 8]
 
@@ -224,13 +224,12 @@ def test_a_setting_whose_workers_hang_is_reported_and_ended(source):
 # --- the command ---
 
 
-def test_the_command_prints_a_table_and_the_line(run, tmp_path):
-    options = ["--seconds=200ms", "--backend=thread", "--max-workers=2", "--plot=out.svg"]
+def test_the_command_prints_a_table_and_the_line(run):
+    options = ["--seconds=200ms", "--backend=thread", "--max-workers=2"]
     done = run("benched:sleeping", *options)
     assert (done.returncode, done.stderr) == (0, "")
     assert "plain loop" in done.stdout
     assert '    GeneratorEnqueuer(sleeping, workers=2, backend="thread")\n' in done.stdout
-    assert (tmp_path / "out.svg").read_text().startswith("<svg")
 
 
 def test_that_all_workers_make_the_same_is_said_by_the_report_alone(run):
@@ -259,8 +258,6 @@ def test_the_command_prints_json_and_nothing_else(run):
         (["benched:hanging", "--wait-limit", "0.2"], 1, "in hang_here"),
         (["benched:breaks"], 1, "KeyError: 'no such file'"),
         (["benched:sleeping", "--consume", "20 miles"], 2, "must be a time such as 20ms"),
-        (["benched:sleeping", "--plot", "out.png"], 2, "must be a file that ends in .svg"),
-        (["benched:sleeping", "--plot", "no/out.svg"], 2, "cannot be written: 'no/out.svg'"),
         (["../there/benched:f"], 2, "give benched:f, with ../there in PYTHONPATH"),
         (["benched.py:f"], 2, "got 'benched.py:f'; give benched:f"),
         ([".:f"], 2, "a name that Python imports, got '.:f'"),

@@ -365,16 +365,6 @@ def test_what_was_refused_is_not_asked_for_again():
     assert one.run(600) == [2]
 
 
-def test_a_limit_holds_until_the_load_changes():
-    one = load(0.04, 0.01)
-    one.run(30)
-    one.autoscaler.limited(2)
-    one.workers, one.each, one.history = 2, {}, [2]
-    assert one.run(300) == [2]
-    one.make_s = lambda workers: 0.1
-    assert one.run(600)[-1] == 10
-
-
 def test_the_reason_has_the_numbers():
     one = load(0.04, 0.01)
     one.run(2)

@@ -1,12 +1,11 @@
-"""What follows from measurements: the best choice, its line of code, table, JSON, picture."""
+"""What follows from measurements: the best choice, its line of code, table and JSON."""
 
 import json
-from xml.etree import ElementTree
 
 import pytest
 
-from enqueuer.tools.bench import Measurement, Report, ladder, longest_s
-from enqueuer.tools.bench.chart import draw
+from enqueuer.tools.bench import ladder, longest_s
+from enqueuer.tools.bench_report import Measurement, Report
 
 
 def one(backend, workers, rate, **more):
@@ -106,18 +105,6 @@ def test_an_interrupted_report_can_be_shown():
     assert (empty.best, empty.gain, empty.line) == (None, 0, None)
     assert "batches/s" in str(empty)
     assert json.dumps(empty.as_dict())
-
-
-@pytest.mark.parametrize(
-    "measured",
-    [(), (one("thread", 1, 7),), (one("thread", 1, 7), one("thread", 2, 12), one("process", 1, 5))],
-    ids=len,
-)
-def test_the_picture_has_a_point_for_each_setting(measured):
-    picture = ElementTree.fromstring(draw(report(*measured, name="a<b")))
-    points = [node for node in picture.iter() if node.get("r") == "4"]
-    assert len(points) == len(measured)
-    assert all(0 < float(point.get("cy")) < 400 for point in points)
 
 
 def test_workers_are_doubled_up_to_the_most():

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from enqueuer import BlockMemoryError
-from enqueuer.transport import block_map, block_pool
-from enqueuer.transport.block_map import BlockMap
-from enqueuer.transport.block_pool import BlockPool
-from enqueuer.transport.mapping import mapping_at
+from enqueuer.transport import block_map, blocks
+from enqueuer.transport.block_map import BlockMap, mapping_at
+from enqueuer.transport.blocks import BlockPool
+from enqueuer.transport.memory import allocation_error
 
 
 class Transfer:
@@ -122,7 +122,7 @@ def test_a_block_that_nobody_needs_any_more_is_given_back(monkeypatch):
         assert block is many[-1]  # the one whose memory is still in the cache
         pool.reclaim([block.number])
     assert pool.dropped() == []
-    monkeypatch.setattr(block_pool, "_IDLE_S", 0.0)
+    monkeypatch.setattr(blocks, "_IDLE_S", 0.0)
     assert sent(pool, 5000) is many[-1]
     assert sorted(pool.dropped()) == [block.number for block in many[:-1]]
     pool.close()
@@ -192,9 +192,10 @@ def test_a_want_of_memory_has_a_name(monkeypatch):
     def full(size):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(block_pool, "open_nameless", full)
+    monkeypatch.setattr(blocks, "open_nameless", full)
     with pytest.raises(
-        BlockMemoryError, match=r"could not allocate 1.0 MB of shared memory .* No space left"
+        BlockMemoryError,
+        match=r"could not allocate 1.0 MB of shared .* No space left",
     ):
         BlockPool(1).take(1_000_000)
 
@@ -249,3 +250,7 @@ class Blocks(RuleBasedStateMachine):
 
 TestBlocks = Blocks.TestCase
 TestBlocks.settings = settings(max_examples=30, stateful_step_count=20)
+
+
+def test_a_small_size_is_told_in_bytes():
+    assert "allocate 4,096 bytes of" in str(allocation_error(4096, OSError("full")))

@@ -1,20 +1,24 @@
 """The bottleneck by numbers alone: each kind of load, and the sentences."""
 
+import dataclasses
 import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enqueuer.monitoring.bottleneck import find_bottleneck
-from enqueuer.monitoring.bottleneck_inputs import RunInputs, WorkerInputs
+from enqueuer.monitoring import gil
+from enqueuer.monitoring.bottleneck import RunInputs, find_bottleneck
+from enqueuer.monitoring.worker_stats import WorkerStats
 
 
 def worker(making=1.0, sending=0.0, waiting=9.0, items=100, cpu=0.0, cpu_wait=0.0, **more):
     """Return what a worker did in ten seconds."""
-    facts = dict(name="worker 0", bytes=100 * items, waited_for_s=0.0, runs_shards=True)
-    return WorkerInputs(
+    facts = dict(index=0, name="worker 0", shards=(0,), bytes=100 * items, started=0)
+    return WorkerStats(
         **{**facts, **more},
+        starting_s=0.0,
+        idle_s=0.0,
         making_s=making,
         sending_s=sending,
         waiting_s=waiting,
@@ -24,14 +28,15 @@ def worker(making=1.0, sending=0.0, waiting=9.0, items=100, cpu=0.0, cpu_wait=0.
     )
 
 
-def inputs(*workers, waiting=8.0, working=2.0, items=100, **more):
+def inputs(*workers, waiting=8.0, working=2.0, items=100, in_threads=False, **more):
     """Return what was seen in ten seconds, of which the loop waited eight."""
     facts = dict(
         seconds=10.0,
+        backend="thread" if in_threads else "process",
         first_wait_s=0.01,
         reading_s=0.0,
         wait_p99_s=0.1,
-        in_threads=False,
+        waited_for={},
         ordered=True,
         max_queue_size=10,
         cpus=8,
@@ -74,10 +79,10 @@ def test_a_source_that_waits_needs_as_many_workers_as_it_is_slower():
 
 @pytest.mark.parametrize(
     ("facts", "cpu", "is_named"),
-    [({}, 1.0, True), ({}, 9.0, False), ({"runs_shards": True}, 1.0, False)],
+    [({}, 1.0, True), ({}, 9.0, False), ({"shards": (0,)}, 1.0, False)],
 )
 def test_for_elements_that_wait_in_processes_the_advice_names_concurrency(facts, cpu, is_named):
-    slow = worker(making=10.0, waiting=0.0, cpu=cpu, **{"runs_shards": False, **facts})
+    slow = worker(making=10.0, waiting=0.0, cpu=cpu, **{"shards": (), **facts})
     assert ("`concurrency`" in find_bottleneck(inputs(slow)).advice) == is_named
     assert "`concurrency`" not in find_bottleneck(inputs(slow, in_threads=True)).advice
 
@@ -106,8 +111,8 @@ def test_threads_that_share_one_cpu_should_be_processes():
     threads = [worker(making=10.0, waiting=0.0, cpu=0.45) for _ in range(2)]
     found = inputs(*threads, in_threads=True)
     assert find_bottleneck(found).kind == "source"
-    busy = [thread._replace(cpu_s=4.7) for thread in threads]
-    bottleneck = find_bottleneck(found._replace(workers=busy))
+    busy = [dataclasses.replace(thread, cpu_s=4.7) for thread in threads]
+    bottleneck = find_bottleneck(dataclasses.replace(found, workers=busy))
     assert bottleneck.kind == "source"
     assert "backend='process'" in bottleneck.advice
 
@@ -221,30 +226,23 @@ def test_one_thread_that_computes_may_release_the_gil():
     assert "as numpy does for large arrays, 2 threads would help, too" in advice
 
 
-@pytest.mark.parametrize(
-    ("share", "advice"), [(0.97, "use backend='process'"), (0.05, "2 threads would be faster")]
-)
-def test_one_thread_that_computes_is_judged_by_the_gil_if_that_was_measured(share, advice):
-    found = files(1, cpu=9.8, switches=0)._replace(gil_share=share)
-    assert advice in find_bottleneck(found).advice
-
-
 def test_enough_workers_are_not_told_to_be_more():
     files = [worker(making=10.0, waiting=0.0, cpu=1.4, cpu_wait=3.9) for _ in range(12)]
     bottleneck = find_bottleneck(inputs(*files, cpus=2, loop_cpu_s=0.1))
     assert "more workers than the 12 now would hardly help on 2 CPUs" in bottleneck.advice
 
 
-def test_without_a_gil_nothing_waits_for_it():
-    found = files(2, cpu=4.9, switches=0)._replace(switch_s=None, cpus=8)
+def test_without_a_gil_nothing_waits_for_it(monkeypatch):
+    monkeypatch.setattr(gil, "switch_s", lambda: None)
+    found = dataclasses.replace(files(2, cpu=4.9, switches=0), cpus=8)
     assert "process" not in find_bottleneck(found).advice
 
 
 def test_the_loop_holds_the_gil_too():
     found = files(2, cpu=3.0, switches=1900)
     assert "process" not in find_bottleneck(found).advice
-    found = found._replace(waiting_s=5.0, working_s=5.0, loop_cpu_s=9.5)
-    assert "backend='process'" in find_bottleneck(found._replace(cpus=8)).advice
+    found = dataclasses.replace(found, waiting_s=5.0, working_s=5.0, loop_cpu_s=9.5)
+    assert "backend='process'" in find_bottleneck(dataclasses.replace(found, cpus=8)).advice
 
 
 def test_what_waits_most_of_the_time_gets_more_workers_than_cpus():
@@ -323,7 +321,7 @@ def test_workers_that_came_late_are_measured_by_their_own_time():
     late = [worker(making=0.9, waiting=0.1) for _ in range(4)]
     bottleneck = find_bottleneck(inputs(*late, waiting=0.1, working=9.9))
     assert bottleneck.advice == "Faster data would not make it faster."
-    busy = [one._replace(cpu_s=0.95) for one in late]
+    busy = [dataclasses.replace(one, cpu_s=0.95) for one in late]
     assert find_bottleneck(inputs(*busy, cpus=4)).kind == "cpus"
 
 
@@ -340,15 +338,17 @@ def test_workers_that_do_not_get_a_cpu_are_bound_by_them():
 
 
 def test_a_worker_that_all_wait_for_is_a_slow_shard():
-    slow = worker(name="worker 2", making=10.0, waiting=0.0, waited_for_s=7.5)
-    bottleneck = find_bottleneck(inputs(worker(), worker(), slow))
+    slow = worker(index=2, name="worker 2", making=10.0, waiting=0.0)
+    found = inputs(worker(), worker(index=1), slow, waited_for={2: 7.5})
+    bottleneck = find_bottleneck(found)
     assert bottleneck.kind == "slow shard"
     assert "worker 2 takes 100 ms for an item, the others 10 ms" in bottleneck.reason
 
 
 def test_without_order_no_shard_is_waited_for():
-    slow = worker(making=10.0, waiting=0.0, waited_for_s=7.5)
-    assert find_bottleneck(inputs(worker(), worker(), slow, ordered=False)).kind == "queue"
+    slow = worker(index=2, making=10.0, waiting=0.0)
+    found = inputs(worker(), worker(index=1), slow, waited_for={2: 7.5}, ordered=False)
+    assert find_bottleneck(found).kind == "queue"
 
 
 def test_a_loop_and_workers_that_wait_for_each_other_are_bound_by_the_queue():

@@ -1,11 +1,6 @@
-"""Bunches of items, and of the results of tasks, that C code sends."""
-
-from collections import deque
-
-import pytest
+"""Bunches of items that C code sends."""
 
 from enqueuer.workers.bunch import Bunch
-from enqueuer.workers.messages import Ticket
 
 
 def fill(bunch, sent, seen):
@@ -17,24 +12,7 @@ def fill(bunch, sent, seen):
     bunch.fill(0, values())
 
 
-def fill_tasks(bunch, sent, seen):
-    tickets = deque(Ticket(number, 0, (number,)) for number in range(5))
-
-    def take():
-        if not tickets:
-            raise IndexError
-        return tickets.popleft()
-
-    def results_of(all_indices):
-        for indices in all_indices:
-            seen.append(len(sent))
-            yield indices[0]
-
-    bunch.fill_tasks(take, results_of)
-
-
-@pytest.mark.parametrize("method", [fill, fill_tasks])
-def test_a_loop_that_sleeps_is_woken_behind_the_first_item(method):
+def test_a_loop_that_sleeps_is_woken_behind_the_first_item():
     sent, seen, woken = [], [], []
 
     class Sleeper:
@@ -42,16 +20,15 @@ def test_a_loop_that_sleeps_is_woken_behind_the_first_item(method):
             woken.append((len(sent), len(seen)))
 
     bunch = Bunch([0] * 5, sent.extend, Sleeper().put)
-    method(bunch, sent, seen)
+    fill(bunch, sent, seen)
     assert [item[2] for item in sent] == [0, 1, 2, 3]
     # Once, with one item, and before the second one is made.
     assert woken == [(1, 1)]
 
 
-@pytest.mark.parametrize("method", [fill, fill_tasks])
-def test_a_gate_that_is_cleared_ends_a_bunch_that_wakes(method):
+def test_a_gate_that_is_cleared_ends_a_bunch_that_wakes():
     sent, seen = [], []
     bunch = Bunch([0] * 5, sent.extend, lambda _: bunch.gate.clear())
-    method(bunch, sent, seen)
+    fill(bunch, sent, seen)
     assert [item[2] for item in sent] == [0]
     assert bunch.made == 1

@@ -13,36 +13,40 @@ import pytest
 from helpers import LIMIT, wait_until
 
 from enqueuer import Closed, TransportError
-from enqueuer.backends.order import AsTheyCome
+from enqueuer.backends.shard_schedule import AsTheyCome
 from enqueuer.common.descriptors import Descriptor
 from enqueuer.errors import ItemNotLoadable
-from enqueuer.transport import item_receiver, sender_control
+from enqueuer.transport import receiver, sender
 from enqueuer.transport import ring as layout
 from enqueuer.transport.block_map import BlockMap
-from enqueuer.transport.item_receiver import ItemReceiver
-from enqueuer.transport.item_sender import ItemSender
 from enqueuer.transport.packets import Packets, pair
 from enqueuer.transport.protocol import FRAME, PACKET, Credit, Kind
-from enqueuer.transport.receiver_control import ReceiverControl
+from enqueuer.transport.receiver import ItemReceiver, ReceiverControl
 from enqueuer.transport.ring import RING_BYTES, Ring, open_ring
-from enqueuer.transport.sender_control import send_ready
+from enqueuer.transport.sender import ItemSender, send_ready
 from enqueuer.transport.task_queue import TaskQueue
 from enqueuer.workers.messages import End, Epoch, Failure, Item, Start
 
 LARGE = 50_000
 
 
+def read(inbox):
+    inbox.control.pump()
+
+
 class Channel:
     """A worker's end, used by a thread, and the consumer's end."""
 
-    def __init__(self, kind, credit):
+    def __init__(self, kind, credit, room):
         ours, its = pair(kind)
         memory = Descriptor(open_ring())
         self.raw = Packets(its)
         self.ring = Ring.of(memory.fileno())
         send_ready(self.raw)
         self.worker = ItemSender(self.raw, Ring.of(memory.fileno()), credit)
-        self.consumer = ItemReceiver(Packets(ours), Ring.of(memory.fileno()), credit, "worker 0")
+        self.consumer = ItemReceiver(
+            Packets(ours), Ring.of(memory.fileno()), credit, "worker 0", read, room
+        )
         memory.close()
         self.errors = []
         self.thread = None
@@ -67,7 +71,7 @@ class Channel:
         """Wait until so many items, or anything else, are there."""
 
         def has_come():
-            self.consumer.pump()
+            self.consumer.control.pump()
             return self.consumer.waiting >= count or self.is_other()
 
         wait_until(has_come)
@@ -101,8 +105,8 @@ class Channel:
 def open_channel(request):
     channels = []
 
-    def open_one(items=10, waiting_bytes=None, ask=False):
-        channels.append(Channel(request.param, Credit(items, waiting_bytes, ask)))
+    def open_one(items=10, waiting_bytes=None, ask=False, room=lambda: 0):
+        channels.append(Channel(request.param, Credit(items, waiting_bytes, ask), room))
         return channels[-1]
 
     yield open_one
@@ -153,7 +157,7 @@ def test_no_more_is_sent_than_there_is_credit_for(open_channel):
     channel.send(*items("a", "b", "c", "d"), End(0))
     channel.wait(2)
     channel.take()
-    channel.consumer.pump()
+    channel.consumer.control.pump()
     assert channel.consumer.waiting == 1
     channel.consumer.grant(room=10)
     channel.wait(2)
@@ -210,7 +214,7 @@ def test_blocks_are_used_again(open_channel):
         channel.join()
         assert (channel.take().value == number).all()
         channel.consumer.grant(room=10)
-    assert channel.worker.pool.count <= 2
+    assert channel.worker.blocks.pool.count <= 2
 
 
 def test_what_is_kept_is_never_overwritten(open_channel):
@@ -262,13 +266,14 @@ def test_records_come_in_their_order_among_items(open_channel):
     channel.send(*items("a"))
     channel.join()
     channel.worker.send_record(record("two" * 10_000))
-    wait_until(lambda: channel.consumer.pump() or len(channel.consumer.records) == 2)
-    assert [r.getMessage() for r in channel.consumer.records] == ["one", "two" * 10_000]
+    control = channel.consumer.control
+    wait_until(lambda: control.pump() or len(control.records) == 2)
+    assert [r.getMessage() for r in channel.consumer.control.records] == ["one", "two" * 10_000]
     assert channel.consumer.waiting == 1
 
 
 def test_a_flood_of_records_never_waits_and_is_counted(open_channel, monkeypatch):
-    monkeypatch.setattr(sender_control, "_MOST_RECORDS", 50)
+    monkeypatch.setattr(sender, "_MOST_RECORDS", 50)
     channel = open_channel()
     for number in range(20_000):
         channel.worker.send_record(record(str(number)))
@@ -276,9 +281,9 @@ def test_a_flood_of_records_never_waits_and_is_counted(open_channel, monkeypatch
     texts = []
 
     def ended():
-        channel.consumer.pump()
-        while channel.consumer.records:
-            texts.append(channel.consumer.records.popleft().getMessage())
+        channel.consumer.control.pump()
+        while channel.consumer.control.records:
+            texts.append(channel.consumer.control.records.popleft().getMessage())
         return channel.consumer.has_message
 
     wait_until(ended)
@@ -312,16 +317,16 @@ def test_a_record_of_a_destructor_in_the_middle_of_a_send_does_no_harm(open_chan
     channel.wait(1)
     channel.join()
     assert channel.take().value == "logs"
-    channel.consumer.pump()
-    texts = [r.getMessage() for r in channel.consumer.records]
+    channel.consumer.control.pump()
+    texts = [r.getMessage() for r in channel.consumer.control.records]
     assert texts == ["first", "while sending", "while pickling"]
 
 
-@pytest.mark.parametrize("how", ["ask_to_stop", "close"])
+@pytest.mark.parametrize("how", [lambda end: end.control.ask_to_stop(), ItemReceiver.close])
 def test_a_worker_that_waits_learns_that_the_consumer_left(open_channel, how):
     channel = open_channel(items=0)
     channel.send(*items("a"))
-    getattr(channel.consumer, how)()
+    how(channel.consumer)
     channel.join()
     assert [type(error) for error in channel.errors] == [Closed]
     assert channel.worker.next_epoch() is None
@@ -329,8 +334,8 @@ def test_a_worker_that_waits_learns_that_the_consumer_left(open_channel, how):
 
 def test_epochs_are_told(open_channel):
     channel = open_channel()
-    channel.consumer.begin(Epoch(0))
-    channel.consumer.begin(Epoch(1, {3: Start(5, b"x" * 100_000)}))
+    channel.consumer.control.begin(Epoch(0))
+    channel.consumer.control.begin(Epoch(1, {3: Start(5, b"x" * 100_000)}))
     assert channel.worker.next_epoch() == Epoch(0)
     assert channel.worker.next_epoch() == Epoch(1, {3: Start(5, b"x" * 100_000)})
 
@@ -339,8 +344,8 @@ def test_a_gap_in_the_sequence_is_an_error(open_channel):
     channel = open_channel()
     channel.raw.send(PACKET.pack(Kind.WAKE, 2))
     with pytest.raises(TransportError, match="sent packet 2, but 1 was due"):
-        wait_until(lambda: channel.consumer.pump())
-    assert channel.consumer.is_ready
+        wait_until(lambda: channel.consumer.control.pump())
+    assert channel.consumer.control.is_ready
 
 
 def test_a_repeated_packet_is_passed_over(open_channel):
@@ -348,16 +353,17 @@ def test_a_repeated_packet_is_passed_over(open_channel):
     body = pickle.dumps(record("once").__dict__)
     for sequence in (1, 1, 2):
         channel.raw.send(PACKET.pack(Kind.RECORD, sequence) + body)
-    wait_until(lambda: channel.consumer.pump() or len(channel.consumer.records) == 2)
-    channel.consumer.pump()
-    assert len(channel.consumer.records) == 2
+    control = channel.consumer.control
+    wait_until(lambda: control.pump() or len(control.records) == 2)
+    channel.consumer.control.pump()
+    assert len(channel.consumer.control.records) == 2
 
 
 def test_nonsense_is_an_error(open_channel):
     channel = open_channel()
     channel.raw.send(b"?")
     with pytest.raises(TransportError, match="malformed packet"):
-        wait_until(lambda: channel.consumer.pump())
+        wait_until(lambda: channel.consumer.control.pump())
     channel.worker.send_item(0, 0, "a")
     size, table, _, shard, number = FRAME.unpack_from(channel.ring.frames, 0)
     FRAME.pack_into(channel.ring.frames, 0, size, table, 99, shard, number)
@@ -407,7 +413,7 @@ def test_items_of_a_run_can_be_taken_as_soon_as_each_is_sent(open_channel):
         assert channel.consumer.other() is None
         assert channel.take() == Item(0, number, value)
         assert not channel.consumer.has_message
-        assert channel.consumer.is_acknowledged
+        assert channel.ring.words[layout.TAKEN] == number + 1
         channel.consumer.grant(room=10)
 
 
@@ -454,7 +460,7 @@ def test_what_is_left_of_a_run_counts_as_not_taken(open_channel):
     assert channel.consumer.has_message
     assert channel.consumer.other() is None
     assert [item[2] for item in channel.consumer.items(9, order)] == [2, 3, 4]
-    assert not channel.consumer.is_acknowledged
+    assert channel.ring.words[layout.TAKEN] == 2
     assert channel.take() == End(0)
 
 
@@ -486,7 +492,7 @@ def test_an_interrupted_item_is_whole_at_the_next_try_and_its_block_is_released_
     open_channel, monkeypatch
 ):
     blocks = BlockMap()
-    monkeypatch.setattr(item_receiver, "BlockMap", lambda: blocks)
+    monkeypatch.setattr(receiver, "BlockMap", lambda: blocks)
     channel = open_channel(items=2)
     channel.send(*items((np.full(LARGE, 0), Interrupts()), *[np.full(LARGE, n) for n in (1, 2, 3)]))
     channel.wait(2)
@@ -512,7 +518,7 @@ def test_a_block_that_was_being_added_at_an_interrupt_is_there_at_the_next_try(o
         channel = open_channel()
         channel.send(Item(0, 0, np.full(LARGE, 5)))
         channel.join()
-        was_interrupted = interrupted_at(line, channel.consumer.pump, ADDING)
+        was_interrupted = interrupted_at(line, channel.consumer.control.pump, ADDING)
         assert (channel.take().value == 5).all()
         channel.close()
         if not was_interrupted:
@@ -520,7 +526,7 @@ def test_a_block_that_was_being_added_at_an_interrupt_is_there_at_the_next_try(o
     assert 3 < line < 999
 
 
-ADDING = {"block_map.py", "mapping.py", "memory.py"}
+ADDING = {"block_map.py", "memory.py"}
 
 
 def interrupted_at(line, call, files):
@@ -583,18 +589,18 @@ class Answers:
         self.socket = self.queue.worker_socket()
         tickets = [(number, 0, (number,), None) for number in packet]
         assert self.queue.send(1, packet[0], pickle.dumps(tickets))
-        channel.consumer.grant_all()
-        channel.consumer.pump()
+        channel.ring.words[layout.LIMIT] = 1 << 62
+        channel.consumer.control.pump()
 
     def sleep(self, number, is_patient=False):
         """Begin to sleep for the result of a task."""
-        self.channel.consumer.arm_wake_up(2 + 2 * number + is_patient)
+        self.channel.consumer.control.arm_wake_up(2 + 2 * number + is_patient)
 
     def do(self, value):
         """Do the next task; return whether its result has woken the loop."""
         ticket = self.channel.worker.next_ticket(self.socket)
         self.channel.worker.send_item(0, ticket.number, value)
-        self.channel.consumer.pump()
+        self.channel.consumer.control.pump()
         return self.woken
 
     @property
@@ -649,12 +655,10 @@ def test_a_new_sleep_does_not_end_for_the_result_of_the_last_one(open_answers):
 
 
 def test_a_worker_without_room_wakes_a_loop_that_sleeps_for_a_later_result(open_channel):
-    channel = open_channel()
-    channel.consumer.grant_all()
-    channel.consumer.arm_wake_up(2 + 2 * 1000)
+    channel = open_channel(room=None)
+    channel.consumer.control.arm_wake_up(2 + 2 * 1000)
     channel.send(*items(*[bytes([n]) * 60_000 for n in range(10)]))
     wait_until(lambda: channel.ring.words[layout.PACKETS] > 1)
     assert [channel.take().number for _ in range(8)] == list(range(8))
-    channel.consumer.make_room()
     assert [channel.take().number for _ in range(2)] == [8, 9]
     channel.join()

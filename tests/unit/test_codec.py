@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from enqueuer import ItemNotPicklable, WorkerError
 from enqueuer.common.sizes import OUT_OF_BAND_BYTES
-from enqueuer.transport import error_codec, error_parts, item_codec
+from enqueuer.transport import errors, item_codec
 
 Pair = collections.namedtuple("Pair", "a b")
 
@@ -237,7 +237,7 @@ def caught(act):
 def sent(act):
     """Return what `act` raises, and what arrives of it."""
     error = caught(act)
-    return error, error_codec.decode_error(error_codec.encode_error(error))
+    return error, errors.decode_error(errors.encode_error(error))
 
 
 def raises(error):
@@ -327,7 +327,7 @@ def test_frames_survive():
 def test_a_long_traceback_loses_its_middle():
     _, copy = sent(helpers.recurse)
     assert type(copy) is RecursionError
-    assert len(traceback.extract_tb(copy.__traceback__)) <= error_parts.MOST_FRAMES
+    assert len(traceback.extract_tb(copy.__traceback__)) <= errors.MOST_FRAMES
 
 
 def test_cause_context_and_notes_survive():
@@ -335,7 +335,7 @@ def test_cause_context_and_notes_survive():
     assert type(copy.__cause__) is KeyError
     assert copy.__cause__ is copy.__context__ or copy.__suppress_context__
     error.__notes__ = ["a note"]
-    assert error_codec.decode_error(error_codec.encode_error(error)).__notes__ == ["a note"]
+    assert errors.decode_error(errors.encode_error(error)).__notes__ == ["a note"]
 
 
 @pytest.mark.skipif(not hasattr(builtins, "ExceptionGroup"), reason="Python 3.10 has no groups")
@@ -406,7 +406,7 @@ def test_an_error_survives_a_long_chain_of_causes():
         following = ValueError(number)
         following.__context__ = error
         error = following
-    copy = error_codec.decode_error(error_codec.encode_error(error))
+    copy = errors.decode_error(errors.encode_error(error))
     assert (type(copy), copy.args) == (ValueError, (2999,))
     # as itself or, where the recursion limit is too low for that, as text
     assert type(copy.__context__) in (ValueError, WorkerError)
@@ -421,7 +421,7 @@ def test_nothing_is_registered_for_all_exceptions():
 
 def test_an_error_that_cannot_be_rebuilt_here_arrives_as_text():
     data = pickle.dumps((b"not a pickle", "ValueError: x", "Traceback ..."))
-    copy = error_codec.decode_error(data)
+    copy = errors.decode_error(data)
     assert type(copy) is WorkerError
     assert "ValueError: x" in str(copy)
     assert "Traceback ..." in str(copy)

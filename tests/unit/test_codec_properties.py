@@ -11,15 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from enqueuer.backends.order import AsTheyCome
+from enqueuer.backends.shard_schedule import AsTheyCome
 from enqueuer.common.descriptors import Descriptor
 from enqueuer.transport import item_codec
-from enqueuer.transport.item_receiver import ItemReceiver
-from enqueuer.transport.item_sender import ItemSender
 from enqueuer.transport.packets import Packets, pair
 from enqueuer.transport.protocol import Credit
+from enqueuer.transport.receiver import ItemReceiver
 from enqueuer.transport.ring import Ring, open_ring
-from enqueuer.transport.sender_control import send_ready
+from enqueuer.transport.sender import ItemSender, send_ready
 
 Pair = namedtuple("Pair", "a b")
 
@@ -160,6 +159,10 @@ def test_any_nest_is_the_same_after_the_codec(value):
     assert same(item_codec.decode(bytes(data), copies), value)
 
 
+def read(inbox):
+    inbox.control.pump()
+
+
 class Channel:
     """Both ends of a channel in one thread: it may hold what fits its credit."""
 
@@ -169,7 +172,14 @@ class Channel:
         send_ready(packets)
         credit = Credit(100, None, False)
         self.worker = ItemSender(packets, Ring.of(memory.fileno()), credit)
-        self.consumer = ItemReceiver(Packets(ours), Ring.of(memory.fileno()), credit, "worker 0")
+        self.consumer = ItemReceiver(
+            Packets(ours),
+            Ring.of(memory.fileno()),
+            credit,
+            "worker 0",
+            lambda inbox: inbox.control.pump(),
+            lambda: 0,
+        )
         memory.close()
 
     def through(self, value):

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enqueuer.workers.global_seeds import seeds_of
-from enqueuer.workers.seeding import TaskSeeds, borrowed_globals
+from enqueuer.workers.seeding import TaskSeeds, borrowed_globals, seeds_of
 from enqueuer.workers.shards import Shard, Task
 
 NUMBERS = st.integers(0, 2**70)

@@ -7,7 +7,7 @@ import socket
 import pytest
 from helpers import LIMIT
 
-from enqueuer.backends.process import launching
+from enqueuer.backends.process import handle
 from enqueuer.backends.process.handle import open_pidfd
 from enqueuer.common.descriptors import Descriptor
 
@@ -30,7 +30,7 @@ def child():
     ours, its = socket.socketpair()
     its_lifeline, lifeline = map(Descriptor, os.pipe())
     try:
-        yield launching.launch("fork", its, its_lifeline, lambda: os._exit(7), {})
+        yield handle.launch("fork", its, its_lifeline, lambda: os._exit(7), {})
     finally:
         for end in (ours, its, its_lifeline, lifeline):
             end.close()

@@ -6,7 +6,7 @@ import sys
 import pytest
 from helpers import LIMIT
 
-from enqueuer.backends.process.interpreter import program
+from enqueuer.backends.process.fork_server import program
 
 
 @pytest.mark.parametrize("before", ["enable", "disable"])

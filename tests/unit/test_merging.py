@@ -1,11 +1,9 @@
 """Whose turn it is, against a model: sort by (round, shard)."""
 
-import itertools
-
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enqueuer.backends.order import ANY, AsTheyCome, RoundRobin
+from enqueuer.backends.shard_schedule import ANY, AsTheyCome, RoundRobin
 from enqueuer.workers.messages import Item, Start
 
 
@@ -126,38 +124,3 @@ def test_before_the_first_state_a_shard_is_run_from_its_start():
     take(order, 0, 1, "after 1")
     assert order.rest([Item(0, 1, None)]) == {0: Start(1)}
     assert order.rest() == {0: Start(2, "after 1")}
-
-
-def dealt(lengths, shards):
-    """Return the order in which shards of some lengths give their items, and whether it is even."""
-    order = RoundRobin(dict.fromkeys(shards, Start()))
-    taken = []
-    while not order.done:
-        shard = order.turn()
-        number = order.number_of(shard)
-        if number == lengths[shard]:
-            order.ended(shard)
-        else:
-            take(order, shard, number)
-            taken.append((shard, number))
-    return taken, order.is_even
-
-
-def in_turn(parts):
-    """Return one item of each part in turn, as a DataLoader takes them from its workers."""
-    rounds = itertools.zip_longest(*parts)
-    return [item for one in rounds for item in one if item is not None]
-
-
-def test_even_parts_taken_in_turn_are_in_the_order_of_the_whole():
-    even = 0
-    for lengths in itertools.product(range(4), repeat=4):
-        whole, _ = dealt(lengths, range(4))
-        parts, are_even = zip(
-            *(dealt(lengths, range(part, 4, 2)) for part in range(2)), strict=True
-        )
-        if all(are_even):
-            assert in_turn(parts) == whole
-            even += 1
-        assert all(is_even for _, is_even in (dealt(lengths, [shard]) for shard in range(4)))
-    assert 16 <= even < 256

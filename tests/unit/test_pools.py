@@ -11,7 +11,7 @@ from enqueuer.backends import load, pool
 
 POOLS = {**load._POOLS, "inline": load._INLINE}
 DISPATCHES = {
-    "inline": ("inline.pool", "InlineDispatch"),
+    "inline": ("inline", "InlineDispatch"),
     "process": ("process.dispatch", "QueueDispatch"),
     "ray": ("ray.dispatch", "ActorDispatch"),
     "thread": ("thread.pool", "ThreadDispatch"),

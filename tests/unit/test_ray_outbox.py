@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from helpers import LIMIT
 
-from enqueuer.backends.ray.outbox import Ended, ItemFrame, Outbox, TotalCredit
+from enqueuer.backends.ray.channel import Ended, ItemFrame, Outbox, TotalCredit
 from enqueuer.transport.item_codec import decode
 
 

@@ -1,7 +1,8 @@
 """Results between their arrival and their turn."""
 
-from enqueuer.backends.order import TaskOrder
-from enqueuer.backends.reorder_buffer import Next, ReorderBuffer
+import dataclasses
+
+from enqueuer.backends.task_schedule import Next, ReorderBuffer, TaskOrder
 from enqueuer.workers.messages import Empty, Failure, Item, Start, Ticket
 
 
@@ -83,8 +84,9 @@ def test_skipped_errors_come_once_each_and_before_the_result():
     first, second = (Failure(0, 0, KeyError(n), skipped=True) for n in (1, 2))
     for message in (first, second, Item(0, 0, "rest"), Item(0, 1, "next")):
         buffer.put(message)
-    for error in (first, second):
-        assert buffer.peek(order) == buffer.peek(order) == error
+    for nth, error in enumerate((first, second), start=1):
+        numbered = dataclasses.replace(error, nth=nth)
+        assert buffer.peek(order) == buffer.peek(order) == numbered
         assert taken(buffer, order) == []
         buffer.pass_over()
     assert buffer.peek(order) is Next.ITEM
@@ -98,7 +100,7 @@ def test_a_task_that_is_done_again_tells_its_errors_again_and_once():
     again = Failure(0, 0, KeyError(1), skipped=True)
     for message in (again, Empty(0)):
         buffer.put(message)
-    assert buffer.peek(order) == again
+    assert buffer.peek(order) == dataclasses.replace(again, nth=1)
     buffer.pass_over()
     assert buffer.peek(order) is Next.ROOM
     assert order.done
@@ -111,7 +113,7 @@ def test_a_failure_waits_for_its_turn_and_stays():
     assert buffer.peek(order) is Next.NOTHING
     buffer.put(Item(0, 0, "x"))
     assert taken(buffer, order) == [0]
-    assert buffer.peek(order) == buffer.peek(order) == Failure(1, 1, failure.error)
+    assert buffer.peek(order) == buffer.peek(order) == Failure(1, 1, failure.error, nth=1)
 
 
 def test_the_largest_result_is_known_if_they_are_measured():
@@ -127,4 +129,4 @@ def test_an_error_is_told_by_the_index_of_its_element():
     buffer.tickets[0] = Ticket(0, 0, (40, 41, 42))
     error = KeyError()
     buffer.put(Failure(2, 0, error))
-    assert buffer.peek(order) == Failure(42, 0, error)
+    assert buffer.peek(order) == Failure(42, 0, error, nth=1)

@@ -4,14 +4,14 @@ import itertools
 
 import pytest
 
-from enqueuer.transport import spin
-from enqueuer.transport.spin import Spin
+from enqueuer.transport import ring
+from enqueuer.transport.ring import Spin
 
 
 @pytest.fixture(autouse=True)
 def slow_clock(monkeypatch):
     """Have each reading of the clock take 10 us."""
-    monkeypatch.setattr(spin, "clock", itertools.count(0, 10_000).__next__)
+    monkeypatch.setattr(ring, "clock", itertools.count(0, 10_000).__next__)
 
 
 def tries(waits):

@@ -7,17 +7,10 @@ import threading
 import pytest
 
 from enqueuer.backends import stall
-from enqueuer.backends.order import AsTheyCome, RoundRobin, TaskOrder
-from enqueuer.backends.stall import (
-    Wait,
-    WaitLimits,
-    WaitSnapshot,
-    WorkerSnapshot,
-    awaited,
-    awaited_task,
-    parse,
-    report,
-)
+from enqueuer.backends.pool import WorkerSnapshot
+from enqueuer.backends.shard_schedule import AsTheyCome, RoundRobin, awaited
+from enqueuer.backends.stall import Wait, WaitLimits, WaitSnapshot, parse, report
+from enqueuer.backends.task_schedule import TaskOrder, awaited_task
 from enqueuer.workers import loop
 from enqueuer.workers.messages import Start, Ticket
 

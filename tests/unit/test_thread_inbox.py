@@ -10,8 +10,7 @@ import pytest
 from helpers import LIMIT, wait_until
 
 from enqueuer.backends.thread import inbox as inbox_module
-from enqueuer.backends.thread.inbox import ThreadInbox
-from enqueuer.common.queues import get_until
+from enqueuer.backends.thread.inbox import ThreadInbox, get_until
 from enqueuer.errors import Closed
 from enqueuer.monitoring.meters import Meter
 from enqueuer.workers.messages import End

@@ -6,7 +6,7 @@ import traceback
 
 import pytest
 
-from enqueuer.transport import error_codec, tracebacks
+from enqueuer.transport import errors
 
 
 def looks_up():
@@ -46,7 +46,7 @@ def raised_by(function):
 def test_it_reads_the_same(function):
     error = raised_by(function)
     whole = traceback.format_exception(error)
-    rebuild, given = tracebacks.reduce(error.__traceback__)
+    rebuild, given = errors.reduce_traceback(error.__traceback__)
     again = error.with_traceback(rebuild(*pickle.loads(pickle.dumps(given))))
     assert traceback.format_exception(again) == whole
 
@@ -54,10 +54,7 @@ def test_it_reads_the_same(function):
 def test_that_of_an_error_which_crosses_does():
     error = raised_by(counts)
     whole = traceback.format_exception(error)
-    assert (
-        traceback.format_exception(error_codec.decode_error(error_codec.encode_error(error)))
-        == whole
-    )
+    assert traceback.format_exception(errors.decode_error(errors.encode_error(error))) == whole
     assert sys.version_info < (3, 11) or "~~~~~^^^^^^^^^^^" in "".join(whole)
 
 
@@ -65,12 +62,12 @@ def test_it_can_be_sent_on():
     error = raised_by(counts)
     whole = traceback.format_exception(error)
     for _ in range(2):
-        error = error_codec.decode_error(error_codec.encode_error(error))
+        error = errors.decode_error(errors.encode_error(error))
     assert traceback.format_exception(error) == whole
 
 
 def test_where_the_columns_are_unknown_none_are_underlined():
-    place = tracebacks.Place(__file__, "f", 20, (None, None, None), {})
-    [line] = traceback.format_tb(tracebacks.rebuild([place]))
+    place = errors.Place(__file__, "f", 20, (None, None, None), {})
+    [line] = traceback.format_tb(errors.rebuilt([place]))
     assert "^" not in line
     assert "line 20, in f" in line

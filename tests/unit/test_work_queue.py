@@ -5,7 +5,7 @@ import threading
 import pytest
 from helpers import LIMIT, wait_until
 
-from enqueuer.backends.thread.work_queue import WorkQueue
+from enqueuer.backends.thread.sender import WorkQueue
 from enqueuer.monitoring.meters import IDLE, PHASE, Meter
 
 THREADS = 4
@@ -80,18 +80,3 @@ def test_each_item_is_taken_once_whoever_puts_and_takes(queue):
     queue.close()
     for taker in takers:
         taker.join()
-
-
-def test_an_item_that_was_taken_without_waiting_leaves_nobody_asleep(queue):
-    taker = Taker(queue)
-    wait_until(lambda: taker.waits)
-    queue.put_all(["a"])
-    # Perhaps it is taken here, and the thread finds nothing.
-    try:
-        queue.take()
-    except IndexError:
-        wait_until(lambda: taker.items == ["a"])
-    queue.put("b")
-    wait_until(lambda: taker.items[-1:] == ["b"])
-    queue.close()
-    taker.join()

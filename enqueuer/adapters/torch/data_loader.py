@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 import types
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 from enqueuer.adapters.torch import index_order
-from enqueuer.adapters.torch.fetching import CaughtError
+from enqueuer.adapters.torch.fetching import NoBatch
 from enqueuer.adapters.torch.iterating import LocalIterator, WorkerIterator
 from enqueuer.adapters.torch.position import Position
-from enqueuer.adapters.torch.samples import Samples
+from enqueuer.backends.job import METHODS
 from enqueuer.common import checks
 from enqueuer.common.extras import framework
-from enqueuer.enqueuers.configs import Auto, Processes
+from enqueuer.enqueuers.configs import Auto, Processes, Ray
 from enqueuer.enqueuers.options import Backends, Options
+from enqueuer.enqueuers.workload import MOST_WORKERS
 from enqueuer.errors import InvalidState
 from enqueuer.monitoring import usage
 from enqueuer.monitoring.stats import Stats
@@ -27,10 +29,31 @@ torch = framework("torch", "torch", "2.1")
 
 _DataLoader: Any = torch.utils.data.DataLoader
 
-
-# Arguments that torch's class does not have. Each is an attribute of the same name, as trainers
-# build a loader again from the attributes that its arguments name.
-_OWN = ("backend", "max_restarts", "on_error", "concurrency", "stall_timeout", "trace")
+# Options of an iteration's enqueuer, whose names are those of the arguments. Each argument is an
+# attribute of its name, as trainers build a loader again from these attributes.
+_OPTIONS = (
+    "backend",
+    "max_restarts",
+    "on_error",
+    "stall_timeout",
+    "trace",
+)
+# Arguments that a loader has in common with the one that it was rebuilt from.
+_REBUILT = (
+    *_OPTIONS,
+    "concurrency",
+    "round_robin",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+    "pin_memory_device",
+    "in_order",
+)
 
 
 class DataLoader(_DataLoader):
@@ -78,6 +101,11 @@ class DataLoader(_DataLoader):
             thread-safe, and `__getitems__` is not called.
         stall_timeout: Seconds without a batch after which a warning shows where each worker is;
             60 by default. None: no warning.
+        round_robin: Whether worker `i` of `n` makes batches `i`, `i + n` and so on, as with torch.
+            None, the default: only where the result may depend on what a worker did before: with
+            a `worker_init_fn`, or a random generator in the dataset. Otherwise a free worker takes
+            the next batch, so that no batch waits behind a slow one. Threads share the dataset,
+            and take any batch.
         trace: Path of a file for the timeline of the latest epoch, or with `persistent_workers`
             of all epochs. It needs `num_workers >= 1`.
 
@@ -118,6 +146,7 @@ class DataLoader(_DataLoader):
         concurrency: int = 1,
         stall_timeout: float | None = 60.0,
         trace: str | os.PathLike[str] | None = None,
+        round_robin: bool | None = None,
     ) -> None:
         self._is_auto = num_workers == "auto"
         # Others divide by it. There may be more workers than CPUs, if they wait for a network.
@@ -144,6 +173,7 @@ class DataLoader(_DataLoader):
         self.in_order = in_order
         self.backend, self.max_restarts, self.on_error = backend, max_restarts, on_error
         self.concurrency, self.stall_timeout, self.trace = concurrency, stall_timeout, trace
+        self.round_robin = round_robin
         _check(self)
         self._position = Position(self)
         self._latest: weakref.ref[WorkerIterator] | None = None
@@ -153,43 +183,63 @@ class DataLoader(_DataLoader):
 
     def _get_iterator(self) -> Any:
         if self.num_workers == 0:
-            return LocalIterator(self, self._samples(), self._position)
+            return LocalIterator(self, self._position)
         self.check_worker_number_rationality()
-        options = self._enqueuer_options()
-        iterator = WorkerIterator(self, options, self._samples(), self._position)
+        iterator = WorkerIterator(self, self._enqueuer_options(), self._position)
         self._latest = weakref.ref(iterator)
         return iterator
 
     def _enqueuer_options(self) -> dict[str, Any]:
         """Return the options of an iteration's enqueuer."""
-        options = self._own_options()
-        del options["concurrency"]
-        if options["backend"] == "process":
+        options = self._attributes(_OPTIONS)
+        if options["backend"] == "process" and self._has_threads:
+            options["backend"] = "thread"
+        elif options["backend"] == "process":
             options["backend"] = Processes(start_method=self._start_method())
         if options["on_error"] == "raise":
-            options["on_error"] = CaughtError
+            options["on_error"] = NoBatch
         # Each worker has one batch beside those in the queue.
         ahead = (self.prefetch_factor - 1) * self.num_workers
         return options | {
-            "workers": Auto() if self._is_auto else self.num_workers,
+            "workers": self._auto() if self._is_auto else self.num_workers,
             "max_queue_size": max(1, ahead),
             "ordered": self.in_order,
             "timeout": self.timeout or None,
         }
 
-    def _samples(self) -> Samples | None:
-        """Return how samples are fetched; None if torch's own fetcher can do it."""
-        if (self.on_error, self.concurrency) == ("raise", 1):
-            return None
-        return Samples(self.on_error, self.concurrency)
+    def _auto(self) -> Auto:
+        """Return the options of `num_workers="auto"`: go on with the workers of the last epoch."""
+        latest = self._position.ended
+        first = 1 if latest is None else max(1, len(latest.stats().workers))
+        if isinstance(self.backend, Ray) or self.backend == "ray":
+            return Auto(first=first)
+        try:
+            # More of them would have nothing to do.
+            most = max(1, min(MOST_WORKERS, len(self._index_sampler)))
+        except TypeError:
+            return Auto(first=first)
+        return Auto(most, min(first, most))
 
-    def _own_options(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _OWN}
+    @property
+    def is_round_robin(self) -> bool:
+        """Whether each worker has its own batches, in turn."""
+        if self.round_robin is not None or self._is_auto:
+            return bool(self.round_robin)
+        return self.worker_init_fn is not None or index_order.holds_generator(self.dataset)
+
+    def _attributes(self, names: Iterable[str]) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def _has_threads(self) -> bool:
+        """Whether the workers are threads, by `multiprocessing_context` if not by `backend`."""
+        process: Any = getattr(self.multiprocessing_context, "Process", None)
+        return isinstance(process, type) and issubclass(process, threading.Thread)
 
     def _start_method(self) -> str:
         context = self.multiprocessing_context or multiprocessing
         method = context.get_start_method(allow_none=True)
-        return method or multiprocessing.get_all_start_methods()[0]
+        return str(method or multiprocessing.get_all_start_methods()[0])
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the samplers and the dataset, if they have a `set_epoch` as well.
@@ -212,18 +262,8 @@ class DataLoader(_DataLoader):
         return type(self)(
             dataset,
             num_workers="auto" if self._is_auto else self.num_workers,
-            collate_fn=self.collate_fn,
-            pin_memory=self.pin_memory,
-            timeout=self.timeout,
-            worker_init_fn=self.worker_init_fn,
-            multiprocessing_context=self.multiprocessing_context,
-            generator=self.generator,
-            prefetch_factor=self.prefetch_factor,
-            persistent_workers=self.persistent_workers,
-            pin_memory_device=self.pin_memory_device,
-            in_order=self.in_order,
             **order,
-            **self._own_options(),
+            **self._attributes(_REBUILT),
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -234,9 +274,9 @@ class DataLoader(_DataLoader):
         iterated again up to that batch; the dataset is not asked for samples again, unless it is
         iterable.
 
-        Raises:
-            InvalidState: The iterator of an iterable dataset, or with `in_order=False` or
-                `on_error`, was dropped in the middle of an epoch; or two iterators are in use.
+        A warning, `EnqueuerWarning`, says if there is no such position: the iterator of an iterable
+        dataset, or with `in_order=False` or `on_error`, was dropped in the middle of an epoch; or
+        two iterators are in use. The state can then be saved, but not be loaded.
         """
         return self._position.state_dict()
 
@@ -247,6 +287,7 @@ class DataLoader(_DataLoader):
 
         Raises:
             StateMismatch: The state is of another loader, or damaged.
+            InvalidState: The state has no position; see `state_dict`.
         """
         self._position.load_state_dict(state_dict)
         # Persistent workers have begun another epoch.
@@ -267,22 +308,33 @@ class DataLoader(_DataLoader):
             raise InvalidState("no iteration had workers that could have statistics")
         return self._position.ended.stats()
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Pickle or copy a loader without its iterator and its position."""
-        left_out = ("_position", "_latest", "_iterator")
-        return {name: value for name, value in vars(self).items() if name not in left_out}
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle or copy a loader without its iterator and its position.
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # torch forbids to set some of these.
-        self.__dict__.update(state, _iterator=None, _latest=None)
-        self._position = Position(self)
+        Not by `__setstate__`: pickle would find that of this class through an object that passes
+        on attributes to a loader.
+        """
+        left_out = ("_position", "_latest", "_iterator")
+        state = {name: value for name, value in vars(self).items() if name not in left_out}
+        return _restored, (type(self), state)
+
+
+def _restored(kind: type[DataLoader], state: dict[str, Any]) -> DataLoader:
+    """Return a loader that was pickled or copied."""
+    loader = kind.__new__(kind)
+    # torch forbids to set some of these.
+    loader.__dict__.update(state, _iterator=None, _latest=None)
+    loader._position = Position(loader)
+    return loader
 
 
 def _check(loader: DataLoader) -> None:
     """Check the options that are not torch's."""
     checks.positive("concurrency", loader.concurrency)
-    given: Any = {name: getattr(loader, name) for name in _OWN if name != "concurrency"}
-    is_thread = Options(**given).backend_name == "thread"
+    given: Any = {name: getattr(loader, name) for name in _OPTIONS}
+    is_thread = Options(**given).backend_name == "thread" or loader._has_threads
+    if loader.round_robin and (loader._is_auto or is_thread):
+        raise ValueError("round_robin=True needs a fixed number of worker processes")
     if loader.num_workers == 0 and loader.on_error != "raise":
         raise ValueError("on_error needs num_workers >= 1: without workers, errors are raised")
     if loader.num_workers == 0 and loader.trace is not None:
@@ -292,6 +344,31 @@ def _check(loader: DataLoader) -> None:
         raise ValueError(
             "multiprocessing_context is the start method of backend='process'; give one of them"
         )
+    if has_context and not loader._has_threads:
+        _check_context(loader.multiprocessing_context)
+    _check_stream(loader, is_thread)
+
+
+def _check_context(context: Any) -> None:
+    """Check that a context says no more than a start method: the enqueuer starts the processes."""
+    method = context.get_start_method(allow_none=True)
+    if method is not None and method not in METHODS:
+        raise ValueError(
+            f"multiprocessing_context has the start method {method!r}, not one of "
+            f"{', '.join(map(repr, METHODS))}"
+        )
+    process: Any = getattr(context, "Process", None)
+    module = str(getattr(process, "__module__", ""))
+    if isinstance(process, type) and not module.startswith(("multiprocessing.", "multiprocess.")):
+        raise ValueError(
+            f"multiprocessing_context has a Process class of its own, {module}."
+            f"{process.__qualname__}, which would not be used: the workers are those of an "
+            "enqueuer. Give a context of multiprocessing, or backend='thread' for threads"
+        )
+
+
+def _check_stream(loader: DataLoader, is_thread: bool) -> None:
+    """Check the options of an iterable dataset."""
     if loader._dataset_kind == torch.utils.data._DatasetKind.Iterable:
         if loader.concurrency > 1:
             raise ValueError("concurrency needs a map-style dataset: a stream has one next sample")

@@ -1,244 +1,303 @@
 """What a worker of a DataLoader does: it fetches and collates batches of a dataset.
 
-    map-style dataset: a batch of indices -> FetchIndices -> a batch
-    iterable dataset:  a shard            -> FetchShard   -> batches, until the dataset ends
+    map-style dataset: a batch of indices -> LoaderWorker.fetch()   -> a batch
+    iterable dataset:  a shard            -> LoaderWorker.batches() -> batches, until it ends
 
-torch's own fetcher does the work, so a dataset is treated as torch treats it.
+torch's own fetcher does the work, so a dataset is treated as torch treats it. If samples may be
+skipped, or are fetched several at once, it sees a `FallibleDataset` in the place of the dataset.
+
+torch's `default_collate` looks up its functions for arrays and tensors in a table. A worker process
+replaces these two, so types, containers and errors stay those of torch, and samples are stacked
+straight into shared memory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import operator
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from enqueuer.adapters.torch import collating
-from enqueuer.adapters.torch.samples import Samples
+from enqueuer.adapters.torch import index_order
 from enqueuer.common.extras import framework
-from enqueuer.transport.error_codec import decode_error, encode_error
+from enqueuer.common.text import str_of
+from enqueuer.errors import StateMismatch
+from enqueuer.transport.errors import decode_error, encode_error
+from enqueuer.workers import collate
+from enqueuer.workers.logs import log_error
+from enqueuer.workers.plan import OnError
 from enqueuer.workers.seeding import seed_python_and_numpy
 from enqueuer.workers.shards import Shard, Task
+from enqueuer.workers.skipping import may_skip
 
 torch = framework("torch", "torch", "2.1")
 
+_dtype_of = operator.attrgetter("dtype")
+_collate = torch.utils.data._utils.collate
 _of_torch = torch.utils.data._utils.worker
+_END = object()
+_by_torch = {kind: _collate.default_collate_fn_map.get(kind) for kind in (torch.Tensor, np.ndarray)}
 
 
-@dataclass(frozen=True)
-class Dataset:
-    """A dataset, and how batches are made of it.
+def collate_in_place() -> None:
+    """Let `default_collate` of this process stack into shared memory.
 
-    Attributes:
-        kind: torch's kind of the dataset: map-style or iterable.
-        dataset: The dataset.
-        is_batched: Whether several samples make a batch.
-        collate: Function that makes a batch of samples.
-        drop_last: Whether an incomplete batch of an iterable dataset is left out.
+    A function that the program itself has registered stays.
+    """
+    functions = _collate.default_collate_fn_map
+    for kind, function in ((torch.Tensor, stack_tensors), (np.ndarray, stack_arrays)):
+        if functions.get(kind) is _by_torch[kind]:
+            functions[kind] = function
+
+
+def stack_tensors(batch: Sequence[Any], *, collate_fn_map: Any = None) -> Any:
+    """Return tensors stacked along a new first axis, in shared memory if they are large.
+
+    As in a worker of torch, the first one decides the dtype.
+    """
+    first = batch[0]
+    if type(first) is not torch.Tensor or not collate.can_stack_in_place(first):
+        return _by_torch_itself(torch.Tensor, batch, collate_fn_map)
+    return collate.stack_tensors(batch, torch)
+
+
+def stack_arrays(batch: Sequence[Any], *, collate_fn_map: Any = None) -> Any:
+    """Return arrays stacked along a new first axis, as a tensor; see `stack_tensors`."""
+    first, count = batch[0], len(batch)
+    dtype = first.dtype
+    if (
+        dtype.kind not in "biuf"
+        or not dtype.isnative
+        or not first.size
+        # These two lines call no Python code for each array.
+        or [*map(type, batch)].count(np.ndarray) < count
+        or [*map(_dtype_of, batch)].count(dtype) < count
+    ):
+        return _by_torch_itself(np.ndarray, batch, collate_fn_map)
+    # torch lacks some dtypes, such as float128, and has its own error of shapes that differ.
+    with contextlib.suppress(TypeError, ValueError):
+        return torch.from_numpy(collate.stack_arrays(batch))
+    return _by_torch_itself(np.ndarray, batch, collate_fn_map)
+
+
+def _by_torch_itself(kind: Any, batch: Sequence[Any], collate_fn_map: Any) -> Any:
+    return _by_torch[kind](batch, collate_fn_map=collate_fn_map)
+
+
+class Skipped:
+    """Stands for a sample that is left out of its batch.
+
+    Args:
+        error: Error of the sample.
     """
 
-    kind: Any
-    dataset: Any
-    is_batched: bool
-    collate: Callable[[Any], Any]
-    drop_last: bool
-
-    def fetcher(self) -> Any:
-        """Return torch's fetcher; for an iterable dataset this begins an iteration."""
-        kinds = torch.utils.data._DatasetKind
-        return kinds.create_fetcher(
-            self.kind, self.dataset, self.is_batched, self.collate, self.drop_last
-        )
+    def __init__(self, error: Exception) -> None:
+        self.error = error
 
 
-@dataclass(frozen=True)
-class Worker:
-    """What a worker process does before its first batch.
+class FallibleDataset:
+    """A dataset for torch's fetcher, whose samples may fail, or are fetched several at once.
+
+    Args:
+        dataset: The dataset.
+        on_error: Handling of a sample that fails.
+        concurrency: Number of samples that are fetched at once, each in a thread.
+    """
+
+    def __init__(self, dataset: Any, on_error: OnError, concurrency: int) -> None:
+        self._dataset = dataset
+        self._on_error = on_error
+        self._map: Callable[..., Iterable[Any]] = map
+        if concurrency > 1:
+            self._map = ThreadPoolExecutor(concurrency, "enqueuer-sample").map
+
+    def __getitems__(self, indices: Iterable[Any]) -> list[Any]:
+        """Return the samples of a batch, with `Skipped` for those that are left out."""
+        return list(self._map(self._sample, indices))
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the samples of a stream in the same way."""
+        iterator = iter(self._dataset)
+        while True:
+            try:
+                sample = next(iterator, _END)
+            except Exception as error:
+                sample = self._instead(error, "the next sample")
+            if sample is _END:
+                return
+            yield sample
+
+    def _sample(self, index: Any) -> Any:
+        try:
+            return self._dataset[index]
+        except Exception as error:
+            return self._instead(error, f"sample {index!r}")
+
+    def _instead(self, error: Exception, name: str) -> Any:
+        """Return the replacement of a sample, or `Skipped`; raise its error if `on_error` says."""
+        if not may_skip(error, self._on_error):
+            raise error
+        if callable(self._on_error):
+            value = self._on_error(error)
+            return Skipped(error) if value is None else value
+        log_error(error, f"skipped {name}: {str_of(error, repr)}")
+        return Skipped(error)
+
+
+def _collate_kept(collate: Callable[[Any], Any], samples: list[Any]) -> Any:
+    """Make a batch of the samples that were not skipped; raise the last error if all were."""
+    kept = [sample for sample in samples if type(sample) is not Skipped]
+    if samples and not kept:
+        raise samples[-1].error
+    return collate(kept)
+
+
+def fetcher_of(
+    kind: Any,
+    dataset: Any,
+    is_batched: bool,
+    collate: Callable[[Any], Any],
+    drop_last: bool,
+    on_error: OnError,
+    concurrency: int,
+) -> Any:
+    """Return torch's fetcher of a dataset; for an iterable dataset this begins an iteration."""
+    if is_batched and (on_error, concurrency) != ("raise", 1):
+        dataset = FallibleDataset(dataset, on_error, concurrency)
+        collate = functools.partial(_collate_kept, collate)
+    kinds = torch.utils.data._DatasetKind
+    return kinds.create_fetcher(kind, dataset, is_batched, collate, drop_last)
+
+
+@dataclass(eq=False)
+class LoaderWorker:
+    """A worker of a DataLoader; each process has a copy.
 
     Attributes:
-        dataset: The dataset of the process.
+        dataset: The dataset.
+        make_fetcher: Makes torch's fetcher of the dataset.
         workers: Number of workers.
         base_seed: Seed of the iteration, which torch has drawn.
         init: `worker_init_fn`, or None.
         shared_seed: Seed that the data pipes of all workers share; None without them.
+        size: Number of samples in a batch of an iterable dataset; None: its samples are batches.
+        is_thread: Whether it is a thread, which changes nothing that is its process's.
+        goes_on: Whether an error of an iterable dataset takes the place of its batch, and the next
+            batch follows.
     """
 
     dataset: Any
+    make_fetcher: Callable[[], Any]
     workers: int
     base_seed: int
     init: Callable[[int], object] | None
     shared_seed: int | None
+    size: int | None
+    is_thread: bool
+    goes_on: bool
+    _has_begun: bool = field(init=False, default=False)
+    _fetcher: Any = field(init=False, default=None)
 
-    def begin(self, index: int) -> bool:
+    def begin(self, index: int) -> Callable[[Task], Any] | None:
         """Seed the process as torch does, set its worker info, and call `worker_init_fn`.
 
         Returns:
-            Whether `worker_init_fn` has left torch's generator as it was.
+            How it is seeded before each batch of a map-style dataset. A `worker_init_fn` that seeds
+            torch's generator decides alone about that. What it seeds besides, as the recipe of
+            torch's documentation does, is seeded before each batch: the numbers must not depend on
+            the worker that is free first.
         """
-        collating.collate_in_place()
-        seed = self.base_seed + index
-        random.seed(seed)
-        torch.manual_seed(seed)
-        np.random.seed(_of_torch._generate_state(self.base_seed, index))
+        collate_in_place()
+        self._seed(self.base_seed, index)
         if self.shared_seed is not None:
             shared = torch.Generator()
             shared.manual_seed(self.shared_seed)
             torch.utils.data.graph_settings.apply_random_seed(self.dataset, shared)
         _of_torch._worker_info = _of_torch.WorkerInfo(
-            id=index, num_workers=self.workers, seed=seed, dataset=self.dataset
+            id=index, num_workers=self.workers, seed=self.base_seed + index, dataset=self.dataset
         )
         if self.init is None:
-            return True
+            return None
         before = torch.get_rng_state()
         self.init(index)
-        return bool(torch.equal(before, torch.get_rng_state()))
+        is_seeded = not torch.equal(before, torch.get_rng_state())
+        return seed_python_and_numpy if is_seeded else None
 
-
-class FetchIndices:
-    """Fetch the batch of some indices of a map-style dataset.
-
-    Args:
-        dataset: The dataset.
-        worker: Preparation of a worker process.
-        samples: How the samples of a batch are fetched one by one; None: torch's fetcher does it.
-    """
-
-    def __init__(self, dataset: Dataset, worker: Worker, samples: Samples | None) -> None:
-        self._dataset = dataset
-        self._worker = worker
-        self._samples = samples
-        self._fetcher: Any = None
-
-    def begin(self, index: int) -> Callable[[Task], None] | None:
-        """Prepare a worker process; return how it is seeded before each batch.
-
-        A `worker_init_fn` that seeds torch's generator decides alone about that. What it seeds
-        besides, as the recipe of torch's documentation does, is seeded before each batch.
-        Otherwise the numbers would depend on the worker that is free first.
-        """
-        return None if self._worker.begin(index) else _seed_others
-
-    def __call__(self, indices: Any) -> Any:
-        """Return a batch."""
+    def fetch(self, indices: Any) -> Any:
+        """Return the batch of some indices of a map-style dataset."""
         if self._fetcher is None:
-            samples, dataset = self._samples, self._dataset
-            self._fetcher = SampleFetcher(dataset, samples) if samples else dataset.fetcher()
+            self._fetcher = self.make_fetcher()
         batch = self._fetcher.fetch(indices)
-        return NOTHING if batch is None else batch
+        return NoBatch() if batch is None else batch
+
+    def batches(self, shard: Shard) -> Iterator[Any]:
+        """Yield the batches of an iterable dataset, which each worker iterates by itself."""
+        if not self.is_thread:
+            self._begin_epoch(shard)
+        fetcher = self.make_fetcher()
+        indices = None if self.size is None else [None] * self.size
+        while True:
+            try:
+                batch = fetcher.fetch(indices)
+            except StopIteration:
+                return
+            except Exception as error:
+                if not self.goes_on:
+                    raise
+                batch = NoBatch(error)
+            yield NoBatch() if batch is None else batch
+
+    def _begin_epoch(self, shard: Shard) -> None:
+        """Prepare the process, once, and seed it for each epoch but the first.
+
+        So a new process, after a death or a resume, draws the same numbers in that epoch.
+        """
+        if not self._has_begun:
+            self._has_begun = True
+            self.begin(shard.index)
+            # Data pipes are seeded by what they share.
+            is_seeded = self.shared_seed is not None
+            if shard.epoch and not is_seeded and index_order.holds_generator(self.dataset):
+                raise StateMismatch(
+                    f"{type(self.dataset).__name__} keeps a random generator from epoch to epoch, "
+                    f"and a new worker cannot know its state in epoch {shard.epoch}; make the "
+                    "generator in __iter__, seeded by torch.initial_seed(), or give "
+                    "persistent_workers=False"
+                )
+        if shard.epoch:
+            place = np.random.SeedSequence((self.base_seed, shard.epoch))
+            # As large as the seeds that torch draws.
+            self._seed(int(place.generate_state(1, np.uint64)[0] >> np.uint64(2)), shard.index)
+
+    @staticmethod
+    def _seed(base_seed: int, index: int) -> None:
+        random.seed(base_seed + index)
+        torch.manual_seed(base_seed + index)
+        np.random.seed(_of_torch._generate_state(base_seed, index))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_fetcher": None}
 
 
-class SampleFetcher:
-    """A fetcher like torch's, which fetches the samples of a map-style dataset one by one."""
-
-    def __init__(self, dataset: Dataset, samples: Samples) -> None:
-        self._dataset = dataset
-        self._samples = samples
-
-    def fetch(self, indices: Any) -> Any:
-        """Return the batch of some indices."""
-        return self._dataset.collate(self._samples.fetch(self._dataset.dataset, indices))
-
-
-class StreamFetcher:
-    """A fetcher like torch's, which draws the samples of an iterable dataset one by one."""
-
-    def __init__(self, dataset: Dataset, samples: Samples) -> None:
-        self._dataset = dataset
-        self._samples = samples
-        self._iterator = iter(dataset.dataset)
-        self._is_over = False
-
-    def fetch(self, indices: Any) -> Any:
-        """Return a batch of as many samples as there are indices; raise StopIteration at the end.
-
-        A sample that fails takes a place as well, so a batch ends if all samples fail.
-        """
-        if self._is_over:
-            raise StopIteration
-        samples, self._is_over = self._samples.draw(self._iterator, len(indices))
-        if self._is_over and (not samples or self._dataset.drop_last):
-            raise StopIteration
-        return self._dataset.collate(samples)
-
-
-def _seed_others(task: Task) -> None:
-    seed_python_and_numpy(task)
-
-
-class FetchShard:
-    """Fetch batches of an iterable dataset, which each worker iterates by itself.
+class NoBatch:
+    """Comes in the place of a batch: the loop raises the error of a worker, and may go on.
 
     Args:
-        dataset: The dataset.
-        worker: Preparation of a worker process; None for threads.
-        size: Number of samples in a batch; None: the samples are batches.
-        goes_on: Whether an error takes the place of its batch, and the next batch follows.
-        samples: How the samples of a batch are drawn one by one; None: torch's fetcher does it.
+        error: The exception. None: the batch is None, which an enqueuer would leave out.
     """
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        worker: Worker | None,
-        size: int | None,
-        goes_on: bool,
-        samples: Samples | None,
-    ) -> None:
-        self._dataset = dataset
-        self._samples = None if size is None else samples
-        self._goes_on = goes_on
-        self._worker = worker
-        self._indices = None if size is None else [None] * size
-
-    def __call__(self, shard: Shard) -> Iterator[Any]:
-        """Yield the batches of a worker."""
-        if self._worker is not None:
-            worker, self._worker = self._worker, None
-            worker.begin(shard.index)
-        dataset, samples = self._dataset, self._samples
-        fetcher = StreamFetcher(dataset, samples) if samples else dataset.fetcher()
-        fetch = functools.partial(fetcher.fetch, self._indices)
-        while True:
-            try:
-                batch = fetch()
-            except StopIteration:
-                return
-            except Exception as error:
-                if not self._goes_on:
-                    raise
-                batch = CaughtError(error)
-            yield NOTHING if batch is None else batch
-
-
-class Nothing:
-    """Stands for a batch that is None, as an enqueuer leaves None out."""
-
-    def __reduce__(self) -> str:
-        return "NOTHING"
-
-
-NOTHING = Nothing()
-
-
-class CaughtError:
-    """An exception of a worker, in the place of its batch: the loop raises it and may go on.
-
-    Args:
-        error: The exception.
-    """
-
-    def __init__(self, error: BaseException) -> None:
+    def __init__(self, error: BaseException | None = None) -> None:
         self.error = error
 
     def __reduce__(self) -> Any:
-        return _caught, (encode_error(self.error),)
+        return _no_batch, (None if self.error is None else encode_error(self.error),)
 
 
-def _caught(data: bytes) -> CaughtError:
-    return CaughtError(decode_error(data))
+def _no_batch(data: bytes | None) -> NoBatch:
+    return NoBatch(None if data is None else decode_error(data))

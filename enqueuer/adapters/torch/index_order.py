@@ -1,4 +1,4 @@
-"""The random numbers that decide the order of indices: read, saved, and put back.
+"""The order of indices of an epoch: the random numbers that decide it, and whether it is the same.
 
     streams_of(loader) -> its generators, and the global ones
     save(), restore()  <-> plain numbers and strings
@@ -6,28 +6,170 @@
 
 A sampler gives the same order again if it is iterated from the same states. So a position needs
 these states and a number of batches, and no list of indices.
+
+    sampler --DrawnIndices--> batches of indices, one fingerprint each
+    resumed: the fingerprint at the position differs -> StateMismatch
+
+Only random numbers that the loader finds are saved. A sampler that has others would give another
+order after resuming, and the epoch would repeat some samples and miss others.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
+import dataclasses
+import functools
+import itertools
+import operator
 import random
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+import types
+import zlib
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NoReturn, cast
 
 import numpy as np
 
+from enqueuer.common import interrupts
 from enqueuer.common.extras import framework
+from enqueuer.errors import StateMismatch
 
 torch = framework("torch", "torch", "2.1")
 
+# Their text is the same in each process.
+_PLAIN = (str, bytes, float)
+_END = object()
+
+
+class DrawnIndices(Iterator[Any]):
+    """An iterator over batches of indices that records one number for each, and can draw ahead.
+
+    Args:
+        iterator: Iterator of torch's sampler.
+        sampler: Name of the sampler, for the error.
+        expected: Number of batches that were drawn before, and their fingerprint; None: the epoch
+            is not resumed.
+
+    Raises:
+        StateMismatch: The batches drawn before were others; at the last of them, and from then on.
+
+    Example:
+        >>> drawn = DrawnIndices(iter([[4, 1], [3, 0]]), "Mine")
+        >>> next(drawn), next(drawn)
+        ([4, 1], [3, 0])
+        >>> state = 1, drawn.fingerprint(1)
+        >>> next(DrawnIndices(iter([[1, 4], [3, 0]]), "Mine", state))
+        Traceback (most recent call last):
+        enqueuer.StateMismatch: Mine gave another order than before the state was saved. ...
+    """
+
+    def __init__(
+        self, iterator: Iterator[Any], sampler: str, expected: tuple[int, int] | None = None
+    ) -> None:
+        self._iterator = iterator
+        self._sampler = sampler
+        self._step, self._expected = expected or (0, 0)
+        # Four bytes for each batch of the epoch.
+        self._fingerprints = array("I")
+        self._latest = 0
+        # Batches that were drawn and not read, and the error that came behind them.
+        self._ahead = deque[Any]()
+        self._error: Exception | None = None
+
+    def __next__(self) -> Any:
+        if self._ahead:
+            return self._ahead.popleft()
+        if self._error is None:
+            return self._draw()
+        error, self._error = self._error, None
+        try:
+            raise error
+        finally:
+            # Otherwise its traceback would refer to itself, through this frame.
+            del error
+
+    def draw(self, count: int) -> None:
+        """Draw so many batches ahead, if there are as many; an error comes at its place."""
+        if self._error is not None:
+            return
+        try:
+            # In C, so that an exception of a signal handler loses no indices.
+            self._ahead.extend(map(DrawnIndices._draw, itertools.repeat(self, count)))
+        except Exception as error:
+            interrupts.raise_handlers(error)
+            self._error = error
+
+    def _draw(self) -> Any:
+        fingerprints = self._fingerprints
+        indices = next(self._iterator, _END)
+        if indices is _END:
+            # Outside of an `except`: the frames of a context would keep the enqueuer alive.
+            if len(fingerprints) < self._step:
+                self._fail(f"ended after {len(fingerprints)} batches, and gave {self._step}")
+            raise StopIteration
+        self._latest = zlib.crc32(_bytes_of(indices), self._latest)
+        fingerprints.append(self._latest)
+        if len(fingerprints) == self._step and self._latest != self._expected:
+            self._fail("gave another order than")
+        return indices
+
+    def cut(self, keeps_drawn: bool) -> None:
+        """End the epoch here, or behind what was drawn ahead."""
+        if not keeps_drawn:
+            self._ahead.clear()
+        self._error = None
+        self._iterator, self._step = iter(()), 0
+
+    def fingerprint(self, count: int) -> int:
+        """Return the fingerprint of the first batches; 0 if that many were never drawn."""
+        return self._fingerprints[count - 1] if 0 < count <= len(self._fingerprints) else 0
+
+    def _fail(self, reason: str) -> NoReturn:
+        message = (
+            f"{self._sampler} {reason} before the state was saved. A likely cause is a random "
+            "generator that the DataLoader does not find: keep it in an attribute of the "
+            "sampler, or give the sampler a fixed seed, set_epoch(), or state_dict() and "
+            "load_state_dict()"
+        )
+        # Reading on raises it again, as the epoch must not continue.
+        self._iterator, self._step = map(_raise, itertools.repeat(message)), 0
+        _raise(message)
+
+
+def _raise(message: str) -> NoReturn:
+    raise StateMismatch(message)
+
+
+def _bytes_of(indices: Any) -> bytes:
+    """Return the number, the first and the last of some indices as bytes.
+
+    All of them would cost more than drawing some of them.
+    """
+    if type(indices) not in (list, tuple):
+        return _index_text(indices).encode()
+    if not indices:
+        return b"0"
+    return f"{len(indices)} {_index_text(indices[0])} {_index_text(indices[-1])}".encode()
+
+
+def _index_text(index: Any) -> str:
+    """Return an index as text; that of its type unless each process has the same text."""
+    try:
+        return str(operator.index(index))
+    except TypeError:
+        return repr(index) if isinstance(index, _PLAIN) else type(index).__name__
+
+
 # Attributes by which one sampler refers to another.
 _INNER = ("batch_sampler", "sampler", "base_sampler")
+_MOST_OWNERS = 100
+# Objects of a dataset that are looked at for generators, and items of each container.
+_MOST_OBJECTS, _MOST_ITEMS = 1000, 100
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Stream:
     """A source of random numbers.
 
@@ -42,9 +184,25 @@ class Stream:
     is_global: bool = False
 
 
+def marks(names: Iterable[str]) -> dict[str, int]:
+    """Return the marks of some global streams."""
+    return {name: mark(name) for name in names if name in GLOBAL}
+
+
+def mark(name: str) -> int:
+    """Return a number that stays the same until a global stream is drawn from, or set."""
+    match name:
+        case "torch":
+            return zlib.crc32(torch.get_rng_state().numpy())
+        case "numpy":
+            state: Any = np.random.get_state(legacy=False)
+            return zlib.crc32(state["state"]["key"], state["state"]["pos"])
+    return zlib.crc32(repr(random.getstate()).encode())
+
+
 def streams_of(loader: Any) -> dict[str, Stream]:
     """Return the random numbers that may decide the order of a DataLoader, by name."""
-    streams = dict(_GLOBAL)
+    streams = dict(GLOBAL)
     for path, owner in _owners(loader):
         for name, value in list(getattr(owner, "__dict__", {}).items()):
             stream = _stream(value)
@@ -53,7 +211,9 @@ def streams_of(loader: Any) -> dict[str, Stream]:
         # The order of a sampler with an epoch depends on that. The `state_dict` of torchdata's
         # StatefulDistributedSampler has a position instead: after an epoch, that of its end.
         if path and hasattr(owner, "set_epoch") and isinstance(_epoch_of(owner), int):
-            streams[f"{path}set_epoch"] = Stream(_EpochOf(owner), owner.set_epoch)
+            streams[f"{path}set_epoch"] = Stream(
+                functools.partial(_epoch_of, owner), owner.set_epoch
+            )
         elif path and hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict"):
             streams[f"{path}state_dict"] = Stream(owner.state_dict, owner.load_state_dict)
     return streams
@@ -95,41 +255,71 @@ def kept(streams: Mapping[str, Stream]) -> Iterator[None]:
 
 def _owners(loader: Any) -> Iterator[tuple[str, Any]]:
     """Yield a loader and its samplers, each with its path."""
-    pending, seen = [("", loader)], set[int]()
-    while pending:
-        path, owner = pending.pop()
+    # By number, as the owners are kept alive, and an id stays theirs.
+    pending, seen = [("", loader)], dict[int, Any]()
+    # An object may invent its attributes, such as a mock.
+    while pending and len(seen) < _MOST_OWNERS:
+        path, owner = pending.pop(0)
         if id(owner) in seen:
             continue
-        seen.add(id(owner))
+        seen[id(owner)] = owner
         yield path, owner
         inner = [(name, getattr(owner, name, None)) for name in _INNER]
         pending += [(f"{path}{name}.", one) for name, one in inner if one is not None]
 
 
+def holds_generator(dataset: Any) -> bool:
+    """Return whether a dataset, or an object in it, such as a transform, has a random generator."""
+    pending, seen = deque([dataset]), dict[int, Any]()
+    while pending and len(seen) < _MOST_OBJECTS:
+        value = pending.popleft()
+        if id(value) in seen or isinstance(value, (str, bytes, type, types.ModuleType)):
+            continue
+        seen[id(value)] = value
+        if _stream(value) is not None:
+            return True
+        match value:
+            case torch.Tensor() | np.ndarray():
+                continue
+            case list() | tuple():
+                pending += value[:_MOST_ITEMS]
+            case dict():
+                pending += itertools.islice(value.values(), _MOST_ITEMS)
+            case _:
+                pending += getattr(value, "__dict__", {}).values()
+    return False
+
+
+def ranks_of(loader: Any) -> list[int] | None:
+    """Return the rank and the world size of the samplers of a DataLoader; None without them."""
+    for _, owner in _owners(loader):
+        for names in (("rank", "num_replicas"), ("process_index", "num_processes")):
+            ranks = [
+                one for one in (getattr(owner, name, None) for name in names) if type(one) is int
+            ]
+            if len(ranks) == len(names):
+                return ranks
+    return None
+
+
 def _stream(value: object) -> Stream | None:
     match value:
-        case torch.Generator():
-            return Stream(lambda: _text_of(value.get_state()), lambda t: value.set_state(_state(t)))
         case np.random.Generator():
             bits = value.bit_generator
-            return Stream(lambda: _plain(bits.state), lambda state: _set_bits(bits, state))
+            return Stream(lambda: _plain(bits.state), functools.partial(setattr, bits, "state"))
         case np.random.RandomState():
             return Stream(lambda: _plain(value.get_state(legacy=False)), value.set_state)
         case random.Random():
             return Stream(lambda: _plain(value.getstate()), lambda s: value.setstate(_tuples(s)))
+        case torch.Generator():
+            return _torch_stream(value)
     return None
 
 
-def _set_bits(bits: Any, state: Any) -> None:
-    bits.state = state
-
-
-@dataclass(frozen=True)
-class _EpochOf:
-    sampler: Any
-
-    def __call__(self) -> int:
-        return int(self.sampler.epoch)
+def _torch_stream(generator: Any) -> Stream:
+    return Stream(
+        lambda: _text_of(generator.get_state()), lambda text: generator.set_state(_state(text))
+    )
 
 
 def _epoch_of(sampler: Any) -> Any:
@@ -160,18 +350,14 @@ def _tuples(state: Any) -> Any:
     return tuple(map(_tuples, state)) if isinstance(state, list) else state
 
 
-_GLOBAL = {
-    "torch": Stream(
-        lambda: _text_of(torch.get_rng_state()),
-        lambda text: torch.set_rng_state(_state(text)),
-        is_global=True,
-    ),
-    "numpy": Stream(
-        lambda: _plain(np.random.get_state(legacy=False)), np.random.set_state, is_global=True
-    ),
-    "random": Stream(
-        lambda: _plain(random.getstate()),
-        lambda state: random.setstate(_tuples(state)),
-        is_global=True,
-    ),
+# Of the generators behind the functions of these modules. The build of the docs has no torch, and
+# so no class of its generators.
+_OF_MODULES: dict[str, Stream | None] = {
+    "torch": _torch_stream(torch.default_generator),
+    "numpy": _stream(getattr(np.random.get_state, "__self__")),  # noqa: B009, as stubs lack it
+    "random": _stream(getattr(random.getstate, "__self__")),  # noqa: B009
+}
+GLOBAL = {
+    name: dataclasses.replace(cast(Stream, stream), is_global=True)
+    for name, stream in _OF_MODULES.items()
 }

@@ -8,32 +8,23 @@ It draws from torch's generators exactly as torch's own iterator does, which is 
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from enqueuer.adapters.torch import failures
-from enqueuer.adapters.torch.drawn_indices import DrawnIndices
-from enqueuer.adapters.torch.fetching import (
-    NOTHING,
-    CaughtError,
-    Dataset,
-    FetchIndices,
-    FetchShard,
-    SampleFetcher,
-    Worker,
-)
-from enqueuer.adapters.torch.position import Position, advanced
-from enqueuer.adapters.torch.samples import Samples
+from enqueuer.adapters.torch import worker_handles
+from enqueuer.adapters.torch.fetching import LoaderWorker, NoBatch, fetcher_of
+from enqueuer.adapters.torch.index_order import DrawnIndices
+from enqueuer.adapters.torch.position import Position
 from enqueuer.adapters.torch.worker_handles import WorkerHandle, handles_of
+from enqueuer.common import interrupts
 from enqueuer.common.extras import framework
-from enqueuer.enqueuers.enqueuer import BaseEnqueuer, core_of
+from enqueuer.enqueuers.enqueuer import BaseEnqueuer, begin_at, core_of
 from enqueuer.enqueuers.generator import GeneratorEnqueuer
 from enqueuer.enqueuers.ordered import OrderedEnqueuer
-from enqueuer.enqueuers.parts import begin_at
-from enqueuer.errors import BatchTimeout, EnqueuerError, WorkerDied
+from enqueuer.errors import BatchTimeout, WorkerDied
 from enqueuer.monitoring.stats import Stats
 from enqueuer.workers.messages import Epoch, Start
 
@@ -51,26 +42,21 @@ class WorkerIterator(_BaseIterator):
     Args:
         loader: The DataLoader.
         options: Options of the enqueuer.
-        samples: How samples of a map-style dataset are fetched; None: as torch does it.
         position: Position of the loader, which this iterator moves on.
     """
 
     _base_seed: int
 
-    def __init__(
-        self,
-        loader: Any,
-        options: Mapping[str, Any],
-        samples: Samples | None,
-        position: Position,
-    ) -> None:
+    def __init__(self, loader: Any, options: Mapping[str, Any], position: Position) -> None:
         with position.resuming():
             super().__init__(loader)
         self._base_seed = position.seed(self._base_seed)
         self._position = position
+        # Asked for once, as it searches the dataset.
+        self._is_round_robin = loader.is_round_robin
+        self._ahead = loader.prefetch_factor * self._num_workers
         self._indices = IndexSource()
         self._options = options
-        self._samples = samples
         self._enqueuer = self._new_enqueuer(loader)
         self._batches: Iterator[Any] = iter(())
         self._handles: list[WorkerHandle] | None = None
@@ -84,7 +70,9 @@ class WorkerIterator(_BaseIterator):
             super()._reset(loader, first_iter)
             if resumed is not None:
                 self._sampler_iter = self._position.reopened(loader)
-            self._indices.iterator = self._position.draw(self._sampler_iter)
+            drawn = self._position.draw(self._sampler_iter)
+            drawn.draw(self._position.step + self._ahead)
+            self._indices.drawn = drawn
             if not first_iter and self._shared_seed is not None:
                 # The data pipes get another seed, which only a new worker takes.
                 self._enqueuer.stop()
@@ -95,7 +83,7 @@ class WorkerIterator(_BaseIterator):
         self._is_over = False
         self._handles = None
         # Batches that were left out count as well.
-        may_skip = self._options["on_error"] is not CaughtError
+        may_skip = self._options["on_error"] is not NoBatch
         if self._is_iterable or may_skip or not self._options["ordered"]:
             self._position.ask(self._enqueuer)
 
@@ -125,35 +113,38 @@ class WorkerIterator(_BaseIterator):
         if not self._is_started or self._is_over:
             return
         if not self._is_iterable:
-            self._indices.cut()
-            # If a worker has died, or hangs, new workers are needed.
-            with contextlib.suppress(EnqueuerError):
+            # As with torch, workers of their own batches make what was drawn: what they draw later
+            # may depend on it.
+            self._indices.drawn.cut(keeps_drawn=self._is_round_robin)
+            # If a worker has died, or hangs, new workers are needed; so are they if the sampler
+            # has raised, as its error would come again.
+            try:
                 deque(self._batches, maxlen=0)
                 return
+            except Exception as error:
+                interrupts.raise_handlers(error)
         # What is left of an iterable dataset may have no end.
         self._enqueuer.stop()
         self._is_started = False
 
     def _new_enqueuer(self, loader: Any) -> BaseEnqueuer[Any]:
-        worker = Worker(
+        worker = LoaderWorker(
             loader.dataset,
+            fetchers_of(loader),
             self._num_workers,
             self._base_seed,
             self._init_of(loader),
             self._shared_seed,
+            size=loader.batch_size if self._auto_collation else None,
+            is_thread=self._options["backend"] == "thread",
+            goes_on=self._options["on_error"] is NoBatch,
         )
-        dataset = dataset_of(loader)
-        is_apart = self._options["backend"] != "thread"
         options = {**self._options, "random_seed": self._base_seed}
         if self._is_iterable:
-            size = loader.batch_size if self._auto_collation else None
-            goes_on = self._options["on_error"] is CaughtError
-            shards = FetchShard(dataset, worker if is_apart else None, size, goes_on, self._samples)
-            return GeneratorEnqueuer(shards, shards=self._num_workers, **options)
-        fetch = FetchIndices(dataset, worker, self._samples if self._auto_collation else None)
-        enqueuer = OrderedEnqueuer(self._indices, fetch, **options)
+            return GeneratorEnqueuer(worker.batches, shards=self._num_workers, **options)
+        enqueuer = OrderedEnqueuer(self._indices, worker.fetch, **options)
         source: Any = core_of(enqueuer).workload.source
-        source.begin_worker = fetch.begin
+        source.begin_worker, source.is_round_robin = worker.begin, self._is_round_robin
         return enqueuer
 
     def _init_of(self, loader: Any) -> Callable[[int], object] | None:
@@ -175,13 +166,14 @@ class WorkerIterator(_BaseIterator):
                 self._position.ended = self._enqueuer
             raise
         except BatchTimeout as error:
-            raise failures.timed_out(error, self._timeout) from error
+            raise worker_handles.timed_out(error, self._timeout) from error
         except WorkerDied as error:
-            raise failures.died(error) from error
+            raise worker_handles.died(error) from error
         self._position.advance(self)
-        if isinstance(batch, CaughtError):
-            failures.reraise(batch.error)
-        if batch is NOTHING:
+        self._indices.drawn.draw(1)
+        if isinstance(batch, NoBatch):
+            if batch.error is not None:
+                worker_handles.reraise(batch.error)
             return None
         if self._pin_memory:
             return _pinning.pin_memory(batch, self._pin_memory_device)
@@ -201,39 +193,44 @@ class LocalIterator(_LocalIterator):
 
     Args:
         loader: The DataLoader.
-        samples: How samples of a map-style dataset are fetched; None: as torch does it.
         position: Position of the loader, which this iterator moves on.
     """
 
     _base_seed: int
     _sampler_iter: Iterator[Any]
 
-    def __init__(self, loader: Any, samples: Samples | None, position: Position) -> None:
+    def __init__(self, loader: Any, position: Position) -> None:
         before = position.streams()
+        # A sampler draws its seed with its first indices.
+        reads_first = int(position.has_own_numbers)
         with position.resuming():
             super().__init__(loader)
-        if samples is not None and self._auto_collation:
-            self._dataset_fetcher = SampleFetcher(dataset_of(loader), samples)
+        if loader.concurrency > 1:
+            self._dataset_fetcher = fetchers_of(loader)()
         self._base_seed = position.seed(self._base_seed)
         self._position = position
         with position.begin(self, is_first=True) as resumed:
             if resumed is None:
                 position.note(before)
                 if self._dataset_kind == torch.utils.data._DatasetKind.Map:
-                    self._sampler_iter = position.draw(self._sampler_iter)
+                    self._sampler_iter = drawn = position.draw(self._sampler_iter)
+                    drawn.draw(reads_first)
             else:
                 self._resume(loader)
 
     def _resume(self, loader: Any) -> None:
-        indices = self._position.reopened(loader)
-        kinds = torch.utils.data._DatasetKind
-        if self._dataset_kind == kinds.Map:
-            self._sampler_iter = advanced(self._position.draw(indices), self._position.step)
+        position = self._position
+        self._sampler_iter = indices = position.reopened(loader)
+        if self._dataset_kind == torch.utils.data._DatasetKind.Map:
+            self._sampler_iter = drawn = position.draw(indices)
+            deque(itertools.islice(drawn, position.step), maxlen=0)
+            # Before the first batch, a sampler may not have drawn: then it draws from the streams
+            # that the program has restored.
+            drawn.draw(1 if position.step or not position.is_restored else 0)
             return
         # An iterable dataset is iterated again.
-        self._sampler_iter = indices
-        self._dataset_fetcher = dataset_of(loader).fetcher()
-        for _ in range(self._position.step):
+        self._dataset_fetcher = fetchers_of(loader)()
+        for _ in range(position.step):
             self._dataset_fetcher.fetch(next(indices))
 
     def _next_data(self) -> Any:
@@ -256,32 +253,32 @@ def _is_pipe(dataset: Any) -> bool:
     return isinstance(dataset, tuple(kind for kind in kinds if kind is not None))
 
 
-def dataset_of(loader: Any) -> Dataset:
-    """Return the dataset of a DataLoader, and how batches are made of it."""
-    return Dataset(
+def fetchers_of(loader: Any) -> Callable[[], Any]:
+    """Return the function that makes the fetcher of a DataLoader."""
+    return functools.partial(
+        fetcher_of,
         loader._dataset_kind,
         loader.dataset,
         loader._auto_collation,
         loader.collate_fn,
         loader.drop_last,
+        loader.on_error,
+        loader.concurrency,
     )
 
 
 class IndexSource:
     """The batches of indices of one epoch after the other, which the loop's thread reads.
 
+    They are drawn when torch draws them: some at the start of an epoch, and one after each batch.
+    So a sampler that shares a generator with the loop draws the same numbers in each run.
+
     Attributes:
-        iterator: Batches of indices of the next epoch.
+        drawn: Those of the epoch.
     """
 
     def __init__(self) -> None:
-        self.iterator = DrawnIndices(iter(()), "")
-        self._current = self.iterator
+        self.drawn = DrawnIndices(iter(()), "")
 
     def __iter__(self) -> Iterator[Any]:
-        self._current = self.iterator
-        return self._current
-
-    def cut(self) -> None:
-        """End the epoch that is being read."""
-        self._current.cut()
+        return self.drawn

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import functools
 import warnings
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, overload
 
 import numpy as np
 
 from enqueuer.adapters import pinning
 from enqueuer.adapters.loading import Loader
-from enqueuer.adapters.ranks import Ranks
-from enqueuer.adapters.trainer_names import TrainerNames
+from enqueuer.adapters.ranks import Ranks, TrainerNames
 from enqueuer.common.extras import framework
 from enqueuer.common.trees import tree_map
 from enqueuer.enqueuers.enqueuer import BaseEnqueuer
+from enqueuer.enqueuers.options import Unpack
 from enqueuer.errors import EnqueuerWarning
-from enqueuer.transport.mapping import mapping_at
+from enqueuer.transport.block_map import mapping_at
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,6 +61,15 @@ def _as_tensor(leaf: Any) -> Any:
         return leaf
 
 
+class TensorOptions(TypedDict, total=False):
+    """Types of the options of a `TorchLoader`, of which none changes the type of a batch."""
+
+    pin_memory: bool
+    steps_per_epoch: int | None
+    rank: int | None
+    world_size: int | None
+
+
 class TorchLoader(TrainerNames, Loader[Batch]):
     """A loader of tensors that replaces a DataLoader.
 
@@ -102,41 +111,25 @@ class TorchLoader(TrainerNames, Loader[Batch]):
     def __init__(
         self: TorchLoader[Tensor],
         enqueuer: BaseEnqueuer[Array] | BaseEnqueuer[Tensor],
-        pin_memory: bool = False,
-        steps_per_epoch: int | None = None,
-        *,
-        rank: int | None = None,
-        world_size: int | None = None,
+        **options: Unpack[TensorOptions],
     ) -> None: ...
     @overload
     def __init__(
         self: TorchLoader[tuple[Tensor, Tensor]],
         enqueuer: BaseEnqueuer[tuple[Array, Array]],
-        pin_memory: bool = False,
-        steps_per_epoch: int | None = None,
-        *,
-        rank: int | None = None,
-        world_size: int | None = None,
+        **options: Unpack[TensorOptions],
     ) -> None: ...
     @overload
     def __init__(
         self: TorchLoader[dict[str, Tensor]],
         enqueuer: BaseEnqueuer[dict[str, Array]],
-        pin_memory: bool = False,
-        steps_per_epoch: int | None = None,
-        *,
-        rank: int | None = None,
-        world_size: int | None = None,
+        **options: Unpack[TensorOptions],
     ) -> None: ...
     @overload
     def __init__(
         self: TorchLoader[Any],
         enqueuer: BaseEnqueuer[Any],
-        pin_memory: bool = False,
-        steps_per_epoch: int | None = None,
-        *,
-        rank: int | None = None,
-        world_size: int | None = None,
+        **options: Unpack[TensorOptions],
     ) -> None: ...
     def __init__(
         self,

@@ -4,25 +4,26 @@
     state_dict()       -> the streams before the epoch, the seed of the workers, the step
     load_state_dict(), resuming(), begin(), reopened() -> the same order of indices again
 
-Resuming an epoch leaves the global streams as they are: the epoch has drawn from them before.
+Resuming an epoch leaves the global streams as they are: the epoch has drawn from them before. The
+following epochs draw from a continuation of their own, as the undisturbed run did, unless the
+program has set or used the global streams since: then they draw from these, as torch does.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
+import warnings
 import weakref
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 from enqueuer.adapters.torch import index_order
-from enqueuer.adapters.torch.drawn_indices import DrawnIndices
+from enqueuer.adapters.torch.index_order import DrawnIndices
 from enqueuer.common import checks
 from enqueuer.common.extras import framework
 from enqueuer.enqueuers.enqueuer import BaseEnqueuer
-from enqueuer.errors import InvalidState, StateMismatch
+from enqueuer.errors import EnqueuerWarning, InvalidState, StateMismatch
 
 torch = framework("torch", "torch", "2.1")
 
@@ -38,24 +39,18 @@ class Position:
 
     Attributes:
         step: Number of batches of the epoch that the loop was given.
+        is_restored: Whether the program had the global streams of a loaded state when it began.
         ended: Enqueuer of the last whole epoch, which has no workers any more; or None.
     """
 
     def __init__(self, loader: Any) -> None:
         self.step = 0
+        self.is_restored = False
         self.ended: BaseEnqueuer[Any] | None = None
         self._streams = index_order.streams_of(loader)
         self._sampler = index_order.name_of(loader)
-        is_iterable = loader._dataset_kind == torch.utils.data._DatasetKind.Iterable
-        self._identity = {
-            "batch_size": loader.batch_size,
-            "drop_last": loader.drop_last,
-            "iterable": is_iterable,
-            # An iterable dataset divides its samples by their number.
-            "num_workers": loader.num_workers if is_iterable else None,
-            "samples": None if is_iterable else _length_of(loader.dataset),
-            "sampler": type(loader.sampler).__name__,
-        }
+        self._identity = _identity_of(loader)
+        self._ranks = index_order.ranks_of(loader)
         self._is_persistent = loader.persistent_workers
         # States before the epoch; None between epochs.
         self._before: dict[str, Any] | None = None
@@ -68,10 +63,20 @@ class Position:
         # The latest iterator, and whether an earlier one has given batches since it began.
         self._iterator: weakref.ref[object] | None = None
         self._is_shared = False
+        # Reason for which the latest state has no position.
+        self._why_none = ""
         # Indices of the epoch; None before the first one.
         self._drawn: DrawnIndices | None = None
         # Number of batches that a resumed epoch has drawn, and their fingerprint.
         self._expected: tuple[int, int] | None = None
+        # Of global streams: the states from which later epochs of a resumed run draw, and the marks
+        # of the program's own states for as long as they stay as they were.
+        self._continued_states: dict[str, Any] = {}
+        self._marks: dict[str, int] = {}
+        # Marks of the global streams before the epoch, and those of them from which something was
+        # drawn at its start; all until the first batch.
+        self._marks_before: dict[str, int] = {}
+        self._used: Collection[str] = index_order.GLOBAL
         # Enqueuer whose own position is needed as well.
         self._enqueuer: weakref.ref[BaseEnqueuer[Any]] | None = None
 
@@ -92,9 +97,40 @@ class Position:
 
     def resuming(self) -> AbstractContextManager[None]:
         """Return the context in which torch's iterator is made: one that resumes draws nothing."""
-        if not self.goes_on:
-            return contextlib.nullcontext()
-        return index_order.kept(self._streams)
+        if self.goes_on:
+            return index_order.kept(self._streams)
+        self._note_marks()
+        return self._continued()
+
+    def _note_marks(self) -> None:
+        with self._continued():
+            self._marks_before = index_order.marks(index_order.GLOBAL)
+
+    @property
+    def has_own_numbers(self) -> bool:
+        """Whether the next epoch draws from the continuation of a resumed run."""
+        return bool(self._continued_states)
+
+    @contextlib.contextmanager
+    def _continued(self) -> Iterator[None]:
+        """Draw from the continuations of global streams that the program leaves alone."""
+        for name, mark in list(self._marks.items()):
+            if index_order.mark(name) != mark:
+                self._continued_states.pop(name, None), self._marks.pop(name)
+        own = {name: index_order.GLOBAL[name] for name in self._continued_states}
+        if not own:
+            yield
+            return
+        with index_order.kept(own):
+            index_order.restore(own, self._continued_states)
+            yield
+            self._continued_states = index_order.save(own)
+
+    def _continue_from(self, states: Mapping[str, Any], saved: Mapping[str, int]) -> None:
+        """Draw later epochs from these states, except where the program has restored its own."""
+        now = index_order.marks(saved)
+        self._marks = {name: now[name] for name in saved if saved[name] != now[name]}
+        self._continued_states = {name: states[name] for name in self._marks if name in states}
 
     def seed(self, drawn: int) -> int:
         """Return the seed of the workers: the one that torch has drawn, or that of a state."""
@@ -113,6 +149,7 @@ class Position:
             The loaded state of the epoch; None if all of the epoch is left.
         """
         loaded, within, goes_on = self._loaded, self.is_within_epoch, self.goes_on
+        self._why_none = ""
         self._iterator, self._is_shared = weakref.ref(iterator), False
         self._loaded = self._enqueuer = None
         try:
@@ -132,15 +169,24 @@ class Position:
             if loaded is not None and goes_on:
                 self._epoch = loaded["epoch"] + 1
             self.step, self._draws_seed, self._expected = 0, False, None
-            self._before = index_order.save(self._streams)
-            yield None
+            if not is_first:
+                self._note_marks()
+            with self._continued():
+                self._before = index_order.save(self._streams)
+                self._used = index_order.GLOBAL
+                yield None
             return
         self._epoch, self.step, self._before = loaded["epoch"], loaded["step"], loaded["before"]
         self._draws_seed, self._expected = loaded["draws_seed"], tuple(loaded["drawn"])
         shared = {name: stream for name, stream in self._streams.items() if stream.is_global}
+        marks = loaded.get("marks", {})
+        self.is_restored = bool(marks) and index_order.marks(marks) == marks
         with index_order.kept(shared):
             index_order.restore(self._streams, loaded["before"])
             yield loaded
+            after = index_order.save(shared)
+        self._used = marks
+        self._continue_from(after, marks)
 
     def reopened(self, loader: Any) -> Iterator[Any]:
         """Return the sampler's iterator as it was at the start of a resumed epoch."""
@@ -164,9 +210,11 @@ class Position:
         """Note the states from before torch's iterator was made, which has drawn a seed since."""
         self._before, self._draws_seed = before, True
 
-    def streams(self) -> dict[str, Any]:
-        """Return the states of all streams as they are now."""
-        return index_order.save(self._streams)
+    def streams(self, used: Collection[str] = index_order.GLOBAL) -> dict[str, Any]:
+        """Return the states of streams, of the global ones only these, for the next epoch."""
+        streams = self._streams.items()
+        with self._continued():
+            return index_order.save({n: s for n, s in streams if not s.is_global or n in used})
 
     def ask(self, enqueuer: BaseEnqueuer[Any]) -> None:
         """Ask this enqueuer for its position as well, from now on."""
@@ -176,6 +224,9 @@ class Position:
         """Note that an iterator has given a batch."""
         if self._is_of(iterator):
             self.step += 1
+            if self._used is index_order.GLOBAL:
+                now, before = index_order.marks(index_order.GLOBAL), self._marks_before
+                self._used = [name for name in now if now[name] != before.get(name)]
 
     def _is_of(self, iterator: object) -> bool:
         if self._iterator is not None and self._iterator() is iterator:
@@ -200,17 +251,22 @@ class Position:
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch that the loop was given.
 
-        Raises:
-            InvalidState: It depends on an iterator that was dropped, or two iterators are in use.
+        Trainers call it unasked, so what cannot be saved is a warning, and an error where the
+        state is loaded.
         """
         if self._loaded is not None:
             return dict(self._loaded)
         if self._is_shared:
-            raise InvalidState(
-                "two iterators of this DataLoader are in use, so it has no position; use another "
+            return self._none(
+                "two iterators of this DataLoader were in use, so it had no position; use another "
                 "DataLoader for the inner loop"
             )
-        own = {name: stream for name, stream in self._streams.items() if not stream.is_global}
+        enqueuer = None if self._enqueuer is None else self._enqueuer()
+        if self._enqueuer is not None and enqueuer is None:
+            return self._none(
+                "the iterator was dropped in the middle of an epoch, and with it the position "
+                "of its workers; keep the iterator until state_dict() was called"
+            )
         state = {
             "version": _VERSION,
             "kind": "DataLoader",
@@ -221,16 +277,13 @@ class Position:
             "before": self._before,
             "draws_seed": self._draws_seed,
             "persistent": self._is_persistent,
-            "now": None if self._before is not None else index_order.save(own),
+            "now": None if self._before is not None else self.streams(self._used),
+            "marks": index_order.marks(self._used),
         }
+        if self._ranks is not None:
+            state["ranks"] = self._ranks
         count = 0 if self._identity["iterable"] else self.step
-        if self._enqueuer is not None:
-            enqueuer = self._enqueuer()
-            if enqueuer is None:
-                raise InvalidState(
-                    "the iterator was dropped in the middle of an epoch, and with it the position "
-                    "of its workers; keep the iterator until state_dict() was called"
-                )
+        if enqueuer is not None:
             state["workers"] = enqueuer.state_dict()
             if not self._identity["iterable"]:
                 # Batches that were left out were drawn as well.
@@ -238,13 +291,27 @@ class Position:
         state["drawn"] = [count, self._drawn.fingerprint(count) if self._drawn is not None else 0]
         return state
 
+    def _none(self, reason: str) -> dict[str, Any]:
+        """Return a state that has no position, and warn once an epoch."""
+        if reason != self._why_none:
+            self._why_none = reason
+            warnings.warn(
+                f"the state of this DataLoader has no position, and cannot be loaded: {reason}",
+                EnqueuerWarning,
+                stacklevel=5,
+            )
+        return {"version": _VERSION, "kind": "DataLoader", **self._identity, "none": reason}
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at a position at the next iteration.
 
         Raises:
             StateMismatch: The state is of another loader, or damaged.
+            InvalidState: It has no position, as a warning said when it was saved.
         """
         try:
+            if "none" in state:
+                raise InvalidState(f"this state has no position: {state['none']}")
             if state["kind"] != "DataLoader" or state["version"] != _VERSION:
                 raise StateMismatch("this is not the state of a DataLoader of this version")
             differences = [
@@ -252,6 +319,9 @@ class Position:
                 for name, value in self._identity.items()
                 if state[name] != value
             ]
+            ranks = state.get("ranks", self._ranks)
+            if (ranks is None) != (self._ranks is None) or list(ranks or ()) != (self._ranks or []):
+                differences.append(_difference_of(ranks, self._ranks))
             if differences:
                 raise StateMismatch(f"the state does not fit: {'; '.join(differences)}")
             for name in ("step", "epoch"):
@@ -264,13 +334,40 @@ class Position:
             loaded = {name: state[name] for name in state}
             for name in ("seed", "draws_seed", "persistent"):
                 state[name]
-        except StateMismatch:
+            marks = {str(name): int(mark) for name, mark in state.get("marks", {}).items()}
+        except (InvalidState, StateMismatch):
             raise
         except (KeyError, TypeError, ValueError) as error:
             raise StateMismatch(f"this is not the state of a DataLoader: {error!r}") from error
         own = {name: stream for name, stream in self._streams.items() if not stream.is_global}
         index_order.restore(own, states)
         self._loaded = loaded
+        self._continued_states, self._marks = {}, {}
+        if state["before"] is None:
+            self._continue_from(states, marks)
+
+
+def _difference_of(saved: Any, here: Any) -> str:
+    """Return the difference of two pairs of rank and world size, or None, in words."""
+    one, other = (
+        "of no rank" if ranks is None else "of rank {} of {}".format(*ranks)
+        for ranks in (saved, here)
+    )
+    return f"the sampler is {one} in the state and {other} here"
+
+
+def _identity_of(loader: Any) -> dict[str, Any]:
+    """Return what must be the same where a state of a loader is loaded."""
+    is_iterable = loader._dataset_kind == torch.utils.data._DatasetKind.Iterable
+    return {
+        "batch_size": loader.batch_size,
+        "drop_last": loader.drop_last,
+        "iterable": is_iterable,
+        # An iterable dataset divides its samples by their number.
+        "num_workers": loader.num_workers if is_iterable else None,
+        "samples": None if is_iterable else _length_of(loader.dataset),
+        "sampler": type(loader.sampler).__name__,
+    }
 
 
 def _length_of(dataset: Any) -> int | None:
@@ -278,9 +375,3 @@ def _length_of(dataset: Any) -> int | None:
         return len(dataset)
     except TypeError:
         return None
-
-
-def advanced(iterator: Iterator[Any], count: int) -> Iterator[Any]:
-    """Return an iterator behind its first items, which has drawn its random numbers."""
-    deque(itertools.islice(iterator, count), maxlen=0)
-    return itertools.chain(list(itertools.islice(iterator, 1)), iterator)

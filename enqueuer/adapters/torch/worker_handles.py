@@ -1,4 +1,9 @@
-"""The worker processes of an enqueuer, with the members of multiprocessing's processes."""
+"""The workers of a DataLoader, and their failures, as torch's users expect them.
+
+A worker process has the members of multiprocessing's processes. A failure is a RuntimeError with
+torch's first words, and also the error that an enqueuer raises, so either kind of `except` catches
+it.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +11,12 @@ import os
 import re
 import select
 import signal
-from typing import Any
+from typing import Any, NoReturn
 
 from enqueuer.backends.pool import WorkerState
 from enqueuer.backends.process.handle import ProcessWorker, wait_for_exitcode
 from enqueuer.enqueuers.enqueuer import BaseEnqueuer, core_of
+from enqueuer.errors import BatchTimeout, WorkerDied, WorkerError
 
 
 class WorkerHandle:
@@ -59,6 +65,11 @@ class WorkerHandle:
         # Another process may have its pid by now.
         if self._worker.exitcode is not None or self._worker.state is WorkerState.ENDED:
             return True
+        if not hasattr(os, "pidfd_open"):
+            # Eleven days, which every wait accepts.
+            limit = 1e6 if timeout is None else timeout
+            self._worker.exitcode = wait_for_exitcode(self._worker, limit)
+            return self._worker.exitcode is not None
         try:
             fd = os.pidfd_open(self.pid)
         except ProcessLookupError:
@@ -87,3 +98,45 @@ def pid_in(text: str) -> int | None:
     """
     found = re.search(r"\(process (\d+), ", text)
     return None if found is None else int(found[1])
+
+
+class LoaderTimeout(BatchTimeout, RuntimeError):
+    """No batch came within the `timeout` of a DataLoader."""
+
+
+class LoaderWorkerDied(WorkerDied, RuntimeError):
+    """A worker process of a DataLoader has died."""
+
+
+def timed_out(error: BatchTimeout, timeout: float) -> LoaderTimeout:
+    """Return the error of a batch that did not come in time."""
+    return LoaderTimeout(f"DataLoader timed out after {timeout} seconds: {error}")
+
+
+def died(error: WorkerDied) -> LoaderWorkerDied:
+    """Return the error of a worker that has died."""
+    pid = pid_in(str(error))
+    code = error.exitcode
+    how = "ended"
+    if code is not None and code < 0:
+        how = f"is killed by signal: {signal.strsignal(-code) or -code}"
+    elif code is not None:
+        how = f"exited unexpectedly with exit code {code}"
+    # torch says both, in two exceptions.
+    message = (
+        f"DataLoader worker (pid(s) {pid}) exited unexpectedly: "
+        f"DataLoader worker (pid {pid}) {how}. {error}"
+    )
+    return LoaderWorkerDied(message, error.worker, error.exitcode)
+
+
+def reraise(error: BaseException) -> NoReturn:
+    """Raise an error of a worker in the loop."""
+    # The loop would end as if all were well.
+    if isinstance(error, (StopIteration, StopAsyncIteration)):
+        raise WorkerError(f"a worker of the DataLoader raised {error!r}") from error
+    try:
+        raise error
+    finally:
+        # Otherwise its traceback would refer to itself, through this frame.
+        del error

@@ -12,7 +12,6 @@ import atexit
 import contextlib
 import errno
 import faulthandler
-import fcntl
 import functools
 import importlib
 import multiprocessing
@@ -25,16 +24,21 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+try:
+    import fcntl
+except ImportError:
+    # Windows has none.
+    fcntl = None  # type: ignore[assignment]
+
 from enqueuer.backends.process import stack_dump
-from enqueuer.backends.process.forking import serve_forks
+from enqueuer.backends.process.fork_server import serve_forks
 from enqueuer.backends.process.payload_file import read_payload
 from enqueuer.common.descriptors import Descriptor, close_in_children
 from enqueuer.monitoring import usage
-from enqueuer.transport.item_sender import ItemSender
 from enqueuer.transport.packets import Packets, packets_of
 from enqueuer.transport.protocol import Credit
 from enqueuer.transport.ring import Ring
-from enqueuer.transport.sender_control import send_ready
+from enqueuer.transport.sender import ItemSender, send_ready
 from enqueuer.transport.shared_sender import SharedSender
 from enqueuer.workers import allocator, arrays, logs, native_threads
 from enqueuer.workers.element_threads import ElementThreads
@@ -44,9 +48,9 @@ from enqueuer.workers.remote import WorkerConfig, serve_failure
 from enqueuer.workers.sources import Source
 from enqueuer.workers.tasks import TaskSource
 
-# It imports cloudpickle, with which most sources are loaded, so a fork server imports it once for
-# all workers. A worker that has run out of descriptors or memory could not import it.
-_OFTEN_LOADED = "enqueuer.transport.errors_by_value"
+# Most sources are loaded with it, so a fork server imports it once for all workers. A worker that
+# has run out of descriptors or memory could not import it.
+_OFTEN_LOADED = "cloudpickle"
 # Exit code of a copy that the user's code has forked and let run on.
 _GRANDCHILD = 70
 
@@ -220,7 +224,7 @@ def _arm(lifeline: Descriptor) -> None:
     parent's death from the channel, between two items.
     """
     fd = lifeline.fileno()
-    if hasattr(fcntl, "F_SETSIG"):
+    if fcntl is not None and hasattr(fcntl, "F_SETSIG"):
         fcntl.fcntl(fd, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
@@ -306,7 +310,7 @@ def _work(
         stack_dump.answer(stack.fileno())
     if config.keep_freed_memory:
         allocator.keep_freed_memory()
-    arrays.set_maker(channel.pool.make)
+    arrays.set_maker(channel.blocks.pool.make)
     if task_socket is not None:
         close_in_children(task_socket)
     if config.worker.levels is not None:

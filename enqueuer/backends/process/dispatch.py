@@ -1,7 +1,7 @@
 """How tickets reach worker processes: idle workers take them from one pair of sockets.
 
     consumer --offer()--> packets --> a free worker takes one and claims it by its token
-             --assign()-> the channel of one worker, for tasks of a dead one
+             --assign()-> the channel of one worker, for tasks of a dead one, or in turn
 
 Tokens only grow, so the first ticket that still lies in the socket shows which ones were taken. A
 worker that has taken one writes the token into its ring. What was taken and is claimed by no
@@ -17,6 +17,7 @@ from collections.abc import Callable, Container, Sequence
 
 from enqueuer.backends.pool import HAS_ENDED
 from enqueuer.backends.process.handle import ProcessWorker
+from enqueuer.common import interrupts
 from enqueuer.monitoring.meters import clock
 from enqueuer.transport import task_queue
 from enqueuer.transport.task_queue import TaskQueue
@@ -24,6 +25,8 @@ from enqueuer.workers.messages import Ticket
 
 # Tokens that are kept, beside as many as are needed, before some are forgotten.
 _MOST_TOKENS = 1000
+# Tokens of tickets for one worker; far more than it ever has.
+_MOST_ASSIGNED = 100_000
 # Tickets, and indices in them, that share a packet; they fit into it, and into 1 KiB.
 _MOST_TICKETS = 32
 _MOST_INDICES = 100
@@ -86,25 +89,31 @@ class QueueDispatch:
             limit = max(1, _MOST_INDICES // len(first.indices))
             # During a change of the workers there is none for a moment.
             most = self._sizes.next(len(tickets), max(1, len(self._workers)), limit)
-        token, chosen = self._last_token + 1, list(itertools.islice(tickets, most))
+        token = self._last_token + 1
+        numbers, chosen = zip(*itertools.islice(tickets, most), strict=True)
         try:
-            if not self._queue.send(token, chosen[0][0], _body([ticket for _, ticket in chosen])):
+            if not self._queue.send(token, numbers[0], _body(chosen)):
                 return 0
-        except OSError:
+        except OSError as error:
+            interrupts.raise_handlers(error)
             # stop() has closed the sockets while the loop's thread read an iterable.
             if self._is_closed:
                 return 0
             raise
         self._last_token = token
-        self._offered[token] = [number for number, _ in chosen]
+        self._offered[token] = numbers
         if len(self._offered) > self._most_tokens:
             self._forget_done()
         return len(chosen)
 
     def assign(self, worker: ProcessWorker, number: int, packed: Ticket | bytes) -> None:
         self._last_token += 1
-        self._assigned.setdefault(worker, {})[self._last_token] = number
-        worker.channel.assign(self._last_token, number, _body([packed]))
+        assigned = self._assigned.setdefault(worker, {})
+        assigned[self._last_token] = number
+        if len(assigned) > _MOST_ASSIGNED:
+            # It was done long ago.
+            del assigned[next(iter(assigned))]
+        worker.inbox.control.assign(self._last_token, number, _body([packed]))
 
     def plan_sleep(self, deadline: float | None) -> tuple[float | None, int]:
         """Return until when to sleep for the awaited result, and the word AWAITED of the rings.
@@ -122,7 +131,7 @@ class QueueDispatch:
 
     def current(self, worker: ProcessWorker) -> Sequence[int]:
         assigned, numbers = self._assigned.get(worker, {}), list[int]()
-        for token in worker.channel.claimed:
+        for token in worker.inbox.claimed:
             numbers += [assigned[token]] if token in assigned else self._offered.get(token, ())
         return numbers
 
@@ -146,7 +155,7 @@ class QueueDispatch:
         """Forget the tokens that were taken and that no worker claims."""
         assert self._queue is not None
         first = self._queue.first()
-        claimed = {token for worker in self._workers for token in worker.channel.claimed}
+        claimed = {token for worker in self._workers for token in worker.inbox.claimed}
         self._offered = {
             token: numbers
             for token, numbers in self._offered.items()
@@ -193,18 +202,15 @@ class PacketSizes:
             most: Largest number of tickets in a packet.
         """
         if count > self._left:
-            self._begin(count, workers)
+            now = self._clock()
+            each = workers * (now - self._began) // self._count if self._count else _PACKET_NS
+            quick = _PACKET_NS // max(each, self._each, 1)
+            self._size = max(1, min(count // workers, quick, _MOST_TICKETS))
+            self.quick = max(1, workers * quick)
+            self._began, self._count, self._each = now, count, each
         size = min(self._size, most, count)
         self._left = count - size
         return size
-
-    def _begin(self, count: int, workers: int) -> None:
-        now = self._clock()
-        each = workers * (now - self._began) // self._count if self._count else _PACKET_NS
-        quick = _PACKET_NS // max(each, self._each, 1)
-        self._size = max(1, min(count // workers, quick, _MOST_TICKETS))
-        self.quick = max(1, workers * quick)
-        self._began, self._count, self._each = now, count, each
 
 
 def _body(tickets: Sequence[Ticket | bytes]) -> bytes:
@@ -212,4 +218,4 @@ def _body(tickets: Sequence[Ticket | bytes]) -> bytes:
     if isinstance(tickets[0], bytes):
         return tickets[0]
     # As plain tuples, of which pickle writes no class.
-    return pickle.dumps([(*ticket,) for ticket in tickets], protocol=5)
+    return pickle.dumps(list(map(tuple, tickets)), protocol=5)

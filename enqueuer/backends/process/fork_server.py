@@ -1,7 +1,7 @@
 """The fork server: a fresh interpreter that runs no user code and forks workers on request.
 
-    this process  Server --request, the two descriptors of a worker--> forking.py --> workers
-                          <--pid, exit code, errno----------------------
+    this process  Server --request, the two descriptors of a worker--> serve_forks() --> workers
+                          <--pid, exit code, errno-------------------------
 
 That of multiprocessing reads and fixes the global start method, imports the user's main module in
 the child (so scripts need a guard), and leaves a socket in the temporary directory.
@@ -11,28 +11,176 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import functools
 import os
 import select
+import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 
-from enqueuer.backends.process.forking import ANSWER, ERRNO, EXIT, NOTHING, PID, REQUEST
-from enqueuer.backends.process.interpreter import (
-    SAME_HASHES,
-    interpreter_flags,
-    program,
-    silent_children,
-)
 from enqueuer.common import interrupts
 from enqueuer.common.descriptors import Descriptor, close_in_children
 from enqueuer.errors import StartError
 from enqueuer.transport.packets import Packets, pair
 from enqueuer.workers import native_threads
+
+# The number of a request.
+REQUEST = struct.Struct("<q")
+# Number of a request for nothing; the others begin with 1.
+NOTHING = 0
+# Kind, number of the request, and the value that the kind describes.
+ANSWER = struct.Struct("<Bqq")
+PID, EXIT, ERRNO = 1, 2, 3
+
+
+def serve_forks(fd: int) -> tuple[int, int] | None:
+    """Fork a child whenever the parent asks, and send the parent the exit code of each.
+
+    Returns:
+        In a child, its two descriptors; in the server, None once the parent is gone.
+    """
+    sock = socket.socket(fileno=fd)
+    packets = Packets(sock)
+    # Number of the request for each process, by its pid.
+    children: dict[int, int] = {}
+    with _deaths() as deaths:
+        poller = select.poll()
+        for one in (sock, deaths):
+            poller.register(one, select.POLLIN)
+        while True:
+            poller.poll()
+            # Emptied before the children are looked at, so that a later death fills it again.
+            with contextlib.suppress(BlockingIOError):
+                while deaths.recv(4096):
+                    pass
+            _report(packets, children)
+            packets.drain()
+            while packets.received:
+                data, fds = packets.received.popleft()
+                (number,) = REQUEST.unpack(data)
+                try:
+                    pid = _fork(fds)
+                except OSError as error:
+                    _say(packets, ERRNO, number, error.errno or 0)
+                    continue
+                if pid == 0:
+                    sock.close()
+                    return fds[0], fds[1]
+                children[pid] = number
+                _say(packets, PID, number, pid)
+            if packets.ended:
+                sock.close()
+                return None
+
+
+@contextlib.contextmanager
+def _deaths() -> Iterator[socket.socket]:
+    """Give a socket that can be read when a child has ended.
+
+    It replaces a pidfd for each child: older kernels have none, sandboxes forbid them, and they
+    count against the limit of descriptors.
+    """
+    here, there = socket.socketpair()
+    with here, there:
+        here.setblocking(False)
+        # If the pipe is full, there is enough to read.
+        there.setblocking(False)
+        signal.set_wakeup_fd(there.fileno(), warn_on_full_buffer=False)
+        # Without a handler nothing is written there.
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+        try:
+            yield here
+        finally:
+            signal.set_wakeup_fd(-1)
+
+
+def _report(packets: Packets, children: dict[int, int]) -> None:
+    """Send the exit codes of all children that have ended."""
+    while children:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        number = children.pop(pid, None)
+        # A module that was preloaded has started the other processes.
+        if number is not None:
+            _say(packets, EXIT, number, os.waitstatus_to_exitcode(status))
+
+
+def _say(packets: Packets, kind: int, number: int, value: int) -> None:
+    with contextlib.suppress(OSError):
+        packets.send(ANSWER.pack(kind, number, value))
+
+
+def _fork(fds: list[int]) -> int:
+    """Fork; only the child keeps `fds`.
+
+    Raises:
+        OSError: There is no room for a process, or there was none for the descriptors.
+    """
+    pid = -1
+    try:
+        if len(fds) != 2:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        with warnings.catch_warnings():
+            # Python 3.12 warns of other threads; numpy's BLAS has some, and stops them for a fork.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+    finally:
+        if pid != 0:
+            for fd in fds:
+                os.close(fd)
+    return pid
+
+
+# For fresh interpreters: a set of strings then has the same order in all workers of all runs.
+SAME_HASHES = {"PYTHONHASHSEED": "0"}
+
+
+@contextlib.contextmanager
+def silent_children() -> Iterator[None]:
+    """Start children with SIGINT blocked, until they ignore it.
+
+    Otherwise a Ctrl-C during the start prints a traceback for each child.
+    """
+    # A handler that raises could otherwise leave SIGINT blocked here.
+    with interrupts.held():
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def program(function: str, *arguments: int | list[str]) -> str:
+    """Return the program of a fresh interpreter, which sets the search path to find us.
+
+    What it imports lives as long as the interpreter does. So the garbage collector does not look
+    at it, neither during the imports nor later.
+    """
+    written = ", ".join(map(repr, arguments))
+    return (
+        f"import gc, sys; collects = gc.isenabled(); gc.disable(); sys.path[:] = {sys.path!r}; "
+        f"from enqueuer.backends.process.child import {function}; "
+        f"gc.freeze(); collects and gc.enable(); {function}({written})"
+    )
+
+
+def interpreter_flags() -> list[str]:
+    """Return the options that this interpreter was started with, as far as they matter."""
+    flags = sys.flags
+    options = ["-O"] * flags.optimize + ["-B"] * flags.dont_write_bytecode
+    options += ["-I"] * flags.isolated + ["-E"] * flags.ignore_environment
+    options += ["-s"] * flags.no_user_site + ["-X", "dev"] * flags.dev_mode
+    return options + [f"-W{option}" for option in sys.warnoptions]
+
 
 # Seconds: a fresh interpreter imports numpy, perhaps on a busy machine.
 _SERVER_START_S = 60.0
@@ -81,7 +229,8 @@ class Server:
         self.popen: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
         self._packets: Packets | None = None
-        self._requests = 0
+        # Number of the last request, and of the last one that was answered by a child or an error.
+        self._requests = self._answered = 0
         # Requests that wait for an answer or whose child lives; then the answers, by request.
         self.open_requests: set[int] = set()
         self._pids: dict[int, int] = {}
@@ -89,7 +238,7 @@ class Server:
         self._errors: dict[int, int] = {}
         self._owner = 0
         # Number of waits of this thread, one within the other.
-        self._loop_meter = 0
+        self._depth = 0
 
     def fork(self, sock: socket.socket, lifeline: Descriptor) -> _Served:
         """Let the server fork a child that owns `sock` and `lifeline`.
@@ -103,13 +252,15 @@ class Server:
                 try:
                     number = self._ask_locked(sock, lifeline)
                     break
-                except TimeoutError:
+                except TimeoutError as error:
+                    interrupts.raise_handlers(error)
                     # The server hangs, and so would another one.
                     if self.popen is not None and self._owner == os.getpid():
                         self.popen.kill()
                     self._leave_locked()
                     raise StartError(_NO_ANSWER) from None
-                except (OSError, EOFError):
+                except (OSError, EOFError) as error:
+                    interrupts.raise_handlers(error)
                     # The server was killed; the next attempt starts a new one.
                     self._leave_locked()
                     if attempt:
@@ -141,7 +292,7 @@ class Server:
             if connection is not self._packets:
                 # The server that forked it was killed, and no other can ask for its exit code.
                 return None
-            with contextlib.suppress(OSError, EOFError, TimeoutError):
+            with interrupts.ignored(OSError, EOFError):
                 self._wait_locked(lambda: number in self._codes, timeout)
             if number in self._codes:
                 self.open_requests.discard(number)
@@ -151,6 +302,8 @@ class Server:
         """Ask for a child, and wait for the answer; return the number of the request."""
         self._join_locked()
         assert self._packets is not None
+        # One that an interrupt has ended: if they piled up, sending would have to wait.
+        self._wait_locked(lambda: self._answered == self._requests, _SERVER_START_S)
         self._requests = number = self._requests + 1
         self.open_requests.add(number)
         try:
@@ -166,14 +319,14 @@ class Server:
     def _wait_locked(self, done: Callable[[], bool], timeout: float) -> None:
         """Read until `done`; EOFError or TimeoutError if not. At 0 s, no signal handler runs."""
         deadline = time.monotonic() + timeout
-        self._loop_meter += 1
+        self._depth += 1
         try:
             while not done():
                 if self._packets is None or self._sock is None or self._owner != os.getpid():
                     raise EOFError
                 self._packets.drain()
                 while self._packets.received:
-                    self._hear(self._packets.received.popleft()[0])
+                    self._keep(self._packets.received.popleft()[0])
                 if done():
                     return
                 if self._packets.ended:
@@ -182,19 +335,21 @@ class Server:
                 if left <= 0 or not interrupts.interruptible(readable, self._sock, left):
                     raise TimeoutError
         finally:
-            self._loop_meter -= 1
-            if self._loop_meter and self._packets is not None:
+            self._depth -= 1
+            if self._depth and self._packets is not None:
                 # A signal handler, or the garbage collector, has called this within another wait,
                 # whose answer may have been read here. A request for nothing, which has no
                 # descriptors, is answered too, and that answer wakes the other wait.
                 with contextlib.suppress(OSError):
                     self._packets.send(REQUEST.pack(NOTHING))
 
-    def _hear(self, answer: bytes) -> None:
+    def _keep(self, answer: bytes) -> None:
         kind, number, value = ANSWER.unpack(answer)
+        if kind != EXIT and number != NOTHING:
+            self._answered = number
         if number in self.open_requests:
-            heard = {PID: self._pids, EXIT: self._codes, ERRNO: self._errors}[kind]
-            heard[number] = value
+            answers = {PID: self._pids, EXIT: self._codes, ERRNO: self._errors}[kind]
+            answers[number] = value
 
     def _join_locked(self) -> None:
         """Start a server unless this process has one that lives."""
@@ -231,8 +386,9 @@ class Server:
             # It is a child of the parent, so this process cannot wait for it.
             self.popen.returncode = 0
         self.popen = self._sock = self._packets = None
-        for said in (self.open_requests, self._pids, self._codes, self._errors):
-            said.clear()
+        self._answered = self._requests
+        for answers in (self.open_requests, self._pids, self._codes, self._errors):
+            answers.clear()
 
     def end(self) -> None:
         """End the server, if there is one."""
@@ -242,12 +398,13 @@ class Server:
     def renew(self) -> None:
         """Forget, in a forked child, the parent's server and its lock."""
         self._lock = threading.RLock()
-        self._loop_meter = 0
+        self._depth = 0
         self._leave_locked()
 
 
 server = Server()
-os.register_at_fork(after_in_child=server.renew)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=server.renew)
 
 
 def fork(sock: socket.socket, lifeline: Descriptor) -> _Served:

@@ -1,26 +1,211 @@
-"""One worker process as the consumer's process sees it: its state, its place, its end.
+r"""One worker process as the consumer's process sees it: its start, its state, its end.
 
-STARTING --READY--> RUNNING --its process ends--> DRAINING --all read--> DEAD
-    \\__________________\\_____________ was asked to stop _______________\\--> ENDED
+    STARTING --READY--> RUNNING --its process ends--> DRAINING --all read--> DEAD
+        \__________________\_____________ was asked to stop _______________\--> ENDED
+
+    fork        multiprocessing's own process: the child has everything, threads' locks included
+    spawn       a fresh interpreter
+    forkserver  a fresh interpreter, which runs no user code and forks on request
+
+The fork server (`fork_server.py`) and the spawn are our own. The spawn of multiprocessing reads and
+fixes the global start method, and imports the user's main module in the child, so scripts need a
+guard. A child receives its job over its channel.
 """
 
 from __future__ import annotations
 
-import contextlib
+import multiprocessing.context
+import multiprocessing.popen_fork
 import os
 import select
 import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 from enqueuer.backends.pool import Death, WorkerState
-from enqueuer.backends.process.inbox import ProcessInbox
-from enqueuer.backends.process.launching import Launched
+from enqueuer.backends.process import fork_server
+from enqueuer.backends.process.fork_server import (
+    SAME_HASHES,
+    interpreter_flags,
+    program,
+    silent_children,
+)
 from enqueuer.backends.process.stack_dump import Stacks
+from enqueuer.common import interrupts
 from enqueuer.common.descriptors import Descriptor, close_in_children, is_portable
+from enqueuer.errors import StartError
 from enqueuer.monitoring import usage
 from enqueuer.monitoring.meters import clock
 from enqueuer.monitoring.worker_stats import WorkerStats, worker_stats
-from enqueuer.transport.item_receiver import ItemReceiver
+from enqueuer.transport.receiver import ItemReceiver
 from enqueuer.workers.messages import Epoch
+
+# multiprocessing would import it at the first start.
+
+
+class Launched(Protocol):
+    """A process that was started."""
+
+    pid: int
+
+    def exitcode(self, timeout: float) -> int | None:
+        """Wait for the process to end; return its exit code, None if it cannot be known."""
+
+    def has_pid(self) -> bool:
+        """Return whether `pid` is still its own; once it was reaped, another may have got it."""
+
+
+def launch(
+    method: str,
+    sock: socket.socket,
+    lifeline: Descriptor,
+    forked: Callable[[], None],
+    environment: Mapping[str, str],
+) -> Launched:
+    """Start a process that has `sock` and `lifeline`.
+
+    Args:
+        method: "fork", "forkserver" or "spawn".
+        sock: The worker's end of its channel.
+        lifeline: Reading end of a pipe whose other end only this process has.
+        forked: Function that a forked child calls; the others call `child.main`.
+        environment: Variables that a fresh interpreter must have before it imports anything.
+    """
+    if method == "fork":
+        return _Forked(forked)
+    if method == "spawn":
+        return _Spawned(
+            program("main", sock.fileno(), lifeline.fileno()), sock, lifeline, environment
+        )
+    return fork_server.fork(sock, lifeline)
+
+
+class _Bookkeeping:
+    """Guards multiprocessing's list of children.
+
+    Python 3.10 fails if one thread closes a process while another one starts one.
+    """
+
+    def __init__(self) -> None:
+        self.renew()
+
+    def renew(self) -> None:
+        """Make a new lock in a forked child: a thread of the parent may hold the old one."""
+        # Reentrant, as the garbage collector may run under it.
+        self.lock = threading.RLock()
+
+
+_bookkeeping = _Bookkeeping()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_bookkeeping.renew)
+
+
+class ForkProcess(multiprocessing.context.ForkProcess):
+    """A child that only its parent joins.
+
+    At its exit, multiprocessing joins all children that it knows of. In a copy of this process
+    that os.fork() has made, these are children of another process, and joining them is an error.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._owner = os.getpid()
+
+    def join(self, timeout: float | None = None) -> None:
+        if os.getpid() == self._owner:
+            super().join(timeout)
+
+
+class _Forked:
+    """A child by fork."""
+
+    def __init__(self, target: Callable[[], None]) -> None:
+        self._process = ForkProcess(target=target)
+        # Not daemonic, so that it may have children. The lifeline ends it with this process.
+        self._process.daemon = False
+        try:
+            with _bookkeeping.lock, silent_children():
+                self._process.start()
+        except AssertionError as error:
+            raise StartError(
+                "this process is a daemonic child of multiprocessing, which may not fork "
+                "workers (a worker of a DataLoader, perhaps); with a generator function "
+                "use backend=Processes(start_method='forkserver'), else backend='thread'"
+            ) from error
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
+
+    def has_pid(self) -> bool:
+        return _is_child(self.pid)
+
+    def exitcode(self, timeout: float) -> int | None:
+        # Not join(timeout): it waits for a pipe, which a grandchild may hold open. Once the user's
+        # code has closed that pipe in the worker, it waits without a limit.
+        deadline = time.monotonic() + timeout
+        while (code := self._process.exitcode) is None and _exists(self.pid):
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(0.001)
+        if code is not None:
+            with _bookkeeping.lock:
+                self._process.close()
+        return code
+
+
+class _Spawned:
+    """A child by a fresh interpreter."""
+
+    def __init__(
+        self,
+        program: str,
+        sock: socket.socket,
+        lifeline: Descriptor,
+        environment: Mapping[str, str],
+    ) -> None:
+        fds = (sock.fileno(), lifeline.fileno())
+        with silent_children():
+            self._popen = subprocess.Popen(
+                [sys.executable, *interpreter_flags(), "-c", program],
+                stdin=subprocess.DEVNULL,
+                pass_fds=fds,
+                env={**SAME_HASHES, **os.environ, **environment},
+            )
+        self.pid: int = self._popen.pid
+
+    def has_pid(self) -> bool:
+        return _is_child(self.pid)
+
+    def exitcode(self, timeout: float) -> int | None:
+        try:
+            return self._popen.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return None
+
+
+def _is_child(pid: int) -> bool:
+    """Return whether a process is a child of this one that was not reaped."""
+    if not hasattr(os, "waitid"):
+        return _exists(pid)
+    try:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _exists(pid: int) -> bool:
+    """Return whether a process exists, be it a zombie; False if other code has reaped it."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
 
 _NEXT_STATE = {
     WorkerState.STARTING: {WorkerState.RUNNING, WorkerState.DRAINING, WorkerState.ENDED},
@@ -37,8 +222,7 @@ class ProcessWorker:
     Attributes:
         method: How it was started: "fork", "forkserver" or "spawn".
         process: The process.
-        channel: This process's end of its channel.
-        inbox: The messages of the channel.
+        inbox: This process's end of its channel.
         lifeline: Pipe whose closing ends the worker.
         pidfd: Descriptor that shows its end; None where there are none.
         stacks: Where it writes its stack if it is asked; None: it is never asked.
@@ -52,8 +236,7 @@ class ProcessWorker:
         index: int,
         method: str,
         process: Launched,
-        channel: ItemReceiver,
-        inbox: ProcessInbox,
+        inbox: ItemReceiver,
         lifeline: Descriptor,
         pidfd: Descriptor | None,
         shards: tuple[int, ...],
@@ -62,7 +245,6 @@ class ProcessWorker:
         self.index = index
         self.method = method
         self.process = process
-        self.channel = channel
         self.inbox = inbox
         self.lifeline = lifeline
         self.pidfd = pidfd
@@ -81,12 +263,12 @@ class ProcessWorker:
 
     def begin(self, epoch: Epoch) -> None:
         """Have it run its shards for an epoch."""
-        self.channel.begin(epoch)
+        self.inbox.control.begin(epoch)
 
     def ask_to_exit(self) -> None:
         """Have it exit; what it cannot finish, another worker does."""
         self.is_leaving = True
-        self.channel.ask_to_stop()
+        self.inbox.control.ask_to_stop()
 
     def death(self) -> Death:
         """Return how it ended, once it is dead."""
@@ -94,21 +276,21 @@ class ProcessWorker:
 
     def measure(self) -> WorkerStats:
         """Return what it has done so far."""
-        channel, pid = self.channel, self.process.pid
+        inbox, pid = self.inbox, self.process.pid
         return worker_stats(
             self.index,
             str(self),
             self.shards,
-            channel.meter,
-            channel.sent,
+            inbox.meter,
+            inbox.sent,
             usage.of_process(pid),
             self.began,
-            channel.memory,
+            inbox.memory,
         )
 
     def send_signal(self, number: int) -> None:
         """Signal the process, and never another one that has got its pid."""
-        with contextlib.suppress(ProcessLookupError):
+        with interrupts.ignored(ProcessLookupError):
             if self.pidfd is not None and _signalled(self.pidfd, number):
                 return
             if self.process.has_pid():
@@ -119,13 +301,14 @@ class ProcessWorker:
         try:
             with open(f"/proc/{self.process.pid}/status") as file:
                 caught = next(line for line in file if line.startswith("SigCgt:"))
-        except (OSError, StopIteration):
+        except (OSError, StopIteration) as error:
+            interrupts.raise_handlers(error)
             return True
         return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
 
     def close(self) -> None:
         """Close all that this process has of it."""
-        self.channel.close()
+        self.inbox.close()
         for one in (self.lifeline, self.stacks, self.pidfd):
             if one is not None:
                 one.close()
@@ -165,7 +348,7 @@ def open_pidfd(process: Launched) -> Descriptor | None:
 def has_ended(worker: ProcessWorker, timeout: float = 0) -> bool:
     """Return whether the process is gone, or goes within `timeout` seconds."""
     if worker.pidfd is None:
-        return worker.channel.ended
+        return worker.inbox.control.packets.ended
     poller = select.poll()
     poller.register(worker.pidfd.fileno(), select.POLLIN)
     return bool(poller.poll(timeout * 1000))

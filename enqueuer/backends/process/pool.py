@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import multiprocessing.util
 import os
 import select
@@ -23,25 +24,26 @@ import socket
 import time
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from typing import ClassVar
 
 from enqueuer.backends.job import Job
 from enqueuer.backends.lifecycle import ESCALATION_S
-from enqueuer.backends.pool import NoRoom, WorkerState
+from enqueuer.backends.pool import NoRoom, WorkerSnapshot, WorkerState
 from enqueuer.backends.process import stack_dump
 from enqueuer.backends.process.dispatch import QueueDispatch
 from enqueuer.backends.process.handle import ProcessWorker, has_ended, wait_for_exitcode
-from enqueuer.backends.process.inbox import ProcessInbox
 from enqueuer.backends.process.starter import Starter, may_spin
-from enqueuer.backends.stall import WorkerSnapshot, level_of_user
+from enqueuer.backends.stall import level_of_user
 from enqueuer.common import interrupts
 from enqueuer.common.descriptors import close_in_children
 from enqueuer.errors import StartError, StopWarning
 from enqueuer.monitoring import usage
 from enqueuer.monitoring.worker_stats import WorkerStats
 from enqueuer.transport.memory import remove_names_of
-from enqueuer.transport.spin import Spin
+from enqueuer.transport.receiver import ItemReceiver
+from enqueuer.transport.ring import Spin
 from enqueuer.workers import logs
 from enqueuer.workers.tasks import TaskSource
 
@@ -66,7 +68,8 @@ class ProcessPool:
         self._job = job
         self._does_tasks = isinstance(job.source, TaskSource)
         self._starter = Starter(job)
-        self._by_fd: dict[int, ProcessWorker] = {}
+        # The worker of each descriptor, and whether that is its pidfd.
+        self._by_fd: dict[int, tuple[ProcessWorker, bool]] = {}
         self._poller = select.poll()
         self._is_closed = False
         self._resources = contextlib.ExitStack()
@@ -87,6 +90,7 @@ class ProcessPool:
         try:
             self._open()
         except OSError as error:
+            interrupts.raise_handlers(error)
             raise _no_room(error) from error
 
     def _open(self) -> None:
@@ -112,12 +116,13 @@ class ProcessPool:
         try:
             worker = self._starter.start(index, self._read_inbox, self._room)
         except OSError as error:
+            interrupts.raise_handlers(error)
             raise _no_room(error) from error
         self._started = time.monotonic()
-        pidfd = worker.pidfd
-        for fd in [worker.channel.fileno()] + ([] if pidfd is None else [pidfd.fileno()]):
-            self._by_fd[fd] = worker
-            self._poller.register(fd, select.POLLIN)
+        for end in (worker.inbox.control.packets, worker.pidfd):
+            if end is not None:
+                self._by_fd[end.fileno()] = worker, end is worker.pidfd
+                self._poller.register(end.fileno(), select.POLLIN)
         return worker
 
     # --- run ---
@@ -129,23 +134,27 @@ class ProcessPool:
             deadline, awaited_word = self.dispatch.plan_sleep(deadline)
         else:
             is_coming = self._ask_for(awaited)
-        if self._spin.until(lambda: any(_has_news(worker, is_coming) for worker in watched)):
+        has_news = functools.partial(_have_news, watched, is_coming)
+        if self._spin.until(has_news):
             return
         try:
             for worker in watched:
-                worker.channel.arm_wake_up(awaited_word)
-            if not any(_has_news(worker, is_coming) for worker in watched):
+                worker.inbox.control.arm_wake_up(awaited_word)
+            if not has_news():
                 self._poll(deadline)
         finally:
             for worker in watched:
-                worker.channel.disarm_wake_up()
+                worker.inbox.control.disarm_wake_up()
 
     def poll(self) -> None:
         self._poll(time.monotonic())
 
     def _room(self) -> int:
         """Return how many more items may wait; an item that was wanted may have taken a place."""
-        return self._job.max_queue_size - sum(worker.channel.load for worker in self.workers)
+        room = self._job.max_queue_size
+        for worker in self.workers:
+            room -= worker.inbox.load
+        return room
 
     def _ask_for(self, awaited: ProcessWorker | None) -> bool:
         """Grant credit for the item that the consumer is about to wait for.
@@ -154,41 +163,47 @@ class ProcessPool:
             Whether a worker has an item that it may send now.
         """
         if awaited is not None:
-            awaited.channel.grant(self._room(), wanted=True)
+            awaited.inbox.grant(self._room(), wanted=True)
             return True
         is_coming, count = False, len(self.workers)
         for index in range(self._allowed + 1, self._allowed + 1 + count):
             worker = self.workers[index % count]
-            now = worker.channel.is_asking and not is_coming
+            now = worker.inbox.is_asking and not is_coming
             if now:
                 is_coming, self._allowed = True, index % count
-            worker.channel.grant(self._room(), wanted=now)
+            worker.inbox.grant(self._room(), wanted=now)
         return is_coming
 
     def _poll(self, deadline: float | None) -> None:
-        starting = [w for w in self.workers if w.state is WorkerState.STARTING]
+        starting = None
+        for worker in self.workers:
+            if worker.state is WorkerState.STARTING:
+                starting = starting or worker
         limits = [] if deadline is None else [deadline]
-        if starting:
+        if starting is not None:
             limits.append(self._started + START_TIMEOUT_S)
         timeout = None if not limits else max(0.0, min(limits) - time.monotonic()) * 1000
         ready = self._poller.poll(timeout)
         for fd, _ in ready:
-            worker = self._by_fd.get(fd)
-            if worker is not None:
-                if worker.pidfd is not None and fd == worker.pidfd.fileno():
-                    worker.gone = True
+            if fd in self._by_fd:
+                worker, is_pidfd = self._by_fd[fd]
+                worker.gone = worker.gone or is_pidfd
                 self._read(worker)
             elif self._woken is not None and fd == self._woken.fileno() and not self._is_closed:
-                with contextlib.suppress(OSError):
+                with interrupts.ignored(BlockingIOError):
                     self._woken.recv(1024)
-        if starting and not ready and time.monotonic() >= self._started + START_TIMEOUT_S:
+        if (
+            starting is not None
+            and not ready
+            and time.monotonic() >= self._started + START_TIMEOUT_S
+        ):
             raise StartError(
-                f"{starting[0]} did not respond within {START_TIMEOUT_S:g} s. With fork, a likely "
+                f"{starting} did not respond within {START_TIMEOUT_S:g} s. With fork, a likely "
                 "cause is a lock that another thread held: use "
                 "backend=Processes(start_method='forkserver')"
             )
 
-    def _read_inbox(self, inbox: ProcessInbox) -> None:
+    def _read_inbox(self, inbox: ItemReceiver) -> None:
         for worker in self.workers:
             if worker.inbox is inbox:
                 self._read(worker)
@@ -197,35 +212,41 @@ class ProcessPool:
     def _read(self, worker: ProcessWorker) -> None:
         """Read the messages of a worker, and reap it if it has ended."""
         if worker.state in (WorkerState.DEAD, WorkerState.ENDED):
+            # An exception of a signal handler may have struck before this was done.
+            self._forget(worker)
             return
-        worker.channel.pump()
-        self._deliver_records(worker)
+        control = worker.inbox.control
+        control.pump()
+        if control.records:
+            _deliver_records(control.records)
         # A handler of a log record may have called `stop()`.
         if self._is_closed:
             return
-        if worker.channel.is_ready and worker.state is WorkerState.STARTING:
+        if worker.inbox.control.is_ready and worker.state is WorkerState.STARTING:
             worker.move(WorkerState.RUNNING)
-        if worker.gone or worker.channel.ended:
+        if worker.gone or worker.inbox.control.packets.ended:
             self._reap_dead(worker)
 
     def _reap_dead(self, worker: ProcessWorker) -> None:
-        """Read the last messages of a process that has ended, and find out how it ended."""
-        worker.move(WorkerState.DRAINING)
-        self._forget(worker)
-        # The worker may have sent messages after the last reading.
-        worker.channel.pump()
-        self._deliver_records(worker)
-        worker.exitcode = wait_for_exitcode(worker, _EXITCODE_S)
-        # The process still runs: the user's code has closed all its descriptors.
-        if worker.exitcode is None:
-            worker.send_signal(signal.SIGKILL)
-            wait_for_exitcode(worker, _EXITCODE_S)
-        worker.move(WorkerState.DEAD)
+        """Read the last messages of a process that has ended, and find out how it ended.
 
-    def _deliver_records(self, worker: ProcessWorker) -> None:
-        records = worker.channel.records
-        while records:
-            logs.deliver(records.popleft())
+        If an exception of a signal handler ends this, the descriptors still show the end, and the
+        next wait calls it again.
+        """
+        # The exit code can be collected once.
+        with interrupts.held():
+            if worker.state is not WorkerState.DRAINING:
+                worker.move(WorkerState.DRAINING)
+            # The worker may have sent messages after the last reading.
+            worker.inbox.control.pump()
+            _deliver_records(worker.inbox.control.records)
+            worker.exitcode = wait_for_exitcode(worker, _EXITCODE_S)
+            # The process still runs: the user's code has closed all its descriptors.
+            if worker.exitcode is None:
+                worker.send_signal(signal.SIGKILL)
+                wait_for_exitcode(worker, _EXITCODE_S)
+            worker.move(WorkerState.DEAD)
+            self._forget(worker)
 
     # --- what is known of the workers ---
 
@@ -249,11 +270,11 @@ class ProcessPool:
         self._is_closed = True
         for worker in list(self.workers):
             if worker.state is not WorkerState.ENDED:
-                worker.channel.ask_to_stop()
+                worker.inbox.control.ask_to_stop()
         self.wake()
 
     def wake(self) -> None:
-        with contextlib.suppress(OSError):
+        with interrupts.ignored(OSError):
             if self._wake is not None:
                 self._wake.send(b"\0")
 
@@ -297,11 +318,11 @@ class ProcessPool:
         while left := self._left():
             poller = select.poll()
             for worker in left:
-                end = worker.channel if worker.pidfd is None else worker.pidfd
+                end = worker.inbox.control.packets if worker.pidfd is None else worker.pidfd
                 poller.register(end.fileno(), select.POLLIN)
                 # An ended channel would wake the poll every time.
-                if not worker.channel.ended:
-                    poller.register(worker.channel.fileno(), select.POLLIN)
+                if not worker.inbox.control.packets.ended:
+                    poller.register(worker.inbox.control.packets.fileno(), select.POLLIN)
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 return
@@ -315,18 +336,18 @@ class ProcessPool:
     def _reap(self, worker: ProcessWorker) -> None:
         # The worker is ending, so errors no longer matter.
         with contextlib.suppress(Exception):
-            worker.channel.pump()
-        self._deliver_records(worker)
+            worker.inbox.control.pump()
+        _deliver_records(worker.inbox.control.records)
         if worker.state is not WorkerState.ENDED and has_ended(worker):
             self._end(worker)
 
     def _end(self, worker: ProcessWorker) -> None:
         try:
+            self._forget(worker)
             if worker.state is not WorkerState.DEAD:
-                self._forget(worker)
                 with contextlib.suppress(Exception):
-                    worker.channel.pump()
-                self._deliver_records(worker)
+                    worker.inbox.control.pump()
+                _deliver_records(worker.inbox.control.records)
                 worker.exitcode = wait_for_exitcode(worker, _EXITCODE_S)
         finally:
             # The user's handler of a log record may raise anything.
@@ -339,9 +360,11 @@ class ProcessPool:
 
     def _forget(self, worker: ProcessWorker) -> None:
         """Stop polling the descriptors of a worker."""
-        for fd in [fd for fd, owner in self._by_fd.items() if owner is worker]:
+        for fd in [fd for fd, (owner, _) in self._by_fd.items() if owner is worker]:
+            # In this order, and again, as an exception of a signal handler may strike in between.
+            with interrupts.ignored(KeyError):
+                self._poller.unregister(fd)
             del self._by_fd[fd]
-            self._poller.unregister(fd)
 
 
 def _no_room(error: OSError) -> NoRoom:
@@ -351,14 +374,22 @@ def _no_room(error: OSError) -> NoRoom:
     )
 
 
-def _has_news(worker: ProcessWorker, is_coming: bool) -> bool:
-    """Return whether a worker sent something before it was asked to wake the consumer."""
-    channel = worker.channel
-    if channel.has_message:
-        return True
-    if worker.state is WorkerState.DEAD:
-        return False
-    return channel.has_packets or (channel.is_asking and not is_coming)
+def _deliver_records(records: deque[logging.LogRecord]) -> None:
+    while records:
+        logs.deliver(records.popleft())
+
+
+def _have_news(workers: Sequence[ProcessWorker], is_coming: bool) -> bool:
+    """Return whether one of these sent something before it was asked to wake the consumer."""
+    for worker in workers:
+        inbox = worker.inbox
+        if inbox.has_message:
+            return True
+        if worker.state is WorkerState.DEAD:
+            continue
+        if inbox.control.has_packets or (inbox.is_asking and not is_coming):
+            return True
+    return False
 
 
 def _snapshot_of(worker: ProcessWorker, was_asked: bool) -> WorkerSnapshot:
@@ -391,8 +422,14 @@ def _register_exit() -> None:
     multiprocessing.util.Finalize(None, _stop_all, exitpriority=100)
 
 
-# In forked children, multiprocessing forgets all registered finalizers.
-os.register_at_fork(after_in_child=_register_exit.cache_clear)
+def _forget_all() -> None:
+    """Forget, in a forked child, the parent's pools; multiprocessing forgets its finalizers."""
+    _running.clear()
+    _register_exit.cache_clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_all)
 
 
 def _stop_all() -> None:

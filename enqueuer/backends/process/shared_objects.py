@@ -113,7 +113,7 @@ class Handover:
         """Reduce a tensor or a storage of torch if its memory is shared."""
         # torch raises for kinds of tensors that it does not share.
         try:
-            if _is_shared_tensor(value, torch):
+            if _is_shared_tensor(value, torch) or _is_nested(value, torch):
                 return reduce(value)
         except Exception:
             if self.error is not None:
@@ -201,6 +201,11 @@ def _is_shared(value: Any) -> bool:
         return True
     kinds = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union)
     return not isinstance(value, kinds) or hasattr(value, "_wrapper")
+
+
+def _is_nested(value: Any, torch: Any) -> bool:
+    """Return whether a tensor is a nested one that pickle refuses if it is transposed."""
+    return type(value) is torch.Tensor and bool(value.is_nested)
 
 
 def _is_shared_tensor(value: Any, torch: Any) -> bool:

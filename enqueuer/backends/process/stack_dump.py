@@ -19,7 +19,9 @@ import time
 from collections.abc import Iterable
 from typing import Protocol
 
-from enqueuer.backends.stall import Stack, decode_threads, encode_threads, parse
+from enqueuer.backends.pool import Stack
+from enqueuer.backends.stall import decode_threads, encode_threads, parse
+from enqueuer.common import interrupts
 from enqueuer.common.descriptors import Descriptor, close_in_children
 from enqueuer.workers.element_threads import ElementThreads, ThreadSnapshot
 
@@ -58,7 +60,7 @@ class Stacks:
 
     def hear(self) -> bool:
         """Read what has come; return whether the answer is whole, or none will come."""
-        with contextlib.suppress(BlockingIOError):
+        with interrupts.ignored(BlockingIOError):
             while data := os.read(self.fileno(), _MOST):
                 self._can_answer = True
                 self._text += data.decode(errors="replace")

@@ -23,15 +23,13 @@ from enqueuer.backends.process.child import (
     ProcessStart,
     main_forked,
 )
-from enqueuer.backends.process.handle import ProcessWorker, open_pidfd
-from enqueuer.backends.process.inbox import ProcessInbox
-from enqueuer.backends.process.launching import Launched, launch
+from enqueuer.backends.process.handle import Launched, ProcessWorker, launch, open_pidfd
 from enqueuer.common import interrupts
 from enqueuer.common.descriptors import Descriptor, close_in_children
 from enqueuer.monitoring import usage
-from enqueuer.transport.item_receiver import ItemReceiver
 from enqueuer.transport.packets import Packets, pair, send_descriptors
 from enqueuer.transport.protocol import Credit
+from enqueuer.transport.receiver import ItemReceiver
 from enqueuer.transport.ring import LIMIT, Ring, open_ring
 from enqueuer.transport.task_queue import TaskQueue
 from enqueuer.workers import logs, native_threads
@@ -89,7 +87,7 @@ class Starter:
             if _is_local(job.source):
                 # Its errors may be local as well, and a worker that has run out of descriptors or
                 # memory could not import what sends them.
-                importlib.import_module("enqueuer.transport.errors_by_value")
+                importlib.import_module("cloudpickle")
         else:
             # Forked workers do not need these, whose import takes some milliseconds.
             from enqueuer.backends.payload import pickled_payload
@@ -134,7 +132,7 @@ class Starter:
         return native_threads.Loaded(self._thread_limits)
 
     def start(
-        self, index: int, read: Callable[[ProcessInbox], None], room: Callable[[], int]
+        self, index: int, read: Callable[[ItemReceiver], None], room: Callable[[], int]
     ) -> ProcessWorker:
         """Start a worker.
 
@@ -158,16 +156,13 @@ class Starter:
             process = self._launch(ends, ring, start)
             undo.pop_all()
         name = f"worker {index} (process {process.pid}, {self._job.start_method})"
-        channel = ItemReceiver(ends.packets, ring, start.credit, name)
-        if self._queue is not None:
-            channel.grant_all()
-        inbox = ProcessInbox(channel, name, read, room if self._queue is None else None)
+        bound = room if self._queue is None else None
+        inbox = ItemReceiver(ends.packets, ring, start.credit, name, read, bound)
         self._close_payload_after(index)
         return ProcessWorker(
             index,
             self._job.start_method,
             process,
-            channel,
             inbox,
             ends.lifeline,
             open_pidfd(process),

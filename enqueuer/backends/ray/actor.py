@@ -20,8 +20,8 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from enqueuer.backends.ray.outbox import Ended, Frame, Outbox, Ready, TotalCredit
-from enqueuer.backends.stall import Stack
+from enqueuer.backends.pool import Stack
+from enqueuer.backends.ray.channel import Ended, Frame, Outbox, Ready, TotalCredit
 from enqueuer.common.finalizers import WorkerThread
 from enqueuer.monitoring import usage
 from enqueuer.monitoring.meters import BYTES, clock

@@ -1,23 +1,34 @@
-"""One actor as the process of the loop sees it: its state, its node, its death.
+r"""One actor as the process of the loop sees it: its state, its packets, its death.
 
-STARTING --Ready--> RUNNING --its stream breaks--> DEAD
-    \\__________________\\__was asked to stop, or discarded__\\--> ENDED
+    STARTING --Ready--> RUNNING --its stream breaks--> DEAD
+        \__________________\__was asked to stop, or discarded__\--> ENDED
+
+A thread for each actor reads its stream and unpacks the packets:
+
+    actor ==packets==> Ray's object store ==> the thread for the actor -> RayPool
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 import threading
+import traceback
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from enqueuer.backends.pool import Death, WorkerState
-from enqueuer.backends.ray.inbox import RayInbox
-from enqueuer.backends.ray.session import is_of_its_node
+from enqueuer.backends.ray.channel import Frame, ItemFrame, MessageFrame, RayInbox
+from enqueuer.backends.ray.session import Session, is_of_its_node, unwrapped
+from enqueuer.errors import ItemNotLoadable
 from enqueuer.monitoring.meters import clock
 from enqueuer.monitoring.worker_stats import WorkerStats
-from enqueuer.workers.messages import Epoch
+from enqueuer.transport.errors import decode_error
+from enqueuer.transport.item_codec import decode
+from enqueuer.workers.messages import Epoch, Failure, Item, Message
 
 _NEXT_STATE = {
     WorkerState.STARTING: {WorkerState.RUNNING, WorkerState.DEAD, WorkerState.ENDED},
@@ -127,3 +138,140 @@ class Actor:
 
     def __str__(self) -> str:
         return f"worker {self.index} (Ray actor{self.where})"
+
+
+# Seconds between two checks whether the user has shut Ray down, which nothing reports.
+_CHECK_S = 0.5
+# Seconds of a wait within Ray.
+_SHORT_WAIT_S = 0.005
+# Streams that are requested at once, so that the next begins when one has ended.
+_STREAMS = 2
+
+
+class Receiver:
+    """Receives packets from one actor, in a thread of its own.
+
+    Args:
+        session: Connection to Ray.
+        actor: Actor that sends the packets.
+        deliver: Function that is called with each packet.
+        lose: Function that is called if the stream breaks.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        actor: Actor,
+        deliver: Callable[[Actor, list[Frame]], None],
+        lose: Callable[[Actor, BaseException], None],
+    ) -> None:
+        self._session = session
+        self._actor = actor
+        self._deliver = deliver
+        self._lose = lose
+
+    def run(self) -> None:
+        """Deliver packets until the actor has sent its last frame or is dead."""
+        try:
+            # Some notebooks replace asyncio.run.
+            with contextlib.closing(asyncio.SelectorEventLoop()) as loop:
+                loop.run_until_complete(self._receive_until_shutdown())
+        except BaseException as error:
+            self._lose(self._actor, error)
+            # The frames refer to the streams of a dead actor.
+            traceback.clear_frames(error.__traceback__)
+
+    async def _receive_until_shutdown(self) -> None:
+        """Receive packets, and raise Gone if the user shuts Ray down.
+
+        No thread may wait long within Ray. Once the user has shut Ray down, such a wait is never
+        woken and uses freed memory. So this method waits in Python, with a check now and then. It
+        waits within Ray only for a packet that is on its way from another node.
+        """
+        receiving = asyncio.ensure_future(self._receive())
+        try:
+            while not receiving.done():
+                self._session.check()
+                await asyncio.wait((receiving,), timeout=_CHECK_S)
+            receiving.result()
+        finally:
+            receiving.cancel()
+            await asyncio.gather(receiving, return_exceptions=True)
+
+    async def _receive(self) -> None:
+        get, wait = unwrapped(self._session.ray.get), unwrapped(self._session.ray.wait)
+        streams = deque(self._stream() for _ in range(_STREAMS))
+        while True:
+            stream = streams[0]
+            self._session.check()
+            # A packet that comes soon costs less within Ray. In Python, Ray fetches it twice.
+            if wait([stream], timeout=_SHORT_WAIT_S, fetch_local=False)[0]:
+                # After a shutdown, the next line would start another Ray.
+                self._session.check()
+                ref = next(stream, None)
+            else:
+                ref = await anext(stream, None)
+                # Otherwise the event loop would keep the packet that Ray has fetched.
+                await asyncio.sleep(0)
+                self._session.check()
+            if ref is None:
+                streams.popleft()
+                streams.append(self._stream())
+                continue
+            self._deliver(self._actor, get(ref))
+            # Otherwise Ray would keep the packet until the next one comes.
+            del ref
+            # Frames may follow the last one, as the user's threads may still log.
+            if self._actor.state is WorkerState.ENDED:
+                return
+
+    def _stream(self) -> Any:
+        self._session.check()
+        method = self._actor.handle.packets.options(
+            concurrency_group="packets", num_returns="streaming"
+        )
+        return method.remote()
+
+
+def unpack(frames: list[Frame], worker: str, writable: bool) -> tuple[list[Message], list[int]]:
+    """Return the messages of a packet, and the sizes of the items among them.
+
+    Args:
+        frames: Frames of the packet.
+        worker: Name of the worker.
+        writable: Whether to copy arrays, so that the loop may write to them.
+    """
+    messages: list[Message] = []
+    sizes = []
+    for frame in frames:
+        match frame:
+            case ItemFrame():
+                item = _item_of(frame, worker, writable)
+                messages.append(item)
+                if isinstance(item, Item):
+                    sizes.append(_size_of(frame))
+            case MessageFrame(message=message, error=pickled):
+                if isinstance(message, Failure):
+                    assert pickled is not None
+                    error = decode_error(pickled)
+                    message = dataclasses.replace(message, error=error, worker=worker)
+                messages.append(message)
+    return messages, sizes
+
+
+def _item_of(frame: ItemFrame, worker: str, writable: bool) -> Item | Failure:
+    buffers = [memoryview(buffer) for buffer in frame.buffers]
+    if writable:
+        buffers = [memoryview(bytearray(buffer)) for buffer in buffers]
+    try:
+        value = decode(frame.data, buffers)
+    except Exception as error:
+        failure = ItemNotLoadable(f"an item arrived, but could not be loaded here: {error!r}")
+        failure.__cause__ = error
+        return Failure(frame.shard, frame.number, failure, worker=worker)
+    value, state = value if frame.has_state else (value, None)
+    return Item(frame.shard, frame.number, value, state)
+
+
+def _size_of(frame: ItemFrame) -> int:
+    return len(frame.data) + sum(memoryview(buffer).nbytes for buffer in frame.buffers)

@@ -27,16 +27,22 @@ from typing import Any, ClassVar
 from enqueuer.backends.job import Job, split_bound
 from enqueuer.backends.lifecycle import ESCALATION_S
 from enqueuer.backends.payload import pickled_source
-from enqueuer.backends.pool import HAS_ENDED, WorkerState
+from enqueuer.backends.pool import HAS_ENDED, WorkerSnapshot, WorkerState
 from enqueuer.backends.ray.actor import GROUPS, ActorConfig, RayWorker
+from enqueuer.backends.ray.channel import (
+    Ended,
+    Frame,
+    ItemFrame,
+    NeedsCredit,
+    RayInbox,
+    Ready,
+    TotalCredit,
+    deliver,
+)
 from enqueuer.backends.ray.dispatch import ActorDispatch
-from enqueuer.backends.ray.handle import Actor
-from enqueuer.backends.ray.inbox import RayInbox, deliver
-from enqueuer.backends.ray.outbox import Ended, Frame, ItemFrame, NeedsCredit, Ready, TotalCredit
-from enqueuer.backends.ray.receiver import Receiver, unpack
-from enqueuer.backends.ray.session import Gone, Session, unwrapped
-from enqueuer.backends.ray.wake_up import WakeUp
-from enqueuer.backends.stall import WorkerSnapshot, level_of_user
+from enqueuer.backends.ray.handle import Actor, Receiver, unpack
+from enqueuer.backends.ray.session import Gone, Session, WakeUp, unwrapped
+from enqueuer.backends.stall import level_of_user
 from enqueuer.common import interrupts
 from enqueuer.common.finalizers import WorkerThread
 from enqueuer.errors import EnqueuerWarning, StopWarning

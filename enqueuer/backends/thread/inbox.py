@@ -19,19 +19,53 @@ from __future__ import annotations
 
 import itertools
 import queue
+import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from enqueuer.backends.pool import Taken
-from enqueuer.common.queues import get_until
+from enqueuer.common import interrupts
 from enqueuer.errors import Closed
 from enqueuer.monitoring import gil
 from enqueuer.monitoring.meters import WAITING, Meter
+from enqueuer.transport.protocol import Taken
 from enqueuer.workers.bunch import Bunch
 from enqueuer.workers.messages import ClosedAfterSending, Empty, End, Failure, ItemTuple
+
+T = TypeVar("T")
+
+# CPython 3.10 waits forever if the lock of the queue is free, as in a new one, and the time is over
+# when it looks a second time.
+_MAY_HANG = sys.version_info < (3, 11)
+
+
+def get_until(source: SimpleQueue[T], end: float | None) -> T:
+    """Take the next item, and wait for it until a time.
+
+    Args:
+        source: Queue from which one thread takes.
+        end: The time, of `time.monotonic()`; None waits forever.
+
+    Raises:
+        queue.Empty: Nothing came until then.
+
+    Example:
+        >>> source = SimpleQueue()
+        >>> source.put("a")
+        >>> get_until(source, time.monotonic())
+        'a'
+    """
+    if end is None:
+        return source.get()
+    if _MAY_HANG:
+        # It takes the lock, and waits for nothing.
+        with interrupts.ignored(queue.Empty):
+            return source.get(False)
+    return source.get(True, max(0.0, end - time.monotonic()))
+
 
 # Value of `max_size` where something else keeps the bound.
 UNBOUNDED = 1 << 62
@@ -287,8 +321,9 @@ class ThreadInbox:
                 if self._items or self._others or self.closed or self._is_woken:
                     return
             get_until(sleeper, end)
-        except queue.Empty:
-            pass
+        except queue.Empty as error:
+            # A signal handler may have called get_nowait().
+            interrupts.raise_handlers(error)
         finally:
             self._sleeper = None
             self._is_woken = False

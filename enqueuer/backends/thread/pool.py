@@ -17,15 +17,14 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import ClassVar
 
 from enqueuer.backends.job import Job, split_bound
-from enqueuer.backends.pool import Death, NoRoom, WorkerState
-from enqueuer.backends.stall import WorkerSnapshot, level_of_user, stacks_of_threads
+from enqueuer.backends.pool import Death, NoRoom, WorkerSnapshot, WorkerState
+from enqueuer.backends.stall import level_of_user, stacks_of_threads
 from enqueuer.backends.thread.inbox import UNBOUNDED, ThreadInbox
-from enqueuer.backends.thread.sender import EXIT, ThreadSender
-from enqueuer.backends.thread.work_queue import WorkQueue
+from enqueuer.backends.thread.sender import EXIT, ThreadSender, WorkQueue
 from enqueuer.common import interrupts
 from enqueuer.common.finalizers import WorkerThread
 from enqueuer.errors import StopWarning
@@ -57,7 +56,7 @@ class ThreadWorker:
         self.shards = shards
         self.inbox = inbox
         self.sender = sender
-        self.orders = orders
+        self.orders, self.begin = orders, orders.put
         self.thread: threading.Thread | None = None
         self._tickets = tickets
 
@@ -79,9 +78,6 @@ class ThreadWorker:
     def snapshots(self) -> list[ThreadSnapshot]:
         """Return where the threads that run elements are."""
         return [] if self.sender.threads is None else self.sender.threads.snapshots()
-
-    def begin(self, epoch: Epoch) -> None:
-        self.orders.put(epoch)
 
     def ask_to_exit(self) -> None:
         # This worker or another one takes it.
@@ -107,6 +103,8 @@ class ThreadDispatch:
     def __init__(self, tickets: WorkQueue[Ticket], workers: Sequence[ThreadWorker]) -> None:
         self._tickets = tickets
         self._workers = workers
+        # It takes any number of tickets at once, as they are.
+        self.offer_all = tickets.put_all
 
     def pack(self, ticket: Ticket) -> Ticket:
         return ticket
@@ -117,10 +115,6 @@ class ThreadDispatch:
     def offer(self, tickets: Sequence[tuple[int, Ticket]]) -> int:
         self._tickets.put(tickets[0][1])
         return 1
-
-    def offer_all(self, packed: Iterable[Ticket]) -> None:
-        """Let free workers do some tasks."""
-        self._tickets.put_all(packed)
 
     def assign(self, worker: ThreadWorker, number: int, packed: Ticket) -> None:
         raise AssertionError("no thread takes the place of another one")

@@ -1,20 +1,26 @@
-"""A worker thread's end of its inbox: it sends items, and waits for epochs or tickets.
+"""A worker thread's end of its inbox: it sends items, and takes epochs or tickets from a queue.
+
+    WorkQueue: put_all() -> [ item, item, ... ] -> get()
+                         -> a token, if there is none -> a thread that waits, which passes it on
 
 The loop gets the yielded object itself, so this also notices generators that reuse one array.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections import deque
+from collections.abc import Iterable
+from itertools import chain, starmap
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar
 
 from enqueuer.backends.pool import WorkerState
 from enqueuer.backends.stall import level_of_user
 from enqueuer.backends.thread.inbox import ThreadInbox
-from enqueuer.backends.thread.work_queue import WorkQueue
 from enqueuer.common.sizes import SAMPLED, size_of
 from enqueuer.errors import Closed, OverwrittenDataWarning
 from enqueuer.monitoring.duplicates import checksum
@@ -32,6 +38,86 @@ from enqueuer.workers.messages import (
     Sender,
     Ticket,
 )
+
+T = TypeVar("T")
+
+# The arguments of one call that has none.
+_ONCE = ((),)
+
+
+class WorkQueue(Generic[T]):
+    """An unbounded queue whose end is seen by all threads that wait. Any thread may call anything.
+
+    An order is put again after an interrupt, so putting must never wait for room.
+
+    Example:
+        >>> from enqueuer.monitoring.meters import IDLE
+        >>> queue, meter = WorkQueue(), Meter()
+        >>> queue.put("a"); queue.get(meter, IDLE)
+        'a'
+        >>> queue.put("b"); queue.close(); queue.get(meter, IDLE), queue.get(meter, IDLE)
+        (None, None)
+    """
+
+    def __init__(self) -> None:
+        # Both are written in C, so the garbage collector may close a forgotten queue inside its
+        # own put().
+        self._items: deque[T | None] = deque()
+        # While a thread waits and there is an item, a token is here, or a thread that has just
+        # taken it passes it on.
+        self._tokens: SimpleQueue[bool] = SimpleQueue()
+        self._is_closed = False
+
+    def put(self, item: T | None) -> None:
+        """Append an item; again after an interrupt."""
+        self._items.append(item)
+        # Behind the item: a thread that takes the token later sees it.
+        if self._tokens.empty():
+            self._tokens.put(True)
+
+    def put_all(self, items: Iterable[T | None]) -> None:
+        """Append several items."""
+        # One call, as a signal handler that raised in between would leave a thread asleep.
+        is_empty = filter(None, starmap(self._tokens.empty, _ONCE))
+        deque(chain(map(self._items.extend, (items,)), map(self._tokens.put, is_empty)), maxlen=0)
+
+    def get(self, meter: Meter, phase: int) -> T | None:
+        """Take the oldest item; wait while there is none.
+
+        Args:
+            meter: Account of the worker, where a wait is noted.
+            phase: What the wait counts as.
+
+        Returns:
+            The item; None if the queue is closed.
+        """
+        try:
+            item = self._items.popleft()
+        except IndexError:
+            meter.pause(phase)
+            item = self._wait()
+            meter.resume()
+        if self._is_closed:
+            # This wakes the next thread.
+            self.put(None)
+            return None
+        return item
+
+    def _wait(self) -> T | None:
+        while True:
+            self._tokens.get()
+            # Another thread may have taken the item meanwhile.
+            with contextlib.suppress(IndexError):
+                item = self._items.popleft()
+                if self._items:
+                    self.put_all(())
+                return item
+
+    def close(self) -> None:
+        """End all waits; what is in the queue is not done."""
+        self._is_closed = True
+        self.put_all((None,))
+
 
 # First items of a worker, each of which is weighed and checked for reuse.
 _WATCHED = 16
@@ -52,8 +138,6 @@ class ThreadSender:
         tickets: Queue from which it takes tickets, if it does tasks.
         measured: Whether items count by their bytes.
     """
-
-    may_bunch = True
 
     def __init__(
         self,
@@ -122,13 +206,6 @@ class ThreadSender:
         self._left = self._left[0] - made, None
         self.inbox.close_bunch(bunch, made, self.meter)
 
-    @property
-    def take_ticket(self) -> Callable[[], Ticket | None]:
-        return self._tickets.take
-
-    def give_back(self, ticket: Ticket | None) -> None:
-        self._tickets.put(ticket)
-
     def _weigh(self, value: object) -> None:
         """Note the size of an item, which stands for those since the last one that was weighed."""
         late = -self._left[0]
@@ -185,9 +262,6 @@ class ThreadSender:
     def check(self) -> None:
         if self.inbox.closed:
             raise Closed("the enqueuer was stopped")
-
-    def watch(self, waited: Callable[[int], None]) -> None:
-        self.meter.waited = waited
 
     def share(self, threads: ElementThreads) -> Sender:
         # The worker waits only when its threads do.

@@ -86,17 +86,12 @@ def _samples(sound: wave.Wave_read, most: int | None) -> npt.NDArray[np.float32]
             f"the file is truncated: {len(data)} bytes of sound were read, and its header "
             f"announces {frames * width * channels}"
         )
-    raw = np.frombuffer(data, np.uint8)
-    # Samples of 8 bits have no sign.
-    if width == 1:
-        samples = (raw.astype(np.float32) - np.float32(128)) / np.float32(128)
-    elif width in (2, 4):
-        samples = raw.view(f"<i{width}").astype(np.float32) / np.float32(2 ** (8 * width - 1))
-    elif width == 3:
-        # The three bytes are the upper ones of 32 bits.
-        whole = np.zeros((len(raw) // 3, 4), np.uint8)
-        whole[:, 1:] = raw.reshape(-1, 3)
-        samples = whole.reshape(-1).view("<i4").astype(np.float32) / np.float32(2**31)
-    else:
+    if width > 4:
         raise wave.Error(f"{8 * width} bits a sample")
+    # Samples become the upper bytes of 32 bits.
+    whole = np.zeros((len(data) // width, 4), np.uint8)
+    whole[:, 4 - width :] = np.frombuffer(data, np.uint8).reshape(-1, width)
+    # Samples of 8 bits have no sign.
+    whole[:, 3] ^= 128 if width == 1 else 0
+    samples = whole.view("<i4").reshape(-1).astype(np.float32) / np.float32(2**31)
     return samples if channels == 1 else samples.reshape(-1, channels)

@@ -12,8 +12,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any, Generic, Literal, TypeVar, overload
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from typing import Any, Generic, Literal, TypedDict, TypeVar, overload
 
 import numpy as np
 
@@ -21,10 +21,11 @@ from enqueuer.common import checks
 from enqueuer.common.packed_list import packed
 from enqueuer.common.text import an
 from enqueuer.common.trees import members_of
+from enqueuer.datasets.epochs import EpochOrder
 from enqueuer.datasets.files.lists import FileEntry, Path
 from enqueuer.enqueuers import options
-from enqueuer.enqueuers.task_order import permutation, steps_in
-from enqueuer.errors import FrameworkUnavailable, StateMismatch
+from enqueuer.enqueuers.options import Unpack
+from enqueuer.errors import FrameworkUnavailable
 from enqueuer.workers.collate import stack
 from enqueuer.workers.plan import OnError
 from enqueuer.workers.shards import Shard, Task
@@ -35,9 +36,18 @@ Batch = TypeVar("Batch")
 T = TypeVar("T")
 
 Array = np.ndarray[Any, Any]
+Files = Iterable[Path | tuple[Path, Any]]
 _LoadWithTask = Callable[[Any, Any, Task], T | None]
 Load = Callable[[Any], T | None] | Callable[[Any, Any], T | None] | _LoadWithTask[T]
 """A function that loads a file; None leaves it out."""
+
+
+class FileOptions(TypedDict, total=False):
+    """Types of the options of `FileBatches` that do not change the type of a batch."""
+
+    shuffle: bool
+    drop_last: bool
+    on_error: OnError
 
 
 class FileBatches(Generic[Batch]):
@@ -96,62 +106,46 @@ class FileBatches(Generic[Batch]):
     @overload
     def __init__(
         self,
-        files: Iterable[Path | tuple[Path, Any]],
+        files: Files,
         load: Load[Any],
         batch_size: int,
         *,
-        shuffle: bool = True,
-        drop_last: bool = False,
-        with_labels: Literal[False] = False,
-        with_names: Literal[False] = False,
         collate: Callable[[list[Any]], Batch],
-        on_error: OnError = "raise",
+        **options: Unpack[FileOptions],
     ) -> None: ...
     @overload
     def __init__(
         self: FileBatches[Array],
-        files: Iterable[Path | tuple[Path, Any]],
+        files: Files,
         load: Load[Array],
         batch_size: int,
-        *,
-        shuffle: bool = True,
-        drop_last: bool = False,
-        with_labels: Literal[False] = False,
-        with_names: Literal[False] = False,
-        collate: None = None,
-        on_error: OnError = "raise",
+        **options: Unpack[FileOptions],
     ) -> None: ...
     @overload
     def __init__(
         self: FileBatches[tuple[Array, Any]],
-        files: Iterable[Path | tuple[Path, Any]],
+        files: Files,
         load: Load[Array],
         batch_size: int,
         *,
-        shuffle: bool = True,
-        drop_last: bool = False,
         with_labels: Literal[True],
-        with_names: Literal[False] = False,
-        collate: None = None,
-        on_error: OnError = "raise",
+        **options: Unpack[FileOptions],
     ) -> None: ...
     @overload
     def __init__(
         self: FileBatches[Any],
-        files: Iterable[Path | tuple[Path, Any]],
+        files: Files,
         load: Load[Any],
         batch_size: int,
         *,
-        shuffle: bool = True,
-        drop_last: bool = False,
         with_labels: bool = False,
         with_names: bool = False,
         collate: Callable[[list[Any]], Any] | None = None,
-        on_error: OnError = "raise",
+        **options: Unpack[FileOptions],
     ) -> None: ...
     def __init__(
         self,
-        files: Iterable[Path | tuple[Path, Any]],
+        files: Files,
         load: Load[Any],
         batch_size: int,
         *,
@@ -167,56 +161,39 @@ class FileBatches(Generic[Batch]):
         self._paths = packed([entry.path for entry in entries])
         if not callable(load):
             raise TypeError(f"load must be a function of a path, got {load!r}")
-        self._takes_label, self._takes_task = _label_and_task(load)
+        self._wanted = _wanted_by(load)
         self._with_labels = bool(with_labels)
-        needs_labels = self._with_labels or self._takes_label
+        needs_labels = self._with_labels or "label" in self._wanted
         self._labels = packed([entry.label for entry in entries]) if needs_labels else []
         bare = next((entry.path for entry in entries if entry.label is None), None)
         if needs_labels and bare is not None:
             reason = "with_labels is True" if with_labels else "load takes a label"
             raise ValueError(f"{reason}, but {os.fspath(bare)!r} has no label")
-        if collate is not None and not callable(collate):
-            raise TypeError(f"collate must be a function of a list or None, got {collate!r}")
+        checks.function("collate", collate, "of a list")
         self._load: Callable[..., Any] = load
-        self._batch_size = checks.positive("batch_size", batch_size)
-        self._shuffle = bool(shuffle)
+        self._epochs = EpochOrder("files", len(entries), batch_size, shuffle, drop_last)
+        self._identity = self._epochs.identity
+        # An interrupted `pack` of this source is resumed only if all plain attributes are the same.
         self._drop_last = bool(drop_last)
         self._with_names = bool(with_names)
         self._collate = collate
         self._on_error = options.on_error("on_error", on_error)
-        self._order: tuple[tuple[int, int], np.ndarray] | None = None
-        if drop_last and len(entries) < self._batch_size:
-            raise ValueError(
-                f"{len(entries)} files do not fill a batch of {batch_size}, and drop_last is True"
-            )
 
     def __call__(self, shard: Shard) -> Iterator[Batch]:
-        """Return an iterator over the batches of a shard; it has a `state_dict`."""
-        return _Share(self, shard)
+        """Return an iterator over the batches of a shard; it has a `state_dict`.
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_order": None}
+        Raises:
+            ValueError: There are fewer batches than shards, and `drop_last` is True.
+        """
+        return self._epochs.batches(shard, self._batch, self._identity)
 
     def __repr__(self) -> str:
-        return f"<FileBatches of {len(self._paths)} files, {self._batch_size} a batch>"
+        return f"<FileBatches of {len(self._paths)} files, {self._identity['batch_size']} a batch>"
 
-    def _steps(self, shard: Shard) -> range:
-        """Return the numbers of a shard's batches in the epoch."""
-        steps = steps_in(len(self._paths), self._batch_size, self._drop_last)
-        if self._drop_last:
-            if steps < shard.count:
-                raise ValueError(
-                    f"{steps} batches cannot be divided evenly over {shard.count} shards, and "
-                    "drop_last is True; give fewer shards, or a smaller batch_size"
-                )
-            steps -= steps % shard.count
-        return range(shard.index, steps, shard.count)
-
-    def _batch(self, step: int, shard: Shard) -> Any:
-        """Load batch number `step` of the epoch; return None if no file can be loaded."""
-        size = self._batch_size
+    def _batch(self, indices: range | np.ndarray, shard: Shard) -> Any:
+        """Load a batch; return None if no file can be loaded."""
         kept, samples = [], []
-        for index in map(int, self._order_of(shard)[step * size : (step + 1) * size]):
+        for index in map(int, indices):
             sample = self._sample(index, shard)
             if sample is not None:
                 kept.append(index)
@@ -230,27 +207,16 @@ class FileBatches(Generic[Batch]):
             batch += ([os.fspath(self._paths[index]) for index in kept],)
         return batch if len(batch) > 1 else batch[0]
 
-    def _order_of(self, shard: Shard) -> Sequence[int] | np.ndarray:
-        count = len(self._paths)
-        if not self._shuffle:
-            return range(count)
-        epoch = shard.random_seed, shard.epoch
-        # The shards of a worker share the order of an epoch.
-        kept = self._order
-        if kept is None or kept[0] != epoch:
-            kept = self._order = epoch, permutation(count, *epoch)
-        return kept[1]
-
     def _sample(self, index: int, shard: Shard) -> Any:
         path = self._paths[index]
         try:
-            if not self._takes_task and not self._takes_label:
+            if not self._wanted:
                 return self._load(path)
             task = Task(index, shard.epoch, shard.random_seed)
-            if not self._takes_label:
+            if "label" not in self._wanted:
                 return self._load(path, task)
-            given = {"task": task} if self._takes_task else {}
-            return self._load(path, label=self._labels[index], **given)
+            given = {"label": self._labels[index], "task": task}
+            return self._load(path, **{name: given[name] for name in self._wanted})
         # No file could be loaded without the framework.
         except FrameworkUnavailable:
             raise
@@ -279,46 +245,8 @@ class FileBatches(Generic[Batch]):
             raise
 
 
-class _Share:
-    """The batches of one shard in one epoch."""
-
-    def __init__(self, files: FileBatches[Any], shard: Shard) -> None:
-        self._files = files
-        self._shard = shard
-        self._steps = files._steps(shard)
-        self._next = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        if self._next >= len(self._steps):
-            raise StopIteration
-        step = self._steps[self._next]
-        self._next += 1
-        try:
-            return self._files._batch(step, self._shard)
-        except StopIteration as error:
-            # Unchanged, it would be taken for the end of the batches.
-            raise RuntimeError("load, collate or on_error raised StopIteration") from error
-
-    def state_dict(self) -> dict[str, int]:
-        return {"batch": self._next, **self._identity()}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        for key, own in self._identity().items():
-            if state.get(key) != own:
-                raise StateMismatch(f"the state is of {key}={state.get(key)}, but here it is {own}")
-        self._next = state["batch"]
-
-    def _identity(self) -> dict[str, int]:
-        files = self._files
-        own = {"files": len(files._paths), "batch_size": files._batch_size}
-        return {**own, "shuffle": files._shuffle}
-
-
-def _label_and_task(load: Callable[..., Any]) -> tuple[bool, bool]:
-    """Return whether `load` takes the label of a file, and its `Task`.
+def _wanted_by(load: Callable[..., Any]) -> set[str]:
+    """Return what `load` takes beside the path: the label of a file, its `Task`, or both.
 
     Raises:
         TypeError: It takes other arguments.
@@ -327,22 +255,22 @@ def _label_and_task(load: Callable[..., Any]) -> tuple[bool, bool]:
         parameters = list(inspect.signature(load).parameters.values())[1:]
     except ValueError:
         # Some built-in functions have no signature.
-        return False, False
+        return set()
+    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    required = {p.name for p in named if p.default is p.empty}
     # A label with a default is bound by the user.
-    if not any(p.name == "label" and p.default is p.empty for p in parameters):
-        return False, takes_two(load, "load", "path")
-    names = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-    required = {p.name for p in parameters if p.name in names and p.default is p.empty}
+    if "label" not in required:
+        return {"task"} if takes_two(load, "load", "path") else set()
     if required - {"label", "task"}:
         raise TypeError(
             "load must take the path, and if it needs them the label and the task, but "
             f"{name_of(load)} takes {inspect.signature(load)}; bind the others with "
             "functools.partial"
         )
-    return True, "task" in names
+    return {"label", "task"} & {p.name for p in named}
 
 
-def _entries(files: Iterable[Path | tuple[Path, Any]]) -> list[FileEntry]:
+def _entries(files: Files) -> list[FileEntry]:
     if isinstance(files, (str, os.PathLike)):
         raise TypeError(f"files must be a list of paths, got {files!r}; see find_files, read_list")
     if isinstance(files, (Set, Mapping)):
@@ -354,13 +282,11 @@ def _entries(files: Iterable[Path | tuple[Path, Any]]) -> list[FileEntry]:
 
 
 def _entry(file: Any) -> FileEntry:
-    if isinstance(file, (str, os.PathLike)):
-        return FileEntry(file)
-    if isinstance(file, (tuple, list)) and len(file) == 2:
-        path, label = file
-        if isinstance(path, (str, os.PathLike)):
-            return FileEntry(path, label)
-    raise TypeError(f"a file must be a path, or a path and its label, got {file!r}")
+    is_pair = isinstance(file, (tuple, list)) and len(file) == 2
+    entry = FileEntry(*file) if is_pair else FileEntry(file)
+    if not isinstance(entry.path, (str, os.PathLike)):
+        raise TypeError(f"a file must be a path, or a path and its label, got {file!r}")
+    return entry
 
 
 def _note(error: Exception, text: str) -> None:

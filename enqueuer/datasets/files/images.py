@@ -8,7 +8,6 @@ Only Pillow decodes, so that the pixels do not depend on other packages that are
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -94,19 +93,7 @@ def load_image(
             rows = image.height - rows[1], image.height - rows[0]
         reduced = _reduce(image, min(high / target[0], wide / target[1]))
         box = [place / reduced for place in (columns[0], rows[0], columns[1], rows[1])]
-        # Pillow would make 255 of all larger values.
-        if image.mode.startswith("I;16") or (image.mode == "I" and opened.format == "PNG"):
-            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-        if image.mode in ("I", "F"):
-            raise ValueError(
-                f"{os.fspath(path)!r} has 32-bit pixels, whose range is unknown; "
-                "give a load function of your own"
-            )
-        # A conversion to RGB in one step would warn.
-        if image.mode == "P" and "transparency" in image.info:
-            image = image.convert("RGBA")
-        wanted = "L" if mode == "L" else "RGB"
-        image = image if image.mode == wanted else image.convert(wanted)
+        image = _converted(image, opened.format, "L" if mode == "L" else "RGB")
         if crop is not None or target != (high, wide):
             # Before the image is turned: the rest of an odd size is at the end of the file's rows.
             shape = target if turn in _EXCHANGED else target[::-1]
@@ -115,6 +102,24 @@ def load_image(
             image = image.transpose(Image.Transpose[_TURNS[turn]])
         pixels = np.asarray(image)
     return np.array(pixels[..., ::-1] if mode == "BGR" else pixels)
+
+
+def _converted(image: Any, format: str | None, mode: str) -> Any:
+    """Return an image of another mode; raise ValueError for one with 32-bit pixels."""
+    # Pillow would make 255 of all larger values.
+    if image.mode.startswith("I;16") or (image.mode == "I" and format == "PNG"):
+        from PIL import Image
+
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise ValueError(
+            f"{image.filename!r} has 32-bit pixels, whose range is unknown; "
+            "give a load function of your own"
+        )
+    # A conversion to RGB in one step would warn.
+    if image.mode == "P" and "transparency" in image.info:
+        image = image.convert("RGBA")
+    return image if image.mode == mode else image.convert(mode)
 
 
 def _target(size: int | tuple[int, int] | None, extent: tuple[int, int]) -> tuple[int, int]:

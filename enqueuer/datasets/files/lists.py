@@ -1,4 +1,4 @@
-"""Lists of files: found by patterns, or read from a text file."""
+"""Lists of files, found by patterns or read from a text file; and loading files of numpy."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+
+import numpy as np
 
 Path = str | os.PathLike[str]
 
@@ -144,24 +146,20 @@ def read_list(path: Path, label: Callable[[str], Any] | None = None) -> list[Fil
 
 # 007 is a string: as an int it would be the same as 7.
 _INT = re.compile("-?[1-9][0-9]*|0")
-_PLAIN = re.compile(r"[^ \t]+")
-_QUOTED = re.compile(r"""(?:"((?:[^"\\]|\\.)*)"|'([^']*)')(?=[ \t]|$)""")
+# A field in double quotes, in single quotes, or as it is.
+_FIELD = re.compile(r"""(?:"((?:[^"\\]|\\.)*)"|'([^']*)'|([^ \t"'][^ \t]*))(?=[ \t]|$)""")
 
 
 def _fields(line: str, where: str) -> list[str]:
     fields = []
     rest = line.strip(" \t")
     while rest and not rest.startswith("#"):
-        is_quoted = rest[0] in "\"'"
-        match = (_QUOTED if is_quoted else _PLAIN).match(rest)
+        match = _FIELD.match(rest)
         if match is None:
             raise ValueError(f"{where}: a quote is not closed, or more follows at once: {rest!r}")
-        if not is_quoted:
-            fields.append(match[0])
-        elif match[1] is not None:
-            fields.append(re.sub(r'\\(["\\])', r"\1", match[1]))
-        else:
-            fields.append(match[2])
+        double, single, plain = match.groups()
+        escaped = None if double is None else re.sub(r'\\(["\\])', r"\1", double)
+        fields.append(next(text for text in (escaped, single, plain) if text is not None))
         rest = rest[match.end() :].lstrip(" \t")
     if fields and not fields[0]:
         raise ValueError(f"{where}: the path is empty: {line!r}")
@@ -175,3 +173,18 @@ def _label(make: Callable[[str], Any], text: str | None, where: str) -> Any:
         return make(text)
     except ValueError as error:
         raise ValueError(f"{where}: the label {text!r} is wrong: {error}") from error
+
+
+def load_array(path: Path) -> Any:
+    """Return the array of an `.npy` file, or a dict of the arrays of an `.npz` file.
+
+    Raises:
+        ValueError: The file is of another kind, or has pickled objects, which are never loaded.
+    """
+    # numpy would leave a broken file open.
+    with open(path, "rb") as file:
+        loaded = np.load(file, allow_pickle=False)
+        if isinstance(loaded, np.ndarray):
+            return loaded
+        with loaded:
+            return {name: loaded[name] for name in loaded.files}

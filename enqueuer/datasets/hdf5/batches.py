@@ -1,25 +1,104 @@
-"""The batches of a shard: slices of the file in its order, or shuffled rows of whole chunks.
+"""Which rows make a batch: slices of the file in its order, or shuffled rows of whole chunks.
+
+    edges of chunks -> pieces -> a shard's stretch of the shuffled pieces -> windows -> batches
 
 HDF5 reads, and unpacks, whole chunks. So whole chunks are taken in random order, some of them are
 read into a window, and rows are drawn from that: each chunk is read once an epoch, where random
 rows would read one chunk for each row.
+
+Pieces are ranges of rows: an array with a start and a stop in each line.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from enqueuer.datasets.epochs import take_rows
 from enqueuer.datasets.hdf5.layout import Layout
 from enqueuer.datasets.hdf5.reader import RowReader
-from enqueuer.datasets.hdf5.windows import Piece, cut, finer, spread, stretch, windows
-from enqueuer.errors import StateMismatch
-from enqueuer.workers.arrays import empty
 from enqueuer.workers.shards import Shard
+
+Rows = Mapping[str, np.ndarray]
+
+
+def finer(count: int, edges: np.ndarray) -> np.ndarray:
+    """Return about `count` pieces, as far as there are rows, by cutting pieces if they are too few.
+
+    Of a file with few chunks each shard would have the same rows in every epoch.
+
+    Example:
+        >>> finer(4, np.array([0, 10, 13])).tolist()
+        [[0, 5], [5, 10], [10, 11], [11, 13]]
+    """
+    low, high = edges[:-1, None], edges[1:, None]
+    cuts = max(1, round(count / max(1, len(low))))
+    parts = low + (high - low) * np.arange(cuts + 1) // cuts
+    pieces = np.stack([parts[:, :-1].ravel(), parts[:, 1:].ravel()], axis=1)
+    return pieces[pieces[:, 0] < pieces[:, 1]]
+
+
+def spread(count: int, groups: int, rng: np.random.Generator) -> np.ndarray:
+    """Return a random order of pieces in which each group has some of all parts of a file.
+
+    Pieces that follow each other in the file, as many as there are groups, go to different
+    groups. A file sorted by class so gives each window about the same number of pieces of each
+    class; a plain permutation would give it a third of the classes not at all.
+
+    Args:
+        count: Number of pieces.
+        groups: Number of groups: windows, over all shards.
+        rng: Random generator of the epoch.
+
+    Example:
+        >>> spread(6, 3, np.random.default_rng(7)).reshape(3, 2) // 3
+        array([[0, 1],
+               [1, 0],
+               [0, 1]])
+    """
+    rounds = np.tile(np.arange(groups), (-(-count // groups), 1))
+    group_of = rng.permuted(rounds, axis=1).reshape(-1)[:count]
+    return np.lexsort((rng.random(count), group_of))
+
+
+def stretch(pieces: np.ndarray, index: int, count: int) -> np.ndarray:
+    """Return a shard's stretch of consecutive pieces; shards differ by at most one row.
+
+    The pieces at its ends may be cut, and are then read by two shards.
+
+    Example:
+        >>> stretch(np.array([(0, 4), (8, 12)]), index=0, count=2).tolist()
+        [[0, 4]]
+        >>> stretch(np.array([(0, 4), (8, 12)]), index=1, count=3).tolist()
+        [[2, 4], [8, 9]]
+    """
+    start, stop = pieces[:, :1], pieces[:, 1:]
+    ends = np.cumsum(stop - start)[:, None]
+    bounds = (stop - start).sum() * np.array([index, index + 1]) // count
+    found: np.ndarray = np.clip(stop - ends + bounds, start, stop)
+    return found[found[:, 0] < found[:, 1]]
+
+
+def windows(pieces: np.ndarray, rows: int) -> list[np.ndarray]:
+    """Return pieces in groups with about equally many rows, at least `rows` on average.
+
+    A smaller last group would have few pieces, which mix badly.
+
+    Example:
+        >>> pieces = np.array([(0, 4), (4, 8), (8, 12)])
+        >>> [window.tolist() for window in windows(pieces, rows=5)]
+        [[[0, 4], [4, 8]], [[8, 12]]]
+        >>> [window.tolist() for window in windows(pieces, rows=4)]
+        [[[0, 4]], [[4, 8]], [[8, 12]]]
+    """
+    passed = np.cumsum(pieces[:, 1] - pieces[:, 0])
+    total = max(1, int(passed[-1:].sum()))
+    full = passed * max(1, total // rows) // total
+    return np.split(pieces, np.flatnonzero(np.diff(full, prepend=0)) + 1)[:-1]
+
 
 # The default window. A worker holds at most twice as much, and its first batch waits until it is
 # read. It holds 128 chunks of a packed file: of a file sorted by class a batch of 64 rows then has
@@ -53,55 +132,47 @@ class ReadPlan:
         layout: Layout of the file.
         names: Names of the columns that are read together.
         first: First row.
-        stop: Row behind the last one.
+        rows: Number of rows in an epoch.
         batch_size: Number of rows in a batch.
         drop_last: Whether incomplete batches are left out.
         window: Number of rows, at least, that are shuffled among each other; 0: rows are not
             shuffled.
-        pieces: Pieces of the file that are shuffled.
+        edges: The first rows of the pieces that are shuffled, which are chunks, and the row behind
+            the last one.
     """
 
     layout: Layout
     names: tuple[str, ...]
     first: int
-    stop: int
+    rows: int
     batch_size: int
     drop_last: bool
     window: int
-    pieces: tuple[Piece, ...]
-
-    @property
-    def rows(self) -> int:
-        """Number of rows in an epoch."""
-        return self.stop - self.first
+    edges: np.ndarray
 
     def identity(self) -> dict[str, int]:
         """Return the values on which a position in a shard depends."""
         common = {"first": self.first, "rows": self.rows, "batch_size": self.batch_size}
         if not self.window:
             return {**common, "window": 0, "chunks": 0}
-        return {**common, "window": self.window, "chunks": len(self.pieces), "order": _ORDER}
+        return {**common, "window": self.window, "chunks": len(self.edges) - 1, "order": _ORDER}
 
-    def batches(self, shard: Shard, first: int) -> Generator[dict[str, Any]]:
+    def batches(self, reader: RowReader, shard: Shard, first: int) -> Iterator[Rows]:
         """Yield the batches of a shard from number `first` on."""
-        with RowReader(self.layout, self.names) as reader:
-            make = self._shuffled if self.window else self._plain
-            for batch in make(reader, shard, first):
-                yield batch
-                del batch
-
-    def _plain(self, reader: RowReader, shard: Shard, first: int) -> Iterator[dict[str, Any]]:
+        if self.window:
+            yield from self._shuffled(reader, shard, first)
+            return
         size = self.batch_size
-        rows = self.rows - self.rows % size if self.drop_last else self.rows
-        for start in shard.split(range(self.first, self.first + rows, size))[first:]:
-            yield reader.rows(start, min(start + size, self.first + rows))
+        stop = self.first + (self.rows - self.rows % size if self.drop_last else self.rows)
+        for start in shard.split(range(self.first, stop, size))[first:]:
+            yield reader.read([(start, min(start + size, stop))])
 
-    def _shuffled(self, reader: RowReader, shard: Shard, first: int) -> Iterator[dict[str, Any]]:
+    def _shuffled(self, reader: RowReader, shard: Shard, first: int) -> Iterator[Rows]:
         size = self.batch_size
         left = self.rows // shard.count // size if self.drop_last else sys.maxsize
         # Which rows come is drawn without reading any, so earlier batches can be left out.
         numbers, rest, number = np.empty(0, int), None, 0
-        for window in windows(self._own_pieces(shard), self.window):
+        for window in windows(self._pieces_of(shard), self.window):
             before = numbers
             numbers = np.concatenate([before, *(np.arange(*piece) for piece in window)])
             drawn = shard.rng.permutation(len(numbers))
@@ -111,7 +182,7 @@ class ReadPlan:
             else:
                 if rest is None and len(before):
                     rest = _rows_by_number(reader, before)
-                pool = reader.pool(window, rest)
+                pool = reader.read([(start, stop) for start, stop in window.tolist()], rest=rest)
                 del rest
                 for start in range(max(0, first - number) * size, full, size):
                     # Some shards have one row more than others.
@@ -126,31 +197,31 @@ class ReadPlan:
         if not self.drop_last and len(numbers) and number >= first:
             yield _rows_by_number(reader, numbers) if rest is None else rest
 
-    def _own_pieces(self, shard: Shard) -> Iterator[Piece]:
+    def _pieces_of(self, shard: Shard) -> np.ndarray:
         """Return the pieces of a shard in the order of its epoch."""
         # All shards must agree on the order of the pieces, so it is not drawn from shard.rng.
         seed = np.random.SeedSequence(shard.random_seed, spawn_key=(shard.epoch,))
-        pieces = finer(self._wanted_pieces(shard.count), self.pieces)
+        pieces = finer(self._wanted_pieces(shard.count), self.edges)
         groups = shard.count * max(1, self.rows // shard.count // self.window)
         order = spread(len(pieces), groups, np.random.default_rng(seed))
-        return stretch([pieces[index] for index in order], shard.index, shard.count)
+        return stretch(pieces[order], shard.index, shard.count)
 
     def _wanted_pieces(self, shards: int) -> int:
         """Return into about how many pieces the rows are cut if they have too few chunks."""
         # The windows of a single shard have rows of all pieces.
         if shards == 1:
             return _FEWEST_PIECES
-        longest = max((stop - start for start, stop in self.pieces), default=1)
+        longest = int(np.diff(self.edges).max(initial=0))
         piece_bytes = longest * sum(map(self.layout.row_bytes, self.names))
         affordable = _PIECE_BYTES // max(1, piece_bytes)
         return shards * min(_PIECES, max(_FEWEST_PIECES, affordable))
 
 
-def pieces_of(layout: Layout, names: tuple[str, ...], first: int, stop: int) -> tuple[Piece, ...]:
-    """Return the pieces of a file that are shuffled: its chunks."""
+def edges_of(layout: Layout, names: tuple[str, ...], first: int, stop: int) -> np.ndarray:
+    """Return the edges of the chunks between two rows."""
     # To read a chunk twice costs most in the column with the largest rows.
     starts = layout.starts(max(names, key=layout.row_bytes))
-    return cut(starts, first, stop)
+    return np.unique(np.clip([first, *starts, stop], first, stop))
 
 
 def default_window(layout: Layout, names: tuple[str, ...], batch_size: int) -> int:
@@ -166,77 +237,9 @@ def default_window(layout: Layout, names: tuple[str, ...], batch_size: int) -> i
     return max(_WINDOW_BYTES // row_bytes, _WINDOW_BATCHES * batch_size)
 
 
-class ShardBatches:
-    """The batches of one shard in one epoch, with a position.
-
-    Args:
-        plan: Rows of the epoch.
-        shard: The shard.
-        form: Makes the batch that the user gets of a dict of columns.
-    """
-
-    def __init__(self, plan: ReadPlan, shard: Shard, form: Callable[[dict[str, Any]], Any]) -> None:
-        self._plan = plan
-        self._shard = shard
-        self._form = form
-        self._batches: Generator[dict[str, Any]] | None = None
-        self._next = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        if self._batches is None:
-            self._batches = self._plan.batches(self._shard, self._next)
-        batch = next(self._batches)
-        self._next += 1
-        return self._form(batch)
-
-    def close(self) -> None:
-        """Close the files that are open for this shard."""
-        if self._batches is not None:
-            self._batches.close()
-
-    def state_dict(self) -> dict[str, int]:
-        """Return the number of the next batch, and the values on which it depends."""
-        return {"batch": self._next, **self._plan.identity()}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue at a position.
-
-        Raises:
-            StateMismatch: The position is of other rows or batches.
-        """
-        own = self._plan.identity()
-        if self._plan.window and state.get("window") and state.get("order") != own["order"]:
-            raise StateMismatch(
-                "the state was saved by another version of enqueuer, whose HDF5Source shuffles "
-                "rows in another order; load it with that version, or begin a new epoch"
-            )
-        for key, value in own.items():
-            if state.get(key) != value:
-                advice = ""
-                if key == "window" and value and state.get(key):
-                    advice = f"; to go on, make the source with window={state[key]}"
-                raise StateMismatch(
-                    f"the state is of {key}={state.get(key)}, but here it is {value}{advice}"
-                )
-        self._next = state["batch"]
+def _rows_by_number(reader: RowReader, numbers: np.ndarray) -> Rows:
+    return reader.read([(row, row + 1) for row in numbers.tolist()])
 
 
-def _rows_by_number(reader: RowReader, numbers: np.ndarray) -> dict[str, np.ndarray]:
-    return reader.pool([(row, row + 1) for row in numbers.tolist()], None)
-
-
-def _taken(pool: Mapping[str, np.ndarray], indices: np.ndarray) -> dict[str, np.ndarray]:
-    """Return some rows of each array, in memory that a worker process need not copy again."""
-    return {name: _rows_of(array, indices) for name, array in pool.items()}
-
-
-def _rows_of(array: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    if array.dtype.hasobject:
-        taken: np.ndarray = array[indices]
-        return taken
-    out = empty((len(indices), *array.shape[1:]), array.dtype)
-    # The indices are in range. With "raise", numpy would write to a copy first.
-    return np.take(array, indices, axis=0, out=out, mode="clip")
+def _taken(pool: Rows, indices: np.ndarray) -> Rows:
+    return {name: take_rows(array, indices) for name, array in pool.items()}

@@ -1,16 +1,18 @@
-"""Opening HDF5 files, with errors that name the file, the reason and a remedy.
+"""Opening and writing HDF5 files, with errors that name the file, the reason and a remedy.
 
     opened, OpenFiles:  one file, or many parts of which a few are open at a time
     guarded:            h5py's OSError -> DataFileError with the path, the reason and what to do
     kind_of, readable:  the type of a dataset, and its content as Python objects
 
-All other modules open files by this one.
+All other modules open files by this one. A file that is written appears under its name only when
+everything is in it and on the disk.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,19 @@ CHUNK_BYTES = 1 << 20
 MOST_OPEN = 32
 # Size of a cache for the chunks of a dataset. HDF5's default of 1 MiB does not hold such a chunk.
 CACHE_BYTES = 16 << 20
+
+# What texts of HDF5 mean, and what to do.
+_REASONS = {
+    "unable to lock file|already open for": (
+        "another process is writing it; wait until that has closed it (a file system without "
+        "locks needs HDF5_USE_FILE_LOCKING=FALSE): {}"
+    ),
+    "Too many open files": "too many open files; close some, or raise the limit (ulimit -n): {}",
+    "truncated file": "truncated: it was not written to its end, or not copied whole; {}",
+    "file signature not found": "not an HDF5 file, or one whose writing was interrupted",
+    "No space left on device": "the disk is full; make room, and do the same again to go on: {}",
+    "filter": "corrupt, or packed with a filter that is not installed; {}",
+}
 
 
 @contextlib.contextmanager
@@ -48,19 +63,12 @@ def data_file_error(
     return DataFileError(f"{path}: {what}{_reason(path, error)}", str(path))
 
 
-@contextlib.contextmanager
-def opened(path: str | os.PathLike[str]) -> Iterator[Any]:
-    """Open a file for reading, and close it at the end.
+def opened(path: str | os.PathLike[str], cache_bytes: int = CACHE_BYTES) -> Any:
+    """Return an `h5py.File` open for reading, which closes at the end of a `with`.
 
     Raises:
         DataFileError: The file is missing, broken, or being written.
     """
-    with open_file(path) as file:
-        yield file
-
-
-def open_file(path: str | os.PathLike[str], cache_bytes: int = CACHE_BYTES) -> Any:
-    """Return an `h5py.File` open for reading, or raise DataFileError."""
     if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
         # HDF5 would wait for a writer of a pipe.
         raise DataFileError(f"{path}: a pipe or a device, and no HDF5 file", str(path))
@@ -80,12 +88,6 @@ class OpenFiles:
         # The files by path, in the order in which they were opened.
         self._files: dict[str, Any] = {}
 
-    def __enter__(self) -> OpenFiles:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
     def open(self, path: str) -> Any:
         """Return a file; the one that was opened first may be closed for it.
 
@@ -95,7 +97,7 @@ class OpenFiles:
         if path not in self._files:
             if len(self._files) >= MOST_OPEN:
                 self._files.pop(next(iter(self._files))).close()
-            self._files[path] = open_file(path, self._cache_bytes)
+            self._files[path] = opened(path, self._cache_bytes)
         return self._files[path]
 
     def close(self) -> None:
@@ -117,21 +119,9 @@ def _reason(path: str | os.PathLike[str], error: Exception) -> str:
                 "interrupted; run the same pack again to go on"
             )
         return "no such file"
-    if "unable to lock file" in text or "already open for" in text:
-        return (
-            "another process is writing it; wait until that has closed it (a file system without "
-            f"locks needs HDF5_USE_FILE_LOCKING=FALSE): {text}"
-        )
-    if "Too many open files" in text:
-        return f"too many open files; close some, or raise the limit (ulimit -n): {text}"
-    if "truncated file" in text:
-        return f"truncated: it was not written to its end, or not copied whole; {text}"
-    if "file signature not found" in text:
-        return "not an HDF5 file, or one whose writing was interrupted"
-    if "No space left on device" in text:
-        return f"the disk is full; make room, and do the same again to go on: {text}"
-    if "filter" in text:
-        return f"corrupt, or packed with a filter that is not installed; {text}"
+    for pattern, reason in _REASONS.items():
+        if re.search(pattern, text):
+            return reason.format(text)
     return text
 
 
@@ -139,6 +129,15 @@ def parts_folder(path: str | os.PathLike[str]) -> Path:
     """Return the folder of the parts of a packed file."""
     whole = Path(path)
     return whole.with_name(whole.name + ".parts")
+
+
+def datasets_in(file: Any) -> dict[str, Any]:
+    """Return all datasets of an open file, by their names; links are not followed."""
+    found: dict[str, Any] = {}
+    file.visititems(
+        lambda name, item: found.update({name: item}) if isinstance(item, h5py.Dataset) else None
+    )
+    return found
 
 
 def dataset_of(file: Any, name: str) -> Any:
@@ -171,3 +170,50 @@ def readable(dataset: Any) -> Any:
     """Return an object whose slices are those of a dataset, with strings as `str`."""
     # Many writers mark any text as ASCII, so it is always read as UTF-8.
     return dataset.asstr("utf-8") if kind_of(dataset.dtype) == "text" else dataset
+
+
+@contextlib.contextmanager
+def whole(path: Path, folder: Path) -> Iterator[Any]:
+    """Give an `h5py.File` that appears under its name only when all is in it and on the disk.
+
+    Args:
+        path: Path of the file.
+        folder: Folder for the file while it is written; on the same file system.
+    """
+    temporary = folder / f"{path.name}.{os.getpid()}.tmp"
+    try:
+        with guarded(temporary):
+            file = h5py.File(temporary, "w")
+        try:
+            yield file
+        except BaseException:
+            # The first error is the one to report.
+            with contextlib.suppress(Exception):
+                _discard(file)
+            raise
+        with guarded(temporary):
+            file.close()
+        sync(temporary)
+        os.replace(temporary, path)
+        sync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _discard(file: Any) -> None:
+    """Close a file whose content is not needed."""
+    # HDF5 writes pending data when it closes a file. If it cannot, as the disk is full, it crashes
+    # when the file's memory is freed. So the data are written to /dev/null.
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, file.id.get_vfd_handle(), inheritable=False)
+    os.close(nowhere)
+    file.close()
+
+
+def sync(path: Path) -> None:
+    """Write the content of a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

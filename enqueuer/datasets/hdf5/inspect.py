@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +18,6 @@ from enqueuer.datasets.hdf5.reader import RowReader
 
 # `describe` makes its statistics of as many blocks.
 _SAMPLE_BLOCKS = 16
-# Numbers of a block that are added up together.
-_SLICE_NUMBERS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -121,39 +120,20 @@ def _summary(
     if not full and len(blocks) > _SAMPLE_BLOCKS:
         picked = np.linspace(0, len(blocks) - 1, _SAMPLE_BLOCKS).astype(int)
         blocks = [blocks[at] for at in picked]
-    with RowReader(layout, [column.name]) as reader:
-        return _statistics(_read_blocks(reader, blocks, progress))
-
-
-def _read_blocks(
-    reader: RowReader, blocks: Iterable[tuple[int, int]], progress: Callable[[int], object] | None
-) -> Iterator[np.ndarray]:
-    for start, stop in blocks:
-        (rows,) = reader.rows(start, stop).values()
-        yield rows
-        if progress is not None:
-            progress(stop - start)
-
-
-def _slices(blocks: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-    """Yield blocks in slices, so that the memory for a large one is small."""
-    for block in blocks:
-        rows = max(1, _SLICE_NUMBERS // max(1, block[:1].size))
-        for start in range(0, len(block), rows):
-            yield block[start : start + rows]
-
-
-def _statistics(blocks: Iterable[np.ndarray]) -> Summary:
     rows, numbers, total, bad = 0, 0, 0.0, 0
     least, most = math.inf, -math.inf
-    for block in _slices(blocks):
-        rows += len(block)
-        finite = block[np.isfinite(block)]
-        bad += block.size - finite.size
-        if finite.size:
-            numbers += finite.size
-            total += float(finite.sum(dtype=np.float64))
-            least, most = min(least, float(finite.min())), max(most, float(finite.max()))
+    with contextlib.closing(RowReader(layout, [column.name])) as reader:
+        for start, stop in blocks:
+            block = reader.read([(start, stop)])[column.name]
+            finite = block[np.isfinite(block)]
+            rows += len(block)
+            bad += block.size - finite.size
+            if finite.size:
+                numbers += finite.size
+                total += float(finite.sum(dtype=np.float64))
+                least, most = min(least, float(finite.min())), max(most, float(finite.max()))
+            if progress is not None:
+                progress(stop - start)
     if not numbers:
         return Summary(rows, not_finite=bad)
     return Summary(rows, least, total / numbers, most, bad)

@@ -9,6 +9,8 @@ reader opens the files itself.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from enqueuer.datasets.hdf5.files import CHUNK_BYTES, OpenFiles, h5py, kind_of, opened
+from enqueuer.datasets.hdf5.files import CHUNK_BYTES, OpenFiles, datasets_in, h5py, kind_of, opened
 from enqueuer.errors import DataFileError
 
 # Blocks of a file. Each takes some hundred bytes here and in every worker.
@@ -98,13 +100,12 @@ class Layout:
 
     def starts(self, name: str) -> list[int]:
         """Return the first rows of the blocks of a column: its chunks, or groups of small ones."""
-        stretches = self.stretches[name]
         usual = max(1, CHUNK_BYTES // max(1, self.row_bytes(name)))
-        rows = [at.chunk or usual for at in stretches]
-        count = sum((at.stop - at.start) // size for at, size in zip(stretches, rows, strict=True))
+        sized = [(at, at.chunk or usual) for at in self.stretches[name]]
+        count = sum((at.stop - at.start) // size for at, size in sized)
         together = count // _MOST_BLOCKS + 1
         found: list[int] = []
-        for at, size in zip(stretches, rows, strict=True):
+        for at, size in sized:
             block = size * together
             found += [at.start, *range(at.start + block - at.first % block, at.stop, block)]
         return found
@@ -112,16 +113,15 @@ class Layout:
     def check_unchanged(self, path: str) -> None:
         """Raise DataFileError if a file has changed since this layout was made."""
         try:
-            is_same = _stamp(path) == self.stamps[path]
+            if _stamp(path) == self.stamps[path]:
+                return
+            change = "it was changed since the source was made; make a new one"
         except FileNotFoundError:
-            raise DataFileError(f"{path}: it was there before and is gone", path) from None
+            change = "it was there before and is gone"
         # An error of a network, for example.
         except OSError as error:
-            raise DataFileError(f"{path}: it can no longer be read: {error}", path) from error
-        if not is_same:
-            raise DataFileError(
-                f"{path}: it was changed since the source was made; make a new one", path
-            )
+            change = f"it can no longer be read: {error}"
+        raise DataFileError(f"{path}: {change}", path)
 
 
 def layout_of(path: str, names: Sequence[str] | None = None, allow_outside: bool = True) -> Layout:
@@ -139,7 +139,7 @@ def layout_of(path: str, names: Sequence[str] | None = None, allow_outside: bool
     columns: dict[str, Column] = {}
     stretches: dict[str, list[Stretch]] = {}
     dtypes, unreadable = {}, {}
-    with OpenFiles() as files, opened(path) as file:
+    with contextlib.closing(OpenFiles()) as files, opened(path) as file:
         survey = _Survey(path, files, allow_outside)
         for name, dataset in _datasets(path, file, names).items():
             try:
@@ -153,10 +153,7 @@ def layout_of(path: str, names: Sequence[str] | None = None, allow_outside: bool
 
 
 def _datasets(path: str, file: Any, names: Sequence[str] | None) -> dict[str, Any]:
-    there: dict[str, Any] = {}
-    file.visititems(
-        lambda name, item: there.update({name: item}) if isinstance(item, h5py.Dataset) else None
-    )
+    there = datasets_in(file)
     if names is None:
         return {name: item for name, item in there.items() if item.shape is not None}
     # These are opened by name, since links to datasets are not visited.
@@ -276,7 +273,8 @@ class _Survey:
         """Yield the stretches that one mapping of a virtual dataset in the file `whole` shows."""
         start, stop = _rows(source.vspace, dataset.shape)
         part = self._part(whole, source)
-        if part.ndim != dataset.ndim or kind_of(part.dtype) != kind_of(dataset.dtype):
+        is_alike = (part.ndim, part.shape[1:]) == (dataset.ndim, dataset.shape[1:])
+        if not is_alike or kind_of(part.dtype) != kind_of(dataset.dtype):
             raise _Scattered(f"it shows {part.name!r} of {part.file.filename} in another form")
         first, last = 0, stop - start
         if source.src_space.get_select_type() != h5py.h5s.SEL_ALL:
@@ -287,18 +285,15 @@ class _Survey:
                 f"{last} of it",
                 part.file.filename,
             )
-        if last - first != stop - start or part.shape[1:] != dataset.shape[1:]:
-            raise _Scattered(f"it shows {part.name!r} of {part.file.filename} in another form")
+        # HDF5 maps no selection to one of another size, so both have equally many rows.
         for inner in self.stretches(part, within):
             low, high = max(inner.start, first), min(inner.stop, last)
             if low < high:
-                yield Stretch(
-                    low - first + start,
-                    high - first + start,
-                    inner.path,
-                    inner.dataset,
-                    low - inner.start + inner.first,
-                    inner.chunk,
+                yield dataclasses.replace(
+                    inner,
+                    start=low - first + start,
+                    stop=high - first + start,
+                    first=low - inner.start + inner.first,
                 )
 
     def _part(self, whole: str, source: Any) -> Any:

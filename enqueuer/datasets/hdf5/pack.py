@@ -5,27 +5,229 @@
 The unit is the shard: its rows depend on the source, the seed and its number, and not on the worker
 that writes it. The part of a shard appears when it is whole, so an interrupted run can be resumed.
 A worker writes one shard after the other (by an OrderedEnqueuer): with several at once it would
-have finished none when it is killed.
+have finished none when it is killed. At the end, one file shows the parts, or has a copy of them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from enqueuer.common import checks
-from enqueuer.datasets.hdf5 import assembly, columns, parts, writer
-from enqueuer.datasets.hdf5.files import h5py
-from enqueuer.datasets.hdf5.resume import begun, identity, must_be_new, source_name
+from enqueuer.datasets.hdf5.files import datasets_in, guarded, h5py, opened, readable, whole
+from enqueuer.datasets.hdf5.layout import escaped
+from enqueuer.datasets.hdf5.resume import begun, identity, must_be_new
+from enqueuer.datasets.hdf5.writer import Format, RowKind, Writer, storing
 from enqueuer.enqueuers.options import Backends
-from enqueuer.errors import DataFileError
-from enqueuer.monitoring.progress import Progress
+from enqueuer.enqueuers.ordered import OrderedEnqueuer
+from enqueuer.errors import Closed, DataFileError
+from enqueuer.monitoring.progress import Progress, bar
+from enqueuer.workers import sources
 from enqueuer.workers.shards import Shard
 from enqueuer.workers.sources import FunctionSource, LiveSource, Source, as_source
+
+
+@dataclass(frozen=True)
+class PackingJob:
+    """The work of packing; a worker can write any shard of it.
+
+    Attributes:
+        source: The source.
+        folder: Folder of the parts.
+        shards: Number of shards.
+        random_seed: Seed of the shards.
+        format: Format of the rows.
+        keys: Keys that the rows must have.
+        ended: Not empty once workers should end; threads share it.
+    """
+
+    source: Source
+    folder: str
+    shards: int
+    random_seed: int
+    format: Format
+    keys: frozenset[str]
+    ended: list[bool] = field(default_factory=list)
+
+    def part(self, index: int) -> Path:
+        """Return the path of a shard's part."""
+        return Path(self.folder, f"shard-{index:05}.h5")
+
+    def __call__(self, index: int) -> int:
+        """Write a shard, unless its part exists; return its number of rows."""
+        *_, rows = self.write(index)
+        return rows
+
+    def write(self, index: int) -> Iterator[int]:
+        """Write a shard, unless its part exists; yield its number of rows so far."""
+        path = self.part(index)
+        if path.exists():
+            kinds, rows = _content_of(path)
+            self._check(kinds)
+            yield rows
+            return
+        # The task has the same index, and so the same seeds: global generators fit as well.
+        shard = Shard(index, self.shards, 0, self.random_seed)
+        with contextlib.ExitStack() as stack:
+            file = stack.enter_context(whole(path, Path(self.folder)))
+            items: Any = iter(self.source.open(shard))
+            if hasattr(items, "close"):
+                stack.callback(items.close)
+            writer = Writer(file, self.format, str(path))
+            for rows in writer.write(item for item in items if item is not None):
+                self._check(writer.kinds)
+                yield rows
+                if self.ended:
+                    raise Closed("packing was ended")
+            file.attrs["rows"] = writer.rows
+        yield writer.rows
+
+    def _check(self, kinds: Mapping[str, RowKind]) -> None:
+        if kinds and (unknown := sorted(self.keys - kinds.keys())):
+            raise ValueError(f"attributes are for {unknown}, but the keys are {sorted(kinds)}")
+
+
+@contextlib.contextmanager
+def opened_part(path: Path) -> Iterator[Any]:
+    """Open a part; the error of a broken one says to remove it."""
+    try:
+        with opened(path) as file, guarded(path):
+            yield file
+    except DataFileError as error:
+        raise DataFileError(f"{error}; remove this part and pack again", str(path)) from error
+
+
+def _content_of(path: Path) -> tuple[dict[str, RowKind], int]:
+    """Return the types of the keys of a part, and its number of rows."""
+    with opened_part(path) as file:
+        found = {key: RowKind.of(item.dtype, item.shape) for key, item in datasets_in(file).items()}
+        return found, int(file.attrs["rows"])
+
+
+def write_parts(job: PackingJob, progress: Progress, **options: Any) -> None:
+    """Write all parts that do not exist, by the workers of an enqueuer with these options."""
+    total = 0
+    # A running iterator can be read in this process only.
+    if isinstance(job.source, LiveSource):
+        with bar("packing", None, "row", progress) as advance:
+            for rows in job.write(0):
+                advance(rows - total)
+                total = rows
+        return
+    with (
+        bar("packing", job.shards, "shard", progress) as advance,
+        OrderedEnqueuer(
+            range(job.shards), job, ordered=False, random_seed=job.random_seed, **options
+        ) as enqueuer,
+    ):
+        try:
+            for rows in enqueuer:
+                total += rows
+                advance(1, f"{total:,} rows")
+        finally:
+            # Threads cannot be killed, but end when they see this.
+            job.ended.append(True)
+
+
+def assemble(target: Path, job: PackingJob, attributes: Mapping[str, Any], merge: bool) -> int:
+    """Make one file of all parts; return its number of rows.
+
+    Args:
+        target: Path of the file.
+        job: The work; all of its parts exist.
+        attributes: Attributes of the file; a mapping has those of a key.
+        merge: Whether the file has a copy of the parts, rather than showing them.
+
+    Raises:
+        ValueError: The parts are not alike, or have no rows.
+    """
+    kinds, rows = _alike([job.part(index) for index in range(job.shards)])
+    with whole(target, Path(job.folder)) as file:
+        if merge:
+            ragged = tuple(key for key, kind in kinds.items() if kind.name.startswith("ragged"))
+            format = dataclasses.replace(job.format, keys=None, batched=True, ragged=ragged)
+            for _ in Writer(file, format, str(target)).write(_batches_of(rows, kinds)):
+                pass
+        else:
+            _show(file, rows, kinds)
+        _set_attributes(file, attributes)
+        must_be_new(target)
+    return sum(rows.values())
+
+
+def _alike(parts: Sequence[Path]) -> tuple[dict[str, RowKind], dict[Path, int]]:
+    """Return the types of the keys in all parts, and the number of rows of the parts with rows."""
+    contents = {path: _content_of(path) for path in parts}
+    rows = {path: count for path, (_, count) in contents.items() if count}
+    if not rows:
+        # Otherwise the same call would not run a source that was fixed since.
+        for path in parts:
+            path.unlink()
+        raise ValueError("the source yielded no rows, so there is nothing to pack")
+    first = next(iter(rows))
+    kinds = contents[first][0]
+    for path in rows:
+        if contents[path][0] != kinds:
+            shown = (
+                f"{at} has {', '.join(f'{key!r}: {kind}' for key, kind in contents[at][0].items())}"
+                for at in (first, path)
+            )
+            raise ValueError(
+                f"the shards are not alike: {', and '.join(shown)}; fix the source, and remove "
+                f"{path.parent}"
+            )
+    return kinds, rows
+
+
+def _batches_of(rows: Mapping[Path, int], kinds: Mapping[str, RowKind]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of all parts, a chunk at a time."""
+    for path, count in rows.items():
+        with opened_part(path) as file:
+            columns = {key: readable(file[key]) for key in kinds}
+            step = file[next(iter(kinds))].chunks[0]
+            for start in range(0, count, step):
+                yield {key: column[start : start + step] for key, column in columns.items()}
+
+
+def _show(file: Any, rows: Mapping[Path, int], kinds: Mapping[str, RowKind]) -> None:
+    """Make virtual datasets of the rows of all parts."""
+    for key, kind in kinds.items():
+        layout = h5py.VirtualLayout((sum(rows.values()), *kind.shape), kind.dtype)
+        start = 0
+        for part, count in rows.items():
+            # The path is relative, so that file and parts can be moved together.
+            name, shape = escaped(f"{part.parent.name}/{part.name}"), (count, *kind.shape)
+            source = h5py.VirtualSource(name, escaped(key), shape, kind.dtype)
+            layout[start : start + count] = source
+            start += count
+        file.create_virtual_dataset(key, layout)
+
+
+def _keys_with_attributes(attributes: Mapping[str, Any]) -> frozenset[str]:
+    """Return the keys that get attributes; raise ValueError if some cannot be stored.
+
+    That is an error now, and not after all rows were written.
+    """
+    with h5py.File("attributes", "w", driver="core", backing_store=False) as file:
+        _set_attributes(file, attributes)
+    return frozenset(name for name, value in attributes.items() if isinstance(value, Mapping))
+
+
+def _set_attributes(file: Any, attributes: Mapping[str, Any]) -> None:
+    for name, value in attributes.items():
+        with storing(f"the attribute {name!r}"):
+            if isinstance(value, Mapping):
+                owner = file[name] if name in file else file.create_group(name)
+                owner.attrs.update(value)
+            else:
+                file.attrs[name] = value
+
 
 # The default: two or more for each worker of most machines, so that none idles for long.
 _SHARDS = 32
@@ -119,94 +321,35 @@ def pack(
         ['8b', '1a']
     """
     target = Path(os.path.abspath(path))
-    format = writer.Format(
-        None if keys is None else _names("keys", keys),
-        bool(batched),
-        _names("ragged", ragged),
-        None if chunk_rows is None else checks.positive("chunk_rows", chunk_rows),
-        _compression(compression),
-        bool(checksum),
-    )
+    keys, ragged = checks.optional(_names)("keys", keys), _names("ragged", ragged)
+    rows = checks.optional(checks.positive)("chunk_rows", chunk_rows)
+    format = Format(keys, bool(batched), ragged, rows, _compression(compression), bool(checksum))
     opens, count = as_shards(source, shards)
-    check_target(target)
-    _check_name(target, merge)
     attributes = dict(attributes or {})
-    of_keys = {name for name, value in attributes.items() if isinstance(value, Mapping)}
-    _try_out(attributes)
-    run = {
-        **identity(source, version),
-        "random_seed": None if random_seed is None else checks.seed(random_seed),
-        "shards": count,
-        **dataclasses.asdict(format),
-    }
-    with begun(target, run, keep=not merge) as (folder, drawn):
-        job = parts.PackingJob(opens, str(folder), count, drawn, format, frozenset(of_keys))
+    of_keys = _keys_with_attributes(attributes)
+    seed = None if random_seed is None else checks.seed(random_seed)
+    workers = min(checks.positive("workers", workers), count)
+    run = {**identity(source, version), "random_seed": seed, "shards": count}
+    with begun(target, run | dataclasses.asdict(format), merge) as (folder, drawn):
+        job = PackingJob(opens, str(folder), count, drawn, format, of_keys)
         if isinstance(opens, LiveSource) and version is None:
             # The part may be of another list, which is known only when this one has been read.
             job.part(0).unlink(missing_ok=True)
-        options: dict[str, Any] = dict(
-            random_seed=drawn,
-            workers=min(checks.positive("workers", workers), count),
-            backend=backend,
-            max_restarts=max_restarts,
-        )
-        parts.write_parts(job, options, progress)
-        provenance = {
-            "enqueuer.source": source_name(source),
-            # The seed may have more bits than HDF5's numbers.
-            "enqueuer.random_seed": str(drawn),
-            "enqueuer.shards": count,
-        }
-        return assembly.assemble(target, job, {**provenance, **attributes}, merge)
+        write_parts(job, progress, workers=workers, backend=backend, max_restarts=max_restarts)
+        # The seed may have more bits than HDF5's numbers.
+        origin = {**run, "random_seed": str(drawn)}
+        origin = {f"enqueuer.{name}": origin[name] for name in ("source", "random_seed", "shards")}
+        return assemble(target, job, {**origin, **attributes}, merge)
 
 
-def _check_name(target: Path, merge: bool) -> None:
-    if not merge and not _is_utf8(target.name):
-        raise ValueError(
-            f"{target} refers to its parts by its name, which must be UTF-8, got {target.name!r}; "
-            "choose another, or give merge=True"
-        )
-
-
-def check_target(target: Path) -> None:
-    """Raise FileExistsError or DataFileError if a file cannot be made there."""
-    if not target.parent.is_dir():
-        raise DataFileError(f"{target}: there is no folder {target.parent}", str(target))
-    must_be_new(target)
-
-
-def _is_utf8(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _try_out(attributes: Mapping[str, Any]) -> None:
-    """Raise ValueError if some cannot be stored: now, and not after all rows were written."""
-    with h5py.File("attributes", "w", driver="core", backing_store=False) as file:
-        for name, value in attributes.items():
-            try:
-                if isinstance(value, Mapping):
-                    file.create_group(name).attrs.update(value)
-                else:
-                    file.attrs[name] = value
-            except (TypeError, ValueError, OSError, RuntimeError) as error:
-                raise ValueError(
-                    f"the attribute {name!r} cannot be stored in HDF5: {error}"
-                ) from error
-
-
-def _names(argument: str, names: Sequence[str]) -> tuple[str, ...]:
+def _names(argument: str, names: Any) -> tuple[str, ...]:
     if isinstance(names, str) or not all(isinstance(name, str) and name for name in names):
         raise TypeError(f"{argument} must be names in a list or tuple, got {names!r}")
     return tuple(names)
 
 
 def _compression(value: str | int | None) -> str | int | None:
-    is_level = isinstance(value, int) and not isinstance(value, bool) and value in range(10)
-    if value is None or is_level or value in ("gzip", "lzf"):
+    if value in (None, "gzip", "lzf") or (type(value) is int and value in range(10)):
         return value
     raise ValueError(f"compression must be None, 'gzip', 'lzf' or 0 to 9, got {value!r}")
 
@@ -235,5 +378,5 @@ def as_shards(source: Any, shards: int | None) -> tuple[Source, int]:
 def is_refusal(error: BaseException) -> bool:
     """Return whether packing itself refused a batch, and not the source's own code."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = {__file__, *(module.__file__ for module in (assembly, columns, parts, writer))}
-    return bool(frames) and frames[-1].filename in own
+    raised_in = Path(frames[-1].filename) if frames else Path()
+    return raised_in.parent == Path(__file__).parent or raised_in == Path(sources.__file__)

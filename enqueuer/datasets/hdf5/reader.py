@@ -33,6 +33,10 @@ from enqueuer.errors import DataFileError
 _DIRECT_BYTES = 1 << 16
 
 
+# Rows of a dataset: the first, and the one behind the last, are counted in its file.
+Part = tuple[Stretch, int, int]
+
+
 class RowReader:
     """Read the same rows of several columns. A reader belongs to the process that made it.
 
@@ -54,44 +58,33 @@ class RowReader:
         self._datasets: dict[tuple[str, str], tuple[Any, Any]] = {}
         self._lock = threading.Lock()
 
-    def __enter__(self) -> RowReader:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """Close all files; they are opened again when they are needed."""
         with self._lock:
             self._files.close()
 
-    def row(self, at: int) -> dict[str, Any]:
-        """Return one row of each column."""
-        places: set[str] = set()
-        found = {name: self._read(places, name, at, at + 1)[0][0] for name in self._names}
-        self._check(places)
+    def read(
+        self,
+        pieces: Sequence[tuple[int, int]],
+        step: int = 1,
+        rest: Mapping[str, np.ndarray] | None = None,
+    ) -> dict[str, Any]:
+        """Return the rows of several pieces of each column.
+
+        Args:
+            pieces: The first row of each, and the row behind its last one.
+            step: Distance of the rows that are read.
+            rest: Rows that come before these in what is returned.
+        """
+        found: dict[str, Any] = {}
+        paths: set[str] = set()
+        for name in self._names:
+            parts = [part for piece in pieces for part in self._between(name, *piece, step)]
+            paths.update([at.path for at, _, _ in parts])
+            found[name] = self._column(name, parts, step, None if rest is None else rest[name])
+        for path in paths:
+            self._layout.check_unchanged(path)
         return found
-
-    def rows(self, start: int, stop: int, step: int = 1) -> dict[str, np.ndarray]:
-        """Return a slice of each column."""
-        places: set[str] = set()
-        found = {name: self._read(places, name, start, stop, step) for name in self._names}
-        self._check(places)
-        return {name: _joined(parts) for name, parts in found.items()}
-
-    def pool(
-        self, pieces: Sequence[tuple[int, int]], rest: Mapping[str, np.ndarray] | None
-    ) -> dict[str, np.ndarray]:
-        """Return the rows of several pieces, after the rest of the pool before."""
-        places: set[str] = set()
-        found = {
-            name: self._pooled(places, name, pieces, None if rest is None else rest[name])
-            for name in self._names
-        }
-        self._check(places)
-        return found
-
-    # `places` are the files that were read for one call.
 
     def _cache_bytes(self) -> int:
         """Return the size of the cache of each dataset; many files share the size for one."""
@@ -103,53 +96,35 @@ class RowReader:
         # A cache below the size of a chunk has no effect, and each row would unpack its chunk.
         return max(share, min(CACHE_BYTES, max(chunks, default=0)))
 
-    def _check(self, places: set[str]) -> None:
-        for path in places:
-            self._layout.check_unchanged(path)
-
-    def _read(
-        self, places: set[str], name: str, start: int, stop: int, step: int = 1
-    ) -> list[np.ndarray]:
-        found = []
-        for at, low, high in self._between(name, start, stop, step):
-            found.append(self.take(at, low, high, step))
-            places.add(at.path)
-        return found or [self._empty(name, 0)]
-
-    def _pooled(
-        self,
-        places: set[str],
-        name: str,
-        pieces: Sequence[tuple[int, int]],
-        rest: np.ndarray | None,
+    def _column(
+        self, name: str, parts: Sequence[Part], step: int, rest: np.ndarray | None
     ) -> np.ndarray:
+        if rest is None and len(parts) == 1:
+            found: np.ndarray = self.take(*parts[0], step)
+            return found
         dtype = self._layout.dtypes[name]
-        if dtype.hasobject or dtype.subdtype is not None:
-            read = [part for piece in pieces for part in self._read(places, name, *piece)]
-            return np.concatenate(read if rest is None else [rest, *read])
+        if step > 1 or dtype.hasobject or dtype.subdtype is not None:
+            rest = self._empty(name, 0) if rest is None else rest
+            return np.concatenate([rest, *(self.take(*part, step) for part in parts)])
         filled = 0 if rest is None else len(rest)
-        rows = filled + sum(stop - start for start, stop in pieces)
+        rows = filled + sum(high - low for _, low, high in parts)
         try:
             pool = self._empty(name, rows)
         except MemoryError as error:
             raise self._too_large(self._layout.path, name, 0, rows) from error
         if rest is not None:
             pool[:filled] = rest
-        for piece in pieces:
-            for at, low, high in self._between(name, *piece):
-                there = filled + high - low
-                self.take(at, low, high, into=pool[filled:there])
-                places.add(at.path)
-                filled = there
+        for at, low, high in parts:
+            there = filled + high - low
+            self.take(at, low, high, into=pool[filled:there])
+            filled = there
         return pool
 
     def _empty(self, name: str, rows: int) -> np.ndarray:
         shape = self._layout.columns[name].shape
         return np.empty((rows, *shape[1:]), self._layout.dtypes[name])
 
-    def _between(
-        self, name: str, start: int, stop: int, step: int = 1
-    ) -> Iterator[tuple[Stretch, int, int]]:
+    def _between(self, name: str, start: int, stop: int, step: int) -> Iterator[Part]:
         """Yield the stretches that hold some rows, and the numbers of these rows in their files."""
         stretches = self._layout.stretches[name]
         for nth in range(bisect.bisect_right(self._stops[name], start), len(stretches)):
@@ -205,7 +180,3 @@ class RowReader:
         dataset = dataset_of(self._files.open(at.path), at.dataset)
         self._datasets[at.path, at.dataset] = dataset, readable(dataset)
         return self._datasets[at.path, at.dataset]
-
-
-def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)

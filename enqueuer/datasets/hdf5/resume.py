@@ -15,7 +15,6 @@ import hashlib
 import inspect
 import json
 import os
-import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -23,15 +22,13 @@ from typing import IO, Any
 import numpy as np
 
 from enqueuer.common.text import an
-from enqueuer.datasets.hdf5.files import parts_folder
-from enqueuer.datasets.hdf5.whole import sync
+from enqueuer.datasets.hdf5.files import parts_folder, sync
 from enqueuer.errors import DataFileError, InvalidState, StateMismatch
 from enqueuer.workers.shards import fresh_seed
 
 _MANIFEST, _FINISHED, _PART = "pack.json", "finished", "shard-*.h5"
-# Files that this process is packing to.
-_targets: set[Path] = set()
-_targets_lock = threading.Lock()
+# Files that this process is packing to, and what stands for the call.
+_running: dict[Path, object] = {}
 
 
 def identity(source: Any, version: str | int | None) -> dict[str, Any]:
@@ -47,12 +44,8 @@ def identity(source: Any, version: str | int | None) -> dict[str, Any]:
     if not (version is None or isinstance(version, (str, int))):
         raise TypeError(f"version must be a text, a number or None, got {version!r}")
     bound = _bound(source) if version is None and callable(source) else {}
-    digests = {name: _digest(value) for name, value in bound.items()}
-    return {
-        "source": source_name(source),
-        "version": version,
-        "bound": {name: digest for name, digest in digests.items() if digest},
-    }
+    digests = {name: digest for name, value in bound.items() if (digest := _digest(value))}
+    return {"source": source_name(source), "version": version, "bound": digests}
 
 
 def source_name(source: Any) -> str:
@@ -105,23 +98,28 @@ def _plain(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def begun(target: Path, run: Mapping[str, Any], keep: bool) -> Iterator[tuple[Path, int]]:
+def begun(target: Path, run: Mapping[str, Any], merge: bool) -> Iterator[tuple[Path, int]]:
     """Give the folder for the parts, locked for this call, and the seed.
 
     Args:
         target: Path of the file.
         run: Description of the run. With None as `random_seed`, that of the run before is used.
-        keep: Whether the parts are still needed afterwards.
+        merge: Whether the parts are not needed afterwards.
 
     Raises:
         FileExistsError: The file exists already.
         StateMismatch: Existing parts are of another run.
         InvalidState: Another process or thread is packing to the same path.
         DataFileError: The folder cannot be written.
+        ValueError: The name of the file cannot be written.
     """
-    folder = parts_folder(target)
+    check_target(target, merge)
+    folder, owner = parts_folder(target), object()
+    # The lock of a file does not exclude other threads. This is one step of a dict.
+    if _running.setdefault(target, owner) is not owner:
+        raise InvalidState(f"another thread is packing to {target}")
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_only_thread(target))
+        stack.callback(_running.pop, target)
         try:
             folder.mkdir(exist_ok=True)
             file = stack.enter_context(open(folder / _MANIFEST, "a+b"))
@@ -138,12 +136,12 @@ def begun(target: Path, run: Mapping[str, Any], keep: bool) -> Iterator[tuple[Pa
             if not any(folder.glob(_PART)):
                 _remove(folder)
             raise
-        if keep:
-            # Workers that were killed and replaced may have left files.
-            _remove(folder, "*.tmp")
-            (folder / _FINISHED).touch()
-        else:
+        if merge:
             _remove(folder)
+            return
+        # Workers that were killed and replaced may have left files.
+        _remove(folder, "*.tmp")
+        (folder / _FINISHED).touch()
 
 
 def _resumed_seed(folder: Path, file: IO[bytes], run: Mapping[str, Any]) -> int:
@@ -184,6 +182,18 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[
             yield f"{name} was {old!r}, is {value!r}"
 
 
+def check_target(target: Path, merge: bool) -> None:
+    """Raise FileExistsError, DataFileError or ValueError if a file cannot be made there."""
+    if not target.parent.is_dir():
+        raise DataFileError(f"{target}: there is no folder {target.parent}", str(target))
+    must_be_new(target)
+    if not merge and target.name != target.name.encode(errors="ignore").decode():
+        raise ValueError(
+            f"{target} refers to its parts by its name, which must be UTF-8, got {target.name!r}; "
+            "choose another, or give merge=True"
+        )
+
+
 def must_be_new(target: Path) -> None:
     """Raise FileExistsError if a path exists."""
     if os.path.lexists(target):
@@ -202,20 +212,6 @@ def _remove(folder: Path, *patterns: str) -> None:
         # The folder may have other files.
         with contextlib.suppress(OSError):
             folder.rmdir()
-
-
-@contextlib.contextmanager
-def _only_thread(target: Path) -> Iterator[None]:
-    """Exclude other threads; the lock of a file does not."""
-    with _targets_lock:
-        if target in _targets:
-            raise InvalidState(f"another thread is packing to {target}")
-        _targets.add(target)
-    try:
-        yield
-    finally:
-        with _targets_lock:
-            _targets.remove(target)
 
 
 def _lock(file: Any, target: Path) -> None:

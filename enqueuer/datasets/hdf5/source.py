@@ -9,22 +9,48 @@ when the source was made.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import operator
 import os
-from collections.abc import Iterator, Sequence
-from typing import Any, Generic, SupportsIndex, TypeVar, overload
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import Any, Generic, SupportsIndex, TypedDict, TypeVar, overload
 
 import numpy as np
 
 from enqueuer.common import checks
-from enqueuer.datasets.hdf5.batches import ReadPlan, ShardBatches, default_window, pieces_of
+from enqueuer.common.text import printable
+from enqueuer.datasets.epochs import ShardBatches
+from enqueuer.datasets.hdf5.batches import ReadPlan, default_window, edges_of
 from enqueuer.datasets.hdf5.layout import Layout, layout_of
 from enqueuer.datasets.hdf5.reader import RowReader
+from enqueuer.enqueuers.options import Unpack
 from enqueuer.errors import DataFileError
 from enqueuer.workers.shards import Shard
 
 Batch = TypeVar("Batch")
 Array = np.ndarray[Any, Any]
+Path = str | os.PathLike[str]
+
+
+class HDF5Options(TypedDict, total=False):
+    """Types of the options of `HDF5Source` that do not change the type of a batch."""
+
+    shuffle: bool
+    window: int | None
+    rows: slice | None
+    drop_last: bool
+    allow_outside: bool
+
+
+# What to do if a state differs in one of these values.
+_ADVICE = {
+    "window": "; to go on, make the source with window={} (0: without shuffle)",
+    "order": (
+        "; it was saved by another version of enqueuer, whose HDF5Source shuffles rows in another "
+        "order: load it with that version, or begin a new epoch"
+    ),
+}
 
 # Readers of the process that this one was forked from. They are never touched: to close their
 # files here would close them there.
@@ -95,54 +121,34 @@ class HDF5Source(Generic[Batch]):
     @overload
     def __init__(
         self: HDF5Source[Array],
-        path: str | os.PathLike[str],
+        path: Path,
         keys: str,
         batch_size: int = 32,
-        *,
-        shuffle: bool = False,
-        window: int | None = None,
-        rows: slice | None = None,
-        drop_last: bool = False,
-        allow_outside: bool = True,
+        **options: Unpack[HDF5Options],
     ) -> None: ...
     @overload
     def __init__(
         self: HDF5Source[tuple[Array, ...]],
-        path: str | os.PathLike[str],
+        path: Path,
         keys: tuple[str, ...],
         batch_size: int = 32,
-        *,
-        shuffle: bool = False,
-        window: int | None = None,
-        rows: slice | None = None,
-        drop_last: bool = False,
-        allow_outside: bool = True,
+        **options: Unpack[HDF5Options],
     ) -> None: ...
     @overload
     def __init__(
         self: HDF5Source[dict[str, Array]],
-        path: str | os.PathLike[str],
+        path: Path,
         keys: list[str] | None = None,
         batch_size: int = 32,
-        *,
-        shuffle: bool = False,
-        window: int | None = None,
-        rows: slice | None = None,
-        drop_last: bool = False,
-        allow_outside: bool = True,
+        **options: Unpack[HDF5Options],
     ) -> None: ...
     @overload
     def __init__(
         self: HDF5Source[Any],
-        path: str | os.PathLike[str],
+        path: Path,
         keys: Sequence[str] | None = None,
         batch_size: int = 32,
-        *,
-        shuffle: bool = False,
-        window: int | None = None,
-        rows: slice | None = None,
-        drop_last: bool = False,
-        allow_outside: bool = True,
+        **options: Unpack[HDF5Options],
     ) -> None: ...
     def __init__(
         self,
@@ -174,11 +180,11 @@ class HDF5Source(Generic[Batch]):
             layout=layout,
             names=names,
             first=first,
-            stop=stop,
+            rows=stop - first,
             batch_size=size,
             drop_last=bool(drop_last),
             window=window if shuffle else 0,
-            pieces=pieces_of(layout, names, first, stop),
+            edges=edges_of(layout, names, first, stop),
         )
         # An interrupted `pack` of this source is resumed only if all plain attributes are the same.
         self._identity = self._plan.identity()
@@ -186,7 +192,8 @@ class HDF5Source(Generic[Batch]):
 
     def __call__(self, shard: Shard) -> Iterator[Batch]:
         """Return an iterator over the batches of a shard in its epoch; it has a `state_dict`."""
-        return ShardBatches(self._plan, shard, self._formed)
+        begin = functools.partial(self._batches, shard)
+        return ShardBatches(begin, self._identity, _ADVICE)
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -206,14 +213,16 @@ class HDF5Source(Generic[Batch]):
             start, stop, step = index.indices(len(self))
             if step < 1:
                 raise ValueError(f"the step of a slice must be >= 1, got {step}")
-            return self._formed(self._own_reader().rows(first + start, first + stop, step))
+            return self._formed(self._own_reader().read([(first + start, first + stop)], step))
         try:
             row = operator.index(index)
         except TypeError:
             raise TypeError(f"rows are taken by a number or a slice, got {index!r}") from None
         if not -len(self) <= row < len(self):
             raise IndexError(f"row {row} of {self._path} is out of range: it has {len(self)}")
-        return self._formed(self._own_reader().row(first + row % len(self)))
+        row = first + row % len(self)
+        found = self._own_reader().read([(row, row + 1)])
+        return self._formed({name: column[0] for name, column in found.items()})
 
     def close(self) -> None:
         """Close the file in this process, if it was opened for single rows or slices.
@@ -230,7 +239,14 @@ class HDF5Source(Generic[Batch]):
 
     def __repr__(self) -> str:
         keys = ", ".join(self._plan.names)
-        return f"<HDF5Source {self._path} ({keys}), {len(self)} rows>"
+        # A name in a file may have characters that a terminal obeys.
+        return printable(f"<HDF5Source {self._path} ({keys}), {len(self)} rows>")
+
+    def _batches(self, shard: Shard, first: int) -> Generator[Any]:
+        with contextlib.closing(RowReader(self._plan.layout, self._plan.names)) as reader:
+            for batch in self._plan.batches(reader, shard, first):
+                yield self._formed(batch)
+                del batch
 
     def _own_reader(self) -> RowReader:
         """Return the reader of this process."""
@@ -243,7 +259,7 @@ class HDF5Source(Generic[Batch]):
             reader = self._reader = RowReader(self._plan.layout, self._plan.names)
         return reader
 
-    def _formed(self, found: dict[str, Any]) -> Any:
+    def _formed(self, found: Mapping[str, Any]) -> Any:
         if self._is_one:
             return next(iter(found.values()))
         return tuple(found.values()) if self._is_tuple else found

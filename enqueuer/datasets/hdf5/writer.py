@@ -1,18 +1,23 @@
-"""Columns of rows -> whole chunks in an HDF5 file.
+"""Items of a source -> columns of rows -> whole chunks in an HDF5 file.
 
-batches, or samples -> columns -> Writer: as many rows as chunks have -> file
+by_name:    a dict, a tuple or an array -> its content by key
+column_of:  the rows of a key -> an array that HDF5 can store
+Writer:     batches, or samples -> columns -> as many rows as chunks have -> file
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from enqueuer.datasets.hdf5.columns import by_name, column_of
+from enqueuer.common.text import an
 from enqueuer.datasets.hdf5.files import CHUNK_BYTES, guarded, h5py, kind_of
+from enqueuer.errors import DataFileError
 
 # Estimated size of a row of variable length, in bytes.
 _APART = {"text": 64, "ragged": 4096}
@@ -41,56 +46,182 @@ class Format:
     checksum: bool
 
 
-@dataclass(frozen=True)
-class Kind:
+class RowKind(NamedTuple):
     """The type that all rows of a key have in common.
 
     Attributes:
         name: Name of the dtype. For rows of objects it includes their type, which numpy does not
             compare.
-        dtype: The dtype in HDF5.
         shape: Shape of a row.
+        dtype: The dtype in HDF5.
     """
 
     name: str
-    dtype: Any = field(compare=False)
     shape: tuple[int, ...]
+    dtype: Any
 
     def __str__(self) -> str:
         return f"{self.name} of shape {self.shape}"
 
-    @property
-    def is_inside(self) -> bool:
-        """Whether the rows lie in the chunks; others are stored apart, without filters."""
-        return self.name.split()[0] not in _APART
+    @classmethod
+    def of(cls, dtype: Any, shape: tuple[int, ...]) -> RowKind:
+        """Return the type of a dataset of rows."""
+        return cls(kind_of(dtype), shape[1:], dtype)
 
-    @property
-    def bytes(self) -> int:
-        """The size of a row; an estimate for rows of variable length."""
-        item = _APART.get(self.name.split()[0]) or int(self.dtype.itemsize)
-        return int(np.prod(self.shape, dtype=int)) * item
+    def apart_bytes(self) -> int:
+        """Return the size of a row that is stored apart from the chunks, and so without filters.
+
+        It is an estimate; 0 for a row in the chunks.
+        """
+        return _APART.get(self.name.split()[0], 0)
 
 
-def kind_of_column(column: np.ndarray, is_ragged: bool) -> Kind:
+def by_name(item: Any, keys: tuple[str, ...] | None) -> dict[str, Any]:
+    """Return the content of an item by names.
+
+    Raises:
+        ValueError: The item lacks a name of `keys`.
+        TypeError: The item is nested.
+    """
+    if isinstance(item, Mapping):
+        found = {str(key): value for key, value in item.items()}
+        if len(found) < len(item):
+            raise ValueError(f"the source yields keys that are alike as texts: {list(item)}")
+        if missing := [key for key in keys or () if key not in found]:
+            raise ValueError(f"the source yields no {missing}, only {sorted(found)}")
+        found = found if keys is None else {key: found[key] for key in keys}
+    elif isinstance(item, tuple):
+        names = keys or getattr(item, "_fields", None) or tuple(map(str, range(len(item))))
+        if len(names) != len(item):
+            raise ValueError(f"keys={list(names)} do not name the {len(item)} members of a tuple")
+        found = dict(zip(names, item, strict=True))
+    elif keys is None or len(keys) == 1:
+        found = {keys[0] if keys else "data": item}
+    else:
+        raise ValueError(
+            f"the source yields one {type(item).__name__} at a time, and keys has {len(keys)} "
+            "names; yield dicts or tuples"
+        )
+    for key, value in found.items():
+        if isinstance(value, (Mapping, tuple)):
+            raise TypeError(
+                f"{key!r} is {an(type(value).__name__)}, and only a flat dict or tuple of arrays "
+                "can be packed; give its members keys of their own"
+            )
+    return found
+
+
+def column_of(key: str, rows: Any, is_ragged: bool) -> np.ndarray:
+    """Return rows of one key as an array: of numbers, of `str`, or of arrays if `is_ragged`.
+
+    Raises:
+        TypeError: HDF5 has no type for them; the message proposes a remedy.
+        ValueError: They differ in shape, or there is no axis of rows.
+    """
+    if np.ma.is_masked(rows):
+        raise TypeError(
+            f"{key!r} is masked, and HDF5 has no masks; yield .filled(...), and the mask as a "
+            "key of its own"
+        )
+    if is_ragged:
+        return _ragged(key, rows)
+    if _holds(rows, bytes):
+        raise TypeError(
+            f"{key!r} holds bytes; yield numpy.frombuffer(..., 'uint8') of each and give "
+            f"ragged=[{key!r}]"
+        )
+    try:
+        # As a text array, each text would take the room of the longest, and numbers beside texts
+        # would become texts.
+        array = np.asarray(rows, object if _holds(rows, str) else None)
+    except ValueError:
+        _refuse_shapes(key)
+    if array.ndim == 0:
+        raise ValueError(
+            f"{key!r} is a single {type(rows).__name__} and has no axis of rows; if the source "
+            "yields one sample at a time, give batched=False"
+        )
+    if len(array) and not array.size:
+        raise ValueError(f"the rows of {key!r} are empty, their shape is {array.shape[1:]}")
+    return _storable(key, array)
+
+
+def _storable(key: str, array: np.ndarray) -> np.ndarray:
+    """Return an array with a dtype that HDF5 has."""
+    if array.dtype.kind == "U":
+        return array.astype(object)
+    if array.dtype.kind in "mM":
+        raise TypeError(
+            f"{key!r} has dtype {array.dtype}, and HDF5 has none like it; yield .astype('int64')"
+        )
+    if array.dtype.kind == "O":
+        others = {type(row).__name__ for row in array.flat if not isinstance(row, str)}
+        if others & {"ndarray", "list"}:
+            _refuse_shapes(key)
+        if others:
+            raise TypeError(
+                f"{key!r} holds Python objects ({', '.join(sorted(others))}); only numbers, "
+                "strings and arrays of them can be packed"
+            )
+    return array
+
+
+def _refuse_shapes(key: str) -> NoReturn:
+    raise ValueError(
+        f"the rows of {key!r} differ in shape; pad them, or give ragged=[{key!r}] if they are "
+        "1-D arrays of different length"
+    ) from None
+
+
+def _holds(rows: Any, kind: type) -> bool:
+    # HDF5 has a type for numpy's bytes of fixed length.
+    if isinstance(rows, np.ndarray) and rows.dtype.kind != "O":
+        return False
+    return isinstance(rows, kind) or (
+        isinstance(rows, (list, np.ndarray)) and any(isinstance(row, kind) for row in rows)
+    )
+
+
+def _ragged(key: str, rows: Any) -> np.ndarray:
+    # These are copies, as a source may reuse its arrays.
+    arrays = [np.array(row) for row in rows]
+    for array in arrays:
+        if array.ndim != 1 or array.dtype.kind not in "biuf":
+            raise TypeError(
+                f"{key!r} is ragged, so its rows must be 1-D arrays of numbers, got shape "
+                f"{array.shape} and dtype {array.dtype}; flatten them and give their shape a key "
+                "of its own"
+            )
+    if len({array.dtype for array in arrays}) > 1:
+        raise TypeError(
+            f"the rows of {key!r} differ in dtype; yield arrays that all have the same (an empty "
+            "list has float64)"
+        )
+    # np.array() would make rows of the items of arrays of equal length.
+    return np.fromiter(arrays, object, len(arrays))
+
+
+def kind_of_column(column: np.ndarray, is_ragged: bool) -> RowKind:
     """Return the type of a column in HDF5."""
     if is_ragged:
-        dtype, shape = h5py.vlen_dtype(column[0].dtype), ()
-    else:
-        dtype = h5py.string_dtype() if column.dtype.kind == "O" else column.dtype
-        shape = column.shape[1:]
-    return Kind(kind_of(dtype), dtype, shape)
+        return RowKind.of(h5py.vlen_dtype(column[0].dtype), column.shape)
+    dtype = h5py.string_dtype() if column.dtype.kind == "O" else column.dtype
+    return RowKind.of(dtype, column.shape)
 
 
-def chunk_rows(kinds: Iterable[Kind], wanted: int | None) -> int:
+def chunk_rows(kinds: Iterable[RowKind], wanted: int | None) -> int:
     """Return the number of rows in a chunk of any key; the keys are read together."""
     if wanted is not None:
         return wanted
-    largest = max(1, *(kind.bytes for kind in kinds))
-    return int(min(max(1, CHUNK_BYTES // largest), _MOST_CHUNK_ROWS))
+    largest = max(
+        int(np.prod(kind.shape, dtype=int)) * (kind.apart_bytes() or int(kind.dtype.itemsize))
+        for kind in kinds
+    )
+    return int(min(max(1, CHUNK_BYTES // max(1, largest)), _MOST_CHUNK_ROWS))
 
 
 class Writer:
-    """Write items to an open file, in whole chunks; `finish` writes the last rows.
+    """Write items to an open file, in whole chunks.
 
     Args:
         file: An `h5py.File`, open for writing.
@@ -104,7 +235,7 @@ class Writer:
 
     def __init__(self, file: Any, format: Format, where: str) -> None:
         self.rows = 0
-        self.kinds: dict[str, Kind] = {}
+        self.kinds: dict[str, RowKind] = {}
         self._file = file
         self._format = format
         self._where = where
@@ -117,23 +248,26 @@ class Writer:
         """Write all items; yield the number of rows after each batch of them."""
         batches = items if self._format.batched else self._gathered(items)
         for batch in batches:
-            self.add(by_name(batch, self._format.keys))
+            self._add(by_name(batch, self._format.keys))
             yield self.rows
-        self.finish()
+        # The last rows fill no whole chunk.
+        self._flush(self.rows - self._written)
 
     def _gathered(self, items: Iterable[Any]) -> Iterator[dict[str, list[Any]]]:
         """Yield as many samples as a chunk has, or one as long as that is not known."""
         samples: list[dict[str, Any]] = []
         for item in items:
             found = by_name(item, self._format.keys)
-            samples.append({key: _own(value) for key, value in found.items()})
-            if len(samples) >= (self._chunk or 1):
-                yield _transposed(samples)
+            is_full = len(samples) >= (self._chunk or 1)
+            if samples and (is_full or found.keys() != samples[0].keys()):
+                yield _columns_of(samples)
                 samples = []
+            # A source may reuse its arrays.
+            samples.append(copy.deepcopy(found))
         if samples:
-            yield _transposed(samples)
+            yield _columns_of(samples)
 
-    def add(self, batch: Mapping[str, Any]) -> None:
+    def _add(self, batch: Mapping[str, Any]) -> None:
         """Take the rows of a batch; write as many as make whole chunks."""
         ragged = self._format.ragged
         columns = {key: column_of(key, rows, key in ragged) for key, rows in batch.items()}
@@ -152,7 +286,7 @@ class Writer:
         for pending in self._pending.values():
             pending[-1] = pending[-1].copy()
 
-    def _check(self, kinds: dict[str, Kind]) -> None:
+    def _check(self, kinds: dict[str, RowKind]) -> None:
         if not self.kinds:
             if unknown := set(self._format.ragged) - set(kinds):
                 raise ValueError(
@@ -172,46 +306,48 @@ class Writer:
                     f"{self.kinds[key]}; all rows of a key must be alike"
                 )
 
-    def _create(self, key: str, kind: Kind, chunk: int) -> Any:
-        try:
-            return self._file.create_dataset(
-                key,
-                shape=(0, *kind.shape),
-                maxshape=(None, *kind.shape),
-                dtype=kind.dtype,
-                chunks=(chunk, *kind.shape),
-                compression=self._format.compression,
-                shuffle=self._format.compression is not None,
-                fletcher32=self._format.checksum and kind.is_inside,
-            )
-        # A chunk of more than 4 GiB is refused, for example.
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{key!r} cannot be stored in HDF5: {error}") from error
+    def _create(self, key: str, kind: RowKind, chunk: int) -> Any:
+        return self._file.create_dataset(
+            key,
+            shape=(0, *kind.shape),
+            maxshape=(None, *kind.shape),
+            dtype=kind.dtype,
+            chunks=(chunk, *kind.shape),
+            compression=self._format.compression,
+            shuffle=self._format.compression is not None,
+            fletcher32=self._format.checksum and not kind.apart_bytes(),
+        )
 
     def _flush(self, count: int) -> None:
+        """Write so many of the rows that are pending."""
         if not count:
             return
+        # A chunk takes its whole size on the disk, so few rows get a small one.
+        chunk = min(self._chunk, count)
         if not self._datasets:
-            # A chunk takes its whole size on the disk, so few rows get a small one.
-            chunk = min(self._chunk, count)
-            self._datasets = {
-                key: self._create(key, kind, chunk) for key, kind in self.kinds.items()
-            }
+            for key, kind in self.kinds.items():
+                with storing(repr(key)):
+                    self._datasets[key] = self._create(key, kind, chunk)
         for key, dataset in self._datasets.items():
             pending = self._pending[key]
             rows = pending[0] if len(pending) == 1 else np.concatenate(pending)
             self._pending[key] = [rows[count:]]
-            try:
-                with guarded(self._where):
-                    dataset.resize(self._written + count, axis=0)
-                    _put(dataset, self._written, rows[:count])
-            except (ValueError, UnicodeError) as error:
-                raise ValueError(f"{key!r} cannot be stored in HDF5: {error}") from error
+            with storing(repr(key)), guarded(self._where):
+                dataset.resize(self._written + count, axis=0)
+                _put(dataset, self._written, rows[:count])
         self._written += count
 
-    def finish(self) -> None:
-        """Write the last rows, which fill no whole chunk."""
-        self._flush(self.rows - self._written)
+
+@contextlib.contextmanager
+def storing(what: str) -> Iterator[None]:
+    """Convert an error of h5py that a value has caused to a ValueError with its name."""
+    try:
+        yield
+    except DataFileError:
+        raise
+    # A chunk of more than 4 GiB is refused, for example.
+    except (TypeError, ValueError, OSError, RuntimeError) as error:
+        raise ValueError(f"{what} cannot be stored in HDF5: {error}") from error
 
 
 def _put(dataset: Any, start: int, rows: np.ndarray) -> None:
@@ -222,19 +358,5 @@ def _put(dataset: Any, start: int, rows: np.ndarray) -> None:
     dataset.write_direct(rows.astype(dataset.dtype), dest_sel=np.s_[start : start + len(rows)])
 
 
-def _own(value: Any) -> Any:
-    """Return a copy of a value that a source may reuse."""
-    if isinstance(value, list):
-        return list(value)
-    if isinstance(value, np.generic) or not hasattr(value, "__array__"):
-        return value
-    return np.array(value)
-
-
-def _transposed(samples: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    for sample in samples:
-        if sample.keys() != samples[0].keys():
-            raise ValueError(
-                f"the source yields {sorted(sample)}, and before it was {sorted(samples[0])}"
-            )
+def _columns_of(samples: list[dict[str, Any]]) -> dict[str, list[Any]]:
     return {key: [sample[key] for sample in samples] for key in samples[0]}

@@ -1,0 +1,420 @@
+"""The pool of `workers=0`: its only worker runs in the loop's own thread, for debuggers.
+
+    the loop --wait()--> engine --sleep()--> a turn of the worker --> its inbox --> the loop
+
+The worker does one turn of its shards, or one task, each time the loop waits. Nothing is made
+ahead, and no thread and no process is started. Another thread may stop the pool in the middle of a
+turn; the thread of the turn then closes the generators.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import threading
+import traceback
+import warnings
+from collections import deque
+from collections.abc import Callable, Container, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+from enqueuer.backends.job import Job
+from enqueuer.backends.pool import Death, WorkerPool, WorkerSnapshot, WorkerState
+from enqueuer.backends.stall import level_of_user, stacks_of_threads
+from enqueuer.common import interrupts
+from enqueuer.common.sizes import SAMPLED, size_of
+from enqueuer.errors import Closed, StartError, StopWarning
+from enqueuer.monitoring import usage
+from enqueuer.monitoring.meters import BYTES, WAITING, Meter, clock
+from enqueuer.monitoring.trace_file import TraceTarget
+from enqueuer.monitoring.usage import Usage
+from enqueuer.monitoring.worker_stats import WorkerStats, worker_stats
+from enqueuer.transport.protocol import Taken
+from enqueuer.workers.loop import turns
+from enqueuer.workers.messages import Empty, End, Epoch, Failure, ItemTuple, Sender, Ticket
+from enqueuer.workers.plan import Plan
+from enqueuer.workers.seeding import GlobalStreams, SwappedStates, seed_globals
+from enqueuer.workers.shards import do_nothing
+from enqueuer.workers.sources import LiveSource
+from enqueuer.workers.task_loop import serve_tasks
+from enqueuer.workers.tasks import TaskSource
+from enqueuer.workers.worker_trace import WorkerRecorder
+
+
+class InlineInbox:
+    """See `enqueuer.backends.pool.Inbox`.
+
+    Attributes:
+        messages: Messages that were sent and not taken; items are plain tuples.
+
+    Example:
+        >>> inbox = InlineInbox()
+        >>> inbox.messages.append((0, 0, "a", None))
+        >>> inbox.head(), inbox.waiting
+        (True, 1)
+    """
+
+    def __init__(self) -> None:
+        self.messages: deque[ItemTuple | End | Failure | Empty] = deque()
+
+    @property
+    def waiting(self) -> int:
+        return sum(isinstance(message, tuple) for message in self.messages.copy())
+
+    def head(self) -> bool | End | Failure | Empty:
+        if not self.messages:
+            return False
+        message = self.messages[0]
+        return True if isinstance(message, tuple) else message
+
+    def items(self, most: int, taken: Taken) -> Iterator[ItemTuple]:
+        messages, numbers = self.messages, taken.numbers
+        for _ in range(most):
+            # The inbox may have been cleared.
+            if not messages or not isinstance(messages[0], tuple):
+                return
+            item = messages[0]
+            shard, number, _value, state = item
+            if state is not None:
+                taken.remember(shard, number, state)
+            # From here to the yield is no call and no jump, and so no signal handler runs.
+            numbers[shard] = number + 1
+            taken.last = shard
+            del messages[0]
+            yield item
+
+    def remove(self, message: End | Failure | Empty) -> None:
+        if self.messages and self.messages[0] is message:
+            del self.messages[0]
+
+    def acknowledge(self) -> None:
+        """Do nothing: the worker sends nothing before the loop asks for it."""
+
+
+class InlineSender:
+    """The Sender of a worker in the loop's own thread.
+
+    Args:
+        name: Name of the worker, for failures.
+        inbox: Inbox to which it sends its messages.
+
+    Attributes:
+        is_closed: Whether the enqueuer was stopped.
+        meter: Account of the worker.
+        items: Number of items that it has sent.
+    """
+
+    def __init__(self, name: str, inbox: InlineInbox) -> None:
+        self.is_closed = False
+        self.meter = Meter()
+        self.items = 0
+        self._name = name
+        self._messages = inbox.messages
+
+    def send_item(self, shard: int, number: int, value: object, state: Any = None) -> None:
+        self.check()
+        self.meter.words[BYTES] += size_of(value, SAMPLED)
+        # It may be the iterator's own state, which changes.
+        state = copy.deepcopy(state)
+        self.items += 1
+        self._messages.append((shard, number, value, state))
+
+    def send(self, message: End | Failure | Empty) -> None:
+        self.check()
+        match message:
+            case Failure(error=KeyboardInterrupt() as interrupt):
+                # It came from the user's terminal to the loop, not from the generator.
+                raise interrupt
+            case Failure():
+                message = dataclasses.replace(message, worker=self._name)
+            case End(state=state):
+                message = dataclasses.replace(message, state=copy.deepcopy(state))
+        self._messages.append(message)
+
+    def check(self) -> None:
+        if self.is_closed:
+            raise Closed("the enqueuer was stopped")
+
+
+# The code of the user sees the global random states of the loop, as in a thread.
+_SHARED: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+_seed = functools.partial(seed_globals, is_alone=False)
+
+
+class InlineWorker:
+    """See `enqueuer.backends.pool.Worker`.
+
+    Args:
+        plan: Work of the worker, which has all shards.
+        tickets: Tickets of the tasks that are to be done.
+        has_globals: Whether the code of the user draws from global random states of its own, as
+            in another process.
+        trace: File in which the worker records what it does; None: nothing is recorded.
+    """
+
+    def __init__(
+        self, plan: Plan, tickets: deque[Ticket], has_globals: bool, trace: TraceTarget | None
+    ) -> None:
+        self.index = 0
+        self.shards = plan.shards
+        self.inbox = InlineInbox()
+        self.sender = InlineSender(str(self), self.inbox)
+        self.state = WorkerState.RUNNING
+        self._plan = plan
+        self._tickets = tickets
+        self._orders: deque[Epoch] = deque()
+        self._last_epoch = -1
+        # The rest of the epoch; None between epochs.
+        self._turns: Iterator[None] | None = None
+        self._ticket: Ticket | None = None
+        self._enter: Callable[[Any], None] = do_nothing
+        self._globals = _SHARED
+        if has_globals:
+            self._globals = SwappedStates().swapped
+            self._enter = GlobalStreams(is_alone=False).enter if plan.shards else _seed
+        self._recorder: WorkerRecorder | None = None
+        if trace is not None:
+            self._recorder = WorkerRecorder(trace, 0, self, self.sender, in_loop=True)
+        self.sender.meter.begin()
+        self.sender.meter.pause(WAITING)
+
+    @property
+    def is_leaving(self) -> bool:
+        return False
+
+    def begin(self, epoch: Epoch) -> None:
+        # An order comes twice if an exception interrupts the consumer while it gives it.
+        if epoch.number > self._last_epoch:
+            self._last_epoch = epoch.number
+            self._orders.append(epoch)
+
+    def ask_to_exit(self) -> None:
+        raise AssertionError("there is one worker in the loop's own thread")
+
+    def death(self) -> Death:
+        return Death("was interrupted", f"{self} was interrupted.", counts=False)
+
+    def __str__(self) -> str:
+        return "worker 0 (the loop's own thread)"
+
+    # --- the loop ---
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self._turns or self._orders or self._tickets)
+
+    def step(self) -> None:
+        """Run until something was sent, or the worker cannot go on.
+
+        Raises:
+            KeyboardInterrupt: The user has interrupted it.
+        """
+        meter = self.sender.meter
+        meter.resume()
+        try:
+            with self._globals():
+                self._step()
+        except Closed:
+            pass
+        except BaseException:
+            # What it was about to send is lost; a new worker makes it again.
+            self.state = WorkerState.DEAD
+            raise
+        finally:
+            meter.pause(WAITING)
+
+    def _step(self) -> None:
+        orders: Any = self._recorder or self
+        sender = cast(Sender, self._recorder or self.sender)
+        plan = self._plan
+        if isinstance(plan.source, TaskSource):
+            self._ticket = self._tickets.popleft()
+            serve_tasks(plan, orders, sender, self._enter)
+            return
+        if self._turns is None:
+            starts = plan.of(orders.next_epoch())
+            self._turns = turns(plan.source, starts, sender, self._enter, plan.on_error, True)
+        if next(self._turns, self) is self:
+            self._turns = None
+
+    def next_epoch(self) -> Epoch | None:
+        """See `Orders`."""
+        return self._orders.popleft()
+
+    def next_ticket(self) -> Ticket | None:
+        """See `Tickets`; there is one ticket each time."""
+        ticket, self._ticket = self._ticket, None
+        return ticket
+
+    def close(self) -> None:
+        """Close the generators, so that their `finally` runs."""
+        rest, self._turns = self._turns, None
+        self._orders.clear()
+        if rest is not None:
+            with self._globals(), contextlib.suppress(Closed):
+                cast(Any, rest).close()
+        if self._recorder is not None:
+            self._recorder.close()
+
+
+class InlineDispatch:
+    """See `enqueuer.backends.pool.Dispatch`."""
+
+    least = 1
+    awaited: int | None = None
+
+    def __init__(self) -> None:
+        self.tickets: deque[Ticket] = deque()
+
+    def pack(self, ticket: Ticket) -> Ticket:
+        return ticket
+
+    def pack_all(self, tickets: Sequence[Ticket]) -> Sequence[Ticket]:
+        return tickets
+
+    def offer(self, tickets: Sequence[tuple[int, Ticket]]) -> int:
+        self.tickets.extend(ticket for _, ticket in tickets)
+        return len(tickets)
+
+    def assign(self, worker: InlineWorker, number: int, packed: Ticket) -> None:
+        self.tickets.appendleft(packed)
+
+    def current(self, worker: InlineWorker) -> Sequence[int]:
+        return ()
+
+    def safe(self) -> Container[int]:
+        return {ticket.number for ticket in self.tickets}
+
+    def forget(self, worker: InlineWorker) -> None:
+        pass
+
+
+class InlinePool:
+    """See `enqueuer.backends.pool.WorkerPool`."""
+
+    are_processes: ClassVar[bool] = False
+    shares_gil: ClassVar[bool] = False
+
+    def __init__(self, job: Job) -> None:
+        self.workers: list[InlineWorker] = []
+        self.dispatch = InlineDispatch()
+        self._job = job
+        self._began = clock()
+        self._is_closed = False
+        # Held during a turn, so that no other thread closes a generator that runs.
+        self._turn = threading.RLock()
+        # The identifier of the thread of the turn; None between turns. It is not the thread itself:
+        # TensorFlow's threads are unknown to Python, and asking for one leaves a dummy behind.
+        self._runner: int | None = None
+        self._has_started = False
+
+    def open(self) -> None:
+        pass
+
+    def start_worker(self, index: int) -> InlineWorker:
+        job = self._job
+        if self._has_started and isinstance(job.source, LiveSource):
+            raise StartError(
+                "a running iterator that was interrupted cannot be read again; pass the "
+                "generator function itself"
+            )
+        self._has_started = True
+        (plan,) = job.plans()
+        return InlineWorker(plan, self.dispatch.tickets, job.has_globals, job.trace)
+
+    def sleep(self, awaited: InlineWorker | None, deadline: float | None) -> None:
+        if not self._take_turn():
+            raise AssertionError("the loop waits, and the worker has nothing to do")
+
+    def poll(self) -> None:
+        if not any(worker.inbox.messages for worker in self.workers):
+            self._take_turn()
+
+    def _take_turn(self) -> bool:
+        """Let the worker run; return False if it has nothing to do."""
+        with self._turn:
+            # stop() has been called.
+            if self._is_closed or not self.workers:
+                return True
+            (worker,) = self.workers
+            if not worker.has_work:
+                return False
+            self._runner = threading.get_ident()
+            try:
+                worker.step()
+            finally:
+                self._runner = None
+                if self._is_closed:
+                    worker.close()
+            return True
+
+    def discard(self, worker: InlineWorker) -> None:
+        worker.close()
+
+    def measures(self, workers: Sequence[InlineWorker]) -> list[WorkerStats]:
+        return [
+            worker_stats(
+                worker.index,
+                str(worker),
+                worker.shards,
+                worker.sender.meter.words,
+                (worker.sender.items, worker.sender.meter.words[BYTES]),
+                # The CPU time of this thread is also that of the loop.
+                Usage(),
+                self._began,
+            )
+            for worker in workers
+        ]
+
+    def snapshots(self, workers: Sequence[InlineWorker]) -> list[WorkerSnapshot]:
+        why = "works only while the loop waits"
+        return [WorkerSnapshot(str(worker), worker.shards, None, why) for worker in workers]
+
+    def cpus(self) -> float:
+        return usage.cpus()
+
+    def worker_bytes(self) -> int | None:
+        # The memory is that of the process.
+        return None
+
+    def wake(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._is_closed = True
+        for worker in self.workers.copy():
+            worker.sender.is_closed = True
+
+    def stop(self, timeout: float) -> None:
+        self.close()
+        # The code of the user stops the enqueuer: the turn closes the generators at its end.
+        if self._runner == threading.get_ident():
+            return
+        if not interrupts.interruptible(self._turn.acquire, True, timeout):
+            _warn_of(self._runner, timeout)
+            return
+        try:
+            for worker in self.workers.copy():
+                worker.close()
+            self.workers.clear()
+        finally:
+            self._turn.release()
+
+
+if TYPE_CHECKING:
+    # Pools are loaded by name, so that mypy compares this one with its protocol only here.
+    _implements: Callable[[Job], WorkerPool[InlineWorker]] = InlinePool
+
+
+def _warn_of(runner: int | None, timeout: float) -> None:
+    (stack,) = stacks_of_threads([runner])
+    where = "".join(traceback.format_list(stack)) if stack else "  (unknown)\n"
+    warnings.warn(
+        f"the generator did not end within {timeout:g} s and cannot be ended, as it runs in the "
+        f"loop's own thread; it is closed after its next batch. It is here:\n{where}",
+        StopWarning,
+        stacklevel=level_of_user(),
+    )

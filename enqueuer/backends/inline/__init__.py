@@ -1,1 +1,0 @@
-"""Workers whose code runs in the loop's own thread."""

@@ -1,0 +1,424 @@
+"""Both ends of the channel from a Ray actor: its outbox, and the inbox that the engine reads.
+
+    worker's loop --send_item(), send()--> Outbox --take()--> the stream of packets --> RayInbox
+                  <--next_epoch(), ...---        <--assign(), grant()-- the driver
+
+A large item stays with the loop until it is copied into the object store. Small items lie here
+until the stream takes them all at once. They share one object of the store, which stays as long as
+an array of any of them does.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from logging import LogRecord
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from enqueuer.errors import Closed
+from enqueuer.monitoring.meters import BYTES, IDLE, SENDING, WAITING, Meter, clock
+from enqueuer.transport.errors import encode_error
+from enqueuer.transport.item_codec import Encoder
+from enqueuer.transport.protocol import Taken
+from enqueuer.workers import logs
+from enqueuer.workers.concurrent_loop import LockedSender
+from enqueuer.workers.element_threads import ElementThreads
+from enqueuer.workers.messages import Empty, End, Epoch, Failure, Item, Message, Sender, Ticket
+
+# Nanoseconds; an item that takes longer to make leaves before the next one is begun.
+_SLOW_NS = 2_000_000
+# Bytes; copying a smaller item once more costs less than a packet of its own.
+_SMALL_BYTES = 1 << 20
+# Stands for the error of a failure, which is pickled beside it.
+_NO_ERROR = Exception()
+
+
+class TotalCredit(NamedTuple):
+    """The total that a worker may have sent since its start.
+
+    Attributes:
+        items: Number of items, if their bytes allow it.
+        size: Number of bytes; None if there is no limit.
+        wanted: Number of items that it may send however large they are.
+    """
+
+    items: int
+    size: int | None
+    wanted: int
+
+
+class Ready(NamedTuple):
+    """The first frame: process and node of the worker."""
+
+    pid: int
+    node: str
+
+
+class ItemFrame(NamedTuple):
+    """A frame with an item, which is a pickle and the large buffers beside it."""
+
+    shard: int
+    number: int
+    has_state: bool
+    data: bytes
+    buffers: tuple[Any, ...]
+
+
+class MessageFrame(NamedTuple):
+    """A frame with an end or a failure, whose error is pickled beside it."""
+
+    message: End | Failure | Empty
+    error: bytes | None
+
+
+class NeedsCredit(NamedTuple):
+    """A frame of a worker that has an item and no credit to send it."""
+
+
+class Ended(NamedTuple):
+    """The last frame: the worker's loop has ended.
+
+    Attributes:
+        why: Reason for the end; empty if the driver asked for it.
+    """
+
+    why: str = ""
+
+
+Frame = Ready | ItemFrame | MessageFrame | NeedsCredit | Ended | LogRecord
+
+
+class Outbox:
+    """A worker's Sender, Orders and Tickets: between its loop and the driver's calls.
+
+    Args:
+        credit: Credit that the worker begins with.
+        asks: Whether the worker sends `NeedsCredit` when its credit is used up.
+    """
+
+    def __init__(self, credit: TotalCredit, asks: bool) -> None:
+        self.meter = Meter()
+        # Where waits for orders and tickets are noted.
+        self._waits = self.meter
+        # The threads that run elements, if there are several.
+        self.threads: ElementThreads | None = None
+        self.sent = 0
+        self._size = 0
+        self._credit = credit
+        self._asks = asks
+        self._encoder = Encoder()
+        self._orders: deque[Epoch] = deque()
+        self._tickets: deque[tuple[int, bytes]] = deque()
+        self._frames: list[Frame] = []
+        # Numbers of items that the loop has put here, that the stream has taken, and that Ray has
+        # copied into the object store.
+        self._put_count = self._taken_count = self._copied_count = 0
+        # Time at which the last item had left the loop.
+        self._done = 0
+        self._closed = False
+        # Reentrant, as the garbage collector may run here, and what it finalizes may log.
+        self._lock = threading.RLock()
+        # The loop waits until the driver has called.
+        self._called = threading.Condition(self._lock)
+        # The stream waits until there are frames.
+        self._filled = threading.Condition(self._lock)
+        # The loop waits until the stream has copied its item.
+        self._copied = threading.Condition(self._lock)
+
+    # --- the worker's loop ---
+
+    def send_item(self, shard: int, number: int, value: object, state: Any = None) -> None:
+        began = clock()
+        has_state = state is not None
+        pickled, views = self._encoder.encode((value, state) if has_state else value)
+        data = bytes(pickled)
+        self._encoder.arrays.clear()
+        size = len(data) + sum(view.nbytes for view in views)
+        # An item that took long to make should leave before the next one takes this thread.
+        is_kept = began - self._done > _SLOW_NS or (bool(views) and size > _SMALL_BYTES)
+        # The buffers are the memory of the item, which may change once this method returns.
+        buffers = tuple(map(_contiguous if is_kept else _copy, views))
+        with self._lock:
+            waited = self._wait_for_room_locked(size)
+            self.sent += 1
+            self._size += size
+            self._put_locked(ItemFrame(shard, number, has_state, data, buffers))
+            self._put_count += 1
+            own_count = self._put_count
+            if is_kept:
+                while self._copied_count < own_count and not self._closed:
+                    self._copied.wait()
+        self._done = clock()
+        words = self.meter.words
+        words[BYTES] += size
+        words[SENDING] += self._done - began - waited
+
+    def _wait_for_room_locked(self, size: int) -> int:
+        """Wait until an item may be sent; return the nanoseconds of the wait."""
+        began = 0
+        if not self._may_send_locked(size):
+            began = clock()
+            self.meter.pause(WAITING)
+            if self._asks:
+                self._put_locked(NeedsCredit())
+            while not self._may_send_locked(size):
+                self._called.wait()
+            self.meter.resume()
+        self._check_locked()
+        return clock() - began if began else 0
+
+    def _may_send_locked(self, size: int) -> bool:
+        credit = self._credit
+        if self._closed or self.sent < credit.wanted:
+            return True
+        fits = credit.size is None or self._size + size <= credit.size
+        return fits and self.sent < credit.items
+
+    def send(self, message: End | Failure | Empty) -> None:
+        error = None
+        if isinstance(message, Failure):
+            error = encode_error(message.error)
+            message = replace(message, error=_NO_ERROR)
+        with self._lock:
+            self._check_locked()
+            self._put_locked(MessageFrame(message, error))
+
+    def send_record(self, record: LogRecord) -> None:
+        """Send a log record, also after the driver has closed the outbox."""
+        with self._lock:
+            self._put_locked(record)
+
+    def check(self) -> None:
+        with self._lock:
+            self._check_locked()
+
+    def next_epoch(self) -> Epoch | None:
+        epoch: Epoch | None = self._next(self._orders, IDLE)
+        return epoch
+
+    def next_ticket(self) -> Ticket | None:
+        while (found := self._next(self._tickets, WAITING)) is not None:
+            number, pickled = found
+            try:
+                ticket: Ticket = pickle.loads(pickled)
+            except Exception as error:
+                # The class of an element may be missing on this node.
+                self.send(Failure(0, number, error))
+            else:
+                return ticket
+        return None
+
+    def _next(self, queue: deque[Any], phase: int) -> Any:
+        with self._lock:
+            if not queue and not self._closed:
+                self._waits.pause(phase)
+                while not queue and not self._closed:
+                    self._called.wait()
+                self._waits.resume()
+            return None if self._closed else queue.popleft()
+
+    def share(self, threads: ElementThreads) -> Sender:
+        # The worker waits only when its threads do.
+        self._waits = Meter()
+        self.threads = threads
+        # The worker's own thread may be waiting for a ticket, and ends.
+        threads.on_error = lambda error: self.close()
+        return LockedSender(self)
+
+    def send_frame(self, frame: Ready | Ended) -> None:
+        """Send a frame about the worker itself."""
+        with self._lock:
+            self._put_locked(frame)
+
+    def _check_locked(self) -> None:
+        if self._closed:
+            raise Closed("the enqueuer was stopped")
+
+    def _put_locked(self, frame: Frame) -> None:
+        self._frames.append(frame)
+        self._filled.notify()
+
+    # --- the driver's calls ---
+
+    def take(self) -> list[Frame]:
+        """Wait for frames and return all of them.
+
+        Ray has copied the frames of the previous call before it makes the next one.
+        """
+        with self._lock:
+            self._copied_count = self._taken_count
+            self._copied.notify()
+            while not self._frames:
+                self._filled.wait()
+            frames, self._frames = self._frames, []
+            self._taken_count = self._put_count
+            return frames
+
+    def assign(self, orders: list[Epoch], tickets: list[tuple[int, bytes]]) -> None:
+        """Add epochs to run, or tasks to do."""
+        with self._lock:
+            self._orders.extend(orders)
+            self._tickets.extend(tickets)
+            self._called.notify_all()
+
+    def grant(self, credit: TotalCredit) -> None:
+        """Replace the credit by a larger one."""
+        with self._lock:
+            self._credit = credit
+            self._called.notify_all()
+
+    def close(self) -> None:
+        """End the loop: it gets no more orders, and sending raises Closed."""
+        with self._lock:
+            self._closed = True
+            self._called.notify_all()
+            self._copied.notify()
+
+
+def _contiguous(view: Any) -> Any:
+    """Return a buffer that Ray copies straight into the object store, without pickling it."""
+    return _buffer_of(np.ascontiguousarray(view))
+
+
+def _copy(view: Any) -> Any:
+    return _buffer_of(np.array(view, order="C"))
+
+
+def _buffer_of(array: np.ndarray) -> Any:
+    # Not every dtype has a buffer, but its bytes do.
+    flat = array.reshape(-1).view(np.uint8)
+    return pickle.PickleBuffer(flat)  # type: ignore[arg-type]  # numpy declares no buffer
+
+
+# Nanoseconds between two grants; a grant that comes later is always worth its call.
+_GRANT_GAP_NS = 5_000_000
+
+
+class RayInbox:
+    """See `enqueuer.backends.pool.Inbox`. The thread that receives from the actor fills it.
+
+    Args:
+        lock: Lock of the pool, which guards the messages.
+        records: Log records of all workers, which the loop delivers.
+        credit: Credit that the actor begins with; that many items and bytes may wait here.
+        grant: Function that is called when the loop has consumed the items that it took.
+
+    Attributes:
+        needs_credit: Whether the actor has an item and no credit to send it.
+    """
+
+    def __init__(
+        self,
+        lock: threading.RLock,
+        records: deque[logging.LogRecord],
+        credit: TotalCredit,
+        grant: Callable[[], None],
+    ) -> None:
+        self.needs_credit = False
+        self._lock = lock
+        self._records = records
+        self._quota, self._share = credit.items, credit.size
+        # The last grant, and its time.
+        self._credit = credit
+        self._granted = clock()
+        self._grant = grant
+        self._messages: deque[Message] = deque()
+        # Sizes of the items among the messages.
+        self._sizes: deque[int] = deque()
+        # Numbers of items that came, that were taken, and that are consumed; then bytes of these.
+        self._received = self._taken = self._acknowledged = 0
+        self._taken_bytes = self._acknowledged_bytes = 0
+
+    @property
+    def waiting(self) -> int:
+        return len(self._sizes)
+
+    def put_locked(self, messages: list[Message], sizes: list[int]) -> None:
+        """Add messages, and the sizes of the items among them."""
+        self._messages.extend(messages)
+        self._sizes.extend(sizes)
+
+    def count_locked(self) -> None:
+        """Count an item that has arrived, also one that cannot be loaded."""
+        self._received += 1
+        self.needs_credit = False
+
+    def head(self) -> bool | End | Failure | Empty:
+        while self._records:
+            deliver(self._records)
+        try:
+            message = self._messages[0]
+        except IndexError:
+            return False
+        return True if isinstance(message, Item) else message
+
+    def items(self, most: int, taken: Taken) -> Iterator[Item]:
+        with self._lock:
+            messages, sizes, numbers = self._messages, self._sizes, taken.numbers
+            while most and messages:
+                item = messages[0]
+                if not isinstance(item, Item):
+                    return
+                shard, number, size = item.shard, item.number, sizes[0]
+                if item.state is not None:
+                    taken.remember(shard, number, item.state)
+                most -= 1
+                # From here to the yield is no call and no jump, and so no signal handler runs.
+                del messages[0]
+                del sizes[0]
+                self._taken += 1
+                self._taken_bytes += size
+                numbers[shard] = number + 1
+                taken.last = shard
+                yield item
+
+    def remove(self, message: End | Failure | Empty) -> None:
+        with self._lock:
+            if self._messages and self._messages[0] is message:
+                self._messages.popleft()
+
+    def acknowledge(self) -> None:
+        if self._acknowledged != self._taken:
+            self._acknowledged, self._acknowledged_bytes = self._taken, self._taken_bytes
+            self._grant()
+
+    def due_credit(self, wanted: bool) -> TotalCredit | None:
+        """Return the credit to grant now; None if it is not worth a call.
+
+        Args:
+            wanted: Whether the loop waits for the next item, which must then come in any case.
+        """
+        quota, before = self._quota, self._credit
+        items = self._acknowledged + quota
+        size = None if self._share is None else self._acknowledged_bytes + self._share
+        at_least = before.wanted
+        if wanted and (quota == 0 or size is not None):
+            at_least = self._received + 1
+        # A call costs about as much as a packet, so a fast loop grants many small items at once. A
+        # slow loop grants each item, so that its queue is full whenever it asks.
+        now = clock()
+        is_worth_it = 2 * (items - before.items) >= quota or now - self._granted > _GRANT_GAP_NS
+        # The bytes may be used up long before the items.
+        if size is not None and before.size is not None:
+            is_worth_it |= 2 * (size - before.size) >= (self._share or 0)
+        if at_least == before.wanted and not (is_worth_it and (items, size) != before[:2]):
+            return None
+        self._credit, self._granted = TotalCredit(items, size, at_least), now
+        return self._credit
+
+
+def deliver(records: deque[logging.LogRecord]) -> None:
+    """Log the records of workers; called in the thread of the loop, and at the stop."""
+    while records:
+        try:
+            record = records.popleft()
+        except IndexError:
+            # Another thread stops the workers, and delivers the records, too.
+            return
+        logs.deliver(record)

@@ -1,0 +1,172 @@
+"""The batches of an epoch: their order, their division among shards, and a position in them.
+
+    rows, or files --EpochOrder--> a permutation of the epoch, cut into batches
+    a shard        --ShardBatches--> its batches from a number on, and a state
+
+A state has the number of the next batch and the identity: all values on which that batch depends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from enqueuer.common import checks
+from enqueuer.enqueuers.task_order import permutation, steps_in
+from enqueuer.errors import StateMismatch
+from enqueuer.workers.arrays import empty
+from enqueuer.workers.shards import Shard
+
+
+class ShardBatches(Iterator[Any]):
+    """The batches of one shard in one epoch, with a position.
+
+    Args:
+        begin: Function that yields the batches from a number on.
+        identity: Values on which a position depends.
+        advice: What to do if one of these values differs, by its name; `{}` stands for the value
+            in the state.
+    """
+
+    def __init__(
+        self,
+        begin: Callable[[int], Generator[Any]],
+        identity: Mapping[str, int],
+        advice: Mapping[str, str] | None = None,
+    ) -> None:
+        self._begin = begin
+        self._identity = identity
+        self._advice = advice or {}
+        self._batches: Generator[Any] | None = None
+        self._next = 0
+
+    def __next__(self) -> Any:
+        if self._batches is None:
+            self._batches = self._begin(self._next)
+        batch = next(self._batches)
+        self._next += 1
+        return batch
+
+    def close(self) -> None:
+        """Close the files that are open for this shard."""
+        if self._batches is not None:
+            self._batches.close()
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the number of the next batch, and the values on which it depends."""
+        return {"batch": self._next, **self._identity}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue at a position.
+
+        Raises:
+            StateMismatch: The position is of other data or batches.
+        """
+        for key, value in self._identity.items():
+            saved = state.get(key)
+            if saved != value:
+                advice = self._advice.get(key, "").format(saved)
+                raise StateMismatch(
+                    f"the state is of {key}={saved}, but here it is {value}{advice}"
+                )
+        self.close()
+        self._batches, self._next = None, state["batch"]
+
+
+class EpochOrder:
+    """The order of an epoch, cut into batches, which the shards get in turn.
+
+    So the batches do not depend on the number of shards.
+
+    Args:
+        noun: What is ordered, in the plural.
+        count: Number of these.
+        batch_size: Number of these in a batch.
+        shuffle: Whether each epoch has an order of its own, drawn from the seed.
+        drop_last: Whether an incomplete last batch is left out, and batches that would give some
+            shards more than others.
+
+    Attributes:
+        identity: Values on which all batches depend.
+    """
+
+    def __init__(
+        self, noun: str, count: int, batch_size: int, shuffle: bool, drop_last: bool
+    ) -> None:
+        self._size = checks.positive("batch_size", batch_size)
+        if drop_last and count < batch_size:
+            raise ValueError(
+                f"{count} {noun} do not fill a batch of {batch_size}, and drop_last is True"
+            )
+        self._count = count
+        self._shuffle = bool(shuffle)
+        self._drop_last = bool(drop_last)
+        self._kept: tuple[tuple[int, int], np.ndarray] | None = None
+        self.identity = {noun: count, "batch_size": self._size, "shuffle": self._shuffle}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": None}
+
+    def batches(
+        self,
+        shard: Shard,
+        make: Callable[[range | np.ndarray, Shard], Any],
+        identity: Mapping[str, int],
+    ) -> ShardBatches:
+        """Return the batches of a shard.
+
+        Args:
+            shard: The shard.
+            make: Function that makes a batch of indices and the shard.
+            identity: Values on which a position depends.
+
+        Raises:
+            ValueError: There are fewer batches than shards, and `drop_last` is True.
+        """
+        steps = self._steps(shard)
+
+        def begin(first: int) -> Generator[Any]:
+            order = self._order_of(shard)
+            for step in steps[first:]:
+                yield make(order[step * self._size : (step + 1) * self._size], shard)
+
+        return ShardBatches(begin, identity)
+
+    def _steps(self, shard: Shard) -> range:
+        """Return the numbers of a shard's batches in the epoch."""
+        steps = steps_in(self._count, self._size, self._drop_last)
+        if self._drop_last:
+            if steps < shard.count:
+                raise ValueError(
+                    f"{steps} batches cannot be divided evenly over {shard.count} shards, and "
+                    "drop_last is True; give fewer shards, or a smaller batch_size"
+                )
+            steps -= steps % shard.count
+        return range(shard.index, steps, shard.count)
+
+    def _order_of(self, shard: Shard) -> range | np.ndarray:
+        if not self._shuffle:
+            return range(self._count)
+        epoch = shard.random_seed, shard.epoch
+        # The shards of a worker share the order of an epoch.
+        kept = self._kept
+        if kept is None or kept[0] != epoch:
+            kept = self._kept = epoch, permutation(self._count, *epoch)
+        return kept[1]
+
+
+def take_rows(array: np.ndarray, rows: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Return a copy of some rows, in memory that a worker process need not copy again.
+
+    Example:
+        >>> take_rows(np.arange(10), range(3, 5)), take_rows(np.arange(10), np.array([7, 1]))
+        (array([3, 4]), array([7, 1]))
+    """
+    out = empty((len(rows), *array.shape[1:]), array.dtype)
+    if isinstance(rows, range):
+        out[...] = array[rows.start : rows.stop]
+        return out
+    # The rows are in range. With "raise", numpy would write to a copy first.
+    return np.take(array, rows, axis=0, out=out, mode="clip")

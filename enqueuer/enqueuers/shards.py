@@ -1,0 +1,320 @@
+"""The workload of GeneratorEnqueuer: shards of a generator function, or a running iterator."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+from enqueuer.backends.job import Job
+from enqueuer.backends.load import Backend
+from enqueuer.backends.shard_schedule import AsTheyCome, RoundRobin
+from enqueuer.backends.stall import level_of_user
+from enqueuer.enqueuers import position
+from enqueuer.enqueuers.failures import Origin, item_of
+from enqueuer.enqueuers.options import Options
+from enqueuer.enqueuers.run import Run
+from enqueuer.enqueuers.workload import EpochWork, Seed, job_of
+from enqueuer.errors import DuplicateDataWarning, InvalidState
+from enqueuer.monitoring.duplicates import FirstItems
+from enqueuer.monitoring.stats import Stats
+from enqueuer.workers.messages import Epoch, Failure, Start, Ticket
+from enqueuer.workers.shards import Shard
+from enqueuer.workers.sources import FunctionSource, LiveSource, Source, name_of
+
+
+class Shards(Protocol):
+    """The workload, as far as its epochs need it."""
+
+    seed: Seed
+
+    @property
+    def takes_shard(self) -> bool:
+        """Whether each shard may give other data."""
+
+    @property
+    def all_shards(self) -> int:
+        """Number of shards over all ranks."""
+
+    def own_shards(self) -> range:
+        """Return the shards of this rank."""
+
+    def rerun(self, origin: Origin, ticket: Ticket | None) -> Callable[[], Any]:
+        """Return a function that makes an item again."""
+
+
+class ShardEpoch:
+    """See `EpochWork`."""
+
+    def __init__(
+        self, workload: Shards, run: Run, epoch: Epoch, first_items: FirstItems | None
+    ) -> None:
+        self._workload = workload
+        self._number = epoch.number
+        self.first_items = first_items
+        starts = epoch.starts
+        if starts is None:
+            starts = dict.fromkeys(workload.own_shards(), Start())
+        # More items are never taken and not given to the loop.
+        recent = run.options.max_queue_size + 2
+        kind = RoundRobin if run.options.ordered else AsTheyCome
+        self.order: RoundRobin | AsTheyCome = kind(starts, recent)
+
+    @property
+    def may_be_followed(self) -> bool:
+        return False
+
+    @property
+    def feed_runs_code(self) -> bool:
+        return False
+
+    def feed(self) -> None:
+        """Do nothing: the workers have their shards."""
+
+    def pass_work(self, old: Backend, new: Backend) -> None:
+        if not self.order.done:
+            new.begin(Epoch(self._number, self.order.rest()))
+
+    def keep(self, failure: Failure) -> None:
+        """Do nothing: the worker that failed sends nothing more."""
+
+    def where(self, failure: Failure) -> str:
+        return f"in {failure.worker}, shard {failure.shard}, item {failure.number}"
+
+    def origin_of(self, failure: Failure) -> Origin:
+        workload = self._workload
+        origin = Origin(
+            workload.seed.value,
+            self._number,
+            failure.number,
+            failure.shard,
+            workload.all_shards,
+            failure.worker,
+        )
+        origin.rerun = workload.rerun(origin, None)
+        return origin
+
+    def ticket(self, item: int) -> Ticket | None:
+        return None
+
+    def steps_done(self, ready: int, taken: int) -> int:
+        return taken - ready
+
+    def next_epoch(self) -> Epoch:
+        ends = self.order.ends
+        if not ends:
+            return Epoch(self._number + 1)
+        # A shard that had ended when a state was saved has sent no state since.
+        starts = dict.fromkeys(self._workload.own_shards(), Start())
+        starts |= {shard: Start(0, state) for shard, state in ends.items()}
+        return Epoch(self._number + 1, starts)
+
+    def end(self) -> None:
+        """Do nothing: a generator sees its own end."""
+
+    def rerun_s(self, stats: Stats) -> float | None:
+        if any(start.state is not None for start in self.order.rest().values()):
+            # Iterators with a state are resumed.
+            return 0.0
+        return sum(worker.making_s for worker in stats.workers)
+
+
+# As many for 1, 2, 4, 8 and 16 workers each, and not too many generators open at once.
+_AUTO_SHARDS = 16
+
+
+class ShardWorkload:
+    """See `Workload`.
+
+    Args:
+        source: Source that the user gave.
+        options: Options of the enqueuer.
+        seed: Seed of the enqueuer.
+        shards: Number of shards over all ranks; None: as many as workers.
+    """
+
+    def __init__(self, source: Source, options: Options, seed: Seed, shards: int | None) -> None:
+        self.source = source
+        self.options = options
+        self.seed = seed
+        self._shards = shards
+        self._shards_are_given = shards is not None
+        self._is_compared = False
+        self._start_method = options.start_method(source)
+        self._check_live()
+        # Fails at once if there are too few of them.
+        self.own_shards()
+
+    def _check_live(self) -> None:
+        if not isinstance(self.source, LiveSource):
+            return
+        split = ""
+        if self._shards not in (None, 1):
+            split = f"into {self._shards} shards"
+        elif self.options.world_size > 1:
+            split = f"over {self.options.world_size} ranks"
+        if split:
+            raise ValueError(
+                f"a running iterator cannot be split {split}; pass the generator function itself"
+            )
+
+    @property
+    def takes_shard(self) -> bool:
+        """Whether each shard may give other data."""
+        return isinstance(self.source, FunctionSource) and self.source.takes_shard
+
+    @property
+    def all_shards(self) -> int:
+        """Number of shards over all ranks."""
+        options = self.options
+        if isinstance(self.source, LiveSource):
+            return 1 if options.backend_name == "thread" else max(1, options.first_workers)
+        shards = self._shards or self._shards_of_a_rank() * options.world_size
+        return shards - shards % options.world_size if options.drop_last else shards
+
+    def _shards_of_a_rank(self) -> int:
+        if not self.options.is_auto:
+            return max(1, self.options.first_workers)
+        return _AUTO_SHARDS if self.takes_shard else 1
+
+    def own_shards(self) -> range:
+        """Return the shards of this rank.
+
+        Raises:
+            ValueError: There are fewer shards than ranks.
+        """
+        shards, options = self.all_shards, self.options
+        if shards < options.world_size:
+            raise ValueError(
+                f"shards={self._shards} cannot be divided over world_size={options.world_size} "
+                "ranks; give at least as many shards as ranks"
+            )
+        return range(options.rank, shards, options.world_size)
+
+    @property
+    def shard_count(self) -> int:
+        return len(self.own_shards())
+
+    @property
+    def elements_per_item(self) -> int:
+        return 1
+
+    def steps(self) -> None:
+        return None
+
+    def needs_common_seed(self) -> bool:
+        return self.takes_shard
+
+    # --- what runs ---
+
+    def job(self, workers: int) -> Job:
+        shards = self.all_shards
+        if isinstance(self.source, LiveSource) and shards > 1:
+            _warn_of_duplicates(shards)
+        return job_of(self, workers, shards, tuple(self.own_shards()), self._start_method)
+
+    def job_with(self, workers: int) -> Job | None:
+        if isinstance(self.source, LiveSource):
+            if self.options.is_inline or workers == 0:
+                raise InvalidState(
+                    "a running iterator cannot pass between the loop's own thread and a worker; "
+                    "pass the generator function itself"
+                )
+            if self.options.backend_name == "thread":
+                # One thread reads it, whatever `workers` is.
+                return None
+            raise InvalidState(
+                "processes that share a running iterator cannot be reconfigured, as their copies "
+                "of it have gone on; pass the generator function itself"
+            )
+        return self.job(workers)
+
+    def keep_shards(self) -> None:
+        if self._shards is None and not isinstance(self.source, LiveSource):
+            self._shards = self.all_shards
+
+    def begin(self, run: Run, epoch: Epoch, goes_on: bool, before: EpochWork | None) -> ShardEpoch:
+        first_items = None
+        if not self._is_compared and epoch.starts is None and self.shard_count > 1:
+            self._is_compared = True
+            if isinstance(self.source, FunctionSource):
+                first_items = FirstItems(self.shard_count, self.source.takes_shard)
+        return ShardEpoch(self, run, epoch, first_items)
+
+    def rewind(self) -> None:
+        """Do nothing: the generator function is called anew."""
+
+    def why_empty(self, earlier: int) -> str | None:
+        source = self.source
+        if earlier and isinstance(source, LiveSource) and isinstance(source.iterable, Iterator):
+            return (
+                "the iterator was read to its end in an earlier epoch, and cannot begin anew; "
+                "pass the generator function itself, GeneratorEnqueuer(batches) instead of "
+                "GeneratorEnqueuer(batches()), which is called for each epoch"
+            )
+        return None
+
+    def limit_of_workers(self) -> str | None:
+        if self.shard_count > 1:
+            return None
+        if isinstance(self.source, LiveSource):
+            return "an iterator cannot be split: pass the generator function itself"
+        return (
+            f"{name_of(self.source.function)} is one shard: let it take a shard and do its "
+            "share of the work (shard.split), or give shards= if each run of it gives other data"
+        )
+
+    # --- position ---
+
+    def identity(self) -> dict[str, Any]:
+        options, stage = self.options, self.source.stage
+        return {
+            "kind": "GeneratorEnqueuer",
+            "random_seed": self.seed.value,
+            "shards": self.all_shards,
+            "rank": options.rank,
+            "world_size": options.world_size,
+            "ordered": options.ordered,
+            **({} if stage is None else stage.identity()),
+        }
+
+    def given(self) -> dict[str, bool]:
+        is_live = isinstance(self.source, LiveSource)
+        return {"random_seed": self.seed.is_given, "shards": is_live or self._shards_are_given}
+
+    def adopt(self, state: Mapping[str, Any], epoch: Epoch, was_run: bool) -> None:
+        if isinstance(self.source, LiveSource) and was_run:
+            raise InvalidState(
+                "a running iterator that was read cannot be rewound; make a new enqueuer with a "
+                "fresh one, or pass the generator function itself"
+            )
+        shards = state["shards"]
+        own = range(self.options.rank, shards, self.options.world_size)
+        position.check_shards(state, epoch, own)
+        self.seed.value = state["random_seed"]
+        if not isinstance(self.source, LiveSource):
+            self._shards = shards
+
+    def rerun(self, origin: Origin, ticket: Ticket | None) -> Callable[[], Any]:
+        if origin.shard is None:
+            raise ValueError("the error came from a task of an OrderedEnqueuer, not from a shard")
+        make_shard = functools.partial(
+            Shard, origin.shard, origin.shards, origin.epoch, origin.random_seed
+        )
+        seed = self.options.has_globals
+        return functools.partial(item_of, self.source, make_shard, origin.item, seed)
+
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        options = {**self.options.given(), "shards": self._shards}
+        return (self.source, False, None, self.seed.value), options
+
+
+def _warn_of_duplicates(workers: int) -> None:
+    warnings.warn(
+        f"each of the {workers} processes goes on with its own copy of the same iterator, so "
+        f"every batch comes {workers} times; pass the generator function itself "
+        "(`def batches(shard): ...`, with shard.split for its share of the work), or workers=1",
+        DuplicateDataWarning,
+        stacklevel=level_of_user(),
+    )

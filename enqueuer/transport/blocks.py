@@ -1,0 +1,456 @@
+"""The worker's side of shared memory: blocks to fill, which are used again and again.
+
+    worker (BlockPool)                              consumer (BlockMap)
+    FREE --take()--> FILLING --sent()--> SENT ----> LEASED: arrays are views of it
+     ^                                                |
+     +---------- the number is released <------------+ the last view has died
+
+    BlockWriter.lay_out(pickle, buffers) -> segments, copied or left where the generator wrote
+    BlockWriter.announce(segments)       -> packets with new blocks, and the table of a frame
+
+Fresh shared memory costs a page fault for each 4 kB; a block that is used again costs none. The
+descriptor of a block crosses once, before its first item; then both sides close theirs and only
+the mappings remain.
+
+A generator may fill a block itself (`enqueuer.empty`). The block is sent without a copy if every
+array that shows it is known, and these become read-only; it is not used again while one of them
+lives. numpy keeps a reference from each view to the array that owns the memory, so counting
+references shows whether there are views that the package does not know of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import logging
+import math
+import mmap
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, SupportsIndex
+
+import numpy as np
+
+from enqueuer.transport.item_codec import Buffer, Pieces
+from enqueuer.transport.memory import allocation_error, map_shared, open_nameless
+from enqueuer.transport.protocol import INLINE_BYTES, MOST_IN_PACKET, NUMBER, SEGMENT, Kind
+from enqueuer.transport.ring import Ring
+
+
+class BlockState(enum.IntEnum):
+    """Where a block is in its life, as its worker knows it.
+
+    Numbers are hashed in C, and each block changes its state three times for an item.
+    """
+
+    FREE = 0
+    FILLING = 1
+    # Sent, and then leased, which only the consumer knows.
+    SENT = 2
+
+
+_NEXT = {
+    BlockState.FREE: {BlockState.FILLING},
+    BlockState.FILLING: {BlockState.SENT, BlockState.FREE},
+    BlockState.SENT: {BlockState.FREE},
+}
+
+
+class Block:
+    """A piece of shared memory as its worker sees it.
+
+    Attributes:
+        number: Number that names the block on both sides.
+        memory: Mapping of the block in this process.
+        size: Capacity in bytes.
+        fd: Descriptor, until it has been sent; then None.
+        state: State, as the head of this file shows.
+        taken: Time at which the block was last taken, by `time.monotonic()`.
+    """
+
+    def __init__(self, number: int, memory: mmap.mmap, fd: int | None) -> None:
+        self.number = number
+        self.memory = memory
+        self.size = len(memory)
+        self.fd = fd
+        self.state = BlockState.FREE
+        self.taken = 0.0
+
+    def move(self, new: BlockState) -> None:
+        """Change state; the only method that assigns `state` after the construction."""
+        assert new in _NEXT[self.state], f"{self.state} -> {new}"
+        self.state = new
+
+    def close_descriptor(self) -> None:
+        """Close the descriptor: the other side has its own now."""
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
+
+    def close(self) -> None:
+        """Give the memory back, as far as this side is concerned."""
+        self.close_descriptor()
+        # A block of which a view is alive goes with that view.
+        with contextlib.suppress(BufferError):
+            self.memory.close()
+
+
+class UserBlock:
+    """A block that the generator fills itself, and the arrays that show it.
+
+    Attributes:
+        block: Block of the pool.
+        address: Address in this process at which the block begins.
+        root: All of the block as bytes; every view that numpy makes has this array as its base.
+        array: Array that the generator was given.
+    """
+
+    def __init__(
+        self,
+        block: Block,
+        address: int,
+        root: weakref.ref[np.ndarray],
+        array: weakref.ref[np.ndarray],
+    ) -> None:
+        self.block = block
+        self.address = address
+        self.root = root
+        self.array = array
+
+    def freeze(self, known: Iterable[np.ndarray]) -> bool:
+        """Make all arrays that show the block read-only; return whether all are known.
+
+        Args:
+            known: Arrays of the item that is about to be sent, and perhaps others.
+        """
+        root, array = self.root(), self.array()
+        if root is None:
+            return True
+        views = {id(view): view for view in known if view.base is root}
+        if array is not None:
+            views[id(array)] = array
+        if _views_of(root) > len(views):
+            return False
+        for view in views.values():
+            view.flags.writeable = False
+        return True
+
+
+def address_of(view: memoryview) -> int:
+    """Return the address in this process at which a buffer begins."""
+    address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+    return address
+
+
+def _views_of(root: np.ndarray) -> int:
+    return sys.getrefcount(root) - _NO_VIEWS
+
+
+_NO_VIEWS = 0
+
+
+def _calibrate() -> int:
+    root = np.empty(0)
+    return _views_of(root)
+
+
+# As many references as the question itself takes, in this version of Python.
+_NO_VIEWS = _calibrate()
+
+
+# Bytes: a cache line, and enough for every dtype and SIMD load.
+ALIGNMENT = 64
+
+_PAGE = mmap.PAGESIZE
+# Seconds after which a block that was not needed is given back, when the next one is taken.
+_IDLE_S = 5.0
+
+
+class BlockPool:
+    """The blocks of one worker.
+
+    Any thread of the worker may call `make`, the rest is for the worker's own loop.
+
+    Args:
+        keep: Number of free blocks to be kept for later; more are given back to the system.
+
+    Attributes:
+        user_blocks: Blocks that the generator fills itself, by their numbers.
+    """
+
+    def __init__(self, keep: int) -> None:
+        self._keep = keep
+        self._lock = threading.Lock()
+        # The block that was used last is at the end.
+        self._free: list[Block] = []
+        self._busy: dict[int, Block] = {}
+        self.user_blocks: dict[int, UserBlock] = {}
+        # Released by the consumer, but an array of the worker still shows them.
+        self._released: set[int] = set()
+        self._dropped: list[int] = []
+        # Number of blocks that were made; it is that of the latest block.
+        self.count = 0
+
+    def take(self, size: int) -> Block:
+        """Return a block of at least `size` bytes: the smallest that is free, or a new one.
+
+        Raises:
+            BlockMemoryError: The system has no memory or no descriptor for it.
+        """
+        with self._lock:
+            return self._take_locked(size)
+
+    def make(self, shape: Sequence[SupportsIndex], dtype: np.dtype[Any]) -> np.ndarray:
+        """Return an array that lies in a block of its own, for the generator to fill.
+
+        Raises:
+            BlockMemoryError: The system has no memory or no descriptor for it.
+        """
+        size = math.prod(map(int, shape)) * dtype.itemsize
+        with self._lock:
+            block = self._take_locked(size)
+            root = np.frombuffer(block.memory, np.uint8)
+            array: np.ndarray = np.ndarray(shape, dtype, root)
+            self.user_blocks[block.number] = UserBlock(
+                block, root.__array_interface__["data"][0], weakref.ref(root), weakref.ref(array)
+            )
+        return array
+
+    def find_user_block(self, view: memoryview) -> tuple[UserBlock, int] | None:
+        """Return the unsent block of the generator in which `view` lies, and its offset there."""
+        address = address_of(view)
+        for user_block in list(self.user_blocks.values()):
+            offset, block = address - user_block.address, user_block.block
+            if 0 <= offset < block.size and block.state is BlockState.FILLING:
+                return user_block, offset
+        return None
+
+    def sent(self, block: Block) -> None:
+        """Note that the consumer has a block now, and its descriptor, too."""
+        if block.fd is not None:
+            block.close_descriptor()
+        if block.state is BlockState.FILLING:
+            block.move(BlockState.SENT)
+
+    def reclaim(self, numbers: Iterable[int]) -> None:
+        """Note that the consumer's last views of some blocks are gone."""
+        with self._lock:
+            for number in numbers:
+                user_block = self.user_blocks.get(number)
+                if user_block is not None and user_block.root() is not None:
+                    self._released.add(number)
+                else:
+                    self._free_locked(self._busy.pop(number))
+
+    def dropped(self) -> list[int]:
+        """Return, once, the blocks given up since the last call, for the consumer to unmap."""
+        numbers, self._dropped = self._dropped, []
+        return numbers
+
+    def close(self) -> None:
+        """Give up everything."""
+        with self._lock:
+            for block in [*self._free, *self._busy.values()]:
+                block.close()
+            self._free, self._busy, self.user_blocks = [], {}, {}
+
+    def _take_locked(self, size: int) -> Block:
+        if self.user_blocks:
+            self._free_user_blocks_locked()
+        best = None
+        for block in self._free:
+            if size <= block.size <= max(4 * size, _PAGE) and (
+                best is None or block.size <= best.size
+            ):
+                best = block
+        if best is None:
+            best = self._new_locked(size)
+        else:
+            self._free.remove(best)
+        best.taken = time.monotonic()
+        best.move(BlockState.FILLING)
+        self._busy[best.number] = best
+        self._drop_idle_locked(best.taken)
+        return best
+
+    def _free_user_blocks_locked(self) -> None:
+        """Free the blocks to which neither the generator nor the consumer refers any more."""
+        for number, user_block in list(self.user_blocks.items()):
+            if user_block.root() is not None:
+                continue
+            del self.user_blocks[number]
+            if number in self._released or user_block.block.state is BlockState.FILLING:
+                self._released.discard(number)
+                self._free_locked(self._busy.pop(number))
+
+    def _free_locked(self, block: Block) -> None:
+        block.move(BlockState.FREE)
+        self._free.append(block)
+        while len(self._free) > self._keep:
+            self._drop_locked(self._free[0])
+
+    def _drop_idle_locked(self, now: float) -> None:
+        while self._free and now - self._free[0].taken > _IDLE_S:
+            self._drop_locked(self._free[0])
+
+    def _new_locked(self, size: int) -> Block:
+        capacity = max(1, -(-size // _PAGE)) * _PAGE
+        # Free blocks are too small or far too large: likely the items have changed size.
+        if len(self._free) >= self._keep:
+            self._drop_locked(self._free[0])
+        try:
+            fd = open_nameless(capacity)
+        except OSError as error:
+            raise allocation_error(capacity, error) from error
+        try:
+            memory = map_shared(fd, capacity)
+        except OSError as error:
+            os.close(fd)
+            raise allocation_error(capacity, error) from error
+        self.count += 1
+        return Block(self.count, memory, fd)
+
+    def _drop_locked(self, block: Block) -> None:
+        self._free.remove(block)
+        # A block that never crossed is not known on the other side.
+        if block.fd is None:
+            self._dropped.append(block.number)
+        block.close()
+
+
+_log = logging.getLogger("enqueuer")
+_COPIED = (
+    "an array of enqueuer.empty() is copied before it is sent, because the generator still refers "
+    "to another view of it (a loop variable, for example) and could write to it: `del` that view "
+    "before the yield. Each worker logs this once"
+)
+
+Part = Buffer | Pieces
+"""What is copied into a block: a buffer, or a large pickle."""
+
+Segment = tuple[Block, int, int]
+"""A part of an item: its block, its offset in the block, and its size in bytes."""
+
+
+class BlockWriter:
+    """Put the large parts of items into blocks.
+
+    Args:
+        ring: Ring between the worker and the consumer, which returns released blocks.
+        emit: Function that sends a packet, which announces blocks.
+        arrays: List of the large arrays of the item that was encoded last.
+        keep: Number of free blocks to be kept for later.
+
+    Attributes:
+        pool: Blocks of the worker.
+    """
+
+    def __init__(
+        self, ring: Ring, emit: Callable[..., None], arrays: list[np.ndarray], keep: int
+    ) -> None:
+        self.pool = BlockPool(keep)
+        self._ring = ring
+        self._emit = emit
+        self._arrays = arrays
+        self._has_warned = False
+
+    def lay_out(
+        self, data: bytes | Pieces, buffers: Sequence[Buffer]
+    ) -> tuple[bytes, list[Segment]]:
+        """Put all that is large into a block, except for what lies in one already.
+
+        Returns:
+            The pickle, if it is small enough for the frame; the segments, of which the pickle
+            is the first if it is not.
+
+        Raises:
+            BlockMemoryError: There is no memory for a block.
+        """
+        numbers = self._ring.take_released()
+        if numbers:
+            self.pool.reclaim(numbers)
+        parts: list[Part] = [*buffers]
+        if isinstance(data, Pieces):
+            parts.insert(0, data)
+            data = b""
+        elif len(data) > INLINE_BYTES:
+            parts.insert(0, memoryview(data))
+            data = b""
+        in_place = self._in_place(parts) if self.pool.user_blocks else {}
+        self._arrays.clear()
+        return data, self._copied(parts, in_place)
+
+    def _copied(self, parts: list[Part], in_place: dict[int, Segment]) -> list[Segment]:
+        """Copy parts into a block of their own, but those that lie in one; return all segments."""
+        if not parts:
+            return []
+        end, begins = 0, []
+        for index, part in enumerate(parts):
+            begin = -(-end // ALIGNMENT) * ALIGNMENT
+            begins.append(begin)
+            end = end if index in in_place else begin + part.nbytes
+        segments: list[Segment] = []
+        block = self.pool.take(end) if len(in_place) < len(parts) else None
+        for index, (part, begin) in enumerate(zip(parts, begins, strict=True)):
+            if index in in_place:
+                segments.append(in_place[index])
+                continue
+            assert block is not None
+            copy_part(part, block, begin)
+            segments.append((block, begin, part.nbytes))
+        return segments
+
+    def _in_place(self, parts: Sequence[Part]) -> dict[int, Segment]:
+        """Find the parts that lie in blocks which the generator has filled, and freeze these."""
+        found: dict[int, Segment] = {}
+        frozen: dict[int, bool] = {}
+        for index, part in enumerate(parts):
+            place = self.pool.find_user_block(part) if isinstance(part, memoryview) else None
+            if place is None:
+                continue
+            user_block, offset = place
+            number = user_block.block.number
+            if number not in frozen:
+                frozen[number] = self._freeze(user_block)
+            if frozen[number]:
+                found[index] = user_block.block, offset, part.nbytes
+        return found
+
+    def _freeze(self, user_block: UserBlock) -> bool:
+        is_frozen = user_block.freeze(self._arrays)
+        if not is_frozen and not self._has_warned:
+            self._has_warned = True
+            _log.warning(_COPIED)
+        return is_frozen
+
+    def announce(self, segments: Sequence[Segment]) -> bytes:
+        """Send the new blocks that a frame is about to use, and the numbers of dropped ones.
+
+        Returns:
+            The table of the segments.
+        """
+        table: list[bytes] = []
+        for block, begin, size in segments:
+            if block.fd is not None:
+                self._emit(Kind.BLOCK, NUMBER.pack(block.number), block.fd)
+            self.pool.sent(block)
+            table.append(SEGMENT.pack(block.number, begin, size))
+        dropped = self.pool.dropped()
+        for begin in range(0, len(dropped), MOST_IN_PACKET):
+            numbers = dropped[begin : begin + MOST_IN_PACKET]
+            self._emit(Kind.DROP, b"".join(map(NUMBER.pack, numbers)))
+        return b"".join(table)
+
+
+def copy_part(part: Part, block: Block, begin: int) -> None:
+    """Copy a part of an item to its place in a block."""
+    if isinstance(part, np.ndarray):
+        np.ndarray(part.shape, part.dtype, block.memory, begin)[...] = part
+    elif isinstance(part, Pieces):
+        part.copy_to(block.memory, begin)
+    else:
+        block.memory[begin : begin + part.nbytes] = part

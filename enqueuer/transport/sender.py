@@ -1,0 +1,717 @@
+"""The worker's end of a channel: items go out as credit allows.
+
+    ItemSender.send_item() -> pickle -> large parts into blocks -> wait for credit
+        -> FrameWriter.put(), a frame of its own, or append(), one more item in a run
+    SenderControl, the socket: sleep() -> orders; emit() -> blocks, wake-ups; log records
+
+An item is in the ring, where the consumer can take it, before this worker turns to the next one.
+
+A run is a frame of many items that are each a short pickle, such as numbers. It grows by each of
+them, so each can be read at once. Its size is 0 until another frame follows it. The pickles lack
+their last byte, STOP, so that the consumer can load all that has come as one list.
+
+Only the worker's own loop waits. Records may come from any thread, and even from a destructor
+that the garbage collector runs in the middle of a send: so the lock is only ever tried for them,
+and whichever thread holds it sends what has been queued.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import select
+import socket
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from enqueuer.common.descriptors import close_in_children
+from enqueuer.errors import Closed
+from enqueuer.monitoring.meters import BYTES, IDLE, SENDING, WAITING, Meter, clock
+from enqueuer.transport import task_queue
+from enqueuer.transport.blocks import BlockWriter
+from enqueuer.transport.errors import encode_error
+from enqueuer.transport.item_codec import SCALARS, Buffer, Encoder, Pieces
+from enqueuer.transport.memory import nameless_file, read_whole
+from enqueuer.transport.packets import Packets
+from enqueuer.transport.protocol import ALIGNMENT, FRAME, INLINE_BYTES, PACKET, REPORT, Credit, Kind
+from enqueuer.transport.ring import (
+    ASKING,
+    AWAITED,
+    CLAIMED,
+    CONSUMER_ASLEEP,
+    IS_STRONG,
+    LIMIT,
+    ORDERS,
+    PACKETS,
+    READ,
+    RING_BYTES,
+    SENT,
+    TAKEN,
+    WANTED,
+    WORKER_ASLEEP,
+    WRITTEN,
+    Ring,
+    Spin,
+)
+from enqueuer.transport.small_arrays import Layouts
+from enqueuer.workers.messages import Empty, End, Epoch, Failure, Reported, Ticket
+
+# Records that are kept while the socket is full; more are counted and dropped.
+_MOST_RECORDS = 10_000
+
+
+def send_ready(packets: Packets) -> None:
+    """Report that a worker lives, before it has received anything."""
+    packets.send(PACKET.pack(Kind.READY, 0))
+
+
+class SenderControl:
+    """The worker's end of the socket, after `send_ready()`.
+
+    Any thread may call `send_record`, `try_flush` and `emit`; the rest is for the worker's own
+    loop.
+
+    Args:
+        packets: The worker's end of the socket.
+        ring: Ring between the worker and the consumer.
+        meter: Meter of the worker, which counts its waits.
+        spin: Whether, and how often, it spins before a sleep.
+
+    Attributes:
+        packets: The worker's end of the socket.
+        meter: Meter that counts the waits.
+        closed: Whether the consumer left, or has asked the worker to stop.
+        orders: Number of packets that were read; the word ORDERS is larger if more have come.
+        epochs: Epochs that are still to be run.
+        tasks: Tickets for this worker alone, each with the descriptors that came with it.
+        records: Pickled log records that are still to be sent.
+        keeps_wakes: Whether a wake-up of the consumer is kept until `take_wake()`, or a sleep.
+    """
+
+    def __init__(self, packets: Packets, ring: Ring, meter: Meter, spin: Spin) -> None:
+        self.closed = False
+        self.keeps_wakes = False
+        self.orders = 0
+        self.epochs: deque[Epoch] = deque()
+        self.tasks: deque[tuple[bytes, list[int]]] = deque()
+        self.records: deque[bytes] = deque()
+        self.packets = packets
+        self._words, self._fence = ring.words, ring.fence
+        self.meter = meter
+        # Held while packets are sent, and while records leave their queue.
+        self._lock = threading.Lock()
+        self._sequence = 1
+        self._lost_records = 0
+        self._readable = select.poll()
+        self._readable.register(packets.fileno(), select.POLLIN)
+        self._spin = spin
+        self._sleeps = 0
+        # The sleep of the consumer that was ended last, and whether that is still to be done.
+        self._woken = 0
+        self._is_wake_kept = False
+
+    def check(self) -> None:
+        """Raise Closed if the consumer left."""
+        if self._words[ORDERS] > self.orders:
+            self.read_orders()
+        if self.closed:
+            raise Closed("the consumer left")
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether packets have come that were not read."""
+        return bool(self._words[ORDERS] > self.orders)
+
+    def try_flush(self) -> bool:
+        """Send what was logged without waiting; return whether there is more."""
+        with self._lock:
+            try:
+                self._send_records_locked(wait=False)
+            except OSError:
+                self.closed = True
+        return bool(self.records)
+
+    def sleep(
+        self,
+        enough: Callable[[], bool] | None = None,
+        also: int | None = None,
+        phase: int = WAITING,
+    ) -> None:
+        """Sleep until there are orders, the consumer's end or a wake-up; send logs meanwhile.
+
+        Args:
+            enough: Function that returns whether there is no need to sleep. It is asked once more
+                after the consumer can see that this sleeps.
+            also: Descriptor that ends the sleep, too, when there is something to read.
+            phase: Word of the meter to which the time is added.
+        """
+        if self._is_wake_kept and self.take_wake():
+            self.emit(Kind.WAKE)
+        self.meter.pause(phase)
+        if enough is not None and self._spin.until(enough):
+            self.meter.resume()
+            if self._words[ORDERS] > self.orders:
+                self.read_orders()
+            return
+        mask = select.POLLIN | (select.POLLOUT if self.try_flush() else 0)
+        self._readable.modify(self.packets.fileno(), mask)
+        if also is not None:
+            self._readable.register(also, select.POLLIN)
+        self._sleeps += 1
+        self._words[WORKER_ASLEEP] = self._sleeps
+        self._fence()
+        if enough is None or not enough():
+            self._readable.poll()
+        self._words[WORKER_ASLEEP] = 0
+        if also is not None:
+            self._readable.unregister(also)
+        self.meter.resume()
+        self.read_orders()
+
+    def read_orders(self) -> None:
+        """Read all packets that have come; wait for nothing."""
+        self.packets.drain()
+        received = self.packets.received
+        while received:
+            self._obey(*received.popleft())
+        if self.packets.ended:
+            self.closed = True
+
+    def _obey(self, data: bytes, fds: list[int]) -> None:
+        kind, self.orders = PACKET.unpack_from(data)
+        match kind:
+            case Kind.EPOCH:
+                self.epochs.append(pickle.loads(read_whole(data[PACKET.size :], fds)))
+            case Kind.TASK:
+                self.tasks.append((data[PACKET.size :], fds))
+            case Kind.STOP:
+                self.closed = True
+            case _:  # Kind.WAKE
+                pass
+
+    def wake_consumer(self) -> None:
+        """Wake the consumer if it sleeps; call it after a store for it, and a fence."""
+        asleep = self._words[CONSUMER_ASLEEP]
+        if asleep and asleep != self._woken:
+            self._woken = asleep
+            if self.keeps_wakes:
+                self._is_wake_kept = True
+            else:
+                self.emit(Kind.WAKE)
+
+    def take_wake(self) -> bool:
+        """Return whether a wake-up was kept; the caller then sends `Kind.WAKE`."""
+        is_kept, self._is_wake_kept = self._is_wake_kept, False
+        return is_kept
+
+    def emit(self, kind: int, body: bytes = b"", fd: int | None = None) -> None:
+        """Send one packet, and before it what was logged before it.
+
+        Raises:
+            Closed: The consumer left.
+        """
+        if self.records:
+            self.flush_records()
+        try:
+            with self._lock:
+                self._send_locked(kind, body, fd, wait=True)
+        except OSError as error:
+            self.closed = True
+            raise Closed("the consumer left") from error
+
+    def send_record(self, record: logging.LogRecord) -> None:
+        """Send a log record without ever waiting; what does not fit now goes with the next packet.
+
+        Called by any thread of the worker.
+        """
+        if len(self.records) >= _MOST_RECORDS:
+            self._lost_records += 1
+            return
+        self.records.append(pickle.dumps(record.__dict__))
+        if self._lock.acquire(blocking=False):
+            try:
+                self._send_records_locked(wait=False)
+            except OSError:
+                # The consumer left, so no process handles its logs any more.
+                pass
+            finally:
+                self._lock.release()
+
+    def flush_records(self) -> None:
+        """Send what was logged.
+
+        Raises:
+            Closed: The consumer left.
+        """
+        try:
+            with self._lock:
+                self._send_records_locked(wait=True)
+        except OSError as error:
+            self.closed = True
+            raise Closed("the consumer left") from error
+
+    def close(self) -> None:
+        """Send what was logged last, then close the socket."""
+        with self._lock:
+            try:
+                self._send_records_locked(wait=True)
+            except OSError:
+                pass
+            self.closed = True
+            self.packets.close()
+
+    def _send_locked(self, kind: int, body: bytes, fd: int | None, wait: bool) -> bool:
+        packet = PACKET.pack(kind, self._sequence) + body
+        if not self.packets.send(packet, () if fd is None else (fd,), wait=wait):
+            return False
+        self._sequence += 1
+        self._words[PACKETS] = self._sequence
+        return True
+
+    def _send_records_locked(self, wait: bool) -> None:
+        while True:
+            if self._lost_records and not self.records:
+                self.records.append(pickle.dumps(_loss(self._lost_records).__dict__))
+                self._lost_records = 0
+            if not self.records:
+                return
+            if not self._send_record_locked(self.records[0], wait):
+                return
+            self.records.popleft()
+
+    def _send_record_locked(self, data: bytes, wait: bool) -> bool:
+        if len(data) <= INLINE_BYTES:
+            return self._send_locked(Kind.RECORD, data, None, wait)
+        fd = nameless_file(data)
+        try:
+            return self._send_locked(Kind.RECORD, b"", fd, wait)
+        finally:
+            os.close(fd)
+
+
+def _loss(count: int) -> logging.LogRecord:
+    text = f"{count} log records of this worker were dropped: they came faster than they were read"
+    return logging.LogRecord("enqueuer", logging.WARNING, __file__, 0, text, None, None)
+
+
+# Largest pickle in a run; for a larger one, a head of its own makes no difference.
+MOST_IN_RUN = 256
+
+_HEAD = FRAME.size
+_pack_head = FRAME.pack_into
+_RUN = int(Kind.RUN)
+# A run is read as a whole, and its room is free when all of it was read.
+_RUN_BYTES = 4096
+
+
+class FrameWriter:
+    """Write the frames of one worker.
+
+    Args:
+        ring: Ring between the worker and the consumer.
+        control: The worker's end of the socket.
+
+    Attributes:
+        sent: Number of items that were written.
+        has_more: Whether the worker has further tasks of the packet that it took last.
+    """
+
+    def __init__(self, ring: Ring, control: SenderControl) -> None:
+        self.sent = 0
+        self.has_more = False
+        self._words, self._fence = ring.words, ring.fence
+        self._frames, self._sizes = ring.frames, ring.sizes
+        self._control, self._records = control, control.records
+        lock = threading.Lock()
+        self._take_lock, self._release_lock = lock.acquire, lock.release
+        # The sleep of the consumer that was seen last; 0 if it did not sleep.
+        self._asleep = 0
+        # The sleep that ends with the packet of tasks, as the awaited result was sent.
+        self._due = 0
+        # Bytes that were written and read, ever, and how many there were before the current lap.
+        self._written = self._read = self._lap = 0
+        # The run that may grow: the offset of its head, that of its greatest end, which is 0 if
+        # there is none, its shard and the number of its next item.
+        self._run_begin = self._run_limit = 0
+        self._run_shard = self._run_number = 0
+
+    def put(
+        self, kind: int, shard: int, number: int, table: int, body: bytes, items: int = 0
+    ) -> None:
+        """Write a frame, and wait for room if need be.
+
+        Args:
+            kind: Kind of the frame.
+            shard: Index of the shard.
+            number: Number of the item.
+            table: Size of the table, or of the layout, at the begin of the body.
+            body: All behind the head.
+            items: Number of items in it: 1 or 0.
+        """
+        size = _HEAD + len(body)
+        at = self._next_frame(size)
+        frames = self._frames
+        _pack_head(frames, at, size, table, kind, shard, number)
+        end = at + size
+        frames[at + _HEAD : end] = body
+        self.sent += items
+        self._written = self._lap + end
+        self._align()
+        self._publish(number)
+
+    def append(self, shard: int, number: int, data: bytes) -> None:
+        """Write an item, a pickle of at most `MOST_IN_RUN` bytes, into the run or into a new one.
+
+        It must be that of a number, a text or the like, as all of a run are loaded together.
+        """
+        at = self._written - self._lap
+        # Without STOP, which the next item overwrites.
+        end = at + len(data) - 1
+        if end >= self._run_limit or number != self._run_number or shard != self._run_shard:
+            at = self._begin_run(shard, number, len(data))
+            if not at:
+                self.put(Kind.ITEM, shard, number, 0, data, items=1)
+                return
+            end = at + len(data) - 1
+        elif self._records:
+            self._control.flush_records()
+        self._frames[at : end + 1] = data
+        self._run_number = number + 1
+        self.sent = sent = self.sent + 1
+        self._written = written = self._lap + end
+        # As `_publish`, without its call and that of the fence.
+        words = self._words
+        if not IS_STRONG:
+            self._fence()
+        words[SENT] = sent
+        words[WRITTEN] = written
+        if IS_STRONG:
+            self._take_lock(False)
+            self._release_lock()
+        else:
+            self._fence()
+        if words[CONSUMER_ASLEEP] != self._asleep:
+            self._wake_consumer(number)
+
+    def _begin_run(self, shard: int, number: int, size: int) -> int:
+        """Begin a run with an item of that size; return its offset, 0 if the lap ends before it."""
+        at = self._next_frame(_HEAD + size)
+        if at + _HEAD + size > RING_BYTES:
+            return 0
+        _pack_head(self._frames, at, 0, 0, _RUN, shard, number)
+        self._run_begin, self._run_shard = at, shard
+        room = RING_BYTES - (self._written - self._read)
+        self._run_limit = min(at + min(room, _RUN_BYTES), RING_BYTES)
+        return at + _HEAD
+
+    def _end_run(self) -> None:
+        # A single store, as the consumer may read it at the same time.
+        self._sizes[self._run_begin // 4] = self._written - self._lap - self._run_begin
+        self._run_limit = 0
+        self._align()
+
+    def _align(self) -> None:
+        """Go to the place of the next frame."""
+        self._written += -self._written % ALIGNMENT
+        if self._written - self._lap >= RING_BYTES:
+            self._written = self._lap = self._lap + RING_BYTES
+
+    def _next_frame(self, size: int) -> int:
+        """Return the offset of a new frame, as soon as there is room for it."""
+        # Records that were logged before it and did not fit into the socket then.
+        if self._records:
+            self._control.flush_records()
+        if self._run_limit:
+            self._end_run()
+        if self._written + size - self._read > RING_BYTES:
+            self._wait_for_room(size)
+        return self._written - self._lap
+
+    def _wait_for_room(self, size: int) -> None:
+        def is_room() -> bool:
+            self._read = self._words[READ]
+            return self._written + size - self._read <= RING_BYTES
+
+        while not is_room():
+            # It may sleep for the result of a task that no worker begins before there is room.
+            self._control.wake_consumer()
+            self._control.sleep(is_room)
+            self._control.check()
+
+    def _publish(self, number: int) -> None:
+        """Let the consumer see all that was written, a message of that number last."""
+        words = self._words
+        if not IS_STRONG:
+            self._fence()
+        words[SENT] = self.sent
+        words[WRITTEN] = self._written
+        self._fence()
+        if words[CONSUMER_ASLEEP] != self._asleep:
+            self._wake_consumer(number)
+
+    def _wake_consumer(self, number: int) -> None:
+        """Wake the consumer if it sleeps until this message, and remember which sleep that was."""
+        asleep, awaited = self._words[CONSUMER_ASLEEP], self._words[AWAITED]
+        if asleep and awaited and asleep != self._due:
+            if awaited >> 1 != number + 1:
+                return
+            self._due = asleep
+        if asleep and awaited & 1 and self.has_more:
+            return
+        self._asleep = asleep
+        if asleep:
+            self._control.wake_consumer()
+
+
+_ITEM, _STATED, _ARRAYS = int(Kind.ITEM), int(Kind.STATED), int(Kind.ARRAYS)
+
+
+class ItemSender:
+    """A process worker's Sender and Orders. `send_record` may be called by any thread.
+
+    Attributes:
+        meter: Meter of the worker.
+        control: The worker's end of the socket.
+        check: Raises Closed if the consumer left.
+        send_record: Sends a log record without ever waiting; called by any thread.
+        blocks: The large parts of items, and the blocks of the worker.
+        claims: Words for the claims of a worker with several threads.
+    """
+
+    def __init__(self, packets: Packets, ring: Ring, credit: Credit) -> None:
+        self.meter = Meter(ring.meter)
+        self.control = self._control = SenderControl(packets, ring, self.meter, Spin(credit.spins))
+        self.check, self.send_record = self.control.check, self.control.send_record
+        self.claims = ring.claims
+        encoder = Encoder()
+        self._encode = encoder.encode
+        self.blocks = BlockWriter(ring, self._control.emit, encoder.arrays, keep=credit.items + 4)
+        self._words, self._fence = ring.words, ring.fence
+        self._writer = FrameWriter(ring, self._control)
+        self._put, self._append = self._writer.put, self._writer.append
+        self._pack = Layouts().encode
+        self._allowance = _Allowance(ring.words, credit)
+        self._asks = credit.ask
+        # Tickets of the packet that was taken last.
+        self._tickets: deque[Ticket] = deque()
+        # Items that the times of the meter stand for.
+        self._timed = 0
+        # Items that may be sent without asking the allowance; stays 0 with a bound on bytes.
+        self._limit = 0
+        self._severed = _Severed(self)
+        close_in_children(self._severed)
+
+    def send_item(self, shard: int, number: int, value: object, state: Any = None) -> None:
+        """Send an item, when there is credit for it.
+
+        It is pickled and copied before this returns, so the generator may use its buffers again.
+
+        Raises:
+            Closed: The consumer left.
+            ItemNotPicklable: The item cannot be sent.
+            BlockMemoryError: There is no memory to send it through.
+        """
+        # An item that may have to wait, or has much to copy, is timed, and stands for all since
+        # the last one that was timed.
+        began = clock() if self._writer.sent >= self._limit else 0
+        kind, table = _ITEM, 0
+        # Bytes, or pieces of a large pickle, which `_prepare` puts into a block.
+        data: Any
+        buffers: Sequence[Buffer] = ()
+        if state is not None:
+            kind = _STATED
+            data, buffers = self._encode((value, state))
+        elif (encode := SCALARS.get(type(value))) is not None:
+            data = encode(value)
+            if not began and len(data) <= MOST_IN_RUN:
+                if self._words[ORDERS] > self._control.orders:
+                    self._control.check()
+                self._append(shard, number, data)
+                return
+        elif (packed := self._pack(value)) is not None:
+            layout, data = packed
+            kind, table, data = _ARRAYS, len(layout), layout + data
+        else:
+            data, buffers = self._encode(value)
+        is_large = False
+        if began or buffers or len(data) > INLINE_BYTES:
+            began = began or clock()
+            waited = self.meter.words[WAITING]
+            data, segments = self._prepare(data, buffers)
+            if segments:
+                is_large, table, data = True, len(segments), segments + data
+            began += self.meter.words[WAITING] - waited
+        elif self._words[ORDERS] > self._control.orders:
+            self._control.check()
+        self._put(kind, shard, number, table, data, 1)
+        if began:
+            self._account(clock() - began, is_large)
+
+    def send(self, message: End | Failure | Empty) -> None:
+        """Send what is no item; needs no credit. Raises as `send_item`."""
+        self._control.check()
+        if isinstance(message, Empty):
+            self._put(Kind.EMPTY, 0, message.number, 0, b"")
+            return
+        kind, data, buffers = self._encoded(message)
+        data, segments = self.blocks.lay_out(data, buffers)
+        table = self.blocks.announce(segments)
+        self._put(kind, message.shard, message.number, len(table), table + data)
+
+    def _encoded(self, message: End | Failure) -> tuple[int, bytes | Pieces, Sequence[Buffer]]:
+        if isinstance(message, End):
+            data: bytes | Pieces = b""
+            buffers: Sequence[Buffer] = ()
+            if message.state is not None:
+                data, buffers = self._encode(message.state)
+            return Kind.END, data, buffers
+        error = encode_error(message.error)
+        if isinstance(message, Reported):
+            return Kind.REPORTED, REPORT.pack(message.nth, message.log) + error, ()
+        return Kind.SKIPPED if message.skipped else Kind.FAILURE, error, ()
+
+    def next_epoch(self) -> Epoch | None:
+        """Wait for the next epoch; None when there will be none."""
+        control = self._control
+        # The first one may have come with the job.
+        control.read_orders()
+        while not control.epochs and not control.closed:
+            control.sleep(phase=IDLE)
+        return None if control.closed else control.epochs.popleft()
+
+    def next_ticket(self, task_socket: socket.socket) -> Ticket | None:
+        """Wait for a task, for this worker or for any; None when there will be none."""
+        control = self._control
+        while True:
+            if self._words[ORDERS] > control.orders:
+                control.read_orders()
+            if control.closed:
+                return None
+            if self._tickets:
+                ticket = self._tickets.popleft()
+                self._writer.has_more = bool(self._tickets)
+                return ticket
+            found = control.tasks.popleft() if control.tasks else task_queue.take(task_socket)
+            if found is None:
+                control.sleep(also=task_socket.fileno())
+                # So that the next result is timed.
+                self._limit = 0
+                continue
+            token, number = task_queue.HEAD.unpack_from(found[0])
+            self._words[CLAIMED] = token + 1
+            try:
+                self._tickets.extend(task_queue.unpack(*found))
+            except Exception as error:
+                # The user's class cannot be loaded here.
+                self.send(Failure(0, number, error))
+
+    def sever(self) -> None:
+        """Send nothing any more, as the process is a forked copy of the worker."""
+        self._control.closed, self._limit = True, 0
+
+    def close(self) -> None:
+        """Send what was logged last, then close the channel."""
+        self._control.close()
+        self.blocks.pool.close()
+
+    # --- an item ---
+
+    def _prepare(self, data: bytes | Pieces, buffers: Sequence[Buffer]) -> tuple[bytes, bytes]:
+        """Put large parts into blocks, and wait for credit.
+
+        Returns:
+            The pickle, if it is small, and the table of the parts in blocks.
+        """
+        self._control.check()
+        if not buffers and isinstance(data, bytes) and len(data) <= INLINE_BYTES:
+            self._allowance.add(len(data))
+            self._wait_for_credit()
+            return data, b""
+        size = len(data)
+        for buffer in buffers:
+            size += buffer.nbytes
+        data, segments = self.blocks.lay_out(data, buffers)
+        self.meter.words[BYTES] += size
+        self._allowance.add(size)
+        self._wait_for_credit()
+        return data, self.blocks.announce(segments)
+
+    def _account(self, took: int, is_large: bool) -> None:
+        """Add the time of an item, and of those before it that are like it, to the meter.
+
+        Args:
+            took: Nanoseconds that sending took, without waiting.
+            is_large: Whether parts of it went into blocks; others are like those before it.
+        """
+        alike = 1 if is_large else self._writer.sent - self._timed
+        self._timed = self._writer.sent
+        self.meter.words[SENDING] += took * alike
+
+    def _wait_for_credit(self) -> None:
+        """Return when the current item may be sent."""
+        control = self._control
+        while not self._may_send():
+            if self._asks:
+                self._words[ASKING] = self._writer.sent + 1
+                self._fence()
+                control.wake_consumer()
+            control.sleep(self._may_send)
+            control.check()
+
+    def _may_send(self) -> bool:
+        if not self._allowance.covers(self._writer.sent):
+            return False
+        self._limit = self._allowance.limit
+        return True
+
+
+class _Allowance:
+    """What the worker may send: its credits, and with a bound on bytes the sizes that wait.
+
+    Attributes:
+        limit: Items that may be sent, ever, without asking again; 0 with a bound on bytes.
+    """
+
+    def __init__(self, words: memoryview[int], credit: Credit) -> None:
+        self.limit = 0
+        self._words = words
+        self._most_bytes = credit.waiting_bytes
+        # Sizes of the items that were sent and are not known to be taken, and their sum.
+        self._sizes: deque[int] = deque()
+        self._bytes = 0
+
+    def add(self, size: int) -> None:
+        """Count the size of an item that is about to be sent."""
+        if self._most_bytes is not None:
+            self._sizes.append(size)
+            self._bytes += size
+
+    def covers(self, sent: int) -> bool:
+        """Return whether one more item than `sent` may be sent."""
+        words, limit = self._words, self._words[LIMIT]
+        if sent >= limit:
+            return False
+        if self._most_bytes is None:
+            self.limit = limit
+            return True
+        # With the current item.
+        waiting = sent - words[TAKEN] + 1
+        while len(self._sizes) > waiting:
+            self._bytes -= self._sizes.popleft()
+        return self._bytes <= self._most_bytes or words[WANTED] > sent
+
+
+class _Severed:
+    """Keep a forked copy of the worker, if its code runs on, from writing to the worker's ring."""
+
+    def __init__(self, end: ItemSender) -> None:
+        self._end = weakref.ref(end)
+
+    def close(self) -> None:
+        end = self._end()
+        if end is not None:
+            end.sever()

@@ -1,0 +1,165 @@
+"""What a beginner does wrong is an error or a warning that says what to do, and never silent."""
+
+import asyncio
+import copy
+import functools
+import pickle
+import warnings
+
+import pytest
+
+from enqueuer import (
+    DuplicateDataWarning,
+    EnqueuerWarning,
+    GeneratorEnqueuer,
+    OrderedEnqueuer,
+    StateMismatch,
+    imap,
+)
+
+
+async def fetch(element):
+    return element
+
+
+class Fetcher:
+    async def __call__(self, element):
+        return element
+
+
+@pytest.mark.parametrize("function", [fetch, Fetcher(), functools.partial(fetch)])
+def test_an_async_function_is_refused_with_what_to_write_instead(function):
+    for use in (OrderedEnqueuer, lambda elements, map: imap(map, elements)):
+        with pytest.raises(TypeError, match=r"map must not be async.*concurrency=n"):
+            list(use(range(3), function))
+    with OrderedEnqueuer(range(3), lambda one: asyncio.run(fetch(one))) as enqueuer:
+        assert list(enqueuer) == [0, 1, 2]
+
+
+def numbers(shard):
+    yield from range(20)
+
+
+def paths(shard):
+    for number in range(20):
+        yield f"images/{number:05}.jpg"
+
+
+def own_numbers(shard):
+    yield from range(20 * shard.index, 20 * (shard.index + 1))
+
+
+def repeated(shard):
+    yield from [1, 2] * 10
+
+
+@pytest.mark.parametrize("source", [numbers, paths])
+def test_plain_values_of_shards_that_forgot_to_split_are_noticed(source):
+    with GeneratorEnqueuer(source, shards=2, workers=2) as enqueuer:
+        with pytest.warns(DuplicateDataWarning, match="shard.split"):
+            list(enqueuer)
+
+
+@pytest.mark.parametrize("source", [own_numbers, repeated])
+def test_plain_values_that_differ_or_repeat_are_no_sign_of_a_copy(source):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with GeneratorEnqueuer(source, shards=2, workers=2) as enqueuer:
+            assert len(list(enqueuer)) == 40
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_two_loops_over_one_epoch_are_warned_about(ordered):
+    warned = pytest.warns(EnqueuerWarning, match="two loops of this thread read the same epoch")
+    with OrderedEnqueuer(range(100), max_queue_size=1, ordered=ordered) as enqueuer, warned:
+        list(zip(enqueuer, enqueuer, strict=False))
+    with OrderedEnqueuer(range(100), max_queue_size=1, ordered=ordered) as enqueuer, warned:
+        for _ in enqueuer:
+            for _ in enqueuer:
+                pass
+
+
+def test_one_loop_after_the_other_is_not():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with OrderedEnqueuer(range(30), max_queue_size=1) as enqueuer:
+            for _ in range(2):
+                first = iter(enqueuer)
+                next(first)
+                for element in enqueuer:
+                    if element == 20:
+                        break
+                assert list(enqueuer) == list(range(21, 30))
+
+
+OPTIONS = {
+    "seed": "random_seed",
+    "prefetch": "max_queue_size",
+    "shuffle": "shuffle_buffer.*OrderedEnqueuer",
+    "threads": "workers",
+    "start_method": r"backend=Processes\(start_method",
+    "batch": "batch_size",
+    "nonsense": "the options are .*max_queue_size.*workers",
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_wrong_name_of_an_option_is_answered_with_the_right_one(name):
+    with pytest.raises(TypeError, match=f"there is no option '{name}'; .*{OPTIONS[name]}"):
+        GeneratorEnqueuer(numbers, **{name: 1})
+
+
+def test_an_empty_state_is_refused_with_what_to_give():
+    with pytest.raises(StateMismatch, match=r"the state is empty: give what state_dict\(\)"):
+        GeneratorEnqueuer(numbers).load_state_dict({})
+
+
+def test_batches_of_different_shapes_name_the_generator():
+    def ragged():
+        yield [1, 2]
+        yield [1]
+
+    import numpy as np
+
+    with GeneratorEnqueuer(lambda: map(np.array, ragged()), batch_size=2) as enqueuer:
+        with pytest.raises(ValueError, match="let the generator, or map, make them equal"):
+            list(enqueuer)
+
+
+def test_restarts_of_threads_are_warned_about():
+    with pytest.warns(EnqueuerWarning, match="max_restarts has no effect.*backend='process'"):
+        GeneratorEnqueuer(numbers, max_restarts=1, backend="thread")
+
+
+class Mine(OrderedEnqueuer):
+    """A subclass whose constructor takes other arguments."""
+
+    def __init__(self, name):
+        super().__init__(range(3), str)
+        self.name = name
+
+    def shout(self):
+        return self.name.upper()
+
+
+class Slotted(OrderedEnqueuer):
+    __slots__ = ("name",)
+
+
+def test_a_subclass_with_slots_can_be_copied():
+    with pickled(Slotted([1, 2], abs)) as copied:
+        assert type(copied) is Slotted
+        assert list(copied) == [1, 2]
+
+
+def pickled(value):
+    return pickle.loads(pickle.dumps(value))
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickled])
+def test_a_copy_has_the_class_and_the_attributes_of_a_subclass(copied):
+    mine = copied(Mine("data"))
+    assert type(mine) is Mine
+    assert mine.shout() == "DATA"
+    with mine:
+        assert list(mine) == ["0", "1", "2"]
