@@ -147,10 +147,11 @@ class Epochs:
     def drop_ready(self) -> deque[ItemTuple]:
         """Take all that is ready away from the iterators, and return it. No lock needed."""
         left, ready = deque[ItemTuple](), self._current.ready
-        # Iterators take items without the lock.
+        # Iterators take items from the left, without the lock. From the right, so that what an
+        # iterator takes meanwhile comes before all that was dropped.
         with contextlib.suppress(IndexError):
             while True:
-                left.append(ready.popleft())
+                left.appendleft(ready.pop())
         return left
 
     # --- batches ---

@@ -1,5 +1,6 @@
 """stop() is bounded in whatever state the workers are, and prompt if they can hear it."""
 
+import collections
 import os
 import signal
 import threading
@@ -247,6 +248,37 @@ def test_what_another_thread_does_during_stop_loses_no_batch(act, monkeypatch):
     other.join(LIMIT)
     assert enqueuer.state_dict() == expected
     assert states in ([], [expected])
+
+
+class _Switching(collections.deque):
+    """Lets another loop take a batch after each one that stop() removes, as a thread switch may."""
+
+    def pop(self):
+        removed = super().pop()
+        take(self)
+        return removed
+
+    def popleft(self):
+        removed = super().popleft()
+        take(self)
+        return removed
+
+
+def take(ready):
+    if ready:
+        ready.taken.append(ready[0][2])
+        del ready[0]
+
+
+def test_batches_taken_while_stop_drops_the_others_are_the_next_ones():
+    """An iterator takes without the lock; nothing is skipped, and the position follows."""
+    enqueuer = with_eight_ready()
+    reader = core_of(enqueuer).reader
+    reader.ready = ready = _Switching(reader.ready)
+    ready.taken = []
+    enqueuer.stop()
+    assert ready.taken == [2, 3, 4, 5]
+    assert enqueuer.state_dict()["positions"] == [[0, 6]]
 
 
 def test_a_queue_of_a_stopped_enqueuer_ends_no_epoch():
