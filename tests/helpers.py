@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import dataclasses
 import faulthandler
+import functools
 import gc
 import importlib.util
 import multiprocessing
@@ -380,6 +381,29 @@ def wait_until(condition, limit=LIMIT):
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
         time.sleep(0.005)
+
+
+class Disturbed(AssertionError):
+    """What was measured is not right, which other programs on the machine may have caused."""
+
+
+def check_prompt(seconds, limit):
+    """Raise Disturbed if something took too long, by `time.monotonic()`."""
+    if seconds >= limit:
+        raise Disturbed(f"it took {seconds:.2f} s, and must take less than {limit:.2f} s")
+
+
+def retry_if_disturbed(test):
+    """Run a test up to five times while it is disturbed; what is wrong is so each time."""
+
+    @functools.wraps(test)
+    def run(*args, **kwargs):
+        for _ in range(4):
+            with contextlib.suppress(Disturbed):
+                return test(*args, **kwargs)
+        return test(*args, **kwargs)
+
+    return run
 
 
 def collect_until(condition, limit=LIMIT):

@@ -49,6 +49,7 @@ def test_all_that_a_killed_worker_had_sent_is_delivered(process):
     assert all((batch == batch[0]).all() for _, batch in batches)
 
 
+@helpers.retry_if_disturbed
 def test_a_killed_worker_is_noticed_while_the_consumer_waits(process):
     def source(shard):
         yield os.getpid()
@@ -62,7 +63,8 @@ def test_a_killed_worker_is_noticed_while_the_consumer_waits(process):
         with pytest.raises(WorkerDied, match=r"worker 1 .* (was killed by SIGKILL|died)"):
             next(batches)
         # It is Ray that notices the death of an actor, which took 1.03 s on a busy machine.
-        assert time.monotonic() - before < (5 if helpers.backend_of(process) == "ray" else 1)
+        limit = 5 if helpers.backend_of(process) == "ray" else 1
+        helpers.check_prompt(time.monotonic() - before, limit)
 
 
 def test_a_worker_that_dies_between_epochs_is_told_in_the_next(process):

@@ -6,7 +6,16 @@ import time
 import warnings
 
 import pytest
-from helpers import LIMIT, backend_of, collect_until, counting, twelve, wait_until
+from helpers import (
+    LIMIT,
+    backend_of,
+    check_prompt,
+    collect_until,
+    counting,
+    retry_if_disturbed,
+    twelve,
+    wait_until,
+)
 
 from enqueuer import (
     Closed,
@@ -19,14 +28,16 @@ from enqueuer import (
 from enqueuer.enqueuers.enqueuer import core_of
 
 
+@retry_if_disturbed
 def test_stop_is_prompt_when_workers_are_cooperative(backend):
     with GeneratorEnqueuer(counting, workers=4, **backend) as enqueuer:
         next(iter(enqueuer))
         before = time.monotonic()
         enqueuer.stop()
-        assert time.monotonic() - before < 1  # 0.2 s, on a machine with nothing else to do
+        check_prompt(time.monotonic() - before, 1)  # 0.2 s, on a machine with nothing else to do
 
 
+@retry_if_disturbed
 def test_stop_is_bounded_when_a_process_hangs(process):
     def source():
         yield 1
@@ -36,9 +47,10 @@ def test_stop_is_bounded_when_a_process_hangs(process):
         next(iter(enqueuer))
         before = time.monotonic()
         enqueuer.stop(timeout=0.5)
-        assert time.monotonic() - before < 2
+        check_prompt(time.monotonic() - before, 2)
 
 
+@retry_if_disturbed
 def test_stop_is_bounded_when_a_thread_hangs():
     gate = threading.Event()
 
@@ -51,7 +63,7 @@ def test_stop_is_bounded_when_a_thread_hangs():
         before = time.monotonic()
         with pytest.warns(StopWarning, match=r"enqueuer-worker-0 did not end within 0.2 s"):
             enqueuer.stop(timeout=0.2)
-        assert time.monotonic() - before < 2
+        check_prompt(time.monotonic() - before, 2)
     gate.set()
 
 

@@ -50,6 +50,7 @@ def expect_death(batches, says="was killed by SIGKILL"):
 
 @pytest.mark.parametrize("source", [tells_pid, sleeps])
 @pytest.mark.parametrize("stopped", [False, True])
+@helpers.retry_if_disturbed
 def test_a_kill_from_outside_is_told_at_once(process, source, stopped):
     with GeneratorEnqueuer(source, workers=2, max_queue_size=4, **process) as enqueuer:
         batches = iter(enqueuer)
@@ -59,7 +60,7 @@ def test_a_kill_from_outside_is_told_at_once(process, source, stopped):
         os.kill(pids[1], signal.SIGKILL)
         took = expect_death(batches, r"worker 1 \(process \d+, \w+\) was killed by SIGKILL")
         print(f"death -> error, {start_method_of(process)}: {took * 1000:.0f} ms")
-        assert took < 1
+        helpers.check_prompt(took, 1)
         assert alive(pids[0])
 
 
@@ -147,6 +148,7 @@ def skip_without_pidfd(source):
 
 
 @pytest.mark.parametrize("source", [forks_a_child, leaks_to_a_program])
+@helpers.retry_if_disturbed
 def test_a_grandchild_that_holds_everything_open_hides_nothing(process, source):
     skip_without_pidfd(source)
     with GeneratorEnqueuer(source, max_queue_size=1, **process) as enqueuer:
@@ -154,16 +156,17 @@ def test_a_grandchild_that_holds_everything_open_hides_nothing(process, source):
         pid, grandchild = next(batches)
         try:
             os.kill(pid, signal.SIGKILL)
-            assert expect_death(batches) < 1
+            helpers.check_prompt(expect_death(batches), 1)
             assert alive(grandchild)
             before = time.monotonic()
             enqueuer.stop()
-            assert time.monotonic() - before < 1
+            helpers.check_prompt(time.monotonic() - before, 1)
         finally:
             os.kill(grandchild, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("source", [forks_a_child, leaks_to_a_program])
+@helpers.retry_if_disturbed
 def test_stop_does_not_wait_for_a_grandchild(process, source):
     skip_without_pidfd(source)
     with GeneratorEnqueuer(source, max_queue_size=1, **process) as enqueuer:
@@ -171,7 +174,7 @@ def test_stop_does_not_wait_for_a_grandchild(process, source):
         try:
             before = time.monotonic()
             enqueuer.stop()
-            assert time.monotonic() - before < 1
+            helpers.check_prompt(time.monotonic() - before, 1)
         finally:
             os.kill(grandchild, signal.SIGKILL)
 
@@ -182,11 +185,12 @@ def closes_everything(shard):
     time.sleep(1000)
 
 
+@helpers.retry_if_disturbed
 def test_a_worker_that_closes_all_its_descriptors_is_dead(process):
     with GeneratorEnqueuer(closes_everything, **process) as enqueuer:
         batches = iter(enqueuer)
         assert next(batches) == 0
-        assert expect_death(batches, "worker 0") < 2
+        helpers.check_prompt(expect_death(batches, "worker 0"), 2)
 
 
 def dies_before_its_memory_is_nameless(shard):
@@ -222,8 +226,6 @@ BEGIN = """
             for _ in batches:
                 assert time.monotonic() < before + 30
         except WorkerDied as error:
-            took = time.monotonic() - before
-            assert took < 1, took
             return str(error)
 
 """
@@ -342,6 +344,7 @@ def test_kills_at_random_moments_tear_nothing(process, seed):
     gc.collect()
 
 
+@helpers.retry_if_disturbed
 def test_a_kill_while_the_worker_logs_without_end(process, caplog):
     def source(shard):
         import logging
@@ -354,7 +357,7 @@ def test_a_kill_while_the_worker_logs_without_end(process, caplog):
         batches = iter(enqueuer)
         pid = next(batches)
         os.kill(pid, signal.SIGKILL)
-        assert expect_death(batches) < 2
+        helpers.check_prompt(expect_death(batches), 2)
 
 
 def test_the_crash_of_one_enqueuer_leaves_another_alone(process, tmp_path):
