@@ -503,7 +503,7 @@ class Program:
     def __init__(self, folder, text, how="file", options=(), before=None, wrapper=()):
         folder = Path(folder)
         self.temporary = folder / "temporary"
-        self.temporary.mkdir()
+        self.temporary.mkdir(exist_ok=True)
         text = textwrap.dedent(text)
         script = folder / "script.py"
         script.write_text(text)
