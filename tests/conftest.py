@@ -265,6 +265,14 @@ def pytest_collection_modifyitems(config, items):
     config.hook.pytest_deselected(items=sorted(left_out, key=lambda item: item.nodeid))
 
 
+def pytest_report_teststatus(report):
+    """Name a test when it fails, not only at the end of the run."""
+    if report.failed:
+        outcome = "failed" if report.when == "call" else "error"
+        return outcome, f"\n{outcome.upper()} {report.nodeid}\n", outcome.upper()
+    return None
+
+
 def pytest_collection_finish(session):
     """Spare the census, which collects garbage, what was imported: frameworks are large."""
     gc.enable()
