@@ -82,7 +82,10 @@ print("all is well")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it hides what Linux has")
-@pytest.mark.parametrize("missing", HIDDEN)
+@pytest.mark.parametrize(
+    "missing",
+    [pytest.param(name, marks=[] if name == "all" else pytest.mark.thorough) for name in HIDDEN],
+)
 def test_threads_work_without_what_only_linux_has(missing, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(PRELUDE + HIDDEN[missing] + THREADS)

@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 from helpers import needs, run_script
 
+# `tox -e frameworks` runs them with all that the pages import.
+pytestmark = pytest.mark.thorough
+
 HOWTO = Path(__file__).parents[2] / "docs" / "howto"
 PAGES = ("torch_dataloader", "tensorpack", "batchgenerators", "prefetch_generator")
 LIMIT = 60.0  # seconds; each takes some, mostly for its imports

@@ -147,7 +147,7 @@ def test_demo_of_another_seed_is_another_training(program: Program) -> None:
 @pytest.mark.parametrize(
     ("number", "exit_code", "to_group"),
     [
-        pytest.param(signal.SIGINT, 130, True, id="group-ctrl-c"),
+        pytest.param(signal.SIGINT, 130, True, id="group-ctrl-c", marks=pytest.mark.thorough),
         pytest.param(signal.SIGTERM, 143, False, id="parent-term", marks=pytest.mark.thorough),
         pytest.param(signal.SIGINT, 130, False, id="parent-ctrl-c", marks=pytest.mark.thorough),
         pytest.param(signal.SIGTERM, 143, True, id="group-term", marks=pytest.mark.thorough),

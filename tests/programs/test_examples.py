@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 from helpers import needs_installed, run_script
 
+# `tox -e frameworks` runs them with all that they import.
+pytestmark = pytest.mark.thorough
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LIMIT = 110.0  # seconds; each takes about one, and its framework ten to be imported
 NEEDS = {

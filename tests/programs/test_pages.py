@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 from helpers import needs_installed, run_script
 
+# `tox -e frameworks` runs them with all that the pages import.
+pytestmark = pytest.mark.thorough
+
 DOCS = Path(__file__).parents[2] / "docs"
 LIMIT = 110.0  # seconds; frameworks take ten to be imported
 NEEDS = {
