@@ -28,8 +28,12 @@ from enqueuer.monitoring.bottleneck import (
     OFTEN_LACKS_CPU,
     OFTEN_WAITS,
     PASSING_S,
-    RunInputs,
+    is_cheap,
+    longest_s,
     most_on,
+    total,
+    use_s,
+    workers_waiting_share,
 )
 from enqueuer.monitoring.stats import Stats
 
@@ -309,22 +313,21 @@ class _Window:
     """
 
     def __init__(self, seen: Stats) -> None:
-        run = RunInputs.of(seen)
-        made, busy_s = max(1, run.total("items")), run.total("busy_s")
-        is_known = all(worker.cpu_s is not None for worker in run.workers)
-        cpu_s = sum(min(worker.cpu_s or 0.0, worker.busy_s) for worker in run.workers)
-        self.rate = made / max(run.longest_s, 1e-9)
-        self.waiting_share = run.waiting_share
-        self.waits = run.waiting_share >= HARDLY_WAITS
+        made, busy_s = max(1, total(seen, "items")), total(seen, "busy_s")
+        is_known = all(worker.cpu_s is not None for worker in seen.workers)
+        cpu_s = sum(min(worker.cpu_s or 0.0, worker.busy_s) for worker in seen.workers)
+        self.rate = made / max(longest_s(seen), 1e-9)
+        self.waiting_share = seen.waiting_share
+        self.waits = seen.waiting_share >= HARDLY_WAITS
         self.make_s = busy_s / made
-        self.service_s = max(busy_s - run.total("lacked_s"), cpu_s) / made
+        self.service_s = max(busy_s - total(seen, "lacked_s"), cpu_s) / made
         self.compute_s = cpu_s / made if is_known else math.inf
         self.lacks_cpus = self.service_s < (1 - OFTEN_LACKS_CPU) * self.make_s
-        self.use_s = run.use_s
+        self.use_s = use_s(seen)
         self.busy = busy_s / max(seen.seconds - seen.idle_s, 1e-9)
-        self.has_no_room = run.workers_waiting_share > OFTEN_WAITS
-        self.cpus = run.cpus
-        self.is_cheap = run.is_cheap
+        self.has_no_room = workers_waiting_share(seen) > OFTEN_WAITS
+        self.cpus = seen.cpus
+        self.is_cheap = is_cheap(seen)
 
     @property
     def wanted(self) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from enqueuer.common.text import duration, percent, pluralize, rate, ratio, size, table
-from enqueuer.monitoring.bottleneck import Bottleneck, RunInputs, find_bottleneck
+from enqueuer.monitoring.bottleneck import Bottleneck, find_bottleneck
 from enqueuer.monitoring.worker_stats import WorkerStats
 
 
@@ -194,7 +194,7 @@ class Stats:
             ...     print(enqueuer.stats().bottleneck())
             Not enough data to find the bottleneck: 3 batches. At least 8 are needed.
         """
-        return find_bottleneck(RunInputs.of(self))
+        return find_bottleneck(self)
 
     def __repr__(self) -> str:
         """Return one line with the rate and the share of the waits."""

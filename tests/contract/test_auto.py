@@ -21,7 +21,7 @@ from helpers import LIMIT, bytes_of, random_batches, twelve
 from enqueuer import Auto, GeneratorEnqueuer, OrderedEnqueuer, Processes, StartError, imap, prefetch
 from enqueuer.enqueuers.enqueuer import core_of
 from enqueuer.monitoring import autoscaler
-from enqueuer.monitoring.bottleneck import OFTEN_LACKS_CPU, RunInputs
+from enqueuer.monitoring.bottleneck import OFTEN_LACKS_CPU, total
 
 BACKENDS = without("process-spawn", "process-fork-portable")
 MAKE_S = 0.02
@@ -177,7 +177,7 @@ def measured(map, is_right, seconds=2.5):
             loop = Loop(enqueuer, 0)
             loop.run(seconds)
             found, stats = [n for n, _ in itertools.groupby(loop.workers)], enqueuer.stats()
-        if is_right(found, RunInputs.of(stats)):
+        if is_right(found, stats):
             return
     raise AssertionError(found, str(stats))
 
@@ -186,9 +186,9 @@ def measured(map, is_right, seconds=2.5):
 def test_threads_that_compute_in_python_are_one_again(monkeypatch):
     """More of them are no faster, as one at a time holds the GIL."""
 
-    def is_right(workers, run):
+    def is_right(workers, stats):
         # Where other programs take the CPUs, the rate does not show the effect of a step.
-        lacks_cpus = run.total("lacked_s") > OFTEN_LACKS_CPU / 2 * run.total("busy_s")
+        lacks_cpus = total(stats, "lacked_s") > OFTEN_LACKS_CPU / 2 * total(stats, "busy_s")
         return max(workers) > 1 and (workers[-1] == 1 or lacks_cpus)
 
     monkeypatch.setattr("enqueuer.monitoring.usage.cpus", lambda: 4.0)
@@ -198,7 +198,7 @@ def test_threads_that_compute_in_python_are_one_again(monkeypatch):
 @pytest.mark.local
 def test_threads_that_release_the_gil_become_as_many_as_cpus(monkeypatch):
     monkeypatch.setattr("enqueuer.monitoring.usage.cpus", lambda: 2.0)
-    measured(hashed, lambda workers, run: 2 in workers)
+    measured(hashed, lambda workers, stats: 2 in workers)
 
 
 def remote_file(element):
