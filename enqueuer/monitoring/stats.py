@@ -9,33 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from enqueuer.common.text import duration, percent, pluralize, rate, ratio, size, table
 from enqueuer.monitoring.bottleneck import Bottleneck, find_bottleneck
 from enqueuer.monitoring.worker_stats import WorkerStats
-
-
-def as_html(lines: Sequence[str], rows: Sequence[Sequence[str]], end: str) -> str:
-    """Return lines, a table whose first row is its head, and a last line.
-
-    Example:
-        >>> as_html(["a < b"], [("name", "items"), ("worker 0", "3")], "end")
-        '<p>a &lt; b</p><table><thead><tr><th>name</th><th>items</th></tr></thead><tbody><tr>\
-<td>worker 0</td><td>3</td></tr></tbody></table><p>end</p>'
-    """
-    head, *body = rows
-    above = "<br>".join(map(html.escape, lines))
-    top, filled = _html_row(head, "th"), "".join(map(_html_row, body))
-    return (
-        f"<p>{above}</p><table><thead>{top}</thead><tbody>{filled}</tbody></table>"
-        f"<p>{html.escape(end)}</p>"
-    )
-
-
-def _html_row(cells: Sequence[str], tag: str = "td") -> str:
-    return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
 
 
 @dataclass(frozen=True, repr=False)
@@ -204,30 +183,26 @@ class Stats:
             f"{rate(self.items_per_s)} a second, {workers}, the loop waited {waited}>"
         )
 
+    def _repr_html_(self) -> str:
+        """Return the table as HTML, which notebooks show."""
+        return f"<pre>{html.escape(str(self))}</pre>"
+
     def __str__(self) -> str:
         """Return a table, with the bottleneck."""
-        return "\n".join([*self._lines(), *table(self._rows()), str(self.bottleneck())])
-
-    def _repr_html_(self) -> str:
-        """Return the same as HTML, which notebooks show."""
-        return as_html(self._lines(), self._rows(), str(self.bottleneck()))
-
-    def _rows(self) -> list[tuple[str, ...]]:
-        return [_HEAD, *map(_row, self.workers)]
-
-    def _lines(self) -> list[str]:
-        """Return the lines above the table of the workers."""
         waits = [f"p{rank} {duration(self.wait_quantile(rank / 100))}" for rank in (50, 90, 99)]
         first = self.first_batch_s
         if first is not None:
             waits.append(f"first batch {duration(first)}")
-        return [
+        lines = [
             f"{pluralize(self.items, 'batch')} in {duration(self.seconds)}, "
             f"{rate(self.items_per_s)} a second",
             f"the loop waited {percent(self.waiting_share)} of its time; {', '.join(waits)}",
             f"{self.queue_size} of {pluralize(self.max_queue_size, 'batch')} wait, "
             f"{size(self.block_bytes)} in shared memory",
+            *table([_HEAD, *map(_row, self.workers)]),
+            str(self.bottleneck()),
         ]
+        return "\n".join(lines)
 
 
 # What only grows, so that a difference has a meaning.
