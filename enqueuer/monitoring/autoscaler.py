@@ -181,7 +181,7 @@ class Autoscaler:
         self._unlike = 0
         self._known = self._known or window
         self._least_s = min(self._least_s, window.service_s)
-        self.wanted, self.waiting_share = window.wanted, window.waiting_share
+        self.wanted, self.waiting_share = window.wanted, window.seen.waiting_share
         step = self._step
         if step is not None and not step.has_helped(self._workers, window):
             self._step = step._replace(doubts=step.doubts + 1)
@@ -199,12 +199,13 @@ class Autoscaler:
         now, most = self._workers, self._most
         # As many as there are CPUs for, by what each item needs.
         computing_share = ratio(window.compute_s, self._least_s)
-        most = min(most, self._as_fast_as(most_on(window.cpus, computing_share)))
-        if now + now // LEAST_STEP >= most or window.has_no_room or window.is_cheap:
+        most = min(most, self._as_fast_as(most_on(window.seen.cpus, computing_share)))
+        have_no_room = workers_waiting_share(window.seen) > OFTEN_WAITS
+        if now + now // LEAST_STEP >= most or have_no_room or is_cheap(window.seen):
             return None
         # The effect of a smaller step could not be distinguished from chance.
         workers = self._enough_for(max(now + max(1, now // 4), window.wanted))
-        reason = f"the loop waited {percent(window.waiting_share)} of its time"
+        reason = f"the loop waited {percent(window.seen.waiting_share)} of its time"
         return _Change(min(workers, most), window, True, reason)
 
     def _fewer(self, window: _Window) -> _Change | None:
@@ -213,9 +214,8 @@ class Autoscaler:
         self._calm = self._calm + 1 if workers < now - now // LEAST_STEP else 0
         if self._calm < CALM:
             return None
-        reason = (
-            f"the loop waited {percent(window.waiting_share)} of its time, and some workers more"
-        )
+        waited = percent(window.seen.waiting_share)
+        reason = f"the loop waited {waited} of its time, and some workers more"
         return _Change(workers, window, False, reason)
 
     # The loop takes all shards in turn, so it is as fast as the worker that has most of them: of
@@ -299,7 +299,7 @@ class _Window:
 
     Attributes:
         rate: Batches a second that the workers made.
-        waiting_share: Share of the loop's time in which it waited.
+        seen: All numbers of the window.
         waits: Whether it waits so much that this matters.
         make_s: Seconds that one worker takes for a batch.
         service_s: The same without the time in which the worker had no CPU.
@@ -307,9 +307,6 @@ class _Window:
         lacks_cpus: Whether the workers often had no CPU.
         use_s: Seconds that the loop takes for a batch.
         busy: Number of workers that were busy, on average.
-        has_no_room: Whether the workers often waited for room or a task.
-        cpus: Number of CPUs.
-        is_cheap: Whether a batch is so cheap to make that workers do not help.
     """
 
     def __init__(self, seen: Stats) -> None:
@@ -317,7 +314,7 @@ class _Window:
         is_known = all(worker.cpu_s is not None for worker in seen.workers)
         cpu_s = sum(min(worker.cpu_s or 0.0, worker.busy_s) for worker in seen.workers)
         self.rate = made / max(longest_s(seen), 1e-9)
-        self.waiting_share = seen.waiting_share
+        self.seen = seen
         self.waits = seen.waiting_share >= HARDLY_WAITS
         self.make_s = busy_s / made
         self.service_s = max(busy_s - total(seen, "lacked_s"), cpu_s) / made
@@ -325,9 +322,6 @@ class _Window:
         self.lacks_cpus = self.service_s < (1 - OFTEN_LACKS_CPU) * self.make_s
         self.use_s = use_s(seen)
         self.busy = busy_s / max(seen.seconds - seen.idle_s, 1e-9)
-        self.has_no_room = workers_waiting_share(seen) > OFTEN_WAITS
-        self.cpus = seen.cpus
-        self.is_cheap = is_cheap(seen)
 
     @property
     def wanted(self) -> int:

@@ -67,6 +67,7 @@ class ElementThreads:
     Args:
         count: Number of threads.
         meter: Meter of the worker, whose waits are those of the threads.
+        check: Function that raises Closed if the consumer left; called before each job.
 
     Attributes:
         threads: The threads.
@@ -77,20 +78,21 @@ class ElementThreads:
         is_awaited: Whether the worker's own thread waits for room.
 
     Example:
-        >>> done, threads = [], ElementThreads(2, Meter())
+        >>> done, threads = [], ElementThreads(2, Meter(), list)
         >>> job = ThreadJob(Ticket(0, 0, (0,)), (0,), lambda: done.append("done"))
         >>> threads.start("worker-0"); threads.submit([job, job, job])
         >>> threads.join(); len(done)
         3
     """
 
-    def __init__(self, count: int, meter: Meter) -> None:
+    def __init__(self, count: int, meter: Meter, check: Callable[[], object]) -> None:
         self.threads: list[threading.Thread] = []
         self.error: BaseException | None = None
         self.do: Callable[[ThreadJob], None] = operator.methodcaller("run")
         self.on_error: Callable[[BaseException], None] | None = None
         self._count = count
         self._meter = meter
+        self._check = check
         self._jobs: SimpleQueue[ThreadJob | None] = SimpleQueue()
         # The jobs that run, and when each began, by the thread that runs them, the oldest first.
         self._current: dict[int, tuple[ThreadJob, int]] = {}
@@ -185,6 +187,7 @@ class ElementThreads:
                 self._current[ident] = job, began
             try:
                 if not self._is_closed:
+                    self._check()
                     self.do(job)
             except Closed:
                 self.close()

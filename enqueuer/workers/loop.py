@@ -1,7 +1,7 @@
 """The loop that every worker of shards runs, on every backend: shards -> items -> a sender.
 
-    serve:      wait for an epoch -> run -> wait for the next one -> ... -> exit
-    run, turns: one item of each shard in turn, until all have ended or one has failed
+    serve: wait for an epoch -> turns -> wait for the next one -> ... -> exit
+    turns: one item of each shard in turn, until all have ended or one has failed
 
 The items leave in the order in which an ordered consumer reads them. This file knows no
 backend: the sender is a thread's buffer, a process's channel or, in a test, a list.
@@ -36,6 +36,7 @@ def serve(
             random states.
     """
     assert not isinstance(plan.source, TaskSource)
+    enter = enter or do_nothing
     try:
         last = -1
         while (epoch := orders.next_epoch()) is not None:
@@ -43,21 +44,10 @@ def serve(
             if epoch.number <= last:
                 continue
             last = epoch.number
-            run(plan.source, plan.of(epoch), sender, enter or do_nothing, plan.on_error)
+            # There is no pause between turns.
+            deque(turns(plan.source, plan.of(epoch), sender, enter, plan.on_error), maxlen=0)
     except Closed:
         pass
-
-
-def run(
-    source: Source,
-    starts: Mapping[Shard, Start],
-    sender: Sender,
-    enter: Callable[[Shard], None],
-    on_error: OnError = "raise",
-) -> None:
-    """Do what `turns` does, without a pause between two turns."""
-    for _ in turns(source, starts, sender, enter, on_error):
-        raise AssertionError("there is no pause")
 
 
 def turns(
@@ -90,6 +80,7 @@ def turns(
         while streams:
             stream = streams[0]
             enter(stream.shard)
+            has_sent = True
             try:
                 has_more = stream.advance(sender, alone=len(streams) == 1 and not one_by_one)
             except BaseException as error:
@@ -102,16 +93,12 @@ def turns(
                 stream.number += 1
                 # A generator that raised has ended.
                 has_more = not stream.in_user_code
-                # The shard sent nothing in its turn, as if the item had been None.
-                if has_more and not has_sent:
-                    if one_by_one:
-                        yield
-                    continue
-            if has_more:
-                streams.rotate(-1)
-            else:
+            if not has_more:
                 streams.popleft()
                 sender.send(End(stream.shard.index, stream.state_at_end, stream.number))
+            elif has_sent:
+                # Otherwise it is still its turn, as if the item had been None.
+                streams.rotate(-1)
             if one_by_one:
                 yield
 

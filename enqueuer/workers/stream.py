@@ -9,19 +9,16 @@ import functools
 import itertools
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 from enqueuer.errors import StateMismatch
-from enqueuer.workers.bunch import Bunch, BunchSender
+from enqueuer.workers.bunch import Bunch
 from enqueuer.workers.messages import Reported, Sender, Start
 from enqueuer.workers.shards import Shard, collect_reports
-from enqueuer.workers.sources import LiveSource, Source, Stateful, close, iterate
+from enqueuer.workers.sources import LiveSource, Source, close, iterate
 
 _log = logging.getLogger("enqueuer")
-# Seconds of a replay until it is told of.
-SILENT_S = 5.0
 
 
 class ShardStream:
@@ -42,7 +39,7 @@ class ShardStream:
         self._source = source
         self._start = start
         self._items: Iterator[Any] | None = None
-        self._stateful: Stateful | None = None
+        self._stateful: Any = None
         self._reports = collect_reports(shard)
         # Number of the item before which reports were sent last, and how many of them.
         self._reported = -1, 0
@@ -68,10 +65,10 @@ class ShardStream:
         index, items, number, stateful = self.shard.index, self._items, self.number, self._stateful
         reports = self._reports
         # Each item by itself where others take turns, where each has a state, or a trace.
-        bunches = _bunches_of(sender) if alone and stateful is None else None
+        has_bunches = alone and stateful is None and hasattr(sender, "open_bunch")
         while True:
-            if bunches is not None:
-                if not self._send_bunches(bunches, items):
+            if has_bunches:
+                if not self._send_bunches(sender, items):
                     self.send_reports(sender)
                     return False
                 number = self.number
@@ -101,7 +98,7 @@ class ShardStream:
                 sender.check()
             self.in_user_code = True
 
-    def _send_bunches(self, sender: BunchSender, items: Iterator[Any]) -> bool:
+    def _send_bunches(self, sender: Any, items: Iterator[Any]) -> bool:
         """Send items in bunches until one must be sent by itself; return False at the end."""
         ended: list[None] = []
         # The end is one more None.
@@ -134,7 +131,7 @@ class ShardStream:
         """Send the errors that the generator has reported since the last item."""
         self._send_reports(sender.send, self.number)
 
-    def _report_within(self, bunch: Bunch, sender: BunchSender, first: int) -> None:
+    def _report_within(self, bunch: Bunch, sender: Any, first: int) -> None:
         self._send_reports(sender.send_report, first + bunch.made)
 
     def _send_reports(self, send: Callable[[Reported], None], number: int) -> None:
@@ -163,13 +160,8 @@ class ShardStream:
 
     def _replay(self, items: Iterator[Any], sender: Sender) -> None:
         """Run an iterator from its position, or that of its state, up to its start."""
-        wanted, first, began = self._start.number, self.number, time.monotonic()
-        is_told = False
+        wanted = self._start.number
         while self.number < wanted:
-            spent = time.monotonic() - began
-            if spent > SILENT_S and not is_told:
-                is_told = True
-                self._tell_replay(spent / (self.number - first or 1))
             try:
                 next(items)
             except StopIteration:
@@ -185,16 +177,6 @@ class ShardStream:
             sender.check()
             self.in_user_code = True
 
-    def _tell_replay(self, each_s: float) -> None:
-        left = self._start.number - self.number
-        _log.warning(
-            "shard %d is run again up to its position: %d items are left, about %.0f s; a source "
-            "with state_dict() and load_state_dict() goes on at once",
-            self.shard.index,
-            left,
-            left * each_s,
-        )
-
     def close(self) -> None:
         """Run the generator's `finally`; an exception there is logged, not raised.
 
@@ -204,8 +186,3 @@ class ShardStream:
             close(self._items)
         except BaseException:
             _log.exception("closing the generator of shard %d failed", self.shard.index)
-
-
-def _bunches_of(sender: Sender) -> BunchSender | None:
-    """Return a sender that takes bunches; None if this one takes each item by itself."""
-    return cast(BunchSender, sender) if hasattr(sender, "open_bunch") else None
