@@ -23,11 +23,12 @@ import math
 from typing import NamedTuple
 
 from enqueuer.common.text import percent, ratio
-from enqueuer.monitoring.bottleneck import (
+from enqueuer.monitoring.stats import (
     HARDLY_WAITS,
     OFTEN_LACKS_CPU,
     OFTEN_WAITS,
     PASSING_S,
+    Stats,
     is_cheap,
     longest_s,
     most_on,
@@ -35,7 +36,6 @@ from enqueuer.monitoring.bottleneck import (
     use_s,
     workers_waiting_share,
 )
-from enqueuer.monitoring.stats import Stats
 
 # Seconds; in a shorter window, the numbers of a load that varies are mostly chance.
 WINDOW_S = 1.0
@@ -190,9 +190,11 @@ class Autoscaler:
         return self._more(window) if window.waits else self._fewer(window)
 
     def _back(self, step: _Step, window: _Window) -> _Change:
-        reason = f"{step.before} were as fast" if window.rate < step.rate else "that hardly helped"
+        reason = (
+            f"{step.before} were as fast" if window.rate < step.last.rate else "that hardly helped"
+        )
         workers = self._enough_for(min(self._workers, step.needed_for(window.rate)))
-        return _Change(workers, window, window.rate < WORSE * step.rate, reason, is_back=True)
+        return _Change(workers, window, window.rate < WORSE * step.last.rate, reason, is_back=True)
 
     def _more(self, window: _Window) -> _Change | None:
         self._calm = 0
@@ -237,9 +239,7 @@ class Autoscaler:
             self._fewest = self._most = change.workers
         elif change.workers > now:
             self._fewest = max(self._fewest, now + 1)
-        self._step = (
-            _Step(now, change.window.rate, change.window.use_s) if change.workers > now else None
-        )
+        self._step = _Step(now, change.window) if change.workers > now else None
         self._workers, self.reason = change.workers, change.reason
         self._arrive()
 
@@ -270,12 +270,10 @@ class _Change(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """A step up: the workers before it, their rate, the loop's time, and windows that doubt it."""
+    """A step up: the workers before it, the window before it, and how many windows doubt it."""
 
     before: int
-    rate: float
-    # Seconds that the loop took for a batch.
-    use_s: float
+    last: _Window
     doubts: int = 0
 
     def has_helped(self, workers: int, window: _Window) -> bool:
@@ -284,13 +282,13 @@ class _Step(NamedTuple):
         if not window.waits:
             # The loop is the limit itself. If it did little but receive batches, more workers can
             # have made that slower; any other loop is slower for reasons of its own.
-            hoped = 1 - HARDLY_WAITS if self.use_s < PASSING_S else 0.0
+            hoped = 1 - HARDLY_WAITS if self.last.use_s < PASSING_S else 0.0
         # If other programs have taken the CPUs, the rate does not show the effect of the step.
-        return window.rate >= self.rate * (min(hoped, WORSE) if window.lacks_cpus else hoped)
+        return window.rate >= self.last.rate * (min(hoped, WORSE) if window.lacks_cpus else hoped)
 
     def needed_for(self, rate: float) -> int:
         """Return the number of workers for a rate, if none waits for another one."""
-        gain = ratio(rate, self.rate)
+        gain = ratio(rate, self.last.rate)
         return self.before if gain < 1 + LEAST_GAIN else math.ceil(MARGIN * self.before * gain)
 
 

@@ -10,7 +10,6 @@ while another worker could do it. The errors of a batch are sent in the order of
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ from enqueuer.workers.element_threads import ElementThreads, ThreadJob
 from enqueuer.workers.messages import Empty, End, Failure, Sender, Ticket, Tickets
 from enqueuer.workers.plan import OnError, Plan
 from enqueuer.workers.shards import Task, do_nothing
-from enqueuer.workers.skipping import skip_or_end
+from enqueuer.workers.skipping import serve_failure, skip_or_end
 from enqueuer.workers.task_loop import do_task, send_results, serve_tasks
 from enqueuer.workers.tasks import FETCH, TaskSource
 
@@ -67,7 +66,7 @@ def serve_concurrently(
     try:
         threads.start(threading.current_thread().name)
     except RuntimeError as error:
-        fail_all(tickets, sender, error)
+        serve_failure(error, (), tickets, sender)
         return
     try:
         while threads.wait_for_room() and (ticket := tickets.next_ticket()) is not None:
@@ -81,13 +80,6 @@ def serve_concurrently(
     threads.join()
     if threads.error is not None:
         raise threads.error
-
-
-def fail_all(tickets: Tickets, sender: Sender, error: BaseException) -> None:
-    """Send the error of the start for each ticket, until the consumer leaves."""
-    with contextlib.suppress(Closed):
-        while (ticket := tickets.next_ticket()) is not None:
-            sender.send(Failure(0, ticket.number, error))
 
 
 def _jobs_of(

@@ -172,11 +172,12 @@ class ElementThreads:
 
     def snapshots(self) -> list[ThreadSnapshot]:
         """Return where each thread with a job is."""
+        frames = sys._current_frames()
         # A copy, since threads begin and end jobs meanwhile.
         return [
-            ThreadSnapshot(job.indices, stack)
+            ThreadSnapshot(job.indices, list(traceback.extract_stack(frames[ident])))
             for ident, (job, _) in self._current.copy().items()
-            if (stack := _stack_of(ident)) is not None
+            if ident in frames
         ]
 
     def _run(self) -> None:
@@ -228,8 +229,3 @@ class ElementThreads:
             meter.pause(WAITING)
             # What comes next may be other work.
             self._late_until = 0
-
-
-def _stack_of(ident: int) -> list[traceback.FrameSummary] | None:
-    frame = sys._current_frames().get(ident)
-    return None if frame is None else list(traceback.extract_stack(frame))

@@ -11,20 +11,19 @@ a worker. The import system calls its method and does not check its class.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Callable, Collection, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from enqueuer.errors import Closed
 from enqueuer.monitoring.trace_file import TraceTarget
 from enqueuer.workers import logs
-from enqueuer.workers.concurrent_loop import fail_all, serve_function
-from enqueuer.workers.messages import Failure, Sender
+from enqueuer.workers.concurrent_loop import serve_function
+from enqueuer.workers.messages import Sender
 from enqueuer.workers.plan import OnError, Plan
 from enqueuer.workers.seeding import FRAMEWORKS, GlobalStreams, TaskSeeds
+from enqueuer.workers.skipping import serve_failure
 from enqueuer.workers.sources import Source
 from enqueuer.workers.tasks import TaskSource
 from enqueuer.workers.worker_trace import traced
@@ -109,23 +108,3 @@ class WorkerConfig(NamedTuple):
                 serve_failure(error, shards, orders, sender)
                 return
         traced(serve_function(source), self.trace, index)(plan, orders, sender, enter)
-
-
-def serve_failure(
-    error: BaseException, shards: tuple[int, ...], orders: Any, sender: Sender
-) -> None:
-    """Send the error of loading the source, and stay until the loop has read it.
-
-    Args:
-        error: Exception that loading the source raised.
-        shards: Indices of the worker's shards; empty for tasks.
-        orders: Orders of the worker, or Tickets if it does tasks.
-        sender: Sender of the worker.
-    """
-    if not shards:
-        fail_all(orders, sender, error)
-        return
-    with contextlib.suppress(Closed):
-        sender.send(Failure(shards[0], 0, error))
-        while orders.next_epoch() is not None:
-            pass

@@ -21,7 +21,7 @@ from helpers import LIMIT, bytes_of, random_batches, twelve
 from enqueuer import Auto, GeneratorEnqueuer, OrderedEnqueuer, Processes, StartError, imap, prefetch
 from enqueuer.enqueuers.enqueuer import core_of
 from enqueuer.monitoring import autoscaler
-from enqueuer.monitoring.bottleneck import OFTEN_LACKS_CPU, total
+from enqueuer.monitoring.stats import OFTEN_LACKS_CPU, total
 
 BACKENDS = without("process-spawn", "process-fork-portable")
 MAKE_S = 0.02

@@ -15,7 +15,7 @@ from conftest import IS_RAY, without
 from helpers import LIMIT, backend_of, twelve, wait_until
 
 from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, Processes
-from enqueuer.monitoring.bottleneck import HARDLY_WAITS, OFTEN_LACKS_CPU
+from enqueuer.monitoring.stats import HARDLY_WAITS, OFTEN_LACKS_CPU
 
 BACKENDS = without("process-spawn", "process-fork-portable")
 OTHER_PROCESSES = without("thread", "process-spawn", "process-fork-portable")

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from enqueuer.monitoring import gil
-from enqueuer.monitoring.bottleneck import find_bottleneck
-from enqueuer.monitoring.stats import Stats
+from enqueuer.monitoring.stats import Stats, find_bottleneck
 from enqueuer.monitoring.worker_stats import WorkerStats
 
 
