@@ -42,9 +42,8 @@ if TYPE_CHECKING:
     from enqueuer.enqueuers.ordered import OrderedEnqueuer
     from enqueuer.enqueuers.shortcuts import imap, prefetch
     from enqueuer.generators.mixing import mix
-    from enqueuer.monitoring.bottleneck import Bottleneck
     from enqueuer.monitoring.headroom import Headroom, headroom
-    from enqueuer.monitoring.stats import Stats
+    from enqueuer.monitoring.stats import Bottleneck, Stats
     from enqueuer.monitoring.worker_stats import WorkerStats
 
 __version__ = "0.1.0"
@@ -96,7 +95,7 @@ __all__ = [
 # quarter of the start of a fork server would be spent on them.
 _MODULES = {
     "Auto": "enqueuers.configs",
-    "Bottleneck": "monitoring.bottleneck",
+    "Bottleneck": "monitoring.stats",
     "Buffer": "backends.thread.buffer",
     "GeneratorEnqueuer": "enqueuers.generator",
     "Headroom": "monitoring.headroom",

@@ -11,9 +11,8 @@ from enqueuer.enqueuers.workload import Workload, most_workers
 from enqueuer.errors import StartError
 from enqueuer.monitoring import usage
 from enqueuer.monitoring.autoscaler import Autoscaler
-from enqueuer.monitoring.bottleneck import HARDLY_WAITS
 from enqueuer.monitoring.meters import clock
-from enqueuer.monitoring.stats import Stats
+from enqueuer.monitoring.stats import HARDLY_WAITS, Stats
 
 _log = logging.getLogger("enqueuer")
 

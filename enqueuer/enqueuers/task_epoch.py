@@ -21,7 +21,7 @@ from enqueuer.errors import ItemNotPicklable, StateMismatch, WorkerDied
 from enqueuer.monitoring.duplicates import FirstItems
 from enqueuer.monitoring.stats import Stats
 from enqueuer.workers.messages import Epoch, Failure, Start, Ticket
-from enqueuer.workers.sources import Stateful, iterate
+from enqueuer.workers.sources import iterate
 from enqueuer.workers.tasks import TaskSource
 
 
@@ -52,7 +52,7 @@ class ElementReader:
         self._reading = reading
         self._epoch = epoch
         self._number = first + start.number
-        self._stateful: Stateful | None = None
+        self._stateful: Any = None
         self._size = source.batch_size or 1
         # Whether the iterable's own code runs, or has raised.
         self._runs = False

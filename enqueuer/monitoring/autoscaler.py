@@ -23,15 +23,19 @@ import math
 from typing import NamedTuple
 
 from enqueuer.common.text import percent, ratio
-from enqueuer.monitoring.bottleneck import (
+from enqueuer.monitoring.stats import (
     HARDLY_WAITS,
     OFTEN_LACKS_CPU,
     OFTEN_WAITS,
     PASSING_S,
-    RunInputs,
+    Stats,
+    is_cheap,
+    longest_s,
     most_on,
+    total,
+    use_s,
+    workers_waiting_share,
 )
-from enqueuer.monitoring.stats import Stats
 
 # Seconds; in a shorter window, the numbers of a load that varies are mostly chance.
 WINDOW_S = 1.0
@@ -177,7 +181,7 @@ class Autoscaler:
         self._unlike = 0
         self._known = self._known or window
         self._least_s = min(self._least_s, window.service_s)
-        self.wanted, self.waiting_share = window.wanted, window.waiting_share
+        self.wanted, self.waiting_share = window.wanted, window.seen.waiting_share
         step = self._step
         if step is not None and not step.has_helped(self._workers, window):
             self._step = step._replace(doubts=step.doubts + 1)
@@ -186,21 +190,24 @@ class Autoscaler:
         return self._more(window) if window.waits else self._fewer(window)
 
     def _back(self, step: _Step, window: _Window) -> _Change:
-        reason = f"{step.before} were as fast" if window.rate < step.rate else "that hardly helped"
+        reason = (
+            f"{step.before} were as fast" if window.rate < step.last.rate else "that hardly helped"
+        )
         workers = self._enough_for(min(self._workers, step.needed_for(window.rate)))
-        return _Change(workers, window, window.rate < WORSE * step.rate, reason, is_back=True)
+        return _Change(workers, window, window.rate < WORSE * step.last.rate, reason, is_back=True)
 
     def _more(self, window: _Window) -> _Change | None:
         self._calm = 0
         now, most = self._workers, self._most
         # As many as there are CPUs for, by what each item needs.
         computing_share = ratio(window.compute_s, self._least_s)
-        most = min(most, self._as_fast_as(most_on(window.cpus, computing_share)))
-        if now + now // LEAST_STEP >= most or window.has_no_room or window.is_cheap:
+        most = min(most, self._as_fast_as(most_on(window.seen.cpus, computing_share)))
+        have_no_room = workers_waiting_share(window.seen) > OFTEN_WAITS
+        if now + now // LEAST_STEP >= most or have_no_room or is_cheap(window.seen):
             return None
         # The effect of a smaller step could not be distinguished from chance.
         workers = self._enough_for(max(now + max(1, now // 4), window.wanted))
-        reason = f"the loop waited {percent(window.waiting_share)} of its time"
+        reason = f"the loop waited {percent(window.seen.waiting_share)} of its time"
         return _Change(min(workers, most), window, True, reason)
 
     def _fewer(self, window: _Window) -> _Change | None:
@@ -209,9 +216,8 @@ class Autoscaler:
         self._calm = self._calm + 1 if workers < now - now // LEAST_STEP else 0
         if self._calm < CALM:
             return None
-        reason = (
-            f"the loop waited {percent(window.waiting_share)} of its time, and some workers more"
-        )
+        waited = percent(window.seen.waiting_share)
+        reason = f"the loop waited {waited} of its time, and some workers more"
         return _Change(workers, window, False, reason)
 
     # The loop takes all shards in turn, so it is as fast as the worker that has most of them: of
@@ -233,9 +239,7 @@ class Autoscaler:
             self._fewest = self._most = change.workers
         elif change.workers > now:
             self._fewest = max(self._fewest, now + 1)
-        self._step = (
-            _Step(now, change.window.rate, change.window.use_s) if change.workers > now else None
-        )
+        self._step = _Step(now, change.window) if change.workers > now else None
         self._workers, self.reason = change.workers, change.reason
         self._arrive()
 
@@ -266,12 +270,10 @@ class _Change(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """A step up: the workers before it, their rate, the loop's time, and windows that doubt it."""
+    """A step up: the workers before it, the window before it, and how many windows doubt it."""
 
     before: int
-    rate: float
-    # Seconds that the loop took for a batch.
-    use_s: float
+    last: _Window
     doubts: int = 0
 
     def has_helped(self, workers: int, window: _Window) -> bool:
@@ -280,13 +282,13 @@ class _Step(NamedTuple):
         if not window.waits:
             # The loop is the limit itself. If it did little but receive batches, more workers can
             # have made that slower; any other loop is slower for reasons of its own.
-            hoped = 1 - HARDLY_WAITS if self.use_s < PASSING_S else 0.0
+            hoped = 1 - HARDLY_WAITS if self.last.use_s < PASSING_S else 0.0
         # If other programs have taken the CPUs, the rate does not show the effect of the step.
-        return window.rate >= self.rate * (min(hoped, WORSE) if window.lacks_cpus else hoped)
+        return window.rate >= self.last.rate * (min(hoped, WORSE) if window.lacks_cpus else hoped)
 
     def needed_for(self, rate: float) -> int:
         """Return the number of workers for a rate, if none waits for another one."""
-        gain = ratio(rate, self.rate)
+        gain = ratio(rate, self.last.rate)
         return self.before if gain < 1 + LEAST_GAIN else math.ceil(MARGIN * self.before * gain)
 
 
@@ -295,7 +297,7 @@ class _Window:
 
     Attributes:
         rate: Batches a second that the workers made.
-        waiting_share: Share of the loop's time in which it waited.
+        seen: All numbers of the window.
         waits: Whether it waits so much that this matters.
         make_s: Seconds that one worker takes for a batch.
         service_s: The same without the time in which the worker had no CPU.
@@ -303,28 +305,21 @@ class _Window:
         lacks_cpus: Whether the workers often had no CPU.
         use_s: Seconds that the loop takes for a batch.
         busy: Number of workers that were busy, on average.
-        has_no_room: Whether the workers often waited for room or a task.
-        cpus: Number of CPUs.
-        is_cheap: Whether a batch is so cheap to make that workers do not help.
     """
 
     def __init__(self, seen: Stats) -> None:
-        run = RunInputs.of(seen)
-        made, busy_s = max(1, run.total("items")), run.total("busy_s")
-        is_known = all(worker.cpu_s is not None for worker in run.workers)
-        cpu_s = sum(min(worker.cpu_s or 0.0, worker.busy_s) for worker in run.workers)
-        self.rate = made / max(run.longest_s, 1e-9)
-        self.waiting_share = run.waiting_share
-        self.waits = run.waiting_share >= HARDLY_WAITS
+        made, busy_s = max(1, total(seen, "items")), total(seen, "busy_s")
+        is_known = all(worker.cpu_s is not None for worker in seen.workers)
+        cpu_s = sum(min(worker.cpu_s or 0.0, worker.busy_s) for worker in seen.workers)
+        self.rate = made / max(longest_s(seen), 1e-9)
+        self.seen = seen
+        self.waits = seen.waiting_share >= HARDLY_WAITS
         self.make_s = busy_s / made
-        self.service_s = max(busy_s - run.total("lacked_s"), cpu_s) / made
+        self.service_s = max(busy_s - total(seen, "lacked_s"), cpu_s) / made
         self.compute_s = cpu_s / made if is_known else math.inf
         self.lacks_cpus = self.service_s < (1 - OFTEN_LACKS_CPU) * self.make_s
-        self.use_s = run.use_s
+        self.use_s = use_s(seen)
         self.busy = busy_s / max(seen.seconds - seen.idle_s, 1e-9)
-        self.has_no_room = run.workers_waiting_share > OFTEN_WAITS
-        self.cpus = run.cpus
-        self.is_cheap = run.is_cheap
 
     @property
     def wanted(self) -> int:

@@ -59,8 +59,6 @@ def of_thread(thread: threading.Thread) -> Usage:
 def of_threads(threads: Sequence[threading.Thread]) -> Usage:
     """Return the usage of some threads of this process together."""
     each = [of_thread(thread) for thread in threads]
-    if len(each) == 1:
-        return each[0]
     return Usage(
         _sum([one.cpu_s for one in each]),
         _sum([one.cpu_wait_s for one in each]),

@@ -25,10 +25,9 @@ from enqueuer.common.text import duration, ratio
 from enqueuer.enqueuers.generator import GeneratorEnqueuer
 from enqueuer.errors import BatchTimeout
 from enqueuer.monitoring import usage
-from enqueuer.monitoring.bottleneck import HARDLY_WAITS
 from enqueuer.monitoring.gil import Probe
 from enqueuer.monitoring.headroom import epochs
-from enqueuer.monitoring.stats import Stats
+from enqueuer.monitoring.stats import HARDLY_WAITS, Stats
 from enqueuer.tools.bench_report import DEFAULT_QUEUE, HELPS, Measurement, Report
 from enqueuer.workers.shards import Shard, fresh_seed
 from enqueuer.workers.sources import FunctionSource, as_source, close, iterate, name_of

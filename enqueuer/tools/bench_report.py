@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from enqueuer.common.text import duration, percent, rate, size, table
-from enqueuer.monitoring.bottleneck import HARDLY_WAITS
+from enqueuer.monitoring.stats import HARDLY_WAITS
 
 # Twice the workers are worth it if they are this many times as fast.
 HELPS = 1.15

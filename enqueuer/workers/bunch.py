@@ -14,9 +14,9 @@ import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice, repeat, takewhile
-from typing import Any, Protocol
+from typing import Any
 
-from enqueuer.workers.messages import ItemTuple, Reported, Sender
+from enqueuer.workers.messages import ItemTuple
 
 _is_given = functools.partial(operator.is_not, None)
 # Stands for a value in the row before the first item.
@@ -97,16 +97,3 @@ class Bunch:
         # The row before the first item, the item, the call, which yields nothing, and the rest.
         rest = iter(self.gate)
         return chain(islice(rest, 2), filter(None, map(self._wake, _FIRST)), rest)
-
-
-class BunchSender(Sender, Protocol):
-    """A Sender to which a worker with one shard can send several items at once."""
-
-    def open_bunch(self, shard: int) -> Bunch | None:
-        """Return a bunch to be filled; None if the next item must be sent by itself."""
-
-    def send_report(self, report: Reported) -> None:
-        """Send a report at once, or end the bunch first; any thread may call this."""
-
-    def close_bunch(self, bunch: Bunch) -> None:
-        """Count the items of a bunch, and wake the loop if it waits for one."""

@@ -10,7 +10,6 @@ while another worker could do it. The errors of a batch are sent in the order of
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 from collections.abc import Callable, Sequence
@@ -18,11 +17,12 @@ from typing import Any, Protocol
 
 from enqueuer.errors import Closed
 from enqueuer.monitoring.meters import Meter
+from enqueuer.workers import loop
 from enqueuer.workers.element_threads import ElementThreads, ThreadJob
 from enqueuer.workers.messages import Empty, End, Failure, Sender, Ticket, Tickets
 from enqueuer.workers.plan import OnError, Plan
 from enqueuer.workers.shards import Task, do_nothing
-from enqueuer.workers.skipping import skip_or_end
+from enqueuer.workers.skipping import serve_failure, skip_or_end
 from enqueuer.workers.task_loop import do_task, send_results, serve_tasks
 from enqueuer.workers.tasks import FETCH, TaskSource
 
@@ -37,9 +37,10 @@ class ShareableSender(Sender, Protocol):
 
 
 def serve_function(source: object) -> Callable[..., None]:
-    """Return the loop of a worker that does the tasks of a source."""
-    is_concurrent = isinstance(source, TaskSource) and source.concurrency > 1
-    return serve_concurrently if is_concurrent else serve_tasks
+    """Return the loop of a worker of a source."""
+    if not isinstance(source, TaskSource):
+        return loop.serve
+    return serve_concurrently if source.concurrency > 1 else serve_tasks
 
 
 def serve_concurrently(
@@ -59,13 +60,13 @@ def serve_concurrently(
     """
     source = plan.source
     assert isinstance(source, TaskSource)
-    threads = ElementThreads(source.concurrency, sender.meter)
+    threads = ElementThreads(source.concurrency, sender.meter, sender.check)
     shared = sender.share(threads)
     enter = enter if enter is not None and source.runs_code else do_nothing
     try:
         threads.start(threading.current_thread().name)
     except RuntimeError as error:
-        fail_all(tickets, sender, error)
+        serve_failure(error, (), tickets, sender)
         return
     try:
         while threads.wait_for_room() and (ticket := tickets.next_ticket()) is not None:
@@ -81,40 +82,26 @@ def serve_concurrently(
         raise threads.error
 
 
-def fail_all(tickets: Tickets, sender: Sender, error: BaseException) -> None:
-    """Send the error of the start for each ticket, until the consumer leaves."""
-    with contextlib.suppress(Closed):
-        while (ticket := tickets.next_ticket()) is not None:
-            sender.send(Failure(0, ticket.number, error))
-
-
 def _jobs_of(
     source: TaskSource, ticket: Ticket, sender: Sender, on_error: OnError, threads: ElementThreads
 ) -> list[ThreadJob]:
     """Return the jobs with which a ticket begins."""
-    run = functools.partial(_do_whole, source, ticket, sender, on_error)
+    run = functools.partial(do_task, source, ticket, sender, do_nothing, on_error)
     whole = ThreadJob(ticket, ticket.indices, run)
     try:
         # Here, so that no two threads announce the epoch.
-        source.begin_if_new(ticket.epoch)
+        source.begin(ticket.epoch)
     except BaseException:
         # It raises once more there, where the error is sent.
         return [whole]
-    if len(ticket.indices) == 1:
+    is_fetched = source.fetches_many(ticket)
+    if len(ticket.indices) == 1 or (is_fetched and source.map is None):
         return [whole]
     batch = _Batch(source, ticket, sender, on_error)
-    if source.fetches_many(ticket):
-        fetch = functools.partial(batch.fetch, threads)
-        return [
-            whole if source.map is None else ThreadJob(ticket, ticket.indices, fetch, is_work=False)
-        ]
-    return batch.jobs(source.elements_of(ticket))
-
-
-def _do_whole(source: TaskSource, ticket: Ticket, sender: Sender, on_error: OnError) -> None:
-    """Do all of a ticket in one thread."""
-    sender.check()
-    do_task(source, ticket, sender, do_nothing, on_error)
+    if not is_fetched:
+        return batch.jobs(source.elements_of(ticket))
+    fetch = functools.partial(batch.fetch, threads)
+    return [ThreadJob(ticket, ticket.indices, fetch, is_work=False)]
 
 
 class _Raised:
@@ -143,7 +130,6 @@ class _Batch:
 
     def fetch(self, threads: ElementThreads) -> None:
         """Fetch the elements by one call, before each gets a thread."""
-        self._sender.check()
         try:
             elements = self._source.elements_of(self._ticket)
         except BaseException as error:
@@ -161,7 +147,6 @@ class _Batch:
 
     def _run(self, place: int, index: int, element: Any) -> None:
         """Run one element; after the last one, send the result of the ticket."""
-        self._sender.check()
         source, outcome = self._source, None
         if place < self._needed:
             try:

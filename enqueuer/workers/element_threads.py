@@ -67,6 +67,7 @@ class ElementThreads:
     Args:
         count: Number of threads.
         meter: Meter of the worker, whose waits are those of the threads.
+        check: Function that raises Closed if the consumer left; called before each job.
 
     Attributes:
         threads: The threads.
@@ -77,20 +78,21 @@ class ElementThreads:
         is_awaited: Whether the worker's own thread waits for room.
 
     Example:
-        >>> done, threads = [], ElementThreads(2, Meter())
+        >>> done, threads = [], ElementThreads(2, Meter(), list)
         >>> job = ThreadJob(Ticket(0, 0, (0,)), (0,), lambda: done.append("done"))
         >>> threads.start("worker-0"); threads.submit([job, job, job])
         >>> threads.join(); len(done)
         3
     """
 
-    def __init__(self, count: int, meter: Meter) -> None:
+    def __init__(self, count: int, meter: Meter, check: Callable[[], object]) -> None:
         self.threads: list[threading.Thread] = []
         self.error: BaseException | None = None
         self.do: Callable[[ThreadJob], None] = operator.methodcaller("run")
         self.on_error: Callable[[BaseException], None] | None = None
         self._count = count
         self._meter = meter
+        self._check = check
         self._jobs: SimpleQueue[ThreadJob | None] = SimpleQueue()
         # The jobs that run, and when each began, by the thread that runs them, the oldest first.
         self._current: dict[int, tuple[ThreadJob, int]] = {}
@@ -170,11 +172,12 @@ class ElementThreads:
 
     def snapshots(self) -> list[ThreadSnapshot]:
         """Return where each thread with a job is."""
+        frames = sys._current_frames()
         # A copy, since threads begin and end jobs meanwhile.
         return [
-            ThreadSnapshot(job.indices, stack)
+            ThreadSnapshot(job.indices, list(traceback.extract_stack(frames[ident])))
             for ident, (job, _) in self._current.copy().items()
-            if (stack := _stack_of(ident)) is not None
+            if ident in frames
         ]
 
     def _run(self) -> None:
@@ -185,6 +188,7 @@ class ElementThreads:
                 self._current[ident] = job, began
             try:
                 if not self._is_closed:
+                    self._check()
                     self.do(job)
             except Closed:
                 self.close()
@@ -225,8 +229,3 @@ class ElementThreads:
             meter.pause(WAITING)
             # What comes next may be other work.
             self._late_until = 0
-
-
-def _stack_of(ident: int) -> list[traceback.FrameSummary] | None:
-    frame = sys._current_frames().get(ident)
-    return None if frame is None else list(traceback.extract_stack(frame))

@@ -1,7 +1,8 @@
 """The loop that every worker of shards runs, on every backend: shards -> items -> a sender.
 
-    serve:      wait for an epoch -> run -> wait for the next one -> ... -> exit
-    run, turns: one item of each shard in turn, until all have ended or one has failed
+    serve: wait for an epoch -> turns -> wait for the next one -> ... -> exit
+    turns: one item of each shard in turn, until all have ended or one has failed
+    ShardStream: open(shard) -> replay, unsent -> advance(): the next item -> ... -> close()
 
 The items leave in the order in which an ordered consumer reads them. This file knows no
 backend: the sender is a thread's buffer, a process's channel or, in a test, a list.
@@ -9,18 +10,26 @@ backend: the sender is a thread's buffer, a process's channel or, in a test, a l
 
 from __future__ import annotations
 
+import functools
+import itertools
+import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from typing import Any
 
-from enqueuer.errors import Closed
-from enqueuer.workers.messages import End, Failure, Orders, Sender, Start
+from enqueuer.errors import Closed, StateMismatch
+from enqueuer.workers.bunch import Bunch
+from enqueuer.workers.messages import End, Failure, Orders, Reported, Sender, Start
 from enqueuer.workers.plan import OnError, Plan
-from enqueuer.workers.shards import Shard, do_nothing
-from enqueuer.workers.skipping import may_skip, send_replacement, skip_or_end
-from enqueuer.workers.sources import Source
-from enqueuer.workers.stream import ShardStream
+from enqueuer.workers.shards import Shard, collect_reports, do_nothing
+from enqueuer.workers.skipping import may_skip, skip_or_end
+from enqueuer.workers.sources import LiveSource, Source, close, iterate
+from enqueuer.workers.task_loop import try_to_send
 from enqueuer.workers.tasks import TaskSource
+
+_log = logging.getLogger("enqueuer")
 
 
 def serve(
@@ -36,6 +45,7 @@ def serve(
             random states.
     """
     assert not isinstance(plan.source, TaskSource)
+    enter = enter or do_nothing
     try:
         last = -1
         while (epoch := orders.next_epoch()) is not None:
@@ -43,21 +53,10 @@ def serve(
             if epoch.number <= last:
                 continue
             last = epoch.number
-            run(plan.source, plan.of(epoch), sender, enter or do_nothing, plan.on_error)
+            # There is no pause between turns.
+            deque(turns(plan.source, plan.of(epoch), sender, enter, plan.on_error), maxlen=0)
     except Closed:
         pass
-
-
-def run(
-    source: Source,
-    starts: Mapping[Shard, Start],
-    sender: Sender,
-    enter: Callable[[Shard], None],
-    on_error: OnError = "raise",
-) -> None:
-    """Do what `turns` does, without a pause between two turns."""
-    for _ in turns(source, starts, sender, enter, on_error):
-        raise AssertionError("there is no pause")
 
 
 def turns(
@@ -90,6 +89,7 @@ def turns(
         while streams:
             stream = streams[0]
             enter(stream.shard)
+            has_sent = True
             try:
                 has_more = stream.advance(sender, alone=len(streams) == 1 and not one_by_one)
             except BaseException as error:
@@ -102,16 +102,12 @@ def turns(
                 stream.number += 1
                 # A generator that raised has ended.
                 has_more = not stream.in_user_code
-                # The shard sent nothing in its turn, as if the item had been None.
-                if has_more and not has_sent:
-                    if one_by_one:
-                        yield
-                    continue
-            if has_more:
-                streams.rotate(-1)
-            else:
+            if not has_more:
                 streams.popleft()
                 sender.send(End(stream.shard.index, stream.state_at_end, stream.number))
+            elif has_sent:
+                # Otherwise it is still its turn, as if the item had been None.
+                streams.rotate(-1)
             if one_by_one:
                 yield
 
@@ -132,4 +128,174 @@ def _send_failure(
     goes_on, value = skip_or_end(failure, sender, on_error)
     if value is None:
         return goes_on, False
-    return send_replacement(failure, value, sender), True
+    failed = try_to_send(failure.number, value, sender, failure.shard)
+    if failed is not None:
+        sender.send(failed)
+    return failed is None, True
+
+
+class ShardStream:
+    """One shard's iterator and the number of its next item.
+
+    Attributes:
+        shard: Shard that is run.
+        number: Number of the next item.
+        in_user_code: Whether the user's code runs, or has raised.
+        state_at_end: State of a running iterator at its end, if it has one.
+    """
+
+    def __init__(self, source: Source, shard: Shard, start: Start) -> None:
+        self.shard = shard
+        self.number = 0
+        self.in_user_code = False
+        self.state_at_end: Any = None
+        self._source = source
+        self._start = start
+        self._items: Iterator[Any] | None = None
+        self._stateful: Any = None
+        self._reports = collect_reports(shard)
+        # Number of the item before which reports were sent last, and how many of them.
+        self._reported = -1, 0
+        # Any thread of the generator may report within a bunch.
+        self._report_lock = threading.RLock()
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the next item is a replay of one that the loop has received before."""
+        return self.number < self._start.number
+
+    def advance(self, sender: Sender, alone: bool) -> bool:
+        """Send the next item that is not None, or all of them; return whether there may be more.
+
+        Args:
+            sender: Sender of the item.
+            alone: Whether there is no other shard whose turn is next.
+        """
+        self.in_user_code = True
+        if self._items is None:
+            self._items = self._open()
+            self._replay(self._items, sender)
+        index, items, number, stateful = self.shard.index, self._items, self.number, self._stateful
+        reports = self._reports
+        # Each item by itself where others take turns, where each has a state, or a trace.
+        has_bunches = alone and stateful is None and hasattr(sender, "open_bunch")
+        while True:
+            if has_bunches:
+                if not self._send_bunches(sender, items):
+                    self.send_reports(sender)
+                    return False
+                number = self.number
+            try:
+                value = next(items)
+            except StopIteration:
+                # The iterable of a function is dropped now, but a running iterator is read again.
+                if stateful is not None and isinstance(self._source, LiveSource):
+                    self.state_at_end = stateful.state_dict()
+                self.in_user_code = False
+                self.send_reports(sender)
+                return False
+            state = None if stateful is None else stateful.state_dict()
+            self.in_user_code = False
+            if reports:
+                self.send_reports(sender)
+            if value is not None:
+                sender.send_item(index, number, value, state)
+                self.number = number = number + 1
+                if not alone:
+                    return True
+                # Otherwise the item would live on while next() makes the following one.
+                del value
+            else:
+                self.number = number = number + 1
+                # Otherwise a source that yields only None could not be stopped.
+                sender.check()
+            self.in_user_code = True
+
+    def _send_bunches(self, sender: Any, items: Iterator[Any]) -> bool:
+        """Send items in bunches until one must be sent by itself; return False at the end."""
+        ended: list[None] = []
+        # The end is one more None.
+        values = itertools.chain(items, map(ended.append, (None,)))
+        while (bunch := sender.open_bunch(self.shard.index)) is not None:
+            # The next item of a bunch follows a report at once, so it is sent at once.
+            heard = functools.partial(self._report_within, bunch, sender, self.number)
+            self._reports.heard = heard
+            if self._reports:
+                heard()
+            self.in_user_code = True
+            try:
+                bunch.fill(self.number, values)
+            except BaseException:
+                self.number += bunch.made
+                raise
+            finally:
+                self._reports.heard = None
+                sender.close_bunch(bunch)
+            self.in_user_code = False
+            if ended:
+                self.number += bunch.made
+                return False
+            self.number += bunch.asked
+            sender.check()
+        self.in_user_code = True
+        return True
+
+    def send_reports(self, sender: Sender) -> None:
+        """Send the errors that the generator has reported since the last item."""
+        self._send_reports(sender.send, self.number)
+
+    def _report_within(self, bunch: Bunch, sender: Any, first: int) -> None:
+        self._send_reports(sender.send_report, first + bunch.made)
+
+    def _send_reports(self, send: Callable[[Reported], None], number: int) -> None:
+        """Send the reports before an item; each has a greater number or place than the last."""
+        with self._report_lock:
+            last, nth = self._reported
+            # Of two threads, one may have come to a later item first.
+            number = max(number, last)
+            nth = nth if number == last else 0
+            while self._reports:
+                error, log = self._reports.pop(0)
+                nth += 1
+                self._reported = number, nth
+                send(Reported(self.shard.index, number, error, nth=nth, log=log))
+
+    def _open(self) -> Iterator[Any]:
+        wanted, state, behind = self._start
+        try:
+            items, self._stateful = iterate(self._source.open(self.shard), state, not wanted)
+        except StopIteration as error:
+            # Unchanged, it would be mistaken for the end.
+            raise RuntimeError("the generator function raised StopIteration") from error
+        if state is not None:
+            self.number = wanted - behind
+        return items
+
+    def _replay(self, items: Iterator[Any], sender: Sender) -> None:
+        """Run an iterator from its position, or that of its state, up to its start."""
+        wanted = self._start.number
+        while self.number < wanted:
+            try:
+                next(items)
+            except StopIteration:
+                raise StateMismatch(
+                    f"shard {self.shard.index} ended after {self.number} items when it was run "
+                    f"again, but {wanted} had come from it before: its generator does not repeat "
+                    "itself. Draw from shard.rng only, and read the same data"
+                ) from None
+            self.number += 1
+            # These reports were sent when the item was made first.
+            self._reports.clear()
+            self.in_user_code = False
+            sender.check()
+            self.in_user_code = True
+
+    def close(self) -> None:
+        """Run the generator's `finally`; an exception there is logged, not raised.
+
+        It must not hide the first error, and after a stop no loop is left to raise it to.
+        """
+        try:
+            close(self._items)
+        except BaseException:
+            _log.exception("closing the generator of shard %d failed", self.shard.index)

@@ -2,37 +2,31 @@
 
 There a function can be called when a module has been imported. A setting of a library can be
 changed only once the library is imported, and the user's code may import it at any time, also in
-the middle of an item. So a finder in front of all others wraps the loader of the module. The
-wrapper runs the loader and then calls the function, before the import statement ends.
+the middle of an item. So a finder in front of all others has the loader of the module call the
+function when it has run the module, before the import statement ends.
 
-The finder and the wrapper do not inherit from the classes of `importlib.abc`, whose import takes
-longer than to fork a worker. The import system calls their methods and does not check their
-classes.
+The finder does not inherit from a class of `importlib.abc`, whose import takes longer than to fork
+a worker. The import system calls its method and does not check its class.
 """
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Callable, Collection, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-from enqueuer.errors import Closed
 from enqueuer.monitoring.trace_file import TraceTarget
-from enqueuer.workers import logs, loop
-from enqueuer.workers.concurrent_loop import fail_all, serve_function
-from enqueuer.workers.messages import Failure, Sender
+from enqueuer.workers import logs
+from enqueuer.workers.concurrent_loop import serve_function
+from enqueuer.workers.messages import Sender
 from enqueuer.workers.plan import OnError, Plan
 from enqueuer.workers.seeding import FRAMEWORKS, GlobalStreams, TaskSeeds
-from enqueuer.workers.shards import Task
+from enqueuer.workers.skipping import serve_failure
 from enqueuer.workers.sources import Source
 from enqueuer.workers.tasks import TaskSource
 from enqueuer.workers.worker_trace import traced
-
-if TYPE_CHECKING:
-    from importlib.abc import Loader
 
 
 def after_import(names: Collection[str], act: Callable[[str], None]) -> None:
@@ -50,30 +44,23 @@ class _Finder:
     ) -> ModuleSpec | None:
         if fullname not in self._names:
             return None
-        for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(fullname, path, target)
-            if spec is not None:
-                if spec.loader is not None:
-                    spec.loader = cast("Loader", _Loader(spec.loader, self._act))
-                return spec
-        return None
+        others = [finder for finder in sys.meta_path if finder is not self]
+        specs = (finder.find_spec(fullname, path, target) for finder in others)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            self._wrap(spec.loader)
+        return spec
 
+    def _wrap(self, loader: Any) -> None:
+        """Have a loader act, once, when it has run its module."""
 
-class _Loader:
-    def __init__(self, loader: Loader, act: Callable[[str], None]) -> None:
-        self._loader = loader
-        self._act = act
+        def run(module: ModuleType) -> None:
+            # The loader is as it was: other code may keep it, or ask it for the source.
+            del loader.exec_module
+            loader.exec_module(module)
+            self._act(module.__name__)
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        # The module may ask its loader for data, and other code may ask for the source.
-        module.__loader__ = self._loader
-        assert module.__spec__ is not None
-        module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
-        self._act(module.__name__)
+        loader.exec_module = run
 
 
 class WorkerConfig(NamedTuple):
@@ -83,7 +70,7 @@ class WorkerConfig(NamedTuple):
         shard_count: Number of shards, over all ranks.
         random_seed: Seed of the enqueuer.
         levels: Levels of the loggers whose records are wanted; None if none are.
-        trace: TraceTarget where workers record what they do; None if they record nothing.
+        trace: File in which workers record what they do; None if they record nothing.
     """
 
     shard_count: int
@@ -111,39 +98,13 @@ class WorkerConfig(NamedTuple):
             sender: Sender of the worker.
         """
         plan = Plan(source, shards, self.shard_count, self.random_seed, on_error)
-        if isinstance(source, TaskSource):
-            seeds = TaskSeeds()
-            after_import(FRAMEWORKS, seeds.seed_imported)
-            enter: Callable[[Task], None] = seeds.enter
-            if source.begin_worker is not None:
-                try:
-                    enter = source.begin_worker(index) or enter
-                except BaseException as error:
-                    serve_failure(error, shards, orders, sender)
-                    return
-            serve = traced(serve_function(source), self.trace, index)
-            serve(plan, orders, sender, enter)
-        else:
-            streams = GlobalStreams()
-            after_import(FRAMEWORKS, streams.seed_imported)
-            traced(loop.serve, self.trace, index)(plan, orders, sender, streams.enter)
-
-
-def serve_failure(
-    error: BaseException, shards: tuple[int, ...], orders: Any, sender: Sender
-) -> None:
-    """Send the error of loading the source, and stay until the loop has read it.
-
-    Args:
-        error: Exception that loading the source raised.
-        shards: Indices of the worker's shards; empty for tasks.
-        orders: Orders of the worker, or Tickets if it does tasks.
-        sender: Sender of the worker.
-    """
-    if not shards:
-        fail_all(orders, sender, error)
-        return
-    with contextlib.suppress(Closed):
-        sender.send(Failure(shards[0], 0, error))
-        while orders.next_epoch() is not None:
-            pass
+        seeds = TaskSeeds() if isinstance(source, TaskSource) else GlobalStreams()
+        after_import(FRAMEWORKS, seeds.seed_imported)
+        enter: Callable[[Any], None] = seeds.enter
+        if isinstance(source, TaskSource) and source.begin_worker is not None:
+            try:
+                enter = source.begin_worker(index) or enter
+            except BaseException as error:
+                serve_failure(error, shards, orders, sender)
+                return
+        traced(serve_function(source), self.trace, index)(plan, orders, sender, enter)

@@ -17,11 +17,11 @@ import functools
 import random
 import sys
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from enqueuer.workers.shards import EpochSeeds, Seeded, Shard, Task, words_of
+from enqueuer.workers.shards import EpochSeeds, Seeded, Task, words_of
 
 _MASK = 0xFFFFFFFF
 
@@ -83,53 +83,12 @@ def _drawn(place: Seeded) -> GlobalSeeds:
     return GlobalSeeds(python, words[2] & _MASK, words[6] >> 1, words[7] >> 33)
 
 
-class GlobalStreams:
-    """Keep the global random states of several shards apart in one worker process.
-
-    Generators that use `random`, `numpy.random` or `torch` draw from a stream of their shard,
-    even if one worker runs several shards in turn. `tensorflow`'s state cannot be exchanged, so
-    it is only seeded. Frameworks that are imported later are seeded by `seed_imported`.
-
-    Args:
-        is_alone: As for `seed_globals`.
-    """
-
-    def __init__(self, is_alone: bool = True) -> None:
-        self._is_alone = is_alone
-        self._current: Shard | None = None
-        # Functions that restore the states of each shard in this epoch, by its index.
-        self._states: dict[int, list[Callable[[], None]]] = {}
-
-    def enter(self, shard: Shard) -> None:
-        """Set the global generators to those of `shard`: seeded at first, later as it left them."""
-        if shard == self._current:
-            return
-        if self._current is not None and self._current.epoch == shard.epoch:
-            self._states[self._current.index] = restore = _save()
-            # It may be imported when this shard has its next turn.
-            if "torch" not in sys.modules:
-                restore.append(functools.partial(_seed_torch, seeds_of(self._current)))
-        else:
-            self._states.clear()
-        known = self._states.pop(shard.index, None)
-        if known is None:
-            seed_globals(shard, is_alone=self._is_alone)
-        else:
-            for put_back in known:
-                put_back()
-        self._current = shard
-
-    def seed_imported(self, framework: str) -> None:
-        """Seed a framework that the code of the current shard has just imported."""
-        if self._current is not None:
-            FRAMEWORKS[framework](seeds_of(self._current))
-
-
 class TaskSeeds:
     """Seed the global generators of one worker process for each task that it runs."""
 
     def __init__(self) -> None:
-        self._current: Task | None = None
+        # The task, or the shard, whose code runs.
+        self._current: Seeded | None = None
 
     def enter(self, task: Task) -> None:
         """Seed all that are imported, except for those of GPUs, which take far longer."""
@@ -142,25 +101,58 @@ class TaskSeeds:
             FRAMEWORKS[framework](seeds_of(self._current))
 
 
+class GlobalStreams(TaskSeeds):
+    """Keep the global random states of several shards apart in one worker process.
+
+    Generators that use `random`, `numpy.random` or `torch` draw from a stream of their shard,
+    even if one worker runs several shards in turn. `tensorflow`'s state cannot be exchanged, so
+    it is only seeded. Frameworks that are imported later are seeded by `seed_imported`.
+
+    Args:
+        is_alone: As for `seed_globals`.
+    """
+
+    def __init__(self, is_alone: bool = True) -> None:
+        super().__init__()
+        self._is_alone = is_alone
+        # Functions that restore the states of each shard in this epoch, by its index.
+        self._states: dict[int, Callable[[], None]] = {}
+
+    def enter(self, shard: Seeded) -> None:
+        """Set the global generators to those of `shard`: seeded at first, later as it left them."""
+        before = self._current
+        if shard == before:
+            return
+        if before is not None and before.epoch == shard.epoch:
+            self._states[before.index] = _save(before)
+        else:
+            self._states.clear()
+        restore = self._states.pop(shard.index, None)
+        if restore is None:
+            seed_globals(shard, is_alone=self._is_alone)
+        else:
+            restore()
+        self._current = shard
+
+
 class SwappedStates:
     """The global random states of a worker that runs in the loop's own thread, in turns."""
 
     def __init__(self) -> None:
-        # Functions that restore the states as the worker left them; none before its first turn.
-        self._states: list[Callable[[], None]] = []
+        # Function that restores the states as the worker left them; none before its first turn.
+        self._restore: Callable[[], None] | None = None
 
     @contextlib.contextmanager
     def swapped(self) -> Iterator[None]:
         """Set the states to those of the worker, and at the end to those of the loop."""
-        of_loop = _save()
+        restore_loop = _save()
         try:
-            for put_back in self._states:
-                put_back()
+            if self._restore is not None:
+                self._restore()
             yield
-            self._states = _save()
+            self._restore = _save()
         finally:
-            for put_back in of_loop:
-                put_back()
+            restore_loop()
 
 
 @contextlib.contextmanager
@@ -174,8 +166,7 @@ def borrowed_globals(shard: Seeded) -> Iterator[None]:
         seed_globals(shard, is_alone=False)
         yield
     finally:
-        for put_back in restore:
-            put_back()
+        restore()
 
 
 def seed_globals(place: Seeded, gpus: bool = True, is_alone: bool = True) -> None:
@@ -223,12 +214,22 @@ FRAMEWORKS: dict[str, Callable[[GlobalSeeds], None]] = {
 """Frameworks that are seeded when they are imported, and the functions that do so."""
 
 
-def _save() -> list[Callable[[], None]]:
-    """Return functions that restore the present states of the global generators."""
+def _save(shard: Seeded | None = None) -> Callable[[], None]:
+    """Return a function that restores the present states of the global generators.
+
+    Args:
+        shard: Shard whose states they are: torch is seeded for it if it is imported until then.
+    """
     python, legacy = random.getstate(), np.random.get_state()
-    restore = [lambda: random.setstate(python), lambda: np.random.set_state(legacy)]
-    torch = sys.modules.get("torch")
-    if torch is not None and hasattr(torch, "get_rng_state"):
-        state = torch.get_rng_state()
-        restore.append(lambda: torch.set_rng_state(state))
+    torch: Any = sys.modules.get("torch")
+    state = torch.get_rng_state() if hasattr(torch, "get_rng_state") else None
+
+    def restore() -> None:
+        random.setstate(python)
+        np.random.set_state(legacy)
+        if state is not None:
+            torch.set_rng_state(state)
+        elif shard is not None and torch is None:
+            _seed_torch(seeds_of(shard))
+
     return restore

@@ -1,10 +1,11 @@
 """Handling an exception in a worker: end with it, skip the item, or send a replacement.
 
-Failure --skip_or_end()--> sent as it is, or sent as skipped --> send_replacement()
+Failure --skip_or_end()--> sent as it is, or sent as skipped, with a replacement to be sent
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -40,13 +41,22 @@ def skip_or_end(failure: Failure, sender: Sender, on_error: OnError) -> tuple[bo
     return True, replacement
 
 
-def send_replacement(failure: Failure, value: Any, sender: Sender) -> bool:
-    """Send the replacement of a failed item; return whether it could be sent."""
-    try:
-        sender.send_item(failure.shard, failure.number, value)
-    except Closed:
-        raise
-    except BaseException as error:
-        sender.send(dataclasses.replace(failure, error=error))
-        return False
-    return True
+def serve_failure(
+    error: BaseException, shards: tuple[int, ...], orders: Any, sender: Sender
+) -> None:
+    """Send the error of a worker's start, and stay until the loop has read it.
+
+    Args:
+        error: Exception that loading the source raised, for example.
+        shards: Indices of the worker's shards; empty for tasks.
+        orders: Orders of the worker, or Tickets if it does tasks.
+        sender: Sender of the worker.
+    """
+    with contextlib.suppress(Closed):
+        if not shards:
+            while (ticket := orders.next_ticket()) is not None:
+                sender.send(Failure(0, ticket.number, error))
+            return
+        sender.send(Failure(shards[0], 0, error))
+        while orders.next_epoch() is not None:
+            pass

@@ -18,7 +18,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeGuard
+from typing import Any, TypeGuard
 
 from enqueuer.common import checks, interrupts
 from enqueuer.common.text import an
@@ -77,16 +77,9 @@ class Stepped(Iterator[Any]):
 Source = FunctionSource | LiveSource
 
 
-class Stateful(Protocol):
-    """An iterator, or an iterable, that can be resumed without being run again."""
-
-    def state_dict(self) -> Any: ...
-    def load_state_dict(self, state: Any) -> None: ...
-
-
 def iterate(
     items: Iterable[Any], state: Any = None, is_at_end: bool = False
-) -> tuple[Iterator[Any], Stateful | None]:
+) -> tuple[Iterator[Any], Any]:
     """Return an iterator over `items`, and the object with its state, if there is one.
 
     Args:
@@ -102,7 +95,7 @@ def iterate(
     """
     # What loads it may keep it, and change it.
     loaded = copy.deepcopy(state) if is_at_end else None
-    stateful = items if is_stateful(items) else None
+    stateful: Any = items if is_stateful(items) else None
     if stateful is not None and state is not None:
         stateful.load_state_dict(state)
     iterator = iter(items)
@@ -117,7 +110,6 @@ def iterate(
         )
     if state is None or not is_at_end:
         return iterator, stateful
-    assert stateful is not None
     again = _BegunAgain(items, iterator, stateful, loaded)
     return again, stateful if is_stateful(items) else again
 
@@ -129,23 +121,22 @@ class _BegunAgain(Iterator[Any]):
     """
 
     def __init__(
-        self, items: Iterable[Any], iterator: Iterator[Any], stateful: Stateful, loaded: Any
+        self, items: Iterable[Any], iterator: Iterator[Any], stateful: Any, loaded: Any
     ) -> None:
-        self._items: Iterable[Any] | None = items
+        self._items = items
         self._iterator: Any = iterator
         self._stateful = stateful
         self._loaded = loaded
+        self._is_first = True
 
     def __next__(self) -> Any:
-        if self._items is None:
-            return next(self._iterator)
-        items, self._items = self._items, None
+        is_first, self._is_first = self._is_first, False
         try:
             return next(self._iterator)
         except StopIteration:
-            if not self._is_as_loaded():
+            if not is_first or not self._is_as_loaded():
                 raise
-        self._iterator = iter(items)
+        self._iterator = iter(self._items)
         return next(self._iterator)
 
     def _is_as_loaded(self) -> bool:
@@ -159,9 +150,6 @@ class _BegunAgain(Iterator[Any]):
     def state_dict(self) -> Any:
         return self._iterator.state_dict()
 
-    def load_state_dict(self, state: Any) -> None:
-        self._iterator.load_state_dict(state)
-
     def close(self) -> None:
         """Close a generator."""
         close(self._iterator)
@@ -173,7 +161,7 @@ def close(iterator: object) -> None:
         iterator.close()
 
 
-def is_stateful(items: object) -> TypeGuard[Stateful]:
+def is_stateful(items: object) -> bool:
     """Return whether an iterator or an iterable can be resumed by its own methods."""
     return hasattr(items, "state_dict") and hasattr(items, "load_state_dict")
 
@@ -228,27 +216,39 @@ def name_of(function: object) -> str:
 
 def _takes_shard(function: Callable[..., Any]) -> bool:
     """Return whether `function` takes the shard; raise TypeError if it takes anything else."""
+    takes_shard = takes_next(function, 0, "shard")
+    if takes_shard is None:
+        parameters = inspect.signature(function).parameters.values()
+        variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        required = [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
+        raise TypeError(
+            f"{name_of(function)} must take no argument or one (the shard), "
+            f"but it needs {len(required)}: {', '.join(required)}; bind the others with "
+            "functools.partial"
+        )
+    return takes_shard
+
+
+def takes_next(function: Callable[..., Any], count: int, name: str) -> bool | None:
+    """Return whether `function` takes another positional argument after the first `count`.
+
+    An optional parameter keeps its default, unless it has this name.
+
+    Returns:
+        None: it takes fewer arguments than `count`, or needs others.
+    """
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:
         # Some built-in functions have no signature.
         return False
-    required = [p for p in parameters if p.default is p.empty and p.kind not in _VARIADIC]
-    if len(required) > 1 or any(p.kind is p.KEYWORD_ONLY for p in required):
-        wanted = ", ".join(p.name for p in required)
-        raise TypeError(
-            f"{name_of(function)} must take no argument or one (the shard), "
-            f"but it needs {len(required)}: {wanted}; bind the others with functools.partial"
-        )
-    if required:
-        return True
-    # An optional parameter keeps its default, unless its name asks for the shard.
-    positional = [p for p in parameters if p.kind in _POSITIONAL]
-    return bool(positional) and positional[0].name == "shard"
-
-
-_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = sum(p.default is p.empty for p in positional)
+    needs_names = any(p.kind is p.KEYWORD_ONLY and p.default is p.empty for p in parameters)
+    takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    if required > count + 1 or needs_names or not (takes_any or len(positional) >= count):
+        return None
+    return required > count or (len(positional) > count and positional[count].name == name)
 
 
 def check_not_async(function: object) -> None:

@@ -12,7 +12,7 @@ from enqueuer.errors import Closed
 from enqueuer.workers.messages import Empty, Failure, Sender, Ticket, Tickets
 from enqueuer.workers.plan import OnError, Plan
 from enqueuer.workers.shards import Task, do_nothing
-from enqueuer.workers.skipping import send_replacement, skip_or_end
+from enqueuer.workers.skipping import skip_or_end
 from enqueuer.workers.tasks import FETCH, TaskSource
 
 
@@ -66,7 +66,7 @@ def _do_plain(
             # Otherwise its traceback would refer to itself, through this frame.
             del failed
         return
-    failure = _try_to_send(number, value, sender)
+    failure = try_to_send(number, value, sender)
     if failure is not None:
         _skip_batch(failure, sender, on_error)
 
@@ -150,29 +150,29 @@ def send_results(
     except BaseException as error:
         failure: Failure | None = Failure(0, ticket.number, error)
     else:
-        failure = _try_to_send(ticket.number, value, sender)
+        failure = try_to_send(ticket.number, value, sender)
     if failure is not None:
         _skip_batch(failure, sender, on_error)
 
 
-def _try_to_send(number: int, value: Any, sender: Sender) -> Failure | None:
-    """Send the item of a task, or `Empty` for None; return the failure if that raises."""
+def try_to_send(number: int, value: Any, sender: Sender, shard: int = 0) -> Failure | None:
+    """Send an item, or `Empty` for a task without a result; return the failure if that raises."""
     if value is None:
         sender.send(Empty(number))
         return None
     try:
-        sender.send_item(0, number, value)
+        sender.send_item(shard, number, value)
     except Closed:
         raise
     except BaseException as error:
-        return Failure(0, number, error)
+        return Failure(shard, number, error)
     return None
 
 
 def _skip_batch(failure: Failure, sender: Sender, on_error: OnError) -> None:
     """Send the failure of a whole batch, then its replacement, or `Empty`, if it is skipped."""
     goes_on, replacement = skip_or_end(failure, sender, on_error)
-    if goes_on and replacement is not None:
-        send_replacement(failure, replacement, sender)
-    elif goes_on:
-        sender.send(Empty(failure.number))
+    if goes_on:
+        failed = try_to_send(failure.number, replacement, sender)
+        if failed is not None:
+            sender.send(failed)

@@ -25,7 +25,7 @@ from enqueuer.workers.collate import stack
 from enqueuer.workers.messages import Ticket
 from enqueuer.workers.seeding import borrowed_globals
 from enqueuer.workers.shards import EpochBegin, EpochEnd, Task
-from enqueuer.workers.sources import has_elements, is_indexable, name_of
+from enqueuer.workers.sources import has_elements, is_indexable, name_of, takes_next
 
 Element = TypeVar("Element", covariant=True)
 
@@ -177,7 +177,7 @@ class TaskSource:
         count = len(ticket.indices)
         if not self.fetches_many(ticket):
             return [FETCH] * count
-        self.begin_if_new(ticket.epoch)
+        self.begin(ticket.epoch)
         returned = self.items.__getitems__(list(ticket.indices))
         name = f"__getitems__ of {type(self.items).__name__}"
         if isinstance(returned, (Mapping, str, bytes)):
@@ -197,11 +197,6 @@ class TaskSource:
         """Return whether `elements_of` calls the sequence's `__getitems__` for a ticket."""
         is_batch = ticket.elements is None and len(ticket.indices) > 1
         return is_batch and _fetches_many(type(self.items))
-
-    def begin_if_new(self, epoch: int) -> None:
-        """Announce to the sequence an epoch, unless that was done."""
-        if self.begun <= epoch:
-            self.begin(epoch)
 
     def result(self, index: int, epoch: int, random_seed: int, element: Any = FETCH) -> Any:
         """Return the result of one element.
@@ -266,7 +261,7 @@ class TaskSource:
         return self.is_sequence and self.batch_size is None and not self.takes_task
 
     def begin(self, epoch: int) -> None:
-        """Announce to the sequence all epochs before this one, and the beginning of this one.
+        """Announce to the sequence all epochs up to the beginning of this one, each once.
 
         The copy in each process is called with the global generators in the same state, so that
         a sequence that shuffles itself stays the same everywhere.
@@ -354,19 +349,11 @@ def takes_two(
     Raises:
         TypeError: It takes neither one argument nor two.
     """
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except ValueError:
-        # Some built-in functions have no signature.
-        return False
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    required = [p for p in positional if p.default is p.empty]
-    demanded = [p for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
-    takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    if len(required) > 2 or demanded or not (positional or takes_any):
+    takes = takes_next(function, 1, second)
+    if takes is None:
         raise TypeError(
             f"{name} must take the {of}, or the {of} and {_SECOND[second]}, but "
             f"{name_of(function)} takes {inspect.signature(function)}; bind the others with "
             "functools.partial"
         )
-    return len(required) == 2 or (len(positional) > 1 and positional[1].name == second)
+    return takes

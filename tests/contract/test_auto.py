@@ -21,7 +21,7 @@ from helpers import LIMIT, Disturbed, bytes_of, random_batches, retry_if_disturb
 from enqueuer import Auto, GeneratorEnqueuer, OrderedEnqueuer, Processes, StartError, imap, prefetch
 from enqueuer.enqueuers.enqueuer import core_of
 from enqueuer.monitoring import autoscaler
-from enqueuer.monitoring.bottleneck import OFTEN_LACKS_CPU, RunInputs
+from enqueuer.monitoring.stats import OFTEN_LACKS_CPU, total
 
 BACKENDS = without("process-spawn", "process-fork-portable")
 MAKE_S = 0.02
@@ -189,7 +189,7 @@ def measure(map, is_right, seconds=2.5):
         loop = Loop(enqueuer, 0)
         loop.run(seconds)
         found, stats = [n for n, _ in itertools.groupby(loop.workers)], enqueuer.stats()
-    loop.check(is_right(found, RunInputs.of(stats)))
+    loop.check(is_right(found, stats))
 
 
 @pytest.mark.local
@@ -197,9 +197,9 @@ def measure(map, is_right, seconds=2.5):
 def test_threads_that_compute_in_python_are_one_again(monkeypatch):
     """More of them are no faster, as one at a time holds the GIL."""
 
-    def is_right(workers, run):
+    def is_right(workers, stats):
         # Where other programs take the CPUs, the rate does not show the effect of a step.
-        lacks_cpus = run.total("lacked_s") > OFTEN_LACKS_CPU / 2 * run.total("busy_s")
+        lacks_cpus = total(stats, "lacked_s") > OFTEN_LACKS_CPU / 2 * total(stats, "busy_s")
         return max(workers) > 1 and (workers[-1] == 1 or lacks_cpus)
 
     monkeypatch.setattr("enqueuer.monitoring.usage.cpus", lambda: 4.0)
@@ -210,7 +210,7 @@ def test_threads_that_compute_in_python_are_one_again(monkeypatch):
 @retry_if_disturbed
 def test_threads_that_release_the_gil_become_as_many_as_cpus(monkeypatch):
     monkeypatch.setattr("enqueuer.monitoring.usage.cpus", lambda: 2.0)
-    measure(hashed, lambda workers, run: 2 in workers)
+    measure(hashed, lambda workers, stats: 2 in workers)
 
 
 def remote_file(element):

@@ -218,7 +218,7 @@ def test_a_notebook_shows_the_bar_and_a_table():
     assert done.returncode == 0, done.stderr
     outputs = json.loads(done.stdout)
     (table,) = (each["data"] for each in outputs if each["output_type"] == "execute_result")
-    assert "<th>worker</th>" in table["text/html"]
+    assert "worker 0" in table["text/html"]
     assert table["text/plain"].startswith("<Stats 12 batches in ")
     drawn = "".join(map(str, outputs))
     assert "epoch 0" in drawn

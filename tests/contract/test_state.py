@@ -5,10 +5,9 @@ import json
 import pickle
 
 import pytest
-from helpers import Reiterable, backend_of, bytes_of, random_batches, start_method_of
+from helpers import Reiterable, bytes_of, random_batches
 
 from enqueuer import GeneratorEnqueuer, InvalidState, OrderedEnqueuer, Processes, StateMismatch
-from enqueuer.workers import stream
 
 THREADS = {"backend": "thread"}
 
@@ -420,22 +419,3 @@ def test_the_state_is_small(backend):
     with make(**backend) as enqueuer:
         next(enqueuer.get())
         assert len(json.dumps(enqueuer.state_dict())) < 300
-
-
-def slow_to_replay(shard):
-    yield from range(4)
-
-
-def test_a_long_replay_is_told_with_the_time_that_is_left(backend, monkeypatch, caplog):
-    monkeypatch.setattr(stream, "SILENT_S", -1.0)
-    with GeneratorEnqueuer(slow_to_replay, random_seed=7, **backend) as enqueuer:
-        batches = iter(enqueuer)
-        assert [next(batches) for _ in range(3)] == [0, 1, 2]
-        state = enqueuer.state_dict()
-    enqueuer = GeneratorEnqueuer(slow_to_replay, **backend)
-    enqueuer.load_state_dict(state)
-    with enqueuer:
-        assert list(enqueuer) == [3]
-    # Other processes than forked ones do not know the other limit.
-    if backend_of(backend) == "thread" or start_method_of(backend) == "fork":
-        assert "shard 0 is run again up to its position: 3 items are left" in caplog.text

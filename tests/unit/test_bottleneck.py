@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from enqueuer.monitoring import gil
-from enqueuer.monitoring.bottleneck import RunInputs, find_bottleneck
+from enqueuer.monitoring.stats import Stats, find_bottleneck
 from enqueuer.monitoring.worker_stats import WorkerStats
 
 
@@ -33,16 +33,23 @@ def inputs(*workers, waiting=8.0, working=2.0, items=100, in_threads=False, **mo
     facts = dict(
         seconds=10.0,
         backend="thread" if in_threads else "process",
+        epoch=0,
+        first_batch_s=0.01,
         first_wait_s=0.01,
         reading_s=0.0,
-        wait_p99_s=0.1,
+        idle_s=0.0,
+        waits={0.1: items},
         waited_for={},
+        queue_size=0,
+        queue_depth=(),
+        error_count=0,
+        restart_count=0,
         ordered=True,
         max_queue_size=10,
         cpus=8,
         loop_cpu_s=0.5,
     )
-    return RunInputs(
+    return Stats(
         **{**facts, **more},
         items=items,
         waiting_s=waiting,

@@ -34,7 +34,7 @@ def gate():
 @pytest.fixture
 def threads(gate):
     """Two threads."""
-    threads = ElementThreads(2, Meter())
+    threads = ElementThreads(2, Meter(), list)
     threads.start("worker-0")
     yield threads
     gate.set()

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from enqueuer import Closed, Shard
-from enqueuer.workers.loop import run, serve
+from enqueuer.workers.loop import serve, turns
 from enqueuer.workers.messages import End, Epoch, Failure, Item, Reported, Start
 from enqueuer.workers.plan import Plan
 from enqueuer.workers.sources import as_source
@@ -37,7 +37,7 @@ class Sender(list):
 def ran(function, sender, shards=2, enter=lambda shard: None, starts=None, on_error="raise"):
     starts = starts or dict.fromkeys(range(shards), Start())
     shards = {Shard(index, shards, 0, 7): start for index, start in starts.items()}
-    run(as_source(function), shards, sender, enter, on_error)
+    assert list(turns(as_source(function), shards, sender, enter, on_error)) == []
     return sender
 
 

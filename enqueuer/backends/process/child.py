@@ -44,7 +44,8 @@ from enqueuer.workers import allocator, arrays, logs, native_threads
 from enqueuer.workers.element_threads import ElementThreads
 from enqueuer.workers.messages import Sender, Ticket
 from enqueuer.workers.plan import OnError
-from enqueuer.workers.remote import WorkerConfig, serve_failure
+from enqueuer.workers.remote import WorkerConfig
+from enqueuer.workers.skipping import serve_failure
 from enqueuer.workers.sources import Source
 from enqueuer.workers.tasks import TaskSource
 

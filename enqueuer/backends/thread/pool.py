@@ -33,7 +33,6 @@ from enqueuer.monitoring.meters import clock
 from enqueuer.monitoring.worker_stats import WorkerStats, worker_stats
 from enqueuer.workers.concurrent_loop import serve_function
 from enqueuer.workers.element_threads import ThreadSnapshot
-from enqueuer.workers.loop import serve
 from enqueuer.workers.messages import Epoch, Ticket
 from enqueuer.workers.plan import Plan
 from enqueuer.workers.sources import LiveSource
@@ -148,7 +147,7 @@ class ThreadPool:
         self._does_tasks = isinstance(job.source, TaskSource)
         self._measured = job.max_queue_bytes is not None and not self._does_tasks
         self._trace = job.trace
-        self._serve = serve_function(job.source) if self._does_tasks else serve
+        self._serve = serve_function(job.source)
         self._inboxes = _inboxes(job, [len(plan.shards) for plan in self._plans])
         # The enqueuer keeps the bound: it submits no more tickets than that.
         self._tickets: WorkQueue[Ticket] = WorkQueue()
