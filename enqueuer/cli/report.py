@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 from pathlib import Path
 
 from enqueuer.cli.arguments import Commands, add_command, in_one_line
-from enqueuer.common.text import pluralize, printable
+from enqueuer.common.text import printable
 from enqueuer.errors import DataFileError
 from enqueuer.tools.trace_report import in_lines, numbers_of, page, read
 
@@ -54,14 +53,12 @@ def add_report(commands: Commands) -> None:
 
 def _report(options: argparse.Namespace) -> int:
     target = Path(options.output or Path(options.path).with_suffix(".html"))
+    recording = read(options.path)
+    if target.exists() and target.samefile(options.path):
+        which = "another name for the page" if options.output else "a name for the page with -o"
+        raise DataFileError(f"{target}: the page would replace the trace; give {which}")
     try:
-        if target.exists() and target.samefile(options.path):
-            which = "another name for the page" if options.output else "a name for the page with -o"
-            raise DataFileError(f"{target}: the page would replace the trace; give {which}")
-        recording = read(options.path)
         target.write_text(page(recording), encoding="utf-8")
-    except DataFileError:
-        raise
     except OSError as error:
         text = f"{target}: cannot be written: {error.strerror}"
         raise DataFileError(text, str(target)) from error
@@ -72,12 +69,8 @@ def _report(options: argparse.Namespace) -> int:
             "left_out": recording.torn,
             "page": str(target),
         }
-        print(json.dumps(dataclasses.asdict(numbers_of(recording)) | found, indent=2))
+        print(json.dumps(numbers_of(recording) | found, indent=2))
     else:
-        print("\n".join(in_lines(numbers_of(recording))))
-        if recording.torn:
-            print(f"{pluralize(recording.torn, 'event')} could not be read and left out")
-        if recording.bottleneck:
-            print(recording.bottleneck)
-        print(printable(str(target)))
+        lines = [*in_lines(recording), recording.bottleneck, str(target)]
+        print("\n".join(printable(line) for line in lines if line))
     return 0
