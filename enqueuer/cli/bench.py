@@ -17,7 +17,6 @@ from enqueuer.cli.arguments import (
     add_command,
     add_number,
     add_source,
-    in_one_line,
     load_source,
     seconds,
 )
@@ -72,7 +71,7 @@ def add_bench(commands: Commands) -> None:
     add_backend(command, default=None, help="kind of the workers (default: both)")
     command.add_argument("--json", action="store_true", help="print all numbers as JSON")
     command.add_argument("--quiet", action="store_true", help="do not show the current measurement")
-    command.set_defaults(run=in_one_line(_bench))
+    command.set_defaults(run=_bench)
 
 
 def _bench(options: argparse.Namespace) -> int:

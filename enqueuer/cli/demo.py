@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from enqueuer.cli.arguments import Commands, add_backend, add_number, add_seed, in_one_line
+from enqueuer.cli.arguments import Commands, add_backend, add_number, add_seed
 from enqueuer.common.text import pluralize
 from enqueuer.monitoring import usage
 from enqueuer.tools import demo
@@ -38,7 +38,7 @@ def add_demo(commands: Commands) -> None:
         help="seed of everything random: the same seed and number of workers give the same result",
         default=7,
     )
-    command.set_defaults(run=in_one_line(_demo))
+    command.set_defaults(run=_demo)
 
 
 def _demo(options: argparse.Namespace) -> int:

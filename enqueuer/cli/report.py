@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from enqueuer.cli.arguments import Commands, add_command, in_one_line
+from enqueuer.cli.arguments import Commands, add_command
 from enqueuer.common.text import printable
 from enqueuer.errors import DataFileError
 from enqueuer.tools.trace_report import in_lines, numbers_of, page, read
@@ -48,7 +48,7 @@ def add_report(commands: Commands) -> None:
     command.add_argument(
         "--json", action="store_true", help="print the numbers as JSON; the page is written, too"
     )
-    command.set_defaults(run=in_one_line(_report))
+    command.set_defaults(run=_report)
 
 
 def _report(options: argparse.Namespace) -> int:

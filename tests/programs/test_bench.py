@@ -260,8 +260,8 @@ def test_the_command_prints_json_and_nothing_else(run):
         (["benched:hanging", "--wait-limit", "0.2"], 1, "in hang_here"),
         (["benched:breaks"], 1, "KeyError: 'no such file'"),
         (["benched:sleeping", "--consume", "20 miles"], 2, "must be a time such as 20ms"),
-        (["../there/benched:f"], 2, "give benched:f, with ../there in PYTHONPATH"),
-        (["benched.py:f"], 2, "got 'benched.py:f'; give benched:f"),
+        (["../there/benched:f"], 2, "a name that Python imports, got '../there/benched:f'"),
+        (["benched.py:f"], 1, "there is no module 'benched.py'"),
         ([".:f"], 2, "a name that Python imports, got '.:f'"),
     ],
 )
