@@ -87,43 +87,21 @@ def _metrics(stats: Stats) -> Iterator[_Metric]:
         ("block_bytes", "Shared memory of all workers", stats.block_bytes),
     ):
         yield name, "gauge", text, [({}, value)]
-    yield from _worker_metrics(stats)
-
-
-def _worker_metrics(stats: Stats) -> Iterator[_Metric]:
-    per_worker = [(worker, {"worker": str(worker.index)}) for worker in stats.workers]
-    yield (
-        "worker_items_total",
-        "counter",
-        "Items that a worker has sent",
-        [(labels, worker.items) for worker, labels in per_worker],
-    )
-    yield (
-        "worker_bytes_total",
-        "counter",
-        "Approximate size of these items in bytes",
-        [(labels, worker.bytes) for worker, labels in per_worker],
-    )
-    yield (
-        "worker_seconds_total",
-        "counter",
-        "Time of a worker by its use",
-        [
-            ({**labels, "on": on}, getattr(worker, f"{on}_s"))
-            for worker, labels in per_worker
-            for on in ("starting", "making", "sending", "waiting", "idle")
-        ],
-    )
-    yield (
-        "worker_rss_bytes",
-        "gauge",
-        "Memory of a worker's process",
-        [
-            (labels, worker.rss_bytes)
-            for worker, labels in per_worker
-            if worker.rss_bytes is not None
-        ],
-    )
+    for name, kind, text, field in (
+        ("worker_items_total", "counter", "Items that a worker has sent", "items"),
+        ("worker_bytes_total", "counter", "Approximate size of these items in bytes", "bytes"),
+        ("worker_rss_bytes", "gauge", "Memory of a worker's process", "rss_bytes"),
+    ):
+        found = [
+            ({"worker": str(worker.index)}, getattr(worker, field)) for worker in stats.workers
+        ]
+        yield name, kind, text, [(labels, value) for labels, value in found if value is not None]
+    times = [
+        ({"worker": str(worker.index), "on": on}, getattr(worker, f"{on}_s"))
+        for worker in stats.workers
+        for on in ("starting", "making", "sending", "waiting", "idle")
+    ]
+    yield "worker_seconds_total", "counter", "Time of a worker by its use", times
 
 
 def _labels(labels: Mapping[str, str]) -> str:

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import binascii
 import itertools
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import numpy as np
 
 from enqueuer.common import interrupts
-from enqueuer.common.trees import parts_of
+from enqueuer.common.trees import attributes_of
 
 # Items of each shard that are compared.
 _LEAST_ITEMS = 2
@@ -204,14 +204,14 @@ class _Reading:
 
     def _content_of(self, value: Any) -> list[Any]:
         """Return the content of a container or an object; samples from all over a large one."""
-        parts = None if isinstance(value, Set) else parts_of(value)
         if isinstance(value, Set):
             content = sorted(value)
-        elif parts is None:
-            raise TypeError("the content of this object is not known")
         elif isinstance(value, (tuple, list)):
-            content = list(parts.values())
+            content = list(value)
         else:
+            parts = value if isinstance(value, Mapping) else attributes_of(value)
+            if not parts and not isinstance(value, Mapping):
+                raise TypeError("the content of this object is not known")
             content = list(itertools.chain.from_iterable(parts.items()))
         self._update(f"{len(content)}".encode())
         return content[:: -(-len(content) // _MOST_VALUES) or 1]

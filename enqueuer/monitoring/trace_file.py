@@ -25,6 +25,7 @@ from typing import Any
 
 from enqueuer.common import interrupts
 from enqueuer.common.descriptors import Descriptor, close_in_children
+from enqueuer.common.text import str_of
 
 # Bytes of a file: about two million events; viewers take no more.
 MOST_BYTES = 256 * 1000 * 1000
@@ -270,19 +271,11 @@ def path_of_part(path: str, number: int, count: int) -> str:
         >>> path_of_part("runs/first.json", 1, 4)
         'runs/first.1-of-4.json'
     """
-    # Few traces have parts, and its import would take some milliseconds of each start.
-    from pathlib import Path
-
-    whole = Path(path)
-    return str(whole.with_name(f"{whole.stem}.{number}-of-{count}{whole.suffix}"))
+    whole, suffix = os.path.splitext(path)
+    return f"{whole}.{number}-of-{count}{suffix}"
 
 
 def text_of(error: BaseException) -> str:
     """Return an error in a line, also if its `__repr__` fails."""
-    # It may raise anything, also what looks like Ctrl-C; a true Ctrl-C must not get lost.
-    with interrupts.held():
-        try:
-            text = repr(error)
-        except BaseException:
-            text = type(error).__name__
+    text = str_of(error, repr)
     return text if len(text) <= _MOST_TEXT else text[:_MOST_TEXT] + "..."
