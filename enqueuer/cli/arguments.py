@@ -84,6 +84,9 @@ _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
 _LONGEST_S = 1e6
 
 
+_EXIT_CODES = "exit codes: 0 done, 1 failed, 2 wrong arguments, 130 after Ctrl-C, 143 after SIGTERM"
+
+
 def add_command(
     commands: Commands, name: str, help: str, description: str, examples: str
 ) -> argparse.ArgumentParser:
@@ -92,7 +95,7 @@ def add_command(
         name,
         help=help,
         description=description,
-        epilog=examples,
+        epilog=f"examples:\n{examples}\n{_EXIT_CODES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     return command

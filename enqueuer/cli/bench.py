@@ -24,19 +24,15 @@ from enqueuer.tools import bench
 from enqueuer.tools.bench_report import Report
 
 _EXAMPLES = """\
-examples:
   enqueuer bench mydata:batches
       run batches(shard) of mydata.py in a plain loop, then on 1, 2, 4 ... threads and processes
   enqueuer bench mydata:batches --consume 20ms
       the same with a loop that takes 20 ms for each batch, as a training step on a GPU may
-  enqueuer bench mydata:batches --backend thread --max-workers 64
-      up to 64 threads
   enqueuer bench mydata:batches --json > bench.json
       all numbers, for other programs
 
 The number of workers is doubled as long as that makes it 15 % faster. After Ctrl-C the
 measurements so far are printed.
-exit codes: 0 measured, 1 failed, 2 wrong arguments, 130 after Ctrl-C, 143 after SIGTERM
 """
 
 

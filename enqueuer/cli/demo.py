@@ -25,13 +25,9 @@ def add_demo(commands: Commands) -> None:
         ),
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    numbers = {
-        "--workers": (2, "number of threads or processes that make batches"),
-        "--epochs": (8, "number of passes through the training images"),
-        "--batch-size": (64, "number of images in a batch"),
-    }
-    for option, (number, text) in numbers.items():
-        add_number(command, option, help=text, default=number)
+    add_number(command, "--workers", "number of threads or processes that make batches", 2)
+    add_number(command, "--epochs", "number of passes through the training images", 8)
+    add_number(command, "--batch-size", "number of images in a batch", 64)
     add_backend(command, default="process")
     add_seed(
         command,

@@ -42,7 +42,6 @@ _FORMAT = ("keys", "ragged", "chunk_rows", "compression", "checksum")
 _RUN = ("workers", "backend", "shards", "merge")
 
 _PACK_EXAMPLES = """\
-examples:
   enqueuer pack mydata:batches train.h5 --workers 8 --seed 7
       run batches(shard) of mydata.py, which yields dicts of arrays, on 8 processes
   enqueuer pack mydata:batches train.h5 --dry-run
@@ -51,18 +50,14 @@ examples:
       one row at a time, of any length, compressed, into one self-contained file
 
 After Ctrl-C, a crash or a power cut the same command resumes the run.
-exit codes: 0 written, 1 failed, 2 wrong arguments, 130 after Ctrl-C, 143 after SIGTERM
 """
 
 
 _INSPECT_EXAMPLES = """\
-examples:
   enqueuer inspect train.h5
       keys, shapes, dtypes, chunks, sizes; statistics of some of the rows
   enqueuer inspect train.h5 --full
       statistics of all rows; this reads the whole file and so finds any broken part
-
-exit codes: 0 the file is whole as far as it was read, 1 it is not, 2 wrong arguments
 """
 
 

@@ -12,18 +12,14 @@ from enqueuer.errors import DataFileError
 from enqueuer.tools.trace_report import in_lines, numbers_of, page, read
 
 _EXAMPLES = """\
-examples:
   enqueuer report run.json
       write run.html, and print its numbers in a few lines
   enqueuer report run.json -o pages/first.html
       write it elsewhere
-  enqueuer report run.json --json > numbers.json
-      write run.html, and print the numbers for other programs
 
 The trace comes from trace="run.json" of an enqueuer. If the enqueuer still runs, or was killed,
 the page shows the part that was written. To see single items and errors, open the trace itself at
 https://ui.perfetto.dev.
-exit codes: 0 written, 1 failed, 2 wrong arguments
 """
 
 

@@ -77,20 +77,15 @@ class FirstItems:
             return None
         self._budget -= 1
         beginning = self._beginnings.setdefault(shard, _Beginning(self._least_bytes))
-        twin = None
+        twin = shard
         if not beginning.is_known:
             beginning.add(value)
             if beginning.is_known:
                 self._left -= 1
-                twin = self._twin_of(shard, beginning)
-        self.done = twin is not None or not self._left or not self._budget
-        return None if twin is None else (twin, shard)
-
-    def _twin_of(self, shard: int, beginning: _Beginning) -> int | None:
-        if not beginning.is_comparable:
-            return None
-        first = self._shards.setdefault(tuple(beginning.digests), shard)
-        return None if first == shard else first
+                if beginning.is_comparable:
+                    twin = self._shards.setdefault(tuple(beginning.digests), shard)
+        self.done = twin != shard or not self._left or not self._budget
+        return None if twin == shard else (twin, shard)
 
 
 class _Beginning:

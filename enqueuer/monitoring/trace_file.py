@@ -225,15 +225,11 @@ def begin(path: str, run: int, last: tuple[int, int] | None) -> TraceTarget:
             )
         # Not emptied, as another enqueuer may still write to it.
         os.unlink(path)
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
-        found = os.fstat(fd)
-        head = HEAD + f', "pid": {os.getpid()}, "args": {{"format": 1}}}},\n'.encode()
+    with open(path, "xb", buffering=0) as file:
+        found = os.fstat(file.fileno())
         # A full disk is reported when events cannot be written.
         with contextlib.suppress(OSError):
-            os.write(fd, head)
-    finally:
-        os.close(fd)
+            file.write(HEAD + f', "pid": {os.getpid()}, "args": {{"format": 1}}}},\n'.encode())
     return TraceTarget(path, (found.st_dev, found.st_ino), run, os.getpid())
 
 

@@ -110,8 +110,10 @@ def run(
         shares = [len(train[index::workers]) for index in range(workers)]
         steps = epochs * sum(-(-share // batch_size) for share in shares)
         learn = functools.partial(_train, seed, steps, batch_size)
-        ahead = _enqueued(batches, workers, epochs, backend, seed)
-        network, enqueued = learn("with the enqueuer", ahead)
+        enqueuer = GeneratorEnqueuer(
+            batches, workers=workers, backend=backend, shards=workers, random_seed=seed
+        )
+        network, enqueued = learn("with the enqueuer", _enqueued(enqueuer, epochs))
         twin, serial = learn("without it      ", _serial(batches, workers, epochs, seed))
         accuracy = network.score(*_batch(held_out, _pixels))
     if not all(map(np.array_equal, network.coefs_, twin.coefs_)):
@@ -171,17 +173,9 @@ def _augmented_pixels(rng: np.random.Generator, image: Any) -> Floats:
     return pixels + np.float32(_NOISE) * rng.standard_normal(pixels.shape, dtype=np.float32)
 
 
-def _enqueued(
-    batches: Callable[[Shard], Iterator[Batch]],
-    workers: int,
-    epochs: int,
-    backend: Literal["thread", "process"],
-    seed: int,
-) -> Generator[Batch, None, None]:
+def _enqueued(enqueuer: GeneratorEnqueuer[Batch], epochs: int) -> Generator[Batch, None, None]:
     """Yield batches that workers make ahead; each loop over the enqueuer is an epoch."""
-    with GeneratorEnqueuer(
-        batches, workers=workers, backend=backend, shards=workers, random_seed=seed
-    ) as enqueuer:
+    with enqueuer:
         for _ in range(epochs):
             yield from enqueuer
 

@@ -16,7 +16,7 @@ import re
 import sys
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import Any
 
 from enqueuer.common.text import duration, percent, pluralize, printable, rate, ratio, size
 from enqueuer.errors import DataFileError
+from enqueuer.monitoring.stats import as_html
 from enqueuer.monitoring.trace_file import is_trace
 
 # Largest time, and largest size of an item.
@@ -282,44 +283,45 @@ def percentile(ordered: Sequence[int], percent: int) -> int:
 _STYLE = """
 :root { color-scheme: light dark; }
 body { margin: 2rem auto; max-width: 60rem; padding: 0 1rem; font: 15px/1.5 system-ui, sans-serif; }
-.note { border-left: 4px solid #3b78c3; padding-left: .9rem; }
-table { border-collapse: collapse; width: 100%; }
+table { border-collapse: collapse; width: 100%; margin-bottom: 2rem; }
 td, th { text-align: right; padding: .25rem .6rem; border-bottom: 1px solid #8886; }
-td:first-child { text-align: left; }
-.bar { display: flex; height: .8rem; min-width: 12rem; }
-.make { background: #3b78c3; } .send { background: #e0a100; } .wait { background: #8886; }
+td:first-child, th:first-child { text-align: left; }
 """
 
 
 def page(recording: Recording) -> str:
     """Return the page of a recording: HTML that stands alone, without scripts."""
-    about, name = recording.about, _html(Path(recording.path).name)
+    about, name = recording.about, escape(printable(Path(recording.path).name))
     settings = (
         f"{pluralize(about.get('workers', 0), 'worker')} ({about.get('backend')}), "
         f"max_queue_size={about.get('max_queue_size')}, {about.get('cpus')} CPUs"
     )
+    lines = [line for line in (recording.bottleneck, *in_lines(recording), settings) if line]
     slowest = [
-        (_html(what), duration(took / 1e6), duration((begin - recording.first) / 1e6))
+        (printable(what), duration(took / 1e6), duration((begin - recording.first) / 1e6))
         for took, begin, what in sorted(recording.slowest, reverse=True)
     ]
-    columns = ("", "items", "sent", "making", "sending", "waiting", "")
+    hint = "To see each item and error on a timeline, open the trace in Perfetto."
     parts = [
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{name} - enqueuer</title><style>{_STYLE}</style></head><body>",
-        f"<h1>{name}</h1><p>{_html(settings)}. "
-        "To see each item and error on a timeline, open the trace in Perfetto.</p>",
-        f"<p class='note'>{_html(recording.bottleneck)}</p>" if recording.bottleneck else "",
-        *(f"<p>{_html(line)}</p>" for line in in_lines(recording)),
-        *_table("Who waited", columns, _bars(recording)),
-        *_table("Slowest items", ("item", "took", "begun after"), slowest),
+        f"<title>{name} - enqueuer</title><style>{_STYLE}</style></head><body><h1>{name}</h1>",
+        as_html(list(map(printable, lines)), list(_who_waited(recording)), hint),
+        as_html([], [("Slowest items", "took", "begun after"), *slowest], ""),
         "</body></html>",
     ]
     return "\n".join(parts) + "\n"
 
 
-def _html(text: str) -> str:
-    return escape(printable(text))
+def _who_waited(recording: Recording) -> Iterator[Sequence[str]]:
+    """Return the cells of the loop and of each worker: items and shares of time."""
+    yield "Who waited", "items", "sent", "making", "sending", "waiting"
+    waited = numbers_of(recording)["waited_share"]
+    working = 1 - waited if recording.items else 0.0
+    yield "the loop", f"{recording.items:,}", "", percent(working), "", percent(waited)
+    for row in recording.rows:
+        sent, shares = size(row.bytes) if row.bytes else "", shares_of(row.times)
+        yield printable(row.name), f"{row.items:,}", sent, *map(percent, shares)
 
 
 def in_lines(recording: Recording) -> Iterator[str]:
@@ -342,32 +344,3 @@ def in_lines(recording: Recording) -> Iterator[str]:
         yield "the trace has no end: the run goes on, or was killed"
     if recording.torn:
         yield f"{pluralize(recording.torn, 'event')} could not be read and left out"
-
-
-def _bars(recording: Recording) -> Iterator[Sequence[str]]:
-    """Return the cells of the loop and of each worker: shares of time as numbers and as a bar."""
-    waited = numbers_of(recording)["waited_share"]
-    working = 1 - waited if recording.items else 0.0
-    loop_bar = _bar([working, 0.0, waited])
-    yield "the loop", f"{recording.items:,}", "", percent(working), "", percent(waited), loop_bar
-    for row in recording.rows:
-        sent, shares = size(row.bytes) if row.bytes else "", shares_of(row.times)
-        yield _html(row.name), f"{row.items:,}", sent, *map(percent, shares), _bar(shares)
-
-
-def _bar(shares: Sequence[float]) -> str:
-    parts = (
-        f'<i class="{kind}" style="width:{100 * share:.1f}%"></i>'
-        for kind, share in zip(("make", "send", "wait"), shares, strict=True)
-    )
-    return f'<div class="bar">{"".join(parts)}</div>'
-
-
-def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Return a table of cells that are HTML, and its title; nothing if there are no rows."""
-    body = ["".join(f"<td>{cell}</td>" for cell in row) for row in rows]
-    if body:
-        yield f"<h2>{title}</h2>"
-        yield f"<table><tr>{''.join(f'<th>{cell}</th>' for cell in head)}</tr>"
-        yield from (f"<tr>{row}</tr>" for row in body)
-        yield "</table>"

@@ -91,7 +91,7 @@ class Page(html.parser.HTMLParser):
     def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
         self.loads += [v for k, v in attrs if k in ("src", "href", "xlink:href")]
-        if tag != "meta":
+        if tag not in ("meta", "br"):
             self.open.append(tag)
 
     def handle_startendtag(self, tag, attrs):
