@@ -161,7 +161,7 @@ def bench(
     )
     yield report
     announce("the plain loop")
-    report = _with(report, measure_plain(plain_source, loop))
+    report = dataclasses.replace(report, measured=(measure_plain(plain_source, loop),))
     yield report
     for backend in backends:
         fastest = 0.0
@@ -170,7 +170,7 @@ def bench(
             setting = Measurement(backend, workers, max(DEFAULT_QUEUE, 2 * workers))
             announce(setting.name)
             found = measure_enqueued(source, setting, loop, wait_limit_s)
-            report = _with(report, found)
+            report = dataclasses.replace(report, measured=(*report.measured, found))
             yield report
             loop_limits = report.step_s and found.waiting_share < HARDLY_WAITS
             if found.failed or loop_limits or found.batches_per_s < HELPS * fastest:
@@ -190,10 +190,6 @@ def _repeatable(source: Any, name: str | None) -> FunctionSource:
             "makes it anew, `def batches(): return ...`"
         )
     return known
-
-
-def _with(report: Report, measured: Measurement) -> Report:
-    return dataclasses.replace(report, measured=(*report.measured, measured))
 
 
 def ladder(most: int) -> list[int]:

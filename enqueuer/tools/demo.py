@@ -11,6 +11,7 @@ extras and imported where they are used.
 
 import contextlib
 import functools
+import itertools
 import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -92,12 +93,9 @@ def run(
         FrameworkUnavailable: A package of the extra is not installed.
         RuntimeError: The weights of the two runs differ, which should not happen.
     """
-    for name, module, oldest in (
-        ("scikit-learn", "sklearn", "1.2"),
-        ("Pillow", "PIL", "9.2"),
-        ("tqdm", "tqdm", "4.64"),
-    ):
-        framework(name, "demo", oldest, module, user="the demo")
+    framework("scikit-learn", "demo", "1.2", "sklearn", user="the demo")
+    framework("Pillow", "demo", "9.2", "PIL", user="the demo")
+    framework("tqdm", "demo", "4.64", user="the demo")
     # On cores that the workers keep busy, the threads of one matrix product spin until the slowest
     # gets a core. The run without the enqueuer loses nothing by the limit.
     with (
@@ -183,16 +181,12 @@ def _enqueued(enqueuer: GeneratorEnqueuer[Batch], epochs: int) -> Generator[Batc
 def _serial(
     batches: Callable[[Shard], Iterator[Batch]], count: int, epochs: int, seed: int
 ) -> Generator[Batch, None, None]:
-    """Yield the same batches in the same order, each made when it is needed, in this process."""
+    """Yield the same batches in the same order, made in this process when they are needed."""
     for epoch in range(epochs):
         shards = [batches(Shard(index, count, epoch, seed)) for index in range(count)]
-        # One batch of each shard in turn; those that have ended are left out.
-        while shards:
-            for shard in list(shards):
-                try:
-                    yield next(shard)
-                except StopIteration:
-                    shards.remove(shard)
+        # One batch of each shard in turn; those that have ended have None.
+        for turn in itertools.zip_longest(*shards):
+            yield from (batch for batch in turn if batch is not None)
 
 
 def _train(
