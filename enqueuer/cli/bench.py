@@ -30,9 +30,6 @@ _EXAMPLES = """\
       the same with a loop that takes 20 ms for each batch, as a training step on a GPU may
   enqueuer bench mydata:batches --json > bench.json
       all numbers, for other programs
-
-The number of workers is doubled as long as that makes it 15 % faster. After Ctrl-C the
-measurements so far are printed.
 """
 
 
@@ -44,8 +41,7 @@ def add_bench(commands: Commands) -> None:
         help="measure a generator function on threads and processes, and find the best choice",
         description=(
             "Run a generator function, as it is, in a plain loop and on more and more threads and "
-            "processes; show rates, sizes, CPUs and memory, how much of its time it holds the GIL, "
-            "and the line of code for the best choice."
+            "processes; show what each takes, and the line of code for the best choice."
         ),
         examples=_EXAMPLES,
     )

@@ -38,6 +38,7 @@ def add_demo(commands: Commands) -> None:
 
 
 def _demo(options: argparse.Namespace) -> int:
+    """Run the demo, and print the measurements."""
     load, cpus = os.getloadavg()[0], usage.cpus()
     numbers = options.workers, options.epochs, options.batch_size
     found = demo.run(*numbers, options.backend, options.seed)

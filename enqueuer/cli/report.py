@@ -17,9 +17,7 @@ _EXAMPLES = """\
   enqueuer report run.json -o pages/first.html
       write it elsewhere
 
-The trace comes from trace="run.json" of an enqueuer. If the enqueuer still runs, or was killed,
-the page shows the part that was written. To see single items and errors, open the trace itself at
-https://ui.perfetto.dev.
+To see single items and errors, open the trace itself at https://ui.perfetto.dev.
 """
 
 
