@@ -143,7 +143,7 @@ def bench(
         ...     while True:
         ...         time.sleep(0.005)
         ...         yield bytes(1000)
-        >>> *_, report = bench(batches, Loop(0.1), max_workers=4, backends=["thread"])
+        >>> *_, report = bench(batches, Loop(0.3), max_workers=4, backends=["thread"])
         >>> report.best.backend, report.gain > 1.5
         ('thread', True)
     """
