@@ -73,57 +73,31 @@ _Metric = tuple[str, str, str, list[tuple[dict[str, str], float]]]
 
 
 def _metrics(stats: Stats) -> Iterator[_Metric]:
-    for name, text, value in (
-        ("batches_total", "Batches given to the loop", stats.items),
-        ("waiting_seconds_total", "Time that the loop waited for batches", stats.waiting_s),
-        ("working_seconds_total", "Time that the loop did something else", stats.working_s),
-        ("errors_total", "Errors that were skipped", stats.error_count),
-        ("restarts_total", "Workers that died and were replaced", stats.restart_count),
+    for name, kind, text, value in (
+        ("batches_total", "counter", "Batches given to the loop", stats.items),
+        ("waiting_seconds_total", "counter", "Time that the loop waited", stats.waiting_s),
+        ("working_seconds_total", "counter", "Time that the loop worked", stats.working_s),
+        ("errors_total", "counter", "Errors that were skipped", stats.error_count),
+        ("restarts_total", "counter", "Workers that died and were replaced", stats.restart_count),
+        ("queue_size", "gauge", "Finished batches that wait", stats.queue_size),
+        ("queue_max_size", "gauge", "Finished batches that may wait", stats.max_queue_size),
+        ("block_bytes", "gauge", "Shared memory of all workers", stats.block_bytes),
     ):
-        yield name, "counter", text, [({}, value)]
-    for name, text, value in (
-        ("queue_size", "Finished batches that wait", stats.queue_size),
-        ("queue_max_size", "Finished batches that may wait", stats.max_queue_size),
-        ("block_bytes", "Shared memory of all workers", stats.block_bytes),
+        yield name, kind, text, [({}, value)]
+    workers = [({"worker": str(worker.index)}, worker) for worker in stats.workers]
+    for name, kind, text, field in (
+        ("worker_items_total", "counter", "Items that a worker has sent", "items"),
+        ("worker_bytes_total", "counter", "Approximate size of these items in bytes", "bytes"),
+        ("worker_rss_bytes", "gauge", "Memory of a worker's process", "rss_bytes"),
     ):
-        yield name, "gauge", text, [({}, value)]
-    yield from _worker_metrics(stats)
-
-
-def _worker_metrics(stats: Stats) -> Iterator[_Metric]:
-    per_worker = [(worker, {"worker": str(worker.index)}) for worker in stats.workers]
-    yield (
-        "worker_items_total",
-        "counter",
-        "Items that a worker has sent",
-        [(labels, worker.items) for worker, labels in per_worker],
-    )
-    yield (
-        "worker_bytes_total",
-        "counter",
-        "Approximate size of these items in bytes",
-        [(labels, worker.bytes) for worker, labels in per_worker],
-    )
-    yield (
-        "worker_seconds_total",
-        "counter",
-        "Time of a worker by its use",
-        [
-            ({**labels, "on": on}, getattr(worker, f"{on}_s"))
-            for worker, labels in per_worker
-            for on in ("starting", "making", "sending", "waiting", "idle")
-        ],
-    )
-    yield (
-        "worker_rss_bytes",
-        "gauge",
-        "Memory of a worker's process",
-        [
-            (labels, worker.rss_bytes)
-            for worker, labels in per_worker
-            if worker.rss_bytes is not None
-        ],
-    )
+        found = [(labels, getattr(worker, field)) for labels, worker in workers]
+        yield name, kind, text, [(labels, value) for labels, value in found if value is not None]
+    times = [
+        (labels | {"on": on}, getattr(worker, f"{on}_s"))
+        for labels, worker in workers
+        for on in ("starting", "making", "sending", "waiting", "idle")
+    ]
+    yield "worker_seconds_total", "counter", "Time of a worker by its use", times
 
 
 def _labels(labels: Mapping[str, str]) -> str:

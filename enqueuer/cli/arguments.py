@@ -12,51 +12,35 @@ import operator
 import os
 import re
 import sys
-from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from enqueuer.common.text import printable
 from enqueuer.errors import DataFileError, FrameworkUnavailable, InvalidState, StateMismatch
 
-FAILED = 1
-
 # Messages advise options of Python, which have other names on the command line.
-_SHELL_OPTIONS = (
-    (r"\bkeys=\[(.*?)\]", r"--keys \1"),
-    (r"\bkeys=", "--keys"),
-    (r"\bragged=\[(.*?)\]", r"--ragged \1"),
-    (r"\bbatched=False", "--samples"),
-    (r"\bmerge=True", "--merge"),
-    (r"\bshards=", "--shards "),
-    (r"\brandom_seed (was|is)", r"--seed \1"),
-    (r"\ballow_outside=False", "--refuse-outside"),
-)
+_SHELL_OPTIONS = {
+    "keys=": "--keys ",
+    "ragged=": "--ragged ",
+    "batched=False": "--samples",
+    "merge=True": "--merge",
+    "shards=": "--shards ",
+    "random_seed ": "--seed ",
+    "allow_outside=False": "--refuse-outside",
+}
 
 
 class UnusableSource(Exception):
     """The named source is missing, or cannot be used."""
 
 
-def in_one_line(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    """Wrap a command so that errors that the user can fix take one line; others a traceback."""
-
-    def wrapped(options: argparse.Namespace) -> int:
-        try:
-            return run(options)
-        except (
-            DataFileError,
-            FileExistsError,
-            FrameworkUnavailable,
-            InvalidState,
-            StateMismatch,
-            UnusableSource,
-        ) as error:
-            # A message may quote names from a file. Its own line breaks stay.
-            lines = map(printable, in_shell(str(error)).split("\n"))
-            print("enqueuer:", "\n".join(lines), file=sys.stderr)
-            return FAILED
-
-    return wrapped
+# Errors that the user can fix; those of the source itself need their traceback.
+USER_ERRORS = (
+    DataFileError,
+    FileExistsError,
+    FrameworkUnavailable,
+    InvalidState,
+    StateMismatch,
+    UnusableSource,
+)
 
 
 def in_shell(text: str) -> str:
@@ -66,10 +50,10 @@ def in_shell(text: str) -> str:
         >>> in_shell("pad them, or give ragged=['x', 'y']")
         'pad them, or give --ragged x,y'
     """
-    for python, shell in _SHELL_OPTIONS:
-        for found in list(re.finditer(python, text)):
-            option = found.expand(shell).replace("'", "").replace(", ", ",")
-            text = text.replace(found[0], option)
+    for found in re.findall(r"\b(?:keys|ragged)=\[.*?\]", text):
+        text = text.replace(found, re.sub(r"[\[\]' ]", "", found))
+    for python, shell in _SHELL_OPTIONS.items():
+        text = text.replace(python, shell)
     return text
 
 
@@ -79,8 +63,7 @@ def load_source(module: str, name: str) -> Any:
     Raises:
         UnusableSource: There is no such module, or it lacks that name.
     """
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    sys.path.insert(0, os.getcwd())
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -101,6 +84,9 @@ _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
 _LONGEST_S = 1e6
 
 
+_EXIT_CODES = "exit codes: 0 done, 1 failed, 2 wrong arguments, 130 after Ctrl-C, 143 after SIGTERM"
+
+
 def add_command(
     commands: Commands, name: str, help: str, description: str, examples: str
 ) -> argparse.ArgumentParser:
@@ -109,7 +95,7 @@ def add_command(
         name,
         help=help,
         description=description,
-        epilog=examples,
+        epilog=f"examples:\n{examples}\n{_EXIT_CODES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     return command
@@ -156,16 +142,6 @@ def add_names(
     command.add_argument(option, type=names, default=default, metavar="A,B", help=help)
 
 
-def add_progress(command: argparse.ArgumentParser) -> None:
-    """Add `--quiet` for a progress bar."""
-    command.add_argument(
-        "--quiet",
-        dest="progress",
-        action="store_false",
-        help="show no progress bar (default: a bar, if standard error is a terminal)",
-    )
-
-
 def positive(text: str) -> int:
     """Read a whole number from 1 on."""
     return _integer(text, minimum=1)
@@ -209,22 +185,9 @@ def names(text: str) -> tuple[str, ...]:
 
 def module_and_name(text: str) -> tuple[str, str]:
     """Read MODULE:FUNCTION."""
-    module, colon, name = text.partition(":")
-    if not (module and colon and name):
-        raise argparse.ArgumentTypeError(f"must be MODULE:FUNCTION, got {text!r}")
-    is_path = module.endswith(".py") and os.path.exists(module)
-    if is_path or not all(part.isidentifier() for part in module.split(".")):
+    module, _, name = text.partition(":")
+    if not all(part.isidentifier() for part in [*module.split("."), *name.split(".")]):
         raise argparse.ArgumentTypeError(
             f"must be MODULE:FUNCTION, where MODULE is a name that Python imports, got {text!r}"
-            + _advice(module, name)
         )
     return module, name
-
-
-def _advice(path: str, name: str) -> str:
-    """Return the argument that was meant by the path of a module, if that can be guessed."""
-    folder, module = os.path.split(path.removesuffix(".py"))
-    if not module.isidentifier():
-        return ""
-    where = f", with {folder} in PYTHONPATH or as the current directory" if folder else ""
-    return f"; give {module}:{name}{where}"

@@ -9,39 +9,27 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import warnings
 
-from enqueuer.backends.job import BackendName
 from enqueuer.cli.arguments import (
-    FAILED,
     Commands,
+    UnusableSource,
     add_backend,
     add_command,
     add_number,
     add_source,
-    in_one_line,
     load_source,
     seconds,
 )
-from enqueuer.common.text import duration
-from enqueuer.errors import DuplicateDataWarning
 from enqueuer.tools import bench
 from enqueuer.tools.bench_report import Report
 
 _EXAMPLES = """\
-examples:
   enqueuer bench mydata:batches
       run batches(shard) of mydata.py in a plain loop, then on 1, 2, 4 ... threads and processes
   enqueuer bench mydata:batches --consume 20ms
       the same with a loop that takes 20 ms for each batch, as a training step on a GPU may
-  enqueuer bench mydata:batches --backend thread --max-workers 64
-      up to 64 threads
   enqueuer bench mydata:batches --json > bench.json
       all numbers, for other programs
-
-The number of workers is doubled as long as that makes it 15 % faster. After Ctrl-C the
-measurements so far are printed.
-exit codes: 0 measured, 1 failed, 2 wrong arguments, 130 after Ctrl-C, 143 after SIGTERM
 """
 
 
@@ -53,13 +41,20 @@ def add_bench(commands: Commands) -> None:
         help="measure a generator function on threads and processes, and find the best choice",
         description=(
             "Run a generator function, as it is, in a plain loop and on more and more threads and "
-            "processes; show rates, sizes, CPUs and memory, how much of its time it holds the GIL, "
-            "and the line of code for the best choice."
+            "processes; show what each takes, and the line of code for the best choice."
         ),
         examples=_EXAMPLES,
     )
     add_source(command, "a generator function of a shard, or without arguments")
-    _add_times(command)
+    times = {
+        "--seconds": (2.5, "time to measure each setting; more if batches take longer"),
+        "--consume": (0.0, "time that the loop waits with each batch, as for a training step"),
+        "--consume-cpu": (0.0, "time that the loop computes in Python with each batch"),
+        "--wait-limit": (60.0, "longest time to wait for the first batch"),
+    }
+    for option, (default, text) in times.items():
+        text = f"{text} (default: {default:g}s)"
+        command.add_argument(option, type=seconds, default=default, metavar="TIME", help=text)
     add_number(
         command,
         "--max-workers",
@@ -68,57 +63,25 @@ def add_bench(commands: Commands) -> None:
     add_backend(command, default=None, help="kind of the workers (default: both)")
     command.add_argument("--json", action="store_true", help="print all numbers as JSON")
     command.add_argument("--quiet", action="store_true", help="do not show the current measurement")
-    command.set_defaults(run=in_one_line(_bench))
-
-
-def _add_times(command: argparse.ArgumentParser) -> None:
-    times = {
-        "--seconds": (
-            2.5,
-            "time to measure each setting (default: 2.5s); more if batches take longer",
-        ),
-        "--consume": (
-            0.0,
-            "time that the loop waits with each batch, such as 20ms, in place of a training step",
-        ),
-        "--consume-cpu": (
-            0.0,
-            "time that the loop computes in Python with each batch, such as 5ms",
-        ),
-        "--wait-limit": (60.0, "longest time to wait for the first batch (default: 60s)"),
-    }
-    for option, (default, text) in times.items():
-        command.add_argument(option, type=seconds, default=default, metavar="TIME", help=text)
+    command.set_defaults(run=_bench)
 
 
 def _bench(options: argparse.Namespace) -> int:
-    source = load_source(*options.source)
-    backends: list[BackendName] = [options.backend] if options.backend else ["thread", "process"]
-    most = options.max_workers or bench.default_most_workers()
-    longest = duration(bench.longest_s(options.seconds, most, len(backends)))
-    _show(options, f"enqueuer: this takes up to {longest}, and less if more workers do not help\n")
     reports = bench.bench(
-        source,
+        load_source(*options.source),
+        bench.Loop(options.seconds, options.consume, options.consume_cpu),
         name=options.source[1],
-        seconds=options.seconds,
-        max_workers=most,
-        backends=backends,
-        consume_s=options.consume,
-        consume_cpu_s=options.consume_cpu,
+        max_workers=options.max_workers,
+        backends=[options.backend] if options.backend else ["thread", "process"],
         wait_limit_s=options.wait_limit,
         announce=lambda name: _show(options, f"measuring {name} ..."),
     )
     known: Report | None = None
     try:
-        # The report says in its own words that all workers make the same batches.
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*takes no shard", DuplicateDataWarning)
-            for report in reports:
-                known = report
+        for report in reports:
+            known = report
     except bench.Unmeasurable as error:
-        _show(options, "")
-        print(f"enqueuer: {':'.join(options.source)}: {error}", file=sys.stderr)
-        return FAILED
+        raise UnusableSource(f"{':'.join(options.source)}: {error}") from error
     finally:
         _show(options, "")
         # Ctrl-C, too, leaves by this way.

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
-import sys
-from collections.abc import Iterator
 
-from enqueuer.cli.arguments import FAILED, Commands, add_backend, add_number, add_seed
+from enqueuer.cli.arguments import Commands, add_backend, add_number, add_seed
 from enqueuer.common.text import pluralize
 from enqueuer.monitoring import usage
 from enqueuer.tools import demo
@@ -16,7 +13,6 @@ from enqueuer.tools import demo
 
 def add_demo(commands: Commands) -> None:
     """Add `demo` and its options."""
-    default = demo.Settings()
     command = commands.add_parser(
         "demo",
         help="train on images that workers read and augment, and compare with a plain loop",
@@ -29,61 +25,37 @@ def add_demo(commands: Commands) -> None:
         ),
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    numbers = {
-        "--workers": (default.workers, "number of threads or processes that make batches"),
-        "--epochs": (default.epochs, "number of passes through the training images"),
-        "--batch-size": (default.batch_size, "number of images in a batch"),
-    }
-    for option, (number, text) in numbers.items():
-        add_number(command, option, help=text, default=number)
-    add_backend(command, default=default.backend)
+    add_number(command, "--workers", "number of threads or processes that make batches", 2)
+    add_number(command, "--epochs", "number of passes through the training images", 8)
+    add_number(command, "--batch-size", "number of images in a batch", 64)
+    add_backend(command, default="process")
     add_seed(
         command,
         help="seed of everything random: the same seed and number of workers give the same result",
-        default=default.seed,
+        default=7,
     )
     command.set_defaults(run=_demo)
 
 
 def _demo(options: argparse.Namespace) -> int:
-    """Run the demo; print the measurements, or the package that is missing."""
-    try:
-        demo.check_extras()
-    except ModuleNotFoundError as error:
-        print(f"enqueuer: {error}", file=sys.stderr)
-        return FAILED
-    names = (field.name for field in dataclasses.fields(demo.Settings))
-    settings = demo.Settings(**{name: getattr(options, name) for name in names})
+    """Run the demo, and print the measurements."""
     load, cpus = os.getloadavg()[0], usage.cpus()
-    report = demo.run(settings)
-    print("\n".join(_lines(settings, report)))
+    numbers = options.workers, options.epochs, options.batch_size
+    found = demo.run(*numbers, options.backend, options.seed)
+    print(
+        f"{pluralize(found.images, 'image')}, {pluralize(options.epochs, 'epoch')}, "
+        f"{pluralize(found.steps, 'step')}; "
+        f"accuracy on {found.held_out} held-out images: {found.accuracy:.3f}"
+    )
+    workers = pluralize(options.workers, options.backend)
+    times = {f"with the enqueuer ({workers}):": found.enqueued, "without it:": found.serial}
+    for title, time in times.items():
+        print(f"{title:<36}{time.total:6.2f} s, of which {time.training:.2f} s in training steps")
+    print(f"{found.serial.total / found.enqueued.total:.2f} times as fast with the enqueuer")
+    print("both trainings ended with the same weights, bit for bit")
     if load > cpus:
         print(
             f"NOTE: other programs used the {cpus:g} CPUs, with a load of {load:.0f} at first, "
             "so the times mean little: run it again on an idle machine"
         )
-    return 0 if report.same_weights else FAILED
-
-
-def _lines(settings: demo.Settings, report: demo.DemoResult) -> Iterator[str]:
-    """Put a report into words and numbers, a line each."""
-    workers = pluralize(settings.workers, settings.backend)
-    yield (
-        f"{pluralize(report.train_images, 'image')}, {pluralize(settings.epochs, 'epoch')}, "
-        f"{pluralize(report.steps, 'step')}; "
-        f"accuracy on {report.held_out_images} held-out images: {report.accuracy:.3f}"
-    )
-    yield _timing_line(f"with the enqueuer ({workers})", report.enqueued)
-    yield _timing_line("without it", report.serial)
-    yield f"{report.ratio:.2f} times as fast with the enqueuer"
-    if report.same_weights:
-        yield "both trainings ended with the same weights, bit for bit"
-    else:
-        yield "the two trainings ended with DIFFERENT weights, which should not happen"
-
-
-def _timing_line(title: str, timing: demo.Timing) -> str:
-    return (
-        f"{title + ':':<36}{timing.total:6.2f} s, "
-        f"of which {timing.training:.2f} s in training steps"
-    )
+    return 0

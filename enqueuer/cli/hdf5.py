@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import json
 import sys
 import tempfile
@@ -24,10 +23,8 @@ from enqueuer.cli.arguments import (
     add_flag,
     add_names,
     add_number,
-    add_progress,
     add_seed,
     add_source,
-    in_one_line,
     load_source,
 )
 from enqueuer.common.text import pluralize, printable, size, table
@@ -42,10 +39,9 @@ _LONGEST_VALUE = 60
 _HEAD = ("key", "shape", "dtype", "chunk", "compression", "stored", "min", "mean", "max")
 # Options of `pack` that decide how rows are written, and the others.
 _FORMAT = ("keys", "ragged", "chunk_rows", "compression", "checksum")
-_RUN = ("workers", "backend", "shards", "merge", "progress")
+_RUN = ("workers", "backend", "shards", "merge")
 
 _PACK_EXAMPLES = """\
-examples:
   enqueuer pack mydata:batches train.h5 --workers 8 --seed 7
       run batches(shard) of mydata.py, which yields dicts of arrays, on 8 processes
   enqueuer pack mydata:batches train.h5 --dry-run
@@ -54,18 +50,14 @@ examples:
       one row at a time, of any length, compressed, into one self-contained file
 
 After Ctrl-C, a crash or a power cut the same command resumes the run.
-exit codes: 0 written, 1 failed, 2 wrong arguments, 130 after Ctrl-C, 143 after SIGTERM
 """
 
 
 _INSPECT_EXAMPLES = """\
-examples:
   enqueuer inspect train.h5
       keys, shapes, dtypes, chunks, sizes; statistics of some of the rows
   enqueuer inspect train.h5 --full
       statistics of all rows; this reads the whole file and so finds any broken part
-
-exit codes: 0 the file is whole as far as it was read, 1 it is not, 2 wrong arguments
 """
 
 
@@ -97,8 +89,8 @@ def add_pack(commands: Commands) -> None:
     add_flag(command, "--checksum", "write checksums, which reveal flipped bits")
     add_flag(command, "--merge", "copy all parts into one self-contained file")
     add_flag(command, "--dry-run", "make the first batch only, and write nothing")
-    add_progress(command)
-    command.set_defaults(run=in_one_line(_pack))
+    add_flag(command, "--quiet", "show no progress bar (default: a bar, on a terminal)")
+    command.set_defaults(run=_pack)
 
 
 def _pack(options: argparse.Namespace) -> int:
@@ -112,8 +104,8 @@ def _pack(options: argparse.Namespace) -> int:
         if options.dry_run:
             print("\n".join(map(printable, _dry_run(options, source, format))))
             return 0
-        run = {name: getattr(options, name) for name in _RUN}
-        rows = pack(source, options.path, random_seed=options.seed, **run, **format)
+        run = {name: getattr(options, name) for name in _RUN} | {"random_seed": options.seed}
+        rows = pack(source, options.path, progress=not options.quiet, **run, **format)
     except (TypeError, ValueError) as error:
         # An error of the source itself needs its traceback.
         if not is_refusal(error):
@@ -137,13 +129,13 @@ def _dry_run(options: argparse.Namespace, source: Any, format: dict[str, Any]) -
     check_target(target, options.merge)
     seed = fresh_seed() if options.seed is None else options.seed
     items = opens.open(Shard(0, shards, 0, seed))
-    first = list(itertools.islice((item for item in items if item is not None), 1))
-    if not first:
+    first = next((item for item in items if item is not None), None)
+    if first is None:
         yield f"{target}: the first of {shards} shards yields nothing"
         return
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, target.name)
-        rows = pack(first, path, merge=True, **format)
+        rows = pack([first], path, merge=True, **format)
         found = describe(path)
     parts = target.with_name(target.name + ".parts")
     resumes = f"; resumes with {parts}" if parts.exists() else ""
@@ -170,15 +162,15 @@ def add_inspect(commands: Commands) -> None:
     add_flag(command, "--refuse-outside", "fail if it shows data of files outside of its folder")
     add_flag(command, "--json", "print all of it as JSON")
     add_flag(command, "--full", "statistics of all rows (default: of 16 chunks, evenly spread)")
-    add_progress(command)
-    command.set_defaults(run=in_one_line(_inspect))
+    add_flag(command, "--quiet", "show no progress bar (default: a bar, on a terminal)")
+    command.set_defaults(run=_inspect)
 
 
 def _inspect(options: argparse.Namespace) -> int:
     # h5py is an extra.
     from enqueuer.datasets.hdf5 import describe
 
-    with bar("reading", None, "row", options.progress if options.full else False) as advance:
+    with bar("reading", None, "row", options.full and not options.quiet) as advance:
         found = describe(options.path, options.full, advance, not options.refuse_outside)
     if options.json:
         print(json.dumps(_as_dict(found), indent=2))
@@ -227,22 +219,12 @@ def _cells(column: Column, summary: Summary) -> Sequence[str]:
 
 def _as_dict(found: Description) -> dict[str, Any]:
     """Return a description as plain data, for JSON."""
-    of_columns = found.column_attributes
-    return {
-        "path": found.path,
-        "bytes": found.bytes,
-        "files": found.files,
-        "outside": found.outside,
-        "columns": [
-            {
-                **dataclasses.asdict(column),
-                "statistics": dataclasses.asdict(summary),
-                "attributes": _plain(of_columns.get(column.name, {})),
-            }
-            for column, summary in zip(found.columns, found.summaries, strict=True)
-        ],
-        "attributes": _plain(found.attributes),
-    }
+    plain = dataclasses.asdict(found)
+    summaries, of_columns = plain.pop("summaries"), plain.pop("column_attributes")
+    for column, summary in zip(plain["columns"], summaries, strict=True):
+        column["statistics"] = summary
+        column["attributes"] = _plain(of_columns.get(column["name"], {}))
+    return plain | {"attributes": _plain(plain["attributes"])}
 
 
 def _plain(attributes: dict[str, Any]) -> dict[str, Any]:

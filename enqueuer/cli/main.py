@@ -6,18 +6,18 @@ output, progress and errors to standard error. Exit codes: 0 done, 1 failed, 2 w
 """
 
 import argparse
-import contextlib
 import signal
 import sys
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import FrameType
 
 from enqueuer import __version__
+from enqueuer.cli.arguments import USER_ERRORS, in_shell
 from enqueuer.cli.bench import add_bench
 from enqueuer.cli.demo import add_demo
 from enqueuer.cli.hdf5 import add_inspect, add_pack
 from enqueuer.cli.report import add_report
+from enqueuer.common.text import printable
 
 # Shells report a death by a signal by these numbers.
 _INTERRUPTED = 128 + signal.SIGINT
@@ -38,16 +38,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: From argparse, after `--help`, `--version` or wrong arguments.
     """
     options = _parser().parse_args(argv)
+    # So that `with` blocks remove temporary files and workers.
+    before = signal.signal(signal.SIGTERM, _terminate)
     try:
-        with _sigterm_unwinds():
-            code: int = options.run(options)
-            return code
+        code: int = options.run(options)
+        return code
+    except USER_ERRORS as error:
+        # A message may quote names from a file. Its own line breaks stay.
+        lines = map(printable, in_shell(str(error)).split("\n"))
+        print("enqueuer:", "\n".join(lines), file=sys.stderr)
+        return 1
     except _Terminated:
         print("\nenqueuer: terminated", file=sys.stderr)
         return _TERMINATED
     except KeyboardInterrupt:
         print("\nenqueuer: interrupted", file=sys.stderr)
         return _INTERRUPTED
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -60,21 +68,6 @@ def _parser() -> argparse.ArgumentParser:
     for add in (add_demo, add_pack, add_inspect, add_report, add_bench):
         add(commands)
     return parser
-
-
-@contextlib.contextmanager
-def _sigterm_unwinds() -> Iterator[None]:
-    """Let SIGTERM raise _Terminated, so that `with` blocks remove temporary files and workers."""
-    # Only the main thread can set handlers. A program that calls main() from another thread has
-    # its own.
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, _terminate)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:

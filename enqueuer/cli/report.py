@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 from pathlib import Path
 
-from enqueuer.cli.arguments import Commands, add_command, in_one_line
-from enqueuer.common.text import pluralize, printable
+from enqueuer.cli.arguments import Commands, add_command
+from enqueuer.common.text import printable
 from enqueuer.errors import DataFileError
 from enqueuer.tools.trace_report import in_lines, numbers_of, page, read
 
 _EXAMPLES = """\
-examples:
   enqueuer report run.json
       write run.html, and print its numbers in a few lines
   enqueuer report run.json -o pages/first.html
       write it elsewhere
-  enqueuer report run.json --json > numbers.json
-      write run.html, and print the numbers for other programs
 
-The trace comes from trace="run.json" of an enqueuer. If the enqueuer still runs, or was killed,
-the page shows the part that was written. To see single items and errors, open the trace itself at
-https://ui.perfetto.dev.
-exit codes: 0 written, 1 failed, 2 wrong arguments
+To see single items and errors, open the trace itself at https://ui.perfetto.dev.
 """
 
 
@@ -49,19 +42,17 @@ def add_report(commands: Commands) -> None:
     command.add_argument(
         "--json", action="store_true", help="print the numbers as JSON; the page is written, too"
     )
-    command.set_defaults(run=in_one_line(_report))
+    command.set_defaults(run=_report)
 
 
 def _report(options: argparse.Namespace) -> int:
     target = Path(options.output or Path(options.path).with_suffix(".html"))
+    recording = read(options.path)
+    if target.exists() and target.samefile(options.path):
+        which = "another name for the page" if options.output else "a name for the page with -o"
+        raise DataFileError(f"{target}: the page would replace the trace; give {which}")
     try:
-        if target.exists() and target.samefile(options.path):
-            which = "another name for the page" if options.output else "a name for the page with -o"
-            raise DataFileError(f"{target}: the page would replace the trace; give {which}")
-        recording = read(options.path)
         target.write_text(page(recording), encoding="utf-8")
-    except DataFileError:
-        raise
     except OSError as error:
         text = f"{target}: cannot be written: {error.strerror}"
         raise DataFileError(text, str(target)) from error
@@ -72,12 +63,8 @@ def _report(options: argparse.Namespace) -> int:
             "left_out": recording.torn,
             "page": str(target),
         }
-        print(json.dumps(dataclasses.asdict(numbers_of(recording)) | found, indent=2))
+        print(json.dumps(numbers_of(recording) | found, indent=2))
     else:
-        print("\n".join(in_lines(numbers_of(recording))))
-        if recording.torn:
-            print(f"{pluralize(recording.torn, 'event')} could not be read and left out")
-        if recording.bottleneck:
-            print(recording.bottleneck)
-        print(printable(str(target)))
+        lines = [*in_lines(recording), recording.bottleneck, str(target)]
+        print("\n".join(printable(line) for line in lines if line))
     return 0

@@ -1,7 +1,6 @@
 """Walking a nested batch: its containers, their members, and rebuilding them.
 
     members_of(nest)          -> members by key, index or name; None of a leaf
-    parts_of(value)           -> members of a container, attributes of any other object
     with_members(nest, ...)   -> a nest of the same class with other members
     tree_map(function, nest)  -> function of each leaf
     attributes_of(value)      -> values in the `__dict__` and the slots of an object
@@ -43,23 +42,6 @@ def members_of(nest: object) -> Mapping[Any, Any] | None:
         fields = dataclasses.fields(nest)
         return {field.name: getattr(nest, field.name) for field in fields if field.init}
     return None
-
-
-def parts_of(value: object) -> Mapping[Any, Any] | None:
-    """Return the members of a container, or the attributes of another object, to read them all.
-
-    A dataclass has all its attributes here, also those that its `__init__` does not take.
-
-    Returns:
-        The parts by key, index or name; None if the object has no attributes.
-
-    Example:
-        >>> parts_of(["a"]), parts_of(types.SimpleNamespace(x=1)), parts_of(object())
-        ({0: 'a'}, {'x': 1}, None)
-    """
-    if isinstance(value, (Mapping, tuple, list)):
-        return members_of(value)
-    return attributes_of(value) or None
 
 
 def with_members(nest: Any, members: Mapping[Any, Any]) -> Any:

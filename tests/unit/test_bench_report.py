@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from enqueuer.tools.bench import ladder, longest_s
+from enqueuer.tools.bench import ladder
 from enqueuer.tools.bench_report import Measurement, Report
 
 
@@ -82,17 +82,6 @@ def test_cpus_that_others_take_are_told(cpus_used, cpu_wait_share, is_told):
     assert ("Other programs kept the CPUs busy" in str(found)) is is_told
 
 
-@pytest.mark.parametrize(
-    ("workers", "rate", "waiting_share", "is_told"),
-    [(8, 200, 0.9, True), (8, 105, 0.9, False), (8, 200, 0.01, False), (4, 200, 0.9, False)],
-)
-def test_more_workers_are_proposed_if_they_might_help(workers, rate, waiting_share, is_told):
-    found = report(
-        one("thread", workers // 2, 100), one("thread", workers, rate, waiting_share=waiting_share)
-    )
-    assert ("try --max-workers 16" in str(found)) is is_told
-
-
 def test_all_of_it_is_plain_data():
     found = json.loads(json.dumps(report(one("thread", 1, 120)).as_dict()))
     assert found["best"] == 1
@@ -109,4 +98,3 @@ def test_an_interrupted_report_can_be_shown():
 
 def test_workers_are_doubled_up_to_the_most():
     assert [ladder(most) for most in (1, 2, 3, 16)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4, 8, 16]]
-    assert longest_s(2.0, 16, 2) == 2.0 * 12
