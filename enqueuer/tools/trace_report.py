@@ -24,12 +24,13 @@ from typing import Any
 
 from enqueuer.common.text import duration, percent, pluralize, printable, rate, ratio, size
 from enqueuer.errors import DataFileError
-from enqueuer.monitoring.stats import as_html
 from enqueuer.monitoring.trace_file import is_trace
 
 # Largest time, and largest size of an item.
 _LARGEST = 1 << 53
 _MOST_SLOW = 10
+# Bytes; an event of an enqueuer is far shorter.
+_LONGEST_LINE = 1 << 20
 
 # A worker, or one of its threads.
 _WORKER = re.compile(r"worker (\d{1,9})(?:\.(\d{1,9}))?\b")
@@ -185,10 +186,10 @@ class Recording:
             self.starts.append(at)
             self._pending, self._has_item = 0, False
         elif name == "bottleneck":
-            self.bottleneck = str(args.get("text", ""))
             if "items" in args:
                 keys = ("items", "waiting_us", "working_us")
                 self.measured.append([_number(args[key]) for key in keys])
+            self.bottleneck = str(args.get("text", ""))
 
 
 def _number(value: Any) -> int:
@@ -215,7 +216,11 @@ def read(path: str) -> Recording:
         why = "not a trace; trace='run.json' of an enqueuer writes one"
         raise DataFileError(f"{path}: {why}", path)
     with open(path, "rb") as file:
-        for line in file:
+        while line := file.readline(_LONGEST_LINE):
+            rest = line
+            # Of a file that is damaged, one line may be larger than the memory.
+            while len(rest) == _LONGEST_LINE and not rest.endswith(b"\n"):
+                rest = file.readline(_LONGEST_LINE)
             _read_line(recording, line.strip().rstrip(b","))
     if recording.last < 0:
         raise DataFileError(f"{path}: nothing was recorded", path)
@@ -306,11 +311,26 @@ def page(recording: Recording) -> str:
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{name} - enqueuer</title><style>{_STYLE}</style></head><body><h1>{name}</h1>",
-        as_html(list(map(printable, lines)), list(_who_waited(recording)), hint),
-        as_html([], [("Slowest items", "took", "begun after"), *slowest], ""),
+        f"<p>{'<br>'.join(escape(printable(line)) for line in lines)}</p>",
+        _table(list(_who_waited(recording))),
+        f"<p>{hint}</p>",
+        _table([("Slowest items", "took", "begun after"), *slowest]),
         "</body></html>",
     ]
     return "\n".join(parts) + "\n"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """Return a table whose first row is its head."""
+    head, *body = rows
+    return (
+        f"<table><thead>{_cells(head, 'th')}</thead>"
+        f"<tbody>{''.join(_cells(row, 'td') for row in body)}</tbody></table>"
+    )
+
+
+def _cells(row: Sequence[str], tag: str) -> str:
+    return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in row)}</tr>"
 
 
 def _who_waited(recording: Recording) -> Iterator[Sequence[str]]:
