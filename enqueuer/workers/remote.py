@@ -48,17 +48,19 @@ class _Finder:
         specs = (finder.find_spec(fullname, path, target) for finder in others)
         spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None:
-            self._wrap(spec.loader)
+            self._wrap(spec.loader, fullname)
         return spec
 
-    def _wrap(self, loader: Any) -> None:
-        """Have a loader act, once, when it has run its module."""
+    def _wrap(self, loader: Any, name: str) -> None:
+        """Have a loader act, once, when it has run the module of that name."""
 
         def run(module: ModuleType) -> None:
             # The loader is as it was: other code may keep it, or ask it for the source.
             del loader.exec_module
             loader.exec_module(module)
-            self._act(module.__name__)
+            # A spec that nobody loads leaves this to another module of the same loader.
+            if module.__name__ == name:
+                self._act(name)
 
         loader.exec_module = run
 
