@@ -50,7 +50,7 @@ def add_bench(commands: Commands) -> None:
         "--seconds": (2.5, "time to measure each setting; more if batches take longer"),
         "--consume": (0.0, "time that the loop waits with each batch, as for a training step"),
         "--consume-cpu": (0.0, "time that the loop computes in Python with each batch"),
-        "--wait-limit": (60.0, "longest time to wait for the first batch"),
+        "--wait-limit": (60.0, "longest time to wait for a batch of the workers"),
     }
     for option, (default, text) in times.items():
         text = f"{text} (default: {default:g}s)"

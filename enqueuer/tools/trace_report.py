@@ -132,6 +132,8 @@ class Recording:
         """Add an event; raise an exception if it makes no sense."""
         phase, name, args = event["ph"], event.get("name"), event.get("args", {})
         place = event["pid"], event.get("tid", 0)
+        if not isinstance(phase, str) or not isinstance(name, str):
+            raise TypeError("no phase or no name")
         if phase == "M":
             self._add_name(place, args.get("name", ""))
             return
@@ -359,7 +361,7 @@ def in_lines(recording: Recording) -> Iterator[str]:
     errors, restarts = pluralize(numbers["errors"], "error"), numbers["restarts"]
     yield f"{errors}, {numbers['skipped']} skipped, {pluralize(restarts, 'restart')}"
     if recording.counts["full"]:
-        yield "the file reached its largest size: this is the begin of the run only"
+        yield "the file reached its largest size: this is only the beginning of the run"
     if not recording.is_whole:
         yield "the trace has no end: the run goes on, or was killed"
     if recording.torn:

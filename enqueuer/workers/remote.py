@@ -58,7 +58,7 @@ class _Finder:
             # The loader is as it was: other code may keep it, or ask it for the source.
             del loader.exec_module
             loader.exec_module(module)
-            # A spec that nobody loads leaves this to another module of the same loader.
+            # A spec that is never loaded leaves this to another module of the same loader.
             if module.__name__ == name:
                 self._act(name)
 

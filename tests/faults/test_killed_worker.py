@@ -226,6 +226,7 @@ BEGIN = """
             for _ in batches:
                 assert time.monotonic() < before + 30
         except WorkerDied as error:
+            helpers.check_prompt(time.monotonic() - before, 1)
             return str(error)
 
 """
@@ -237,6 +238,15 @@ def program(text, method):
     return BEGIN + "\n".join("    " + line for line in lines).replace("OPTIONS", options)
 
 
+def check_program(folder, text):
+    """Run a program that must end well and say nothing; raise Disturbed if it was late."""
+    code, out, err = run_program(folder, text)
+    if "helpers.Disturbed" in err:
+        raise helpers.Disturbed(err)
+    assert (code, out, err) == (0, "", "")
+
+
+@helpers.retry_if_disturbed
 def test_a_stranger_who_reaps_the_worker_hides_only_its_exit_code(tmp_path):
     text = """
 with GeneratorEnqueuer(source, OPTIONS) as enqueuer:
@@ -246,10 +256,11 @@ with GeneratorEnqueuer(source, OPTIONS) as enqueuer:
     os.waitpid(pid, 0)
     assert "unknown exit code" in until_death(batches)
 """
-    assert run_program(tmp_path, program(text, "fork")) == (0, "", "")
+    check_program(tmp_path, program(text, "fork"))
 
 
 @pytest.mark.parametrize("method", METHODS)
+@helpers.retry_if_disturbed
 def test_sigchld_may_be_ignored(method, tmp_path):
     text = """
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -262,7 +273,7 @@ for _ in range(2):
 with GeneratorEnqueuer(helpers.twelve, workers=2, OPTIONS) as enqueuer:
     assert list(enqueuer) == list(range(12))
 """
-    assert run_program(tmp_path, program(text, method)) == (0, "", "")
+    check_program(tmp_path, program(text, method))
 
 
 needs_server = pytest.mark.skipif("forkserver" not in METHODS, reason="there is no fork server")
@@ -276,11 +287,12 @@ for _ in range(3):
         assert next(iter(enqueuer)) == (0, 0)
     os.kill(fork_server.server.popen.pid, signal.SIGKILL)
 """
-    assert run_program(tmp_path, program(text, "forkserver")) == (0, "", "")
+    check_program(tmp_path, program(text, "forkserver"))
 
 
 @needs_server
 @pytest.mark.parametrize("replaced", [False, True])
+@helpers.retry_if_disturbed
 def test_workers_go_on_without_their_fork_server(replaced, tmp_path):
     text = """
 with GeneratorEnqueuer(source, OPTIONS) as enqueuer:
@@ -298,7 +310,7 @@ with GeneratorEnqueuer(source, OPTIONS) as enqueuer:
     os.kill(fork_server.server.popen.pid, signal.SIGKILL)
 assert not helpers.alive(pid)
 """.replace("REPLACED", str(replaced))
-    assert run_program(tmp_path, program(text, "forkserver")) == (0, "", "")
+    check_program(tmp_path, program(text, "forkserver"))
 
 
 # --- at random ---

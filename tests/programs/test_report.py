@@ -325,6 +325,8 @@ BAD = {
     "huge bytes": span("send", 0, 5, worker(0), bytes=HUGE),
     "thread": name_of(worker(0), ["worker 0"]),
     "no phase": {"pid": 1, "ts": 5 * S},
+    "phase": span("work", 0, 5, LOOP) | {"ph": ["X"]},
+    "name": span("work", 0, 5, LOOP) | {"name": ["work"]},
     "a number": 7,
     "deep": "DEEP",
     "long": "x" * (3 << 20),
