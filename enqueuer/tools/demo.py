@@ -14,6 +14,7 @@ import functools
 import itertools
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -200,10 +201,25 @@ def _train(
         (_HIDDEN,), solver="sgd", learning_rate_init=rate, momentum=0.9, random_state=seed
     )
     training_s, first = 0.0, time.perf_counter()
-    with contextlib.closing(batches), bar(title, steps, "step") as advance:
+    with (
+        contextlib.closing(batches),
+        bar(title, steps, "step") as advance,
+        _uncaught_interrupts(),
+    ):
         for pixels, labels in batches:
             began = time.perf_counter()
             network.partial_fit(pixels, labels, classes=range(10))
             training_s += time.perf_counter() - began
             advance(1)
     return network, Timing(time.perf_counter() - first, training_s)
+
+
+@contextlib.contextmanager
+def _uncaught_interrupts() -> Iterator[None]:
+    """Let Ctrl-C end the training: scikit-learn ends only the step for it, with a warning."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Training interrupted by user")
+        try:
+            yield
+        except UserWarning as warning:
+            raise (warning.__context__ or warning) from None

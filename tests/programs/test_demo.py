@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from helpers import terminal
 
+from enqueuer.tools import demo
+
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 120.0  # seconds; a small demo takes about 5 on two cores
 
@@ -164,12 +166,24 @@ def test_interrupted_demo_leaves_nothing(
             os.killpg(process.pid, number)  # a terminal sends Ctrl-C to the workers, too
         else:
             process.send_signal(number)
-        output, _ = process.communicate(timeout=LIMIT)
+        output, _ = process.communicate(timeout=LIMIT / 2)  # before pytest's own limit
     assert process.returncode == exit_code, screen.text()
     assert "Traceback" not in screen.text()
     assert output == ""
     assert left_in(program.temporary) == []
     assert group_members(process) == set()
+
+
+@needs_extras
+def test_interrupt_of_a_training_step_ends_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sklearn.neural_network import MLPClassifier
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(MLPClassifier, "_backprop", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        demo.run(1, 1, 64, "thread", 7)
 
 
 @pytest.mark.parametrize(
