@@ -133,17 +133,7 @@ class Inherited:
 
     def __getattr__(self, name: str) -> NoReturn:
         """Raise InvalidState, whatever else is asked of the backend."""
-        raise _of_another_process(self._owner)
-
-
-def check_owner(owner: int) -> None:
-    """Raise InvalidState in a process that was forked from the one that started the workers."""
-    if owner != os.getpid():
-        raise _of_another_process(owner)
-
-
-def _of_another_process(owner: int) -> InvalidState:
-    return InvalidState(
-        f"this enqueuer belongs to process {owner}, and this one, "
-        f"{os.getpid()}, was forked from it; make a new enqueuer here"
-    )
+        raise InvalidState(
+            f"this enqueuer belongs to process {self._owner}, and this one, "
+            f"{os.getpid()}, was forked from it; make a new enqueuer here"
+        )
