@@ -22,7 +22,7 @@ from enqueuer.backends.job import Job
 from enqueuer.backends.lifecycle import DeathPlace, Restarts
 from enqueuer.backends.pool import HAS_ENDED, Death, NoRoom, W, Worker, WorkerPool
 from enqueuer.backends.shard_schedule import NOTHING, Order, ShardSchedule, Step
-from enqueuer.backends.stall import DeadlineExpired, WaitSnapshot, first_for
+from enqueuer.backends.stall import DeadlineExpired, WaitSnapshot
 from enqueuer.backends.task_schedule import TaskSchedule
 from enqueuer.common import interrupts
 from enqueuer.errors import Closed, StartError, WorkerDied
@@ -39,7 +39,7 @@ _FAILED_START_S = 1.0
 
 
 class Schedule(Protocol[W]):
-    """The methods of `ShardSchedule` and `TaskSchedule` that the engine calls; each has its order."""
+    """The methods of `ShardSchedule` and `TaskSchedule` that the engine calls."""
 
     def waiting(self) -> int: ...
     def begin(self, epoch: Epoch) -> None: ...
@@ -234,9 +234,10 @@ class Engine(Generic[W]):
 
         Called by the consumer, after a `wait()` that brought nothing.
         """
-        snapshots = self.pool.snapshots(self.workers())
-        awaited = self.schedule.awaited(order)
-        return WaitSnapshot(awaited, self.schedule.waiting(), first_for(order, snapshots))
+        turn, snapshots = order.turn(), self.pool.snapshots(self.workers())
+        # The awaited worker comes first.
+        snapshots.sort(key=lambda worker: turn not in worker.shards)
+        return WaitSnapshot(self.schedule.awaited(order), self.schedule.waiting(), snapshots)
 
     def _measures_of(self, workers: list[W]) -> list[WorkerStats]:
         measures, before = self.pool.measures(workers), self._before

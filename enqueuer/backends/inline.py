@@ -21,7 +21,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from enqueuer.backends.job import Job
-from enqueuer.backends.pool import Death, WorkerPool, WorkerSnapshot, WorkerState
+from enqueuer.backends.pool import Death, DequeInbox, WorkerPool, WorkerSnapshot, WorkerState
 from enqueuer.backends.stall import level_of_user, stacks_of_threads
 from enqueuer.common import interrupts
 from enqueuer.common.sizes import SAMPLED, size_of
@@ -31,9 +31,8 @@ from enqueuer.monitoring.meters import BYTES, WAITING, Meter, clock
 from enqueuer.monitoring.trace_file import TraceTarget
 from enqueuer.monitoring.usage import Usage
 from enqueuer.monitoring.worker_stats import WorkerStats, worker_stats
-from enqueuer.transport.protocol import Taken
 from enqueuer.workers.loop import turns
-from enqueuer.workers.messages import Empty, End, Epoch, Failure, ItemTuple, Sender, Ticket
+from enqueuer.workers.messages import Empty, End, Epoch, Failure, Sender, Ticket
 from enqueuer.workers.plan import Plan
 from enqueuer.workers.seeding import GlobalStreams, SwappedStates, seed_globals
 from enqueuer.workers.shards import do_nothing
@@ -41,56 +40,6 @@ from enqueuer.workers.sources import LiveSource
 from enqueuer.workers.task_loop import serve_tasks
 from enqueuer.workers.tasks import TaskSource
 from enqueuer.workers.worker_trace import WorkerRecorder
-
-
-class InlineInbox:
-    """See `enqueuer.backends.pool.Inbox`.
-
-    Attributes:
-        messages: Messages that were sent and not taken; items are plain tuples.
-
-    Example:
-        >>> inbox = InlineInbox()
-        >>> inbox.messages.append((0, 0, "a", None))
-        >>> inbox.head(), inbox.waiting
-        (True, 1)
-    """
-
-    def __init__(self) -> None:
-        self.messages: deque[ItemTuple | End | Failure | Empty] = deque()
-
-    @property
-    def waiting(self) -> int:
-        return sum(isinstance(message, tuple) for message in self.messages.copy())
-
-    def head(self) -> bool | End | Failure | Empty:
-        if not self.messages:
-            return False
-        message = self.messages[0]
-        return True if isinstance(message, tuple) else message
-
-    def items(self, most: int, taken: Taken) -> Iterator[ItemTuple]:
-        messages, numbers = self.messages, taken.numbers
-        for _ in range(most):
-            # The inbox may have been cleared.
-            if not messages or not isinstance(messages[0], tuple):
-                return
-            item = messages[0]
-            shard, number, _value, state = item
-            if state is not None:
-                taken.remember(shard, number, state)
-            # From here to the yield is no call and no jump, and so no signal handler runs.
-            numbers[shard] = number + 1
-            taken.last = shard
-            del messages[0]
-            yield item
-
-    def remove(self, message: End | Failure | Empty) -> None:
-        if self.messages and self.messages[0] is message:
-            del self.messages[0]
-
-    def acknowledge(self) -> None:
-        """Do nothing: the worker sends nothing before the loop asks for it."""
 
 
 class InlineSender:
@@ -106,7 +55,7 @@ class InlineSender:
         items: Number of items that it has sent.
     """
 
-    def __init__(self, name: str, inbox: InlineInbox) -> None:
+    def __init__(self, name: str, inbox: DequeInbox) -> None:
         self.is_closed = False
         self.meter = Meter()
         self.items = 0
@@ -159,7 +108,7 @@ class InlineWorker:
     ) -> None:
         self.index = 0
         self.shards = plan.shards
-        self.inbox = InlineInbox()
+        self.inbox = DequeInbox()
         self.sender = InlineSender(str(self), self.inbox)
         self.state = WorkerState.RUNNING
         self._plan = plan

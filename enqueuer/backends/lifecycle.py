@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from typing import NamedTuple, NoReturn, Protocol
+from collections.abc import Callable
+from typing import NamedTuple, NoReturn
 
 from enqueuer.common.finalizers import WorkerThread
 from enqueuer.errors import InvalidState
@@ -84,24 +85,17 @@ class Restarts:
 ESCALATION_S = 0.6
 
 
-class Stoppable(Protocol):
-    """An object with workers that can be stopped."""
-
-    def stop(self, timeout: float) -> None:
-        """End them within `timeout` seconds."""
-
-
-def forget(workers: Stoppable, timeout: float) -> None:
-    """Stop a backend whose enqueuer is garbage, or an enqueuer whose loader is.
+def forget(stop: Callable[[float], object], timeout: float) -> None:
+    """Stop a backend whose enqueuer is garbage, or an enqueuer whose loader is, by its method.
 
     The collector runs in any thread, and in one of our workers it may strike in the middle of
     what a stop would interrupt: between seeing that a buffer is full and waiting for room, say.
     Then another thread does it.
     """
     if not isinstance(threading.current_thread(), WorkerThread):
-        workers.stop(timeout)
+        stop(timeout)
         return
-    helper = threading.Thread(target=workers.stop, args=(timeout,), daemon=True)
+    helper = threading.Thread(target=stop, args=(timeout,), daemon=True)
     # While the interpreter ends, no thread can be started. It ends daemonic threads itself.
     with contextlib.suppress(RuntimeError):
         helper.start()

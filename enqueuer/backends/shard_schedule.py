@@ -134,13 +134,9 @@ class ShardOrder(ABC):
             return
         if state is not None:
             self.ends[shard] = state
-        self._leave_out(shard)
         self.yielded += number
         del self._open[shard]
         self.done = not self._open
-
-    def _leave_out(self, shard: int) -> None:
-        """Give a shard no further turn; again does nothing."""
 
     @abstractmethod
     def _in_turn(self) -> list[int]:
@@ -184,11 +180,12 @@ class RoundRobin(ShardOrder):
     def turn(self) -> int:
         return self._after[self.last]
 
-    def _leave_out(self, shard: int) -> None:
+    def ended(self, shard: int, state: Any = None, number: int = 0) -> None:
         # An ended shard keeps its successor, as it may be the last one that was taken from.
         for before, following in self._after.items():
             if following == shard:
                 self._after[before] = self._after[shard]
+        super().ended(shard, state, number)
 
     def _in_turn(self) -> list[int]:
         shards: list[int] = []

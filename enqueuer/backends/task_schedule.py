@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import operator
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice, repeat, starmap, takewhile
 from typing import Any, Generic, cast
 
@@ -26,7 +26,6 @@ from enqueuer.backends.shard_schedule import ANY, AsTheyCome, Order, Step, waiti
 from enqueuer.common import interrupts
 from enqueuer.common.sizes import size_of
 from enqueuer.workers.messages import Empty, End, Epoch, Failure, ItemTuple, Start, Ticket
-
 
 _NAMES = ("next", "items")
 _number_of_item = operator.itemgetter(1)

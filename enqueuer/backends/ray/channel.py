@@ -14,22 +14,22 @@ import logging
 import pickle
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from logging import LogRecord
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from enqueuer.backends.pool import DequeInbox
 from enqueuer.errors import Closed
 from enqueuer.monitoring.meters import BYTES, IDLE, SENDING, WAITING, Meter, clock
 from enqueuer.transport.errors import encode_error
 from enqueuer.transport.item_codec import Encoder
-from enqueuer.transport.protocol import Taken
 from enqueuer.workers import logs
 from enqueuer.workers.concurrent_loop import LockedSender
 from enqueuer.workers.element_threads import ElementThreads
-from enqueuer.workers.messages import Empty, End, Epoch, Failure, Item, Message, Sender, Ticket
+from enqueuer.workers.messages import Empty, End, Epoch, Failure, Message, Sender, Ticket
 
 # Nanoseconds; an item that takes longer to make leaves before the next one is begun.
 _SLOW_NS = 2_000_000
@@ -300,11 +300,11 @@ def _buffer_of(array: np.ndarray) -> Any:
 _GRANT_GAP_NS = 5_000_000
 
 
-class RayInbox:
-    """See `enqueuer.backends.pool.Inbox`. The thread that receives from the actor fills it.
+class RayInbox(DequeInbox):
+    """The messages of an actor, and its credit; the thread that receives from it fills the inbox.
 
     Args:
-        lock: Lock of the pool, which guards the messages.
+        lock: Lock of the pool.
         records: Log records of all workers, which the loop delivers.
         credit: Credit that the actor begins with; that many items and bytes may wait here.
         grant: Function that is called when the loop has consumed the items that it took.
@@ -320,6 +320,7 @@ class RayInbox:
         credit: TotalCredit,
         grant: Callable[[], None],
     ) -> None:
+        super().__init__()
         self.needs_credit = False
         self._lock = lock
         self._records = records
@@ -328,21 +329,19 @@ class RayInbox:
         self._credit = credit
         self._granted = clock()
         self._grant = grant
-        self._messages: deque[Message] = deque()
-        # Sizes of the items among the messages.
-        self._sizes: deque[int] = deque()
-        # Numbers of items that came, that were taken, and that are consumed; then bytes of these.
-        self._received = self._taken = self._acknowledged = 0
-        self._taken_bytes = self._acknowledged_bytes = 0
-
-    @property
-    def waiting(self) -> int:
-        return len(self._sizes)
+        # Numbers of items that have arrived, and of those that could be loaded; bytes of these.
+        self._received = self._put = self._put_bytes = 0
+        # Both numbers after each item that the loop has not consumed.
+        self._totals: deque[tuple[int, int]] = deque()
+        self._acknowledged = self._acknowledged_bytes = 0
 
     def put_locked(self, messages: list[Message], sizes: list[int]) -> None:
         """Add messages, and the sizes of the items among them."""
-        self._messages.extend(messages)
-        self._sizes.extend(sizes)
+        for size in sizes:
+            self._put += 1
+            self._put_bytes += size
+            self._totals.append((self._put, self._put_bytes))
+        self.messages.extend(messages)
 
     def count_locked(self) -> None:
         """Count an item that has arrived, also one that cannot be loaded."""
@@ -350,43 +349,20 @@ class RayInbox:
         self.needs_credit = False
 
     def head(self) -> bool | End | Failure | Empty:
-        while self._records:
-            deliver(self._records)
-        try:
-            message = self._messages[0]
-        except IndexError:
-            return False
-        return True if isinstance(message, Item) else message
-
-    def items(self, most: int, taken: Taken) -> Iterator[Item]:
-        with self._lock:
-            messages, sizes, numbers = self._messages, self._sizes, taken.numbers
-            while most and messages:
-                item = messages[0]
-                if not isinstance(item, Item):
-                    return
-                shard, number, size = item.shard, item.number, sizes[0]
-                if item.state is not None:
-                    taken.remember(shard, number, item.state)
-                most -= 1
-                # From here to the yield is no call and no jump, and so no signal handler runs.
-                del messages[0]
-                del sizes[0]
-                self._taken += 1
-                self._taken_bytes += size
-                numbers[shard] = number + 1
-                taken.last = shard
-                yield item
-
-    def remove(self, message: End | Failure | Empty) -> None:
-        with self._lock:
-            if self._messages and self._messages[0] is message:
-                self._messages.popleft()
+        deliver(self._records)
+        return super().head()
 
     def acknowledge(self) -> None:
-        if self._acknowledged != self._taken:
-            self._acknowledged, self._acknowledged_bytes = self._taken, self._taken_bytes
-            self._grant()
+        with self._lock:
+            taken = self._put - self.waiting
+            if self._acknowledged == taken:
+                return
+            # This may be done again, as an exception of a signal handler may strike in between.
+            while self._totals and self._totals[0][0] <= taken:
+                self._acknowledged_bytes = self._totals[0][1]
+                del self._totals[0]
+            self._acknowledged = taken
+        self._grant()
 
     def due_credit(self, wanted: bool) -> TotalCredit | None:
         """Return the credit to grant now; None if it is not worth a call.
