@@ -64,7 +64,7 @@ def load(
         raise StartError("backend='process' needs a POSIX system; use backend='thread' here")
     if name == "process" and job.workers and job.start_method == "forkserver":
         # The server imports numpy while this process pickles the source.
-        fork_server.begin()
+        fork_server.server.begin()
     module, kind = _POOLS[name] if job.workers else _INLINE
     pool = getattr(importlib.import_module(module), kind)(job)
     return _engine(job, pool, restarts, loop_meter, deferred)

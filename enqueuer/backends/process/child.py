@@ -31,7 +31,7 @@ except ImportError:
     fcntl = None  # type: ignore[assignment]
 
 from enqueuer.backends.process import stack_dump
-from enqueuer.backends.process.fork_server import serve_forks
+from enqueuer.backends.process.fork_server import readable, serve_forks
 from enqueuer.backends.process.payload_file import read_payload
 from enqueuer.common.descriptors import Descriptor, close_in_children
 from enqueuer.monitoring import usage
@@ -228,10 +228,7 @@ def _arm(lifeline: Descriptor) -> None:
         fcntl.fcntl(fd, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
-    # `select()` accepts no descriptor beyond 1023.
-    poller = select.poll()
-    poller.register(fd, select.POLLIN)
-    if poller.poll(0):
+    if readable(lifeline, 0):
         # The parent died before the lifeline was armed.
         os._exit(1)
 
