@@ -18,15 +18,21 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, cast
 
 from enqueuer.backends.job import Job
-from enqueuer.backends.pool import Death, DequeInbox, WorkerPool, WorkerSnapshot, WorkerState
+from enqueuer.backends.pool import (
+    Death,
+    DequeInbox,
+    Dispatch,
+    WorkerPool,
+    WorkerSnapshot,
+    WorkerState,
+)
 from enqueuer.backends.stall import level_of_user, stacks_of_threads
 from enqueuer.common import interrupts
 from enqueuer.common.sizes import SAMPLED, size_of
 from enqueuer.errors import Closed, StartError, StopWarning
-from enqueuer.monitoring import usage
 from enqueuer.monitoring.meters import BYTES, WAITING, Meter, clock
 from enqueuer.monitoring.trace_file import TraceTarget
 from enqueuer.monitoring.usage import Usage
@@ -209,20 +215,11 @@ class InlineWorker:
             self._recorder.close()
 
 
-class InlineDispatch:
+class InlineDispatch(Dispatch[InlineWorker]):
     """See `enqueuer.backends.pool.Dispatch`."""
-
-    least = 1
-    awaited: int | None = None
 
     def __init__(self) -> None:
         self.tickets: deque[Ticket] = deque()
-
-    def pack(self, ticket: Ticket) -> Ticket:
-        return ticket
-
-    def pack_all(self, tickets: Sequence[Ticket]) -> Sequence[Ticket]:
-        return tickets
 
     def offer(self, tickets: Sequence[tuple[int, Ticket]]) -> int:
         self.tickets.extend(ticket for _, ticket in tickets)
@@ -231,21 +228,14 @@ class InlineDispatch:
     def assign(self, worker: InlineWorker, number: int, packed: Ticket) -> None:
         self.tickets.appendleft(packed)
 
-    def current(self, worker: InlineWorker) -> Sequence[int]:
-        return ()
-
     def safe(self) -> Container[int]:
         return {ticket.number for ticket in self.tickets}
 
-    def forget(self, worker: InlineWorker) -> None:
-        pass
 
-
-class InlinePool:
+class InlinePool(WorkerPool[InlineWorker]):
     """See `enqueuer.backends.pool.WorkerPool`."""
 
-    are_processes: ClassVar[bool] = False
-    shares_gil: ClassVar[bool] = False
+    dispatch: InlineDispatch
 
     def __init__(self, job: Job) -> None:
         self.workers: list[InlineWorker] = []
@@ -259,9 +249,6 @@ class InlinePool:
         # TensorFlow's threads are unknown to Python, and asking for one leaves a dummy behind.
         self._runner: int | None = None
         self._has_started = False
-
-    def open(self) -> None:
-        pass
 
     def start_worker(self, index: int) -> InlineWorker:
         job = self._job
@@ -322,16 +309,6 @@ class InlinePool:
         why = "works only while the loop waits"
         return [WorkerSnapshot(str(worker), worker.shards, None, why) for worker in workers]
 
-    def cpus(self) -> float:
-        return usage.cpus()
-
-    def worker_bytes(self) -> int | None:
-        # The memory is that of the process.
-        return None
-
-    def wake(self) -> None:
-        pass
-
     def close(self) -> None:
         self._is_closed = True
         for worker in self.workers.copy():
@@ -351,11 +328,6 @@ class InlinePool:
             self.workers.clear()
         finally:
             self._turn.release()
-
-
-if TYPE_CHECKING:
-    # Pools are loaded by name, so that mypy compares this one with its protocol only here.
-    _implements: Callable[[Job], WorkerPool[InlineWorker]] = InlinePool
 
 
 def _warn_of(runner: int | None, timeout: float) -> None:

@@ -30,7 +30,7 @@ from typing import ClassVar
 
 from enqueuer.backends.job import Job
 from enqueuer.backends.lifecycle import ESCALATION_S
-from enqueuer.backends.pool import NoRoom, WorkerSnapshot, WorkerState
+from enqueuer.backends.pool import NoRoom, WorkerPool, WorkerSnapshot, WorkerState
 from enqueuer.backends.process import stack_dump
 from enqueuer.backends.process.dispatch import QueueDispatch
 from enqueuer.backends.process.handle import ProcessWorker, has_ended, wait_for_exitcode
@@ -54,11 +54,11 @@ START_TIMEOUT_S = 60.0
 _EXITCODE_S = 1.0
 
 
-class ProcessPool:
+class ProcessPool(WorkerPool[ProcessWorker]):
     """See `enqueuer.backends.pool.WorkerPool`."""
 
     are_processes: ClassVar[bool] = True
-    shares_gil: ClassVar[bool] = False
+    dispatch: QueueDispatch
 
     def __init__(self, job: Job) -> None:
         self.workers: list[ProcessWorker] = []
@@ -256,9 +256,6 @@ class ProcessPool:
     def snapshots(self, workers: Sequence[ProcessWorker]) -> list[WorkerSnapshot]:
         able = stack_dump.ask([w for w in workers if w.state is WorkerState.RUNNING])
         return [_snapshot_of(worker, worker.stacks in able) for worker in workers]
-
-    def cpus(self) -> float:
-        return usage.cpus()
 
     def worker_bytes(self) -> int | None:
         found = (usage.own_bytes(worker.process.pid) for worker in list(self.workers))

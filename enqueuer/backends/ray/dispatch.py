@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
 
-from enqueuer.backends.pool import HAS_ENDED
+from enqueuer.backends.pool import HAS_ENDED, Dispatch
 from enqueuer.backends.ray.handle import Actor
 from enqueuer.monitoring.meters import clock
 from enqueuer.transport import task_queue
@@ -65,7 +65,7 @@ class Assigned:
         return self._at_once - 1 + wanted - len(self.numbers)
 
 
-class ActorDispatch:
+class ActorDispatch(Dispatch[Actor]):
     """See `enqueuer.backends.pool.Dispatch`. Any thread may call anything.
 
     Args:
@@ -74,9 +74,6 @@ class ActorDispatch:
         send: Function that sends tickets to an actor.
         at_once: Number of tasks that each actor runs at once.
     """
-
-    least = 1
-    awaited: int | None = None
 
     def __init__(
         self,

@@ -22,12 +22,12 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from enqueuer.backends.job import Job, split_bound
 from enqueuer.backends.lifecycle import ESCALATION_S
 from enqueuer.backends.payload import pickled_source
-from enqueuer.backends.pool import HAS_ENDED, WorkerSnapshot, WorkerState
+from enqueuer.backends.pool import HAS_ENDED, WorkerPool, WorkerSnapshot, WorkerState
 from enqueuer.backends.ray.actor import GROUPS, ActorConfig, RayWorker
 from enqueuer.backends.ray.channel import (
     Ended,
@@ -61,11 +61,10 @@ _STATS_S = 0.3
 _ALL = 1 << 62
 
 
-class RayPool:
+class RayPool(WorkerPool[Actor]):
     """See `enqueuer.backends.pool.WorkerPool`."""
 
-    are_processes: ClassVar[bool] = False
-    shares_gil: ClassVar[bool] = False
+    dispatch: ActorDispatch
 
     def __init__(self, job: Job) -> None:
         self.workers: list[Actor] = []
@@ -254,9 +253,6 @@ class RayPool:
                 self._grant(index % count, wanted=True)
                 return
 
-    def poll(self) -> None:
-        """Do nothing: the threads for the actors notice all changes."""
-
     # --- observing the workers ---
 
     def cpus(self) -> float:
@@ -269,10 +265,6 @@ class RayPool:
             self._session.check()
             return float(self._session.ray.cluster_resources()["CPU"])
         return usage.cpus()
-
-    def worker_bytes(self) -> int | None:
-        # The actors use memory of other machines.
-        return None
 
     def measures(self, workers: Sequence[Actor]) -> list[WorkerStats]:
         if not self._is_closed:
