@@ -123,10 +123,6 @@ class Engine(Generic[W]):
                     raise StartError(f"{text}; none is running now") from error
                 raise
 
-    def begin(self, epoch: Epoch) -> None:
-        """Have the workers run their shards once more."""
-        self.schedule.begin(epoch)
-
     # --- the loop ---
 
     def wait(self, order: Order, deadline: float | None) -> Failure | None:

@@ -77,6 +77,9 @@ class QueueDispatch(Dispatch[ProcessWorker]):
         # Tickets without elements are pickled together.
         return ticket if ticket.elements is None else task_queue.pack(ticket, self._are_forked)
 
+    def pack_all(self, tickets: Sequence[Ticket]) -> Sequence[Ticket]:
+        return tickets
+
     def offer(self, tickets: Sequence[tuple[int, Ticket | bytes]]) -> int:
         assert self._queue is not None
         first = tickets[0][1]

@@ -17,12 +17,13 @@ from __future__ import annotations
 import multiprocessing.context
 import multiprocessing.popen_fork
 import os
+import select
 import signal
 import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 from enqueuer.backends.pool import Death, WorkerState
@@ -34,7 +35,7 @@ from enqueuer.backends.process.fork_server import (
     readable,
     silent_children,
 )
-from enqueuer.backends.process.stack_dump import Stacks
+from enqueuer.backends.process.stack_dump import ASK, ASK_S, Stacks
 from enqueuer.common import interrupts
 from enqueuer.common.descriptors import Descriptor, close_in_children, is_portable
 from enqueuer.errors import StartError
@@ -299,6 +300,33 @@ def _signalled(pidfd: Descriptor, number: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def ask_stacks(workers: Iterable[ProcessWorker]) -> list[Stacks]:
+    """Ask workers where they are, all at once, and wait for their answers.
+
+    Returns:
+        Those that could be asked; after an answer they have a `stack`.
+    """
+    # The user's code may have reset the signal after the worker had said that it handles it.
+    asked = [
+        (worker, worker.stacks)
+        for worker in workers
+        if worker.stacks is not None and worker.stacks.prepare() and worker.handles(ASK)
+    ]
+    missing = {stacks.fileno(): stacks for _, stacks in asked}
+    poller = select.poll()
+    for fd in missing:
+        poller.register(fd, select.POLLIN)
+    for worker, _ in asked:
+        worker.send_signal(ASK)
+    end = time.monotonic() + ASK_S
+    while missing and (left := end - time.monotonic()) > 0:
+        for fd, _ in poller.poll(left * 1000 + 1):
+            if missing[fd].hear():
+                poller.unregister(fd)
+                del missing[fd]
+    return [stacks for _, stacks in asked]
 
 
 def open_pidfd(process: Launched) -> Descriptor | None:

@@ -31,10 +31,10 @@ from typing import ClassVar
 from enqueuer.backends.job import Job
 from enqueuer.backends.lifecycle import ESCALATION_S
 from enqueuer.backends.pool import NoRoom, WorkerPool, WorkerSnapshot, WorkerState
-from enqueuer.backends.process import stack_dump
 from enqueuer.backends.process.dispatch import QueueDispatch
-from enqueuer.backends.process.handle import ProcessWorker, has_ended, wait_for_exitcode
-from enqueuer.backends.process.starter import Starter, may_spin
+from enqueuer.backends.process.handle import ProcessWorker, ask_stacks, has_ended, wait_for_exitcode
+from enqueuer.backends.process.stack_dump import ASK_S
+from enqueuer.backends.process.starter import Starter
 from enqueuer.backends.stall import level_of_user
 from enqueuer.common import interrupts
 from enqueuer.common.descriptors import close_in_children
@@ -76,7 +76,7 @@ class ProcessPool(WorkerPool[ProcessWorker]):
         # Both ends of the connection by which `sleep()` is woken.
         self._wake: socket.socket | None = None
         self._woken: socket.socket | None = None
-        self._spin = Spin(not self._does_tasks and may_spin(len(job.plans())))
+        self._spin = Spin(self._starter.spins and not self._does_tasks)
         # Time at which the last worker was started.
         self._started = 0.0
         # Index of the worker that was last allowed an item for which it had asked.
@@ -254,7 +254,7 @@ class ProcessPool(WorkerPool[ProcessWorker]):
         return [worker.measure() for worker in workers]
 
     def snapshots(self, workers: Sequence[ProcessWorker]) -> list[WorkerSnapshot]:
-        able = stack_dump.ask([w for w in workers if w.state is WorkerState.RUNNING])
+        able = ask_stacks([w for w in workers if w.state is WorkerState.RUNNING])
         return [_snapshot_of(worker, worker.stacks in able) for worker in workers]
 
     def worker_bytes(self) -> int | None:
@@ -394,7 +394,7 @@ def _snapshot_of(worker: ProcessWorker, was_asked: bool) -> WorkerSnapshot:
         why = "has ended"
     elif was_asked:
         why = (
-            f"did not send its stack within {stack_dump.ASK_S:g} s: it is stopped, has the signal "
+            f"did not send its stack within {ASK_S:g} s: it is stopped, has the signal "
             "blocked, or hangs in the system"
         )
     else:
