@@ -7,13 +7,16 @@ process that has started a backend stops it, and never one of its own worker thr
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple, NoReturn
 
 from enqueuer.common.finalizers import WorkerThread
 from enqueuer.errors import InvalidState
+from enqueuer.workers import logs
 
 
 class DeathPlace(NamedTuple):
@@ -99,6 +102,17 @@ def forget(stop: Callable[[float], object], timeout: float) -> None:
     # While the interpreter ends, no thread can be started. It ends daemonic threads itself.
     with contextlib.suppress(RuntimeError):
         helper.start()
+
+
+def deliver_all(records: deque[logging.LogRecord]) -> None:
+    """Log the records of workers; called in the thread of the loop, and at the stop."""
+    while records:
+        try:
+            record = records.popleft()
+        except IndexError:
+            # Another thread stops the workers, and delivers the records, too.
+            return
+        logs.deliver(record)
 
 
 class Inherited:

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from typing import Any, TypeAlias
 
 from enqueuer.backends.engine import Engine
-from enqueuer.backends.job import Job, owners_of
+from enqueuer.backends.job import Job
 from enqueuer.backends.lifecycle import Restarts
 from enqueuer.backends.pool import W, WorkerPool
 from enqueuer.backends.shard_schedule import ShardSchedule
@@ -91,6 +91,6 @@ def _engine(
     # Beside a quick loop a thread makes nothing meanwhile, as it has no GIL; and to switch between
     # the two takes as long as many items. There is one more item, for which a worker has no place.
     quick = size + 1 if pool.shares_gil and not one_by_one else bunch
-    owners = owners_of(job.plans())
+    owners = {shard: worker for worker, plan in enumerate(job.plans()) for shard in plan.shards}
     shards = ShardSchedule(pool.workers, owners, bunch, quick, loop_meter)
     return Engine(job, pool, shards, restarts, loop_meter, deferred)

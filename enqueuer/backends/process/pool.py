@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import multiprocessing.util
 import os
 import select
@@ -24,12 +23,11 @@ import socket
 import time
 import warnings
 import weakref
-from collections import deque
 from collections.abc import Sequence
 from typing import ClassVar
 
 from enqueuer.backends.job import Job
-from enqueuer.backends.lifecycle import ESCALATION_S
+from enqueuer.backends.lifecycle import ESCALATION_S, deliver_all
 from enqueuer.backends.pool import NoRoom, WorkerPool, WorkerSnapshot, WorkerState
 from enqueuer.backends.process.dispatch import QueueDispatch
 from enqueuer.backends.process.handle import ProcessWorker, ask_stacks, has_ended, wait_for_exitcode
@@ -218,7 +216,7 @@ class ProcessPool(WorkerPool[ProcessWorker]):
         control = worker.inbox.control
         control.pump()
         if control.records:
-            _deliver_records(control.records)
+            deliver_all(control.records)
         # A handler of a log record may have called `stop()`.
         if self._is_closed:
             return
@@ -239,7 +237,7 @@ class ProcessPool(WorkerPool[ProcessWorker]):
                 worker.move(WorkerState.DRAINING)
             # The worker may have sent messages after the last reading.
             worker.inbox.control.pump()
-            _deliver_records(worker.inbox.control.records)
+            deliver_all(worker.inbox.control.records)
             worker.exitcode = wait_for_exitcode(worker, _EXITCODE_S)
             # The process still runs: the user's code has closed all its descriptors.
             if worker.exitcode is None:
@@ -328,23 +326,15 @@ class ProcessPool(WorkerPool[ProcessWorker]):
             # A signal handler that ran in the wait may have called stop().
             for worker in left:
                 if worker.state is not WorkerState.ENDED:
-                    self._reap(worker)
-
-    def _reap(self, worker: ProcessWorker) -> None:
-        # The worker is ending, so errors no longer matter.
-        with contextlib.suppress(Exception):
-            worker.inbox.control.pump()
-        _deliver_records(worker.inbox.control.records)
-        if worker.state is not WorkerState.ENDED and has_ended(worker):
-            self._end(worker)
+                    _read_last(worker)
+                if worker.state is not WorkerState.ENDED and has_ended(worker):
+                    self._end(worker)
 
     def _end(self, worker: ProcessWorker) -> None:
         try:
             self._forget(worker)
             if worker.state is not WorkerState.DEAD:
-                with contextlib.suppress(Exception):
-                    worker.inbox.control.pump()
-                _deliver_records(worker.inbox.control.records)
+                _read_last(worker)
                 worker.exitcode = wait_for_exitcode(worker, _EXITCODE_S)
         finally:
             # The user's handler of a log record may raise anything.
@@ -371,9 +361,11 @@ def _no_room(error: OSError) -> NoRoom:
     )
 
 
-def _deliver_records(records: deque[logging.LogRecord]) -> None:
-    while records:
-        logs.deliver(records.popleft())
+def _read_last(worker: ProcessWorker) -> None:
+    """Read the messages of a worker that is ending, so that errors no longer matter."""
+    with contextlib.suppress(Exception):
+        worker.inbox.control.pump()
+    deliver_all(worker.inbox.control.records)
 
 
 def _have_news(workers: Sequence[ProcessWorker], is_coming: bool) -> bool:

@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from enqueuer.backends.lifecycle import deliver_all
 from enqueuer.backends.pool import DequeInbox
 from enqueuer.errors import Closed
 from enqueuer.monitoring.meters import BYTES, IDLE, SENDING, WAITING, Meter, clock
 from enqueuer.transport.errors import encode_error
 from enqueuer.transport.item_codec import Encoder
-from enqueuer.workers import logs
 from enqueuer.workers.concurrent_loop import LockedSender
 from enqueuer.workers.element_threads import ElementThreads
 from enqueuer.workers.messages import Empty, End, Epoch, Failure, Message, Sender, Ticket
@@ -124,12 +124,10 @@ class Outbox:
         self._closed = False
         # Reentrant, as the garbage collector may run here, and what it finalizes may log.
         self._lock = threading.RLock()
-        # The loop waits until the driver has called.
+        # The loop waits until the driver has called, or the stream has copied its item.
         self._called = threading.Condition(self._lock)
         # The stream waits until there are frames.
         self._filled = threading.Condition(self._lock)
-        # The loop waits until the stream has copied its item.
-        self._copied = threading.Condition(self._lock)
 
     # --- the worker's loop ---
 
@@ -153,7 +151,7 @@ class Outbox:
             own_count = self._put_count
             if is_kept:
                 while self._copied_count < own_count and not self._closed:
-                    self._copied.wait()
+                    self._called.wait()
         self._done = clock()
         words = self.meter.words
         words[BYTES] += size
@@ -253,7 +251,7 @@ class Outbox:
         """
         with self._lock:
             self._copied_count = self._taken_count
-            self._copied.notify()
+            self._called.notify_all()
             while not self._frames:
                 self._filled.wait()
             frames, self._frames = self._frames, []
@@ -278,7 +276,6 @@ class Outbox:
         with self._lock:
             self._closed = True
             self._called.notify_all()
-            self._copied.notify()
 
 
 def _contiguous(view: Any) -> Any:
@@ -349,7 +346,8 @@ class RayInbox(DequeInbox):
         self.needs_credit = False
 
     def head(self) -> bool | End | Failure | Empty:
-        deliver(self._records)
+        if self._records:
+            deliver_all(self._records)
         return super().head()
 
     def acknowledge(self) -> None:
@@ -387,14 +385,3 @@ class RayInbox(DequeInbox):
             return None
         self._credit, self._granted = TotalCredit(items, size, at_least), now
         return self._credit
-
-
-def deliver(records: deque[logging.LogRecord]) -> None:
-    """Log the records of workers; called in the thread of the loop, and at the stop."""
-    while records:
-        try:
-            record = records.popleft()
-        except IndexError:
-            # Another thread stops the workers, and delivers the records, too.
-            return
-        logs.deliver(record)

@@ -45,7 +45,7 @@ class Actor:
     Attributes:
         handle: Ray's handle of the actor.
         grant: Method `grant` of the actor, with its options. It is called more often than others.
-        send: Function that sends the actor epochs.
+        send: Function that sends the actor epochs and tickets.
         ask_to_end: Function that asks the actor to end its loop.
         inbox: Messages that have arrived and were not taken.
         where: Process and node of the actor, for its name; empty until they are known.
@@ -61,7 +61,7 @@ class Actor:
     shards: tuple[int, ...]
     handle: Any
     grant: Any
-    send: Callable[[Actor, list[Epoch]], None]
+    send: Callable[[Actor, list[Epoch], list[tuple[int, bytes]]], None]
     ask_to_end: Callable[[Actor], None]
     inbox: RayInbox
     state: WorkerState = WorkerState.STARTING
@@ -81,7 +81,7 @@ class Actor:
 
     def begin(self, epoch: Epoch) -> None:
         """Send the actor an epoch of its shards."""
-        self.send(self, [epoch])
+        self.send(self, [epoch], [])
 
     def ask_to_exit(self) -> None:
         """Ask the actor to exit; another one does the rest of its work."""
