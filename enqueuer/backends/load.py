@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from enqueuer.backends.engine import Engine
 from enqueuer.backends.job import Job
 from enqueuer.backends.lifecycle import Restarts
-from enqueuer.backends.pool import W, WorkerPool
+from enqueuer.backends.pool import WorkerPool
 from enqueuer.backends.shard_schedule import ShardSchedule
 from enqueuer.backends.task_schedule import TaskSchedule
 from enqueuer.errors import StartError
@@ -66,17 +66,7 @@ def load(
         # The server imports numpy while this process pickles the source.
         fork_server.server.begin()
     module, kind = _POOLS[name] if job.workers else _INLINE
-    pool = getattr(importlib.import_module(module), kind)(job)
-    return _engine(job, pool, restarts, loop_meter, deferred)
-
-
-def _engine(
-    job: Job,
-    pool: WorkerPool[W],
-    restarts: Restarts,
-    loop_meter: LoopMeter,
-    deferred: Collection[object],
-) -> Engine[W]:
+    pool: WorkerPool[Any] = getattr(importlib.import_module(module), kind)(job)
     # Items that are taken together keep their places until the loop has used them. With a bound in
     # bytes there may be few places, and taking large items together gains nothing.
     size, is_measured = job.max_queue_size, job.max_queue_bytes is not None
