@@ -38,7 +38,7 @@ from enqueuer.monitoring.trace_file import TraceTarget
 from enqueuer.monitoring.usage import Usage
 from enqueuer.monitoring.worker_stats import WorkerStats, worker_stats
 from enqueuer.workers.loop import turns
-from enqueuer.workers.messages import Empty, End, Epoch, Failure, Sender, Ticket
+from enqueuer.workers.messages import Empty, End, Epoch, Failure, Ticket
 from enqueuer.workers.plan import Plan
 from enqueuer.workers.seeding import GlobalStreams, SwappedStates, seed_globals
 from enqueuer.workers.shards import do_nothing
@@ -47,59 +47,13 @@ from enqueuer.workers.task_loop import serve_tasks
 from enqueuer.workers.tasks import TaskSource
 from enqueuer.workers.worker_trace import WorkerRecorder
 
-
-class InlineSender:
-    """The Sender of a worker in the loop's own thread.
-
-    Args:
-        name: Name of the worker, for failures.
-        inbox: Inbox to which it sends its messages.
-
-    Attributes:
-        is_closed: Whether the enqueuer was stopped.
-        meter: Account of the worker.
-        items: Number of items that it has sent.
-    """
-
-    def __init__(self, name: str, inbox: DequeInbox) -> None:
-        self.is_closed = False
-        self.meter = Meter()
-        self.items = 0
-        self._name = name
-        self._messages = inbox.messages
-
-    def send_item(self, shard: int, number: int, value: object, state: Any = None) -> None:
-        self.check()
-        self.meter.words[BYTES] += size_of(value, SAMPLED)
-        # It may be the iterator's own state, which changes.
-        state = copy.deepcopy(state)
-        self.items += 1
-        self._messages.append((shard, number, value, state))
-
-    def send(self, message: End | Failure | Empty) -> None:
-        self.check()
-        match message:
-            case Failure(error=KeyboardInterrupt() as interrupt):
-                # It came from the user's terminal to the loop, not from the generator.
-                raise interrupt
-            case Failure():
-                message = dataclasses.replace(message, worker=self._name)
-            case End(state=state):
-                message = dataclasses.replace(message, state=copy.deepcopy(state))
-        self._messages.append(message)
-
-    def check(self) -> None:
-        if self.is_closed:
-            raise Closed("the enqueuer was stopped")
-
-
 # The code of the user sees the global random states of the loop, as in a thread.
 _SHARED: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 _seed = functools.partial(seed_globals, is_alone=False)
 
 
 class InlineWorker:
-    """See `enqueuer.backends.pool.Worker`.
+    """See `enqueuer.backends.pool.Worker`; it is its own Sender, Orders and Tickets.
 
     Args:
         plan: Work of the worker, which has all shards.
@@ -107,6 +61,11 @@ class InlineWorker:
         has_globals: Whether the code of the user draws from global random states of its own, as
             in another process.
         trace: File in which the worker records what it does; None: nothing is recorded.
+
+    Attributes:
+        is_closed: Whether the enqueuer was stopped.
+        meter: Account of the worker.
+        items: Number of items that it has sent.
     """
 
     def __init__(
@@ -115,8 +74,10 @@ class InlineWorker:
         self.index = 0
         self.shards = plan.shards
         self.inbox = DequeInbox()
-        self.sender = InlineSender(str(self), self.inbox)
         self.state = WorkerState.RUNNING
+        self.is_leaving = self.is_closed = False
+        self.meter = Meter()
+        self.items = 0
         self._plan = plan
         self._tickets = tickets
         self._orders: deque[Epoch] = deque()
@@ -131,13 +92,9 @@ class InlineWorker:
             self._enter = GlobalStreams(is_alone=False).enter if plan.shards else _seed
         self._recorder: WorkerRecorder | None = None
         if trace is not None:
-            self._recorder = WorkerRecorder(trace, 0, self, self.sender, in_loop=True)
-        self.sender.meter.begin()
-        self.sender.meter.pause(WAITING)
-
-    @property
-    def is_leaving(self) -> bool:
-        return False
+            self._recorder = WorkerRecorder(trace, 0, self, self, in_loop=True)
+        self.meter.begin()
+        self.meter.pause(WAITING)
 
     def begin(self, epoch: Epoch) -> None:
         # An order comes twice if an exception interrupts the consumer while it gives it.
@@ -167,8 +124,7 @@ class InlineWorker:
         Raises:
             KeyboardInterrupt: The user has interrupted it.
         """
-        meter = self.sender.meter
-        meter.resume()
+        self.meter.resume()
         try:
             with self._globals():
                 self._step()
@@ -179,21 +135,45 @@ class InlineWorker:
             self.state = WorkerState.DEAD
             raise
         finally:
-            meter.pause(WAITING)
+            self.meter.pause(WAITING)
 
     def _step(self) -> None:
+        # The Sender as well.
         orders: Any = self._recorder or self
-        sender = cast(Sender, self._recorder or self.sender)
         plan = self._plan
         if isinstance(plan.source, TaskSource):
             self._ticket = self._tickets.popleft()
-            serve_tasks(plan, orders, sender, self._enter)
+            serve_tasks(plan, orders, orders, self._enter)
             return
         if self._turns is None:
             starts = plan.of(orders.next_epoch())
-            self._turns = turns(plan.source, starts, sender, self._enter, plan.on_error, True)
+            self._turns = turns(plan.source, starts, orders, self._enter, plan.on_error, True)
         if next(self._turns, self) is self:
             self._turns = None
+
+    def send_item(self, shard: int, number: int, value: object, state: Any = None) -> None:
+        self.check()
+        self.meter.words[BYTES] += size_of(value, SAMPLED)
+        # It may be the iterator's own state, which changes.
+        state = copy.deepcopy(state)
+        self.items += 1
+        self.inbox.messages.append((shard, number, value, state))
+
+    def send(self, message: End | Failure | Empty) -> None:
+        self.check()
+        match message:
+            case Failure(error=KeyboardInterrupt() as interrupt):
+                # It came from the user's terminal to the loop, not from the generator.
+                raise interrupt
+            case Failure():
+                message = dataclasses.replace(message, worker=str(self))
+            case End(state=state):
+                message = dataclasses.replace(message, state=copy.deepcopy(state))
+        self.inbox.messages.append(message)
+
+    def check(self) -> None:
+        if self.is_closed:
+            raise Closed("the enqueuer was stopped")
 
     def next_epoch(self) -> Epoch | None:
         """See `Orders`."""
@@ -296,8 +276,8 @@ class InlinePool(WorkerPool[InlineWorker]):
                 worker.index,
                 str(worker),
                 worker.shards,
-                worker.sender.meter.words,
-                (worker.sender.items, worker.sender.meter.words[BYTES]),
+                worker.meter.words,
+                (worker.items, worker.meter.words[BYTES]),
                 # The CPU time of this thread is also that of the loop.
                 Usage(),
                 self._began,
@@ -312,7 +292,7 @@ class InlinePool(WorkerPool[InlineWorker]):
     def close(self) -> None:
         self._is_closed = True
         for worker in self.workers.copy():
-            worker.sender.is_closed = True
+            worker.is_closed = True
 
     def stop(self, timeout: float) -> None:
         self.close()
