@@ -168,7 +168,7 @@ class Outbox:
             while not self._may_send_locked(size):
                 self._called.wait()
             self.meter.resume()
-        self._check_locked()
+        self.check()
         return clock() - began if began else 0
 
     def _may_send_locked(self, size: int) -> bool:
@@ -184,17 +184,12 @@ class Outbox:
             error = encode_error(message.error)
             message = replace(message, error=_NO_ERROR)
         with self._lock:
-            self._check_locked()
+            self.check()
             self._put_locked(MessageFrame(message, error))
 
-    def send_record(self, record: LogRecord) -> None:
-        """Send a log record, also after the driver has closed the outbox."""
-        with self._lock:
-            self._put_locked(record)
-
     def check(self) -> None:
-        with self._lock:
-            self._check_locked()
+        if self._closed:
+            raise Closed("the enqueuer was stopped")
 
     def next_epoch(self) -> Epoch | None:
         epoch: Epoch | None = self._next(self._orders, IDLE)
@@ -229,14 +224,10 @@ class Outbox:
         threads.on_error = lambda error: self.close()
         return LockedSender(self)
 
-    def send_frame(self, frame: Ready | Ended) -> None:
-        """Send a frame about the worker itself."""
+    def send_frame(self, frame: Ready | Ended | LogRecord) -> None:
+        """Send a frame about the worker itself, also after the driver has closed the outbox."""
         with self._lock:
             self._put_locked(frame)
-
-    def _check_locked(self) -> None:
-        if self._closed:
-            raise Closed("the enqueuer was stopped")
 
     def _put_locked(self, frame: Frame) -> None:
         self._frames.append(frame)

@@ -24,8 +24,9 @@ from enqueuer.backends.pool import Death, WorkerState
 from enqueuer.backends.ray.channel import Frame, ItemFrame, MessageFrame, RayInbox
 from enqueuer.backends.ray.session import Session, is_of_its_node, unwrapped
 from enqueuer.errors import ItemNotLoadable
-from enqueuer.monitoring.meters import clock
-from enqueuer.monitoring.worker_stats import WorkerStats
+from enqueuer.monitoring.meters import Meter, clock
+from enqueuer.monitoring.usage import Usage
+from enqueuer.monitoring.worker_stats import WorkerStats, worker_stats
 from enqueuer.transport.errors import decode_error
 from enqueuer.transport.item_codec import decode
 from enqueuer.workers.messages import Epoch, Failure, Item, Message
@@ -123,11 +124,8 @@ class Actor:
         """Return the last known statistics of the actor."""
         now = self.last_stats
         if now is None:
-            so_far = (clock() - self.began) / 1e9
-            now = WorkerStats(
-                *(self.index, "", self.shards, 0, 0, 0),
-                *(so_far, 0.0, 0.0, 0.0, 0.0),
-            )
+            nothing = Meter().words, (0, 0), Usage()
+            now = worker_stats(self.index, "", self.shards, *nothing, self.began)
         return dataclasses.replace(now, name=str(self), started=self.began)
 
     def keep_stats(self, stats: WorkerStats) -> None:
