@@ -466,4 +466,4 @@ def _start(loader: Any) -> None:
 def _forget(reference: weakref.ref[Any]) -> None:
     loader = reference()
     if loader is not None:
-        forget(loader, STOP_S)
+        forget(loader.stop, STOP_S)
