@@ -6,10 +6,8 @@ Any thread may call anything. One lock guards everything; nothing slow happens u
 nothing polls. Closing wakes all threads: put() raises Closed at once, get() first returns the items
 that are left.
 
-A signal handler may raise in the main thread. So the lock is taken by itself: a
-`threading.Condition` enters and leaves it in Python code, where an exception would leave it locked.
-A thread in get() waits for a lock of its own: an exception in `Condition.wait` leaves a waiter
-behind, on which a later notify() is wasted.
+Each change wakes all threads that wait. An exception of a signal handler in `Condition.wait` leaves
+a waiter behind, on which a wake-up of one thread alone would be wasted.
 """
 
 from __future__ import annotations
@@ -57,13 +55,12 @@ class Buffer(Generic[T]):
         self._items: deque[tuple[T, int]] = deque()
         # Bytes of the items that wait.
         self._bytes = 0
-        # The lock that each waiting thread waits for.
-        self._getters: dict[threading.Lock, None] = {}
-        self._putters = 0
+        # Threads that wait.
+        self._getters = self._putters = 0
         self._closed = False
         # Reentrant, as the garbage collector may close a forgotten buffer inside its own put().
         self._lock = threading.RLock()
-        self._not_full = threading.Condition(self._lock)
+        self._changed = threading.Condition(self._lock)
 
     def put(self, item: T, timeout: float | None = None, size_bytes: int = 0) -> None:
         """Append `item`; wait while there is no room.
@@ -77,10 +74,17 @@ class Buffer(Generic[T]):
             Closed: The buffer is closed, or was while waiting.
             queue.Full: There was no room within `timeout`.
         """
-        if self.offer(item, size_bytes):
-            return
         with self._lock:
-            self._wait_for_room_locked(size_bytes, timeout)
+            if self.offer(item, size_bytes):
+                return
+            self._putters += 1
+            try:
+                # With a bound on bytes there may be no room for this item, and some for another.
+                if not self._changed.wait_for(lambda: self._may_put_locked(size_bytes), timeout):
+                    raise Full
+            finally:
+                self._putters -= 1
+                self._changed.notify_all()
             self.offer(item, size_bytes)
 
     def put_nowait(self, item: T, size_bytes: int = 0) -> None:
@@ -100,8 +104,7 @@ class Buffer(Generic[T]):
                 raise Closed("the buffer is closed")
             self._items.append((item, size_bytes))
             self._bytes += size_bytes
-            if self._getters:
-                self._wake_getters_locked()
+            self._changed.notify_all()
             return True
 
     def get(self, timeout: float | None = None) -> T:
@@ -115,12 +118,13 @@ class Buffer(Generic[T]):
             queue.Empty: Nothing came within `timeout`.
         """
         end = None if timeout is None else time.monotonic() + timeout
-        while True:
-            self._wait_for_item(end)
-            with self._lock:
-                # Another thread may have taken it.
-                if self._items:
-                    return self._get_locked()
+        with self._lock:
+            self._getters += 1
+            try:
+                self._wait_for_item_locked(end)
+            finally:
+                self._getters -= 1
+            return self._get_locked()
 
     def poll(self) -> T | None:
         """Take the oldest item that is there now; None if none is, also if it is closed."""
@@ -135,15 +139,14 @@ class Buffer(Generic[T]):
         """Let nothing more in and wake all threads; the items in the buffer can still be taken."""
         with self._lock:
             self._closed = True
-            self._not_full.notify_all()
-            self._wake_getters_locked()
+            self._changed.notify_all()
 
     def clear(self) -> None:
         """Drop the items that wait."""
         with self._lock:
             self._items.clear()
             self._bytes = 0
-            self._not_full.notify_all()
+            self._changed.notify_all()
 
     def snapshot(self) -> list[T]:
         """Return the items that wait now, the oldest first, and take none."""
@@ -172,81 +175,36 @@ class Buffer(Generic[T]):
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open"
-        waiting = {"put": self._putters, "get": len(self._getters)}
+        waiting = {"put": self._putters, "get": self._getters}
         texts = (f", {count} in {name}()" for name, count in waiting.items() if count)
         return f"<Buffer {len(self._items)}/{self.max_size} {state}{''.join(texts)}>"
 
     def _get_locked(self) -> T:
         item, size_bytes = self._items.popleft()
         self._bytes -= size_bytes
-        self._wake_putters_locked()
+        self._changed.notify_all()
         return item
 
     def _may_put_locked(self, size_bytes: int) -> bool:
         if self._closed:
             return True
-        if len(self._getters) > len(self._items):
+        if self._getters > len(self._items):
             return True
         if len(self._items) >= self.max_size:
             return False
         return self.max_bytes is None or self._bytes + size_bytes <= self.max_bytes
 
-    def _wait_for_room_locked(self, size_bytes: int, timeout: float | None) -> None:
-        self._putters += 1
-        try:
-            # Woken by get(), by a new getter, by clear() and by close().
-            if not self._not_full.wait_for(lambda: self._may_put_locked(size_bytes), timeout):
-                raise Full
-        finally:
-            self._putters -= 1
-            if not self._putters:
-                self._wake_getters_locked()
-
-    def _wait_for_item(self, end: float | None) -> None:
-        """Wait until there is an item.
-
-        Raises:
-            Closed: The buffer is closed and nothing is left in it.
-            queue.Empty: Nothing came until `end`.
-        """
-        if self._items:
-            return
-        wake_up = threading.Lock()
-        wake_up.acquire()
-        is_late = False
-        try:
-            while True:
-                with self._lock:
-                    if self._items:
-                        return
-                    if self._closed:
-                        raise Closed("the buffer is closed and empty")
-                    if is_late:
-                        # Otherwise put() would exceed the bound for this thread.
-                        del self._getters[wake_up]
-                        raise Empty
-                    self._getters[wake_up] = None
-                    self._wake_putters_locked()
-                    # A thread in put() appends its item now, so that get_nowait() finds it.
-                    left = -1.0
-                    if end is not None and not self._putters:
-                        left = max(0.0, end - time.monotonic())
-                # Woken by put(), by close() and by the last putter that leaves.
-                is_late = not wake_up.acquire(True, left)
-        finally:
-            # In one step, so that no exception of a signal handler comes between.
-            self._getters.pop(wake_up, None)
-
-    def _wake_getters_locked(self) -> None:
-        for wake_up in tuple(self._getters):
-            if wake_up.locked():
-                wake_up.release()
-
-    def _wake_putters_locked(self) -> None:
-        if not self._putters:
-            return
-        # With a bound on bytes the woken thread may have too large an item, and the next one not.
-        if self.max_bytes is None:
-            self._not_full.notify()
-        else:
-            self._not_full.notify_all()
+    def _wait_for_item_locked(self, end: float | None) -> None:
+        """Wait until there is an item; raise as `get`."""
+        # A thread in put() may append its item now, as this one counts as a place.
+        self._changed.notify_all()
+        while not self._items:
+            if self._closed:
+                raise Closed("the buffer is closed and empty")
+            left = None
+            # It does so before this one gives up, so that get_nowait() finds the item.
+            if end is not None and not self._putters:
+                left = end - time.monotonic()
+                if left <= 0:
+                    raise Empty
+            self._changed.wait(left)
