@@ -31,9 +31,8 @@ from enqueuer.monitoring.meters import BYTES, WAITING, Meter, clock
 from enqueuer.monitoring.trace_file import TraceTarget
 from enqueuer.monitoring.usage import Usage
 from enqueuer.monitoring.worker_stats import WorkerStats, worker_stats
-from enqueuer.transport.protocol import Taken
 from enqueuer.workers.loop import turns
-from enqueuer.workers.messages import Empty, End, Epoch, Failure, ItemTuple, Sender, Ticket
+from enqueuer.workers.messages import Empty, End, Epoch, Failure, ItemTuple, Sender, Taken, Ticket
 from enqueuer.workers.plan import Plan
 from enqueuer.workers.seeding import GlobalStreams, SwappedStates, seed_globals
 from enqueuer.workers.shards import do_nothing

@@ -383,17 +383,15 @@ class FrameWriter:
         self._run_number = number + 1
         self.sent = sent = self.sent + 1
         self._written = written = self._lap + end
+        if not IS_STRONG:
+            self._publish(number)
+            return
         # As `_publish`, without its call and that of the fence.
         words = self._words
-        if not IS_STRONG:
-            self._fence()
         words[SENT] = sent
         words[WRITTEN] = written
-        if IS_STRONG:
-            self._take_lock(False)
-            self._release_lock()
-        else:
-            self._fence()
+        self._take_lock(False)
+        self._release_lock()
         if words[CONSUMER_ASLEEP] != self._asleep:
             self._wake_consumer(number)
 
@@ -527,11 +525,8 @@ class ItemSender:
             data, buffers = self._encode((value, state))
         elif (encode := SCALARS.get(type(value))) is not None:
             data = encode(value)
-            if not began and len(data) <= MOST_IN_RUN:
-                if self._words[ORDERS] > self._control.orders:
-                    self._control.check()
-                self._append(shard, number, data)
-                return
+            if len(data) <= MOST_IN_RUN:
+                kind = _RUN
         elif (packed := self._pack(value)) is not None:
             layout, data = packed
             kind, table, data = _ARRAYS, len(layout), layout + data
@@ -547,7 +542,10 @@ class ItemSender:
             began += self.meter.words[WAITING] - waited
         elif self._words[ORDERS] > self._control.orders:
             self._control.check()
-        self._put(kind, shard, number, table, data, 1)
+        if kind == _RUN:
+            self._append(shard, number, data)
+        else:
+            self._put(kind, shard, number, table, data, 1)
         if began:
             self._account(clock() - began, is_large)
 

@@ -31,9 +31,8 @@ from enqueuer.common import interrupts
 from enqueuer.errors import Closed
 from enqueuer.monitoring import gil
 from enqueuer.monitoring.meters import WAITING, Meter
-from enqueuer.transport.protocol import Taken
 from enqueuer.workers.bunch import Bunch
-from enqueuer.workers.messages import ClosedAfterSending, Empty, End, Failure, ItemTuple
+from enqueuer.workers.messages import ClosedAfterSending, Empty, End, Failure, ItemTuple, Taken
 
 T = TypeVar("T")
 
@@ -346,12 +345,8 @@ class ThreadInbox:
         if count == 1 or not self._is_plain:
             return self._one_by_one(count, taken)
         shard, number = items[count - 1][:2]
-        # What is written behind the items yields nothing.
-        return itertools.chain(
-            itertools.starmap(items.popleft, itertools.repeat((), count)),
-            filter(None, map(setattr, (self, taken), _NAMES, (self._taken + count, shard))),
-            filter(None, map(taken.numbers.__setitem__, (shard,), (number + 1,))),
-        )
+        popped = itertools.starmap(items.popleft, itertools.repeat((), count))
+        return taken.counted(popped, shard, number + 1, self, "_taken", self._taken + count)
 
     def _one_by_one(self, count: int, taken: Taken) -> Iterator[ItemTuple]:
         items, numbers = self._items, taken.numbers
@@ -430,6 +425,3 @@ class ThreadInbox:
     def snapshot(self) -> list[ItemTuple]:
         """Return the items that wait now, the oldest first, and take nothing."""
         return list(self._items)
-
-
-_NAMES = ("_taken", "last")
