@@ -436,7 +436,7 @@ class BlockWriter:
         table: list[bytes] = []
         for block, begin, size in segments:
             if block.fd is not None:
-                self._emit(Kind.BLOCK, NUMBER.pack(block.number), block.fd)
+                self._emit(Kind.BLOCK, NUMBER.pack(block.number), (block.fd,))
             self.pool.sent(block)
             table.append(SEGMENT.pack(block.number, begin, size))
         dropped = self.pool.dropped()

@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import pickle
 import struct
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import repeat
 from typing import Any, Literal
 
@@ -29,12 +28,11 @@ from enqueuer.monitoring.meters import BYTES
 from enqueuer.transport import item_codec, small_arrays, task_queue
 from enqueuer.transport.block_map import BlockMap
 from enqueuer.transport.errors import decode_error
-from enqueuer.transport.memory import nameless_file, read_whole
+from enqueuer.transport.memory import read_whole
 from enqueuer.transport.packets import Packets
 from enqueuer.transport.protocol import (
     ALIGNMENT,
     FRAME,
-    INLINE_BYTES,
     NUMBER,
     PACKET,
     REPORT,
@@ -117,11 +115,11 @@ class ReceiverControl:
             import cloudpickle
 
             dumps = cloudpickle.dumps
-        self._send_whole(Kind.EPOCH, b"", dumps(epoch, protocol=5))
+        self._send(Kind.EPOCH, dumps(epoch, protocol=5), wait=True)
 
     def assign(self, token: int, number: int, ticket: bytes) -> None:
         """Send the worker a ticket, packed, that no other worker may take."""
-        self._send_whole(Kind.TASK, task_queue.HEAD.pack(token, number), ticket)
+        self._send(Kind.TASK, ticket, task_queue.HEAD.pack(token, number), wait=True)
 
     def ask_to_stop(self) -> None:
         """Order the worker to exit; again does nothing."""
@@ -155,23 +153,10 @@ class ReceiverControl:
         """Ask no more to be woken."""
         self._words[CONSUMER_ASLEEP] = 0
 
-    def _send_whole(self, kind: Kind, head: bytes, data: bytes) -> None:
-        """Send data of any size: what is large goes beside the packet."""
-        if len(data) <= INLINE_BYTES:
-            self._send(kind, head + data, wait=True)
-            return
-        fd = nameless_file(data)
+    def _send(self, kind: Kind, data: bytes = b"", head: bytes = b"", wait: bool = False) -> None:
+        head = PACKET.pack(kind, self._orders + 1) + head
         try:
-            self._send(kind, head, wait=True, fds=(fd,))
-        finally:
-            os.close(fd)
-
-    def _send(
-        self, kind: Kind, body: bytes = b"", wait: bool = False, fds: Sequence[int] = ()
-    ) -> None:
-        packet = PACKET.pack(kind, self._orders + 1) + body
-        try:
-            if not self.packets.send(packet, fds, wait=wait):
+            if not self.packets.send_whole(head, data, wait=wait):
                 # The socket is full of packets that the worker has not read; these wake it, too.
                 return
         except OSError as error:
