@@ -19,7 +19,7 @@ import pickle
 import struct
 from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Any, Literal
 
 from enqueuer.common import interrupts
@@ -298,6 +298,7 @@ _NO_LIMIT = 1 << 62
 # Items of a run that C code takes, at least: a caller that asks for one may have code of its own
 # behind it, where they would count too late.
 _SHORTEST_CHAIN = 4
+_NAMES = ("_given", "last")
 _NO_HEAD = (-1, False)
 
 
@@ -527,8 +528,12 @@ class ItemReceiver:
         values, first, shard, number = self._loaded
         left = values[self._given - first :][:most]
         count, number = len(left), number + self._given - first
-        items = zip(repeat(shard), range(number, number + count), left, repeat(None), strict=False)
-        return taken.counted(items, shard, number + count, self, "_given", self._given + count)
+        # What is written behind the items yields nothing.
+        return chain(
+            zip(repeat(shard), range(number, number + count), left, repeat(None), strict=False),
+            filter(None, map(setattr, (self, taken), _NAMES, (self._given + count, shard))),
+            filter(None, map(taken.numbers.__setitem__, (shard,), (number + count,))),
+        )
 
     def _of_frames(self, most: int, taken: Taken, written: int) -> Iterator[ItemTuple]:
         frames, unpack, numbers = self._frames, FRAME.unpack_from, taken.numbers

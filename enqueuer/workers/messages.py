@@ -10,9 +10,8 @@ yields can be mistaken for one.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 from enqueuer.errors import Closed
@@ -153,32 +152,6 @@ class Taken:
         # An exception may have struck after an earlier call, before the item was taken.
         if states[-1].number != number + 1:
             states.append(Start(number + 1, state))
-
-    def counted(
-        self,
-        items: Iterable[ItemTuple],
-        shard: int,
-        number: int,
-        inbox: object,
-        counter: str,
-        count: int,
-    ) -> Iterator[ItemTuple]:
-        """Return items without states of one shard; behind the last one, C code counts them.
-
-        Args:
-            items: The items, which are not empty.
-            shard: Their shard.
-            number: Number of the item after them.
-            inbox: Inbox from which they are taken.
-            counter: Attribute of the inbox that says how many were taken.
-            count: Its value after them.
-        """
-        # The stores yield nothing.
-        return chain(
-            items,
-            filter(None, map(setattr, (inbox, self), (counter, "last"), (count, shard))),
-            filter(None, map(self.numbers.__setitem__, (shard,), (number,))),
-        )
 
     def start_of(self, shard: int, number: int | None = None) -> Start:
         """Return where a shard starts again, at an item; None: the next one."""

@@ -71,6 +71,7 @@ UNBOUNDED = 1 << 62
 # Items of a bunch, at least.
 _SHORTEST_BUNCH = 4
 _CLOSED = "the inbox is closed"
+_NAMES = ("_taken", "last")
 
 
 class Putter(NamedTuple):
@@ -345,8 +346,12 @@ class ThreadInbox:
         if count == 1 or not self._is_plain:
             return self._one_by_one(count, taken)
         shard, number = items[count - 1][:2]
-        popped = itertools.starmap(items.popleft, itertools.repeat((), count))
-        return taken.counted(popped, shard, number + 1, self, "_taken", self._taken + count)
+        # What is written behind the items yields nothing.
+        return itertools.chain(
+            itertools.starmap(items.popleft, itertools.repeat((), count)),
+            filter(None, map(setattr, (self, taken), _NAMES, (self._taken + count, shard))),
+            filter(None, map(taken.numbers.__setitem__, (shard,), (number + 1,))),
+        )
 
     def _one_by_one(self, count: int, taken: Taken) -> Iterator[ItemTuple]:
         items, numbers = self._items, taken.numbers
