@@ -534,25 +534,25 @@ class ItemSender:
     def send(self, message: End | Failure | Empty) -> None:
         """Send what is no item; needs no credit. Raises as `send_item`."""
         self._control.check()
-        if isinstance(message, Empty):
-            self._put(Kind.EMPTY, 0, message.number, 0, b"")
-            return
-        kind, data, buffers = self._encoded(message)
+        data: bytes | Pieces = b""
+        buffers: Sequence[Buffer] = ()
+        match message:
+            case Empty():
+                self._put(Kind.EMPTY, 0, message.number, 0, b"")
+                return
+            case End():
+                kind = Kind.END
+                if message.state is not None:
+                    data, buffers = self._encode(message.state)
+            case Reported():
+                kind = Kind.REPORTED
+                data = REPORT.pack(message.nth, message.log) + encode_error(message.error)
+            case _:
+                kind = Kind.SKIPPED if message.skipped else Kind.FAILURE
+                data = encode_error(message.error)
         data, segments = self.blocks.lay_out(data, buffers)
         table = self.blocks.announce(segments)
         self._put(kind, message.shard, message.number, len(table), table + data)
-
-    def _encoded(self, message: End | Failure) -> tuple[int, bytes | Pieces, Sequence[Buffer]]:
-        if isinstance(message, End):
-            data: bytes | Pieces = b""
-            buffers: Sequence[Buffer] = ()
-            if message.state is not None:
-                data, buffers = self._encode(message.state)
-            return Kind.END, data, buffers
-        error = encode_error(message.error)
-        if isinstance(message, Reported):
-            return Kind.REPORTED, REPORT.pack(message.nth, message.log) + error, ()
-        return Kind.SKIPPED if message.skipped else Kind.FAILURE, error, ()
 
     def next_epoch(self) -> Epoch | None:
         """Wait for the next epoch; None when there will be none."""
