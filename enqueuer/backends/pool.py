@@ -20,9 +20,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 from enqueuer.errors import StartError
 from enqueuer.monitoring import usage
 from enqueuer.monitoring.worker_stats import WorkerStats
-from enqueuer.transport.protocol import Taken
 from enqueuer.workers.element_threads import ThreadSnapshot
-from enqueuer.workers.messages import Empty, End, Epoch, Failure, ItemTuple, Ticket
+from enqueuer.workers.messages import Empty, End, Epoch, Failure, ItemTuple, Taken, Ticket
 
 
 class WorkerState(enum.Enum):
@@ -104,7 +103,7 @@ class Inbox(Protocol):
         """
 
     def items(self, most: int, taken: Taken) -> Iterator[ItemTuple]:
-        """Take items as long as they are next: at most so many.
+        """Take items as long as they are next: at most so many, and perhaps fewer.
 
         To be read by something written in C, such as `deque.extend`. Counting an item as taken
         and yielding it must need no call and no jump in between, so that an exception of a

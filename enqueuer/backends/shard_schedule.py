@@ -12,14 +12,13 @@ from __future__ import annotations
 import enum
 import operator
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Generic, Protocol
 
 from enqueuer.backends.lifecycle import DeathPlace
 from enqueuer.backends.pool import Inbox, W, Worker, WorkerState
 from enqueuer.monitoring.loop_meter import LoopMeter
-from enqueuer.workers.messages import Empty, End, Epoch, Failure, ItemTuple, Start
+from enqueuer.workers.messages import Empty, End, Epoch, Failure, ItemTuple, Start, Taken
 
 ANY: Final = None
 """The answer of `turn()` where any shard will do."""
@@ -57,42 +56,19 @@ class Order(Protocol):
         """Return whether an item, or a failure in its place, comes before a position."""
 
 
-class ShardOrder(ABC):
-    """The shards that have not ended, the next item of each, and the last states of iterators.
-
-    Code that takes an item calls `remember` if the item has a state, and then writes `numbers` and
-    `last` itself. These two stores need no call, so that no exception of a signal handler can
-    strike between them and what it stores beside.
+class ShardOrder(Taken, ABC):
+    """The shards that have not ended, and what was taken of each.
 
     Attributes:
-        numbers: Number of the next item of each shard.
-        last: Shard of the item that was taken last.
         done: Whether every shard has ended.
     """
 
     def __init__(self, starts: Mapping[int, Start], recent: int) -> None:
-        self.numbers = {shard: start.number for shard, start in starts.items()}
-        # It is as if a round had just ended.
-        self.last: int = next(reversed([*starts]), -1)
-        self._recent = recent
+        super().__init__(starts, recent)
         self.ends: dict[int, Any] = {}
         self.yielded = 0
         self._open = dict.fromkeys(starts)
         self.done = not self._open
-        self._states = {
-            shard: deque([start], recent)
-            for shard, start in starts.items()
-            if start.state is not None
-        }
-
-    def remember(self, shard: int, number: int, state: Any) -> None:
-        """Keep the state of an iterator after an item that is about to be taken."""
-        states = self._states.get(shard)
-        if states is None:
-            states = self._states[shard] = deque([Start()], self._recent)
-        # An exception may have struck after an earlier call, before the item was taken.
-        if states[-1].number != number + 1:
-            states.append(Start(number + 1, state))
 
     def next_of(self, shards: Container[int]) -> int | None:
         """Return which of some shards of one worker is next; None if all have ended."""
@@ -108,7 +84,7 @@ class ShardOrder(ABC):
             shards = sorted({*shards, *again})
             at = shards.index(next(iter(again)))
             shards = shards[at:] + shards[:at]
-        return {shard: self._start_of(shard, again.get(shard)) for shard in shards}
+        return {shard: self.start_of(shard, again.get(shard)) for shard in shards}
 
     def beyond(self, ready: Iterable[ItemTuple] = ()) -> tuple[int, ...]:
         return ()
@@ -141,17 +117,6 @@ class ShardOrder(ABC):
     @abstractmethod
     def _in_turn(self) -> list[int]:
         """Return the shards that have not ended, in the order of their turns."""
-
-    def _start_of(self, shard: int, number: int | None) -> Start:
-        if number is None:
-            number = self.numbers[shard]
-        states = self._states.get(shard)
-        if states is None:
-            return Start(number)
-        known = next(at for at in reversed(states) if at.number - at.behind <= number)
-        if known.state is None:
-            return Start(number)
-        return Start(number, known.state, number - known.number + known.behind)
 
 
 class RoundRobin(ShardOrder):

@@ -24,7 +24,6 @@ from typing import Any
 
 from enqueuer.common.text import duration, percent, pluralize, printable, rate, ratio, size
 from enqueuer.errors import DataFileError
-from enqueuer.monitoring.stats import as_html
 from enqueuer.monitoring.trace_file import is_trace
 
 # Largest time, and largest size of an item.
@@ -306,11 +305,26 @@ def page(recording: Recording) -> str:
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{name} - enqueuer</title><style>{_STYLE}</style></head><body><h1>{name}</h1>",
-        as_html(list(map(printable, lines)), list(_who_waited(recording)), hint),
-        as_html([], [("Slowest items", "took", "begun after"), *slowest], ""),
+        f"<p>{'<br>'.join(escape(printable(line)) for line in lines)}</p>",
+        _table(list(_who_waited(recording))),
+        f"<p>{hint}</p>",
+        _table([("Slowest items", "took", "begun after"), *slowest]),
         "</body></html>",
     ]
     return "\n".join(parts) + "\n"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """Return a table whose first row is its head."""
+    head, *body = rows
+    return (
+        f"<table><thead>{_cells(head, 'th')}</thead>"
+        f"<tbody>{''.join(_cells(row, 'td') for row in body)}</tbody></table>"
+    )
+
+
+def _cells(row: Sequence[str], tag: str) -> str:
+    return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in row)}</tr>"
 
 
 def _who_waited(recording: Recording) -> Iterator[Sequence[str]]:

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import pickle
+import signal
 import sys
 import threading
 from collections import deque
@@ -32,6 +33,14 @@ LARGE = 50_000
 
 def read(inbox):
     inbox.control.pump()
+
+
+def items_of(consumer, most, order=None):
+    """Return the items that are next, at most so many."""
+    taken, order = deque(), AsTheyCome({}) if order is None else order
+    while most > len(taken) and consumer.head() is True:
+        taken.extend(consumer.items(most - len(taken), order))
+    return taken
 
 
 class Channel:
@@ -82,11 +91,12 @@ class Channel:
     def take(self):
         """Return the next message, and count it as consumed."""
         wait_until(lambda: self.consumer.has_message)
-        taken = [Item(*item) for item in self.consumer.items(1, AsTheyCome({}))]
-        if not taken:
-            taken = [self.consumer.other()]
-            self.consumer.pass_over()
-        (message,) = taken
+        taken = items_of(self.consumer, 1)
+        if taken:
+            message = Item(*taken[0])
+        else:
+            message = self.consumer.head()
+            self.consumer.remove(message)
         self.consumer.acknowledge()
         return message
 
@@ -369,7 +379,7 @@ def test_nonsense_is_an_error(open_channel):
     FRAME.pack_into(channel.ring.frames, 0, size, table, 99, shard, number)
     assert list(channel.consumer.items(1, AsTheyCome({}))) == []
     with pytest.raises(TransportError, match="malformed frame"):
-        channel.consumer.other()
+        channel.consumer.head()
 
 
 def test_many_laps_of_the_ring_with_frames_of_every_size(open_channel):
@@ -395,7 +405,7 @@ def test_many_laps_of_the_ring_with_runs_and_other_frames(open_channel):
     taken, order = deque(), AsTheyCome({})
     while len(taken) < len(values):
         wait_until(lambda: channel.consumer.has_message)
-        taken.extend(channel.consumer.items(1 + len(taken) % 300, order))
+        taken.extend(items_of(channel.consumer, 1 + len(taken) % 300, order))
         assert order.numbers == {0: len(taken)}
         channel.consumer.acknowledge()
         channel.consumer.grant(room=5000)
@@ -410,7 +420,7 @@ def test_items_of_a_run_can_be_taken_as_soon_as_each_is_sent(open_channel):
     for number, value in enumerate([1, "two", 3.0, True, b"five"]):
         channel.worker.send_item(0, number, value)
         assert channel.consumer.waiting == 1
-        assert channel.consumer.other() is None
+        assert channel.consumer.head() is True
         assert channel.take() == Item(0, number, value)
         assert not channel.consumer.has_message
         assert channel.ring.words[layout.TAKEN] == number + 1
@@ -454,12 +464,12 @@ def test_what_is_left_of_a_run_counts_as_not_taken(open_channel):
     channel.send(*items(*range(5)), End(0))
     channel.join()
     order = AsTheyCome({})
-    assert [item[2] for item in channel.consumer.items(2, order)] == [0, 1]
+    assert [item[2] for item in items_of(channel.consumer, 2, order)] == [0, 1]
     channel.consumer.acknowledge()
     assert (channel.consumer.waiting, channel.consumer.load) == (3, 8)
     assert channel.consumer.has_message
-    assert channel.consumer.other() is None
-    assert [item[2] for item in channel.consumer.items(9, order)] == [2, 3, 4]
+    assert channel.consumer.head() is True
+    assert [item[2] for item in items_of(channel.consumer, 9, order)] == [2, 3, 4]
     assert channel.ring.words[layout.TAKEN] == 2
     assert channel.take() == End(0)
 
@@ -479,12 +489,13 @@ def test_an_exception_of_a_signal_handler_in_the_middle_of_an_item_loses_nothing
     channel = open_channel()
     channel.send(*items("a", Interrupts(), "c"))
     channel.join()
-    taken = deque()
+    taken, order = deque(), AsTheyCome({})
     Interrupts.error = TimeoutError("from a signal handler")
     with pytest.raises(TimeoutError):
-        taken.extend(channel.consumer.items(10, AsTheyCome({})))
-    assert channel.consumer.other() is None
-    taken.extend(channel.consumer.items(10, AsTheyCome({})))
+        while channel.consumer.head() is True:
+            taken.extend(channel.consumer.items(10, order))
+    assert channel.consumer.head() is True
+    taken.extend(items_of(channel.consumer, 10))
     assert [value for _, _, value, _ in taken] == ["a", "whole", "c"]
 
 
@@ -554,8 +565,12 @@ def interrupted_at(line, call, files):
 def interrupted():
     errors, Interrupts.error = [Interrupts.error], None  # a signal comes once
     if errors[0] is not None:
-        raise errors.pop()
+        handle(signal.SIGALRM, sys._getframe(), errors)
     return "whole"
+
+
+def handle(number, frame, errors):
+    raise errors.pop()
 
 
 class Interrupts:
