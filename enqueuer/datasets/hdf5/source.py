@@ -168,9 +168,8 @@ class HDF5Source(Generic[Batch]):
         self._first, self._stop = _bounds(rows, count)
         self._size = checks.positive("batch_size", batch_size)
         self._drop_last = bool(drop_last)
-        if window is None:
-            window = default_window(self._layout, self._names, self._size)
-        window = checks.positive("window", window)
+        given = checks.optional(checks.positive)("window", window)
+        window = given or default_window(self._layout, self._names, self._size)
         # Least number of rows that are shuffled among each other; 0: rows are not shuffled.
         self._window = window if shuffle else 0
         self._edges = edges_of(self._layout, self._names, self._first, self._stop)
