@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from enqueuer.adapters.loading import LoaderEpochs, Ownership
+from enqueuer.adapters.loading import Loader, LoaderEpochs, reader_of
 from enqueuer.common.extras import framework
 from enqueuer.common.text import an
 
@@ -93,19 +93,18 @@ class _Passes:
 
     def __init__(self, loader: Iterable[Any], steps_per_epoch: int | None) -> None:
         self.output_signature: Any = None
-        self._epochs = LoaderEpochs(loader, steps_per_epoch)
-        self._ownership = Ownership(self._epochs)
+        self._reader = reader_of(Loader[Any](loader, steps_per_epoch))
         # The batch that the signature was taken from, until it is given, and the following ones.
         self._first: list[Any] = []
         self._rest: Iterator[Any] | None = None
 
     def begin(self, output_signature: Any) -> None:
         """Start the enqueuer; take the signature from the first batch unless it is given."""
-        self._ownership.start()
+        self._reader.start()
         self.output_signature = output_signature
         if output_signature is not None:
             return
-        rest = _pass(self._epochs)
+        rest = _pass(self._reader.epochs)
         for batch in rest:
             self.output_signature = _signature(batch, "")
             self._first, self._rest = [batch], rest
@@ -121,7 +120,7 @@ class _Passes:
         A thread of TensorFlow iterates. It may wait for a batch when the dataset is dropped. Then
         this object ends, stops the workers, and so wakes that thread.
         """
-        rest, self._rest = self._rest or _pass(self._epochs), None
+        rest, self._rest = self._rest or _pass(self._reader.epochs), None
         batches = itertools.chain(_emptied(self._first), rest, _end(weakref.ref(self)))
         return map(functools.partial(_fitted, spec=self.output_signature), batches)
 
