@@ -241,7 +241,7 @@ class DataLoader(_DataLoader):
             order: Its `batch_size`, `sampler`, `batch_sampler` and `drop_last`.
         """
         kept = inspect.signature(DataLoader).parameters.keys() - {*_ORDER, "num_workers"}
-        workers = "auto" if self._is_auto else self.num_workers
+        workers: Any = "auto" if self._is_auto else self.num_workers
         return type(self)(dataset, num_workers=workers, **order, **self._attributes(kept))
 
     def state_dict(self) -> dict[str, Any]:
@@ -279,7 +279,7 @@ class DataLoader(_DataLoader):
         """
         iterator = None if self._latest is None else self._latest()
         if iterator is not None:
-            return iterator.stats()
+            return iterator.enqueuer.stats()
         if self.num_workers == 0:
             raise InvalidState("with num_workers=0 there are no workers, and so no statistics")
         if self._position.ended is None:

@@ -178,13 +178,12 @@ class Position:
             return
         self.epoch, self.step, self._before = loaded["epoch"], loaded["step"], loaded["before"]
         self._draws_seed, self._expected = loaded["draws_seed"], tuple(loaded["drawn"])
-        shared = {name: stream for name, stream in self._streams.items() if stream.is_global}
         marks = loaded.get("marks", {})
         self.is_restored = bool(marks) and index_order.marks(marks) == marks
-        with index_order.kept(shared):
+        with index_order.kept(index_order.GLOBAL):
             index_order.restore(self._streams, loaded["before"])
             yield loaded
-            after = index_order.save(shared)
+            after = index_order.save(index_order.GLOBAL)
         self._used = marks
         self._continue_from(after, marks)
 
@@ -212,9 +211,9 @@ class Position:
 
     def streams(self, used: Collection[str] = index_order.GLOBAL) -> dict[str, Any]:
         """Return the states of streams, of the global ones only these, for the next epoch."""
-        streams = self._streams.items()
         with self._continued():
-            return index_order.save({n: s for n, s in streams if not s.is_global or n in used})
+            states = index_order.save(self._streams)
+        return {n: s for n, s in states.items() if n in used or n not in index_order.GLOBAL}
 
     def ask(self, enqueuer: BaseEnqueuer[Any]) -> None:
         """Ask this enqueuer for its position as well, from now on."""
@@ -334,8 +333,8 @@ class Position:
             raise
         except (KeyError, TypeError, ValueError) as error:
             raise StateMismatch(f"this is not the state of a DataLoader: {error!r}") from error
-        own = {name: stream for name, stream in self._streams.items() if not stream.is_global}
-        index_order.restore(own, states)
+        own = {name: s for name, s in states.items() if name not in index_order.GLOBAL}
+        index_order.restore(self._streams, own)
         self._loaded = loaded
         self._continued_states, self._marks = {}, {}
         if state["before"] is None:
