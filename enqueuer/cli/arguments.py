@@ -51,7 +51,7 @@ def in_shell(text: str) -> str:
         'pad them, or give --ragged x,y'
     """
     for found in re.findall(r"\b(?:keys|ragged)=\[.*?\]", text):
-        text = text.replace(found, re.sub(r"[\[\]' ]", "", found))
+        text = text.replace(found, re.sub(r"[\[\]']|(?<=,) ", "", found))
     for python, shell in _SHELL_OPTIONS.items():
         text = text.replace(python, shell)
     return text
@@ -186,7 +186,8 @@ def names(text: str) -> tuple[str, ...]:
 def module_and_name(text: str) -> tuple[str, str]:
     """Read MODULE:FUNCTION."""
     module, _, name = text.partition(":")
-    if not all(part.isidentifier() for part in [*module.split("."), *name.split(".")]):
+    parts = [*module.split("."), *name.split(".")]
+    if module.endswith(".py") or not all(part.isidentifier() for part in parts):
         raise argparse.ArgumentTypeError(
             f"must be MODULE:FUNCTION, where MODULE is a name that Python imports, got {text!r}"
         )

@@ -219,12 +219,15 @@ def _cells(column: Column, summary: Summary) -> Sequence[str]:
 
 def _as_dict(found: Description) -> dict[str, Any]:
     """Return a description as plain data, for JSON."""
-    plain = dataclasses.asdict(found)
-    summaries, of_columns = plain.pop("summaries"), plain.pop("column_attributes")
-    for column, summary in zip(plain["columns"], summaries, strict=True):
+    of_columns = found.column_attributes
+    # The attributes of the file may be references, which `asdict` cannot copy.
+    bare = dataclasses.replace(found, attributes={}, column_attributes={})
+    plain = dataclasses.asdict(bare) | {"attributes": _plain(found.attributes)}
+    del plain["column_attributes"]
+    for column, summary in zip(plain["columns"], plain.pop("summaries"), strict=True):
         column["statistics"] = summary
         column["attributes"] = _plain(of_columns.get(column["name"], {}))
-    return plain | {"attributes": _plain(plain["attributes"])}
+    return plain
 
 
 def _plain(attributes: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ output, progress and errors to standard error. Exit codes: 0 done, 1 failed, 2 w
 import argparse
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from types import FrameType
 
@@ -38,8 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: From argparse, after `--help`, `--version` or wrong arguments.
     """
     options = _parser().parse_args(argv)
-    # So that `with` blocks remove temporary files and workers.
-    before = signal.signal(signal.SIGTERM, _terminate)
+    # So that `with` blocks remove temporary files and workers. Only the main thread can set
+    # handlers.
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, _terminate) if is_main else None
     try:
         code: int = options.run(options)
         return code
@@ -55,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\nenqueuer: interrupted", file=sys.stderr)
         return _INTERRUPTED
     finally:
-        signal.signal(signal.SIGTERM, before)
+        if is_main:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _parser() -> argparse.ArgumentParser:

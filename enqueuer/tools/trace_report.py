@@ -29,6 +29,8 @@ from enqueuer.monitoring.trace_file import is_trace
 # Largest time, and largest size of an item.
 _LARGEST = 1 << 53
 _MOST_SLOW = 10
+# Bytes; an event of an enqueuer is far shorter.
+_LONGEST_LINE = 1 << 20
 
 # A worker, or one of its threads.
 _WORKER = re.compile(r"worker (\d{1,9})(?:\.(\d{1,9}))?\b")
@@ -184,10 +186,10 @@ class Recording:
             self.starts.append(at)
             self._pending, self._has_item = 0, False
         elif name == "bottleneck":
-            self.bottleneck = str(args.get("text", ""))
             if "items" in args:
                 keys = ("items", "waiting_us", "working_us")
                 self.measured.append([_number(args[key]) for key in keys])
+            self.bottleneck = str(args.get("text", ""))
 
 
 def _number(value: Any) -> int:
@@ -214,7 +216,8 @@ def read(path: str) -> Recording:
         why = "not a trace; trace='run.json' of an enqueuer writes one"
         raise DataFileError(f"{path}: {why}", path)
     with open(path, "rb") as file:
-        for line in file:
+        # Of a file that is no trace after all, one line may be larger than the memory.
+        while line := file.readline(_LONGEST_LINE):
             _read_line(recording, line.strip().rstrip(b","))
     if recording.last < 0:
         raise DataFileError(f"{path}: nothing was recorded", path)

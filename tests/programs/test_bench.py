@@ -261,7 +261,7 @@ def test_the_command_prints_json_and_nothing_else(run):
         (["benched:breaks"], 1, "KeyError: 'no such file'"),
         (["benched:sleeping", "--consume", "20 miles"], 2, "must be a time such as 20ms"),
         (["../there/benched:f"], 2, "a name that Python imports, got '../there/benched:f'"),
-        (["benched.py:f"], 1, "there is no module 'benched.py'"),
+        (["benched.py:f"], 2, "a name that Python imports, got 'benched.py:f'"),
         ([".:f"], 2, "a name that Python imports, got '.:f'"),
     ],
 )

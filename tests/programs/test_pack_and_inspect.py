@@ -239,6 +239,18 @@ def test_what_is_in_a_file_is_printed_as_json(tmp_path, capsys):
     assert printed["attributes"] == {"sizes": [1, 2], "odd": "nan"}
 
 
+def test_references_among_the_attributes_are_printed_as_text(tmp_path, capsys):
+    """As in each netCDF4 file."""
+    path = str(tmp_path / "a.h5")
+    with h5py.File(path, "w") as file:
+        file["x"], file["time"] = np.zeros(3), np.zeros(3)
+        file["time"].make_scale("time")
+        file["x"].dims[0].attach_scale(file["time"])
+    assert main.main(["inspect", path, "--json"]) == 0
+    columns = json.loads(capsys.readouterr().out)["columns"]
+    assert all(column["attributes"] for column in columns)
+
+
 def test_an_error_of_the_source_has_its_traceback(run, tmp_path):
     done = run("pack", "mydata:broken", "out.h5", "--quiet")
     assert done.returncode == 1

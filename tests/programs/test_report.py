@@ -4,11 +4,13 @@ import html.parser
 import json
 import os
 import re
+import threading
 import time
 import tracemalloc
 import types
 
 import pytest
+from helpers import LIMIT
 
 from enqueuer import GeneratorEnqueuer, exports
 from enqueuer.cli import main
@@ -401,6 +403,16 @@ def test_a_page_that_cannot_be_written_is_reported(tmp_path, capsys):
     path = write(tmp_path / "run.json")
     assert main.main(["report", path, "-o", str(tmp_path / "no" / "run.html")]) == 1
     assert "cannot be written: No such file" in capsys.readouterr().err
+    assert main.main(["report", path, "-o", str(tmp_path / ("n" * 300))]) == 1
+    assert "cannot be written: File name too long" in capsys.readouterr().err
+
+
+def test_the_command_can_be_called_by_any_thread(tmp_path, capsys):
+    path, codes = write(tmp_path / "run.json"), []
+    thread = threading.Thread(target=lambda: codes.append(main.main(["report", path])))
+    thread.start()
+    thread.join(LIMIT)
+    assert codes == [0]
 
 
 def test_help_has_examples_and_exit_codes(capsys):

@@ -26,7 +26,7 @@ from enqueuer.datasets.hdf5.resume import begun, identity, must_be_new
 from enqueuer.datasets.hdf5.writer import Format, RowKind, Writer, storing
 from enqueuer.enqueuers.options import Backends
 from enqueuer.enqueuers.ordered import OrderedEnqueuer
-from enqueuer.errors import Closed
+from enqueuer.errors import Closed, DataFileError
 from enqueuer.monitoring.progress import Progress, bar
 from enqueuer.workers import sources
 from enqueuer.workers.shards import Shard
@@ -93,9 +93,19 @@ class PackingJob:
             raise ValueError(f"attributes are for {unknown}, but the keys are {sorted(kinds)}")
 
 
+@contextlib.contextmanager
+def _opened_part(path: Path) -> Iterator[Any]:
+    """Open a part; the error of a broken one says to remove it."""
+    try:
+        with opened(path) as file, guarded(path):
+            yield file
+    except DataFileError as error:
+        raise DataFileError(f"{error}; remove this part and pack again", str(path)) from error
+
+
 def _content_of(path: Path) -> tuple[dict[str, RowKind], int]:
     """Return the types of the keys of a part, and its number of rows."""
-    with opened(path) as file, guarded(path):
+    with _opened_part(path) as file:
         found = {key: RowKind.of(item.dtype, item.shape) for key, item in datasets_in(file).items()}
         return found, int(file.attrs["rows"])
 
@@ -176,7 +186,7 @@ def _alike(parts: Sequence[Path]) -> tuple[dict[str, RowKind], dict[Path, int]]:
 def _batches_of(rows: Mapping[Path, int], kinds: Mapping[str, RowKind]) -> Iterator[dict[str, Any]]:
     """Yield the rows of all parts, a chunk at a time."""
     for path, count in rows.items():
-        with opened(path) as file, guarded(path):
+        with _opened_part(path) as file:
             columns = {key: readable(file[key]) for key in kinds}
             step = file[next(iter(kinds))].chunks[0]
             for start in range(0, count, step):
