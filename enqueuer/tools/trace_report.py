@@ -216,8 +216,11 @@ def read(path: str) -> Recording:
         why = "not a trace; trace='run.json' of an enqueuer writes one"
         raise DataFileError(f"{path}: {why}", path)
     with open(path, "rb") as file:
-        # Of a file that is no trace after all, one line may be larger than the memory.
         while line := file.readline(_LONGEST_LINE):
+            rest = line
+            # Of a file that is damaged, one line may be larger than the memory.
+            while len(rest) == _LONGEST_LINE and not rest.endswith(b"\n"):
+                rest = file.readline(_LONGEST_LINE)
             _read_line(recording, line.strip().rstrip(b","))
     if recording.last < 0:
         raise DataFileError(f"{path}: nothing was recorded", path)
