@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from enqueuer.adapters.loading import Loader, inside_of
+from enqueuer.adapters.loading import Loader, reader_of
 from enqueuer.common.extras import framework
 from enqueuer.enqueuers.enqueuer import BaseEnqueuer
 from enqueuer.errors import InvalidState
@@ -58,7 +58,8 @@ class EnqueuerDataset(Loader[Any], keras.utils.PyDataset):  # type: ignore[name-
 
     def __init__(self, loader: Iterable[Any], steps_per_epoch: int | None = None) -> None:
         Loader.__init__(self, loader, steps_per_epoch)
-        self._source, self._owner = inside_of(self)
+        self._owner = reader_of(self)
+        self._source = self._owner.epochs
         keras.utils.PyDataset.__init__(self)
         # This raises TypeError if the length is not known.
         len(self)

@@ -1,24 +1,23 @@
 """The base of all loaders: an enqueuer, or any other iterable, as a framework's loader.
 
-    loader -> LoaderEpochs: epochs of so many steps, a position -> BatchReader -> the training loop
+    loader -> LoaderEpochs: epochs of so many steps, a position -> Reader -> the training loop
 
-A `BatchReader` gives the batches of an epoch: in the loop's thread, or from a thread that works
-ahead (`prefetching`).
+A `Reader` gives the batches of an epoch: in the loop's thread, or from a thread that works ahead
+(`prefetching`). That thread knows the epochs, and not the reader.
 
 The owner that starts an enqueuer stops it. An enqueuer that does not run is started by the first
-iteration, and stopped when its Loader and all iterators of it are dropped. One that runs already
-is left running.
+iteration, and stopped when its Loader and all iterators of it are dropped: these keep its reader.
+One that runs already is left running.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from enqueuer.backends.lifecycle import forget
 from enqueuer.common import checks
@@ -29,19 +28,6 @@ from enqueuer.enqueuers.run import STOP_S
 from enqueuer.errors import InvalidState
 
 Batch = TypeVar("Batch")
-
-
-class BatchReader(Protocol[Batch]):  # type: ignore[misc]
-    """The batches of one epoch after the other."""
-
-    def read(self) -> Iterator[Batch]:
-        """Return an iterator over an epoch, or over the rest of one; start no enqueuer."""
-
-    def stop(self, timeout: float | None) -> None:
-        """End the thread that reads ahead, if there is one."""
-
-    def restart(self) -> None:
-        """Begin an iteration that was stopped before its first batch again."""
 
 
 Self = TypeVar("Self", bound="Loader[Any]")
@@ -58,7 +44,7 @@ class Loader(Generic[Batch]):
         convert: Function that the loop's thread calls with each batch; the loop gets its result.
             None, the default: the loop gets the batch.
         check: Function that is called before each iteration, and raises if there must be none.
-        reader: Makes the reader, in the place of one that reads in the loop's thread.
+        reader: Makes the reader of the epochs, with `check` and `convert`.
 
     The functions must not know this object, which would then not end at once when it is dropped.
     """
@@ -84,28 +70,23 @@ class Loader(Generic[Batch]):
         *,
         convert: Callable[[Any], Batch] | None = None,
         check: Callable[[], object] | None = None,
-        reader: Callable[[LoaderEpochs, Ownership], BatchReader[Batch]] | None = None,
+        reader: Callable[..., Reader[Batch]] | None = None,
     ) -> None:
-        self._loader = loader
-        self._epochs = epochs = LoaderEpochs(loader, steps_per_epoch)
-        self._ownership = Ownership(epochs, check)
-        self._reader: BatchReader[Batch] = (
-            _DirectReader(epochs, self._ownership, convert)
-            if reader is None
-            else reader(epochs, self._ownership)
-        )
+        epochs = LoaderEpochs(loader, steps_per_epoch)
+        make: Callable[..., Reader[Batch]] = Reader if reader is None else reader
+        self._reader = make(epochs, check, convert)
         # Libraries check for methods of these names, and call those that exist. So these are
         # attributes, and exist only if the loader has a position.
         if hasattr(loader, "state_dict"):
             self.state_dict = epochs.state_dict
         if hasattr(loader, "load_state_dict"):
-            self.load_state_dict = functools.partial(_load, epochs, self._ownership, self._reader)
+            self.load_state_dict = self._reader.load_state_dict
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            if name in ("state_dict", "load_state_dict") and "_loader" in vars(self):
-                kind = an(type(self._loader).__name__)
+            if name in ("state_dict", "load_state_dict") and "_reader" in vars(self):
+                kind = an(type(self._reader.epochs.loader).__name__)
                 raise AttributeError(f"{kind} has no position: it has no {name}", name=name)
             raise AttributeError(
                 f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self
@@ -116,8 +97,7 @@ class Loader(Generic[Batch]):
 
         If this has a length, a loop that took as many batches has ended its epoch.
         """
-        self._ownership.start()
-        return self._epochs.iterate(self._reader)
+        return self._reader.iterate()
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch.
@@ -125,7 +105,7 @@ class Loader(Generic[Batch]):
         Raises:
             TypeError: It is not known: give `steps_per_epoch`.
         """
-        return len(self._epochs)
+        return len(self._reader.epochs)
 
     def __bool__(self) -> bool:
         # The length need not be known.
@@ -137,12 +117,10 @@ class Loader(Generic[Batch]):
         Args:
             timeout: As for the enqueuer's `stop`.
         """
-        # This wakes a thread that reads ahead.
-        self._ownership.stop(timeout)
         self._reader.stop(timeout)
 
     def __enter__(self: Self) -> Self:
-        self._ownership.start()
+        self._reader.start()
         return self
 
     def __exit__(
@@ -154,112 +132,192 @@ class Loader(Generic[Batch]):
         self.stop()
 
 
-def inside_of(loader: Loader[Any]) -> tuple[LoaderEpochs, Ownership]:
-    """Return the epochs and the ownership of a loader, for other parts of the package."""
-    return loader._epochs, loader._ownership
+def reader_of(loader: Loader[Batch]) -> Reader[Batch]:
+    """Return the reader of a loader, for other parts of the package."""
+    return loader._reader
 
 
-def restarted_by(loader: Loader[Any], change: Callable[[], None]) -> None:
-    """Stop a loader, unless its caller runs it, and call a function; begin again if it had."""
-    loader._epochs.restart(loader._reader, loader._ownership, change)
-
-
-class _DirectReader(Generic[Batch]):
-    """Read in the loop's thread."""
-
-    def __init__(
-        self, epochs: LoaderEpochs, ownership: Ownership, convert: Callable[[Any], Batch] | None
-    ) -> None:
-        self._epochs = epochs
-        self._ownership = ownership
-        self._convert = convert
-
-    def read(self) -> Iterator[Batch]:
-        """See `BatchReader`."""
-        # The bound method keeps the ownership, and so the workers, alive. `map` is no frame that
-        # an error would keep, and holds no batch.
-        return map(self._converted, self._epochs)
-
-    def stop(self, timeout: float | None) -> None:
-        """See `BatchReader`."""
-
-    def restart(self) -> None:
-        """See `BatchReader`."""
-
-    def _converted(self, batch: Any) -> Batch:
-        self._epochs.count += 1
-        return batch if self._convert is None else self._convert(batch)
-
-
-class Ownership:
-    """The right to stop a loader, which goes with having started it.
+class Reader(Generic[Batch]):
+    """The iterations of a loader, read in the loop's thread; the owner of what it has started.
 
     The loader is stopped when this object is dropped.
 
     Args:
         epochs: Epochs of the loader: an enqueuer, a Loader, or an iterable that needs no start.
         check: Function that is called before each start, and raises if there must be none.
+        convert: Function of a batch, which the loop's thread calls; None leaves the batch.
 
     Attributes:
         is_started: Whether this has started the loader.
+        is_entered: Whether a loop has asked for a batch of the latest iteration.
+        iteration: Number of the latest iteration.
     """
 
-    def __init__(self, epochs: LoaderEpochs, check: Callable[[], object] | None = None) -> None:
-        self.is_started = False
-        self._epochs = epochs
-        self._loader = epochs.loader
+    def __init__(
+        self,
+        epochs: LoaderEpochs,
+        check: Callable[[], object] | None,
+        convert: Callable[[Any], Batch] | None,
+    ) -> None:
+        self.epochs = epochs
+        self.is_started = self.is_entered = False
+        self.iteration = 0
         self._check = check
+        self._convert = convert
         self._claim: Finalizer | None = None
+        # Number of batches that loops were given.
+        self._count = 0
+        # Whether the last iteration may have been dropped between its last batch and its end.
+        self._is_left = False
+
+    # --- what a thread that works ahead does in another way ---
+
+    def prepare(self) -> None:
+        """Prepare an iteration, before its loop asks for a batch; start no enqueuer."""
+
+    def read(self, iteration: int) -> Iterator[Batch]:
+        """Return an iterator over the epoch that was prepared, or over the rest of one."""
+        # The bound method keeps this object, and so the workers, alive. `map` is no frame that an
+        # error would keep, and holds no batch.
+        return map(self.converted, self.epochs)
+
+    def end_reading(self, timeout: float | None) -> None:
+        """End the thread that reads ahead, if there is one."""
+
+    # --- iterations ---
+
+    def iterate(self) -> Iterator[Batch]:
+        """Return an iterator over the rest of an epoch, or the next one if there is no rest.
+
+        A loop that counts its batches does not see the end of the epoch.
+        """
+        self.start()
+        self.is_entered = False
+        # `chain` is no frame that an error would keep, and holds no batch.
+        return itertools.chain.from_iterable(self._parts(self.next_iteration()))
+
+    def next_iteration(self) -> int:
+        """Prepare another iteration, and return its number."""
+        self.iteration += 1
+        self.prepare()
+        return self.iteration
+
+    def _parts(self, iteration: int) -> Iterator[Iterator[Batch]]:
+        self.is_entered = True
+        count, was_left, self._is_left = self._count, self._is_left, False
+        try:
+            yield self.read(iteration)
+            if was_left and self._count == count and self._has_end():
+                yield self.read(self.next_iteration())
+        except GeneratorExit:
+            self._is_left = True
+            raise
+
+    def _has_end(self) -> bool:
+        """Return whether epochs have a length, and continue after a `break`."""
+        try:
+            return self.epochs.steps is None and self.epochs.keeps_position and len(self.epochs) > 0
+        except TypeError:
+            return False
+
+    def converted(self, batch: Any) -> Batch:
+        """Return a batch as the loop gets it, and count it."""
+        self._count += 1
+        return batch if self._convert is None else self._convert(batch)
+
+    # --- the right to stop the loader ---
 
     def start(self) -> None:
         """Start the loader if it is idle, and own it from then on."""
         if self._check is not None:
             self._check()
+        loader = self.epochs.loader
         # A Loader within may have been stopped by itself. It is started again, as if it were alone.
-        if self.is_started and not isinstance(self._loader, Loader):
+        if self.is_started and not isinstance(loader, Loader):
             return
-        if is_idle(self._loader):
-            self._start()
+        if is_idle(loader):
+            self._start_owned(loader)
         elif self._claim is None or self.is_started:
             return
         # Otherwise an exception of a signal handler has ended the start that was to come here.
-        self._epochs.begin()
+        self.epochs.begin()
         self.is_started = True
 
-    def _start(self) -> None:
+    def _start_owned(self, loader: Any) -> None:
         # The claim comes first, as an exception of a signal handler may end the start at any place.
         if self._claim is None or not self._claim.alive:
             # The loader itself may hold an error and that, by its traceback, this object.
-            self._claim = Finalizer(self, _forget, weakref.ref(self._loader))
+            self._claim = Finalizer(self, _forget, weakref.ref(loader))
         try:
-            _start(self._loader)
+            if isinstance(loader, Loader):
+                loader._reader.start()
+            else:
+                loader.start()
         except Exception:
-            if is_idle(self._loader):
+            if is_idle(loader):
                 self._release()
             raise
 
-    @property
-    def is_of_caller(self) -> bool:
-        """Whether the caller decides when the loader stops."""
-        return self._epochs.keeps_position and not self.is_started
-
     def stop(self, timeout: float | None = None) -> None:
-        """Stop the loader if this owns it; an interrupted call can be repeated."""
+        """Stop the loader if this owns it, and its reading; repeat an interrupted call."""
+        # This wakes a thread that reads ahead.
+        self._stop_owned(timeout)
+        self.end_reading(timeout)
+
+    def _stop_owned(self, timeout: float | None) -> None:
         if self._claim is None:
             return
         try:
             self.is_started = False
-            self._loader.stop(timeout)
+            self.epochs.loader.stop(timeout)
         except BaseException:
             self.is_started = True
             raise
-        self._epochs.end()
+        self.epochs.end()
+        self._is_left = False
         self._release()
 
     def _release(self) -> None:
         if self._claim is not None:
             self._claim.detach()
             self._claim = None
+
+    # --- another position ---
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue at a position; see `Loader`."""
+
+        def load() -> None:
+            self.epochs.load_state_dict(state_dict)
+            self._is_left = False
+
+        # Libraries begin an iteration to see whether that is possible, and load the position then.
+        if self.is_entered:
+            load()
+        else:
+            self.restart(load)
+
+    def restart(self, change: Callable[[], None]) -> None:
+        """Stop the loader, unless its caller runs it, and call a function.
+
+        An iteration that has begun, without a batch for the loop, begins again.
+        """
+        was_started = self.is_started
+        is_of_caller = self.epochs.keeps_position and not was_started
+        if not is_of_caller:
+            self._stop_owned(None)
+            # The thread may be starting the workers of a DataLoader, which is not to be changed
+            # under it.
+            self.end_reading(threading.TIMEOUT_MAX)
+        change()
+        if self.is_entered or is_of_caller:
+            return
+        if was_started:
+            self.start()
+            # Libraries begin an iteration before they load a position, and count batches. They
+            # save a position before they see the end of an epoch, and begin the next one.
+            self._is_left = True
+        self.prepare()
 
 
 class LoaderEpochs:
@@ -271,10 +329,6 @@ class LoaderEpochs:
         step: Number of batches of this epoch that were given; always 0 without `steps`.
         given: Position after the last batch that the loop was given, if a thread has read on
             since; None: that of the loader.
-        count: Number of batches that loops were given.
-        is_entered: Whether a loop has asked for a batch of the latest iteration.
-        is_left: Whether the last iteration may have been dropped between its last batch and its
-            end.
     """
 
     def __init__(self, loader: Iterable[Any], steps: int | None) -> None:
@@ -284,8 +338,6 @@ class LoaderEpochs:
         self.steps = None if steps is None else checks.positive("steps_per_epoch", steps)
         self.step = 0
         self.given: dict[str, Any] | None = None
-        self.count = 0
-        self.is_entered = self.is_left = False
         # Step at which the next start begins: that of a loaded position, or 0.
         self._first_step = 0
 
@@ -296,7 +348,6 @@ class LoaderEpochs:
     def end(self) -> None:
         """Forget a loaded step, as the loader was stopped."""
         self._first_step = 0
-        self.is_left = False
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches of an epoch, or of the rest of one that was left."""
@@ -326,8 +377,10 @@ class LoaderEpochs:
 
         After a loader was stopped while a thread works ahead of it, the thread must not start it.
         """
-        loader = self.loader
-        return loader._reader.read() if isinstance(loader, Loader) else iter(loader)
+        if not isinstance(self.loader, Loader):
+            return iter(self.loader)
+        reader = self.loader._reader
+        return reader.read(reader.next_iteration())
 
     def __len__(self) -> int:
         if self.steps is not None:
@@ -344,65 +397,8 @@ class LoaderEpochs:
     def keeps_position(self) -> bool:
         """Whether the loader continues, after a `break`, with the next batch."""
         if isinstance(self.loader, Loader):
-            return self.loader._epochs.keeps_position
+            return self.loader._reader.epochs.keeps_position
         return isinstance(self.loader, (BaseEnqueuer, Iterator))
-
-    def iterate(self, reader: BatchReader[Batch]) -> Iterator[Batch]:
-        """Return an iterator over the rest of an epoch, or the next one if there is no rest.
-
-        A loop that counts its batches does not see the end of the epoch.
-
-        Args:
-            reader: Reader of the batches.
-        """
-        self.is_entered = False
-        # The reader may begin to read ahead now, and the generator begins with the first batch.
-        # `chain` is no frame that an error would keep, and holds no batch.
-        return itertools.chain.from_iterable(self._parts(reader, reader.read()))
-
-    def _parts(
-        self, reader: BatchReader[Batch], rest: Iterator[Batch]
-    ) -> Iterator[Iterator[Batch]]:
-        self.is_entered = True
-        count, was_left, self.is_left = self.count, self.is_left, False
-        try:
-            yield rest
-            if was_left and self.count == count and self._has_end():
-                yield reader.read()
-        except GeneratorExit:
-            self.is_left = True
-            raise
-
-    def _has_end(self) -> bool:
-        """Return whether epochs have a length, and continue after a `break`."""
-        try:
-            return self.steps is None and self.keeps_position and len(self) > 0
-        except TypeError:
-            return False
-
-    def restart(
-        self, reader: BatchReader[Any], ownership: Ownership, change: Callable[[], None]
-    ) -> None:
-        """Stop a loader, unless its caller runs it, and call a function.
-
-        An iteration that has begun, without a batch for the loop, begins again.
-        """
-        was_started, is_of_caller = ownership.is_started, ownership.is_of_caller
-        if not is_of_caller:
-            # This wakes a thread that reads ahead.
-            ownership.stop()
-            # The thread may be starting the workers of a DataLoader, which is not to be changed
-            # under it.
-            reader.stop(threading.TIMEOUT_MAX)
-        change()
-        if self.is_entered or is_of_caller:
-            return
-        if was_started:
-            ownership.start()
-            # Libraries begin an iteration before they load a position, and count batches. They
-            # save a position before they see the end of an epoch, and begin the next one.
-            self.is_left = True
-        reader.restart()
 
     def _counted(self, batch: Any) -> Any:
         self.step += 1
@@ -427,43 +423,23 @@ class LoaderEpochs:
         self.loader.load_state_dict(state)
         self.step = self._first_step = step
         self.given = None
-        self.is_left = False
-
-
-def _load(
-    epochs: LoaderEpochs, ownership: Ownership, reader: BatchReader[Any], state: Mapping[str, Any]
-) -> None:
-    load = functools.partial(epochs.load_state_dict, state)
-    # Libraries begin an iteration to see whether that is possible, and load the position then.
-    if epochs.is_entered:
-        load()
-    else:
-        epochs.restart(reader, ownership, load)
 
 
 def is_idle(loader: object) -> bool:
     """Return whether a loader has workers, and none of them run."""
     if isinstance(loader, Loader):
-        return not loader._ownership.is_started and is_idle(loader._loader)
+        return not loader._reader.is_started and is_idle(loader._reader.epochs.loader)
     return isinstance(loader, BaseEnqueuer) and core_of(loader).is_idle
 
 
 def is_inline(loader: object) -> bool:
     """Return whether the loop's own thread makes the batches of a loader."""
     if isinstance(loader, Loader):
-        return is_inline(loader._loader)
+        return is_inline(loader._reader.epochs.loader)
     return isinstance(loader, BaseEnqueuer) and core_of(loader).options.is_inline
-
-
-def _start(loader: Any) -> None:
-    """Start the workers of a loader that is idle."""
-    if isinstance(loader, Loader):
-        loader._ownership.start()
-    else:
-        loader.start()
 
 
 def _forget(reference: weakref.ref[Any]) -> None:
     loader = reference()
     if loader is not None:
-        forget(loader, STOP_S)
+        forget(loader.stop, STOP_S)

@@ -8,15 +8,13 @@ With `workers=0` of the enqueuer, the thread of the loop changes a batch when th
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
-from enqueuer.adapters.loading import Loader, LoaderEpochs, Ownership, is_inline
+from enqueuer.adapters.loading import Loader, LoaderEpochs, Reader, is_inline
 from enqueuer.common import checks
 from enqueuer.enqueuers.enqueuer import core_of
 from enqueuer.enqueuers.generator import GeneratorEnqueuer
@@ -55,155 +53,108 @@ class PrefetchLoader(Loader[Batch]):
         check: Callable[[], object] | None = None,
     ) -> None:
         queue_size = checks.positive("queue_size", queue_size)
-
-        def reader(epochs: LoaderEpochs, ownership: Ownership) -> _PrefetchReader[Batch]:
-            how = (change, running)
-            if is_inline(epochs.loader):
-                # The state of the loop's thread must not change between batches.
-                how = functools.partial(_within, running, change), contextlib.nullcontext
-            run = functools.partial(_changed, epochs, *how)
-            return _PrefetchReader(epochs, ownership, run, queue_size, receive)
-
-        super().__init__(loader, steps_per_epoch, check=check, reader=reader)
+        reader = functools.partial(_PrefetchReader, change, running, queue_size)
+        super().__init__(loader, steps_per_epoch, convert=receive, check=check, reader=reader)
 
 
-@dataclasses.dataclass(eq=False)
-class _EpochAhead:
-    """One epoch that a thread reads ahead.
-
-    Attributes:
-        enqueuer: Enqueuer that runs the thread.
-        is_replaced: Whether another iteration has ended this one.
-        is_started: Whether the thread was started.
-    """
-
-    enqueuer: GeneratorEnqueuer[Any]
-    is_replaced: bool = False
-    is_started: bool = False
-
-    def close(self) -> None:
-        """Drop the ready batches, and let the thread end after its batch, without waiting."""
-        run = core_of(self.enqueuer).run
-        if run is not None:
-            run.close()
-
-
-class _PrefetchReader(Generic[Batch]):
+class _PrefetchReader(Reader[Batch]):
     """Read in a thread, ahead of the loop.
 
     Args:
-        epochs: Epochs of the loader.
-        ownership: Ownership of the loader, which readers keep alive.
-        run: Generator function of one epoch, for the thread.
-        queue_size: Number of batches that are kept ready.
-        receive: As for `PrefetchLoader`.
+        change: As for `PrefetchLoader`.
+        running: As for `PrefetchLoader`.
+        queue_size: As for `PrefetchLoader`.
+        of_reader: Arguments of `Reader`.
     """
 
     def __init__(
         self,
-        epochs: LoaderEpochs,
-        ownership: Ownership,
-        run: Callable[[], Iterator[Any]],
+        change: Callable[[Any], Any],
+        running: Callable[[], AbstractContextManager[Any]],
         queue_size: int,
-        receive: Callable[[Any], Batch] | None,
+        *of_reader: Any,
     ) -> None:
-        self._epochs = epochs
-        self._ownership = ownership
-        self._run = run
-        self._queue_size = queue_size
-        self._receive = receive
-        # The current epoch, and the number of its batches that the loop was given.
-        self._current: _EpochAhead | None = None
+        super().__init__(*of_reader)
+        is_here = is_inline(self.epochs.loader)
+        run = functools.partial(_changed, self.epochs, change, running, is_here)
+
+        def make() -> GeneratorEnqueuer[Any]:
+            # An enqueuer that is the loader gives its own warning of a stall, and knows its cause.
+            # After an interrupt, the generator function would not repeat the same batches.
+            return GeneratorEnqueuer[Any](
+                run() if is_here else run,
+                workers=0 if is_here else 1,
+                max_queue_size=queue_size,
+                stall_timeout=None,
+            )
+
+        self._make = make
+        # Enqueuer that runs the thread of the epoch, and number of its batches that were given.
+        self._thread: GeneratorEnqueuer[Any] | None = None
         self._given = 0
-        # The run that was stopped last, for as long as it has an iterator.
-        self._stopped: weakref.ref[_EpochAhead] | None = None
 
-    def read(self) -> Iterator[Batch]:
-        """See `BatchReader`."""
-        epochs = self._epochs
+    def prepare(self) -> None:
+        """See `Reader`."""
+        epochs = self.epochs
         if not epochs.keeps_position or self._given == epochs.steps:
-            if self._current is not None:
-                self._current.is_replaced = not epochs.keeps_position
             # The loader cannot be iterated before the thread has ended.
-            self.stop(threading.TIMEOUT_MAX)
-        if self._current is None:
-            self._begin(_EpochAhead(self._new_enqueuer()))
-        assert self._current is not None
-        return self._batches(self._current)
+            self.end_reading(threading.TIMEOUT_MAX)
+        if self._thread is None:
+            self._thread, self._given = self._make(), 0
+            # Any other loader draws the random numbers of an epoch when it is iterated over.
+            # Libraries begin an iteration and drop it, and the thread would have drawn them by
+            # then, or not.
+            if epochs.keeps_position:
+                self._start_thread(self._thread)
 
-    def stop(self, timeout: float | None = None) -> None:
-        """See `BatchReader`."""
-        self._stopped = None
-        if self._current is not None:
-            run, self._current = self._current, None
-            run.enqueuer.stop(timeout)
-            self._stopped = weakref.ref(run)
+    def _start_thread(self, thread: GeneratorEnqueuer[Any]) -> None:
+        self.epochs.given = self.epochs.position()
+        thread.start()
 
-    def restart(self) -> None:
-        """See `BatchReader`."""
-        run = None if self._stopped is None else self._stopped()
-        # Otherwise no iterator is left.
-        if run is not None:
-            run.enqueuer, run.is_started = self._new_enqueuer(), False
-            self._begin(run)
+    def end_reading(self, timeout: float | None) -> None:
+        """See `Reader`."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.stop(timeout)
 
-    def _new_enqueuer(self) -> GeneratorEnqueuer[Any]:
-        """Return an enqueuer that runs the thread of an epoch."""
-        # An enqueuer that is the loader gives its own warning of a stall, and knows its cause.
-        is_here = is_inline(self._epochs.loader)
-        # After an interrupt, the generator function would not repeat the same batches.
-        source: Any = self._run() if is_here else self._run
-        return GeneratorEnqueuer[Any](
-            source,
-            workers=0 if is_here else 1,
-            max_queue_size=self._queue_size,
-            stall_timeout=None,
-        )
+    def read(self, iteration: int) -> Iterator[Batch]:
+        """See `Reader`."""
+        if self._thread is not None and not self._is_replaced(iteration):
+            yield from self._batches(self._thread)
+        if self._is_replaced(iteration):
+            raise InvalidState(
+                "another iteration of this loader has begun, which ended this one: a "
+                f"{type(self.epochs.loader).__name__} is read once at a time; make a loader for "
+                "each loop, or end the first loop before the second begins"
+            )
 
-    def _begin(self, run: _EpochAhead) -> None:
-        self._current, self._given = run, 0
-        # Any other loader draws the random numbers of an epoch when it is iterated over. Libraries
-        # begin an iteration and drop it, and the thread would have drawn them by then, or not.
-        if self._epochs.keeps_position:
-            self._start(run)
+    def _is_replaced(self, iteration: int) -> bool:
+        return iteration != self.iteration and not self.epochs.keeps_position
 
-    def _start(self, run: _EpochAhead) -> None:
-        self._epochs.given = self._epochs.position()
-        run.is_started = True
-        run.enqueuer.start()
-
-    def _batches(self, run: _EpochAhead) -> Iterator[Batch]:
+    def _batches(self, thread: GeneratorEnqueuer[Any]) -> Iterator[Batch]:
         is_left = True
         try:
-            if run is self._current:
-                if not run.is_started:
-                    self._start(run)
-                yield from map(self._received, run.enqueuer.get())
+            if core_of(thread).is_idle:
+                self._start_thread(thread)
+            yield from map(self._received, thread.get())
             is_left = False
         finally:
             # After a `break` the ready batches are dropped, unless the next iteration gives them.
-            if is_left and run is self._current and not self._epochs.keeps_position:
-                run.close()
-        if run.is_replaced:
-            raise InvalidState(
-                "another iteration of this loader has begun, which ended this one: a "
-                f"{type(self._epochs.loader).__name__} is read once at a time; make a loader for "
-                "each loop, or end the first loop before the second begins"
-            )
+            if is_left and thread is self._thread and not self.epochs.keeps_position:
+                _close(thread)
         # Otherwise another iterator has come to the end of this epoch.
-        if run is self._current:
-            self.stop()
-            self._epochs.given = None
+        if thread is self._thread:
+            self.end_reading(None)
+            self.epochs.given = None
 
     def _received(self, result: tuple[Any, dict[str, Any] | None]) -> Batch:
         changed, position = result
         if not isinstance(changed, _LoaderFailed):
-            self._epochs.given = position
+            self.epochs.given = position
             self._given += 1
-            self._epochs.count += 1
-            return changed if self._receive is None else self._receive(changed)
-        self.stop()
-        self._epochs.given = None
+            return self.converted(changed)
+        self.end_reading(None)
+        self.epochs.given = None
         error = changed.error
         # These variables and the traceback would be a circle.
         del result, changed
@@ -213,6 +164,13 @@ class _PrefetchReader(Generic[Batch]):
             del error
 
 
+def _close(thread: GeneratorEnqueuer[Any]) -> None:
+    """Drop the ready batches, and let the thread end after its batch, without waiting."""
+    run = core_of(thread).run
+    if run is not None:
+        run.close()
+
+
 class _LoaderFailed:
     """An error of the loader on its way from the thread to the loop."""
 
@@ -220,24 +178,23 @@ class _LoaderFailed:
         self.error = error
 
 
-def _within(
-    running: Callable[[], AbstractContextManager[Any]], change: Callable[[Any], Any], batch: Any
-) -> Any:
-    with running():
-        return change(batch)
-
-
 def _changed(
     epochs: LoaderEpochs,
     change: Callable[[Any], Any],
     running: Callable[[], AbstractContextManager[Any]],
+    is_here: bool,
 ) -> Iterator[Any]:
     """Yield changed batches of an epoch, each with the position after it."""
+    of_epoch, of_batch = running, contextlib.nullcontext
+    if is_here:
+        # The state of the loop's thread must not change between batches.
+        of_epoch, of_batch = of_batch, of_epoch
     try:
-        with running():
+        with of_epoch():
             for batch in epochs:
                 position = epochs.position()
-                changed = change(batch)
+                with of_batch():
+                    changed = change(batch)
                 # Otherwise the batch keeps its memory while the loop is busy.
                 del batch
                 yield changed, position

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from enqueuer.adapters.loading import Loader, inside_of, restarted_by
+from enqueuer.adapters.loading import Loader, reader_of
 from enqueuer.common import checks
 from enqueuer.common.extras import framework
 from enqueuer.enqueuers.enqueuer import (
@@ -154,7 +154,7 @@ def _source_of(loader: Any) -> tuple[Any, bool]:
     """Return the source of a loader, within other loaders, and whether one counts its steps."""
     has_steps = False
     while isinstance(loader, Loader):
-        epochs, _ = inside_of(loader)
+        epochs = reader_of(loader).epochs
         loader, has_steps = epochs.loader, has_steps or epochs.steps is not None
     return loader, has_steps
 
@@ -174,13 +174,13 @@ def _asked(loader: Any, name: str) -> Any:
 
 def _set_epoch(loader: Loader[Any], enqueuer: BaseEnqueuer[Any], epoch: int) -> None:
     epoch, core = checks.count("epoch", epoch), core_of(enqueuer)
-    epochs, _ = inside_of(loader)
+    reader = reader_of(loader)
     if core.is_idle:
         if not comes_next(core, epoch):
             begin_at(core, epoch)
         return
     state = loader.state_dict()
-    is_loaded = not epochs.is_entered and state["epoch"] == epoch
+    is_loaded = not reader.is_entered and state["epoch"] == epoch
     if is_loaded or epoch_after(core, state) == epoch:
         return
 
@@ -191,6 +191,6 @@ def _set_epoch(loader: Loader[Any], enqueuer: BaseEnqueuer[Any], epoch: int) -> 
                 "at another epoch; call its stop() first, or let the loader start it"
             )
         begin_at(core, epoch)
-        epochs.given = None
+        reader.epochs.given = None
 
-    restarted_by(loader, change)
+    reader.restart(change)

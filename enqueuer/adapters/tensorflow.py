@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from enqueuer.adapters.loading import LoaderEpochs, Ownership
+from enqueuer.adapters.loading import Loader, LoaderEpochs, reader_of
 from enqueuer.common.extras import framework
 from enqueuer.common.text import an
 
@@ -71,12 +71,10 @@ def as_dataset(
         >>> [row["name"].numpy() for row in dataset.unbatch().take(1)]
         [b'a']
     """
-    passes = _Passes(enqueuer, steps_per_epoch)
-    # When TensorFlow calls it later, an exception would become an error of TensorFlow.
-    passes.begin(output_signature)
-    dataset = tf.data.Dataset.from_generator(
-        _Weakly(passes), output_signature=passes.output_signature
-    )
+    passes = _Passes(enqueuer, steps_per_epoch, output_signature)
+    # TensorFlow keeps this function forever.
+    begin = functools.partial(_begin_pass, weakref.ref(passes))
+    dataset = tf.data.Dataset.from_generator(begin, output_signature=passes.output_signature)
     if steps_per_epoch is not None:
         dataset = dataset.apply(tf.data.experimental.assert_cardinality(steps_per_epoch))
     options = tf.data.Options()
@@ -91,21 +89,19 @@ def as_dataset(
 class _Passes:
     """The passes over a loader; the dataset owns this, and so the workers."""
 
-    def __init__(self, loader: Iterable[Any], steps_per_epoch: int | None) -> None:
-        self.output_signature: Any = None
-        self._epochs = LoaderEpochs(loader, steps_per_epoch)
-        self._ownership = Ownership(self._epochs)
+    def __init__(
+        self, loader: Iterable[Any], steps_per_epoch: int | None, output_signature: Any
+    ) -> None:
+        self._reader = reader_of(Loader[Any](loader, steps_per_epoch))
         # The batch that the signature was taken from, until it is given, and the following ones.
         self._first: list[Any] = []
         self._rest: Iterator[Any] | None = None
-
-    def begin(self, output_signature: Any) -> None:
-        """Start the enqueuer; take the signature from the first batch unless it is given."""
-        self._ownership.start()
+        # When TensorFlow starts it later, an exception would become an error of TensorFlow.
+        self._reader.start()
         self.output_signature = output_signature
         if output_signature is not None:
             return
-        rest = _pass(self._epochs)
+        rest = _pass(self._reader.epochs)
         for batch in rest:
             self.output_signature = _signature(batch, "")
             self._first, self._rest = [batch], rest
@@ -121,20 +117,14 @@ class _Passes:
         A thread of TensorFlow iterates. It may wait for a batch when the dataset is dropped. Then
         this object ends, stops the workers, and so wakes that thread.
         """
-        rest, self._rest = self._rest or _pass(self._epochs), None
+        rest, self._rest = self._rest or _pass(self._reader.epochs), None
         batches = itertools.chain(_emptied(self._first), rest, _end(weakref.ref(self)))
         return map(functools.partial(_fitted, spec=self.output_signature), batches)
 
 
-class _Weakly:
-    """The function that TensorFlow calls for each pass, and keeps forever."""
-
-    def __init__(self, passes: _Passes) -> None:
-        self._passes = weakref.ref(passes)
-
-    def __call__(self) -> Iterator[Any]:
-        passes = self._passes()
-        return _end(self._passes) if passes is None else iter(passes)
+def _begin_pass(reference: weakref.ref[_Passes]) -> Iterator[Any]:
+    passes = reference()
+    return _end(reference) if passes is None else iter(passes)
 
 
 def _pass(epochs: LoaderEpochs) -> Iterator[Any]:

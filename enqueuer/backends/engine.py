@@ -16,14 +16,14 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Generic, Protocol
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, Generic, Protocol
 
 from enqueuer.backends.job import Job
-from enqueuer.backends.lifecycle import DeathPlace, Restarts, check_owner
+from enqueuer.backends.lifecycle import DeathPlace, Restarts
 from enqueuer.backends.pool import HAS_ENDED, Death, NoRoom, W, Worker, WorkerPool
 from enqueuer.backends.shard_schedule import NOTHING, Order, ShardSchedule, Step
-from enqueuer.backends.stall import DeadlineExpired, WaitSnapshot, first_for
+from enqueuer.backends.stall import DeadlineExpired, WaitSnapshot
 from enqueuer.backends.task_schedule import TaskSchedule
 from enqueuer.common import interrupts
 from enqueuer.errors import Closed, StartError, WorkerDied
@@ -45,12 +45,12 @@ class Schedule(Protocol[W]):
     def waiting(self) -> int: ...
     def begin(self, epoch: Epoch) -> None: ...
     def begin_worker(self, worker: W, epoch: Epoch) -> None: ...
-    def next_step(self, order: Order) -> Step | Failure | W: ...
-    def awaited(self, order: Order) -> str: ...
-    def take(self, order: Order) -> Iterator[ItemTuple]: ...
+    def next_step(self, order: Any) -> Step | Failure | W: ...
+    def awaited(self, order: Any) -> str: ...
+    def take(self, order: Any) -> Iterator[ItemTuple]: ...
     def pass_over(self) -> None: ...
-    def place_of(self, dead: W, order: Order) -> DeathPlace: ...
-    def resume(self, dead: W, successor: W, order: Order) -> None: ...
+    def place_of(self, dead: W, order: Any) -> DeathPlace: ...
+    def resume(self, dead: W, successor: W, order: Any) -> None: ...
     def give_up(self, dead: W, failure: Failure) -> Failure | None: ...
     def part_with(self, leaver: W) -> None: ...
 
@@ -125,11 +125,6 @@ class Engine(Generic[W]):
                     raise StartError(f"{text}; none is running now") from error
                 raise
 
-    def begin(self, epoch: Epoch) -> None:
-        """Have the workers run their shards once more."""
-        check_owner(self._owner)
-        self.schedule.begin(epoch)
-
     # --- the loop ---
 
     def wait(self, order: Order, deadline: float | None) -> Failure | None:
@@ -167,7 +162,7 @@ class Engine(Generic[W]):
             is_expired = until is not None and time.monotonic() >= until
         raise Closed("the enqueuer was stopped")
 
-    def _sleep_until_news(self, order: Order, deadline: float | None) -> float | None:
+    def _sleep_until_news(self, order: Any, deadline: float | None) -> float | None:
         """Sleep until something comes; return the time at which this was to end anyway."""
         # Any worker may do the task that the loop waits for.
         awaited = None if self._shards is None else self._shards.awaited_worker(order)
@@ -179,7 +174,7 @@ class Engine(Generic[W]):
         self.pool.sleep(awaited, deadline)
         return deadline
 
-    def more(self, order: Order, may_sleep: bool) -> Iterator[ItemTuple] | None:
+    def more(self, order: Any, may_sleep: bool) -> Iterator[ItemTuple] | None:
         """Acknowledge what was taken, and take what is next, if `wait` is not needed for it.
 
         This is the short way of an item: `wait` does all that is needed for anything else.
@@ -226,23 +221,21 @@ class Engine(Generic[W]):
 
     def measures(self) -> list[WorkerStats]:
         """Return what each worker has done so far, with those that it has replaced."""
-        return self._measures_of(self._staying())
+        return self._measures_of(self.workers())
 
-    def workers(self) -> Sequence[Worker]:
-        """Return the workers."""
-        return self._staying()
+    def workers(self) -> list[W]:
+        """Return the workers, without those that are leaving."""
+        return [worker for worker in list(self.pool.workers) if not worker.is_leaving]
 
     def inspect(self, order: Order) -> WaitSnapshot:
         """Return what can be seen of the workers, within about a second.
 
         Called by the consumer, after a `wait()` that brought nothing.
         """
-        snapshots = self.pool.snapshots(self._staying())
-        awaited = self.schedule.awaited(order)
-        return WaitSnapshot(awaited, self.schedule.waiting(), first_for(order, snapshots))
-
-    def _staying(self) -> list[W]:
-        return [worker for worker in list(self.pool.workers) if not worker.is_leaving]
+        turn, snapshots = order.turn(), self.pool.snapshots(self.workers())
+        # The awaited worker comes first.
+        snapshots.sort(key=lambda worker: turn not in worker.shards)
+        return WaitSnapshot(self.schedule.awaited(order), self.schedule.waiting(), snapshots)
 
     def _measures_of(self, workers: list[W]) -> list[WorkerStats]:
         measures, before = self.pool.measures(workers), self._before
@@ -331,7 +324,7 @@ class Engine(Generic[W]):
         all_workers, before = self.pool.workers, self._size
         surplus = before - workers
         if surplus > 0:
-            for worker in self._staying()[-surplus:]:
+            for worker in self.workers()[-surplus:]:
                 worker.ask_to_exit()
         self._size = min(before, workers)
         try:
@@ -350,24 +343,25 @@ class Engine(Generic[W]):
 
     def close(self) -> None:
         """Ask the workers to exit and wake the thread that is in `wait()`; returns at once."""
+        # Not of a child that was forked inside `open`, before an enqueuer had this backend.
         if self._owner == os.getpid():
             self.is_closed = True
             self.pool.close()
 
     def wake(self) -> None:
         """Wake the thread that is in `wait()`, so that it sees a deferred call."""
-        if self._owner == os.getpid():
-            self.pool.wake()
+        self.pool.wake()
 
     def stop(self, timeout: float) -> None:
         """Close, then end the workers: ask, terminate, kill; within about `timeout` seconds."""
-        if self._owner == os.getpid():
-            with interrupts.held():
-                self.close()
-                self.pool.stop(timeout)
-                at_end, self.at_end = self.at_end, None
-                if at_end is not None:
-                    at_end()
+        if self._owner != os.getpid():
+            return
+        with interrupts.held():
+            self.close()
+            self.pool.stop(timeout)
+            at_end, self.at_end = self.at_end, None
+            if at_end is not None:
+                at_end()
 
 
 def _failure_of(dead: Worker, place: DeathPlace, text: str, death: Death) -> Failure:

@@ -18,22 +18,27 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, cast
 
 from enqueuer.backends.job import Job
-from enqueuer.backends.pool import Death, WorkerPool, WorkerSnapshot, WorkerState
+from enqueuer.backends.pool import (
+    Death,
+    DequeInbox,
+    Dispatch,
+    WorkerPool,
+    WorkerSnapshot,
+    WorkerState,
+)
 from enqueuer.backends.stall import level_of_user, stacks_of_threads
 from enqueuer.common import interrupts
 from enqueuer.common.sizes import SAMPLED, size_of
 from enqueuer.errors import Closed, StartError, StopWarning
-from enqueuer.monitoring import usage
 from enqueuer.monitoring.meters import BYTES, WAITING, Meter, clock
 from enqueuer.monitoring.trace_file import TraceTarget
 from enqueuer.monitoring.usage import Usage
 from enqueuer.monitoring.worker_stats import WorkerStats, worker_stats
-from enqueuer.transport.protocol import Taken
 from enqueuer.workers.loop import turns
-from enqueuer.workers.messages import Empty, End, Epoch, Failure, ItemTuple, Sender, Ticket
+from enqueuer.workers.messages import Empty, End, Epoch, Failure, Ticket
 from enqueuer.workers.plan import Plan
 from enqueuer.workers.seeding import GlobalStreams, SwappedStates, seed_globals
 from enqueuer.workers.shards import do_nothing
@@ -42,109 +47,13 @@ from enqueuer.workers.task_loop import serve_tasks
 from enqueuer.workers.tasks import TaskSource
 from enqueuer.workers.worker_trace import WorkerRecorder
 
-
-class InlineInbox:
-    """See `enqueuer.backends.pool.Inbox`.
-
-    Attributes:
-        messages: Messages that were sent and not taken; items are plain tuples.
-
-    Example:
-        >>> inbox = InlineInbox()
-        >>> inbox.messages.append((0, 0, "a", None))
-        >>> inbox.head(), inbox.waiting
-        (True, 1)
-    """
-
-    def __init__(self) -> None:
-        self.messages: deque[ItemTuple | End | Failure | Empty] = deque()
-
-    @property
-    def waiting(self) -> int:
-        return sum(isinstance(message, tuple) for message in self.messages.copy())
-
-    def head(self) -> bool | End | Failure | Empty:
-        if not self.messages:
-            return False
-        message = self.messages[0]
-        return True if isinstance(message, tuple) else message
-
-    def items(self, most: int, taken: Taken) -> Iterator[ItemTuple]:
-        messages, numbers = self.messages, taken.numbers
-        for _ in range(most):
-            # The inbox may have been cleared.
-            if not messages or not isinstance(messages[0], tuple):
-                return
-            item = messages[0]
-            shard, number, _value, state = item
-            if state is not None:
-                taken.remember(shard, number, state)
-            # From here to the yield is no call and no jump, and so no signal handler runs.
-            numbers[shard] = number + 1
-            taken.last = shard
-            del messages[0]
-            yield item
-
-    def remove(self, message: End | Failure | Empty) -> None:
-        if self.messages and self.messages[0] is message:
-            del self.messages[0]
-
-    def acknowledge(self) -> None:
-        """Do nothing: the worker sends nothing before the loop asks for it."""
-
-
-class InlineSender:
-    """The Sender of a worker in the loop's own thread.
-
-    Args:
-        name: Name of the worker, for failures.
-        inbox: Inbox to which it sends its messages.
-
-    Attributes:
-        is_closed: Whether the enqueuer was stopped.
-        meter: Account of the worker.
-        items: Number of items that it has sent.
-    """
-
-    def __init__(self, name: str, inbox: InlineInbox) -> None:
-        self.is_closed = False
-        self.meter = Meter()
-        self.items = 0
-        self._name = name
-        self._messages = inbox.messages
-
-    def send_item(self, shard: int, number: int, value: object, state: Any = None) -> None:
-        self.check()
-        self.meter.words[BYTES] += size_of(value, SAMPLED)
-        # It may be the iterator's own state, which changes.
-        state = copy.deepcopy(state)
-        self.items += 1
-        self._messages.append((shard, number, value, state))
-
-    def send(self, message: End | Failure | Empty) -> None:
-        self.check()
-        match message:
-            case Failure(error=KeyboardInterrupt() as interrupt):
-                # It came from the user's terminal to the loop, not from the generator.
-                raise interrupt
-            case Failure():
-                message = dataclasses.replace(message, worker=self._name)
-            case End(state=state):
-                message = dataclasses.replace(message, state=copy.deepcopy(state))
-        self._messages.append(message)
-
-    def check(self) -> None:
-        if self.is_closed:
-            raise Closed("the enqueuer was stopped")
-
-
 # The code of the user sees the global random states of the loop, as in a thread.
 _SHARED: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 _seed = functools.partial(seed_globals, is_alone=False)
 
 
 class InlineWorker:
-    """See `enqueuer.backends.pool.Worker`.
+    """See `enqueuer.backends.pool.Worker`; it is its own Sender, Orders and Tickets.
 
     Args:
         plan: Work of the worker, which has all shards.
@@ -152,6 +61,11 @@ class InlineWorker:
         has_globals: Whether the code of the user draws from global random states of its own, as
             in another process.
         trace: File in which the worker records what it does; None: nothing is recorded.
+
+    Attributes:
+        is_closed: Whether the enqueuer was stopped.
+        meter: Account of the worker.
+        items: Number of items that it has sent.
     """
 
     def __init__(
@@ -159,9 +73,11 @@ class InlineWorker:
     ) -> None:
         self.index = 0
         self.shards = plan.shards
-        self.inbox = InlineInbox()
-        self.sender = InlineSender(str(self), self.inbox)
+        self.inbox = DequeInbox()
         self.state = WorkerState.RUNNING
+        self.is_leaving = self.is_closed = False
+        self.meter = Meter()
+        self.items = 0
         self._plan = plan
         self._tickets = tickets
         self._orders: deque[Epoch] = deque()
@@ -176,13 +92,9 @@ class InlineWorker:
             self._enter = GlobalStreams(is_alone=False).enter if plan.shards else _seed
         self._recorder: WorkerRecorder | None = None
         if trace is not None:
-            self._recorder = WorkerRecorder(trace, 0, self, self.sender, in_loop=True)
-        self.sender.meter.begin()
-        self.sender.meter.pause(WAITING)
-
-    @property
-    def is_leaving(self) -> bool:
-        return False
+            self._recorder = WorkerRecorder(trace, 0, self, self, in_loop=True)
+        self.meter.begin()
+        self.meter.pause(WAITING)
 
     def begin(self, epoch: Epoch) -> None:
         # An order comes twice if an exception interrupts the consumer while it gives it.
@@ -212,8 +124,7 @@ class InlineWorker:
         Raises:
             KeyboardInterrupt: The user has interrupted it.
         """
-        meter = self.sender.meter
-        meter.resume()
+        self.meter.resume()
         try:
             with self._globals():
                 self._step()
@@ -224,21 +135,45 @@ class InlineWorker:
             self.state = WorkerState.DEAD
             raise
         finally:
-            meter.pause(WAITING)
+            self.meter.pause(WAITING)
 
     def _step(self) -> None:
+        # The Sender as well.
         orders: Any = self._recorder or self
-        sender = cast(Sender, self._recorder or self.sender)
         plan = self._plan
         if isinstance(plan.source, TaskSource):
             self._ticket = self._tickets.popleft()
-            serve_tasks(plan, orders, sender, self._enter)
+            serve_tasks(plan, orders, orders, self._enter)
             return
         if self._turns is None:
             starts = plan.of(orders.next_epoch())
-            self._turns = turns(plan.source, starts, sender, self._enter, plan.on_error, True)
+            self._turns = turns(plan.source, starts, orders, self._enter, plan.on_error, True)
         if next(self._turns, self) is self:
             self._turns = None
+
+    def send_item(self, shard: int, number: int, value: object, state: Any = None) -> None:
+        self.check()
+        self.meter.words[BYTES] += size_of(value, SAMPLED)
+        # It may be the iterator's own state, which changes.
+        state = copy.deepcopy(state)
+        self.items += 1
+        self.inbox.messages.append((shard, number, value, state))
+
+    def send(self, message: End | Failure | Empty) -> None:
+        self.check()
+        match message:
+            case Failure(error=KeyboardInterrupt() as interrupt):
+                # It came from the user's terminal to the loop, not from the generator.
+                raise interrupt
+            case Failure():
+                message = dataclasses.replace(message, worker=str(self))
+            case End(state=state):
+                message = dataclasses.replace(message, state=copy.deepcopy(state))
+        self.inbox.messages.append(message)
+
+    def check(self) -> None:
+        if self.is_closed:
+            raise Closed("the enqueuer was stopped")
 
     def next_epoch(self) -> Epoch | None:
         """See `Orders`."""
@@ -260,20 +195,11 @@ class InlineWorker:
             self._recorder.close()
 
 
-class InlineDispatch:
+class InlineDispatch(Dispatch[InlineWorker]):
     """See `enqueuer.backends.pool.Dispatch`."""
-
-    least = 1
-    awaited: int | None = None
 
     def __init__(self) -> None:
         self.tickets: deque[Ticket] = deque()
-
-    def pack(self, ticket: Ticket) -> Ticket:
-        return ticket
-
-    def pack_all(self, tickets: Sequence[Ticket]) -> Sequence[Ticket]:
-        return tickets
 
     def offer(self, tickets: Sequence[tuple[int, Ticket]]) -> int:
         self.tickets.extend(ticket for _, ticket in tickets)
@@ -282,21 +208,14 @@ class InlineDispatch:
     def assign(self, worker: InlineWorker, number: int, packed: Ticket) -> None:
         self.tickets.appendleft(packed)
 
-    def current(self, worker: InlineWorker) -> Sequence[int]:
-        return ()
-
     def safe(self) -> Container[int]:
         return {ticket.number for ticket in self.tickets}
 
-    def forget(self, worker: InlineWorker) -> None:
-        pass
 
-
-class InlinePool:
+class InlinePool(WorkerPool[InlineWorker]):
     """See `enqueuer.backends.pool.WorkerPool`."""
 
-    are_processes: ClassVar[bool] = False
-    shares_gil: ClassVar[bool] = False
+    dispatch: InlineDispatch
 
     def __init__(self, job: Job) -> None:
         self.workers: list[InlineWorker] = []
@@ -310,9 +229,6 @@ class InlinePool:
         # TensorFlow's threads are unknown to Python, and asking for one leaves a dummy behind.
         self._runner: int | None = None
         self._has_started = False
-
-    def open(self) -> None:
-        pass
 
     def start_worker(self, index: int) -> InlineWorker:
         job = self._job
@@ -360,8 +276,8 @@ class InlinePool:
                 worker.index,
                 str(worker),
                 worker.shards,
-                worker.sender.meter.words,
-                (worker.sender.items, worker.sender.meter.words[BYTES]),
+                worker.meter.words,
+                (worker.items, worker.meter.words[BYTES]),
                 # The CPU time of this thread is also that of the loop.
                 Usage(),
                 self._began,
@@ -373,20 +289,10 @@ class InlinePool:
         why = "works only while the loop waits"
         return [WorkerSnapshot(str(worker), worker.shards, None, why) for worker in workers]
 
-    def cpus(self) -> float:
-        return usage.cpus()
-
-    def worker_bytes(self) -> int | None:
-        # The memory is that of the process.
-        return None
-
-    def wake(self) -> None:
-        pass
-
     def close(self) -> None:
         self._is_closed = True
         for worker in self.workers.copy():
-            worker.sender.is_closed = True
+            worker.is_closed = True
 
     def stop(self, timeout: float) -> None:
         self.close()
@@ -402,11 +308,6 @@ class InlinePool:
             self.workers.clear()
         finally:
             self._turn.release()
-
-
-if TYPE_CHECKING:
-    # Pools are loaded by name, so that mypy compares this one with its protocol only here.
-    _implements: Callable[[Job], WorkerPool[InlineWorker]] = InlinePool
 
 
 def _warn_of(runner: int | None, timeout: float) -> None:

@@ -7,7 +7,7 @@ shard from the w-th on, and sends their items in the order in which an ordered c
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -115,11 +115,6 @@ class Job:
 def default_method() -> str:
     """Return the start method for what can be pickled: safe with threads in the parent."""
     return "forkserver" if HAS_FORKSERVER else "spawn"
-
-
-def owners_of(plans: Sequence[Plan]) -> dict[int, int]:
-    """Return which worker runs each shard."""
-    return {shard: worker for worker, plan in enumerate(plans) for shard in plan.shards}
 
 
 def split_bound(total: int, workers: int) -> list[int]:

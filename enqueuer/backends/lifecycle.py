@@ -7,12 +7,16 @@ process that has started a backend stops it, and never one of its own worker thr
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
-from typing import NamedTuple, NoReturn, Protocol
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple, NoReturn
 
 from enqueuer.common.finalizers import WorkerThread
 from enqueuer.errors import InvalidState
+from enqueuer.workers import logs
 
 
 class DeathPlace(NamedTuple):
@@ -84,27 +88,31 @@ class Restarts:
 ESCALATION_S = 0.6
 
 
-class Stoppable(Protocol):
-    """An object with workers that can be stopped."""
-
-    def stop(self, timeout: float) -> None:
-        """End them within `timeout` seconds."""
-
-
-def forget(workers: Stoppable, timeout: float) -> None:
-    """Stop a backend whose enqueuer is garbage, or an enqueuer whose loader is.
+def forget(stop: Callable[[float], object], timeout: float) -> None:
+    """Stop a backend whose enqueuer is garbage, or an enqueuer whose loader is, by its method.
 
     The collector runs in any thread, and in one of our workers it may strike in the middle of
     what a stop would interrupt: between seeing that a buffer is full and waiting for room, say.
     Then another thread does it.
     """
     if not isinstance(threading.current_thread(), WorkerThread):
-        workers.stop(timeout)
+        stop(timeout)
         return
-    helper = threading.Thread(target=workers.stop, args=(timeout,), daemon=True)
+    helper = threading.Thread(target=stop, args=(timeout,), daemon=True)
     # While the interpreter ends, no thread can be started. It ends daemonic threads itself.
     with contextlib.suppress(RuntimeError):
         helper.start()
+
+
+def deliver_all(records: deque[logging.LogRecord]) -> None:
+    """Log the records of workers; called in the thread of the loop, and at the stop."""
+    while records:
+        try:
+            record = records.popleft()
+        except IndexError:
+            # Another thread stops the workers, and delivers the records, too.
+            return
+        logs.deliver(record)
 
 
 class Inherited:
@@ -133,17 +141,7 @@ class Inherited:
 
     def __getattr__(self, name: str) -> NoReturn:
         """Raise InvalidState, whatever else is asked of the backend."""
-        raise _of_another_process(self._owner)
-
-
-def check_owner(owner: int) -> None:
-    """Raise InvalidState in a process that was forked from the one that started the workers."""
-    if owner != os.getpid():
-        raise _of_another_process(owner)
-
-
-def _of_another_process(owner: int) -> InvalidState:
-    return InvalidState(
-        f"this enqueuer belongs to process {owner}, and this one, "
-        f"{os.getpid()}, was forked from it; make a new enqueuer here"
-    )
+        raise InvalidState(
+            f"this enqueuer belongs to process {self._owner}, and this one, "
+            f"{os.getpid()}, was forked from it; make a new enqueuer here"
+        )

@@ -11,9 +11,9 @@ from collections.abc import Collection
 from typing import Any, TypeAlias
 
 from enqueuer.backends.engine import Engine
-from enqueuer.backends.job import Job, owners_of
+from enqueuer.backends.job import Job
 from enqueuer.backends.lifecycle import Restarts
-from enqueuer.backends.pool import W, WorkerPool
+from enqueuer.backends.pool import WorkerPool
 from enqueuer.backends.shard_schedule import ShardSchedule
 from enqueuer.backends.task_schedule import TaskSchedule
 from enqueuer.errors import StartError
@@ -64,19 +64,9 @@ def load(
         raise StartError("backend='process' needs a POSIX system; use backend='thread' here")
     if name == "process" and job.workers and job.start_method == "forkserver":
         # The server imports numpy while this process pickles the source.
-        fork_server.begin()
+        fork_server.server.begin()
     module, kind = _POOLS[name] if job.workers else _INLINE
-    pool = getattr(importlib.import_module(module), kind)(job)
-    return _engine(job, pool, restarts, loop_meter, deferred)
-
-
-def _engine(
-    job: Job,
-    pool: WorkerPool[W],
-    restarts: Restarts,
-    loop_meter: LoopMeter,
-    deferred: Collection[object],
-) -> Engine[W]:
+    pool: WorkerPool[Any] = getattr(importlib.import_module(module), kind)(job)
     # Items that are taken together keep their places until the loop has used them. With a bound in
     # bytes there may be few places, and taking large items together gains nothing.
     size, is_measured = job.max_queue_size, job.max_queue_bytes is not None
@@ -91,6 +81,6 @@ def _engine(
     # Beside a quick loop a thread makes nothing meanwhile, as it has no GIL; and to switch between
     # the two takes as long as many items. There is one more item, for which a worker has no place.
     quick = size + 1 if pool.shares_gil and not one_by_one else bunch
-    owners = owners_of(job.plans())
+    owners = {shard: worker for worker, plan in enumerate(job.plans()) for shard in plan.shards}
     shards = ShardSchedule(pool.workers, owners, bunch, quick, loop_meter)
     return Engine(job, pool, shards, restarts, loop_meter, deferred)

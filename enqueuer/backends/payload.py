@@ -24,7 +24,7 @@ from enqueuer.backends.process.shared_objects import OF_FORK, Handover
 from enqueuer.common.sizes import OUT_OF_BAND_BYTES
 from enqueuer.common.text import an
 from enqueuer.errors import SourceNotPicklable
-from enqueuer.transport.culprit import find_culprit, is_picklable, parts_of
+from enqueuer.transport.culprit import find_culprit, parts_of
 from enqueuer.transport.item_codec import reduce_tensor
 from enqueuer.workers.plan import OnError
 from enqueuer.workers.sources import LiveSource, Source, name_of
@@ -93,7 +93,7 @@ def pickled_source(
         OSError: There is no room for the descriptors of shared objects.
     """
     try:
-        return _by_value((source, on_error), keep_large, shared)
+        return _dumps((source, on_error), keep_large, shared)
     except Exception as error:
         if shared is not None and shared.error is not None:
             raise shared.error from None
@@ -102,48 +102,41 @@ def pickled_source(
                 f"{error}, while the source was pickled. Raise the limit of descriptors "
                 "(`ulimit -n`), or close some"
             ) from error
-        can_send = _sendable(shared)
+        can_send = functools.partial(_can_send, shared)
         if not can_send(on_error):
             raise SourceNotPicklable(
                 f"on_error={name_of(on_error)} cannot be sent to {where}: "
                 f"{error}; use a function of a module, or {others}"
             ) from error
-        reason = why_not(source, where, others, can_send)
+        reason = _why_not(source, where, others, can_send)
         if shared is not None and OF_FORK in str(error):
             reason += ". Make objects of multiprocessing by multiprocessing.get_context('spawn')"
         raise SourceNotPicklable(reason) from error
 
 
-def _sendable(shared: Handover | None) -> Callable[[object], bool]:
-    """Return a function that tells whether a part of a source can be sent."""
-    if shared is None:
-        return is_picklable
-    trial = Handover(is_trial=True)
-
-    def can_send(value: object) -> bool:
-        try:
-            _dumps(value, None, trial)
-        except Exception:
-            return False
-        return True
-
-    return can_send
+def _can_send(shared: Handover | None, value: object) -> bool:
+    """Return whether a part of a source can be sent, by trying."""
+    try:
+        _dumps(value, None, None if shared is None else Handover(is_trial=True))
+    except Exception:
+        return False
+    return True
 
 
-def _by_value(
-    what: object, keep_large: Callable[[PickleBuffer], bool] | None, shared: Handover | None
-) -> bytes:
-    """Pickle with all that the main module defines, also where that is called `__mp_main__`.
+@contextlib.contextmanager
+def _main_by_value() -> Iterator[None]:
+    """Pickle all that the main module defines by value, also where that is called `__mp_main__`.
 
     A process that multiprocessing has spawned calls it so, and no worker could import it.
     """
     main = sys.modules["__main__"]
     if main.__name__ != "__mp_main__":
-        return _dumps(what, keep_large, shared)
+        yield
+        return
     with _lock:
         cloudpickle.register_pickle_by_value(main)
         try:
-            return _dumps(what, keep_large, shared)
+            yield
         finally:
             cloudpickle.unregister_pickle_by_value(main)
 
@@ -153,12 +146,9 @@ def _dumps(
 ) -> bytes:
     file = io.BytesIO()
     pickler = _Pickler(file, 5, keep_large)
-    if shared is None:
+    pickler.shared = shared
+    with _main_by_value(), contextlib.nullcontext() if shared is None else shared.pickling():
         pickler.dump(what)
-    else:
-        pickler.shared = shared
-        with shared.pickling():
-            pickler.dump(what)
     return file.getvalue()
 
 
@@ -195,50 +185,40 @@ def _cached(function: Callable[..., Any], maxsize: int | None, typed: bool) -> A
     return functools.lru_cache(maxsize, typed)(function)
 
 
-def why_not(
+def _why_not(
     source: Source | TaskSource, where: str, others: str, can_send: Callable[[object], bool]
 ) -> str:
     """Return which part of a source cannot be pickled, and what to do."""
-    advice = f"pass a generator function that makes its own in the worker, or use {others}"
-    if isinstance(source, TaskSource):
-        return _why_no_tasks(source, where, others, can_send)
+    unknown = "something that it refers to"
+    advice = "pass a generator function that makes its own in the worker"
     if isinstance(source, LiveSource):
         kind = type(source.iterable).__name__
-        return f"a running {kind} cannot be sent to {where}; {advice}"
-    culprits = _culprits(source.function, can_send)
-    what = ", ".join(culprits) or "something that it refers to"
-    return (
-        f"{name_of(source.function)} cannot be sent to {where}: {what} cannot be pickled; {advice}"
-    )
-
-
-def _why_no_tasks(
-    source: TaskSource, where: str, others: str, can_send: Callable[[object], bool]
-) -> str:
-    parts = {"map": source.map, "collate": source.collate}
-    if source.is_sequence:
-        parts["the sequence"] = source.items
-    for part, value in parts.items():
-        if not can_send(value):
-            culprits = (
-                ", ".join(_culprits(value, can_send))
-                if callable(value)
-                else _with_type(*find_culprit(part, value, _references, can_send))
-            )
-            break
+        return f"a running {kind} cannot be sent to {where}; {advice}, or use {others}"
+    if isinstance(source, TaskSource):
+        advice = "open files and the like in map, in the worker"
+        parts = {"map": source.map, "collate": source.collate}
+        if source.is_sequence:
+            parts["the sequence"] = source.items
+        what, culprits = "something", unknown
+        for part, value in parts.items():
+            if not can_send(value):
+                what, culprits = part, _culprits_in(part, value, can_send)
+                break
     else:
-        part, culprits = "something", "something that it refers to"
+        what = name_of(source.function)
+        culprits = _culprits_in(what, source.function, can_send) or unknown
     return (
-        f"{part} cannot be sent to {where}: {culprits} cannot be pickled; "
-        f"open files and the like in map, in the worker, or use {others}"
+        f"{what} cannot be sent to {where}: {culprits} cannot be pickled; {advice}, or use {others}"
     )
 
 
-def _culprits(function: Callable[..., Any], can_send: Callable[[object], bool]) -> list[str]:
-    """Return which of the things that a function refers to cannot be pickled."""
-    found = [(step, part) for step, part in _references(function) if not can_send(part)]
+def _culprits_in(name: str, value: Any, can_send: Callable[[object], bool]) -> str:
+    """Return which of the parts of a value, or of what a function refers to, cannot be pickled."""
+    if not callable(value):
+        return _with_type(*find_culprit(name, value, _references, can_send))
+    found = [(step, part) for step, part in _references(value) if not can_send(part)]
     named = [find_culprit(_first(step), part, _references, can_send) for step, part in found]
-    return list(dict.fromkeys(_with_type(where, value) for where, value in named))
+    return ", ".join(dict.fromkeys(_with_type(where, part) for where, part in named))
 
 
 def _first(step: str) -> str:

@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import enum
 import traceback
+from collections import deque
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from enqueuer.errors import StartError
+from enqueuer.monitoring import usage
 from enqueuer.monitoring.worker_stats import WorkerStats
-from enqueuer.transport.protocol import Taken
 from enqueuer.workers.element_threads import ThreadSnapshot
-from enqueuer.workers.messages import Empty, End, Epoch, Failure, ItemTuple, Ticket
+from enqueuer.workers.messages import Empty, End, Epoch, Failure, ItemTuple, Taken, Ticket
 
 
 class WorkerState(enum.Enum):
@@ -102,7 +103,7 @@ class Inbox(Protocol):
         """
 
     def items(self, most: int, taken: Taken) -> Iterator[ItemTuple]:
-        """Take items as long as they are next: at most so many.
+        """Take items as long as they are next: at most so many, and perhaps fewer.
 
         To be read by something written in C, such as `deque.extend`. Counting an item as taken
         and yielding it must need no call and no jump in between, so that an exception of a
@@ -118,6 +119,55 @@ class Inbox(Protocol):
 
     def acknowledge(self) -> None:
         """Count what was taken as consumed, so that as much can be sent; again does nothing."""
+
+
+class DequeInbox:
+    """An `Inbox` without a bound: the messages lie in a deque.
+
+    Attributes:
+        messages: Messages that were sent and not taken; items are tuples.
+
+    Example:
+        >>> inbox = DequeInbox()
+        >>> inbox.messages.append((0, 0, "a", None))
+        >>> inbox.head(), inbox.waiting
+        (True, 1)
+    """
+
+    def __init__(self) -> None:
+        self.messages: deque[ItemTuple | End | Failure | Empty] = deque()
+
+    @property
+    def waiting(self) -> int:
+        return sum(isinstance(message, tuple) for message in self.messages.copy())
+
+    def head(self) -> bool | End | Failure | Empty:
+        if not self.messages:
+            return False
+        message = self.messages[0]
+        return True if isinstance(message, tuple) else message
+
+    def items(self, most: int, taken: Taken) -> Iterator[ItemTuple]:
+        messages, numbers = self.messages, taken.numbers
+        for _ in range(most):
+            if not messages or not isinstance(messages[0], tuple):
+                return
+            item = messages[0]
+            shard, number, _value, state = item
+            if state is not None:
+                taken.remember(shard, number, state)
+            # From here to the yield is no call and no jump, and so no signal handler runs.
+            numbers[shard] = number + 1
+            taken.last = shard
+            del messages[0]
+            yield item
+
+    def remove(self, message: End | Failure | Empty) -> None:
+        if self.messages and self.messages[0] is message:
+            del self.messages[0]
+
+    def acknowledge(self) -> None:
+        """Do nothing: there is room for all that is sent."""
 
 
 class Worker(Protocol):
@@ -158,7 +208,9 @@ W_contra = TypeVar("W_contra", bound=Worker, contravariant=True)
 
 
 class Dispatch(Protocol[W_contra]):
-    """How tickets reach the workers of a pool. Nothing here waits.
+    """How tickets reach the workers of a pool: as they are, unless it says otherwise.
+
+    Nothing here waits.
 
     Attributes:
         least: Number of tickets that are worth an offer: several if the tasks are quick and each
@@ -167,11 +219,11 @@ class Dispatch(Protocol[W_contra]):
             pool may wake the loop sooner.
     """
 
-    awaited: int | None
+    awaited: int | None = None
 
     @property
     def least(self) -> int:
-        """Number of tickets that are worth an offer."""
+        return 1
 
     def pack(self, ticket: Ticket) -> Any:
         """Return a ticket as it travels.
@@ -179,9 +231,11 @@ class Dispatch(Protocol[W_contra]):
         Raises:
             ItemNotPicklable: An element cannot be sent to a worker.
         """
+        return ticket
 
     def pack_all(self, tickets: Sequence[Ticket]) -> Iterable[Any]:
         """Return tickets without elements as they travel."""
+        return tickets
 
     def offer(self, tickets: Sequence[tuple[int, Any]]) -> int:
         """Let free workers do the first of some tasks.
@@ -198,12 +252,14 @@ class Dispatch(Protocol[W_contra]):
 
     def current(self, worker: W_contra) -> Sequence[int]:
         """Return the numbers of the tasks that a worker took last, those that are done included."""
+        return ()
 
     def safe(self) -> Container[int]:
         """Return the numbers of the tasks that no worker has begun or that a living worker has."""
 
     def forget(self, worker: W_contra) -> None:
         """Forget what a worker was assigned that has ended."""
+        return None
 
 
 class WorkerPool(Protocol[W]):
@@ -218,12 +274,9 @@ class WorkerPool(Protocol[W]):
     """
 
     workers: list[W]
-    are_processes: ClassVar[bool]
-    shares_gil: ClassVar[bool]
-
-    @property
-    def dispatch(self) -> Dispatch[W]:
-        """How tickets reach the workers; used for tasks only."""
+    dispatch: Dispatch[W]
+    are_processes: ClassVar[bool] = False
+    shares_gil: ClassVar[bool] = False
 
     def open(self) -> None:
         """Get what all workers need; called once, before the first worker is started.
@@ -233,6 +286,7 @@ class WorkerPool(Protocol[W]):
             StartError: It is not to be had for another reason.
             SourceNotPicklable: The source cannot be sent to a worker.
         """
+        return None
 
     def start_worker(self, index: int) -> W:
         """Start a worker.
@@ -256,6 +310,7 @@ class WorkerPool(Protocol[W]):
 
     def poll(self) -> None:
         """Take note of deaths and messages that `Inbox.head` does not see by itself."""
+        return None
 
     def discard(self, worker: W) -> None:
         """End a worker at once, if it runs, and close all that this process has of it."""
@@ -268,12 +323,15 @@ class WorkerPool(Protocol[W]):
 
     def cpus(self) -> float:
         """Return how many CPUs there are for the workers and this process."""
+        return usage.cpus()
 
     def worker_bytes(self) -> int | None:
         """Return the memory of the largest worker; None if one more would not take as much."""
+        return None
 
     def wake(self) -> None:
         """Wake `sleep()`, or let its next call return at once. Called by any thread."""
+        return None
 
     def close(self) -> None:
         """Ask all workers to exit and wake `sleep()`; return at once. Called by any thread."""

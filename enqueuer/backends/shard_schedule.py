@@ -12,14 +12,13 @@ from __future__ import annotations
 import enum
 import operator
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, Generic, Protocol, cast
+from typing import Any, Final, Generic, Protocol
 
 from enqueuer.backends.lifecycle import DeathPlace
 from enqueuer.backends.pool import Inbox, W, Worker, WorkerState
 from enqueuer.monitoring.loop_meter import LoopMeter
-from enqueuer.workers.messages import Empty, End, Epoch, Failure, ItemTuple, Start
+from enqueuer.workers.messages import Empty, End, Epoch, Failure, ItemTuple, Start, Taken
 
 ANY: Final = None
 """The answer of `turn()` where any shard will do."""
@@ -35,15 +34,6 @@ class Order(Protocol):
     def turn(self) -> int | None:
         """Return the shard to read next, or ANY."""
 
-    def ended(self, shard: int, state: Any = None, number: int = 0) -> None:
-        """Note that `shard` will give nothing more.
-
-        Args:
-            shard: The shard that has ended.
-            state: State of its source at the end, if it has one.
-            number: How many items its generator has yielded, those of None included.
-        """
-
     @property
     def ends(self) -> Mapping[int, Any]:
         """The states of sources at the ends of shards, of those that have one."""
@@ -51,12 +41,6 @@ class Order(Protocol):
     @property
     def yielded(self) -> int:
         """How many items were made of what has ended, those of None included."""
-
-    def next_of(self, shards: Container[int]) -> int | None:
-        """Return which of some shards of one worker is next; None if all have ended."""
-
-    def number_of(self, shard: int) -> int:
-        """Return the number of the next item of a shard."""
 
     def rest(self, ready: Iterable[ItemTuple] = ()) -> dict[int, Start]:
         """Return where the shards stand that are not at their end, in the order of their turns.
@@ -72,48 +56,23 @@ class Order(Protocol):
         """Return whether an item, or a failure in its place, comes before a position."""
 
 
-class ShardOrder(ABC):
-    """The shards that have not ended, the next item of each, and the last states of iterators.
-
-    Code that takes an item calls `remember` if the item has a state, and then writes `numbers` and
-    `last` itself. These two stores need no call, so that no exception of a signal handler can
-    strike between them and what it stores beside.
+class ShardOrder(Taken, ABC):
+    """The shards that have not ended, and what was taken of each.
 
     Attributes:
-        numbers: Number of the next item of each shard.
-        last: Shard of the item that was taken last.
         done: Whether every shard has ended.
     """
 
     def __init__(self, starts: Mapping[int, Start], recent: int) -> None:
-        self.numbers = {shard: start.number for shard, start in starts.items()}
-        # It is as if a round had just ended.
-        self.last: int = next(reversed([*starts]), -1)
-        self._recent = recent
+        super().__init__(starts, recent)
         self.ends: dict[int, Any] = {}
         self.yielded = 0
         self._open = dict.fromkeys(starts)
         self.done = not self._open
-        self._states = {
-            shard: deque([start], recent)
-            for shard, start in starts.items()
-            if start.state is not None
-        }
-
-    def remember(self, shard: int, number: int, state: Any) -> None:
-        """Keep the state of an iterator after an item that is about to be taken."""
-        states = self._states.get(shard)
-        if states is None:
-            states = self._states[shard] = deque([Start()], self._recent)
-        # An exception may have struck after an earlier call, before the item was taken.
-        if states[-1].number != number + 1:
-            states.append(Start(number + 1, state))
 
     def next_of(self, shards: Container[int]) -> int | None:
+        """Return which of some shards of one worker is next; None if all have ended."""
         return next((shard for shard in self._in_turn() if shard in shards), None)
-
-    def number_of(self, shard: int) -> int:
-        return self.numbers[shard]
 
     def rest(self, ready: Iterable[ItemTuple] = ()) -> dict[int, Start]:
         again: dict[int, int] = {}
@@ -125,7 +84,7 @@ class ShardOrder(ABC):
             shards = sorted({*shards, *again})
             at = shards.index(next(iter(again)))
             shards = shards[at:] + shards[:at]
-        return {shard: self._start_of(shard, again.get(shard)) for shard in shards}
+        return {shard: self.start_of(shard, again.get(shard)) for shard in shards}
 
     def beyond(self, ready: Iterable[ItemTuple] = ()) -> tuple[int, ...]:
         return ()
@@ -139,24 +98,25 @@ class ShardOrder(ABC):
     def turn(self) -> int | None:
         """Return the shard to read next, or ANY."""
 
-    @abstractmethod
     def ended(self, shard: int, state: Any = None, number: int = 0) -> None:
-        """Note that `shard` will give nothing more; again does nothing."""
+        """Note that `shard` will give nothing more; again does nothing.
+
+        Args:
+            shard: The shard that has ended.
+            state: State of its source at the end, if it has one.
+            number: How many items its generator has yielded, those of None included.
+        """
+        if shard not in self._open:
+            return
+        if state is not None:
+            self.ends[shard] = state
+        self.yielded += number
+        del self._open[shard]
+        self.done = not self._open
 
     @abstractmethod
     def _in_turn(self) -> list[int]:
         """Return the shards that have not ended, in the order of their turns."""
-
-    def _start_of(self, shard: int, number: int | None) -> Start:
-        if number is None:
-            number = self.numbers[shard]
-        states = self._states.get(shard)
-        if states is None:
-            return Start(number)
-        known = next(at for at in reversed(states) if at.number - at.behind <= number)
-        if known.state is None:
-            return Start(number)
-        return Start(number, known.state, number - known.number + known.behind)
 
 
 class RoundRobin(ShardOrder):
@@ -186,17 +146,11 @@ class RoundRobin(ShardOrder):
         return self._after[self.last]
 
     def ended(self, shard: int, state: Any = None, number: int = 0) -> None:
-        if shard not in self._open:
-            return
-        if state is not None:
-            self.ends[shard] = state
         # An ended shard keeps its successor, as it may be the last one that was taken from.
         for before, following in self._after.items():
             if following == shard:
                 self._after[before] = self._after[shard]
-        self.yielded += number
-        del self._open[shard]
-        self.done = not self._open
+        super().ended(shard, state, number)
 
     def _in_turn(self) -> list[int]:
         shards: list[int] = []
@@ -224,15 +178,6 @@ class AsTheyCome(ShardOrder):
 
     def turn(self) -> None:
         return ANY
-
-    def ended(self, shard: int, state: Any = None, number: int = 0) -> None:
-        if shard not in self._open:
-            return
-        if state is not None:
-            self.ends[shard] = state
-        self.yielded += number
-        del self._open[shard]
-        self.done = not self._open
 
     def _in_turn(self) -> list[int]:
         # A worker sends one item of each of its shards in turn: the next has given the fewest.
@@ -310,7 +255,7 @@ class ShardSchedule(Generic[W]):
         self._failed: Failure | None = None
         # The end of a shard that is about to be noted and dropped. It must not stay behind after
         # an interrupt: it would end the shard in the next epoch.
-        self._ending: tuple[int, End, Order] | None = None
+        self._ending: tuple[int, End, ShardOrder] | None = None
         self._is_acknowledged = True
 
     def waiting(self) -> int:
@@ -330,7 +275,7 @@ class ShardSchedule(Generic[W]):
         self._begun = epoch
         worker.begin(epoch.of_shards(worker.shards))
 
-    def next_step(self, order: Order) -> Step | Failure | W:
+    def next_step(self, order: ShardOrder) -> Step | Failure | W:
         """Decide what to do next: take items, return a failure, replace a worker, or wait."""
         if self._ending is not None:
             self._note_end()
@@ -349,7 +294,7 @@ class ShardSchedule(Generic[W]):
             self._note_end()
         return _TAKE
 
-    def _head(self, order: Order) -> bool | End | Failure | Empty:
+    def _head(self, order: ShardOrder) -> bool | End | Failure | Empty:
         """Return what is next in the inbox whose turn it is, as `Inbox.head` does."""
         workers, count = self._workers, len(self._workers)
         if count == 1:
@@ -374,7 +319,7 @@ class ShardSchedule(Generic[W]):
             self._remove(index, end)
             self._ending = None
 
-    def _dead(self, order: Order) -> W | None:
+    def _dead(self, order: ShardOrder) -> W | None:
         """Return a worker whose death must be reported now; all that it sent was delivered.
 
         Another worker's turn may come first. But the loop has to wait for that worker, so the
@@ -389,33 +334,36 @@ class ShardSchedule(Generic[W]):
                 return worker
         return None
 
-    def awaited_worker(self, order: Order) -> W | None:
+    def awaited_worker(self, order: ShardOrder) -> W | None:
         """Return the worker that the loop waits for; None if it waits for any."""
         shard = order.turn()
         if shard is None or not self._workers:
             return None
         return self._workers[self._owners[shard]]
 
-    def awaited(self, order: Order) -> str:
+    def awaited(self, order: ShardOrder) -> str:
         """Return what the loop waits for, in words."""
-        return awaited(order)
+        shard = order.turn()
+        if shard is ANY:
+            return "the next item of any shard"
+        return f"shard {shard}, item {order.numbers[shard]}"
 
-    def take(self, order: Order) -> Iterator[ItemTuple]:
+    def take(self, order: ShardOrder) -> Iterator[ItemTuple]:
         """Take what is next and is there, at least one item after the engine has waited.
 
         To be read by something written in C, such as `deque.extend`, so that an exception of a
         signal handler cannot strike between an item and the place where it is kept.
         """
         self._is_acknowledged = False
-        workers, shards = self._workers, cast(ShardOrder, order)
+        workers = self._workers
         # stop() was called in the meantime.
         if not workers:
             return iter(())
         if len(workers) == 1 or self._bunch == 1 or order.turn() is None:
-            return workers[self._served].inbox.items(self._bunch, shards)
-        return self._take_in_turn(shards)
+            return workers[self._served].inbox.items(self._bunch, order)
+        return self._take_in_turn(order)
 
-    def more(self, order: Order) -> Iterator[ItemTuple] | None:
+    def more(self, order: ShardOrder) -> Iterator[ItemTuple] | None:
         """Acknowledge what was taken, and take what is next and is there.
 
         Returns:
@@ -423,9 +371,7 @@ class ShardSchedule(Generic[W]):
         """
         workers = self._workers
         if not self._is_acknowledged:
-            for worker in workers:
-                worker.inbox.acknowledge()
-            self._is_acknowledged = True
+            self.acknowledge()
         if self._ending is not None or order.done:
             return None
         if len(workers) == 1:
@@ -435,8 +381,7 @@ class ShardSchedule(Generic[W]):
             if head is True:
                 self._is_acknowledged = False
                 most = self._quick_bunch if self._loop_meter.is_quick else self._bunch
-                # The order of shards is a record, too.
-                return worker.inbox.items(most, order)  # type: ignore[arg-type]
+                return worker.inbox.items(most, order)
         else:
             head = self._head(order)
             if head is True:
@@ -476,16 +421,16 @@ class ShardSchedule(Generic[W]):
 
     # --- deaths ---
 
-    def place_of(self, dead: W, order: Order) -> DeathPlace:
+    def place_of(self, dead: W, order: ShardOrder) -> DeathPlace:
         """Return where a worker died: the first item that it did not send."""
         shard = order.next_of(dead.shards)
         # The worker had sent all of this epoch.
         if shard is None:
             shard = dead.shards[0]
-        number = order.number_of(shard)
+        number = order.numbers[shard]
         return DeathPlace(shard, number, f"shard {shard}, item {number}")
 
-    def resume(self, dead: W, successor: W, order: Order) -> None:
+    def resume(self, dead: W, successor: W, order: ShardOrder) -> None:
         """Have a new worker go on with the first items that a dead one did not send."""
         rest = Epoch(self._epoch.number, order.rest())
         successor.begin(rest.of_shards(successor.shards))
@@ -503,11 +448,3 @@ def waiting_in(workers: Sequence[Worker]) -> int:
     """Return how many items wait in the inboxes of some workers. Called by any thread."""
     # Workers may share an inbox.
     return sum(map(_waiting_of, set(map(_inbox_of, list(workers)))))
-
-
-def awaited(order: Order) -> str:
-    """Return what is next, in words: an item of a shard."""
-    shard = order.turn()
-    if shard is ANY:
-        return "the next item of any shard"
-    return f"shard {shard}, item {order.number_of(shard)}"

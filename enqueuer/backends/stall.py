@@ -16,8 +16,8 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from enqueuer.backends.pool import Stack, WorkerSnapshot
 from enqueuer.backends.shard_schedule import Order
@@ -67,13 +67,6 @@ class WaitSnapshot(NamedTuple):
     workers: list[WorkerSnapshot]
 
 
-class Seen(Protocol):
-    """A backend, as far as a report asks it."""
-
-    def inspect(self, order: Order) -> WaitSnapshot:
-        """Return what can be seen, within about a second."""
-
-
 class WaitLimits(NamedTuple):
     """How long the loop waits for a batch.
 
@@ -114,11 +107,11 @@ class Wait:
         first = limits.first_s
         self.until = None if first is None else self._began + first
 
-    def cut(self, backend: Seen, order: Order, epoch: int) -> None:
+    def cut(self, inspect: Callable[[Order], WaitSnapshot], order: Order, epoch: int) -> None:
         """Warn or raise with what the loop waits for, and set the next time.
 
         Args:
-            backend: Backend that sent nothing until now.
+            inspect: Method of the backend that sent nothing until now.
             order: Order of the items.
             epoch: Number of the epoch.
 
@@ -130,13 +123,13 @@ class Wait:
             self._has_warned = True
             # before it is said, since that may raise; and without a deadline it would be cut again
             self.until = self._began + (_FOREVER_S if most is None else most)
-            text = report(warn, backend.inspect(order), epoch)
+            text = report(warn, inspect(order), epoch)
             warnings.warn(text, StallWarning, stacklevel=level_of_user())
         elif most is None:
             self.until = time.monotonic() + _FOREVER_S
         else:
             raise BatchTimeout(
-                f"{report(most, backend.inspect(order), epoch)}\n"
+                f"{report(most, inspect(order), epoch)}\n"
                 "Nothing is lost: iterating again goes on with the very next batch"
             )
 
@@ -157,12 +150,6 @@ def report(seconds: float, view: WaitSnapshot, epoch: int) -> str:
         f"({pluralize(view.waiting, 'finished batch')} wait{'s' * (view.waiting == 1)} behind it)"
     )
     return "\n".join([head, *([waiting] if view.waiting else []), *map(_line, view.workers)])
-
-
-def first_for(order: Order, workers: Iterable[WorkerSnapshot]) -> list[WorkerSnapshot]:
-    """Return the worker snapshots, the awaited worker first."""
-    turn = order.turn()
-    return sorted(workers, key=lambda worker: turn not in worker.shards)
 
 
 def stacks_of_threads(idents: Iterable[int | None]) -> list[Stack | None]:

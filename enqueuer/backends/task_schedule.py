@@ -13,11 +13,10 @@ This file decides and does not wait.
 from __future__ import annotations
 
 import dataclasses
-import enum
 import functools
 import operator
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice, repeat, starmap, takewhile
 from typing import Any, Generic, cast
 
@@ -27,18 +26,6 @@ from enqueuer.backends.shard_schedule import ANY, AsTheyCome, Order, Step, waiti
 from enqueuer.common import interrupts
 from enqueuer.common.sizes import size_of
 from enqueuer.workers.messages import Empty, End, Epoch, Failure, ItemTuple, Start, Ticket
-
-
-class Next(enum.Enum):
-    """The next thing in the reorder buffer."""
-
-    # The next result can be taken.
-    ITEM = 1
-    # No result can be taken now.
-    NOTHING = 2
-    # Neither now; but tasks without a result are done, so others can be assigned.
-    ROOM = 3
-
 
 _NAMES = ("next", "items")
 _number_of_item = operator.itemgetter(1)
@@ -123,15 +110,6 @@ class TaskOrder:
 
     def turn(self) -> None:
         return ANY
-
-    def ended(self, shard: int, state: Any = None, number: int = 0) -> None:
-        raise AssertionError("tasks end with the reader")
-
-    def next_of(self, shards: Container[int]) -> int | None:
-        return None
-
-    def number_of(self, shard: int) -> int:
-        return self.next
 
     def rest(self, ready: Iterable[ItemTuple] = ()) -> dict[int, Start]:
         self.advance()
@@ -275,17 +253,16 @@ class ReorderBuffer:
         self._without.add(number)
         self._results[number] = failure
 
-    def has_next(self, order: TaskOrder) -> bool:
-        """Return whether anything is next, an error too."""
-        return self._ready(order) is not None
+    def peek(self, order: TaskOrder) -> Failure | bool:
+        """Return the failure that is next; or whether there is news.
 
-    def peek(self, order: TaskOrder) -> Failure | Next:
-        """Return the failure that is next; or whether an item is, or nothing."""
-        found = Next.NOTHING
+        An item can be taken; or tasks without a result are done, so that others can be assigned.
+        """
+        found = False
         if self._going >= 0:
             self.acknowledge(order)
         self._reported = -1
-        while (number := self._ready(order)) is not None:
+        while (number := self.ready(order)) is not None:
             errors = self._skipped.get(number)
             if errors:
                 failure = errors[0]
@@ -295,11 +272,11 @@ class ReorderBuffer:
                 case Failure() as failure:
                     return failure
                 case tuple():
-                    return Next.ITEM
+                    return True
             order.taken[number] = None
             self._going = number
             self.acknowledge(order)
-            found = Next.ROOM
+            found = True
         return found
 
     def items(self, order: TaskOrder, most: int) -> Iterator[ItemTuple]:
@@ -332,7 +309,7 @@ class ReorderBuffer:
     def _one_by_one(self, order: TaskOrder, most: int) -> Iterator[ItemTuple]:
         taken = order.taken
         for _ in range(most):
-            number = self._ready(order)
+            number = self.ready(order)
             if number is None or self._skipped.get(number):
                 return
             result = self._results[number]
@@ -345,8 +322,8 @@ class ReorderBuffer:
             yield result
             self.acknowledge(order)
 
-    def _ready(self, order: TaskOrder) -> int | None:
-        """Return the number of the result that is next, if it is there."""
+    def ready(self, order: TaskOrder) -> int | None:
+        """Return the number of the result that is next, an error too, if it is there."""
         end = order.end
         if order.ordered:
             number = order.next
@@ -534,9 +511,8 @@ class TaskSchedule(Generic[W]):
             return on_their_way + self.results.waiting
         return self.results.waiting_before(order.end, on_their_way)
 
-    def next_step(self, order: Order) -> Step | Failure | W:
+    def next_step(self, order: TaskOrder) -> Step | Failure | W:
         """Decide what to do next: take results, return a failure, replace a worker, or wait."""
-        assert isinstance(order, TaskOrder)
         self._order = order
         ended = self._collect()
         if ended is not None:
@@ -546,7 +522,7 @@ class TaskSchedule(Generic[W]):
         found = self.results.peek(order)
         if isinstance(found, Failure):
             return found
-        if found is not Next.NOTHING or order.done:
+        if found or order.done:
             return Step.TAKE
         # Any message makes room for what was not sent, and the size of any result is of use.
         is_any = not order.ordered or self._unsent or self._measures
@@ -577,16 +553,22 @@ class TaskSchedule(Generic[W]):
         assert isinstance(order, TaskOrder)
         self._order = order
         self._collect()
-        return self.results.has_next(order)
+        return self.results.ready(order) is not None
 
-    def awaited(self, order: Order) -> str:
+    def awaited(self, order: TaskOrder) -> str:
         """Return what the loop waits for, in words."""
-        assert isinstance(order, TaskOrder)
-        return awaited_task(order, self.results.tickets.get(order.next))
+        if not order.ordered:
+            return "the result of any task"
+        text = f"task {order.next - order.first}"
+        ticket = self.results.tickets.get(order.next)
+        # The elements of this task were not read yet.
+        if ticket is None:
+            return text
+        elements = ", ".join(map(str, ticket.indices))
+        return f"{text} (element{'' if len(ticket.indices) == 1 else 's'} {elements})"
 
-    def take(self, order: Order) -> Iterator[ItemTuple]:
+    def take(self, order: TaskOrder) -> Iterator[ItemTuple]:
         """Take the results that are next and are there."""
-        assert isinstance(order, TaskOrder)
         return self.results.items(order, self._bunch)
 
     def pass_over(self) -> None:
@@ -609,9 +591,8 @@ class TaskSchedule(Generic[W]):
             return []
         return [number for number, _ in self._unsent if self._place(number) == dead.index]
 
-    def place_of(self, dead: W, order: Order) -> DeathPlace:
+    def place_of(self, dead: W, order: TaskOrder) -> DeathPlace:
         """Return the task that a worker did when it died, or the first one that it had."""
-        assert isinstance(order, TaskOrder)
         lost = self._lost() + self._unsent_of(dead)
         # A worker runs the tasks that it took in their order.
         own = [number for number in self.dispatch.current(dead) if number in lost]
@@ -624,7 +605,7 @@ class TaskSchedule(Generic[W]):
             text = f"task {number - order.end} of {epoch}"
         return DeathPlace(index, number, text)
 
-    def resume(self, dead: W, successor: W, order: Order) -> None:
+    def resume(self, dead: W, successor: W, order: TaskOrder) -> None:
         """Have a new worker do the tasks of a dead one."""
         for number in self._lost():
             self.dispatch.assign(successor, number, self._rerun_ticket(number))
@@ -650,16 +631,3 @@ class TaskSchedule(Generic[W]):
         """Return the packed ticket of a task that runs again."""
         self.results.forget_skipped(number)
         return self.dispatch.pack(self.results.tickets[number])
-
-
-def awaited_task(order: Order, ticket: Ticket | None) -> str:
-    """Return what is next, in words: a task."""
-    assert isinstance(order, TaskOrder)
-    if not order.ordered:
-        return "the result of any task"
-    text = f"task {order.next - order.first}"
-    # The elements of this task were not read yet.
-    if ticket is None:
-        return text
-    elements = ", ".join(map(str, ticket.indices))
-    return f"{text} (element{'' if len(ticket.indices) == 1 else 's'} {elements})"

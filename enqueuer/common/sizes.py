@@ -1,5 +1,6 @@
-"""Measuring the size of a batch in bytes, for all limits and statistics in this process.
+"""What is an array in memory, and the size of a batch in bytes.
 
+    is_in_memory(array), is_plain_tensor(tensor): whether its bytes can be read where they are
     size_of(batch): arrays, tensors, texts and numbers, in containers and in objects' attributes
 
 Batches of worker processes are measured by their packets. This file is for batches that are
@@ -41,6 +42,30 @@ _CODE = (
 )
 # Bytes of a pixel in each band of PIL's modes; 1 in all others.
 _WIDE_MODES = {"I": 4, "F": 4, "I;16": 2, "I;16L": 2, "I;16B": 2}
+
+# Libraries whose arrays are in memory.
+_IN_MEMORY = {"numpy", "torch", "pandas", "pyarrow"}
+
+
+def is_in_memory(array: object) -> bool:
+    """Return whether numpy can show an array without reading a file or copying it from a GPU."""
+    libraries = {kind.__module__.partition(".")[0] for kind in type(array).__mro__}
+    return not libraries.isdisjoint(_IN_MEMORY)
+
+
+def is_plain_tensor(tensor: Any) -> bool:
+    """Return whether a tensor of torch is plain memory of the CPU."""
+    return (
+        tensor.layout is sys.modules["torch"].strided
+        and tensor.device.type == "cpu"
+        and not (tensor.requires_grad or tensor.is_quantized or tensor.is_nested)
+    )
+
+
+def tensor_class() -> Any:
+    """Return the class of torch's tensors; an empty tuple if the program has not imported it."""
+    # Another thread may be importing torch, which then has no tensors yet.
+    return getattr(sys.modules.get("torch"), "Tensor", ())
 
 
 def size_of(value: object, most: int = _MOST) -> int:
@@ -138,14 +163,7 @@ def _parts_of(part: Any) -> Iterable[Any]:
         parts += part
     elif _holds_objects(part):
         parts += part.ravel().tolist()
-    elif _is_sparse(part):
+    elif isinstance(part, tensor_class()) and part.layout is sys.modules["torch"].sparse_coo:
         parts += (part._indices(), part._values())
     parts += attributes_of(part).values()
     return parts
-
-
-def _is_sparse(part: Any) -> bool:
-    torch: Any = sys.modules.get("torch")
-    # Another thread may be importing torch, which then has no tensors yet.
-    tensor: Any = getattr(torch, "Tensor", ())
-    return isinstance(part, tensor) and part.layout is torch.sparse_coo

@@ -216,7 +216,7 @@ class EpochReader:
             if is_late:
                 # Not in the handler, or BatchTimeout would have `DeadlineExpired` as its context.
                 long_wait = long_wait or Wait(run.limits, run.limits.first_s or 0.0)
-                long_wait.cut(run.backend, order, self.number)
+                long_wait.cut(run.backend.inspect, order, self.number)
                 until = long_wait.until
                 continue
             # If the failure is skipped, the wait goes on.
@@ -381,7 +381,7 @@ class EpochReader:
             except DeadlineExpired:
                 if run.deferred.calls:
                     raise
-            wait.cut(backend, self._order, self.number)
+            wait.cut(backend.inspect, self._order, self.number)
 
     # --- what is next ---
 

@@ -65,7 +65,7 @@ class OwnedBackends:
 
     def add(self, backend: Backend) -> None:
         """Stop a backend together with the owner."""
-        finalizer = Finalizer(self._owner(), forget, backend, STOP_S)
+        finalizer = Finalizer(self._owner(), forget, backend.stop, STOP_S)
         self._backends.append((backend, finalizer))
         self._pid = os.getpid()
 

@@ -74,7 +74,7 @@ class ShardEpoch:
 
     def pass_work(self, old: Backend, new: Backend) -> None:
         if not self.order.done:
-            new.begin(Epoch(self._number, self.order.rest()))
+            new.schedule.begin(Epoch(self._number, self.order.rest()))
 
     def keep(self, failure: Failure) -> None:
         """Do nothing: the worker that failed sends nothing more."""

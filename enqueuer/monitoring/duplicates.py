@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from enqueuer.common import interrupts
+from enqueuer.common.sizes import is_in_memory
 from enqueuer.common.trees import attributes_of
 
 # Items of each shard that are compared.
@@ -35,8 +36,6 @@ _ITEM_BUDGET = 32
 _MOST_BYTES = 64 * 1024
 # Values of one item, in all its containers, that are read.
 _MOST_VALUES = 4096
-# Libraries whose arrays are in memory.
-_IN_MEMORY = {"numpy", "torch", "pandas", "pyarrow"}
 # Levels of containers; an item with more may contain itself.
 _MOST_DEEP = 16
 
@@ -212,7 +211,7 @@ class _Reading:
         return content[:: -(-len(content) // _MOST_VALUES) or 1]
 
     def _feed_array(self, value: Any) -> int:
-        if value.nbytes > _MOST_BYTES and not _is_in_memory(value):
+        if value.nbytes > _MOST_BYTES and not is_in_memory(value):
             raise TypeError("an array of another library may lie in a file, or on a GPU")
         array = np.asarray(value)
         if array.dtype.hasobject:
@@ -221,9 +220,3 @@ class _Reading:
         most = max(1, _MOST_BYTES // max(1, array.itemsize))
         self._update(array.flat[:: -(-array.size // most) or 1].tobytes())
         return int(array.nbytes)
-
-
-def _is_in_memory(array: object) -> bool:
-    """Return whether numpy can show an array without reading a file or copying it from a GPU."""
-    libraries = {kind.__module__.partition(".")[0] for kind in type(array).__mro__}
-    return not libraries.isdisjoint(_IN_MEMORY)

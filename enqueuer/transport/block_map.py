@@ -28,6 +28,12 @@ from enqueuer.errors import BlockMemoryError
 from enqueuer.transport.memory import MAP_OPTIONS, allocation_error, close_all
 
 
+def address_of(buffer: Any) -> int:
+    """Return the address in this process at which a buffer begins."""
+    address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
+    return address
+
+
 class Mapping(mmap.mmap):
     """A block as the consumer maps it, which runs callbacks just before it is unmapped.
 
@@ -43,7 +49,7 @@ class Mapping(mmap.mmap):
     before_unmap: Sequence[Callable[[], None]] = ()
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        self.address = np.frombuffer(self, np.uint8).__array_interface__["data"][0]
+        self.address = address_of(self)
         _mappings[self.address] = self
         _mark_added()
 

@@ -1,7 +1,7 @@
 """The worker's side of shared memory: blocks to fill, which are used again and again.
 
     worker (BlockPool)                              consumer (BlockMap)
-    FREE --take()--> FILLING --sent()--> SENT ----> LEASED: arrays are views of it
+    free --take()--> filled --sent()--> sent -----> leased: arrays are views of it
      ^                                                |
      +---------- the number is released <------------+ the last view has died
 
@@ -21,7 +21,6 @@ references shows whether there are views that the package does not know of.
 from __future__ import annotations
 
 import contextlib
-import enum
 import logging
 import math
 import mmap
@@ -31,33 +30,15 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, SupportsIndex
+from typing import Any, NamedTuple, SupportsIndex
 
 import numpy as np
 
+from enqueuer.transport.block_map import address_of
 from enqueuer.transport.item_codec import Buffer, Pieces
 from enqueuer.transport.memory import allocation_error, map_shared, open_nameless
 from enqueuer.transport.protocol import INLINE_BYTES, MOST_IN_PACKET, NUMBER, SEGMENT, Kind
 from enqueuer.transport.ring import Ring
-
-
-class BlockState(enum.IntEnum):
-    """Where a block is in its life, as its worker knows it.
-
-    Numbers are hashed in C, and each block changes its state three times for an item.
-    """
-
-    FREE = 0
-    FILLING = 1
-    # Sent, and then leased, which only the consumer knows.
-    SENT = 2
-
-
-_NEXT = {
-    BlockState.FREE: {BlockState.FILLING},
-    BlockState.FILLING: {BlockState.SENT, BlockState.FREE},
-    BlockState.SENT: {BlockState.FREE},
-}
 
 
 class Block:
@@ -68,7 +49,7 @@ class Block:
         memory: Mapping of the block in this process.
         size: Capacity in bytes.
         fd: Descriptor, until it has been sent; then None.
-        state: State, as the head of this file shows.
+        is_sent: Whether the consumer has it, or its arrays.
         taken: Time at which the block was last taken, by `time.monotonic()`.
     """
 
@@ -77,13 +58,8 @@ class Block:
         self.memory = memory
         self.size = len(memory)
         self.fd = fd
-        self.state = BlockState.FREE
+        self.is_sent = False
         self.taken = 0.0
-
-    def move(self, new: BlockState) -> None:
-        """Change state; the only method that assigns `state` after the construction."""
-        assert new in _NEXT[self.state], f"{self.state} -> {new}"
-        self.state = new
 
     def close_descriptor(self) -> None:
         """Close the descriptor: the other side has its own now."""
@@ -99,7 +75,7 @@ class Block:
             self.memory.close()
 
 
-class UserBlock:
+class UserBlock(NamedTuple):
     """A block that the generator fills itself, and the arrays that show it.
 
     Attributes:
@@ -109,17 +85,10 @@ class UserBlock:
         array: Array that the generator was given.
     """
 
-    def __init__(
-        self,
-        block: Block,
-        address: int,
-        root: weakref.ref[np.ndarray],
-        array: weakref.ref[np.ndarray],
-    ) -> None:
-        self.block = block
-        self.address = address
-        self.root = root
-        self.array = array
+    block: Block
+    address: int
+    root: weakref.ref[np.ndarray]
+    array: weakref.ref[np.ndarray]
 
     def freeze(self, known: Iterable[np.ndarray]) -> bool:
         """Make all arrays that show the block read-only; return whether all are known.
@@ -138,12 +107,6 @@ class UserBlock:
         for view in views.values():
             view.flags.writeable = False
         return True
-
-
-def address_of(view: memoryview) -> int:
-    """Return the address in this process at which a buffer begins."""
-    address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
-    return address
 
 
 def _views_of(root: np.ndarray) -> int:
@@ -216,7 +179,7 @@ class BlockPool:
             root = np.frombuffer(block.memory, np.uint8)
             array: np.ndarray = np.ndarray(shape, dtype, root)
             self.user_blocks[block.number] = UserBlock(
-                block, root.__array_interface__["data"][0], weakref.ref(root), weakref.ref(array)
+                block, address_of(root), weakref.ref(root), weakref.ref(array)
             )
         return array
 
@@ -225,16 +188,14 @@ class BlockPool:
         address = address_of(view)
         for user_block in list(self.user_blocks.values()):
             offset, block = address - user_block.address, user_block.block
-            if 0 <= offset < block.size and block.state is BlockState.FILLING:
+            if 0 <= offset < block.size and not block.is_sent:
                 return user_block, offset
         return None
 
     def sent(self, block: Block) -> None:
         """Note that the consumer has a block now, and its descriptor, too."""
-        if block.fd is not None:
-            block.close_descriptor()
-        if block.state is BlockState.FILLING:
-            block.move(BlockState.SENT)
+        block.close_descriptor()
+        block.is_sent = True
 
     def reclaim(self, numbers: Iterable[int]) -> None:
         """Note that the consumer's last views of some blocks are gone."""
@@ -244,6 +205,7 @@ class BlockPool:
                 if user_block is not None and user_block.root() is not None:
                     self._released.add(number)
                 else:
+                    self.user_blocks.pop(number, None)
                     self._free_locked(self._busy.pop(number))
 
     def dropped(self) -> list[int]:
@@ -272,7 +234,6 @@ class BlockPool:
         else:
             self._free.remove(best)
         best.taken = time.monotonic()
-        best.move(BlockState.FILLING)
         self._busy[best.number] = best
         self._drop_idle_locked(best.taken)
         return best
@@ -283,12 +244,12 @@ class BlockPool:
             if user_block.root() is not None:
                 continue
             del self.user_blocks[number]
-            if number in self._released or user_block.block.state is BlockState.FILLING:
+            if number in self._released or not user_block.block.is_sent:
                 self._released.discard(number)
                 self._free_locked(self._busy.pop(number))
 
     def _free_locked(self, block: Block) -> None:
-        block.move(BlockState.FREE)
+        block.is_sent = False
         self._free.append(block)
         while len(self._free) > self._keep:
             self._drop_locked(self._free[0])
@@ -436,7 +397,7 @@ class BlockWriter:
         table: list[bytes] = []
         for block, begin, size in segments:
             if block.fd is not None:
-                self._emit(Kind.BLOCK, NUMBER.pack(block.number), block.fd)
+                self._emit(Kind.BLOCK, NUMBER.pack(block.number), (block.fd,))
             self.pool.sent(block)
             table.append(SEGMENT.pack(block.number, begin, size))
         dropped = self.pool.dropped()

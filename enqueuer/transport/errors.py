@@ -16,7 +16,7 @@ made as tblib makes them: by running a line of code that raises, under the other
 
 from __future__ import annotations
 
-import builtins
+import ast
 import functools
 import io
 import itertools
@@ -25,7 +25,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
-from types import CodeType, FunctionType, TracebackType
+from types import FunctionType, TracebackType
 from typing import Any, NamedTuple
 
 from tblib import pickling_support
@@ -34,16 +34,6 @@ from enqueuer.common.text import str_of
 from enqueuer.errors import WorkerError
 from enqueuer.transport.culprit import name_of
 
-Columns = tuple[int | None, int | None, int | None]
-"""The last line, the first column and the last one, in bytes from 0; None if unknown."""
-
-_UNKNOWN: Columns = (None, None, None)
-_STUB = compile("raise Exception", "<string>", "exec")
-# Units of two bytes of code that an entry of a line table describes.
-_MOST_UNITS = 8
-# Kinds of entries, of Objects/locations.md of CPython.
-_WITHOUT_COLUMNS, _WITH_COLUMNS = 13, 14
-
 
 class Place(NamedTuple):
     """The place of a frame."""
@@ -51,23 +41,10 @@ class Place(NamedTuple):
     file: str
     function: str
     line: int
-    columns: Columns
+    # Further lines of the expression, its first column and the last one, in bytes.
+    span: tuple[int, int, int]
     # Globals from which the source is found.
     names: dict[str, Any]
-
-
-def reduce_traceback(tb: TracebackType) -> tuple[Any, tuple[Any, ...]]:
-    """Reduce a traceback for pickle: to the function that rebuilds it, and its arguments."""
-    return rebuilt, (list(_places(tb)),)
-
-
-def rebuilt(places: Sequence[Place]) -> TracebackType | None:
-    """Return a traceback whose frames are in these places, the outermost first."""
-    result = None
-    for place in reversed(places):
-        frame = _raised_at(place)
-        result = TracebackType(result, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
-    return result
 
 
 def _places(tb: TracebackType | None) -> Iterator[Place]:
@@ -77,26 +54,46 @@ def _places(tb: TracebackType | None) -> Iterator[Place]:
         names: dict[str, Any] = {
             name: known[name] for name in ("__file__", "__name__") if name in known
         }
-        yield Place(code.co_filename, code.co_name, tb.tb_lineno, _columns_of(tb), names)
+        # Other programs that make code, for templates say, may give it no line.
+        yield Place(code.co_filename, code.co_name, tb.tb_lineno or 0, _span_of(tb), names)
         tb = tb.tb_next
 
 
-def _columns_of(tb: TracebackType) -> Columns:
+def _span_of(tb: TracebackType) -> tuple[int, int, int]:
     if sys.version_info >= (3, 11) and tb.tb_lasti >= 0:
         positions = tb.tb_frame.f_code.co_positions()
-        at = next(itertools.islice(positions, tb.tb_lasti // 2, None), None)
-        if at is not None and at[0] == tb.tb_lineno:
-            return at[1], at[2], at[3]
-    return _UNKNOWN
+        unknown = (None,) * 4
+        line, last, begin, end = next(itertools.islice(positions, tb.tb_lasti // 2, None), unknown)
+        if line is not None and last is not None and begin is not None and end is not None:
+            # The compiler refuses others, which such programs may leave.
+            if line == tb.tb_lineno and (line, begin) <= (last, end):
+                return last - line, begin, end
+    # The compiler takes -1 for unknown columns.
+    return 0, -1, -1
+
+
+def _rebuilt(places: Sequence[Place]) -> TracebackType | None:
+    """Return a traceback whose frames are in these places, the outermost first."""
+    result = None
+    for place in reversed(places):
+        frame = _raised_at(place)
+        result = TracebackType(result, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return result
 
 
 def _raised_at(place: Place) -> TracebackType:
     """Return a traceback of one frame, which is in a place."""
-    code = _STUB.replace(co_firstlineno=place.line, co_filename=place.file, co_name=place.function)
+    module: Any = ast.parse("raise Exception")
+    statement = module.body[0]
+    lines, *columns = place.span
+    for node in (statement, statement.exc):
+        node.end_lineno = 1 + lines
+        node.col_offset, node.end_col_offset = columns
+    code = compile(module, place.file, "exec").replace(
+        co_name=place.function, co_firstlineno=place.line
+    )
     if sys.version_info >= (3, 11):
-        code = code.replace(
-            co_qualname=place.function, co_linetable=_line_table(code, place.line, place.columns)
-        )
+        code = code.replace(co_qualname=place.function)
     try:
         exec(code, dict(place.names))
     except Exception as error:
@@ -106,89 +103,25 @@ def _raised_at(place: Place) -> TracebackType:
     raise AssertionError("the code did not raise")
 
 
-def _line_table(code: CodeType, line: int, columns: Columns) -> bytes:
-    """Return a line table in which all instructions have the same place."""
-    last, begin, end = columns
-    if last is None or begin is None or end is None or last < line:
-        kind, place = _WITHOUT_COLUMNS, b"\0"
-    else:
-        kind = _WITH_COLUMNS
-        place = b"\0" + b"".join(map(_varint, (last - line, begin + 1, end + 1)))
-    left, table = len(code.co_code) // 2, b""
-    while left:
-        units = min(left, _MOST_UNITS)
-        table += bytes([0x80 | kind << 3 | units - 1]) + place
-        left -= units
-    return table
-
-
-def _varint(number: int) -> bytes:
-    """Return a number in groups of six bits, the lowest first, with a mark at all but the last.
-
-    Example:
-        >>> list(_varint(5)), list(_varint(200))
-        ([5], [72, 3])
-    """
-    groups = []
-    while number >= 64:
-        groups.append(number & 63 | 64)
-        number >>= 6
-    return bytes([*groups, number])
-
-
 # Frames of a traceback; recursion limits make pickling of some hundreds fail.
 MOST_FRAMES = 50
 _HEAD_FRAMES = 20
-
-_BUILTIN_REDUCERS = (BaseException.__reduce__, OSError.__reduce__)
-# Python 3.10 has no groups.
-_GROUP: type | tuple[()] = getattr(builtins, "BaseExceptionGroup", ())
 
 
 def reduce(obj: object) -> Any:
     """Return what pickle needs for an exception or a traceback; NotImplemented for others."""
     if isinstance(obj, TracebackType):
-        return reduce_traceback(_cut(obj))
+        places = list(_places(obj))
+        if len(places) > MOST_FRAMES:
+            places = places[:_HEAD_FRAMES] + places[_HEAD_FRAMES - MOST_FRAMES :]
+        return _rebuilt, (places,)
     if isinstance(obj, BaseException):
-        return _reduce_error(obj)
+        # tblib loses the arguments of an `__init__` in C, unless it counts as a built-in one.
+        init = type(obj).__init__
+        if isinstance(init, FunctionType):
+            return pickling_support.pickle_exception(obj)
+        return pickling_support.pickle_exception(obj, builtin_inits=(init,))
     return NotImplemented
-
-
-def _reduce_error(error: BaseException) -> Any:
-    """Reduce an error by tblib, with the arguments of an `__init__` in C, which tblib loses."""
-    own_reduce = type(error).__reduce__ not in _BUILTIN_REDUCERS
-    if own_reduce or isinstance(type(error).__init__, FunctionType):
-        return pickling_support.pickle_exception(error)
-    reduced = error.__reduce__()
-    assert isinstance(reduced, tuple)
-    function, args, *state = reduced
-    if isinstance(error, _GROUP):
-        args = (error.message, error.exceptions)  # type: ignore[attr-defined]  # 3.10 has none
-    links = (
-        error.__cause__,
-        error.__traceback__,
-        error.__context__,
-        error.__suppress_context__,
-        getattr(error, "__notes__", None),
-    )
-    return (pickling_support.unpickle_exception, (function, args, *links), *state)
-
-
-def _cut(tb: TracebackType) -> TracebackType:
-    """Return `tb` with at most `MOST_FRAMES` frames: the first and the last ones."""
-    frames: list[TracebackType] = []
-    here: TracebackType | None = tb
-    while here is not None:
-        frames.append(here)
-        here = here.tb_next
-    if len(frames) <= MOST_FRAMES:
-        return tb
-    kept: Sequence[TracebackType] = frames[:_HEAD_FRAMES] + frames[_HEAD_FRAMES - MOST_FRAMES :]
-    result: TracebackType | None = None
-    for frame in reversed(kept):
-        result = TracebackType(result, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
-    assert result is not None
-    return result
 
 
 def text_of(error: BaseException) -> str:

@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from enqueuer.common.sizes import OUT_OF_BAND_BYTES
+from enqueuer.common.sizes import OUT_OF_BAND_BYTES, is_plain_tensor
 from enqueuer.errors import ItemNotPicklable
 
 # numpy has no bfloat16 and no float8, so a tensor travels as numbers of the same size.
@@ -46,13 +46,11 @@ def reduce_tensor(tensor: Any) -> Any:
     array = _array_of(tensor)
     if array is not None:
         return from_array, (array,)
-    if not _is_plain(tensor):
+    if not _has_carrier(tensor):
         return tensor.__reduce_ex__(5)
-    torch = sys.modules["torch"]
     strides = tensor.stride()
     order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
-    carrier = getattr(torch, _CARRIERS[tensor.element_size()])
-    array = tensor.permute(order).view(carrier).numpy()
+    array = _carrier_of(tensor.permute(order))
     return as_tensor, (array, str(tensor.dtype).removeprefix("torch."), order)
 
 
@@ -87,8 +85,8 @@ def from_array(array: np.ndarray) -> Any:
 def _array_of(tensor: Any) -> np.ndarray | None:
     """Return a tensor as an array of its memory; None if numpy lacks its dtype or its order.
 
-    Most tensors are of this kind. The checks of `_is_plain` and the calls after them take several
-    times as long.
+    Most tensors are of this kind. The checks of `_has_carrier` and the calls after them take
+    several times as long.
     """
     if type(tensor) is not sys.modules["torch"].Tensor or tensor.__dict__:
         return None
@@ -99,12 +97,9 @@ def _array_of(tensor: Any) -> np.ndarray | None:
     return array if array.flags.c_contiguous else None
 
 
-def _is_plain(tensor: Any) -> bool:
-    torch = sys.modules["torch"]
+def _has_carrier(tensor: Any) -> bool:
     return (
-        tensor.layout is torch.strided
-        and tensor.device.type == "cpu"
-        and not (tensor.requires_grad or tensor.is_quantized)
+        is_plain_tensor(tensor)
         and not (tensor.is_conj() or tensor.is_neg())
         and tensor.element_size() in _CARRIERS
         and not tensor.__dict__

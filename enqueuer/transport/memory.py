@@ -17,6 +17,7 @@ from collections import deque
 from itertools import repeat
 from typing import Any
 
+from enqueuer.common import interrupts
 from enqueuer.common.descriptors import is_portable
 from enqueuer.errors import BlockMemoryError
 
@@ -105,8 +106,16 @@ def map_shared(fd: int, size: int) -> mmap.mmap:
 
 
 def nameless_file(data: bytes) -> int:
-    """Return a descriptor of nameless memory that holds `data`; raise as `open_nameless`."""
-    fd = open_nameless(len(data))
+    """Return a descriptor of nameless memory that holds `data`.
+
+    Raises:
+        BlockMemoryError: There is no room, or no descriptor left.
+    """
+    try:
+        fd = open_nameless(len(data))
+    except OSError as error:
+        interrupts.raise_handlers(error)
+        raise allocation_error(len(data), error) from error
     with open(fd, "wb", closefd=False) as file:
         file.write(data)
     return fd

@@ -22,6 +22,8 @@ from operator import itemgetter
 
 from enqueuer.common import interrupts
 from enqueuer.common.descriptors import is_portable
+from enqueuer.transport.memory import nameless_file
+from enqueuer.transport.protocol import INLINE_BYTES
 
 # Bytes; well below the buffer of a socket, usually 208 KiB.
 MAX_PACKET = 64 * 1024
@@ -75,16 +77,36 @@ class Packets:
         Raises:
             OSError: The other end is gone (BrokenPipeError, ConnectionResetError).
         """
-        if self.is_stream:
-            return self._send_stream(data, fds, wait)
+        # A stream needs the lengths, and does not keep descriptors with a byte.
+        packet = _LENGTH.pack(len(data)) + bytes([len(fds)]) + data if self.is_stream else data
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else ()
         try:
-            self._sock.sendmsg(
-                [data], _rights(fds) if fds else (), 0 if wait else socket.MSG_DONTWAIT
-            )
+            sent = self._sock.sendmsg([packet], rights, 0 if wait else socket.MSG_DONTWAIT)
         except BlockingIOError as error:
             interrupts.raise_handlers(error)
             return False
+        if sent < len(packet):
+            # The rest of a packet must follow in a stream. The other end reads before it sends, so
+            # this cannot wait forever.
+            self._sock.sendall(packet[sent:])
         return True
+
+    def send_whole(
+        self, head: bytes, data: bytes, fds: Sequence[int] = (), *, wait: bool = True
+    ) -> bool:
+        """Send one packet, as `send`; large data in a file beside it, see `read_whole`.
+
+        Raises:
+            BlockMemoryError: There is no room for the file, or no descriptor left.
+            OSError: As for `send`.
+        """
+        if len(data) <= INLINE_BYTES:
+            return self.send(head + data, fds, wait=wait)
+        fd = nameless_file(data)
+        try:
+            return self.send(head, (fd,), wait=wait)
+        finally:
+            os.close(fd)
 
     def drain(self) -> None:
         """Move all that has come into `received`; wait for nothing."""
@@ -147,25 +169,8 @@ class Packets:
         self._bytes += data
         self._cut()
 
-    # --- the stream, where there are no packets ---
-
-    def _send_stream(self, data: bytes, fds: Sequence[int], wait: bool) -> bool:
-        # The count of descriptors is sent along, since a stream does not keep them with a byte.
-        packet = _LENGTH.pack(len(data)) + bytes([len(fds)]) + data
-        try:
-            sent = self._sock.sendmsg(
-                [packet], _rights(fds) if fds else (), 0 if wait else socket.MSG_DONTWAIT
-            )
-        except BlockingIOError as error:
-            interrupts.raise_handlers(error)
-            return False
-        if sent < len(packet):
-            # The rest of a packet must follow. The other end reads before it sends, so this cannot
-            # wait forever.
-            self._sock.sendall(packet[sent:])
-        return True
-
     def _cut(self) -> None:
+        """Cut a stream into packets."""
         head = _LENGTH.size + 1
         while len(self._bytes) >= head:
             (length,) = _LENGTH.unpack_from(self._bytes)
@@ -185,7 +190,3 @@ def send_descriptors(packets: Packets, fds: Sequence[int]) -> None:
 def packets_of(count: int) -> int:
     """Return the number of packets with which `send_descriptors` sends so many descriptors."""
     return -(-count // _MOST_FDS)
-
-
-def _rights(fds: Sequence[int]) -> list[tuple[int, int, array.array[int]]]:
-    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]

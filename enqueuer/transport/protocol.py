@@ -1,7 +1,7 @@
 """The protocol of a channel, between one worker process and the consumer: frames and packets.
 
     worker (ItemSender)                                           consumer (ItemReceiver)
-      frames ITEM END FAILURE ...  ----- the ring ------------>  items(), other()
+      frames ITEM END FAILURE ...  ----- the ring ------------>  head(), items()
       packets READY BLOCK DROP RECORD WAKE  ---- a socket ---->  blocks, records
       orders, wake-ups         <--- packets EPOCH TASK STOP WAKE
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import enum
 import struct
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 
 class Kind(enum.IntEnum):
@@ -66,10 +66,10 @@ NUMBER = struct.Struct("=Q")
 # Number of the report for its item, whether to log it.
 REPORT = struct.Struct("=Q?")
 
-# A larger pickle goes into a block.
+# A larger pickle goes into a block, and other data into a file beside its packet.
 INLINE_BYTES = 16 * 1024
-# Numbers of blocks in one packet.
-MOST_IN_PACKET = 4096
+# Numbers of blocks in one packet, as many as go without a file beside it.
+MOST_IN_PACKET = INLINE_BYTES // NUMBER.size
 
 
 class Credit(NamedTuple):
@@ -86,13 +86,3 @@ class Credit(NamedTuple):
     waiting_bytes: int | None
     ask: bool
     spins: bool = False
-
-
-class Taken(Protocol):
-    """Record of the items that were taken, see `enqueuer.backends.shard_schedule.ShardOrder`."""
-
-    numbers: dict[int, int]
-    last: int
-
-    def remember(self, shard: int, number: int, state: Any) -> None:
-        """Keep the state of an iterator after an item that is about to be taken."""

@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import pickle
 import struct
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import chain, repeat
-from typing import Any
+from typing import Any, Literal
 
 from enqueuer.common import interrupts
 from enqueuer.errors import BlockMemoryError, ItemNotLoadable, TransportError
@@ -29,19 +28,17 @@ from enqueuer.monitoring.meters import BYTES
 from enqueuer.transport import item_codec, small_arrays, task_queue
 from enqueuer.transport.block_map import BlockMap
 from enqueuer.transport.errors import decode_error
-from enqueuer.transport.memory import nameless_file, read_whole
+from enqueuer.transport.memory import read_whole
 from enqueuer.transport.packets import Packets
 from enqueuer.transport.protocol import (
     ALIGNMENT,
     FRAME,
-    INLINE_BYTES,
     NUMBER,
     PACKET,
     REPORT,
     SEGMENT,
     Credit,
     Kind,
-    Taken,
 )
 from enqueuer.transport.ring import (
     ASKING,
@@ -61,7 +58,15 @@ from enqueuer.transport.ring import (
     WRITTEN,
     Ring,
 )
-from enqueuer.workers.messages import Empty, End, Epoch, Failure, ItemTuple, Reported
+from enqueuer.workers.messages import (
+    Empty,
+    End,
+    Epoch,
+    Failure,
+    ItemTuple,
+    Reported,
+    Taken,
+)
 
 
 class ReceiverControl:
@@ -110,11 +115,11 @@ class ReceiverControl:
             import cloudpickle
 
             dumps = cloudpickle.dumps
-        self._send_whole(Kind.EPOCH, b"", dumps(epoch, protocol=5))
+        self._send(Kind.EPOCH, dumps(epoch, protocol=5), wait=True)
 
     def assign(self, token: int, number: int, ticket: bytes) -> None:
         """Send the worker a ticket, packed, that no other worker may take."""
-        self._send_whole(Kind.TASK, task_queue.HEAD.pack(token, number), ticket)
+        self._send(Kind.TASK, ticket, task_queue.HEAD.pack(token, number), wait=True)
 
     def ask_to_stop(self) -> None:
         """Order the worker to exit; again does nothing."""
@@ -148,23 +153,10 @@ class ReceiverControl:
         """Ask no more to be woken."""
         self._words[CONSUMER_ASLEEP] = 0
 
-    def _send_whole(self, kind: Kind, head: bytes, data: bytes) -> None:
-        """Send data of any size: what is large goes beside the packet."""
-        if len(data) <= INLINE_BYTES:
-            self._send(kind, head + data, wait=True)
-            return
-        fd = nameless_file(data)
+    def _send(self, kind: Kind, data: bytes = b"", head: bytes = b"", wait: bool = False) -> None:
+        head = PACKET.pack(kind, self._orders + 1) + head
         try:
-            self._send(kind, head, wait=True, fds=(fd,))
-        finally:
-            os.close(fd)
-
-    def _send(
-        self, kind: Kind, body: bytes = b"", wait: bool = False, fds: Sequence[int] = ()
-    ) -> None:
-        packet = PACKET.pack(kind, self._orders + 1) + body
-        try:
-            if not self.packets.send(packet, fds, wait=wait):
+            if not self.packets.send_whole(head, data, wait=wait):
                 # The socket is full of packets that the worker has not read; these wake it, too.
                 return
         except OSError as error:
@@ -227,6 +219,7 @@ class ReceiverControl:
 
 
 _ARRAYS = int(Kind.ARRAYS)
+_MESSAGES = frozenset({Kind.END, Kind.FAILURE, Kind.SKIPPED, Kind.REPORTED})
 _loads = pickle.loads
 
 
@@ -276,41 +269,22 @@ class FrameDecoder:
         Raises:
             TransportError: The frame makes no sense.
         """
-        match kind:
-            case Kind.END:
-                return self._end(body, table, shard, number)
-            case Kind.EMPTY:
-                return Empty(number)
-            case Kind.FAILURE | Kind.SKIPPED:
-                error = self._error(body, table)
-                return Failure(shard, number, error, skipped=kind == Kind.SKIPPED)
-            case Kind.REPORTED:
-                return self._reported(body, table, shard, number)
-        raise TransportError(f"{self._name} sent a malformed frame")
-
-    def _end(self, body: memoryview, table: int, shard: int, number: int) -> End | Failure:
-        if not body:
-            return End(shard, None, number)
+        if kind == Kind.EMPTY:
+            return Empty(number)
+        if kind not in _MESSAGES:
+            raise TransportError(f"{self._name} sent a malformed frame")
+        is_skipped = kind in (Kind.SKIPPED, Kind.REPORTED)
         try:
-            return End(shard, self.load(Kind.END, body, table), number)
+            data, buffers = self._open(body, table)
         except BlockMemoryError as error:
-            return Failure(shard, number, error)
-
-    def _error(self, body: memoryview, table: int) -> BaseException:
-        try:
-            data, _ = self._open(body, table)
-        except BlockMemoryError as error:
-            return error
-        return decode_error(bytes(data))
-
-    def _reported(self, body: memoryview, table: int, shard: int, number: int) -> Failure:
-        try:
-            data, _ = self._open(body, table)
-        except BlockMemoryError as error:
-            return Failure(shard, number, error, skipped=True)
-        nth, log = REPORT.unpack_from(data)
-        caught = decode_error(bytes(data[REPORT.size :]))
-        return Reported(shard, number, caught, nth=nth, log=log)
+            return Failure(shard, number, error, skipped=is_skipped)
+        if kind == Kind.END:
+            return End(shard, item_codec.decode(data, buffers) if body else None, number)
+        if kind == Kind.REPORTED:
+            nth, log = REPORT.unpack_from(data)
+            caught = decode_error(bytes(data[REPORT.size :]))
+            return Reported(shard, number, caught, nth=nth, log=log)
+        return Failure(shard, number, decode_error(bytes(data)), skipped=is_skipped)
 
     def _open(self, body: memoryview, table: int) -> tuple[memoryview, list[memoryview]]:
         """Return the pickle of a frame and the buffers beside it."""
@@ -333,7 +307,8 @@ _RUN, _STATED = int(Kind.RUN), int(Kind.STATED)
 _ITEMS = frozenset(map(int, (Kind.ITEM, Kind.STATED, Kind.ARRAYS)))
 _HEAD = FRAME.size
 _NO_LIMIT = 1 << 62
-# Items of a run that C code takes, at least.
+# Items of a run that C code takes, at least: a caller that asks for one may have code of its own
+# behind it, where they would count too late.
 _SHORTEST_CHAIN = 4
 _NAMES = ("_given", "last")
 _NO_HEAD = (-1, False)
@@ -507,61 +482,77 @@ class ItemReceiver:
         position, message = self._head
         if position == self.position:
             return message
-        found = self.other()
-        if found is None:
+        found = self._next()
+        if found is True:
             return True
         if isinstance(found, Failure):
             found = dataclasses.replace(found, worker=self._name)
         self._head = self.position, found
         return found
 
+    def _next(self) -> Literal[True] | End | Failure | Empty:
+        """Return the next message in the ring, and begin a run; True for an item.
+
+        Raises:
+            TransportError: It makes no sense.
+        """
+        written = self._words[WRITTEN]
+        self._ring.order()
+        if self._is_in_run(written):
+            return True
+        at = self.position % RING_BYTES
+        size, table, kind, shard, number = FRAME.unpack_from(self._frames, at)
+        if kind == _RUN:
+            run, position = (self.position, shard, number), self.position + _HEAD
+            self._run = run
+            self.position = position
+            return True
+        if kind not in _ITEMS:
+            body = self._frames[at + _HEAD : at + size]
+            return self._decoder.message(kind, shard, number, body, table)
+        return True if self._trouble is None else Failure(shard, number, self._trouble)
+
     def remove(self, message: End | Failure | Empty) -> None:
         """Forget the message that `head` returned; again does nothing."""
         position, head = self._head
         if head is message and position == self.position:
-            self.pass_over()
+            size, _, kind, _, _ = FRAME.unpack_from(self._frames, position % RING_BYTES)
+            position = _behind(position, size)
+            given = self._given + (kind in _ITEMS)
+            self.position = position
+            self._given = given
+            self._trouble = None
+            self._blocks.current.clear()
         self._head = _NO_HEAD
 
     def items(self, most: int, taken: Taken) -> Iterator[ItemTuple]:
-        """Return the items that are there now, up to an end or a failure.
+        """Return the items that are there now, up to an end, a failure, or another kind of item.
 
         An exception out of a signal handler loses no item and repeats none, if the caller keeps
         them in C, as `deque.extend` does. `taken` notes each item.
         """
         written = self._words[WRITTEN]
         self._ring.order()
-        if most < _SHORTEST_CHAIN or not self._is_in_run(written):
-            return self._one_by_one(most, taken, written)
+        if not self._is_in_run(written):
+            return self._of_frames(most, taken, written)
+        if most < _SHORTEST_CHAIN:
+            return self._of_run(most, taken)
         values, first, shard, number = self._loaded
         left = values[self._given - first :][:most]
         count, number = len(left), number + self._given - first
-        # What is written behind the items of the run yields nothing.
+        # What is written behind the items yields nothing.
         return chain(
             zip(repeat(shard), range(number, number + count), left, repeat(None), strict=False),
             filter(None, map(setattr, (self, taken), _NAMES, (self._given + count, shard))),
             filter(None, map(taken.numbers.__setitem__, (shard,), (number + count,))),
-            self._one_by_one(most - count, taken, written),
         )
 
-    def _one_by_one(self, most: int, taken: Taken, written: int) -> Iterator[ItemTuple]:
+    def _of_frames(self, most: int, taken: Taken, written: int) -> Iterator[ItemTuple]:
         frames, unpack, numbers = self._frames, FRAME.unpack_from, taken.numbers
         load, current = self._decoder.load, self._blocks.current
-        while most > 0:
-            if self._is_in_run(written):
-                before = self._given
-                yield from self._of_run(most, taken)
-                most -= self._given - before
-                continue
-            if self.position >= written:
-                return
+        while most > 0 and self.position < written:
             at = self.position % RING_BYTES
             size, table, kind, shard, number = unpack(frames, at)
-            if kind == _RUN:
-                run = self.position, shard, number
-                position = self.position + _HEAD
-                self._run = run
-                self.position = position
-                continue
             if kind not in _ITEMS:
                 return
             body = frames[at + _HEAD : at + size]
@@ -570,7 +561,7 @@ class ItemReceiver:
             except Exception:
                 self._trouble = self._decoder.why_not_loaded(kind, body, table)
                 if self._trouble is None:
-                    # A signal handler has raised it: the item is whole at the next try.
+                    # A signal handler was the cause: the item is whole at the next try.
                     raise
                 return
             if kind == _STATED:
@@ -603,37 +594,6 @@ class ItemReceiver:
             taken.last = shard
             self._given += 1
             yield item
-
-    def other(self) -> End | Failure | Empty | None:
-        """Return the next message in the ring; None if it is an item that can be loaded.
-
-        It stays there until `pass_over`.
-
-        Raises:
-            TransportError: It makes no sense.
-        """
-        written = self._words[WRITTEN]
-        self._ring.order()
-        if self._is_in_run(written):
-            return None
-        at = self.position % RING_BYTES
-        size, table, kind, shard, number = FRAME.unpack_from(self._frames, at)
-        if kind == _RUN:
-            return None
-        if kind not in _ITEMS:
-            body = self._frames[at + _HEAD : at + size]
-            return self._decoder.message(kind, shard, number, body, table)
-        return None if self._trouble is None else Failure(shard, number, self._trouble)
-
-    def pass_over(self) -> None:
-        """Count what `other` returned last as read."""
-        size, _, kind, _, _ = FRAME.unpack_from(self._frames, self.position % RING_BYTES)
-        position = _behind(self.position, size)
-        given = self._given + (kind in _ITEMS)
-        self.position = position
-        self._given = given
-        self._trouble = None
-        self._blocks.current.clear()
 
     def _is_in_run(self, written: int) -> bool:
         """Return whether the next message is an item of a run; load all that have come of it.

@@ -17,25 +17,25 @@ and whichever thread holds it sends what has been queued.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import os
 import pickle
 import select
 import socket
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from enqueuer.common.descriptors import close_in_children
-from enqueuer.errors import Closed
+from enqueuer.errors import BlockMemoryError, Closed
 from enqueuer.monitoring.meters import BYTES, IDLE, SENDING, WAITING, Meter, clock
 from enqueuer.transport import task_queue
 from enqueuer.transport.blocks import BlockWriter
 from enqueuer.transport.errors import encode_error
 from enqueuer.transport.item_codec import SCALARS, Buffer, Encoder, Pieces
-from enqueuer.transport.memory import nameless_file, read_whole
+from enqueuer.transport.memory import read_whole
 from enqueuer.transport.packets import Packets
 from enqueuer.transport.protocol import ALIGNMENT, FRAME, INLINE_BYTES, PACKET, REPORT, Credit, Kind
 from enqueuer.transport.ring import (
@@ -128,11 +128,8 @@ class SenderControl:
 
     def try_flush(self) -> bool:
         """Send what was logged without waiting; return whether there is more."""
-        with self._lock:
-            try:
-                self._send_records_locked(wait=False)
-            except OSError:
-                self.closed = True
+        with contextlib.suppress(Closed):
+            self.flush_records(wait=False)
         return bool(self.records)
 
     def sleep(
@@ -208,20 +205,15 @@ class SenderControl:
         is_kept, self._is_wake_kept = self._is_wake_kept, False
         return is_kept
 
-    def emit(self, kind: int, body: bytes = b"", fd: int | None = None) -> None:
+    def emit(self, kind: int, body: bytes = b"", fds: Sequence[int] = ()) -> None:
         """Send one packet, and before it what was logged before it.
 
         Raises:
             Closed: The consumer left.
         """
-        if self.records:
-            self.flush_records()
-        try:
-            with self._lock:
-                self._send_locked(kind, body, fd, wait=True)
-        except OSError as error:
-            self.closed = True
-            raise Closed("the consumer left") from error
+        with self._sending():
+            self._send_records_locked(wait=True)
+            self._send_locked(kind, body, fds, wait=True)
 
     def send_record(self, record: logging.LogRecord) -> None:
         """Send a log record without ever waiting; what does not fit now goes with the next packet.
@@ -241,32 +233,35 @@ class SenderControl:
             finally:
                 self._lock.release()
 
-    def flush_records(self) -> None:
-        """Send what was logged.
+    def flush_records(self, wait: bool = True) -> None:
+        """Send what was logged; without `wait`, as much as there is room for.
 
         Raises:
             Closed: The consumer left.
         """
+        with self._sending():
+            self._send_records_locked(wait)
+
+    def close(self) -> None:
+        """Send what was logged last, then close the socket."""
+        with contextlib.suppress(Closed):
+            self.flush_records()
+        with self._lock:
+            self.closed = True
+            self.packets.close()
+
+    @contextlib.contextmanager
+    def _sending(self) -> Iterator[None]:
         try:
             with self._lock:
-                self._send_records_locked(wait=True)
+                yield
         except OSError as error:
             self.closed = True
             raise Closed("the consumer left") from error
 
-    def close(self) -> None:
-        """Send what was logged last, then close the socket."""
-        with self._lock:
-            try:
-                self._send_records_locked(wait=True)
-            except OSError:
-                pass
-            self.closed = True
-            self.packets.close()
-
-    def _send_locked(self, kind: int, body: bytes, fd: int | None, wait: bool) -> bool:
-        packet = PACKET.pack(kind, self._sequence) + body
-        if not self.packets.send(packet, () if fd is None else (fd,), wait=wait):
+    def _send_locked(self, kind: int, data: bytes, fds: Sequence[int], wait: bool) -> bool:
+        head = PACKET.pack(kind, self._sequence)
+        if not self.packets.send_whole(head, data, fds, wait=wait):
             return False
         self._sequence += 1
         self._words[PACKETS] = self._sequence
@@ -277,20 +272,15 @@ class SenderControl:
             if self._lost_records and not self.records:
                 self.records.append(pickle.dumps(_loss(self._lost_records).__dict__))
                 self._lost_records = 0
-            if not self.records:
-                return
-            if not self._send_record_locked(self.records[0], wait):
-                return
+            try:
+                if not self.records or not self._send_locked(
+                    Kind.RECORD, self.records[0], (), wait
+                ):
+                    return
+            except BlockMemoryError:
+                # There is no descriptor left for a long text.
+                self._lost_records += 1
             self.records.popleft()
-
-    def _send_record_locked(self, data: bytes, wait: bool) -> bool:
-        if len(data) <= INLINE_BYTES:
-            return self._send_locked(Kind.RECORD, data, None, wait)
-        fd = nameless_file(data)
-        try:
-            return self._send_locked(Kind.RECORD, b"", fd, wait)
-        finally:
-            os.close(fd)
 
 
 def _loss(count: int) -> logging.LogRecord:
@@ -383,17 +373,15 @@ class FrameWriter:
         self._run_number = number + 1
         self.sent = sent = self.sent + 1
         self._written = written = self._lap + end
+        if not IS_STRONG:
+            self._publish(number)
+            return
         # As `_publish`, without its call and that of the fence.
         words = self._words
-        if not IS_STRONG:
-            self._fence()
         words[SENT] = sent
         words[WRITTEN] = written
-        if IS_STRONG:
-            self._take_lock(False)
-            self._release_lock()
-        else:
-            self._fence()
+        self._take_lock(False)
+        self._release_lock()
         if words[CONSUMER_ASLEEP] != self._asleep:
             self._wake_consumer(number)
 
@@ -500,8 +488,6 @@ class ItemSender:
         self._tickets: deque[Ticket] = deque()
         # Items that the times of the meter stand for.
         self._timed = 0
-        # Items that may be sent without asking the allowance; stays 0 with a bound on bytes.
-        self._limit = 0
         self._severed = _Severed(self)
         close_in_children(self._severed)
 
@@ -517,7 +503,7 @@ class ItemSender:
         """
         # An item that may have to wait, or has much to copy, is timed, and stands for all since
         # the last one that was timed.
-        began = clock() if self._writer.sent >= self._limit else 0
+        began = clock() if self._writer.sent >= self._allowance.limit else 0
         kind, table = _ITEM, 0
         # Bytes, or pieces of a large pickle, which `_prepare` puts into a block.
         data: Any
@@ -527,11 +513,8 @@ class ItemSender:
             data, buffers = self._encode((value, state))
         elif (encode := SCALARS.get(type(value))) is not None:
             data = encode(value)
-            if not began and len(data) <= MOST_IN_RUN:
-                if self._words[ORDERS] > self._control.orders:
-                    self._control.check()
-                self._append(shard, number, data)
-                return
+            if len(data) <= MOST_IN_RUN:
+                kind = _RUN
         elif (packed := self._pack(value)) is not None:
             layout, data = packed
             kind, table, data = _ARRAYS, len(layout), layout + data
@@ -547,32 +530,35 @@ class ItemSender:
             began += self.meter.words[WAITING] - waited
         elif self._words[ORDERS] > self._control.orders:
             self._control.check()
-        self._put(kind, shard, number, table, data, 1)
+        if kind == _RUN:
+            self._append(shard, number, data)
+        else:
+            self._put(kind, shard, number, table, data, 1)
         if began:
             self._account(clock() - began, is_large)
 
     def send(self, message: End | Failure | Empty) -> None:
         """Send what is no item; needs no credit. Raises as `send_item`."""
         self._control.check()
-        if isinstance(message, Empty):
-            self._put(Kind.EMPTY, 0, message.number, 0, b"")
-            return
-        kind, data, buffers = self._encoded(message)
+        data: bytes | Pieces = b""
+        buffers: Sequence[Buffer] = ()
+        match message:
+            case Empty():
+                self._put(Kind.EMPTY, 0, message.number, 0, b"")
+                return
+            case End():
+                kind = Kind.END
+                if message.state is not None:
+                    data, buffers = self._encode(message.state)
+            case Reported():
+                kind = Kind.REPORTED
+                data = REPORT.pack(message.nth, message.log) + encode_error(message.error)
+            case _:
+                kind = Kind.SKIPPED if message.skipped else Kind.FAILURE
+                data = encode_error(message.error)
         data, segments = self.blocks.lay_out(data, buffers)
         table = self.blocks.announce(segments)
         self._put(kind, message.shard, message.number, len(table), table + data)
-
-    def _encoded(self, message: End | Failure) -> tuple[int, bytes | Pieces, Sequence[Buffer]]:
-        if isinstance(message, End):
-            data: bytes | Pieces = b""
-            buffers: Sequence[Buffer] = ()
-            if message.state is not None:
-                data, buffers = self._encode(message.state)
-            return Kind.END, data, buffers
-        error = encode_error(message.error)
-        if isinstance(message, Reported):
-            return Kind.REPORTED, REPORT.pack(message.nth, message.log) + error, ()
-        return Kind.SKIPPED if message.skipped else Kind.FAILURE, error, ()
 
     def next_epoch(self) -> Epoch | None:
         """Wait for the next epoch; None when there will be none."""
@@ -599,7 +585,7 @@ class ItemSender:
             if found is None:
                 control.sleep(also=task_socket.fileno())
                 # So that the next result is timed.
-                self._limit = 0
+                self._allowance.limit = 0
                 continue
             token, number = task_queue.HEAD.unpack_from(found[0])
             self._words[CLAIMED] = token + 1
@@ -611,7 +597,7 @@ class ItemSender:
 
     def sever(self) -> None:
         """Send nothing any more, as the process is a forked copy of the worker."""
-        self._control.closed, self._limit = True, 0
+        self._control.closed, self._allowance.limit = True, 0
 
     def close(self) -> None:
         """Send what was logged last, then close the channel."""
@@ -654,19 +640,13 @@ class ItemSender:
     def _wait_for_credit(self) -> None:
         """Return when the current item may be sent."""
         control = self._control
-        while not self._may_send():
+        while not self._allowance.covers(self._writer.sent):
             if self._asks:
                 self._words[ASKING] = self._writer.sent + 1
                 self._fence()
                 control.wake_consumer()
-            control.sleep(self._may_send)
+            control.sleep(lambda: self._allowance.covers(self._writer.sent))
             control.check()
-
-    def _may_send(self) -> bool:
-        if not self._allowance.covers(self._writer.sent):
-            return False
-        self._limit = self._allowance.limit
-        return True
 
 
 class _Allowance:

@@ -75,22 +75,18 @@ class SharedSender:
     # --- any thread ---
 
     def send_item(self, shard: int, number: int, value: object, state: Any = None) -> None:
-        with self._lock:
-            try:
-                self._sender.send_item(shard, number, value, state)
-                self._drop_claim(number)
-            finally:
-                self._pass_orders_locked()
-            must_wake = self._control.take_wake()
-        if must_wake:
-            self._wake_loop()
+        self._send(number, self._sender.send_item, shard, number, value, state)
 
     def send(self, message: End | Failure | Empty) -> None:
+        goes_on = isinstance(message, Failure) and message.skipped
+        self._send(None if goes_on else message.number, self._sender.send, message)
+
+    def _send(self, done: int | None, send: Callable[..., None], *args: Any) -> None:
+        """Send a message by a method of the sender, and drop the claim of the task that is done."""
         with self._lock:
             try:
-                self._sender.send(message)
-                if not isinstance(message, Failure) or not message.skipped:
-                    self._drop_claim(message.number)
+                send(*args)
+                self._drop_claim(done)
             finally:
                 self._pass_orders_locked()
             must_wake = self._control.take_wake()
@@ -131,9 +127,9 @@ class SharedSender:
             # It has been woken already.
             pass
 
-    def _drop_claim(self, number: int) -> None:
+    def _drop_claim(self, number: int | None) -> None:
         """Drop the claim of a task, if there is one. Another thread may claim one meanwhile."""
-        place = self._places.pop(number, None)
+        place = None if number is None else self._places.pop(number, None)
         if place is not None:
             self._claims[place] = 0
             self._free.append(place)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from enqueuer.common.sizes import OUT_OF_BAND_BYTES
+from enqueuer.common.sizes import OUT_OF_BAND_BYTES, is_plain_tensor, tensor_class
 from enqueuer.common.trees import columns_of, with_members
 from enqueuer.workers.arrays import empty
 
@@ -58,10 +58,8 @@ def stack(results: list[Any]) -> Any:
             return _large_integers(results)
         # With a text among the numbers, numpy would make texts of all of them.
         return array if array.dtype.kind in "biufc" else results
-    torch = sys.modules.get("torch")
-    # Another thread may be importing torch, which then has no tensors yet.
-    if torch is not None and isinstance(first, getattr(torch, "Tensor", ())):
-        return _joined_tensors(results, torch)
+    if isinstance(first, tensor_class()):
+        return _joined_tensors(results, sys.modules["torch"])
     columns = columns_of(results)
     if columns is None:
         return results
@@ -107,18 +105,9 @@ def _joined_tensors(tensors: list[Any], torch: Any) -> Any:
     """Stack tensors; large ones of one dtype as arrays are."""
     first = tensors[0]
     is_alike = len(set(map(_layout_of, tensors))) == 1
-    if not is_alike or not can_stack_in_place(first):
+    if not is_alike or not is_plain_tensor(first):
         return torch.stack(tensors)
     return stack_tensors(tensors, torch)
-
-
-def can_stack_in_place(tensor: Any) -> bool:
-    """Return whether tensors like this one are plain memory of the CPU."""
-    return (
-        tensor.layout is sys.modules["torch"].strided
-        and tensor.device.type == "cpu"
-        and not (tensor.requires_grad or tensor.is_quantized or tensor.is_nested)
-    )
 
 
 def stack_tensors(tensors: Sequence[Any], torch: Any) -> Any:

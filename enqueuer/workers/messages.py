@@ -9,6 +9,7 @@ yields can be mistaken for one.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -114,6 +115,55 @@ class Start(NamedTuple):
     number: int = 0
     state: Any = None
     behind: int = 0
+
+
+class Taken:
+    """The record of what the loop has taken: the next item of each shard, and states of iterators.
+
+    Code that takes an item calls `remember` if the item has a state, and then writes `numbers` and
+    `last` itself. These two stores need no call, so that no exception of a signal handler can
+    strike between them and what it stores beside.
+
+    Args:
+        starts: Where each shard begins, in the order of their turns.
+        recent: How many of the last states of an iterator are remembered.
+
+    Attributes:
+        numbers: Number of the next item of each shard.
+        last: Shard of the item that was taken last.
+    """
+
+    def __init__(self, starts: Mapping[int, Start], recent: int) -> None:
+        self.numbers = {shard: start.number for shard, start in starts.items()}
+        # It is as if a round had just ended.
+        self.last: int = next(reversed([*starts]), -1)
+        self._recent = recent
+        self._states = {
+            shard: deque([start], recent)
+            for shard, start in starts.items()
+            if start.state is not None
+        }
+
+    def remember(self, shard: int, number: int, state: Any) -> None:
+        """Keep the state of an iterator after an item that is about to be taken."""
+        states = self._states.get(shard)
+        if states is None:
+            states = self._states[shard] = deque([Start()], self._recent)
+        # An exception may have struck after an earlier call, before the item was taken.
+        if states[-1].number != number + 1:
+            states.append(Start(number + 1, state))
+
+    def start_of(self, shard: int, number: int | None = None) -> Start:
+        """Return where a shard starts again, at an item; None: the next one."""
+        if number is None:
+            number = self.numbers[shard]
+        states = self._states.get(shard)
+        if states is None:
+            return Start(number)
+        known = next(at for at in reversed(states) if at.number - at.behind <= number)
+        if known.state is None:
+            return Start(number)
+        return Start(number, known.state, number - known.number + known.behind)
 
 
 @dataclass(frozen=True)

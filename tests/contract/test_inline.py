@@ -154,7 +154,7 @@ def test_a_debugger_stops_in_the_generator(tmp_path):
     assert done.stderr == ""
     assert "(Pdb) 40\n" in done.stdout
     assert "(Pdb) 41\n" in done.stdout
-    assert "InlineSender" in done.stdout
+    assert "InlineWorker" in done.stdout
     assert done.stdout.endswith("81\n")
 
 

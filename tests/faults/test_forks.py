@@ -139,6 +139,33 @@ def test_the_exit_of_a_forked_child_does_no_harm(method, end, tmp_path):
 
 
 @pytest.mark.parametrize("method", METHODS)
+def test_a_child_that_is_forked_inside_start_leaves_the_workers_alone(method, tmp_path):
+    text = f"""
+        import os, sys, warnings
+        from helpers import twelve
+        from enqueuer import GeneratorEnqueuer, Processes
+        from enqueuer.backends.process.starter import Starter
+
+        warnings.simplefilter("ignore", DeprecationWarning)
+        start = Starter.start
+
+        def start_and_fork(starter, index, *arguments):
+            worker = start(starter, index, *arguments)
+            if index == 1 and os.fork() == 0:
+                sys.exit(0)  # as a signal handler might
+            return worker
+
+        Starter.start = start_and_fork
+        options = dict(backend=Processes(start_method={method!r}), workers=2)
+        with GeneratorEnqueuer(twelve, **options) as enqueuer:
+            assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
+            assert len(list(enqueuer)) == 12
+    """
+    code, out, err = run_program(tmp_path, text)
+    assert (code, out, err) == (0, "", "")
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_a_forked_child_that_lives_on_does_not_keep_the_workers_alive(method, tmp_path):
     text = f"""
         import os, time, warnings

@@ -14,7 +14,7 @@ import reading_cost
 import enqueuer
 
 # Of the whole package.
-MOST_CODE_LINES = 22_090
+MOST_CODE_LINES = 21_571
 MOST_FILES = 168
 MOST_FORWARDING_METHODS = 30
 
@@ -28,8 +28,6 @@ LONG_FUNCTIONS = {
     # Lightning reads its signature.
     ("adapters/torch/data_loader.py", "__init__"),
     ("enqueuers/task_epoch.py", "__init__"),
-    # No call and no jump may come between its stores.
-    ("transport/receiver.py", "_one_by_one"),
 }
 # Lines of a file that only one other file imports.
 LEAST_LINES = 60

@@ -1,9 +1,11 @@
 """Both ends of a channel in one process, over both kinds of sockets."""
 
 import contextlib
+import errno
 import logging
 import os
 import pickle
+import signal
 import sys
 import threading
 from collections import deque
@@ -15,8 +17,8 @@ from helpers import LIMIT, wait_until
 from enqueuer import Closed, TransportError
 from enqueuer.backends.shard_schedule import AsTheyCome
 from enqueuer.common.descriptors import Descriptor
-from enqueuer.errors import ItemNotLoadable
-from enqueuer.transport import receiver, sender
+from enqueuer.errors import BlockMemoryError, ItemNotLoadable
+from enqueuer.transport import memory, receiver, sender
 from enqueuer.transport import ring as layout
 from enqueuer.transport.block_map import BlockMap
 from enqueuer.transport.packets import Packets, pair
@@ -32,6 +34,14 @@ LARGE = 50_000
 
 def read(inbox):
     inbox.control.pump()
+
+
+def items_of(consumer, most, order=None):
+    """Return the items that are next, at most so many."""
+    taken, order = deque(), AsTheyCome({}) if order is None else order
+    while most > len(taken) and consumer.head() is True:
+        taken.extend(consumer.items(most - len(taken), order))
+    return taken
 
 
 class Channel:
@@ -82,11 +92,12 @@ class Channel:
     def take(self):
         """Return the next message, and count it as consumed."""
         wait_until(lambda: self.consumer.has_message)
-        taken = [Item(*item) for item in self.consumer.items(1, AsTheyCome({}))]
-        if not taken:
-            taken = [self.consumer.other()]
-            self.consumer.pass_over()
-        (message,) = taken
+        taken = items_of(self.consumer, 1)
+        if taken:
+            message = Item(*taken[0])
+        else:
+            message = self.consumer.head()
+            self.consumer.remove(message)
         self.consumer.acknowledge()
         return message
 
@@ -340,6 +351,31 @@ def test_epochs_are_told(open_channel):
     assert channel.worker.next_epoch() == Epoch(1, {3: Start(5, b"x" * 100_000)})
 
 
+def refuse(size):
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+def test_an_order_for_which_no_descriptor_is_left_is_an_error(open_channel, monkeypatch):
+    channel, epoch = open_channel(), Epoch(1, {3: Start(5, b"x" * 100_000)})
+    with monkeypatch.context() as without, pytest.raises(BlockMemoryError, match="descriptors"):
+        without.setattr(memory, "open_nameless", refuse)
+        channel.consumer.control.begin(epoch)
+    channel.consumer.control.begin(epoch)
+    assert channel.worker.next_epoch() == epoch
+
+
+def test_a_long_record_for_which_no_descriptor_is_left_is_counted(open_channel, monkeypatch):
+    channel = open_channel()
+    monkeypatch.setattr(memory, "open_nameless", refuse)
+    channel.worker.send_record(record("long" * 10_000))
+    channel.send(*items("a"))
+    assert channel.take().value == "a"
+    channel.join()
+    channel.consumer.control.pump()
+    texts = [r.getMessage() for r in channel.consumer.control.records]
+    assert [text.split()[:3] for text in texts] == [["1", "log", "records"]]
+
+
 def test_a_gap_in_the_sequence_is_an_error(open_channel):
     channel = open_channel()
     channel.raw.send(PACKET.pack(Kind.WAKE, 2))
@@ -369,7 +405,7 @@ def test_nonsense_is_an_error(open_channel):
     FRAME.pack_into(channel.ring.frames, 0, size, table, 99, shard, number)
     assert list(channel.consumer.items(1, AsTheyCome({}))) == []
     with pytest.raises(TransportError, match="malformed frame"):
-        channel.consumer.other()
+        channel.consumer.head()
 
 
 def test_many_laps_of_the_ring_with_frames_of_every_size(open_channel):
@@ -395,7 +431,7 @@ def test_many_laps_of_the_ring_with_runs_and_other_frames(open_channel):
     taken, order = deque(), AsTheyCome({})
     while len(taken) < len(values):
         wait_until(lambda: channel.consumer.has_message)
-        taken.extend(channel.consumer.items(1 + len(taken) % 300, order))
+        taken.extend(items_of(channel.consumer, 1 + len(taken) % 300, order))
         assert order.numbers == {0: len(taken)}
         channel.consumer.acknowledge()
         channel.consumer.grant(room=5000)
@@ -410,7 +446,7 @@ def test_items_of_a_run_can_be_taken_as_soon_as_each_is_sent(open_channel):
     for number, value in enumerate([1, "two", 3.0, True, b"five"]):
         channel.worker.send_item(0, number, value)
         assert channel.consumer.waiting == 1
-        assert channel.consumer.other() is None
+        assert channel.consumer.head() is True
         assert channel.take() == Item(0, number, value)
         assert not channel.consumer.has_message
         assert channel.ring.words[layout.TAKEN] == number + 1
@@ -454,12 +490,12 @@ def test_what_is_left_of_a_run_counts_as_not_taken(open_channel):
     channel.send(*items(*range(5)), End(0))
     channel.join()
     order = AsTheyCome({})
-    assert [item[2] for item in channel.consumer.items(2, order)] == [0, 1]
+    assert [item[2] for item in items_of(channel.consumer, 2, order)] == [0, 1]
     channel.consumer.acknowledge()
     assert (channel.consumer.waiting, channel.consumer.load) == (3, 8)
     assert channel.consumer.has_message
-    assert channel.consumer.other() is None
-    assert [item[2] for item in channel.consumer.items(9, order)] == [2, 3, 4]
+    assert channel.consumer.head() is True
+    assert [item[2] for item in items_of(channel.consumer, 9, order)] == [2, 3, 4]
     assert channel.ring.words[layout.TAKEN] == 2
     assert channel.take() == End(0)
 
@@ -479,12 +515,13 @@ def test_an_exception_of_a_signal_handler_in_the_middle_of_an_item_loses_nothing
     channel = open_channel()
     channel.send(*items("a", Interrupts(), "c"))
     channel.join()
-    taken = deque()
+    taken, order = deque(), AsTheyCome({})
     Interrupts.error = TimeoutError("from a signal handler")
     with pytest.raises(TimeoutError):
-        taken.extend(channel.consumer.items(10, AsTheyCome({})))
-    assert channel.consumer.other() is None
-    taken.extend(channel.consumer.items(10, AsTheyCome({})))
+        while channel.consumer.head() is True:
+            taken.extend(channel.consumer.items(10, order))
+    assert channel.consumer.head() is True
+    taken.extend(items_of(channel.consumer, 10))
     assert [value for _, _, value, _ in taken] == ["a", "whole", "c"]
 
 
@@ -554,8 +591,12 @@ def interrupted_at(line, call, files):
 def interrupted():
     errors, Interrupts.error = [Interrupts.error], None  # a signal comes once
     if errors[0] is not None:
-        raise errors.pop()
+        handle(signal.SIGALRM, sys._getframe(), errors)
     return "whole"
+
+
+def handle(number, frame, errors):
+    raise errors.pop()
 
 
 class Interrupts:

@@ -185,6 +185,7 @@ class Channel:
     def through(self, value):
         self.worker.send_item(0, 0, value)
         wait_until(lambda: self.consumer.has_message)
+        assert self.consumer.head() is True
         (item,) = self.consumer.items(1, AsTheyCome({}))
         self.consumer.acknowledge()
         self.consumer.grant(100)

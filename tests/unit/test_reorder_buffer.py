@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from enqueuer.backends.task_schedule import Next, ReorderBuffer, TaskOrder
+from enqueuer.backends.task_schedule import ReorderBuffer, TaskOrder
 from enqueuer.workers.messages import Empty, Failure, Item, Start, Ticket
 
 
@@ -22,9 +22,9 @@ def test_results_come_by_their_numbers():
     buffer, order = buffer_of(4)
     for number in (2, 0, 1):
         buffer.put(Item(0, number, "x"))
-    assert buffer.peek(order) is Next.ITEM
+    assert buffer.peek(order) is True
     assert taken(buffer, order) == [0, 1, 2]
-    assert buffer.peek(order) is Next.NOTHING
+    assert buffer.peek(order) is False
     assert buffer.undone() == list(buffer.tickets) == [3]
 
 
@@ -38,7 +38,7 @@ def test_results_of_the_next_epoch_wait_for_it():
         assert (buffer.waiting_before(2, 0), buffer.waiting_before(2, 5)) == (1, 2)
         buffer.put(Item(0, 0, "x"))
         assert sorted(taken(buffer, order)) == [0, 1]
-        assert buffer.peek(order) is Next.NOTHING
+        assert buffer.peek(order) is False
         assert order.done
         assert buffer.waiting_before(2, 5) == 0
         following = TaskOrder(2, Start(), (), ordered)
@@ -53,7 +53,7 @@ def test_an_epoch_ends_with_an_empty_task_before_a_failure_of_the_next_one():
         for message in (Item(0, 0, "x"), Empty(1), Failure(0, 2, OSError())):
             buffer.put(message)
         assert taken(buffer, order) == [0]
-        assert buffer.peek(order) is Next.ROOM
+        assert buffer.peek(order) is True
         assert order.done
 
 
@@ -73,9 +73,9 @@ def test_a_task_without_a_result_is_passed_over():
     buffer, order = buffer_of(3)
     for message in (Empty(0), Item(0, 1, "x"), Empty(2)):
         buffer.put(message)
-    assert buffer.peek(order) is Next.ITEM
+    assert buffer.peek(order) is True
     assert taken(buffer, order) == [1]
-    assert buffer.peek(order) is Next.ROOM
+    assert buffer.peek(order) is True
     assert order.done
 
 
@@ -89,7 +89,7 @@ def test_skipped_errors_come_once_each_and_before_the_result():
         assert buffer.peek(order) == buffer.peek(order) == numbered
         assert taken(buffer, order) == []
         buffer.pass_over()
-    assert buffer.peek(order) is Next.ITEM
+    assert buffer.peek(order) is True
     assert taken(buffer, order) == [0, 1]
 
 
@@ -102,7 +102,7 @@ def test_a_task_that_is_done_again_tells_its_errors_again_and_once():
         buffer.put(message)
     assert buffer.peek(order) == dataclasses.replace(again, nth=1)
     buffer.pass_over()
-    assert buffer.peek(order) is Next.ROOM
+    assert buffer.peek(order) is True
     assert order.done
 
 
@@ -110,7 +110,7 @@ def test_a_failure_waits_for_its_turn_and_stays():
     buffer, order = buffer_of(2)
     failure = Failure(0, 1, KeyError())
     buffer.put(failure)
-    assert buffer.peek(order) is Next.NOTHING
+    assert buffer.peek(order) is False
     buffer.put(Item(0, 0, "x"))
     assert taken(buffer, order) == [0]
     assert buffer.peek(order) == buffer.peek(order) == Failure(1, 1, failure.error, nth=1)

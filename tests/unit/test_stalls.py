@@ -8,9 +8,10 @@ import pytest
 
 from enqueuer.backends import stall
 from enqueuer.backends.pool import WorkerSnapshot
-from enqueuer.backends.shard_schedule import AsTheyCome, RoundRobin, awaited
+from enqueuer.backends.shard_schedule import AsTheyCome, RoundRobin, ShardSchedule
 from enqueuer.backends.stall import Wait, WaitLimits, WaitSnapshot, parse, report
-from enqueuer.backends.task_schedule import TaskOrder, awaited_task
+from enqueuer.backends.task_schedule import TaskOrder, TaskSchedule
+from enqueuer.monitoring.loop_meter import LoopMeter
 from enqueuer.workers import loop
 from enqueuer.workers.messages import Start, Ticket
 
@@ -67,13 +68,16 @@ def test_a_report_shows_the_frames_within_the_worker():
 
 def test_what_is_awaited_is_named():
     starts = dict.fromkeys(range(2), Start(5))
-    assert awaited(RoundRobin(starts)) == "shard 0, item 5"
-    assert awaited(AsTheyCome(starts)) == "the next item of any shard"
+    shards = ShardSchedule([], {}, 1, 1, LoopMeter())
+    assert shards.awaited(RoundRobin(starts)) == "shard 0, item 5"
+    assert shards.awaited(AsTheyCome(starts)) == "the next item of any shard"
+    schedule = TaskSchedule([], None, 1, measure=False)
     tasks = TaskOrder(10, Start(2), (), ordered=True)
-    assert awaited_task(tasks, Ticket(12, 0, (4, 5))) == "task 2 (elements 4, 5)"
-    assert awaited_task(tasks, None) == "task 2"
+    assert schedule.awaited(tasks) == "task 2"
+    schedule.results.tickets[12] = Ticket(12, 0, (4, 5))
+    assert schedule.awaited(tasks) == "task 2 (elements 4, 5)"
     unordered = TaskOrder(10, Start(2), (), ordered=False)
-    assert awaited_task(unordered, None) == "the result of any task"
+    assert schedule.awaited(unordered) == "the result of any task"
 
 
 def test_a_thread_that_has_ended_has_no_stack():

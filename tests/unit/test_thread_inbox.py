@@ -13,14 +13,9 @@ from enqueuer.backends.thread import inbox as inbox_module
 from enqueuer.backends.thread.inbox import ThreadInbox, get_until
 from enqueuer.errors import Closed
 from enqueuer.monitoring.meters import Meter
-from enqueuer.workers.messages import End
+from enqueuer.workers.messages import End, Taken
 
 new_lock = threading.Lock
-
-
-class Taken:
-    def __init__(self):
-        self.numbers, self.last = {}, -1
 
 
 class Lock:
@@ -62,7 +57,7 @@ def test_a_handler_may_close_an_inbox_that_wakes_a_worker(method, monkeypatch):
     putter.start()
     wait_until(lambda: is_below_put(putter))
     monkeypatch.undo()
-    assert [item[2] for item in inbox.items(1, Taken())] == ["a"]
+    assert [item[2] for item in inbox.items(1, Taken({}, 1))] == ["a"]
     handlers[method] = inbox.close
     inbox.acknowledge()
     putter.join(LIMIT)
@@ -84,7 +79,7 @@ def test_the_loop_can_take_an_item_whose_worker_waits_for_room(size):
     putter.start()
     wait_until(lambda: is_below_put(putter))
     assert (inbox.waiting, inbox.head(), len(inbox)) == (size, True, size + 1)
-    assert [item[2] for item in inbox.items(size + 1, Taken())] == list(range(size + 1))
+    assert [item[2] for item in inbox.items(size + 1, Taken({}, 1))] == list(range(size + 1))
     # What was taken keeps its place.
     assert (inbox.waiting, inbox.head(), ends) == (0, False, [])
     inbox.acknowledge()
@@ -105,7 +100,7 @@ def test_workers_that_wait_for_room_get_it_in_their_order():
         putter.start()
         wait_until(functools.partial(is_below_put, putter))
     for number, putter in enumerate(putters):
-        assert [item[2] for item in inbox.items(1, Taken())] == [number]
+        assert [item[2] for item in inbox.items(1, Taken({}, 1))] == [number]
         inbox.acknowledge()
         putter.join(LIMIT)
         assert ends == [1, 2][: number + 1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
 import os
 import threading
@@ -31,29 +32,9 @@ _DataLoader: Any = torch.utils.data.DataLoader
 
 # Options of an iteration's enqueuer, whose names are those of the arguments. Each argument is an
 # attribute of its name, as trainers build a loader again from these attributes.
-_OPTIONS = (
-    "backend",
-    "max_restarts",
-    "on_error",
-    "stall_timeout",
-    "trace",
-)
-# Arguments that a loader has in common with the one that it was rebuilt from.
-_REBUILT = (
-    *_OPTIONS,
-    "concurrency",
-    "round_robin",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-    "pin_memory_device",
-    "in_order",
-)
+_OPTIONS = ("backend", "max_restarts", "on_error", "stall_timeout", "trace")
+# Arguments that decide the samples and their order, which a rebuilt loader is given.
+_ORDER = ("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
 
 
 class DataLoader(_DataLoader):
@@ -259,12 +240,9 @@ class DataLoader(_DataLoader):
             dataset: Dataset of the new loader.
             order: Its `batch_size`, `sampler`, `batch_sampler` and `drop_last`.
         """
-        return type(self)(
-            dataset,
-            num_workers="auto" if self._is_auto else self.num_workers,
-            **order,
-            **self._attributes(_REBUILT),
-        )
+        kept = inspect.signature(DataLoader).parameters.keys() - {*_ORDER, "num_workers"}
+        workers: Any = "auto" if self._is_auto else self.num_workers
+        return type(self)(dataset, num_workers=workers, **order, **self._attributes(kept))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch that the loop was given.
@@ -301,7 +279,7 @@ class DataLoader(_DataLoader):
         """
         iterator = None if self._latest is None else self._latest()
         if iterator is not None:
-            return iterator.stats()
+            return iterator.enqueuer.stats()
         if self.num_workers == 0:
             raise InvalidState("with num_workers=0 there are no workers, and so no statistics")
         if self._position.ended is None:
@@ -331,7 +309,7 @@ def _restored(kind: type[DataLoader], state: dict[str, Any]) -> DataLoader:
 def _check(loader: DataLoader) -> None:
     """Check the options that are not torch's."""
     checks.positive("concurrency", loader.concurrency)
-    given: Any = {name: getattr(loader, name) for name in _OPTIONS}
+    given: Any = loader._attributes(_OPTIONS)
     is_thread = Options(**given).backend_name == "thread" or loader._has_threads
     if loader.round_robin and (loader._is_auto or is_thread):
         raise ValueError("round_robin=True needs a fixed number of worker processes")

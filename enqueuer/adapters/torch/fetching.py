@@ -26,6 +26,7 @@ import numpy as np
 
 from enqueuer.adapters.torch import index_order
 from enqueuer.common.extras import framework
+from enqueuer.common.sizes import is_plain_tensor
 from enqueuer.common.text import str_of
 from enqueuer.errors import StateMismatch
 from enqueuer.transport.errors import decode_error, encode_error
@@ -62,7 +63,7 @@ def stack_tensors(batch: Sequence[Any], *, collate_fn_map: Any = None) -> Any:
     As in a worker of torch, the first one decides the dtype.
     """
     first = batch[0]
-    if type(first) is not torch.Tensor or not collate.can_stack_in_place(first):
+    if type(first) is not torch.Tensor or not is_plain_tensor(first):
         return _by_torch_itself(torch.Tensor, batch, collate_fn_map)
     return collate.stack_tensors(batch, torch)
 

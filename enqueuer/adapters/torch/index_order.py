@@ -176,12 +176,10 @@ class Stream:
     Attributes:
         get: Returns its state, as plain numbers and strings.
         put: Sets its state.
-        is_global: Whether other code draws from it as well.
     """
 
     get: Callable[[], Any]
     put: Callable[[Any], object]
-    is_global: bool = False
 
 
 def marks(names: Iterable[str]) -> dict[str, int]:
@@ -350,14 +348,11 @@ def _tuples(state: Any) -> Any:
     return tuple(map(_tuples, state)) if isinstance(state, list) else state
 
 
-# Of the generators behind the functions of these modules. The build of the docs has no torch, and
-# so no class of its generators.
+# Of the generators behind the functions of these modules, from which other code draws as well. The
+# build of the docs has no torch, and so no class of its generators.
 _OF_MODULES: dict[str, Stream | None] = {
     "torch": _torch_stream(torch.default_generator),
     "numpy": _stream(getattr(np.random.get_state, "__self__")),  # noqa: B009, as stubs lack it
     "random": _stream(getattr(random.getstate, "__self__")),  # noqa: B009
 }
-GLOBAL = {
-    name: dataclasses.replace(cast(Stream, stream), is_global=True)
-    for name, stream in _OF_MODULES.items()
-}
+GLOBAL = cast(dict[str, Stream], _OF_MODULES)

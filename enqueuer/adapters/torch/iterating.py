@@ -25,7 +25,6 @@ from enqueuer.enqueuers.enqueuer import BaseEnqueuer, begin_at, core_of
 from enqueuer.enqueuers.generator import GeneratorEnqueuer
 from enqueuer.enqueuers.ordered import OrderedEnqueuer
 from enqueuer.errors import BatchTimeout, WorkerDied
-from enqueuer.monitoring.stats import Stats
 from enqueuer.workers.messages import Epoch, Start
 
 torch = framework("torch", "torch", "2.1")
@@ -43,6 +42,9 @@ class WorkerIterator(_BaseIterator):
         loader: The DataLoader.
         options: Options of the enqueuer.
         position: Position of the loader, which this iterator moves on.
+
+    Attributes:
+        enqueuer: Enqueuer of the workers.
     """
 
     _base_seed: int
@@ -57,7 +59,7 @@ class WorkerIterator(_BaseIterator):
         self._ahead = loader.prefetch_factor * self._num_workers
         self._indices = IndexSource()
         self._options = options
-        self._enqueuer = self._new_enqueuer(loader)
+        self.enqueuer = self._new_enqueuer(loader)
         self._batches: Iterator[Any] = iter(())
         self._handles: list[WorkerHandle] | None = None
         self._is_started = self._is_over = False
@@ -75,20 +77,20 @@ class WorkerIterator(_BaseIterator):
             self._indices.drawn = drawn
             if not first_iter and self._shared_seed is not None:
                 # The data pipes get another seed, which only a new worker takes.
-                self._enqueuer.stop()
-                self._enqueuer, self._is_started = self._new_enqueuer(loader), False
+                self.enqueuer.stop()
+                self.enqueuer, self._is_started = self._new_enqueuer(loader), False
             if not self._is_started:
                 self._start(resumed)
-            self._batches = iter(self._enqueuer)
+            self._batches = iter(self.enqueuer)
         self._is_over = False
         self._handles = None
         # Batches that were left out count as well.
         may_skip = self._options["on_error"] is not NoBatch
         if self._is_iterable or may_skip or not self._options["ordered"]:
-            self._position.ask(self._enqueuer)
+            self._position.ask(self.enqueuer)
 
     def _start(self, resumed: Mapping[str, Any] | None) -> None:
-        enqueuer, position = self._enqueuer, self._position
+        enqueuer, position = self.enqueuer, self._position
         if resumed is not None and "workers" in resumed:
             enqueuer.load_state_dict(resumed["workers"])
         elif position.step or position.epoch:
@@ -101,7 +103,7 @@ class WorkerIterator(_BaseIterator):
     def _workers(self) -> list[WorkerHandle]:
         """The worker processes; other code reads them by torch's name for them."""
         if self._handles is None:
-            self._handles = handles_of(self._enqueuer)
+            self._handles = handles_of(self.enqueuer)
         return self._handles
 
     @property
@@ -124,7 +126,7 @@ class WorkerIterator(_BaseIterator):
             except Exception as error:
                 interrupts.raise_handlers(error)
         # What is left of an iterable dataset may have no end.
-        self._enqueuer.stop()
+        self.enqueuer.stop()
         self._is_started = False
 
     def _new_enqueuer(self, loader: Any) -> BaseEnqueuer[Any]:
@@ -163,7 +165,7 @@ class WorkerIterator(_BaseIterator):
             self._position.end(self)
             if not self._persistent_workers:
                 self._shutdown_workers()
-                self._position.ended = self._enqueuer
+                self._position.ended = self.enqueuer
             raise
         except BatchTimeout as error:
             raise worker_handles.timed_out(error, self._timeout) from error
@@ -179,13 +181,9 @@ class WorkerIterator(_BaseIterator):
             return _pinning.pin_memory(batch, self._pin_memory_device)
         return batch
 
-    def stats(self) -> Stats:
-        """Return the statistics of the workers."""
-        return self._enqueuer.stats()
-
     def _shutdown_workers(self) -> None:
         """End the workers; libraries call this by torch's name for it."""
-        self._enqueuer.stop()
+        self.enqueuer.stop()
 
 
 class LocalIterator(_LocalIterator):

@@ -38,13 +38,14 @@ class Position:
         loader: The DataLoader; only read here, and not kept.
 
     Attributes:
+        epoch: Number of the epoch for the workers.
         step: Number of batches of the epoch that the loop was given.
         is_restored: Whether the program had the global streams of a loaded state when it began.
         ended: Enqueuer of the last whole epoch, which has no workers any more; or None.
     """
 
     def __init__(self, loader: Any) -> None:
-        self.step = 0
+        self.epoch = self.step = 0
         self.is_restored = False
         self.ended: BaseEnqueuer[Any] | None = None
         self._streams = index_order.streams_of(loader)
@@ -56,9 +57,8 @@ class Position:
         self._before: dict[str, Any] | None = None
         # Whether torch has drawn the seed of the workers between these and the order of indices.
         self._draws_seed = False
-        # Seed of the workers, and the number of the epoch for them; None before the first epoch.
+        # Seed of the workers; None before the first epoch.
         self._seed: int | None = None
-        self._epoch = 0
         self._loaded: dict[str, Any] | None = None
         # The latest iterator, and whether an earlier one has given batches since it began.
         self._iterator: weakref.ref[object] | None = None
@@ -165,9 +165,9 @@ class Position:
         self, loaded: dict[str, Any] | None, within: bool, goes_on: bool, is_first: bool
     ) -> Iterator[dict[str, Any] | None]:
         if loaded is None or not within:
-            self._epoch = 0 if is_first else self._epoch + 1
+            self.epoch = 0 if is_first else self.epoch + 1
             if loaded is not None and goes_on:
-                self._epoch = loaded["epoch"] + 1
+                self.epoch = loaded["epoch"] + 1
             self.step, self._draws_seed, self._expected = 0, False, None
             if not is_first:
                 self._note_marks()
@@ -176,15 +176,14 @@ class Position:
                 self._used = index_order.GLOBAL
                 yield None
             return
-        self._epoch, self.step, self._before = loaded["epoch"], loaded["step"], loaded["before"]
+        self.epoch, self.step, self._before = loaded["epoch"], loaded["step"], loaded["before"]
         self._draws_seed, self._expected = loaded["draws_seed"], tuple(loaded["drawn"])
-        shared = {name: stream for name, stream in self._streams.items() if stream.is_global}
         marks = loaded.get("marks", {})
         self.is_restored = bool(marks) and index_order.marks(marks) == marks
-        with index_order.kept(shared):
+        with index_order.kept(index_order.GLOBAL):
             index_order.restore(self._streams, loaded["before"])
             yield loaded
-            after = index_order.save(shared)
+            after = index_order.save(index_order.GLOBAL)
         self._used = marks
         self._continue_from(after, marks)
 
@@ -212,9 +211,9 @@ class Position:
 
     def streams(self, used: Collection[str] = index_order.GLOBAL) -> dict[str, Any]:
         """Return the states of streams, of the global ones only these, for the next epoch."""
-        streams = self._streams.items()
         with self._continued():
-            return index_order.save({n: s for n, s in streams if not s.is_global or n in used})
+            states = index_order.save(self._streams)
+        return {n: s for n, s in states.items() if n in used or n not in index_order.GLOBAL}
 
     def ask(self, enqueuer: BaseEnqueuer[Any]) -> None:
         """Ask this enqueuer for its position as well, from now on."""
@@ -243,11 +242,6 @@ class Position:
 
     # --- states ---
 
-    @property
-    def epoch(self) -> int:
-        """Number of the epoch for the workers."""
-        return self._epoch
-
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch that the loop was given.
 
@@ -271,7 +265,7 @@ class Position:
             "version": _VERSION,
             "kind": "DataLoader",
             **self._identity,
-            "epoch": self._epoch,
+            "epoch": self.epoch,
             "step": self.step,
             "seed": self._seed,
             "before": self._before,
@@ -339,8 +333,8 @@ class Position:
             raise
         except (KeyError, TypeError, ValueError) as error:
             raise StateMismatch(f"this is not the state of a DataLoader: {error!r}") from error
-        own = {name: stream for name, stream in self._streams.items() if not stream.is_global}
-        index_order.restore(own, states)
+        own = {name: s for name, s in states.items() if name not in index_order.GLOBAL}
+        index_order.restore(self._streams, own)
         self._loaded = loaded
         self._continued_states, self._marks = {}, {}
         if state["before"] is None:

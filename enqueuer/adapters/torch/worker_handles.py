@@ -7,14 +7,12 @@ it.
 
 from __future__ import annotations
 
-import os
 import re
-import select
 import signal
 from typing import Any, NoReturn
 
 from enqueuer.backends.pool import WorkerState
-from enqueuer.backends.process.handle import ProcessWorker, wait_for_exitcode
+from enqueuer.backends.process.handle import ProcessWorker, has_ended, wait_for_exitcode
 from enqueuer.enqueuers.enqueuer import BaseEnqueuer, core_of
 from enqueuer.errors import BatchTimeout, WorkerDied, WorkerError
 
@@ -38,10 +36,8 @@ class WorkerHandle:
     @property
     def exitcode(self) -> int | None:
         """Exit code of the process, negative for a signal; None: it runs, or that is not known."""
-        worker = self._worker
-        if worker.exitcode is None and worker.state is not WorkerState.ENDED:
-            worker.exitcode = wait_for_exitcode(worker, 0)
-        return worker.exitcode
+        self._has_ended(0)
+        return self._worker.exitcode
 
     def is_alive(self) -> bool:
         """Return whether the process runs."""
@@ -49,7 +45,8 @@ class WorkerHandle:
 
     def join(self, timeout: float | None = None) -> None:
         """Wait for the process to end, at most so many seconds."""
-        self._has_ended(timeout)
+        # Eleven days, which every wait accepts.
+        self._has_ended(1e6 if timeout is None else timeout)
 
     def terminate(self) -> None:
         """Send SIGTERM to the process, if it runs."""
@@ -61,25 +58,13 @@ class WorkerHandle:
         if self.is_alive():
             self._worker.send_signal(signal.SIGKILL)
 
-    def _has_ended(self, timeout: float | None) -> bool:
-        # Another process may have its pid by now.
-        if self._worker.exitcode is not None or self._worker.state is WorkerState.ENDED:
-            return True
-        if not hasattr(os, "pidfd_open"):
-            # Eleven days, which every wait accepts.
-            limit = 1e6 if timeout is None else timeout
-            self._worker.exitcode = wait_for_exitcode(self._worker, limit)
-            return self._worker.exitcode is not None
-        try:
-            fd = os.pidfd_open(self.pid)
-        except ProcessLookupError:
-            return True
-        try:
-            poller = select.poll()
-            poller.register(fd, select.POLLIN)
-            return bool(poller.poll(None if timeout is None else 1000 * timeout))
-        finally:
-            os.close(fd)
+    def _has_ended(self, timeout: float) -> bool:
+        worker = self._worker
+        # Once it was reaped, another process may have its pid.
+        if worker.exitcode is None and worker.state is not WorkerState.ENDED:
+            worker.exitcode = wait_for_exitcode(worker, timeout)
+            return worker.exitcode is not None or has_ended(worker) or not worker.process.has_pid()
+        return True
 
 
 def handles_of(enqueuer: BaseEnqueuer[Any]) -> list[WorkerHandle]:
@@ -87,17 +72,6 @@ def handles_of(enqueuer: BaseEnqueuer[Any]) -> list[WorkerHandle]:
     run = core_of(enqueuer).run
     workers = [] if run is None else run.backend.workers()
     return [WorkerHandle(worker) for worker in workers if isinstance(worker, ProcessWorker)]
-
-
-def pid_in(text: str) -> int | None:
-    """Return the process in the name of a worker, or in a text that begins with one.
-
-    Example:
-        >>> pid_in("worker 0 (process 4711, forkserver)")
-        4711
-    """
-    found = re.search(r"\(process (\d+), ", text)
-    return None if found is None else int(found[1])
 
 
 class LoaderTimeout(BatchTimeout, RuntimeError):
@@ -115,7 +89,8 @@ def timed_out(error: BatchTimeout, timeout: float) -> LoaderTimeout:
 
 def died(error: WorkerDied) -> LoaderWorkerDied:
     """Return the error of a worker that has died."""
-    pid = pid_in(str(error))
+    found = re.search(r"\(process (\d+), ", str(error))
+    pid = None if found is None else int(found[1])
     code = error.exitcode
     how = "ended"
     if code is not None and code < 0:

@@ -22,6 +22,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 try:
@@ -31,7 +32,7 @@ except ImportError:
     fcntl = None  # type: ignore[assignment]
 
 from enqueuer.backends.process import stack_dump
-from enqueuer.backends.process.fork_server import serve_forks
+from enqueuer.backends.process.fork_server import readable, serve_forks
 from enqueuer.backends.process.payload_file import read_payload
 from enqueuer.common.descriptors import Descriptor, close_in_children
 from enqueuer.monitoring import usage
@@ -41,8 +42,7 @@ from enqueuer.transport.ring import Ring
 from enqueuer.transport.sender import ItemSender, send_ready
 from enqueuer.transport.shared_sender import SharedSender
 from enqueuer.workers import allocator, arrays, logs, native_threads
-from enqueuer.workers.element_threads import ElementThreads
-from enqueuer.workers.messages import Sender, Ticket
+from enqueuer.workers.messages import Sender
 from enqueuer.workers.plan import OnError
 from enqueuer.workers.remote import WorkerConfig
 from enqueuer.workers.skipping import serve_failure
@@ -117,9 +117,15 @@ class ProcessStart(NamedTuple):
 def main(sock_fd: int, lifeline_fd: int) -> None:
     """Be a worker that was spawned: the job comes over the channel."""
     packets = _begin(socket.socket(fileno=sock_fd), Descriptor(lifeline_fd))
-    start, payload, ring, task_socket, stack = _receive_job(packets)
-    shared = _receive_shared(packets, start.shared)
-    head, buffers = read_payload(payload)
+    data, (payload_fd, ring_fd, *others) = _next_packet(packets)
+    start: ProcessStart = pickle.loads(data)
+    stack = Descriptor(others.pop(0)) if start.is_asked else None
+    task_socket = socket.socket(fileno=others[0]) if others else None
+    ring = Ring.of(ring_fd)
+    os.close(ring_fd)
+    # Fewer come if there is no room for them.
+    shared = [fd for _ in range(packets_of(start.shared)) for fd in _next_packet(packets)[1]]
+    head, buffers = read_payload(payload_fd)
     config, tracker, *pickled = pickle.loads(head)
     del head
     if config.parent_environment is not None:
@@ -127,14 +133,13 @@ def main(sock_fd: int, lifeline_fd: int) -> None:
     os.environ.update(config.thread_limits)
     native_threads.limit_loaded()
     importlib.import_module(_OFTEN_LOADED)
-    channel = ItemSender(packets, ring, start.credit)
 
     def load() -> tuple[Source | TaskSource, OnError]:
         with _with_shared(shared, start.shared, tracker):
             # The pickle is of no use after that, and may be large.
             return pickle.loads(pickled.pop(), buffers=buffers)  # type: ignore[no-any-return]
 
-    _work(channel, config, start, load, task_socket, stack)
+    _work(ItemSender(packets, ring, start.credit), config, start, load, task_socket, stack)
     _leave()
 
 
@@ -229,24 +234,9 @@ def _arm(lifeline: Descriptor) -> None:
         fcntl.fcntl(fd, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
-    # `select()` accepts no descriptor beyond 1023.
-    poller = select.poll()
-    poller.register(fd, select.POLLIN)
-    if poller.poll(0):
+    if readable(lifeline, 0):
         # The parent died before the lifeline was armed.
         os._exit(1)
-
-
-def _receive_job(
-    packets: Packets,
-) -> tuple[ProcessStart, int, Ring, socket.socket | None, Descriptor | None]:
-    data, (payload_fd, ring_fd, *others) = _next_packet(packets)
-    start: ProcessStart = pickle.loads(data)
-    stack = Descriptor(others.pop(0)) if start.is_asked else None
-    ring = Ring.of(ring_fd)
-    os.close(ring_fd)
-    task_socket = socket.socket(fileno=others[0]) if others else None
-    return start, payload_fd, ring, task_socket, stack
 
 
 def _next_packet(packets: Packets) -> tuple[bytes, list[int]]:
@@ -260,14 +250,6 @@ def _next_packet(packets: Packets) -> tuple[bytes, list[int]]:
         poller.poll()
         packets.drain()
     return packets.received.popleft()
-
-
-def _receive_shared(packets: Packets, count: int) -> list[int]:
-    """Return the descriptors of shared objects; fewer if there is no room for them."""
-    fds: list[int] = []
-    for _ in range(packets_of(count)):
-        fds += _next_packet(packets)[1]
-    return fds
 
 
 def _with_shared(
@@ -307,8 +289,7 @@ def _work(
     pid = os.getpid()
     # Log records contain this name.
     multiprocessing.current_process().name = f"enqueuer-worker-{start.worker}"
-    if stack is not None:
-        stack_dump.answer(stack.fileno())
+    stack_dump.answer(stack)
     if config.keep_freed_memory:
         allocator.keep_freed_memory()
     arrays.set_maker(channel.blocks.pool.make)
@@ -316,8 +297,10 @@ def _work(
         close_in_children(task_socket)
     if config.worker.levels is not None:
         logs.forward(channel.send_record, config.worker.levels)
-    orders: Any = channel if task_socket is None else _TaskSocket(channel, task_socket)
     sender: Sender = channel
+    orders: Any = channel
+    if task_socket is not None:
+        orders = SimpleNamespace(next_ticket=functools.partial(channel.next_ticket, task_socket))
     try:
         source, on_error = load()
     except BaseException as error:
@@ -327,26 +310,10 @@ def _work(
         channel.meter.begin(used.cpu_s or 0.0, used.cpu_wait_s or 0.0)
         if isinstance(source, TaskSource) and source.concurrency > 1:
             assert task_socket is not None
-            sender = orders = SharedSender(channel, task_socket, _answerer(stack))
+            answer = functools.partial(stack_dump.answer_for, stack)
+            sender = orders = SharedSender(channel, task_socket, answer)
         config.worker.serve(start.worker, start.shards, source, on_error, orders, sender)
     if os.getpid() != pid:
         # the generator forked, and the copy came out of its loop as if it were the worker
         os._exit(_GRANDCHILD)
     channel.close()
-
-
-def _answerer(stack: Descriptor | None) -> Callable[[ElementThreads], None]:
-    """Return a function that has stall reports show the threads of this worker."""
-    if stack is None:
-        return lambda threads: None
-    return functools.partial(stack_dump.answer_for, stack.fileno())
-
-
-class _TaskSocket(NamedTuple):
-    """Where this worker takes its tickets."""
-
-    channel: ItemSender
-    task_socket: socket.socket
-
-    def next_ticket(self) -> Ticket | None:
-        return self.channel.next_ticket(self.task_socket)

@@ -15,7 +15,7 @@ import pickle
 import time
 from collections.abc import Callable, Container, Sequence
 
-from enqueuer.backends.pool import HAS_ENDED
+from enqueuer.backends.pool import HAS_ENDED, Dispatch
 from enqueuer.backends.process.handle import ProcessWorker
 from enqueuer.common import interrupts
 from enqueuer.monitoring.meters import clock
@@ -34,7 +34,7 @@ _MOST_INDICES = 100
 _PACKET_NS = 1_000_000
 
 
-class QueueDispatch:
+class QueueDispatch(Dispatch[ProcessWorker]):
     """See `enqueuer.backends.pool.Dispatch`.
 
     Args:
@@ -44,7 +44,6 @@ class QueueDispatch:
     """
 
     def __init__(self, workers: Sequence[ProcessWorker], are_forked: bool, one_each: bool) -> None:
-        self.awaited: int | None = None
         # The task whose result was slept for last.
         self._slept_for: int | None = None
         self._workers = workers

@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import errno
 import functools
+import math
 import os
 import select
 import signal
@@ -23,7 +24,8 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from enqueuer.common import interrupts
 from enqueuer.common.descriptors import Descriptor, close_in_children
@@ -35,9 +37,9 @@ from enqueuer.workers import native_threads
 REQUEST = struct.Struct("<q")
 # Number of a request for nothing; the others begin with 1.
 NOTHING = 0
-# Kind, number of the request, and the value that the kind describes.
+# Kind, number of the request, and a value: the pid, or an errno times -1; the exit code.
 ANSWER = struct.Struct("<Bqq")
-PID, EXIT, ERRNO = 1, 2, 3
+STARTED, EXIT = 1, 2
 
 
 def serve_forks(fd: int) -> tuple[int, int] | None:
@@ -68,13 +70,13 @@ def serve_forks(fd: int) -> tuple[int, int] | None:
                 try:
                     pid = _fork(fds)
                 except OSError as error:
-                    _say(packets, ERRNO, number, error.errno or 0)
+                    _say(packets, STARTED, number, -(error.errno or 0))
                     continue
                 if pid == 0:
                     sock.close()
                     return fds[0], fds[1]
                 children[pid] = number
-                _say(packets, PID, number, pid)
+                _say(packets, STARTED, number, pid)
             if packets.ended:
                 sock.close()
                 return None
@@ -140,10 +142,6 @@ def _fork(fds: list[int]) -> int:
     return pid
 
 
-# For fresh interpreters: a set of strings then has the same order in all workers of all runs.
-SAME_HASHES = {"PYTHONHASHSEED": "0"}
-
-
 @contextlib.contextmanager
 def silent_children() -> Iterator[None]:
     """Start children with SIGINT blocked, until they ignore it.
@@ -173,13 +171,27 @@ def program(function: str, *arguments: int | list[str]) -> str:
     )
 
 
-def interpreter_flags() -> list[str]:
-    """Return the options that this interpreter was started with, as far as they matter."""
-    flags = sys.flags
-    options = ["-O"] * flags.optimize + ["-B"] * flags.dont_write_bytecode
-    options += ["-I"] * flags.isolated + ["-E"] * flags.ignore_environment
-    options += ["-s"] * flags.no_user_site + ["-X", "dev"] * flags.dev_mode
-    return options + [f"-W{option}" for option in sys.warnoptions]
+def fresh_interpreter(
+    text: str, fds: Sequence[int], environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start an interpreter with the options of this one.
+
+    Args:
+        text: Program that it runs.
+        fds: Descriptors that it inherits.
+        environment: Variables that it has besides those of this process.
+    """
+    flags: Any = subprocess
+    # A set of strings then has the same order in all workers of all runs.
+    hashes = {"PYTHONHASHSEED": "0"}
+    with silent_children():
+        return subprocess.Popen(
+            # As multiprocessing does.
+            [sys.executable, *flags._args_from_interpreter_flags(), "-c", text],
+            stdin=subprocess.DEVNULL,
+            pass_fds=fds,
+            env={**hashes, **os.environ, **environment},
+        )
 
 
 # Seconds: a fresh interpreter imports numpy, perhaps on a busy machine.
@@ -197,7 +209,7 @@ _NO_ANSWER = (
 )
 
 
-class _Served:
+class Served:
     """A child of the fork server; `wait` waits for its exit code."""
 
     def __init__(self, pid: int, wait: Callable[[float], int | None]) -> None:
@@ -235,12 +247,11 @@ class Server:
         self.open_requests: set[int] = set()
         self._pids: dict[int, int] = {}
         self._codes: dict[int, int] = {}
-        self._errors: dict[int, int] = {}
         self._owner = 0
         # Number of waits of this thread, one within the other.
         self._depth = 0
 
-    def fork(self, sock: socket.socket, lifeline: Descriptor) -> _Served:
+    def fork(self, sock: socket.socket, lifeline: Descriptor) -> Served:
         """Let the server fork a child that owns `sock` and `lifeline`.
 
         Raises:
@@ -265,12 +276,11 @@ class Server:
                     self._leave_locked()
                     if attempt:
                         raise StartError(_NO_SERVER) from None
-            if number in self._errors:
+            pid = self._pids.pop(number)
+            if pid <= 0:
                 self.open_requests.discard(number)
-                code = self._errors.pop(number)
-                raise OSError(code, os.strerror(code))
-            wait = functools.partial(self.exitcode, self._packets, number)
-            return _Served(self._pids.pop(number), wait)
+                raise OSError(-pid, os.strerror(-pid))
+            return Served(pid, functools.partial(self.exitcode, self._packets, number))
 
     def begin(self) -> None:
         """Start a server unless there is one; the first fork waits for it.
@@ -308,9 +318,7 @@ class Server:
         self.open_requests.add(number)
         try:
             self._packets.send(REQUEST.pack(number), [sock.fileno(), lifeline.fileno()])
-            self._wait_locked(
-                lambda: number in self._pids or number in self._errors, _SERVER_START_S
-            )
+            self._wait_locked(lambda: number in self._pids, _SERVER_START_S)
         except BaseException:
             self.open_requests.discard(number)
             raise
@@ -348,7 +356,7 @@ class Server:
         if kind != EXIT and number != NOTHING:
             self._answered = number
         if number in self.open_requests:
-            answers = {PID: self._pids, EXIT: self._codes, ERRNO: self._errors}[kind]
+            answers = self._codes if kind == EXIT else self._pids
             answers[number] = value
 
     def _join_locked(self) -> None:
@@ -359,21 +367,9 @@ class Server:
         ours, its = pair("seqpacket")
         with its:
             close_in_children(ours)
-            with silent_children():
-                self.popen = subprocess.Popen(
-                    [
-                        *(sys.executable, *interpreter_flags(), "-c"),
-                        program("serve", its.fileno(), _modules_to_preload()),
-                    ],
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=[its.fileno()],
-                    env={
-                        **SAME_HASHES,
-                        **os.environ,
-                        **native_threads.short_spinning(os.environ),
-                        **_ONE_THREAD,
-                    },
-                )
+            text = program("serve", its.fileno(), _modules_to_preload())
+            environment = native_threads.short_spinning(os.environ) | _ONE_THREAD
+            self.popen = fresh_interpreter(text, [its.fileno()], environment)
         self._sock, self._packets, self._owner = ours, Packets(ours), os.getpid()
 
     def _leave_locked(self) -> None:
@@ -387,7 +383,7 @@ class Server:
             self.popen.returncode = 0
         self.popen = self._sock = self._packets = None
         self._answered = self._requests
-        for answers in (self.open_requests, self._pids, self._codes, self._errors):
+        for answers in (self.open_requests, self._pids, self._codes):
             answers.clear()
 
     def end(self) -> None:
@@ -402,32 +398,19 @@ class Server:
         self._leave_locked()
 
 
+# That of this process.
 server = Server()
+atexit.register(server.end)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=server.renew)
 
 
-def fork(sock: socket.socket, lifeline: Descriptor) -> _Served:
-    """Let this process's fork server fork a child that owns `sock` and `lifeline`."""
-    return server.fork(sock, lifeline)
-
-
-def begin() -> None:
-    """Let this process's fork server start while this process does something else."""
-    server.begin()
-
-
-@atexit.register
-def end_server() -> None:
-    """End this process's fork server; it is started again when needed."""
-    server.end()
-
-
-def readable(sock: socket.socket, timeout: float) -> bool:
-    """Wait until there is something to read; return whether there is."""
+def readable(source: socket.socket | Descriptor, timeout: float) -> bool:
+    """Wait until there is something to read, at most `timeout` seconds; return whether there is."""
+    # `select()` accepts no descriptor beyond 1023.
     poller = select.poll()
-    poller.register(sock, select.POLLIN)
-    return bool(poller.poll(max(0, int(timeout * 1000) + 1)))
+    poller.register(source.fileno(), select.POLLIN)
+    return bool(poller.poll(math.ceil(timeout * 1000)))
 
 
 def _modules_to_preload() -> list[str]:

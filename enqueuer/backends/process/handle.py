@@ -21,21 +21,21 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
 
 from enqueuer.backends.pool import Death, WorkerState
 from enqueuer.backends.process import fork_server
 from enqueuer.backends.process.fork_server import (
-    SAME_HASHES,
-    interpreter_flags,
+    Served,
+    fresh_interpreter,
     program,
+    readable,
     silent_children,
 )
-from enqueuer.backends.process.stack_dump import Stacks
+from enqueuer.backends.process.stack_dump import ASK, ASK_S, Stacks
 from enqueuer.common import interrupts
 from enqueuer.common.descriptors import Descriptor, close_in_children, is_portable
 from enqueuer.errors import StartError
@@ -44,20 +44,6 @@ from enqueuer.monitoring.meters import clock
 from enqueuer.monitoring.worker_stats import WorkerStats, worker_stats
 from enqueuer.transport.receiver import ItemReceiver
 from enqueuer.workers.messages import Epoch
-
-# multiprocessing would import it at the first start.
-
-
-class Launched(Protocol):
-    """A process that was started."""
-
-    pid: int
-
-    def exitcode(self, timeout: float) -> int | None:
-        """Wait for the process to end; return its exit code, None if it cannot be known."""
-
-    def has_pid(self) -> bool:
-        """Return whether `pid` is still its own; once it was reaped, another may have got it."""
 
 
 def launch(
@@ -79,30 +65,24 @@ def launch(
     if method == "fork":
         return _Forked(forked)
     if method == "spawn":
-        return _Spawned(
-            program("main", sock.fileno(), lifeline.fileno()), sock, lifeline, environment
-        )
-    return fork_server.fork(sock, lifeline)
+        fds = sock.fileno(), lifeline.fileno()
+        return _Spawned(fresh_interpreter(program("main", *fds), fds, environment))
+    return fork_server.server.fork(sock, lifeline)
 
 
-class _Bookkeeping:
-    """Guards multiprocessing's list of children.
-
-    Python 3.10 fails if one thread closes a process while another one starts one.
-    """
-
-    def __init__(self) -> None:
-        self.renew()
-
-    def renew(self) -> None:
-        """Make a new lock in a forked child: a thread of the parent may hold the old one."""
-        # Reentrant, as the garbage collector may run under it.
-        self.lock = threading.RLock()
+# Guards multiprocessing's list of children: Python 3.10 fails if one thread closes a process while
+# another one starts one. Reentrant, as the garbage collector may run under it.
+_children_lock = threading.RLock()
 
 
-_bookkeeping = _Bookkeeping()
+def _renew_lock() -> None:
+    """Make a new lock in a forked child: a thread of the parent may hold the old one."""
+    global _children_lock
+    _children_lock = threading.RLock()
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_bookkeeping.renew)
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 class ForkProcess(multiprocessing.context.ForkProcess):
@@ -121,7 +101,23 @@ class ForkProcess(multiprocessing.context.ForkProcess):
             super().join(timeout)
 
 
-class _Forked:
+class _Child:
+    """A child of this process."""
+
+    pid: int
+
+    def has_pid(self) -> bool:
+        """Return whether `pid` is still its own; once it was reaped, another may have got it."""
+        if not hasattr(os, "waitid"):
+            return _exists(self.pid)
+        try:
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return False
+        return True
+
+
+class _Forked(_Child):
     """A child by fork."""
 
     def __init__(self, target: Callable[[], None]) -> None:
@@ -129,7 +125,7 @@ class _Forked:
         # Not daemonic, so that it may have children. The lifeline ends it with this process.
         self._process.daemon = False
         try:
-            with _bookkeeping.lock, silent_children():
+            with _children_lock, silent_children():
                 self._process.start()
         except AssertionError as error:
             raise StartError(
@@ -138,10 +134,7 @@ class _Forked:
                 "use backend=Processes(start_method='forkserver'), else backend='thread'"
             ) from error
         assert self._process.pid is not None
-        self.pid: int = self._process.pid
-
-    def has_pid(self) -> bool:
-        return _is_child(self.pid)
+        self.pid = self._process.pid
 
     def exitcode(self, timeout: float) -> int | None:
         # Not join(timeout): it waits for a pipe, which a grandchild may hold open. Once the user's
@@ -152,50 +145,23 @@ class _Forked:
                 return None
             time.sleep(0.001)
         if code is not None:
-            with _bookkeeping.lock:
+            with _children_lock:
                 self._process.close()
         return code
 
 
-class _Spawned:
+class _Spawned(_Child):
     """A child by a fresh interpreter."""
 
-    def __init__(
-        self,
-        program: str,
-        sock: socket.socket,
-        lifeline: Descriptor,
-        environment: Mapping[str, str],
-    ) -> None:
-        fds = (sock.fileno(), lifeline.fileno())
-        with silent_children():
-            self._popen = subprocess.Popen(
-                [sys.executable, *interpreter_flags(), "-c", program],
-                stdin=subprocess.DEVNULL,
-                pass_fds=fds,
-                env={**SAME_HASHES, **os.environ, **environment},
-            )
-        self.pid: int = self._popen.pid
-
-    def has_pid(self) -> bool:
-        return _is_child(self.pid)
+    def __init__(self, popen: subprocess.Popen[bytes]) -> None:
+        self._popen = popen
+        self.pid = popen.pid
 
     def exitcode(self, timeout: float) -> int | None:
         try:
             return self._popen.wait(timeout)
         except subprocess.TimeoutExpired:
             return None
-
-
-def _is_child(pid: int) -> bool:
-    """Return whether a process is a child of this one that was not reaped."""
-    if not hasattr(os, "waitid"):
-        return _exists(pid)
-    try:
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return False
-    return True
 
 
 def _exists(pid: int) -> bool:
@@ -206,6 +172,9 @@ def _exists(pid: int) -> bool:
         return False
     return True
 
+
+Launched: TypeAlias = _Forked | _Spawned | Served
+"""A process that was started."""
 
 _NEXT_STATE = {
     WorkerState.STARTING: {WorkerState.RUNNING, WorkerState.DRAINING, WorkerState.ENDED},
@@ -271,8 +240,13 @@ class ProcessWorker:
         self.inbox.control.ask_to_stop()
 
     def death(self) -> Death:
-        """Return how it ended, once it is dead."""
-        return Death(how_it_ended(self), death_message(self), self.exitcode)
+        """Return how it ended, once it is dead, with a remedy."""
+        how = _how_it_ended(self.exitcode)
+        advice = _ADVICE.get(
+            self.exitcode, "Look for os._exit or a crash in the libraries that the generator uses."
+        )
+        message = f"{self} {how}; what it had sent was delivered. {advice}"
+        return Death(how, message, self.exitcode)
 
     def measure(self) -> WorkerStats:
         """Return what it has done so far."""
@@ -328,6 +302,33 @@ def _signalled(pidfd: Descriptor, number: int) -> bool:
     return True
 
 
+def ask_stacks(workers: Iterable[ProcessWorker]) -> list[Stacks]:
+    """Ask workers where they are, all at once, and wait for their answers.
+
+    Returns:
+        Those that could be asked; after an answer they have a `stack`.
+    """
+    # The user's code may have reset the signal after the worker had said that it handles it.
+    asked = [
+        (worker, worker.stacks)
+        for worker in workers
+        if worker.stacks is not None and worker.stacks.prepare() and worker.handles(ASK)
+    ]
+    missing = {stacks.fileno(): stacks for _, stacks in asked}
+    poller = select.poll()
+    for fd in missing:
+        poller.register(fd, select.POLLIN)
+    for worker, _ in asked:
+        worker.send_signal(ASK)
+    end = time.monotonic() + ASK_S
+    while missing and (left := end - time.monotonic()) > 0:
+        for fd, _ in poller.poll(left * 1000 + 1):
+            if missing[fd].hear():
+                poller.unregister(fd)
+                del missing[fd]
+    return [stacks for _, stacks in asked]
+
+
 def open_pidfd(process: Launched) -> Descriptor | None:
     """Return a descriptor that shows a process's end; None where there are none."""
     if is_portable() or not hasattr(os, "pidfd_open"):
@@ -349,9 +350,7 @@ def has_ended(worker: ProcessWorker, timeout: float = 0) -> bool:
     """Return whether the process is gone, or goes within `timeout` seconds."""
     if worker.pidfd is None:
         return worker.inbox.control.packets.ended
-    poller = select.poll()
-    poller.register(worker.pidfd.fileno(), select.POLLIN)
-    return bool(poller.poll(timeout * 1000))
+    return readable(worker.pidfd, timeout)
 
 
 def wait_for_exitcode(worker: ProcessWorker, timeout: float) -> int | None:
@@ -364,27 +363,20 @@ def wait_for_exitcode(worker: ProcessWorker, timeout: float) -> int | None:
     return worker.process.exitcode(timeout)
 
 
-def how_it_ended(worker: ProcessWorker) -> str:
+_ADVICE: dict[int | None, str] = {
+    -signal.SIGKILL: "Unless you killed it, the system was probably out of memory: try fewer "
+    "workers, smaller batches or a smaller max_queue_size.",
+    -signal.SIGSEGV: "A crash in C code; its Python stack was written to stderr.",
+}
+
+
+def _how_it_ended(code: int | None) -> str:
     """Say how a worker that was not asked to ended: "was killed by SIGKILL"."""
-    code = worker.exitcode
     if code is None:
         return "ended with an unknown exit code (other code of this program collected it)"
     if code < 0:
         return f"was killed by {_signal_name(-code)}"
     return f"ended with exit code {code} and said nothing"
-
-
-def death_message(worker: ProcessWorker) -> str:
-    """Return a message that names the worker, its end, and a remedy."""
-    advice = {
-        -signal.SIGKILL: "Unless you killed it, the system was probably out of memory: try "
-        "fewer workers, smaller batches or a smaller max_queue_size.",
-        -signal.SIGSEGV: "A crash in C code; its Python stack was written to stderr.",
-    }.get(
-        worker.exitcode or 0,
-        "Look for os._exit or a crash in the libraries that the generator uses.",
-    )
-    return f"{worker} {how_it_ended(worker)}; what it had sent was delivered. {advice}"
 
 
 def _signal_name(number: int) -> str:

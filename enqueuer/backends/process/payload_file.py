@@ -12,12 +12,11 @@ import mmap
 import os
 import pickle
 import struct
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Sequence
 
 from enqueuer.transport.memory import MAP_OPTIONS, open_nameless
 
-_NUMBER = struct.Struct("<q")
+_NUMBER_BYTES = 8
 # Bytes to which each part is aligned: arrays of any type, and a cache line.
 _ALIGNMENT = 64
 
@@ -30,12 +29,11 @@ def write_payload(pickled: bytes, buffers: Sequence[pickle.PickleBuffer]) -> int
     """
     parts = [memoryview(pickled), *(buffer.raw() for buffer in buffers)]
     sizes = [part.nbytes for part in parts]
-    places = list(_places(sizes))
+    places = _places(sizes)
     fd = open_nameless(places[-1] + sizes[-1])
     try:
         with open(fd, "wb", closefd=False) as file:
-            for number in (len(sizes), *sizes):
-                file.write(_NUMBER.pack(number))
+            file.write(struct.pack(f"<{1 + len(sizes)}q", len(sizes), *sizes))
             for place, part in zip(places, parts, strict=True):
                 file.seek(place)
                 file.write(part)
@@ -52,20 +50,18 @@ def read_payload(fd: int) -> tuple[memoryview, list[memoryview]]:
         memory = memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_COPY, **MAP_OPTIONS))
     finally:
         os.close(fd)
-    (count,) = _NUMBER.unpack_from(memory)
-    sizes = [_NUMBER.unpack_from(memory, _NUMBER.size * at)[0] for at in range(1, count + 1)]
+    (count,) = struct.unpack_from("<q", memory)
+    sizes = struct.unpack_from(f"<{count}q", memory, _NUMBER_BYTES)
     parts = [
         memory[place : place + size] for place, size in zip(_places(sizes), sizes, strict=True)
     ]
     return parts[0], parts[1:]
 
 
-def _places(sizes: Sequence[int]) -> Iterator[int]:
-    """Yield where each part begins."""
-    head = _NUMBER.size * (1 + len(sizes))
-    ends = accumulate(map(_aligned, sizes), initial=_aligned(head))
-    return (end for end, _ in zip(ends, sizes, strict=False))
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+def _places(sizes: Sequence[int]) -> list[int]:
+    """Return where each part begins."""
+    places, end = [], _NUMBER_BYTES * (1 + len(sizes))
+    for size in sizes:
+        places.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
+        end = places[-1] + size
+    return places

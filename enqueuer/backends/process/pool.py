@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import multiprocessing.util
 import os
 import select
@@ -24,17 +23,16 @@ import socket
 import time
 import warnings
 import weakref
-from collections import deque
 from collections.abc import Sequence
 from typing import ClassVar
 
 from enqueuer.backends.job import Job
-from enqueuer.backends.lifecycle import ESCALATION_S
-from enqueuer.backends.pool import NoRoom, WorkerSnapshot, WorkerState
-from enqueuer.backends.process import stack_dump
+from enqueuer.backends.lifecycle import ESCALATION_S, deliver_all
+from enqueuer.backends.pool import NoRoom, WorkerPool, WorkerSnapshot, WorkerState
 from enqueuer.backends.process.dispatch import QueueDispatch
-from enqueuer.backends.process.handle import ProcessWorker, has_ended, wait_for_exitcode
-from enqueuer.backends.process.starter import Starter, may_spin
+from enqueuer.backends.process.handle import ProcessWorker, ask_stacks, has_ended, wait_for_exitcode
+from enqueuer.backends.process.stack_dump import ASK_S
+from enqueuer.backends.process.starter import Starter
 from enqueuer.backends.stall import level_of_user
 from enqueuer.common import interrupts
 from enqueuer.common.descriptors import close_in_children
@@ -54,11 +52,11 @@ START_TIMEOUT_S = 60.0
 _EXITCODE_S = 1.0
 
 
-class ProcessPool:
+class ProcessPool(WorkerPool[ProcessWorker]):
     """See `enqueuer.backends.pool.WorkerPool`."""
 
     are_processes: ClassVar[bool] = True
-    shares_gil: ClassVar[bool] = False
+    dispatch: QueueDispatch
 
     def __init__(self, job: Job) -> None:
         self.workers: list[ProcessWorker] = []
@@ -76,7 +74,7 @@ class ProcessPool:
         # Both ends of the connection by which `sleep()` is woken.
         self._wake: socket.socket | None = None
         self._woken: socket.socket | None = None
-        self._spin = Spin(not self._does_tasks and may_spin(len(job.plans())))
+        self._spin = Spin(self._starter.spins and not self._does_tasks)
         # Time at which the last worker was started.
         self._started = 0.0
         # Index of the worker that was last allowed an item for which it had asked.
@@ -218,7 +216,7 @@ class ProcessPool:
         control = worker.inbox.control
         control.pump()
         if control.records:
-            _deliver_records(control.records)
+            deliver_all(control.records)
         # A handler of a log record may have called `stop()`.
         if self._is_closed:
             return
@@ -239,7 +237,7 @@ class ProcessPool:
                 worker.move(WorkerState.DRAINING)
             # The worker may have sent messages after the last reading.
             worker.inbox.control.pump()
-            _deliver_records(worker.inbox.control.records)
+            deliver_all(worker.inbox.control.records)
             worker.exitcode = wait_for_exitcode(worker, _EXITCODE_S)
             # The process still runs: the user's code has closed all its descriptors.
             if worker.exitcode is None:
@@ -254,11 +252,8 @@ class ProcessPool:
         return [worker.measure() for worker in workers]
 
     def snapshots(self, workers: Sequence[ProcessWorker]) -> list[WorkerSnapshot]:
-        able = stack_dump.ask([w for w in workers if w.state is WorkerState.RUNNING])
+        able = ask_stacks([w for w in workers if w.state is WorkerState.RUNNING])
         return [_snapshot_of(worker, worker.stacks in able) for worker in workers]
-
-    def cpus(self) -> float:
-        return usage.cpus()
 
     def worker_bytes(self) -> int | None:
         found = (usage.own_bytes(worker.process.pid) for worker in list(self.workers))
@@ -331,23 +326,15 @@ class ProcessPool:
             # A signal handler that ran in the wait may have called stop().
             for worker in left:
                 if worker.state is not WorkerState.ENDED:
-                    self._reap(worker)
-
-    def _reap(self, worker: ProcessWorker) -> None:
-        # The worker is ending, so errors no longer matter.
-        with contextlib.suppress(Exception):
-            worker.inbox.control.pump()
-        _deliver_records(worker.inbox.control.records)
-        if worker.state is not WorkerState.ENDED and has_ended(worker):
-            self._end(worker)
+                    _read_last(worker)
+                if worker.state is not WorkerState.ENDED and has_ended(worker):
+                    self._end(worker)
 
     def _end(self, worker: ProcessWorker) -> None:
         try:
             self._forget(worker)
             if worker.state is not WorkerState.DEAD:
-                with contextlib.suppress(Exception):
-                    worker.inbox.control.pump()
-                _deliver_records(worker.inbox.control.records)
+                _read_last(worker)
                 worker.exitcode = wait_for_exitcode(worker, _EXITCODE_S)
         finally:
             # The user's handler of a log record may raise anything.
@@ -374,9 +361,11 @@ def _no_room(error: OSError) -> NoRoom:
     )
 
 
-def _deliver_records(records: deque[logging.LogRecord]) -> None:
-    while records:
-        logs.deliver(records.popleft())
+def _read_last(worker: ProcessWorker) -> None:
+    """Read the messages of a worker that is ending, so that errors no longer matter."""
+    with contextlib.suppress(Exception):
+        worker.inbox.control.pump()
+    deliver_all(worker.inbox.control.records)
 
 
 def _have_news(workers: Sequence[ProcessWorker], is_coming: bool) -> bool:
@@ -397,7 +386,7 @@ def _snapshot_of(worker: ProcessWorker, was_asked: bool) -> WorkerSnapshot:
         why = "has ended"
     elif was_asked:
         why = (
-            f"did not send its stack within {stack_dump.ASK_S:g} s: it is stopped, has the signal "
+            f"did not send its stack within {ASK_S:g} s: it is stopped, has the signal "
             "blocked, or hangs in the system"
         )
     else:

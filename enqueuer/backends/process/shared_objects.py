@@ -113,7 +113,9 @@ class Handover:
         """Reduce a tensor or a storage of torch if its memory is shared."""
         # torch raises for kinds of tensors that it does not share.
         try:
-            if _is_shared_tensor(value, torch) or _is_nested(value, torch):
+            # Pickle refuses a nested tensor that is transposed.
+            is_nested = type(value) is torch.Tensor and value.is_nested
+            if is_nested or _is_shared_tensor(value, torch):
                 return reduce(value)
         except Exception:
             if self.error is not None:
@@ -201,11 +203,6 @@ def _is_shared(value: Any) -> bool:
         return True
     kinds = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union)
     return not isinstance(value, kinds) or hasattr(value, "_wrapper")
-
-
-def _is_nested(value: Any, torch: Any) -> bool:
-    """Return whether a tensor is a nested one that pickle refuses if it is transposed."""
-    return type(value) is torch.Tensor and bool(value.is_nested)
 
 
 def _is_shared_tensor(value: Any, torch: Any) -> bool:

@@ -11,9 +11,7 @@ import functools
 import importlib
 import os
 import pickle
-import socket
 from collections.abc import Callable
-from typing import NamedTuple
 
 from enqueuer.backends.job import Job, split_bound
 from enqueuer.backends.process import stack_dump
@@ -38,11 +36,6 @@ from enqueuer.workers.sources import FunctionSource, Source
 from enqueuer.workers.tasks import TaskSource
 
 
-def may_spin(workers: int) -> bool:
-    """Return whether this process and each of the workers has a CPU of its own."""
-    return usage.cpus() > workers
-
-
 def _is_local(source: Source | TaskSource) -> bool:
     """Return whether the user's code, or its class, was defined within a function."""
     if isinstance(source, TaskSource):
@@ -58,11 +51,15 @@ class Starter:
 
     Args:
         job: Description of what they run.
+
+    Attributes:
+        spins: Whether this process and each of the workers has a CPU of its own.
     """
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._plans = job.plans()
+        self.spins = usage.cpus() > len(self._plans)
         self._queue: TaskQueue | None = None
         self._payload: Descriptor | None = None
         # Of objects that the source shares with the workers.
@@ -114,11 +111,6 @@ class Starter:
         return ProcessConfig(worker, around, self._thread_limits, job.keep_freed_memory)
 
     @functools.cached_property
-    def _spins(self) -> bool:
-        # Once: counting the CPUs reads a file.
-        return may_spin(len(self._plans))
-
-    @functools.cached_property
     def _thread_limits(self) -> dict[str, str]:
         given = self._job.threads_per_worker
         threads = given or self._job.share_of(usage.cpus())
@@ -149,7 +141,7 @@ class Starter:
         plan, is_asked = self._plans[index % len(self._plans)], self._job.longest_wait_s is not None
         start = ProcessStart(index, plan.shards, self._credit(index), is_asked, len(self._shared))
         with contextlib.ExitStack() as passed, contextlib.ExitStack() as undo:
-            ends = _Ends.open(is_asked, self._queue, passed, undo)
+            ends = _Ends(is_asked, self._queue, passed, undo)
             ring = Ring.of(ends.memory.fileno())
             # The worker may send as soon as it starts.
             ring.words[LIMIT] = start.credit.items
@@ -211,11 +203,17 @@ class Starter:
             return Credit(tickets, None, ask=False)
         quota = split_bound(job.max_queue_size, count)[index]
         share = None if job.max_queue_bytes is None else job.max_queue_bytes // count
-        return Credit(quota, share, ask=not job.ordered, spins=self._spins)
+        return Credit(quota, share, ask=not job.ordered, spins=self.spins)
 
 
-class _Ends(NamedTuple):
+class _Ends:
     """The ends of what connects this process and a worker; the worker's are called `its`.
+
+    Args:
+        is_asked: Whether the worker is asked for its stack if the loop waits long.
+        queue: Queue from which the worker takes tickets; None for shards.
+        passed: Closes what the worker alone needs, once it has started.
+        undo: Closes the rest, if the worker does not start.
 
     Attributes:
         packets: This process's end of the socket.
@@ -228,48 +226,30 @@ class _Ends(NamedTuple):
         task_socket: Socket from which the worker takes tickets; None for shards.
     """
 
-    packets: Packets
-    its: socket.socket
-    lifeline: Descriptor
-    its_lifeline: Descriptor
-    memory: Descriptor
-    stacks: stack_dump.Stacks | None
-    its_stack: Descriptor | None
-    task_socket: socket.socket | None
-
-    @classmethod
-    def open(
-        cls,
+    def __init__(
+        self,
         is_asked: bool,
         queue: TaskQueue | None,
         passed: contextlib.ExitStack,
         undo: contextlib.ExitStack,
-    ) -> _Ends:
-        """Open all of them.
-
-        Args:
-            is_asked: Whether the worker is asked for its stack if the loop waits long.
-            queue: Queue from which the worker takes tickets; None for shards.
-            passed: Closes what the worker alone needs, once it has started.
-            undo: Closes the rest, if the worker does not start.
-        """
-        ours, its = pair()
-        passed.callback(its.close)
+    ) -> None:
+        ours, self.its = pair()
+        passed.callback(self.its.close)
         undo.callback(ours.close)
-        its_lifeline, lifeline = map(Descriptor, os.pipe())
-        passed.callback(its_lifeline.close)
-        undo.callback(lifeline.close)
-        memory = Descriptor(open_ring())
-        passed.callback(memory.close)
-        stacks, its_stack = stack_dump.pipe() if is_asked else (None, None)
-        if stacks is not None and its_stack is not None:
-            passed.callback(its_stack.close)
-            undo.callback(stacks.close)
-        task_socket = None if queue is None else queue.worker_socket()
-        if task_socket is not None:
-            passed.callback(task_socket.close)
-        for end in (ours, lifeline):
+        self.its_lifeline, self.lifeline = map(Descriptor, os.pipe())
+        passed.callback(self.its_lifeline.close)
+        undo.callback(self.lifeline.close)
+        self.memory = Descriptor(open_ring())
+        passed.callback(self.memory.close)
+        self.stacks: stack_dump.Stacks | None = None
+        self.its_stack: Descriptor | None = None
+        if is_asked:
+            self.stacks, self.its_stack = stack_dump.pipe()
+            passed.callback(self.its_stack.close)
+            undo.callback(self.stacks.close)
+        self.task_socket = None if queue is None else queue.worker_socket()
+        if self.task_socket is not None:
+            passed.callback(self.task_socket.close)
+        for end in (ours, self.lifeline):
             close_in_children(end)
-        return cls(
-            Packets(ours), its, lifeline, its_lifeline, memory, stacks, its_stack, task_socket
-        )
+        self.packets = Packets(ours)

@@ -106,7 +106,7 @@ class RayWorker:
         config, outbox = self._config, self._outbox
         outbox.send_frame(Ready(os.getpid(), _node()))
         if config.worker.levels is not None:
-            logs.forward(outbox.send_record, config.worker.levels)
+            logs.forward(outbox.send_frame, config.worker.levels)
         try:
             source, on_error = pickle.loads(self._payload)
         except BaseException as error:

@@ -14,22 +14,22 @@ import logging
 import pickle
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from logging import LogRecord
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from enqueuer.backends.lifecycle import deliver_all
+from enqueuer.backends.pool import DequeInbox
 from enqueuer.errors import Closed
 from enqueuer.monitoring.meters import BYTES, IDLE, SENDING, WAITING, Meter, clock
 from enqueuer.transport.errors import encode_error
 from enqueuer.transport.item_codec import Encoder
-from enqueuer.transport.protocol import Taken
-from enqueuer.workers import logs
 from enqueuer.workers.concurrent_loop import LockedSender
 from enqueuer.workers.element_threads import ElementThreads
-from enqueuer.workers.messages import Empty, End, Epoch, Failure, Item, Message, Sender, Ticket
+from enqueuer.workers.messages import Empty, End, Epoch, Failure, Message, Sender, Ticket
 
 # Nanoseconds; an item that takes longer to make leaves before the next one is begun.
 _SLOW_NS = 2_000_000
@@ -124,12 +124,10 @@ class Outbox:
         self._closed = False
         # Reentrant, as the garbage collector may run here, and what it finalizes may log.
         self._lock = threading.RLock()
-        # The loop waits until the driver has called.
+        # The loop waits until the driver has called, or the stream has copied its item.
         self._called = threading.Condition(self._lock)
         # The stream waits until there are frames.
         self._filled = threading.Condition(self._lock)
-        # The loop waits until the stream has copied its item.
-        self._copied = threading.Condition(self._lock)
 
     # --- the worker's loop ---
 
@@ -153,7 +151,7 @@ class Outbox:
             own_count = self._put_count
             if is_kept:
                 while self._copied_count < own_count and not self._closed:
-                    self._copied.wait()
+                    self._called.wait()
         self._done = clock()
         words = self.meter.words
         words[BYTES] += size
@@ -170,7 +168,7 @@ class Outbox:
             while not self._may_send_locked(size):
                 self._called.wait()
             self.meter.resume()
-        self._check_locked()
+        self.check()
         return clock() - began if began else 0
 
     def _may_send_locked(self, size: int) -> bool:
@@ -186,17 +184,12 @@ class Outbox:
             error = encode_error(message.error)
             message = replace(message, error=_NO_ERROR)
         with self._lock:
-            self._check_locked()
+            self.check()
             self._put_locked(MessageFrame(message, error))
 
-    def send_record(self, record: LogRecord) -> None:
-        """Send a log record, also after the driver has closed the outbox."""
-        with self._lock:
-            self._put_locked(record)
-
     def check(self) -> None:
-        with self._lock:
-            self._check_locked()
+        if self._closed:
+            raise Closed("the enqueuer was stopped")
 
     def next_epoch(self) -> Epoch | None:
         epoch: Epoch | None = self._next(self._orders, IDLE)
@@ -231,14 +224,10 @@ class Outbox:
         threads.on_error = lambda error: self.close()
         return LockedSender(self)
 
-    def send_frame(self, frame: Ready | Ended) -> None:
-        """Send a frame about the worker itself."""
+    def send_frame(self, frame: Ready | Ended | LogRecord) -> None:
+        """Send a frame about the worker itself, also after the driver has closed the outbox."""
         with self._lock:
             self._put_locked(frame)
-
-    def _check_locked(self) -> None:
-        if self._closed:
-            raise Closed("the enqueuer was stopped")
 
     def _put_locked(self, frame: Frame) -> None:
         self._frames.append(frame)
@@ -253,7 +242,7 @@ class Outbox:
         """
         with self._lock:
             self._copied_count = self._taken_count
-            self._copied.notify()
+            self._called.notify_all()
             while not self._frames:
                 self._filled.wait()
             frames, self._frames = self._frames, []
@@ -278,7 +267,6 @@ class Outbox:
         with self._lock:
             self._closed = True
             self._called.notify_all()
-            self._copied.notify()
 
 
 def _contiguous(view: Any) -> Any:
@@ -300,11 +288,11 @@ def _buffer_of(array: np.ndarray) -> Any:
 _GRANT_GAP_NS = 5_000_000
 
 
-class RayInbox:
-    """See `enqueuer.backends.pool.Inbox`. The thread that receives from the actor fills it.
+class RayInbox(DequeInbox):
+    """The messages of an actor, and its credit; the thread that receives from it fills the inbox.
 
     Args:
-        lock: Lock of the pool, which guards the messages.
+        lock: Lock of the pool.
         records: Log records of all workers, which the loop delivers.
         credit: Credit that the actor begins with; that many items and bytes may wait here.
         grant: Function that is called when the loop has consumed the items that it took.
@@ -320,6 +308,7 @@ class RayInbox:
         credit: TotalCredit,
         grant: Callable[[], None],
     ) -> None:
+        super().__init__()
         self.needs_credit = False
         self._lock = lock
         self._records = records
@@ -328,21 +317,19 @@ class RayInbox:
         self._credit = credit
         self._granted = clock()
         self._grant = grant
-        self._messages: deque[Message] = deque()
-        # Sizes of the items among the messages.
-        self._sizes: deque[int] = deque()
-        # Numbers of items that came, that were taken, and that are consumed; then bytes of these.
-        self._received = self._taken = self._acknowledged = 0
-        self._taken_bytes = self._acknowledged_bytes = 0
-
-    @property
-    def waiting(self) -> int:
-        return len(self._sizes)
+        # Numbers of items that have arrived, and of those that could be loaded; bytes of these.
+        self._received = self._put = self._put_bytes = 0
+        # Both numbers after each item that the loop has not consumed.
+        self._totals: deque[tuple[int, int]] = deque()
+        self._acknowledged = self._acknowledged_bytes = 0
 
     def put_locked(self, messages: list[Message], sizes: list[int]) -> None:
         """Add messages, and the sizes of the items among them."""
-        self._messages.extend(messages)
-        self._sizes.extend(sizes)
+        for size in sizes:
+            self._put += 1
+            self._put_bytes += size
+            self._totals.append((self._put, self._put_bytes))
+        self.messages.extend(messages)
 
     def count_locked(self) -> None:
         """Count an item that has arrived, also one that cannot be loaded."""
@@ -350,43 +337,21 @@ class RayInbox:
         self.needs_credit = False
 
     def head(self) -> bool | End | Failure | Empty:
-        while self._records:
-            deliver(self._records)
-        try:
-            message = self._messages[0]
-        except IndexError:
-            return False
-        return True if isinstance(message, Item) else message
-
-    def items(self, most: int, taken: Taken) -> Iterator[Item]:
-        with self._lock:
-            messages, sizes, numbers = self._messages, self._sizes, taken.numbers
-            while most and messages:
-                item = messages[0]
-                if not isinstance(item, Item):
-                    return
-                shard, number, size = item.shard, item.number, sizes[0]
-                if item.state is not None:
-                    taken.remember(shard, number, item.state)
-                most -= 1
-                # From here to the yield is no call and no jump, and so no signal handler runs.
-                del messages[0]
-                del sizes[0]
-                self._taken += 1
-                self._taken_bytes += size
-                numbers[shard] = number + 1
-                taken.last = shard
-                yield item
-
-    def remove(self, message: End | Failure | Empty) -> None:
-        with self._lock:
-            if self._messages and self._messages[0] is message:
-                self._messages.popleft()
+        if self._records:
+            deliver_all(self._records)
+        return super().head()
 
     def acknowledge(self) -> None:
-        if self._acknowledged != self._taken:
-            self._acknowledged, self._acknowledged_bytes = self._taken, self._taken_bytes
-            self._grant()
+        with self._lock:
+            taken = self._put - self.waiting
+            if self._acknowledged == taken:
+                return
+            # This may be done again, as an exception of a signal handler may strike in between.
+            while self._totals and self._totals[0][0] <= taken:
+                self._acknowledged_bytes = self._totals[0][1]
+                del self._totals[0]
+            self._acknowledged = taken
+        self._grant()
 
     def due_credit(self, wanted: bool) -> TotalCredit | None:
         """Return the credit to grant now; None if it is not worth a call.
@@ -411,14 +376,3 @@ class RayInbox:
             return None
         self._credit, self._granted = TotalCredit(items, size, at_least), now
         return self._credit
-
-
-def deliver(records: deque[logging.LogRecord]) -> None:
-    """Log the records of workers; called in the thread of the loop, and at the stop."""
-    while records:
-        try:
-            record = records.popleft()
-        except IndexError:
-            # Another thread stops the workers, and delivers the records, too.
-            return
-        logs.deliver(record)

@@ -12,11 +12,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
 
-from enqueuer.backends.pool import HAS_ENDED
+from enqueuer.backends.pool import HAS_ENDED, Dispatch
 from enqueuer.backends.ray.handle import Actor
 from enqueuer.monitoring.meters import clock
 from enqueuer.transport import task_queue
-from enqueuer.workers.messages import Ticket
+from enqueuer.workers.messages import Epoch, Ticket
 
 # Nanoseconds of a call to an actor and back.
 _ROUND_TRIP_NS = 5_000_000
@@ -65,7 +65,7 @@ class Assigned:
         return self._at_once - 1 + wanted - len(self.numbers)
 
 
-class ActorDispatch:
+class ActorDispatch(Dispatch[Actor]):
     """See `enqueuer.backends.pool.Dispatch`. Any thread may call anything.
 
     Args:
@@ -75,14 +75,11 @@ class ActorDispatch:
         at_once: Number of tasks that each actor runs at once.
     """
 
-    least = 1
-    awaited: int | None = None
-
     def __init__(
         self,
         workers: Sequence[Actor],
         lock: threading.RLock,
-        send: Callable[[Actor, list[tuple[int, bytes]]], None],
+        send: Callable[[Actor, list[Epoch], list[tuple[int, bytes]]], None],
         at_once: int,
     ) -> None:
         self._workers = workers
@@ -108,7 +105,7 @@ class ActorDispatch:
     def assign(self, worker: Actor, number: int, packed: bytes) -> None:
         with self._lock:
             self._assigned_to(worker).add(number)
-            self._send(worker, [(number, packed)])
+            self._send(worker, [], [(number, packed)])
 
     def _assigned_to(self, worker: Actor) -> Assigned:
         return self._assigned.setdefault(worker, Assigned(self._at_once))
@@ -152,7 +149,7 @@ class ActorDispatch:
             assigned[worker].add(ticket[0])
             given.setdefault(worker, []).append(ticket)
         for worker, tickets in given.items():
-            self._send(worker, tickets)
+            self._send(worker, [], tickets)
 
 
 def _can_work(worker: Actor) -> bool:

@@ -24,8 +24,9 @@ from enqueuer.backends.pool import Death, WorkerState
 from enqueuer.backends.ray.channel import Frame, ItemFrame, MessageFrame, RayInbox
 from enqueuer.backends.ray.session import Session, is_of_its_node, unwrapped
 from enqueuer.errors import ItemNotLoadable
-from enqueuer.monitoring.meters import clock
-from enqueuer.monitoring.worker_stats import WorkerStats
+from enqueuer.monitoring.meters import Meter, clock
+from enqueuer.monitoring.usage import Usage
+from enqueuer.monitoring.worker_stats import WorkerStats, worker_stats
 from enqueuer.transport.errors import decode_error
 from enqueuer.transport.item_codec import decode
 from enqueuer.workers.messages import Epoch, Failure, Item, Message
@@ -45,7 +46,7 @@ class Actor:
     Attributes:
         handle: Ray's handle of the actor.
         grant: Method `grant` of the actor, with its options. It is called more often than others.
-        send: Function that sends the actor epochs.
+        send: Function that sends the actor epochs and tickets.
         ask_to_end: Function that asks the actor to end its loop.
         inbox: Messages that have arrived and were not taken.
         where: Process and node of the actor, for its name; empty until they are known.
@@ -61,7 +62,7 @@ class Actor:
     shards: tuple[int, ...]
     handle: Any
     grant: Any
-    send: Callable[[Actor, list[Epoch]], None]
+    send: Callable[[Actor, list[Epoch], list[tuple[int, bytes]]], None]
     ask_to_end: Callable[[Actor], None]
     inbox: RayInbox
     state: WorkerState = WorkerState.STARTING
@@ -81,7 +82,7 @@ class Actor:
 
     def begin(self, epoch: Epoch) -> None:
         """Send the actor an epoch of its shards."""
-        self.send(self, [epoch])
+        self.send(self, [epoch], [])
 
     def ask_to_exit(self) -> None:
         """Ask the actor to exit; another one does the rest of its work."""
@@ -123,11 +124,8 @@ class Actor:
         """Return the last known statistics of the actor."""
         now = self.last_stats
         if now is None:
-            so_far = (clock() - self.began) / 1e9
-            now = WorkerStats(
-                *(self.index, "", self.shards, 0, 0, 0),
-                *(so_far, 0.0, 0.0, 0.0, 0.0),
-            )
+            nothing = Meter().words, (0, 0), Usage()
+            now = worker_stats(self.index, "", self.shards, *nothing, self.began)
         return dataclasses.replace(now, name=str(self), started=self.began)
 
     def keep_stats(self, stats: WorkerStats) -> None:

@@ -22,12 +22,12 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from enqueuer.backends.job import Job, split_bound
-from enqueuer.backends.lifecycle import ESCALATION_S
+from enqueuer.backends.lifecycle import ESCALATION_S, deliver_all
 from enqueuer.backends.payload import pickled_source
-from enqueuer.backends.pool import HAS_ENDED, WorkerSnapshot, WorkerState
+from enqueuer.backends.pool import HAS_ENDED, WorkerPool, WorkerSnapshot, WorkerState
 from enqueuer.backends.ray.actor import GROUPS, ActorConfig, RayWorker
 from enqueuer.backends.ray.channel import (
     Ended,
@@ -37,7 +37,6 @@ from enqueuer.backends.ray.channel import (
     RayInbox,
     Ready,
     TotalCredit,
-    deliver,
 )
 from enqueuer.backends.ray.dispatch import ActorDispatch
 from enqueuer.backends.ray.handle import Actor, Receiver, unpack
@@ -61,20 +60,17 @@ _STATS_S = 0.3
 _ALL = 1 << 62
 
 
-class RayPool:
+class RayPool(WorkerPool[Actor]):
     """See `enqueuer.backends.pool.WorkerPool`."""
 
-    are_processes: ClassVar[bool] = False
-    shares_gil: ClassVar[bool] = False
+    dispatch: ActorDispatch
 
     def __init__(self, job: Job) -> None:
         self.workers: list[Actor] = []
         self._lock = threading.RLock()
         # Set when a packet has come since the last sleep.
         self._news = WakeUp()
-        self.dispatch = ActorDispatch(
-            self.workers, self._lock, self._send_tickets, job.tickets_at_once
-        )
+        self.dispatch = ActorDispatch(self.workers, self._lock, self._send, job.tickets_at_once)
         self._job = job
         self._plans = job.plans()
         self._does_tasks = isinstance(job.source, TaskSource)
@@ -133,10 +129,10 @@ class RayPool:
         )
         credit = self._credit(index)
         handle = self._class.remote(config, credit, self._payload)
-        grant = handle.grant.options(concurrency_group="orders", num_returns=0)
+        grant = _order(handle.grant)
         inbox = RayInbox(self._lock, self._records, credit, functools.partial(self._grant, index))
-        actor = Actor(index, plan.shards, handle, grant, self._send_epochs, self._ask_to_end, inbox)
-        self._call(actor, handle.work, "work")
+        actor = Actor(index, plan.shards, handle, grant, self._send, self._ask_to_end, inbox)
+        self._call(actor, handle.work.options(concurrency_group="work", num_returns=0))
         receiver = Receiver(self._session, actor, self._deliver, self._lose)
         # `lifecycle.forget` recognizes the thread by this class, and stops no backend in it.
         actor.thread = WorkerThread(target=receiver.run, name=f"enqueuer-ray-{index}", daemon=True)
@@ -194,17 +190,14 @@ class RayPool:
 
     # --- sending ---
 
-    def _send_epochs(self, actor: Actor, epochs: list[Epoch]) -> None:
-        self._call(actor, actor.handle.assign, "orders", epochs, [])
+    def _send(self, actor: Actor, epochs: list[Epoch], tickets: list[tuple[int, bytes]]) -> None:
+        self._call(actor, _order(actor.handle.assign), epochs, tickets)
 
-    def _send_tickets(self, actor: Actor, tickets: list[tuple[int, bytes]]) -> None:
-        self._call(actor, actor.handle.assign, "orders", [], tickets)
-
-    def _call(self, actor: Actor, method: Any, group: str, *args: Any) -> None:
-        """Call a method without a result, in a concurrency group of the actor."""
+    def _call(self, actor: Actor, method: Any, *args: Any) -> None:
+        """Call a method of an actor, with its options, that has no result."""
         try:
             self._session.check()
-            method.options(concurrency_group=group, num_returns=0).remote(*args)
+            method.remote(*args)
         except Exception as error:
             # Ray was shut down.
             self._lose(actor, error)
@@ -223,13 +216,8 @@ class RayPool:
             return
         credit = actor.inbox.due_credit(wanted)
         if credit is not None:
-            try:
-                self._session.check()
-                # As plain numbers, which Ray does not pickle.
-                actor.grant.remote(*credit)
-            except Exception as error:
-                # Ray was shut down.
-                self._lose(actor, error)
+            # As plain numbers, which Ray does not pickle.
+            self._call(actor, actor.grant, *credit)
 
     # --- waiting ---
 
@@ -254,9 +242,6 @@ class RayPool:
                 self._grant(index % count, wanted=True)
                 return
 
-    def poll(self) -> None:
-        """Do nothing: the threads for the actors notice all changes."""
-
     # --- observing the workers ---
 
     def cpus(self) -> float:
@@ -269,10 +254,6 @@ class RayPool:
             self._session.check()
             return float(self._session.ray.cluster_resources()["CPU"])
         return usage.cpus()
-
-    def worker_bytes(self) -> int | None:
-        # The actors use memory of other machines.
-        return None
 
     def measures(self, workers: Sequence[Actor]) -> list[WorkerStats]:
         if not self._is_closed:
@@ -327,7 +308,7 @@ class RayPool:
     def _ask_to_end(self, actor: Actor) -> None:
         """Ask an actor to end its loop."""
         if actor.state not in HAS_ENDED:
-            self._call(actor, actor.handle.close, "orders")
+            self._call(actor, _order(actor.handle.close))
 
     def _kill(self, actor: Actor) -> None:
         with contextlib.suppress(Exception):
@@ -357,7 +338,7 @@ class RayPool:
                     StopWarning,
                     stacklevel=level_of_user(),
                 )
-        deliver(self._records)
+        deliver_all(self._records)
         self.workers.clear()
         self._payload = None
         _running.discard(self)
@@ -369,6 +350,11 @@ class RayPool:
             if actor.is_receiving:
                 assert actor.thread is not None
                 actor.thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _order(method: Any) -> Any:
+    """Return a method without a result that the actor runs beside its loop."""
+    return method.options(concurrency_group="orders", num_returns=0)
 
 
 def _why_no_stack(actor: Actor, missing: str) -> str:

@@ -31,9 +31,8 @@ from enqueuer.common import interrupts
 from enqueuer.errors import Closed
 from enqueuer.monitoring import gil
 from enqueuer.monitoring.meters import WAITING, Meter
-from enqueuer.transport.protocol import Taken
 from enqueuer.workers.bunch import Bunch
-from enqueuer.workers.messages import ClosedAfterSending, Empty, End, Failure, ItemTuple
+from enqueuer.workers.messages import ClosedAfterSending, Empty, End, Failure, ItemTuple, Taken
 
 T = TypeVar("T")
 
@@ -72,6 +71,7 @@ UNBOUNDED = 1 << 62
 # Items of a bunch, at least.
 _SHORTEST_BUNCH = 4
 _CLOSED = "the inbox is closed"
+_NAMES = ("_taken", "last")
 
 
 class Putter(NamedTuple):
@@ -430,6 +430,3 @@ class ThreadInbox:
     def snapshot(self) -> list[ItemTuple]:
         """Return the items that wait now, the oldest first, and take nothing."""
         return list(self._items)
-
-
-_NAMES = ("_taken", "last")

@@ -20,7 +20,6 @@ import numpy as np
 from enqueuer.common import checks
 from enqueuer.common.packed_list import packed
 from enqueuer.common.text import an
-from enqueuer.common.trees import members_of
 from enqueuer.datasets.epochs import EpochOrder
 from enqueuer.datasets.files.lists import FileEntry, Path
 from enqueuer.enqueuers import options
@@ -29,6 +28,7 @@ from enqueuer.errors import FrameworkUnavailable
 from enqueuer.workers.collate import stack
 from enqueuer.workers.plan import OnError
 from enqueuer.workers.shards import Shard, Task
+from enqueuer.workers.skipping import may_skip
 from enqueuer.workers.sources import name_of
 from enqueuer.workers.tasks import takes_two
 
@@ -217,12 +217,10 @@ class FileBatches(Generic[Batch]):
                 return self._load(path, task)
             given = {"label": self._labels[index], "task": task}
             return self._load(path, **{name: given[name] for name in self._wanted})
-        # No file could be loaded without the framework.
-        except FrameworkUnavailable:
-            raise
         except Exception as error:
             _note(error, f"while loading {os.fspath(path)!r}")
-            if self._on_error == "raise":
+            # No file could be loaded without the framework.
+            if isinstance(error, FrameworkUnavailable) or not may_skip(error, self._on_error):
                 raise
             sample = self._on_error(error) if callable(self._on_error) else None
             shard.report(error, log=self._on_error == "skip")
@@ -233,15 +231,9 @@ class FileBatches(Generic[Batch]):
             return stack(samples) if self._collate is None else self._collate(samples)
         except Exception as error:
             names = [os.fspath(self._paths[index]) for index in indices]
-            builds = [_build_of(sample) for sample in samples]
-            odd = next((i for i, build in enumerate(builds) if build != builds[0]), None)
-            if self._collate is None and odd is not None:
-                raise ValueError(
-                    f"{names[0]!r} and {names[odd]!r} cannot be in one batch, with shapes "
-                    f"{builds[0]} and {builds[odd]}; let load give all samples one shape, or give "
-                    "collate= a function that can join them"
-                ) from error
-            _note(error, f"while joining {names[0]!r} to {names[-1]!r}, {len(names)} files")
+            odd = None if self._collate is not None else _odd_one(samples)
+            last = f"to {names[-1]!r}" if odd is None else f"and {names[odd]!r}"
+            _note(error, f"while joining {names[0]!r} {last}, of a batch of {len(names)} files")
             raise
 
 
@@ -295,11 +287,11 @@ def _note(error: Exception, text: str) -> None:
         error.__notes__ = [*getattr(error, "__notes__", ()), text]
 
 
-def _build_of(sample: Any) -> Any:
-    """Return a sample with each array replaced by its shape, to compare and show it."""
-    members = members_of(sample)
-    if members is None:
-        shape = getattr(sample, "shape", None)
-        return () if shape is None else tuple(shape)
-    builds = {key: _build_of(value) for key, value in members.items()}
-    return list(builds.values()) if isinstance(sample, (tuple, list)) else builds
+def _odd_one(samples: list[Any]) -> int | None:
+    """Return the index of the first sample that cannot be joined to the first one."""
+    for index, sample in enumerate(samples):
+        try:
+            stack([samples[0], sample])
+        except Exception:
+            return index
+    return None

@@ -11,18 +11,10 @@ Pieces are ranges of rows: an array with a start and a stop in each line.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-
 import numpy as np
 
-from enqueuer.datasets.epochs import take_rows
 from enqueuer.datasets.hdf5.layout import Layout
-from enqueuer.datasets.hdf5.reader import RowReader
 from enqueuer.workers.shards import Shard
-
-Rows = Mapping[str, np.ndarray]
 
 
 def finer(count: int, edges: np.ndarray) -> np.ndarray:
@@ -121,100 +113,30 @@ _FEWEST_PIECES = 4
 
 # Number of the method that makes windows. It is part of a state, since another method gives the
 # same rows in another order; states without it are of the first method.
-_ORDER = 3
+ORDER = 3
 
 
-@dataclass(frozen=True)
-class ReadPlan:
-    """The rows of an epoch, and how batches are made of them.
+def pieces_of(shard: Shard, edges: np.ndarray, window: int, row_bytes: int) -> np.ndarray:
+    """Return the pieces of a shard in the order of its epoch.
 
-    Attributes:
-        layout: Layout of the file.
-        names: Names of the columns that are read together.
-        first: First row.
-        rows: Number of rows in an epoch.
-        batch_size: Number of rows in a batch.
-        drop_last: Whether incomplete batches are left out.
-        window: Number of rows, at least, that are shuffled among each other; 0: rows are not
-            shuffled.
-        edges: The first rows of the pieces that are shuffled, which are chunks, and the row behind
-            the last one.
+    Args:
+        shard: The shard.
+        edges: The edges of the chunks that are shuffled.
+        window: Number of rows in a window.
+        row_bytes: Size of a row of all columns.
     """
-
-    layout: Layout
-    names: tuple[str, ...]
-    first: int
-    rows: int
-    batch_size: int
-    drop_last: bool
-    window: int
-    edges: np.ndarray
-
-    def identity(self) -> dict[str, int]:
-        """Return the values on which a position in a shard depends."""
-        common = {"first": self.first, "rows": self.rows, "batch_size": self.batch_size}
-        if not self.window:
-            return {**common, "window": 0, "chunks": 0}
-        return {**common, "window": self.window, "chunks": len(self.edges) - 1, "order": _ORDER}
-
-    def batches(self, reader: RowReader, shard: Shard, first: int) -> Iterator[Rows]:
-        """Yield the batches of a shard from number `first` on."""
-        if self.window:
-            yield from self._shuffled(reader, shard, first)
-            return
-        size = self.batch_size
-        stop = self.first + (self.rows - self.rows % size if self.drop_last else self.rows)
-        for start in shard.split(range(self.first, stop, size))[first:]:
-            yield reader.read([(start, min(start + size, stop))])
-
-    def _shuffled(self, reader: RowReader, shard: Shard, first: int) -> Iterator[Rows]:
-        size = self.batch_size
-        left = self.rows // shard.count // size if self.drop_last else sys.maxsize
-        # Which rows come is drawn without reading any, so earlier batches can be left out.
-        numbers, rest, number = np.empty(0, int), None, 0
-        for window in windows(self._pieces_of(shard), self.window):
-            before = numbers
-            numbers = np.concatenate([before, *(np.arange(*piece) for piece in window)])
-            drawn = shard.rng.permutation(len(numbers))
-            full = len(numbers) - len(numbers) % size
-            if number + full // size <= first:
-                rest = None
-            else:
-                if rest is None and len(before):
-                    rest = _rows_by_number(reader, before)
-                pool = reader.read([(start, stop) for start, stop in window.tolist()], rest=rest)
-                del rest
-                for start in range(max(0, first - number) * size, full, size):
-                    # Some shards have one row more than others.
-                    if number + start // size >= left:
-                        return
-                    yield _taken(pool, drawn[start : start + size])
-                rest = _taken(pool, drawn[full:])
-                # Otherwise there would be two pools while the next one is read.
-                del pool
-            number += full // size
-            numbers = numbers[drawn[full:]]
-        if not self.drop_last and len(numbers) and number >= first:
-            yield _rows_by_number(reader, numbers) if rest is None else rest
-
-    def _pieces_of(self, shard: Shard) -> np.ndarray:
-        """Return the pieces of a shard in the order of its epoch."""
-        # All shards must agree on the order of the pieces, so it is not drawn from shard.rng.
-        seed = np.random.SeedSequence(shard.random_seed, spawn_key=(shard.epoch,))
-        pieces = finer(self._wanted_pieces(shard.count), self.edges)
-        groups = shard.count * max(1, self.rows // shard.count // self.window)
-        order = spread(len(pieces), groups, np.random.default_rng(seed))
-        return stretch(pieces[order], shard.index, shard.count)
-
-    def _wanted_pieces(self, shards: int) -> int:
-        """Return into about how many pieces the rows are cut if they have too few chunks."""
-        # The windows of a single shard have rows of all pieces.
-        if shards == 1:
-            return _FEWEST_PIECES
-        longest = int(np.diff(self.edges).max(initial=0))
-        piece_bytes = longest * sum(map(self.layout.row_bytes, self.names))
+    # The windows of a single shard have rows of all pieces.
+    wanted = _FEWEST_PIECES
+    if shard.count > 1:
+        piece_bytes = int(np.diff(edges).max(initial=0)) * row_bytes
         affordable = _PIECE_BYTES // max(1, piece_bytes)
-        return shards * min(_PIECES, max(_FEWEST_PIECES, affordable))
+        wanted = shard.count * min(_PIECES, max(_FEWEST_PIECES, affordable))
+    pieces = finer(wanted, edges)
+    groups = shard.count * max(1, int(edges[-1] - edges[0]) // shard.count // window)
+    # All shards must agree on the order of the pieces, so it is not drawn from shard.rng.
+    seed = np.random.SeedSequence(shard.random_seed, spawn_key=(shard.epoch,))
+    order = spread(len(pieces), groups, np.random.default_rng(seed))
+    return stretch(pieces[order], shard.index, shard.count)
 
 
 def edges_of(layout: Layout, names: tuple[str, ...], first: int, stop: int) -> np.ndarray:
@@ -235,11 +157,3 @@ def default_window(layout: Layout, names: tuple[str, ...], batch_size: int) -> i
         rows = layout.columns[names[0]].shape[0]
         row_bytes += objects * _OBJECT_BYTES + files // max(1, rows)
     return max(_WINDOW_BYTES // row_bytes, _WINDOW_BATCHES * batch_size)
-
-
-def _rows_by_number(reader: RowReader, numbers: np.ndarray) -> Rows:
-    return reader.read([(row, row + 1) for row in numbers.tolist()])
-
-
-def _taken(pool: Rows, indices: np.ndarray) -> Rows:
-    return {name: take_rows(array, indices) for name, array in pool.items()}

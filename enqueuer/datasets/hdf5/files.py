@@ -46,14 +46,14 @@ _REASONS = {
 
 
 @contextlib.contextmanager
-def guarded(path: str | os.PathLike[str], what: str = "") -> Iterator[None]:
+def guarded(path: str | os.PathLike[str]) -> Iterator[None]:
     """Convert an OSError of h5py to a DataFileError with the path."""
     try:
         yield
     except DataFileError:
         raise
     except (OSError, RuntimeError) as error:
-        raise data_file_error(path, error, what) from error
+        raise data_file_error(path, error) from error
 
 
 def data_file_error(
@@ -103,9 +103,7 @@ class OpenFiles:
     def close(self) -> None:
         """Close all of them."""
         while self._files:
-            path, file = self._files.popitem()
-            with guarded(path):
-                file.close()
+            self._files.popitem()[1].close()
 
 
 def _reason(path: str | os.PathLike[str], error: Exception) -> str:

@@ -217,8 +217,8 @@ class _Survey:
             )
         self.stamps.setdefault(path, _stamp(path))
 
-    def stretches(self, dataset: Any, within: tuple[tuple[str, str], ...] = ()) -> list[Stretch]:
-        """Return the stretches of a dataset, which the virtual datasets `within` show."""
+    def stretches(self, dataset: Any, depth: int = 0) -> list[Stretch]:
+        """Return the stretches of a dataset, which so many virtual datasets show."""
         # A link may lead to another file.
         path = dataset.file.filename
         self._inspect(path)
@@ -234,17 +234,14 @@ class _Survey:
             sources = dataset.virtual_sources()
         except UnicodeDecodeError:
             raise _Scattered("the name of a file that it shows is not UTF-8") from None
-        own = (os.path.realpath(path), dataset.name)
-        if own in within or len(within) >= _DEEPEST:
-            how = "shows itself" if own in within else f"lies below {_DEEPEST} others"
+        if depth >= _DEEPEST:
             raise DataFileError(
-                f"{path}: the virtual dataset {dataset.name!r} {how}, so its rows lie nowhere; "
-                "write the file again from the data",
+                f"{path}: the virtual dataset {dataset.name!r} shows itself, or lies below "
+                f"{_DEEPEST} others, so its rows lie nowhere; write the file again from the data",
                 path,
             )
-        within = (*within, own)
         found = [
-            stretch for source in sources for stretch in self._shown(path, dataset, source, within)
+            stretch for source in sources for stretch in self._shown(path, dataset, source, depth)
         ]
         found.sort(key=lambda stretch: stretch.start)
         edges = [0, *(edge for s in found for edge in (s.start, s.stop)), len(dataset)]
@@ -267,9 +264,7 @@ class _Survey:
                 f"{path}: the raw data of {dataset.name!r} lie in {where}, which is missing", path
             ) from None
 
-    def _shown(
-        self, whole: str, dataset: Any, source: Any, within: tuple[tuple[str, str], ...]
-    ) -> Iterator[Stretch]:
+    def _shown(self, whole: str, dataset: Any, source: Any, depth: int) -> Iterator[Stretch]:
         """Yield the stretches that one mapping of a virtual dataset in the file `whole` shows."""
         start, stop = _rows(source.vspace, dataset.shape)
         part = self._part(whole, source)
@@ -286,7 +281,7 @@ class _Survey:
                 part.file.filename,
             )
         # HDF5 maps no selection to one of another size, so both have equally many rows.
-        for inner in self.stretches(part, within):
+        for inner in self.stretches(part, depth + 1):
             low, high = max(inner.start, first), min(inner.stop, last)
             if low < high:
                 yield dataclasses.replace(

@@ -59,19 +59,19 @@ class PackingJob:
         """Return the path of a shard's part."""
         return Path(self.folder, f"shard-{index:05}.h5")
 
-    def __call__(self, index: int) -> int:
-        """Write a shard, unless its part exists; return its number of rows."""
-        *_, rows = self.write(index)
-        return rows
+    def __call__(self, index: int, advance: Callable[[int], object] = lambda rows: None) -> int:
+        """Write a shard, unless its part exists; return its number of rows.
 
-    def write(self, index: int) -> Iterator[int]:
-        """Write a shard, unless its part exists; yield its number of rows so far."""
+        Args:
+            index: Index of the shard.
+            advance: Function that is called with the number of rows whenever some were written.
+        """
         path = self.part(index)
         if path.exists():
             kinds, rows = _content_of(path)
             self._check(kinds)
-            yield rows
-            return
+            advance(rows)
+            return rows
         # The task has the same index, and so the same seeds: global generators fit as well.
         shard = Shard(index, self.shards, 0, self.random_seed)
         with contextlib.ExitStack() as stack:
@@ -82,11 +82,11 @@ class PackingJob:
             writer = Writer(file, self.format, str(path))
             for rows in writer.write(item for item in items if item is not None):
                 self._check(writer.kinds)
-                yield rows
+                advance(rows)
                 if self.ended:
                     raise Closed("packing was ended")
             file.attrs["rows"] = writer.rows
-        yield writer.rows
+        return writer.rows
 
     def _check(self, kinds: Mapping[str, RowKind]) -> None:
         if kinds and (unknown := sorted(self.keys - kinds.keys())):
@@ -94,7 +94,7 @@ class PackingJob:
 
 
 @contextlib.contextmanager
-def opened_part(path: Path) -> Iterator[Any]:
+def _opened_part(path: Path) -> Iterator[Any]:
     """Open a part; the error of a broken one says to remove it."""
     try:
         with opened(path) as file, guarded(path):
@@ -105,21 +105,19 @@ def opened_part(path: Path) -> Iterator[Any]:
 
 def _content_of(path: Path) -> tuple[dict[str, RowKind], int]:
     """Return the types of the keys of a part, and its number of rows."""
-    with opened_part(path) as file:
+    with _opened_part(path) as file:
         found = {key: RowKind.of(item.dtype, item.shape) for key, item in datasets_in(file).items()}
         return found, int(file.attrs["rows"])
 
 
 def write_parts(job: PackingJob, progress: Progress, **options: Any) -> None:
     """Write all parts that do not exist, by the workers of an enqueuer with these options."""
-    total = 0
     # A running iterator can be read in this process only.
     if isinstance(job.source, LiveSource):
         with bar("packing", None, "row", progress) as advance:
-            for rows in job.write(0):
-                advance(rows - total)
-                total = rows
+            job(0, advance)
         return
+    total = 0
     with (
         bar("packing", job.shards, "shard", progress) as advance,
         OrderedEnqueuer(
@@ -188,7 +186,7 @@ def _alike(parts: Sequence[Path]) -> tuple[dict[str, RowKind], dict[Path, int]]:
 def _batches_of(rows: Mapping[Path, int], kinds: Mapping[str, RowKind]) -> Iterator[dict[str, Any]]:
     """Yield the rows of all parts, a chunk at a time."""
     for path, count in rows.items():
-        with opened_part(path) as file:
+        with _opened_part(path) as file:
             columns = {key: readable(file[key]) for key in kinds}
             step = file[next(iter(kinds))].chunks[0]
             for start in range(0, count, step):

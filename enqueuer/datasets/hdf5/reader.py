@@ -99,30 +99,26 @@ class RowReader:
     def _column(
         self, name: str, parts: Sequence[Part], step: int, rest: np.ndarray | None
     ) -> np.ndarray:
-        if rest is None and len(parts) == 1:
-            found: np.ndarray = self.take(*parts[0], step)
-            return found
-        dtype = self._layout.dtypes[name]
-        if step > 1 or dtype.hasobject or dtype.subdtype is not None:
-            rest = self._empty(name, 0) if rest is None else rest
-            return np.concatenate([rest, *(self.take(*part, step) for part in parts)])
+        counts = [len(range(low, high, step)) for _, low, high in parts]
         filled = 0 if rest is None else len(rest)
-        rows = filled + sum(high - low for _, low, high in parts)
+        rows = filled + sum(counts)
         try:
-            pool = self._empty(name, rows)
+            shape = self._layout.columns[name].shape
+            pool = np.empty((rows, *shape[1:]), self._layout.dtypes[name])
+            if rest is not None:
+                pool[:filled] = rest
+            for part, count in zip(parts, counts, strict=True):
+                self.take(*part, step, pool[filled : filled + count])
+                filled += count
         except MemoryError as error:
-            raise self._too_large(self._layout.path, name, 0, rows) from error
-        if rest is not None:
-            pool[:filled] = rest
-        for at, low, high in parts:
-            there = filled + high - low
-            self.take(at, low, high, into=pool[filled:there])
-            filled = there
+            path, needed = self._layout.path, size(rows * self._layout.row_bytes(name))
+            raise DataFileError(
+                f"{path}: {rows:,} rows of {name!r} need {needed}, which could not be allocated; "
+                "whole chunks are read, so pack it with smaller chunks (h5repack -l), or give a "
+                "smaller window",
+                path,
+            ) from error
         return pool
-
-    def _empty(self, name: str, rows: int) -> np.ndarray:
-        shape = self._layout.columns[name].shape
-        return np.empty((rows, *shape[1:]), self._layout.dtypes[name])
 
     def _between(self, name: str, start: int, stop: int, step: int) -> Iterator[Part]:
         """Yield the stretches that hold some rows, and the numbers of these rows in their files."""
@@ -137,27 +133,17 @@ class RowReader:
             if low < high:
                 yield at, low - at.start + at.first, high - at.start + at.first
 
-    def take(
-        self, at: Stretch, low: int, high: int, step: int = 1, into: np.ndarray | None = None
-    ) -> Any:
-        """Read some rows of the dataset of a stretch; return them unless an array is given."""
+    def take(self, at: Stretch, low: int, high: int, step: int, into: np.ndarray) -> None:
+        """Read some rows of the dataset of a stretch into an array."""
         with self._lock:
             try:
-                there = self._datasets.get((at.path, at.dataset))
-                # The file may have been closed meanwhile.
-                if there is None or not there[0].id.valid:
-                    there = self._opened(at)
-                if into is None:
-                    return there[1][low:high:step]
-                if into.nbytes < _DIRECT_BYTES:
-                    into[...] = there[0][low:high]
+                dataset, view = self._opened(at)
+                if into.nbytes < _DIRECT_BYTES or not _is_plain(dataset.dtype):
+                    into[...] = view[low:high:step]
                 else:
-                    there[0].read_direct(into, np.s_[low:high])
-                return None
+                    dataset.read_direct(into, np.s_[low:high:step])
             except DataFileError:
                 raise
-            except MemoryError as error:
-                raise self._too_large(at.path, at.dataset[1:], low, high) from error
             except (OSError, RuntimeError, UnicodeDecodeError) as error:
                 # A change of the file would explain the error.
                 self._layout.check_unchanged(at.path)
@@ -165,18 +151,17 @@ class RowReader:
                 what = f"{rows} of {at.dataset[1:]!r} cannot be read: "
                 raise data_file_error(at.path, error, what) from error
 
-    def _too_large(self, path: str, name: str, low: int, high: int) -> DataFileError:
-        row_bytes = self._layout.row_bytes(name) if name in self._layout.columns else 0
-        needed = size((high - low) * row_bytes) if row_bytes else "more memory than there is"
-        return DataFileError(
-            f"{path}: {high - low:,} rows of {name!r} need {needed}, which could not be "
-            "allocated; whole chunks are read, so pack it with smaller chunks (h5repack -l), or "
-            "give a smaller window",
-            path,
-        )
-
     def _opened(self, at: Stretch) -> tuple[Any, Any]:
-        self._layout.check_unchanged(at.path)
-        dataset = dataset_of(self._files.open(at.path), at.dataset)
-        self._datasets[at.path, at.dataset] = dataset, readable(dataset)
-        return self._datasets[at.path, at.dataset]
+        """Return a dataset, and an object whose slices are its rows."""
+        opened = self._datasets.get((at.path, at.dataset))
+        # The file may have been closed meanwhile.
+        if opened is None or not opened[0].id.valid:
+            self._layout.check_unchanged(at.path)
+            dataset = dataset_of(self._files.open(at.path), at.dataset)
+            opened = self._datasets[at.path, at.dataset] = dataset, readable(dataset)
+        return opened
+
+
+def _is_plain(dtype: np.dtype[Any]) -> bool:
+    """Return whether HDF5 can read rows of a type into an array of numpy."""
+    return not dtype.hasobject and dtype.subdtype is None

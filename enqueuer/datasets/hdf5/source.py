@@ -13,6 +13,7 @@ import contextlib
 import functools
 import operator
 import os
+import sys
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any, Generic, SupportsIndex, TypedDict, TypeVar, overload
 
@@ -20,8 +21,8 @@ import numpy as np
 
 from enqueuer.common import checks
 from enqueuer.common.text import printable
-from enqueuer.datasets.epochs import ShardBatches
-from enqueuer.datasets.hdf5.batches import ReadPlan, default_window, edges_of
+from enqueuer.datasets.epochs import ShardBatches, take_rows
+from enqueuer.datasets.hdf5.batches import ORDER, default_window, edges_of, pieces_of, windows
 from enqueuer.datasets.hdf5.layout import Layout, layout_of
 from enqueuer.datasets.hdf5.reader import RowReader
 from enqueuer.enqueuers.options import Unpack
@@ -31,6 +32,7 @@ from enqueuer.workers.shards import Shard
 Batch = TypeVar("Batch")
 Array = np.ndarray[Any, Any]
 Path = str | os.PathLike[str]
+Rows = Mapping[str, np.ndarray]
 
 
 class HDF5Options(TypedDict, total=False):
@@ -142,14 +144,6 @@ class HDF5Source(Generic[Batch]):
         batch_size: int = 32,
         **options: Unpack[HDF5Options],
     ) -> None: ...
-    @overload
-    def __init__(
-        self: HDF5Source[Any],
-        path: Path,
-        keys: Sequence[str] | None = None,
-        batch_size: int = 32,
-        **options: Unpack[HDF5Options],
-    ) -> None: ...
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -169,25 +163,26 @@ class HDF5Source(Generic[Batch]):
             )
         self._path = os.path.abspath(path)
         self._is_one, self._is_tuple = isinstance(keys, str), isinstance(keys, tuple)
-        layout = layout_of(self._path, _names(keys), bool(allow_outside))
-        names, count = _together(layout, is_asked=keys is not None)
-        first, stop = _bounds(rows, count)
-        size = checks.positive("batch_size", batch_size)
-        if window is None:
-            window = default_window(layout, names, size)
-        window = checks.positive("window", window)
-        self._plan = ReadPlan(
-            layout=layout,
-            names=names,
-            first=first,
-            rows=stop - first,
-            batch_size=size,
-            drop_last=bool(drop_last),
-            window=window if shuffle else 0,
-            edges=edges_of(layout, names, first, stop),
-        )
+        self._layout = layout_of(self._path, _names(keys), bool(allow_outside))
+        self._names, count = _together(self._layout, is_asked=keys is not None)
+        self._first, self._stop = _bounds(rows, count)
+        self._size = checks.positive("batch_size", batch_size)
+        self._drop_last = bool(drop_last)
+        given = checks.optional(checks.positive)("window", window)
+        window = given or default_window(self._layout, self._names, self._size)
+        # Least number of rows that are shuffled among each other; 0: rows are not shuffled.
+        self._window = window if shuffle else 0
+        self._edges = edges_of(self._layout, self._names, self._first, self._stop)
+        # The values on which a position in a shard depends.
+        self._identity = {
+            "first": self._first,
+            "rows": len(self),
+            "batch_size": self._size,
+            "window": self._window,
+            "chunks": len(self._edges) - 1 if shuffle else 0,
+            **({"order": ORDER} if shuffle else {}),
+        }
         # An interrupted `pack` of this source is resumed only if all plain attributes are the same.
-        self._identity = self._plan.identity()
         self._reader: RowReader | None = None
 
     def __call__(self, shard: Shard) -> Iterator[Batch]:
@@ -197,7 +192,7 @@ class HDF5Source(Generic[Batch]):
 
     def __len__(self) -> int:
         """Return the number of rows."""
-        return self._plan.rows
+        return self._stop - self._first
 
     def __getitem__(self, index: SupportsIndex | slice) -> Any:
         """Return a row, or the rows of a slice.
@@ -208,7 +203,7 @@ class HDF5Source(Generic[Batch]):
             ValueError: The step of a slice is not positive.
             DataFileError: The row cannot be read.
         """
-        first = self._plan.first
+        first = self._first
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
             if step < 1:
@@ -238,15 +233,56 @@ class HDF5Source(Generic[Batch]):
         return {**self.__dict__, "_reader": None}
 
     def __repr__(self) -> str:
-        keys = ", ".join(self._plan.names)
+        keys = ", ".join(self._names)
         # A name in a file may have characters that a terminal obeys.
         return printable(f"<HDF5Source {self._path} ({keys}), {len(self)} rows>")
 
     def _batches(self, shard: Shard, first: int) -> Generator[Any]:
-        with contextlib.closing(RowReader(self._plan.layout, self._plan.names)) as reader:
-            for batch in self._plan.batches(reader, shard, first):
+        with contextlib.closing(RowReader(self._layout, self._names)) as reader:
+            make = self._shuffled if self._window else self._in_order
+            for batch in make(reader, shard, first):
                 yield self._formed(batch)
                 del batch
+
+    def _in_order(self, reader: RowReader, shard: Shard, first: int) -> Iterator[Rows]:
+        """Yield the batches of a shard, slices of the file, from number `first` on."""
+        size = self._size
+        stop = self._stop - (len(self) % size if self._drop_last else 0)
+        for start in shard.split(range(self._first, stop, size))[first:]:
+            yield reader.read([(start, min(start + size, stop))])
+
+    def _shuffled(self, reader: RowReader, shard: Shard, first: int) -> Iterator[Rows]:
+        """Yield the batches of a shard, drawn from one window after the other."""
+        size = self._size
+        left = len(self) // shard.count // size if self._drop_last else sys.maxsize
+        # Which rows come is drawn without reading any, so earlier batches can be left out.
+        numbers, rest, number = np.empty(0, int), None, 0
+        row_bytes = sum(map(self._layout.row_bytes, self._names))
+        pieces = pieces_of(shard, self._edges, self._window, row_bytes)
+        for window in windows(pieces, self._window):
+            before = numbers
+            numbers = np.concatenate([before, *(np.arange(*piece) for piece in window)])
+            drawn = shard.rng.permutation(len(numbers))
+            full = len(numbers) - len(numbers) % size
+            if number + full // size <= first:
+                rest = None
+            else:
+                if rest is None and len(before):
+                    rest = _rows_by_number(reader, before)
+                pool = reader.read([(start, stop) for start, stop in window.tolist()], rest=rest)
+                del rest
+                for start in range(max(0, first - number) * size, full, size):
+                    # Some shards have one row more than others.
+                    if number + start // size >= left:
+                        return
+                    yield _taken(pool, drawn[start : start + size])
+                rest = _taken(pool, drawn[full:])
+                # Otherwise there would be two pools while the next one is read.
+                del pool
+            number += full // size
+            numbers = numbers[drawn[full:]]
+        if not self._drop_last and len(numbers) and number >= first:
+            yield _rows_by_number(reader, numbers) if rest is None else rest
 
     def _own_reader(self) -> RowReader:
         """Return the reader of this process."""
@@ -256,7 +292,7 @@ class HDF5Source(Generic[Batch]):
             reader = None
         if reader is None:
             # If two threads come here at a time, one of the readers ends with its last use.
-            reader = self._reader = RowReader(self._plan.layout, self._plan.names)
+            reader = self._reader = RowReader(self._layout, self._names)
         return reader
 
     def _formed(self, found: Mapping[str, Any]) -> Any:
@@ -311,3 +347,11 @@ def _together(layout: Layout, is_asked: bool) -> tuple[tuple[str, ...], int]:
             path,
         )
     return tuple(shapes), next(iter(shapes.values()))[0]
+
+
+def _rows_by_number(reader: RowReader, numbers: np.ndarray) -> Rows:
+    return reader.read([(row, row + 1) for row in numbers.tolist()])
+
+
+def _taken(pool: Rows, indices: np.ndarray) -> Rows:
+    return {name: take_rows(array, indices) for name, array in pool.items()}

@@ -245,11 +245,12 @@ class Writer:
         self._chunk = 0
 
     def write(self, items: Iterable[Any]) -> Iterator[int]:
-        """Write all items; yield the number of rows after each batch of them."""
+        """Write all items; yield the number of rows of each batch of them."""
         batches = items if self._format.batched else self._gathered(items)
         for batch in batches:
+            before = self.rows
             self._add(by_name(batch, self._format.keys))
-            yield self.rows
+            yield self.rows - before
         # The last rows fill no whole chunk.
         self._flush(self.rows - self._written)
 
