@@ -62,12 +62,10 @@ def _places(tb: TracebackType | None) -> Iterator[Place]:
 def _span_of(tb: TracebackType) -> tuple[int, int, int]:
     if sys.version_info >= (3, 11) and tb.tb_lasti >= 0:
         positions = tb.tb_frame.f_code.co_positions()
-        unknown = (None,) * 4
-        line, last, begin, end = next(itertools.islice(positions, tb.tb_lasti // 2, None), unknown)
-        if line is not None and last is not None and begin is not None and end is not None:
-            # The compiler refuses others, which such programs may leave.
-            if line == tb.tb_lineno and (line, begin) <= (last, end):
-                return last - line, begin, end
+        at: Any = next(itertools.islice(positions, tb.tb_lasti // 2, None), (None,))
+        # The compiler refuses columns that end before they begin.
+        if at[0] == tb.tb_lineno and None not in at and (at[0], at[2]) <= (at[1], at[3]):
+            return at[1] - at[0], at[2], at[3]
     # The compiler takes -1 for unknown columns.
     return 0, -1, -1
 
