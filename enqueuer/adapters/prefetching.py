@@ -75,10 +75,13 @@ class _PrefetchReader(Reader[Batch]):
         *of_reader: Any,
     ) -> None:
         super().__init__(*of_reader)
-        is_here = is_inline(self.epochs.loader)
-        run = functools.partial(_changed, self.epochs, change, running, is_here)
+        # The function must not know this object, which would then not end when it is dropped.
+        epochs = self.epochs
 
         def make() -> GeneratorEnqueuer[Any]:
+            # `reconfigure()` may have changed it since the last epoch.
+            is_here = is_inline(epochs.loader)
+            run = functools.partial(_changed, epochs, change, running, is_here)
             # An enqueuer that is the loader gives its own warning of a stall, and knows its cause.
             # After an interrupt, the generator function would not repeat the same batches.
             return GeneratorEnqueuer[Any](
@@ -92,6 +95,8 @@ class _PrefetchReader(Reader[Batch]):
         # Enqueuer that runs the thread of the epoch, and number of its batches that were given.
         self._thread: GeneratorEnqueuer[Any] | None = None
         self._given = 0
+        # Number of the iteration for which the thread was made.
+        self._since = 0
 
     def prepare(self) -> None:
         """See `Reader`."""
@@ -100,7 +105,7 @@ class _PrefetchReader(Reader[Batch]):
             # The loader cannot be iterated before the thread has ended.
             self.end_reading(threading.TIMEOUT_MAX)
         if self._thread is None:
-            self._thread, self._given = self._make(), 0
+            self._thread, self._given, self._since = self._make(), 0, self.iteration
             # Any other loader draws the random numbers of an epoch when it is iterated over.
             # Libraries begin an iteration and drop it, and the thread would have drawn them by
             # then, or not.
@@ -119,8 +124,10 @@ class _PrefetchReader(Reader[Batch]):
 
     def read(self, iteration: int) -> Iterator[Batch]:
         """See `Reader`."""
-        if self._thread is not None and not self._is_replaced(iteration):
-            yield from self._batches(self._thread)
+        thread = self._thread
+        # An iteration that has not begun ends with the epoch for which it was to begin.
+        if thread is not None and iteration >= self._since and not self._is_replaced(iteration):
+            yield from self._batches(thread)
         if self._is_replaced(iteration):
             raise InvalidState(
                 "another iteration of this loader has begun, which ended this one: a "

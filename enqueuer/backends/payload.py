@@ -123,32 +123,27 @@ def _can_send(shared: Handover | None, value: object) -> bool:
     return True
 
 
-@contextlib.contextmanager
-def _main_by_value() -> Iterator[None]:
-    """Pickle all that the main module defines by value, also where that is called `__mp_main__`.
+def _dumps(
+    what: object, keep_large: Callable[[PickleBuffer], bool] | None, shared: Handover | None
+) -> bytes:
+    """Pickle with all that the main module defines, also where that is called `__mp_main__`.
 
     A process that multiprocessing has spawned calls it so, and no worker could import it.
     """
     main = sys.modules["__main__"]
-    if main.__name__ != "__mp_main__":
-        yield
-        return
-    with _lock:
-        cloudpickle.register_pickle_by_value(main)
-        try:
-            yield
-        finally:
-            cloudpickle.unregister_pickle_by_value(main)
-
-
-def _dumps(
-    what: object, keep_large: Callable[[PickleBuffer], bool] | None, shared: Handover | None
-) -> bytes:
     file = io.BytesIO()
     pickler = _Pickler(file, 5, keep_large)
     pickler.shared = shared
-    with _main_by_value(), contextlib.nullcontext() if shared is None else shared.pickling():
-        pickler.dump(what)
+    with contextlib.nullcontext() if shared is None else shared.pickling():
+        if main.__name__ != "__mp_main__":
+            pickler.dump(what)
+            return file.getvalue()
+        with _lock:
+            cloudpickle.register_pickle_by_value(main)
+            try:
+                pickler.dump(what)
+            finally:
+                cloudpickle.unregister_pickle_by_value(main)
     return file.getvalue()
 
 

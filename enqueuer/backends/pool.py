@@ -126,6 +126,7 @@ class DequeInbox:
 
     Attributes:
         messages: Messages that were sent and not taken; items are tuples.
+        taken: Number of items that were taken.
 
     Example:
         >>> inbox = DequeInbox()
@@ -136,6 +137,7 @@ class DequeInbox:
 
     def __init__(self) -> None:
         self.messages: deque[ItemTuple | End | Failure | Empty] = deque()
+        self.taken = 0
 
     @property
     def waiting(self) -> int:
@@ -160,6 +162,7 @@ class DequeInbox:
             numbers[shard] = number + 1
             taken.last = shard
             del messages[0]
+            self.taken += 1
             yield item
 
     def remove(self, message: End | Failure | Empty) -> None:

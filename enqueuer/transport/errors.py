@@ -17,6 +17,7 @@ made as tblib makes them: by running a line of code that raises, under the other
 from __future__ import annotations
 
 import ast
+import builtins
 import functools
 import io
 import itertools
@@ -101,6 +102,9 @@ def _raised_at(place: Place) -> TracebackType:
     raise AssertionError("the code did not raise")
 
 
+# Python 3.10 has no groups.
+_GROUP: type | tuple[()] = getattr(builtins, "BaseExceptionGroup", ())
+
 # Frames of a traceback; recursion limits make pickling of some hundreds fail.
 MOST_FRAMES = 50
 _HEAD_FRAMES = 20
@@ -118,7 +122,13 @@ def reduce(obj: object) -> Any:
         init = type(obj).__init__
         if isinstance(init, FunctionType):
             return pickling_support.pickle_exception(obj)
-        return pickling_support.pickle_exception(obj, builtin_inits=(init,))
+        function, (kind, args, *rest), *state = pickling_support.pickle_exception(
+            obj, builtin_inits=(init,)
+        )
+        if isinstance(obj, _GROUP):
+            # The list that it was made of may have changed since.
+            args = obj.message, obj.exceptions  # type: ignore[attr-defined]  # 3.10 has none
+        return function, (kind, args, *rest), *state
     return NotImplemented
 
 

@@ -25,7 +25,7 @@ import socket
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from enqueuer.common.descriptors import close_in_children
@@ -211,9 +211,13 @@ class SenderControl:
         Raises:
             Closed: The consumer left.
         """
-        with self._sending():
-            self._send_records_locked(wait=True)
-            self._send_locked(kind, body, fds, wait=True)
+        try:
+            with self._lock:
+                self._send_records_locked(wait=True)
+                self._send_locked(kind, body, fds, wait=True)
+        except OSError as error:
+            self.closed = True
+            raise Closed("the consumer left") from error
 
     def send_record(self, record: logging.LogRecord) -> None:
         """Send a log record without ever waiting; what does not fit now goes with the next packet.
@@ -239,8 +243,12 @@ class SenderControl:
         Raises:
             Closed: The consumer left.
         """
-        with self._sending():
-            self._send_records_locked(wait)
+        try:
+            with self._lock:
+                self._send_records_locked(wait)
+        except OSError as error:
+            self.closed = True
+            raise Closed("the consumer left") from error
 
     def close(self) -> None:
         """Send what was logged last, then close the socket."""
@@ -249,15 +257,6 @@ class SenderControl:
         with self._lock:
             self.closed = True
             self.packets.close()
-
-    @contextlib.contextmanager
-    def _sending(self) -> Iterator[None]:
-        try:
-            with self._lock:
-                yield
-        except OSError as error:
-            self.closed = True
-            raise Closed("the consumer left") from error
 
     def _send_locked(self, kind: int, data: bytes, fds: Sequence[int], wait: bool) -> bool:
         head = PACKET.pack(kind, self._sequence)

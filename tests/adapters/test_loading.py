@@ -437,6 +437,22 @@ def test_two_iterators_over_an_enqueuer_share_the_epoch(kind):
     assert had == list(range(12))
 
 
+def test_an_iteration_that_did_not_begin_in_its_epoch_takes_nothing_of_the_next():
+    loader = Later(GeneratorEnqueuer(twelve))
+    first, second = iter(loader), iter(loader)
+    assert list(first) == list(range(12))
+    third = iter(loader)
+    assert list(second) == []
+    assert list(third) == list(range(12))
+
+
+def test_the_thread_of_the_loop_makes_the_batches_after_a_change_to_no_workers():
+    enqueuer = OrderedEnqueuer(range(3), lambda _: threading.current_thread(), workers=1)
+    loader = Later(enqueuer, change=lambda batch: (batch, threading.current_thread()))
+    enqueuer.reconfigure(workers=0)
+    assert list(loader) == [(threading.main_thread(),) * 2] * 3
+
+
 def test_after_a_break_nothing_of_a_list_is_kept():
     class Batch:
         """An object that a weak reference can watch."""

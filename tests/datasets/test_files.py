@@ -223,9 +223,8 @@ def test_unequal_shapes_name_two_files():
     def load(path):
         return {"x": np.zeros((2, 3 if path == "1" else 2))}
 
-    with pytest.raises(ValueError, match=r"differ in shape \(\(2, 2\), \(2, 3\)\)") as caught:
+    with pytest.raises(ValueError, match=r"'0' and '1' cannot be.*\(\(2, 2\), \(2, 3\)\)"):
         epoch_of(FileBatches(numbers(3), load, 3, shuffle=False, on_error="skip"))
-    assert caught.value.__notes__ == ["while joining '0' and '1', of a batch of 3 files"]
 
 
 def test_an_error_of_collate_names_the_batch():
@@ -234,7 +233,7 @@ def test_an_error_of_collate_names_the_batch():
 
     with pytest.raises(KeyError) as caught:
         epoch_of(FileBatches(numbers(3), int, 3, shuffle=False, collate=collate))
-    assert caught.value.__notes__ == ["while joining '0' to '2', of a batch of 3 files"]
+    assert caught.value.__notes__ == ["while joining '0' to '2', 3 files"]
 
 
 def test_none_leaves_a_file_out():

@@ -422,6 +422,14 @@ def test_text_that_says_it_is_ascii_may_be_utf8(tmp_path):
     assert HDF5Source(tmp_path / "a.h5", "x")[:].tolist() == ["é", "e"]
 
 
+def test_batches_of_text_can_be_saved(tmp_path):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("x", data=["a", "b"], dtype=h5py.string_dtype())
+    [batch] = HDF5Source(tmp_path / "a.h5", "x")(Shard(0, 1, 0, 7))
+    np.save(tmp_path / "a.npy", batch)  # numpy warns of metadata
+    assert np.load(tmp_path / "a.npy", allow_pickle=True).tolist() == ["a", "b"]
+
+
 def test_text_that_is_not_utf8_is_reported_with_key_and_rows(tmp_path):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("x", data=[b"e", b"\xe9"], dtype=h5py.string_dtype())

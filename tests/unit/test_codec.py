@@ -347,6 +347,15 @@ def test_groups_survive():
         assert copy.message == "group"
 
 
+@pytest.mark.skipif(not hasattr(builtins, "ExceptionGroup"), reason="Python 3.10 has no groups")
+def test_a_group_survives_a_change_of_the_list_that_it_was_made_of():
+    parts = [KeyError(1)]
+    group = raises(builtins.ExceptionGroup("group", parts))
+    parts.clear()
+    _, copy = sent(group)
+    assert [str(part) for part in copy.exceptions] == ["1"]
+
+
 def test_a_local_class_of_error_comes_back_as_itself():
     class Local(Exception):
         pass

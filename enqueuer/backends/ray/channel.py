@@ -323,6 +323,10 @@ class RayInbox(DequeInbox):
         self._totals: deque[tuple[int, int]] = deque()
         self._acknowledged = self._acknowledged_bytes = 0
 
+    @property
+    def waiting(self) -> int:
+        return self._put - self.taken
+
     def put_locked(self, messages: list[Message], sizes: list[int]) -> None:
         """Add messages, and the sizes of the items among them."""
         for size in sizes:
@@ -343,7 +347,7 @@ class RayInbox(DequeInbox):
 
     def acknowledge(self) -> None:
         with self._lock:
-            taken = self._put - self.waiting
+            taken = self.taken
             if self._acknowledged == taken:
                 return
             # This may be done again, as an exception of a signal handler may strike in between.

@@ -232,8 +232,10 @@ class FileBatches(Generic[Batch]):
         except Exception as error:
             names = [os.fspath(self._paths[index]) for index in indices]
             odd = None if self._collate is not None else _odd_one(samples)
-            last = f"to {names[-1]!r}" if odd is None else f"and {names[odd]!r}"
-            _note(error, f"while joining {names[0]!r} {last}, of a batch of {len(names)} files")
+            if odd is not None:
+                pair = f"{names[0]!r} and {names[odd]!r} cannot be in one batch"
+                raise ValueError(f"{pair}: {error}") from error
+            _note(error, f"while joining {names[0]!r} to {names[-1]!r}, {len(names)} files")
             raise
 
 

@@ -103,7 +103,9 @@ class OpenFiles:
     def close(self) -> None:
         """Close all of them."""
         while self._files:
-            self._files.popitem()[1].close()
+            path, file = self._files.popitem()
+            with guarded(path):
+                file.close()
 
 
 def _reason(path: str | os.PathLike[str], error: Exception) -> str:

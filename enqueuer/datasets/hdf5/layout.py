@@ -147,7 +147,9 @@ def layout_of(path: str, names: Sequence[str] | None = None, allow_outside: bool
             except _Scattered as scattered:
                 stretches[name], unreadable[name] = [], str(scattered)
             columns[name] = survey.column(name, dataset, stretches[name])
-            dtypes[name] = dataset.dtype
+            # h5py's text has metadata, of which numpy warns when it saves a batch.
+            is_text = columns[name].dtype == "text"
+            dtypes[name] = np.dtype(object) if is_text else dataset.dtype
     outside = [part for part in survey.stamps if survey.is_outside(part)]
     return Layout(path, columns, dtypes, stretches, unreadable, survey.stamps, outside)
 

@@ -144,6 +144,14 @@ class HDF5Source(Generic[Batch]):
         batch_size: int = 32,
         **options: Unpack[HDF5Options],
     ) -> None: ...
+    @overload
+    def __init__(
+        self: HDF5Source[Any],
+        path: Path,
+        keys: Sequence[str] | None = None,
+        batch_size: int = 32,
+        **options: Unpack[HDF5Options],
+    ) -> None: ...
     def __init__(
         self,
         path: str | os.PathLike[str],
