@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from enqueuer.backends.job import Job
 from enqueuer.backends.load import Backend
@@ -24,31 +24,11 @@ from enqueuer.workers.shards import Shard
 from enqueuer.workers.sources import FunctionSource, LiveSource, Source, name_of
 
 
-class Shards(Protocol):
-    """The workload, as far as its epochs need it."""
-
-    seed: Seed
-
-    @property
-    def takes_shard(self) -> bool:
-        """Whether each shard may give other data."""
-
-    @property
-    def all_shards(self) -> int:
-        """Number of shards over all ranks."""
-
-    def own_shards(self) -> range:
-        """Return the shards of this rank."""
-
-    def rerun(self, origin: Origin, ticket: Ticket | None) -> Callable[[], Any]:
-        """Return a function that makes an item again."""
-
-
 class ShardEpoch:
     """See `EpochWork`."""
 
     def __init__(
-        self, workload: Shards, run: Run, epoch: Epoch, first_items: FirstItems | None
+        self, workload: ShardWorkload, run: Run, epoch: Epoch, first_items: FirstItems | None
     ) -> None:
         self._workload = workload
         self._number = epoch.number
