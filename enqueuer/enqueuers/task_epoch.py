@@ -14,6 +14,7 @@ from typing import Any
 
 from enqueuer.backends.load import Backend
 from enqueuer.backends.task_schedule import TaskOrder, TaskSchedule
+from enqueuer.common import interrupts
 from enqueuer.enqueuers.failures import Origin
 from enqueuer.enqueuers.run import Run
 from enqueuer.enqueuers.task_order import Reading, order_of, steps_in
@@ -67,7 +68,11 @@ class ElementReader:
             self._indices = order_of(source, reading, epoch)
             self._at = start.number
             self._end = steps_in(len(self._indices), self._size, reading.drop_last)
-            return
+        else:
+            self._begin_iterable(source, start)
+
+    def _begin_iterable(self, source: TaskSource, start: Start) -> None:
+        reading = self._reading
         items, self._stateful = iterate(source.items, start.state, is_at_end=not start.number)
         numbered = enumerate(items)
         # Number of elements, of all ranks, that the iterator has given before its own first one.
@@ -198,6 +203,9 @@ class TaskEpoch:
         number: Number of the task that is read next.
     """
 
+    # An item is made once, whichever worker makes it.
+    first_items: FirstItems | None = None
+
     def __init__(
         self,
         source: TaskSource,
@@ -209,10 +217,7 @@ class TaskEpoch:
         first: int,
         length: int | None = None,
     ) -> None:
-        # An item is made once, whichever worker makes it.
-        self.first_items: FirstItems | None = None
         self._source, self._reading, self._rerun, self._run = source, reading, rerun, run
-        self._tickets_at_once = source.tickets_at_once
         self._epoch = epoch.number
         start = Start() if epoch.starts is None else epoch.starts[0]
         self.order = TaskOrder(first, start, epoch.done, run.options.ordered)
@@ -304,7 +309,7 @@ class TaskEpoch:
             largest = tasks.results.largest_bytes
             # Until the size of the first result is known, workers get no more than they run.
             waiting = min(waiting, options.max_queue_bytes // largest) if largest else 0
-        return waiting + self._run.workers * self._tickets_at_once
+        return waiting + self._run.workers * self._source.tickets_at_once
 
     def _read(self) -> tuple[Ticket, Any] | None:
         """Return the next ticket, and the reader's state after it; None if there is none."""
@@ -325,7 +330,8 @@ class TaskEpoch:
             # An error of the source's own comes again; else a signal handler has raised it.
             try:
                 self._read_on()
-            except Exception:
+            except Exception as again:
+                interrupts.raise_handlers(again)
                 self._fail(Failure(-1, self.number, error))
                 return None
             raise

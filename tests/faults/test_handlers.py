@@ -37,8 +37,9 @@ from struck import (
     wait_until_gone,
 )
 
-from enqueuer import Closed, GeneratorEnqueuer, InvalidState
+from enqueuer import Closed, GeneratorEnqueuer, InvalidState, OrderedEnqueuer
 from enqueuer.backends.process.pool import ProcessPool
+from enqueuer.enqueuers import task_epoch
 from enqueuer.enqueuers.enqueuer import core_of
 from enqueuer.enqueuers.run import State
 
@@ -258,6 +259,29 @@ def test_a_handler_cannot_start_what_starts(method):
             enqueuer.start()
         assert called
         go_on(Loop(enqueuer), "shards")
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_two_exceptions_while_elements_are_read_are_no_error_of_theirs(monkeypatch):
+    order_of, calls = task_epoch.order_of, itertools.count()
+
+    def interrupted(*args):
+        if next(calls) < 2:
+            signal.raise_signal(signal.SIGUSR1)
+        return order_of(*args)
+
+    def handle(number, frame):
+        raise TimeoutError("of the handler")
+
+    monkeypatch.setattr(task_epoch, "order_of", interrupted)
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        enqueuer = OrderedEnqueuer(range(5), abs, workers=1)
+        with pytest.raises(TimeoutError, match="of the handler"):
+            enqueuer.start()
+        with enqueuer:
+            assert list(enqueuer) == [0, 1, 2, 3, 4]
     finally:
         signal.signal(signal.SIGUSR1, before)
 

@@ -14,7 +14,7 @@ import reading_cost
 import enqueuer
 
 # Of the whole package.
-MOST_CODE_LINES = 21_594
+MOST_CODE_LINES = 21_590
 MOST_FILES = 168
 MOST_FORWARDING_METHODS = 30
 
@@ -27,7 +27,6 @@ MOST_FUNCTION_LINES = 40
 LONG_FUNCTIONS = {
     # Lightning reads its signature.
     ("adapters/torch/data_loader.py", "__init__"),
-    ("enqueuers/task_epoch.py", "__init__"),
 }
 # Lines of a file that only one other file imports.
 LEAST_LINES = 60
