@@ -125,12 +125,6 @@ class ElementThreads:
             raise
 
     @property
-    def has_room(self) -> bool:
-        """Whether a thread has no job, or its next one may wait here."""
-        with self._changed:
-            return self._has_room_locked()
-
-    @property
     def is_idle(self) -> bool:
         """Whether no job waits or runs."""
         return not self._load
@@ -138,7 +132,7 @@ class ElementThreads:
     def wait_for_room(self) -> bool:
         """Wait until there is room for a job; return False if the threads were closed."""
         with self._changed:
-            while not (self._has_room_locked() or self._is_closed):
+            while not (self.has_room or self._is_closed):
                 self.is_awaited = True
                 self._changed.wait()
                 now = clock()
@@ -199,13 +193,15 @@ class ElementThreads:
                 self._count_locked(-1)
                 if job.is_work:
                     self._is_short = self._since - began < SHORT_NS
-                if self.is_awaited and self._has_room_locked():
+                if self.is_awaited and self.has_room:
                     self.is_awaited = False
                     self._called = self._since
                     self._changed.notify()
             del job
 
-    def _has_room_locked(self) -> bool:
+    @property
+    def has_room(self) -> bool:
+        """Whether a thread has no job, or its next one may wait here; exact with the lock only."""
         if self._load < self._count:
             return True
         # There is a claim for each ticket.
