@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 from enqueuer.cli.arguments import Commands, add_command
@@ -48,13 +49,11 @@ def add_report(commands: Commands) -> None:
 def _report(options: argparse.Namespace) -> int:
     target = Path(options.output or Path(options.path).with_suffix(".html"))
     recording = read(options.path)
+    if os.path.exists(target) and os.path.samefile(target, options.path):
+        which = "another name for the page" if options.output else "a name for the page with -o"
+        raise DataFileError(f"{target}: the page would replace the trace; give {which}")
     try:
-        if target.exists() and target.samefile(options.path):
-            which = "another name for the page" if options.output else "a name for the page with -o"
-            raise DataFileError(f"{target}: the page would replace the trace; give {which}")
         target.write_text(page(recording), encoding="utf-8")
-    except DataFileError:
-        raise
     except OSError as error:
         text = f"{target}: cannot be written: {error.strerror}"
         raise DataFileError(text, str(target)) from error

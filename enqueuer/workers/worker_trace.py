@@ -19,17 +19,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 from enqueuer.common.sizes import SAMPLED, size_of
+from enqueuer.errors import Closed
 from enqueuer.monitoring.trace_file import TraceTarget, Track, text_of
 from enqueuer.workers.element_threads import ElementThreads, ThreadJob
-from enqueuer.workers.messages import (
-    ClosedAfterSending,
-    Empty,
-    End,
-    Epoch,
-    Failure,
-    Sender,
-    Ticket,
-)
+from enqueuer.workers.messages import Empty, End, Epoch, Failure, Sender, Ticket
 from enqueuer.workers.plan import Plan
 
 _log = logging.getLogger("enqueuer")
@@ -149,7 +142,8 @@ class WorkerRecorder:
             try:
                 self._sender.send_item(shard, number, value, state)
                 was_sent = True
-            except ClosedAfterSending:
+            except Closed:
+                # The loop may have taken it before it left.
                 was_sent = True
                 raise
             finally:
