@@ -55,7 +55,8 @@ def stack(results: list[Any]) -> Any:
     if isinstance(first, (bool, int, float, complex)):
         array = np.array(results)
         if array.dtype.kind == "f" and all(isinstance(one, int) for one in results):
-            return _large_integers(results)
+            # As int64 does not hold all of them, numpy has rounded them.
+            return np.array(results, np.uint64) if min(results) >= 0 else results
         # With a text among the numbers, numpy would make texts of all of them.
         return array if array.dtype.kind in "biufc" else results
     if isinstance(first, tensor_class()):
@@ -64,11 +65,6 @@ def stack(results: list[Any]) -> Any:
     if columns is None:
         return results
     return with_members(first, {key: stack(column) for key, column in columns.items()})
-
-
-def _large_integers(results: list[int]) -> Any:
-    """Stack integers that numpy would round to float64, since int64 does not hold all of them."""
-    return np.array(results, np.uint64) if min(results) >= 0 else results
 
 
 def _check_shapes(arrays: Sequence[Any]) -> None:

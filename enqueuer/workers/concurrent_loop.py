@@ -16,21 +16,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from enqueuer.errors import Closed
-from enqueuer.workers import loop
+from enqueuer.workers import loop, task_loop
 from enqueuer.workers.element_threads import ElementThreads, ThreadJob
 from enqueuer.workers.messages import Empty, End, Failure, Sender, Ticket, Tickets
 from enqueuer.workers.plan import OnError, Plan
 from enqueuer.workers.shards import Task, do_nothing
 from enqueuer.workers.skipping import serve_failure
-from enqueuer.workers.task_loop import Raised, do_task, outcome_of, send_results, serve_tasks
-from enqueuer.workers.tasks import FETCH, TaskSource
+from enqueuer.workers.tasks import TaskSource
 
 
 def serve_function(source: object) -> Callable[..., None]:
     """Return the loop of a worker of a source."""
     if not isinstance(source, TaskSource):
         return loop.serve
-    return serve_concurrently if source.concurrency > 1 else serve_tasks
+    return serve_concurrently if source.concurrency > 1 else task_loop.serve_tasks
 
 
 def serve_concurrently(
@@ -77,7 +76,7 @@ def _jobs_of(
     source: TaskSource, ticket: Ticket, sender: Sender, on_error: OnError, threads: ElementThreads
 ) -> list[ThreadJob]:
     """Return the jobs with which a ticket begins."""
-    run = functools.partial(do_task, source, ticket, sender, do_nothing, on_error)
+    run = functools.partial(task_loop.do_task, source, ticket, sender, do_nothing, on_error)
     whole = ThreadJob(ticket, ticket.indices, run)
     try:
         # Here, so that no two threads announce the epoch.
@@ -114,11 +113,7 @@ class _Batch:
 
     def fetch(self, threads: ElementThreads) -> None:
         """Fetch the elements by one call, before each gets a thread."""
-        try:
-            elements = self._source.elements_of(self._ticket)
-        except BaseException as error:
-            # If they are fetched one by one, the element at fault raises its own error.
-            elements, self._failed_fetch = [FETCH] * len(self._outcomes), error
+        elements, self._failed_fetch = task_loop.fetched(self._source, self._ticket)
         threads.submit(self.jobs(elements))
 
     def jobs(self, elements: Sequence[Any]) -> list[ThreadJob]:
@@ -135,16 +130,16 @@ class _Batch:
         """Run one element; after the last one, send the result of the ticket."""
         outcome = None
         if place < self._needed:
-            outcome = outcome_of(self._source, self._ticket, place, element)
+            outcome = task_loop.outcome_of(self._source, self._ticket, place, element)
         with self._lock:
             self._outcomes[place] = outcome
-            if isinstance(outcome, Raised) and self._on_error == "raise":
+            if isinstance(outcome, task_loop.Raised) and self._on_error == "raise":
                 self._needed = min(self._needed, place)
             self._left -= 1
             if self._left:
                 return
         rest = self._sender, self._on_error, self._failed_fetch
-        send_results(self._source, self._ticket, [], self._outcomes, *rest)
+        task_loop.send_results(self._source, self._ticket, [], self._outcomes, *rest)
 
 
 class LockedSender:

@@ -5,7 +5,7 @@ serve_tasks: take a ticket -> its elements -> their results -> collate -> send -
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -91,14 +91,9 @@ def do_task(
         failed: Exception of the first element, if it was tried already.
     """
     count, results = len(ticket.indices), list[Any]()
-    failed_fetch: BaseException | None = None
     if enter is not do_nothing:
         enter(Task(ticket.indices[0], ticket.epoch, source.random_seed))
-    try:
-        elements = source.elements_of(ticket)
-    except BaseException as error:
-        # If the elements are fetched one by one, the element at fault raises its own error.
-        elements, failed_fetch = [FETCH] * count, error
+    elements, failed_fetch = fetched(source, ticket)
     if failed_fetch is None and failed is None:
         try:
             results.extend(source.results_of(ticket, elements))
@@ -112,7 +107,18 @@ def do_task(
         send_results(source, ticket, results, chain(failures, rest), sender, on_error, failed_fetch)
     finally:
         # Otherwise their tracebacks would refer to themselves, through this frame.
-        del failed, failures, failed_fetch
+        del failed, failures
+
+
+def fetched(source: TaskSource, ticket: Ticket) -> tuple[Sequence[Any], BaseException | None]:
+    """Return the elements of a ticket, and the exception of fetching all at once, if it failed.
+
+    If they are then fetched one by one, the element at fault raises its own error.
+    """
+    try:
+        return source.elements_of(ticket), None
+    except BaseException as error:
+        return [FETCH] * len(ticket.indices), error
 
 
 class Raised:
