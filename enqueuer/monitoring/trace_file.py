@@ -166,7 +166,7 @@ class Track:
         """Record the begin or the end of an item's arrow, in the span that was recorded last."""
         # Perfetto reads 64 bits. Without the other bits, an arrow may be wrong, but nothing else.
         name = f"{run & 0xFF:02x}{epoch & 0xFFF:03x}{shard & 0xFFF:03x}{item & 0xFFFFFFFF:08x}"
-        where = {"cat": "item", "id": name, "ts": at // 1000}
+        where: dict[str, Any] = {"cat": "item", "id": name, "ts": at // 1000}
         if is_begin:
             self._add(at, "item", "s", **where)
         else:
