@@ -161,12 +161,9 @@ def borrowed_globals(shard: Seeded) -> Iterator[None]:
 
     Those of tensorflow and of GPUs are left alone, as they cannot be restored.
     """
-    restore = _save()
-    try:
+    with SwappedStates().swapped():
         seed_globals(shard, is_alone=False)
         yield
-    finally:
-        restore()
 
 
 def seed_globals(place: Seeded, gpus: bool = True, is_alone: bool = True) -> None:

@@ -166,31 +166,33 @@ def as_source(generator: object) -> Source:
         return FunctionSource(generator, _takes_shard(generator))
     if hasattr(generator, "__next__"):
         return LiveSource(Stepped(generator))
+    if isinstance(generator, Iterable) and not _is_collection(generator):
+        return LiveSource(generator)
+    raise TypeError(
+        "GeneratorEnqueuer needs a generator function or an iterator of batches, "
+        f"got {_a(generator)}{_advice_on(generator)}"
+    )
+
+
+def _advice_on(generator: object) -> str:
+    """Return what to pass in place of a list or the like."""
     if _holds(generator, Iterator):
-        raise TypeError(
-            f"GeneratorEnqueuer needs one generator function or one iterator, got {_a(generator)} "
-            "of iterators; pass a function that gives each shard its own: `GeneratorEnqueuer("
+        return (
+            " of iterators; pass a function that gives each shard its own: `GeneratorEnqueuer("
             "lambda shard: iterators[shard.index], shards=len(iterators))`, for processes with "
             "backend=Processes(start_method='fork')"
         )
     if _holds(generator, Callable):  # type: ignore[arg-type]
-        raise TypeError(
-            f"GeneratorEnqueuer needs one generator function or one iterator, got {_a(generator)} "
-            "of functions; pass a function that calls the one of its shard: "
+        return (
+            " of functions; pass a function that calls the one of its shard: "
             "`def batches(shard): return functions[shard.index]()`, with shards=len(functions)"
         )
     if _is_collection(generator):
-        raise TypeError(
-            "GeneratorEnqueuer needs a generator function or an iterator of batches, "
-            f"got {_a(generator)}; write a function that yields batches of it "
+        return (
+            "; write a function that yields batches of it "
             "(`def batches(shard): for x in shard.split(data): yield ...`), or pass iter(data)"
         )
-    if isinstance(generator, Iterable):
-        return LiveSource(generator)
-    raise TypeError(
-        f"GeneratorEnqueuer needs a generator function or an iterator of batches, "
-        f"got {_a(generator)}"
-    )
+    return ""
 
 
 def name_of(function: object) -> str:
