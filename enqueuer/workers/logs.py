@@ -134,9 +134,8 @@ def multiprocessing_logging() -> Iterator[None]:
     Raises:
         StartError: It cannot be installed, since the default start method is not fork.
     """
-    # These imports take a while, and few programs need them.
-    from logging.handlers import MemoryHandler
-
+    # This one takes a while to import, too.
+    handlers = importlib.import_module("logging.handlers")
     module = importlib.import_module("multiprocessing_logging")
     root = logging.getLogger()
     before = list(root.handlers)
@@ -157,7 +156,7 @@ def multiprocessing_logging() -> Iterator[None]:
         for wrapper in wrappers:
             # To close it closes the handler in it; that of the user passes on the last records,
             # and stays open.
-            wrapper.sub_handler = MemoryHandler(1, target=wrapper.sub_handler)
+            wrapper.sub_handler = handlers.MemoryHandler(1, target=wrapper.sub_handler)
             wrapper.close()
         added = [h for h in root.handlers if h not in wrappers and h not in before]
         root.handlers = [*before, *added]

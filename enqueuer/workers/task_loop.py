@@ -50,26 +50,23 @@ def _do_plain(
     enter: Callable[[Task], None],
     on_error: OnError,
 ) -> None:
-    """Do a task of a plain source, with fewer calls than `do_task`, to which errors are left."""
+    """Do a task of a plain source, with fewer calls than `do_task`."""
     number, epoch, (index,), _ = ticket
     seed = source.random_seed
     if enter is not do_nothing:
         enter(Task(index, epoch, seed))
-    failed: BaseException | None = None
     try:
         value = source.result(index, epoch, seed)
     except BaseException as error:
-        failed = error
-    if failed is not None:
-        try:
-            do_task(source, ticket, sender, do_nothing, on_error, failed)
-        finally:
-            # Otherwise its traceback would refer to itself, through this frame.
-            del failed
-        return
-    failure = try_to_send(number, value, sender)
+        failure: Failure | None = Failure(0, number, error)
+    else:
+        failure = try_to_send(number, value, sender)
     if failure is not None:
-        _skip_batch(failure, sender, on_error)
+        try:
+            _skip_batch(failure, sender, on_error)
+        finally:
+            # Otherwise the traceback of its error would refer to itself, through this frame.
+            del failure
 
 
 def do_task(
@@ -78,7 +75,6 @@ def do_task(
     sender: Sender,
     enter: Callable[[Task], None],
     on_error: OnError,
-    failed: BaseException | None = None,
 ) -> None:
     """Send the result of a ticket, or `Empty`, and before that a failure for each error.
 
@@ -88,26 +84,25 @@ def do_task(
         sender: Sender of the result.
         enter: Function of the first task.
         on_error: What to do about an exception.
-        failed: Exception of the first element, if it was tried already.
     """
-    count, results = len(ticket.indices), list[Any]()
+    results: list[Any] = []
+    failures: list[Raised] = []
     if enter is not do_nothing:
         enter(Task(ticket.indices[0], ticket.epoch, source.random_seed))
     elements, failed_fetch = fetched(source, ticket)
-    if failed_fetch is None and failed is None:
+    if failed_fetch is None:
         try:
             results.extend(source.results_of(ticket, elements))
         except BaseException as error:
-            failed = error
-    failures = [] if failed is None else [Raised(failed)]
+            failures.append(Raised(error))
     # If one raised StopIteration, that looks like an end, and comes again.
-    left = range(len(results) + len(failures), count)
+    left = range(len(results) + len(failures), len(ticket.indices))
     rest = (outcome_of(source, ticket, place, elements[place]) for place in left)
     try:
         send_results(source, ticket, results, chain(failures, rest), sender, on_error, failed_fetch)
     finally:
-        # Otherwise their tracebacks would refer to themselves, through this frame.
-        del failed, failures
+        # Otherwise its traceback would refer to itself, through this frame.
+        del failures
 
 
 def fetched(source: TaskSource, ticket: Ticket) -> tuple[Sequence[Any], BaseException | None]:
