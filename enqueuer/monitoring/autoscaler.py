@@ -92,6 +92,7 @@ class Autoscaler:
         longest_wait_s: float | None = None,
         elements: int = 1,
     ) -> None:
+        self.due_s = 0.0
         self.reason = ""
         self.wanted = workers
         self.waiting_share = 0.0
@@ -102,8 +103,13 @@ class Autoscaler:
             MOST_COST_S, math.inf if longest_wait_s is None else longest_wait_s / 2
         )
         self._most_ever = self._as_fast_as(most)
+        self._window_s = WINDOW_S
+        # Snapshot when the number of workers changed last.
+        self._arrived: Stats | None = None
+        # Snapshot when the window began; None until all workers have delivered something.
+        self._base: Stats | None = None
+        self._change: _Change | None = None
         self._forget()
-        self._arrive()
 
     def next(self, stats: Stats, replay_s: float | None = None) -> int:
         """Return the number of workers that there should be from now on.
@@ -236,12 +242,7 @@ class Autoscaler:
     def _arrive(self) -> None:
         self.due_s, self._window_s = 0.0, WINDOW_S
         self._calm = self._unlike = 0
-        # Snapshot when the number of workers changed last.
-        self._arrived: Stats | None = None
-        # Snapshot when the window began; None until all workers have delivered something.
-        self._base: Stats | None = None
-        self._change: _Change | None = None
-        self._known = None
+        self._arrived = self._base = self._known = self._change = None
 
 
 class _Change(NamedTuple):

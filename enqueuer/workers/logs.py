@@ -134,7 +134,7 @@ def multiprocessing_logging() -> Iterator[None]:
     Raises:
         StartError: It cannot be installed, since the default start method is not fork.
     """
-    # This one takes a while to import, too.
+    # Its import takes a while, and few programs need it.
     handlers = importlib.import_module("logging.handlers")
     module = importlib.import_module("multiprocessing_logging")
     root = logging.getLogger()
@@ -154,8 +154,8 @@ def multiprocessing_logging() -> Iterator[None]:
         yield
     finally:
         for wrapper in wrappers:
-            # To close it closes the handler in it; that of the user passes on the last records,
-            # and stays open.
+            # Closing a wrapper closes its handler, too, which is the user's. So another one takes
+            # its place, which passes on the last records and leaves it open.
             wrapper.sub_handler = handlers.MemoryHandler(1, target=wrapper.sub_handler)
             wrapper.close()
         added = [h for h in root.handlers if h not in wrappers and h not in before]
