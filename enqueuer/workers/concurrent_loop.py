@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from enqueuer.errors import Closed
 from enqueuer.workers import loop, task_loop
 from enqueuer.workers.element_threads import ElementThreads, ThreadJob
 from enqueuer.workers.messages import Empty, End, Failure, Sender, Ticket, Tickets
@@ -63,8 +62,6 @@ def serve_concurrently(
             enter(Task(ticket.indices[0], ticket.epoch, source.random_seed))
             enter = do_nothing
             threads.submit(_jobs_of(source, ticket, shared, plan.on_error, threads))
-    except Closed:
-        threads.close()
     except BaseException as error:
         threads.close(error)
     threads.join()

@@ -16,7 +16,7 @@ import operator
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import NamedTuple
 
@@ -140,16 +140,16 @@ class ElementThreads:
                     self._late_until = now + LATE_FOR_NS
             return not self._is_closed
 
-    def submit(self, jobs: Iterable[ThreadJob]) -> None:
+    def submit(self, jobs: Sequence[ThreadJob]) -> None:
         """Let the next free threads run some jobs, in this order."""
-        jobs = list(jobs)
         with self._changed:
             self._count_locked(len(jobs))
         for job in jobs:
             self._jobs.put(job)
 
-    def close(self, error: BaseException | None = None) -> None:
-        """Begin no more jobs, and let `wait_for_room` return; `error` is the reason, if any."""
+    def close(self, reason: BaseException) -> None:
+        """Begin no more jobs, and let `wait_for_room` return; Closed is a reason, but no error."""
+        error = None if isinstance(reason, Closed) else reason
         with self._changed:
             self._is_closed = True
             self.error = self.error or error
@@ -184,8 +184,6 @@ class ElementThreads:
                 if not self._is_closed:
                     self._check()
                     self.do(job)
-            except Closed:
-                self.close()
             except BaseException as error:
                 self.close(error)
             with self._changed:
