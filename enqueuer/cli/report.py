@@ -7,7 +7,7 @@ import json
 import os
 from pathlib import Path
 
-from enqueuer.cli.arguments import Commands, add_command
+from enqueuer.cli.arguments import Commands, add_command, add_flag
 from enqueuer.common.text import printable
 from enqueuer.errors import DataFileError
 from enqueuer.tools.trace_report import in_lines, numbers_of, page, read
@@ -40,9 +40,7 @@ def add_report(commands: Commands) -> None:
     command.add_argument(
         "-o", "--output", metavar="PAGE.html", help="the page (default: beside the trace)"
     )
-    command.add_argument(
-        "--json", action="store_true", help="print the numbers as JSON; the page is written, too"
-    )
+    add_flag(command, "--json", "print the numbers as JSON; the page is written, too")
     command.set_defaults(run=_report)
 
 
