@@ -15,6 +15,7 @@ from enqueuer.cli.arguments import (
     UnusableSource,
     add_backend,
     add_command,
+    add_flag,
     add_number,
     add_source,
     load_source,
@@ -61,8 +62,8 @@ def add_bench(commands: Commands) -> None:
         help="largest number of workers (default: twice the CPUs, at least 16)",
     )
     add_backend(command, default=None, help="kind of the workers (default: both)")
-    command.add_argument("--json", action="store_true", help="print all numbers as JSON")
-    command.add_argument("--quiet", action="store_true", help="do not show the current measurement")
+    add_flag(command, "--json", "print all numbers as JSON")
+    add_flag(command, "--quiet", "do not show the current measurement")
     command.set_defaults(run=_bench)
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 
-from enqueuer.cli.arguments import Commands, add_command
+from enqueuer.cli.arguments import Commands, add_command, add_flag
 from enqueuer.common.text import printable
 from enqueuer.errors import DataFileError
 from enqueuer.tools.trace_report import in_lines, numbers_of, page, read
@@ -39,22 +40,18 @@ def add_report(commands: Commands) -> None:
     command.add_argument(
         "-o", "--output", metavar="PAGE.html", help="the page (default: beside the trace)"
     )
-    command.add_argument(
-        "--json", action="store_true", help="print the numbers as JSON; the page is written, too"
-    )
+    add_flag(command, "--json", "print the numbers as JSON; the page is written, too")
     command.set_defaults(run=_report)
 
 
 def _report(options: argparse.Namespace) -> int:
     target = Path(options.output or Path(options.path).with_suffix(".html"))
     recording = read(options.path)
+    if os.path.exists(target) and os.path.samefile(target, options.path):
+        which = "another name for the page" if options.output else "a name for the page with -o"
+        raise DataFileError(f"{target}: the page would replace the trace; give {which}")
     try:
-        if target.exists() and target.samefile(options.path):
-            which = "another name for the page" if options.output else "a name for the page with -o"
-            raise DataFileError(f"{target}: the page would replace the trace; give {which}")
         target.write_text(page(recording), encoding="utf-8")
-    except DataFileError:
-        raise
     except OSError as error:
         text = f"{target}: cannot be written: {error.strerror}"
         raise DataFileError(text, str(target)) from error

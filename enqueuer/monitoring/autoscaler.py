@@ -98,7 +98,7 @@ class Autoscaler:
         self.waiting_share = 0.0
         self._workers = workers
         self._shards = shards
-        self._elements = elements
+        self._fewest_items = -(-FEWEST_ELEMENTS // elements)
         self._most_cost_s = min(
             MOST_COST_S, math.inf if longest_wait_s is None else longest_wait_s / 2
         )
@@ -163,10 +163,6 @@ class Autoscaler:
         if all_work or came >= 4 * self._workers:
             self._base = stats
             self.due_s = stats.seconds + self._window_s
-
-    @property
-    def _fewest_items(self) -> int:
-        return -(-FEWEST_ELEMENTS // self._elements)
 
     def _decide(self, window: _Window) -> _Change | None:
         known = self._known

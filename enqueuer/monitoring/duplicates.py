@@ -13,9 +13,8 @@ indices and paths, of which the first 16 all differ from each other.
 
 from __future__ import annotations
 
-import binascii
 import itertools
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Mapping, Set
 from typing import Any
 
 import numpy as np
@@ -38,6 +37,9 @@ _MOST_BYTES = 64 * 1024
 _MOST_VALUES = 4096
 # Levels of containers; an item with more may contain itself.
 _MOST_DEEP = 16
+
+Digest = tuple[int, int]
+"""A number that differs between items that differ, and the size of the item in bytes."""
 
 
 class FirstItems:
@@ -68,7 +70,7 @@ class FirstItems:
         self._left = shards
         self._budget = _ITEM_BUDGET * shards
         self._beginnings: dict[int, _Beginning] = {}
-        self._shards: dict[tuple[bytes, ...], int] = {}
+        self._shards: dict[tuple[int, ...], int] = {}
 
     def saw(self, shard: int, value: object) -> tuple[int, int] | None:
         """Add an item; return two shards if these have turned out to be alike."""
@@ -91,7 +93,7 @@ class _Beginning:
     """The digests of a shard's first items, until these distinguish it from others."""
 
     def __init__(self, least_bytes: int) -> None:
-        self.digests: list[bytes] = []
+        self.digests: list[int] = []
         self._least_bytes = least_bytes
         self.is_known = False
         self._size = 0
@@ -119,54 +121,36 @@ class _Beginning:
         self.is_known = is_enough or count == _MOST_ITEMS
 
 
-def digest(value: object) -> tuple[bytes, int] | None:
-    """Return a digest of an item, and its size in bytes; None if it cannot be read.
+def digest(value: object) -> Digest | None:
+    """Return a digest of an item; None if it cannot be read.
 
     Numbers, texts, arrays, tensors and byte strings count, in dicts, tuples, lists, sets and
-    objects with attributes. Of a large value, only samples from all over it are read.
+    objects with attributes. Of a large value, only samples from all over it are read. Digests of
+    other processes are not comparable.
     """
-    # Imported here, as OpenSSL takes a while to load, and few programs need it.
-    import hashlib
-
-    hashed = hashlib.blake2b(digest_size=16)
-    size = _size_fed(hashed.update, value)
-    return None if size is None else (hashed.digest(), size)
-
-
-def checksum(value: object) -> int | None:
-    """Return a number that changes if an item's content is changed; None if it cannot be read.
-
-    It takes less time than a digest, but different items may have the same checksum.
-    """
-    checksum = 0
-
-    def update(data: bytes) -> None:
-        nonlocal checksum
-        checksum = binascii.crc32(data, checksum)
-
-    return None if _size_fed(update, value) is None else checksum
-
-
-def _size_fed(update: Callable[[bytes], object], value: object) -> int | None:
-    """Feed an item to a hash; return its bytes, None if it is of a kind that cannot be read."""
+    reading = _Reading()
     try:
-        return _Reading(update).feed(value)
+        size = reading.feed(value)
     except Exception as error:
         interrupts.raise_handlers(error)
         # A class of the user may raise anything. Such items are not compared.
         return None
+    return reading.digest, size
 
 
 class _Reading:
-    """One item on its way into a hash."""
+    """One item on its way into a digest."""
 
-    def __init__(self, update: Callable[[bytes], object]) -> None:
-        self._update = update
+    def __init__(self) -> None:
+        self.digest = 0
         self._left = _MOST_VALUES
         self._depth = 0
 
+    def _update(self, data: bytes) -> None:
+        self.digest = hash((self.digest, data))
+
     def feed(self, value: Any) -> int:
-        """Feed a value to the hash; return its bytes.
+        """Feed a value to the digest; return its bytes.
 
         Raises:
             TypeError: It is of a kind whose content is not known.

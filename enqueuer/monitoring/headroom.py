@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -113,7 +113,7 @@ def _headroom(
     batches: Iterable[Batch], seconds: float, keep: int, report: Callable[[Headroom], object]
 ) -> Iterator[Batch]:
     clock = time.perf_counter
-    stream = epochs(batches)
+    stream = epochs(itertools.repeat(batches))
     kept = []
     for batch in itertools.islice(stream, keep):
         kept.append(batch)
@@ -143,12 +143,13 @@ def _headroom(
     report(Headroom(steps / took_s, could_reach, min(1.0, waited_s / took_s), steps, len(kept)))
 
 
-def epochs(batches: Iterable[Batch]) -> Iterator[Batch]:
+def epochs(each: Iterable[Iterable[Batch]]) -> Generator[Batch, None, None]:
     """Yield the batches of one epoch after another, until one is empty."""
-    is_empty = False
-    while not is_empty:
+    for batches in each:
         is_empty = True
         for batch in batches:
             is_empty = False
             yield batch
             del batch
+        if is_empty:
+            return

@@ -135,10 +135,10 @@ class Shown(Iterator[T], Generic[T]):
         except StopIteration:
             # The line that stays on the terminal is of all batches.
             self._show_stats()
-            self.close()
+            self._bar.close()
             raise
         except BaseException:
-            self.close()
+            self._bar.close()
             raise
         if clock() >= self._due:
             self._show_stats()
@@ -152,10 +152,6 @@ class Shown(Iterator[T], Generic[T]):
             self._bar.measured_rate = stats.items_per_s
         self._bar.set_postfix_str(postfix(stats), refresh=False)
         self._due = clock() + _SNAPSHOT_NS
-
-    def close(self) -> None:
-        """Leave the bar as it is."""
-        self._bar.close()
 
     def __del__(self) -> None:
         # The interpreter may be ending, or there was no bar yet.

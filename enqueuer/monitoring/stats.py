@@ -378,7 +378,7 @@ def _are_several_busy(stats: Stats) -> bool:
     return on_average(stats, "busy_s") > SEVERAL
 
 
-def _cpus_used(stats: Stats) -> float:
+def cpus_used(stats: Stats) -> float:
     """Return the number of CPUs that were busy with the loop and the workers, on average."""
     by_loop = ratio(stats.loop_cpu_s, stats.seconds)
     return by_loop if stats.backend == "thread" else by_loop + on_average(stats, "cpu_s")
@@ -556,7 +556,7 @@ def _cpus(stats: Stats, by_others: bool) -> Bottleneck:
     return Bottleneck(
         "cpus",
         f"The bottleneck is the CPUs: {_waited(stats)}; it and the workers used "
-        f"{min(_cpus_used(stats), stats.cpus):.1f} of {stats.cpus:g} CPUs, and "
+        f"{min(cpus_used(stats), stats.cpus):.1f} of {stats.cpus:g} CPUs, and "
         f"the workers had none for {missed} of the time in which they could have run"
         f"{', because other programs use the CPUs' if by_others else ''}.",
         "End these programs, or use other CPUs. More workers would only take CPU time from them."
@@ -660,7 +660,7 @@ def _of_workers(stats: Stats) -> Bottleneck:
     # More room would not help workers that send most of their time, waits included.
     if total(stats, "sending_s") > MOSTLY * (worked + waited if often_wait else worked):
         return _transport(stats)
-    if _cpus_used(stats) > CPUS_ARE_BUSY * stats.cpus:
+    if cpus_used(stats) > CPUS_ARE_BUSY * stats.cpus:
         return _cpus(stats, by_others=False)
     # Waiting for the GIL looks like waiting for room.
     if _holds_gil(stats):

@@ -35,7 +35,8 @@ FLUSH_BYTES = 32 * 1024
 FLUSH_NS = 500_000_000
 # Characters of an error.
 _MOST_TEXT = 200
-_NO_ARGS: Mapping[str, Any] = {}
+_Args = Mapping[str, Any]
+_NO_ARGS: _Args = {}
 
 # The begin of each file, by which our own are recognized.
 HEAD = b'[\n{"name": "enqueuer trace", "ph": "M"'
@@ -84,7 +85,7 @@ class Track:
         self._dumps = dumps
         self._target = target
         self._pid = os.getpid()
-        self._where = f'"pid": {self._pid}, "tid": {tid}'
+        self._row = {"pid": self._pid, "tid": tid}
         self._lines: list[str] = []
         self._size = 0
         self._due = 0
@@ -98,23 +99,29 @@ class Track:
         except OSError as error:
             self._give_up(error)
 
-    def add(self, head: str, now: int, args: Mapping[str, Any] = _NO_ARGS) -> None:
+    def _add(self, now: int, name: str, phase: str, args: _Args = _NO_ARGS, **more: Any) -> None:
         """Keep an event until the next write, or write now.
 
         Args:
-            head: Its name, its kind and its times, as JSON.
             now: Time by `time.monotonic_ns`.
+            name: Its name.
+            phase: Its kind.
             args: Its arguments.
+            more: Its other members, such as its times.
         """
         if self._fd is None or self.is_full:
             return
         if not self._lines:
             self._due = now + FLUSH_NS
-        line = self._event(head, args)
+        line = self._line(name, phase, args, **more)
         self._lines.append(line)
         self._size += len(line)
         if self._size > FLUSH_BYTES or now > self._due:
             self.flush()
+
+    def _line(self, name: str, phase: str, args: _Args = _NO_ARGS, **more: Any) -> str:
+        event = {"name": name, "ph": phase, **self._row, **more}
+        return self._dumps({**event, "args": args} if args else event)
 
     def flush(self) -> None:
         """Write the events that are kept, unless the file is full."""
@@ -139,40 +146,41 @@ class Track:
         """Name the row and give its rank; `process` is None if the process has a name already."""
         whose = {"thread": thread} if process is None else {"process": process, "thread": thread}
         for kind, name in whose.items():
-            self.add(f'"name": "{kind}_name", "ph": "M"', 0, {"name": name})
-            self.add(f'"name": "{kind}_sort_index", "ph": "M"', 0, {"sort_index": rank})
+            self._add(0, f"{kind}_name", "M", {"name": name})
+            self._add(0, f"{kind}_sort_index", "M", {"sort_index": rank})
 
-    def span(self, name: str, begin: int, end: int, args: Mapping[str, Any] = _NO_ARGS) -> None:
+    def span(self, name: str, begin: int, end: int, args: _Args = _NO_ARGS) -> None:
         """Record a span between two times, in nanoseconds."""
         at = begin // 1000
-        head = f'"name": "{name}", "ph": "X", "ts": {at}, "dur": {end // 1000 - at}'
-        self.add(head, end, args)
+        self._add(end, name, "X", args, ts=at, dur=end // 1000 - at)
 
-    def instant(self, name: str, at: int, args: Mapping[str, Any] = _NO_ARGS) -> None:
+    def instant(self, name: str, at: int, args: _Args = _NO_ARGS) -> None:
         """Record an instant."""
-        self.add(_instant(name, at), at, args)
+        self._add(at, name, "i", args, ts=at // 1000, s="p")
 
     def counter(self, name: str, at: int, value: int) -> None:
         """Record a number of items."""
-        self.add(f'"name": "{name}", "ph": "C", "ts": {at // 1000}', at, {"items": value})
+        self._add(at, name, "C", {"items": value}, ts=at // 1000)
 
     def arrow(self, is_begin: bool, at: int, run: int, epoch: int, shard: int, item: int) -> None:
         """Record the begin or the end of an item's arrow, in the span that was recorded last."""
         # Perfetto reads 64 bits. Without the other bits, an arrow may be wrong, but nothing else.
         name = f"{run & 0xFF:02x}{epoch & 0xFFF:03x}{shard & 0xFFF:03x}{item & 0xFFFFFFFF:08x}"
-        phase = '"ph": "s"' if is_begin else '"ph": "f", "bp": "e"'
-        head = f'"name": "item", "cat": "item", {phase}, "id": "{name}", "ts": {at // 1000}'
-        self.add(head, at)
+        where: dict[str, Any] = {"cat": "item", "id": name, "ts": at // 1000}
+        if is_begin:
+            self._add(at, "item", "s", **where)
+        else:
+            self._add(at, "item", "f", bp="e", **where)
 
     def fill(self, at: int) -> None:
         """Mark the file as full."""
-        event = self._event(_instant("full", at), {"limit_bytes": MOST_BYTES})
-        self.write(event.encode() + b",\n")
+        line = self._line("full", "i", {"limit_bytes": MOST_BYTES}, ts=at // 1000, s="p")
+        self.write(line.encode() + b",\n")
 
     def end(self, at: int) -> None:
         """Record the last instant, so that the file is JSON in the strict sense, and close it."""
         self.flush()
-        self.write(self._event(_instant("end", at)).encode() + _TAIL)
+        self.write(self._line("end", "i", ts=at // 1000, s="p").encode() + _TAIL)
         self._target.over = True
         self.close()
 
@@ -192,14 +200,6 @@ class Track:
         if self._fd is not None:
             self._fd.close()
             self._fd = None
-
-    def _event(self, head: str, args: Mapping[str, Any] = _NO_ARGS) -> str:
-        more = f', "args": {self._dumps(args)}' if args else ""
-        return f"{{{head}, {self._where}{more}}}"
-
-
-def _instant(name: str, at: int) -> str:
-    return f'"name": "{name}", "ph": "i", "s": "p", "ts": {at // 1000}'
 
 
 def begin(path: str, run: int, last: tuple[int, int] | None) -> TraceTarget:

@@ -58,12 +58,7 @@ def of_thread(thread: threading.Thread) -> Usage:
 
 def of_threads(threads: Sequence[threading.Thread]) -> Usage:
     """Return the usage of some threads of this process together."""
-    each = [of_thread(thread) for thread in threads]
-    return Usage(
-        _sum([one.cpu_s for one in each]),
-        _sum([one.cpu_wait_s for one in each]),
-        switches=_sum([one.switches for one in each]),
-    )
+    return Usage(*map(_sum, zip(*map(of_thread, threads), strict=True)))
 
 
 def cpus() -> float:
@@ -117,19 +112,18 @@ def _memory_groups(proc: str, root: str) -> Iterator[tuple[str, str, str, tuple[
         of version 2 of control groups, or of 1.
     """
     for line in (_or_none(_text, f"{proc}/self/cgroup") or "").splitlines():
-        number, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        parts = [part for part in path.split("/") if part]
-        around = ["/".join(parts[:end]) for end in range(len(parts), -1, -1)]
+        number, controllers, path = line.split(":", 2)
         if number == "0":
-            for part in around:
-                cached = ("inactive_file", "active_file")
-                yield f"{root}/{part}", "memory.max", "memory.current", cached
+            base, files = root, ("memory.max", "memory.current")
+            cached = ("inactive_file", "active_file")
         elif "memory" in controllers.split(","):
-            for part in around:
-                cached = ("total_inactive_file", "total_active_file")
-                folder = f"{root}/memory/{part}"
-                yield folder, "memory.limit_in_bytes", "memory.usage_in_bytes", cached
+            base, files = f"{root}/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            cached = ("total_inactive_file", "total_active_file")
+        else:
+            continue
+        parts = [part for part in path.split("/") if part]
+        for end in range(len(parts), -1, -1):
+            yield "/".join([base, *parts[:end]]), *files, cached
 
 
 def _sum(values: Sequence[N | None]) -> N | None:

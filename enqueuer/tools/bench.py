@@ -24,7 +24,7 @@ from enqueuer.errors import BatchTimeout, EnqueuerWarning
 from enqueuer.monitoring import usage
 from enqueuer.monitoring.gil import Probe
 from enqueuer.monitoring.headroom import epochs
-from enqueuer.monitoring.stats import HARDLY_WAITS, Stats
+from enqueuer.monitoring.stats import HARDLY_WAITS, Stats, cpus_used, total
 from enqueuer.tools.bench_report import DEFAULT_QUEUE, HELPS, Measurement, Report
 from enqueuer.workers.shards import Shard, fresh_seed
 from enqueuer.workers.sources import FunctionSource, as_source, close, name_of
@@ -207,9 +207,9 @@ def gil_share(source: Any, seconds: float, wait_limit_s: float) -> float | None:
     Raises:
         Unmeasurable: The source yields nothing, or no batch in time.
     """
-    enqueuer = _enqueuer(source, Measurement("thread", 1, DEFAULT_QUEUE), wait_limit_s)
     try:
-        with _batches_of(enqueuer) as batches:
+        with _running(source, Measurement("thread", 1, DEFAULT_QUEUE), wait_limit_s) as enqueuer:
+            batches = epochs(itertools.repeat(enqueuer))
             # What is done once, before it, does not count.
             next(batches, None)
             with Probe() as probe:
@@ -230,21 +230,17 @@ def measure_plain(source: FunctionSource, loop: Loop) -> Measurement:
 
 
 def _plain(source: FunctionSource) -> Generator[Any, None, None]:
-    """Yield the batches of one epoch after the other, without None, as an enqueuer does."""
-    seed, is_empty = fresh_seed(), False
-    for epoch in itertools.count():
-        if is_empty:
-            return
-        is_empty = True
-        items = iter(source.open(Shard(0, 1, epoch, seed)))
-        try:
-            for batch in items:
-                if batch is not None:
-                    is_empty = False
-                    yield batch
-                    del batch
-        finally:
-            close(items)
+    """Yield the batches of one epoch after the other, as an enqueuer does."""
+    seed = fresh_seed()
+    return epochs(_made(source, Shard(0, 1, number, seed)) for number in itertools.count())
+
+
+def _made(source: FunctionSource, shard: Shard) -> Iterator[Any]:
+    items = iter(source.open(shard))
+    try:
+        yield from filter(lambda batch: batch is not None, items)
+    finally:
+        close(items)
 
 
 def measure_enqueued(
@@ -258,52 +254,44 @@ def measure_enqueued(
         loop: Loop that takes the batches.
         wait_limit_s: Seconds that a batch may take.
     """
-    enqueuer = _enqueuer(source, setting, wait_limit_s)
     noted: list[Stats] = []
     try:
-        with _batches_of(enqueuer) as batches:
+        with _running(source, setting, wait_limit_s) as enqueuer:
+            batches = epochs(itertools.repeat(enqueuer))
             numbers = loop.take(batches, setting.workers, lambda: noted.append(enqueuer.stats()))
     except Exception as error:
         failed = f"{type(error).__name__}: {error}".splitlines()[0]
         return dataclasses.replace(setting, failed=failed[:_LONGEST_ERROR])
     before, after = noted
-    numbers |= _worker_numbers(before, after, are_threads=setting.backend == "thread")
-    return dataclasses.replace(setting, **numbers)
-
-
-def _enqueuer(source: Any, setting: Measurement, wait_limit_s: float) -> GeneratorEnqueuer[Any]:
-    assert setting.backend != "none"
-    return GeneratorEnqueuer[Any](
-        source,
-        workers=setting.workers,
-        backend=setting.backend,
-        max_queue_size=setting.max_queue_size,
-        timeout=wait_limit_s,
-    )
+    return dataclasses.replace(setting, **(numbers | _worker_numbers(before, after)))
 
 
 @contextlib.contextmanager
-def _batches_of(enqueuer: GeneratorEnqueuer[Any]) -> Iterator[Iterator[Any]]:
+def _running(
+    source: Any, setting: Measurement, wait_limit_s: float
+) -> Iterator[GeneratorEnqueuer[Any]]:
     """Run an enqueuer; its warnings are for a training, and the report has its own."""
+    assert setting.backend != "none"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", EnqueuerWarning)
-        with enqueuer:
-            yield epochs(enqueuer)
+        with GeneratorEnqueuer[Any](
+            source,
+            workers=setting.workers,
+            backend=setting.backend,
+            max_queue_size=setting.max_queue_size,
+            timeout=wait_limit_s,
+        ) as enqueuer:
+            yield enqueuer
 
 
-def _worker_numbers(before: Stats, after: Stats, are_threads: bool) -> dict[str, Any]:
+def _worker_numbers(before: Stats, after: Stats) -> dict[str, Any]:
     """Return CPU time and memory between two snapshots of the statistics."""
     during = after.since(before)
-    cpu_s = [worker.cpu_s for worker in during.workers if worker.cpu_s is not None]
-    cpu_wait_s = [worker.cpu_wait_s for worker in during.workers if worker.cpu_wait_s is not None]
-    could_run_s = sum(cpu_s) + sum(cpu_wait_s)
-    memory = [worker.rss_bytes for worker in after.workers if worker.rss_bytes is not None]
-    # The CPU time of threads is in that of the loop's process.
-    used_s = during.loop_cpu_s + (0.0 if are_threads else sum(cpu_s))
+    cpu_s, cpu_wait_s = total(during, "cpu_s"), total(during, "cpu_wait_s")
     return {
         "first_batch_s": after.first_batch_s or 0.0,
-        "cpus_used": used_s / during.seconds if cpu_s else None,
-        "cpu_wait_share": sum(cpu_wait_s) / could_run_s if cpu_wait_s and could_run_s else None,
-        "rss_bytes": sum(memory) if memory else None,
+        "cpus_used": cpus_used(during) if cpu_s else None,
+        "cpu_wait_share": cpu_wait_s / (cpu_s + cpu_wait_s) if cpu_wait_s else None,
+        "rss_bytes": total(after, "rss_bytes") or None,
         "block_bytes": after.block_bytes,
     }

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from enqueuer.common.text import duration, percent, pluralize, rate, size, table
+from enqueuer.common.text import duration, percent, pluralize, rate, ratio, size, table
 
 # Twice the workers are worth it if they are this many times as fast.
 HELPS = 1.15
@@ -63,7 +63,7 @@ class Measurement:
     @property
     def batches_per_s(self) -> float:
         """Number of batches a second."""
-        return self.batches / self.seconds if self.seconds > 0 else 0.0
+        return ratio(self.batches, self.seconds)
 
     @property
     def bytes_per_s(self) -> float:

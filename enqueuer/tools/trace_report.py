@@ -22,7 +22,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from enqueuer.common.text import duration, percent, pluralize, printable, rate, ratio, size
+from enqueuer.common.text import duration, percent, pluralize, printable, rate, ratio, size, table
 from enqueuer.errors import DataFileError
 from enqueuer.monitoring.trace_file import is_trace
 
@@ -287,52 +287,27 @@ def percentile(ordered: Sequence[int], percent: int) -> int:
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)] if ordered else 0
 
 
-_STYLE = """
-:root { color-scheme: light dark; }
-body { margin: 2rem auto; max-width: 60rem; padding: 0 1rem; font: 15px/1.5 system-ui, sans-serif; }
-table { border-collapse: collapse; width: 100%; margin-bottom: 2rem; }
-td, th { text-align: right; padding: .25rem .6rem; border-bottom: 1px solid #8886; }
-td:first-child, th:first-child { text-align: left; }
-"""
-
-
 def page(recording: Recording) -> str:
     """Return the page of a recording: HTML that stands alone, without scripts."""
-    about, name = recording.about, escape(printable(Path(recording.path).name))
-    settings = (
-        f"{pluralize(about.get('workers', 0), 'worker')} ({about.get('backend')}), "
-        f"max_queue_size={about.get('max_queue_size')}, {about.get('cpus')} CPUs"
-    )
-    lines = [line for line in (recording.bottleneck, *in_lines(recording), settings) if line]
+    about, name = recording.about, printable(Path(recording.path).name)
     slowest = [
         (printable(what), duration(took / 1e6), duration((begin - recording.first) / 1e6))
         for took, begin, what in sorted(recording.slowest, reverse=True)
     ]
-    hint = "To see each item and error on a timeline, open the trace in Perfetto."
-    parts = [
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{name} - enqueuer</title><style>{_STYLE}</style></head><body><h1>{name}</h1>",
-        f"<p>{'<br>'.join(escape(printable(line)) for line in lines)}</p>",
-        _table(list(_who_waited(recording))),
-        f"<p>{hint}</p>",
-        _table([("Slowest items", "took", "begun after"), *slowest]),
-        "</body></html>",
+    lines = [
+        *map(printable, (recording.bottleneck, *in_lines(recording))),
+        f"{pluralize(about.get('workers', 0), 'worker')} ({about.get('backend')}), "
+        f"max_queue_size={about.get('max_queue_size')}, {about.get('cpus')} CPUs\n",
+        *table(list(_who_waited(recording))),
+        "\nTo see each item and error on a timeline, open the trace in Perfetto.\n",
+        *table([("Slowest items", "took", "begun after"), *slowest]),
     ]
-    return "\n".join(parts) + "\n"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Return a table whose first row is its head."""
-    head, *body = rows
+    text = escape("\n".join(lines).lstrip())
     return (
-        f"<table><thead>{_cells(head, 'th')}</thead>"
-        f"<tbody>{''.join(_cells(row, 'td') for row in body)}</tbody></table>"
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        f"<title>{escape(name)} - enqueuer</title></head><body><h1>{escape(name)}</h1>"
+        f'<pre style="white-space: pre-wrap">{text}</pre></body></html>\n'
     )
-
-
-def _cells(row: Sequence[str], tag: str) -> str:
-    return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in row)}</tr>"
 
 
 def _who_waited(recording: Recording) -> Iterator[Sequence[str]]:

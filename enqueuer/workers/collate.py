@@ -55,20 +55,20 @@ def stack(results: list[Any]) -> Any:
     if isinstance(first, (bool, int, float, complex)):
         array = np.array(results)
         if array.dtype.kind == "f" and all(isinstance(one, int) for one in results):
-            return _large_integers(results)
+            # As int64 does not hold all of them, numpy has rounded them.
+            return np.array(results, np.uint64) if min(results) >= 0 else results
         # With a text among the numbers, numpy would make texts of all of them.
         return array if array.dtype.kind in "biufc" else results
     if isinstance(first, tensor_class()):
-        return _joined_tensors(results, sys.modules["torch"])
+        torch = sys.modules["torch"]
+        is_alike = len(set(map(_layout_of, results))) == 1
+        if is_alike and is_plain_tensor(first):
+            return stack_tensors(results, torch)
+        return torch.stack(results)
     columns = columns_of(results)
     if columns is None:
         return results
     return with_members(first, {key: stack(column) for key, column in columns.items()})
-
-
-def _large_integers(results: list[int]) -> Any:
-    """Stack integers that numpy would round to float64, since int64 does not hold all of them."""
-    return np.array(results, np.uint64) if min(results) >= 0 else results
 
 
 def _check_shapes(arrays: Sequence[Any]) -> None:
@@ -99,15 +99,6 @@ def stack_arrays(arrays: Sequence[np.ndarray]) -> np.ndarray:
     # one.
     np.concatenate(arrays, out=joined.reshape(count * shape[0], *shape[1:]))
     return joined
-
-
-def _joined_tensors(tensors: list[Any], torch: Any) -> Any:
-    """Stack tensors; large ones of one dtype as arrays are."""
-    first = tensors[0]
-    is_alike = len(set(map(_layout_of, tensors))) == 1
-    if not is_alike or not is_plain_tensor(first):
-        return torch.stack(tensors)
-    return stack_tensors(tensors, torch)
 
 
 def stack_tensors(tensors: Sequence[Any], torch: Any) -> Any:

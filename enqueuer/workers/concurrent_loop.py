@@ -13,40 +13,28 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from enqueuer.errors import Closed
-from enqueuer.monitoring.meters import Meter
-from enqueuer.workers import loop
+from enqueuer.workers import loop, task_loop
 from enqueuer.workers.element_threads import ElementThreads, ThreadJob
 from enqueuer.workers.messages import Empty, End, Failure, Sender, Ticket, Tickets
 from enqueuer.workers.plan import OnError, Plan
 from enqueuer.workers.shards import Task, do_nothing
-from enqueuer.workers.skipping import serve_failure, skip_or_end
-from enqueuer.workers.task_loop import do_task, send_results, serve_tasks
-from enqueuer.workers.tasks import FETCH, TaskSource
-
-
-class ShareableSender(Sender, Protocol):
-    """A Sender that several threads of a worker can use."""
-
-    meter: Meter
-
-    def share(self, threads: ElementThreads) -> Sender:
-        """Return a Sender that any of the threads may call; a stall report shows the threads."""
+from enqueuer.workers.skipping import serve_failure
+from enqueuer.workers.tasks import TaskSource
 
 
 def serve_function(source: object) -> Callable[..., None]:
     """Return the loop of a worker of a source."""
     if not isinstance(source, TaskSource):
         return loop.serve
-    return serve_concurrently if source.concurrency > 1 else serve_tasks
+    return serve_concurrently if source.concurrency > 1 else task_loop.serve_tasks
 
 
 def serve_concurrently(
     plan: Plan,
     tickets: Tickets,
-    sender: ShareableSender,
+    sender: Any,
     enter: Callable[[Task], None] | None = None,
 ) -> None:
     """Do tasks, several elements at once, until there are no more or the consumer left.
@@ -54,7 +42,8 @@ def serve_concurrently(
     Args:
         plan: Work with a TaskSource.
         tickets: Source of the tickets.
-        sender: Sender of the results, at most one item for each ticket.
+        sender: Sender of the results, at most one item for each ticket, with a `meter`. Its method
+            `share` returns a Sender that any of the threads may call.
         enter: Function that seeds the global generators. It is called for the first ticket only,
             as all threads share them.
     """
@@ -73,8 +62,6 @@ def serve_concurrently(
             enter(Task(ticket.indices[0], ticket.epoch, source.random_seed))
             enter = do_nothing
             threads.submit(_jobs_of(source, ticket, shared, plan.on_error, threads))
-    except Closed:
-        threads.close()
     except BaseException as error:
         threads.close(error)
     threads.join()
@@ -86,7 +73,7 @@ def _jobs_of(
     source: TaskSource, ticket: Ticket, sender: Sender, on_error: OnError, threads: ElementThreads
 ) -> list[ThreadJob]:
     """Return the jobs with which a ticket begins."""
-    run = functools.partial(do_task, source, ticket, sender, do_nothing, on_error)
+    run = functools.partial(task_loop.do_task, source, ticket, sender, do_nothing, on_error)
     whole = ThreadJob(ticket, ticket.indices, run)
     try:
         # Here, so that no two threads announce the epoch.
@@ -102,13 +89,6 @@ def _jobs_of(
         return batch.jobs(source.elements_of(ticket))
     fetch = functools.partial(batch.fetch, threads)
     return [ThreadJob(ticket, ticket.indices, fetch, is_work=False)]
-
-
-class _Raised:
-    """The outcome of an element that raised."""
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
 
 
 class _Batch:
@@ -130,51 +110,33 @@ class _Batch:
 
     def fetch(self, threads: ElementThreads) -> None:
         """Fetch the elements by one call, before each gets a thread."""
-        try:
-            elements = self._source.elements_of(self._ticket)
-        except BaseException as error:
-            # If they are fetched one by one, the element at fault raises its own error.
-            elements, self._failed_fetch = [FETCH] * len(self._outcomes), error
+        elements, self._failed_fetch = task_loop.fetched(self._source, self._ticket)
         threads.submit(self.jobs(elements))
 
     def jobs(self, elements: Sequence[Any]) -> list[ThreadJob]:
         """Return a job for each element."""
-        ticket, run = self._ticket, functools.partial
+        run = functools.partial
         return [
-            ThreadJob(ticket, (index,), run(self._run, place, index, element))
-            for place, (index, element) in enumerate(zip(ticket.indices, elements, strict=True))
+            ThreadJob(self._ticket, (index,), run(self._run, place, element))
+            for place, (index, element) in enumerate(
+                zip(self._ticket.indices, elements, strict=True)
+            )
         ]
 
-    def _run(self, place: int, index: int, element: Any) -> None:
+    def _run(self, place: int, element: Any) -> None:
         """Run one element; after the last one, send the result of the ticket."""
-        source, outcome = self._source, None
+        outcome = None
         if place < self._needed:
-            try:
-                outcome = source.result(index, self._ticket.epoch, source.random_seed, element)
-            except BaseException as error:
-                outcome = _Raised(error)
+            outcome = task_loop.outcome_of(self._source, self._ticket, place, element)
         with self._lock:
             self._outcomes[place] = outcome
-            if isinstance(outcome, _Raised) and self._on_error == "raise":
+            if isinstance(outcome, task_loop.Raised) and self._on_error == "raise":
                 self._needed = min(self._needed, place)
             self._left -= 1
             if self._left:
                 return
-        self._finish()
-
-    def _finish(self) -> None:
-        ticket, sender, on_error = self._ticket, self._sender, self._on_error
-        results, has_failed = [], False
-        for place, result in enumerate(self._outcomes):
-            if isinstance(result, _Raised):
-                has_failed = True
-                failure = Failure(place, ticket.number, result.error)
-                goes_on, result = skip_or_end(failure, sender, on_error)
-                if not goes_on:
-                    return
-            results.append(result)
-        failed_fetch = None if has_failed else self._failed_fetch
-        send_results(self._source, ticket, results, sender, on_error, failed_fetch)
+        rest = self._sender, self._on_error, self._failed_fetch
+        task_loop.send_results(self._source, self._ticket, [], self._outcomes, *rest)
 
 
 class LockedSender:

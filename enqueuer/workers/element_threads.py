@@ -16,7 +16,7 @@ import operator
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import NamedTuple
 
@@ -125,12 +125,6 @@ class ElementThreads:
             raise
 
     @property
-    def has_room(self) -> bool:
-        """Whether a thread has no job, or its next one may wait here."""
-        with self._changed:
-            return self._has_room_locked()
-
-    @property
     def is_idle(self) -> bool:
         """Whether no job waits or runs."""
         return not self._load
@@ -138,7 +132,7 @@ class ElementThreads:
     def wait_for_room(self) -> bool:
         """Wait until there is room for a job; return False if the threads were closed."""
         with self._changed:
-            while not (self._has_room_locked() or self._is_closed):
+            while not (self.has_room or self._is_closed):
                 self.is_awaited = True
                 self._changed.wait()
                 now = clock()
@@ -146,16 +140,16 @@ class ElementThreads:
                     self._late_until = now + LATE_FOR_NS
             return not self._is_closed
 
-    def submit(self, jobs: Iterable[ThreadJob]) -> None:
+    def submit(self, jobs: Sequence[ThreadJob]) -> None:
         """Let the next free threads run some jobs, in this order."""
-        jobs = list(jobs)
         with self._changed:
             self._count_locked(len(jobs))
         for job in jobs:
             self._jobs.put(job)
 
-    def close(self, error: BaseException | None = None) -> None:
-        """Begin no more jobs, and let `wait_for_room` return; `error` is the reason, if any."""
+    def close(self, reason: BaseException) -> None:
+        """Begin no more jobs, and let `wait_for_room` return; Closed is a reason, but no error."""
+        error = None if isinstance(reason, Closed) else reason
         with self._changed:
             self._is_closed = True
             self.error = self.error or error
@@ -190,8 +184,6 @@ class ElementThreads:
                 if not self._is_closed:
                     self._check()
                     self.do(job)
-            except Closed:
-                self.close()
             except BaseException as error:
                 self.close(error)
             with self._changed:
@@ -199,13 +191,15 @@ class ElementThreads:
                 self._count_locked(-1)
                 if job.is_work:
                     self._is_short = self._since - began < SHORT_NS
-                if self.is_awaited and self._has_room_locked():
+                if self.is_awaited and self.has_room:
                     self.is_awaited = False
                     self._called = self._since
                     self._changed.notify()
             del job
 
-    def _has_room_locked(self) -> bool:
+    @property
+    def has_room(self) -> bool:
+        """Whether a thread has no job, or its next one may wait here; exact with the lock only."""
         if self._load < self._count:
             return True
         # There is a claim for each ticket.

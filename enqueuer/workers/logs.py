@@ -134,6 +134,8 @@ def multiprocessing_logging() -> Iterator[None]:
     Raises:
         StartError: It cannot be installed, since the default start method is not fork.
     """
+    # Its import takes a while, and few programs need it.
+    handlers = importlib.import_module("logging.handlers")
     module = importlib.import_module("multiprocessing_logging")
     root = logging.getLogger()
     before = list(root.handlers)
@@ -152,24 +154,9 @@ def multiprocessing_logging() -> Iterator[None]:
         yield
     finally:
         for wrapper in wrappers:
-            _drain(wrapper)
+            # Closing a wrapper closes its handler, too, which is the user's. So another one takes
+            # its place, which passes on the last records and leaves it open.
+            wrapper.sub_handler = handlers.MemoryHandler(1, target=wrapper.sub_handler)
+            wrapper.close()
         added = [h for h in root.handlers if h not in wrappers and h not in before]
         root.handlers = [*before, *added]
-
-
-def _drain(wrapper: logging.Handler) -> None:
-    """Close a wrapper without closing the handler in it, which is the user's."""
-    sub_handler = wrapper.sub_handler  # type: ignore[attr-defined]
-    wrapper.sub_handler = _Kept(sub_handler)  # type: ignore[attr-defined]
-    wrapper.close()
-
-
-class _Kept(logging.Handler):
-    """Pass records to a handler, and protect it from a close."""
-
-    def __init__(self, handler: logging.Handler) -> None:
-        super().__init__()
-        self._handler = handler
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._handler.handle(record)

@@ -26,7 +26,7 @@ from enqueuer.workers.plan import OnError, Plan
 from enqueuer.workers.shards import Shard, collect_reports, do_nothing
 from enqueuer.workers.skipping import may_skip, skip_or_end
 from enqueuer.workers.sources import LiveSource, Source, close, iterate
-from enqueuer.workers.task_loop import try_to_send
+from enqueuer.workers.task_loop import send_replacement
 from enqueuer.workers.tasks import TaskSource
 
 _log = logging.getLogger("enqueuer")
@@ -128,10 +128,7 @@ def _send_failure(
     goes_on, value = skip_or_end(failure, sender, on_error)
     if value is None:
         return goes_on, False
-    failed = try_to_send(failure.number, value, sender, failure.shard)
-    if failed is not None:
-        sender.send(failed)
-    return failed is None, True
+    return send_replacement(failure, value, sender), True
 
 
 class ShardStream:

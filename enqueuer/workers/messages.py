@@ -14,12 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from enqueuer.errors import Closed
-
-
-class ClosedAfterSending(Closed):
-    """The consumer left while the sender waited for the place of an item that it had taken."""
-
 
 class Item(NamedTuple):
     """A value that a shard's generator yielded; `number` counts its `next()` calls from 0.

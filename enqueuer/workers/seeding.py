@@ -73,7 +73,7 @@ def _of_epoch(random_seed: int, epoch: int) -> tuple[int, int, int, int, int]:
 
     The factor is odd: otherwise two epochs would share all of their seeds, or none.
     """
-    seeds = _drawn(EpochSeeds(epoch, random_seed))
+    seeds = _drawn(EpochSeeds(epoch, random_seed, EpochSeeds.SHARED))
     return seeds.python << 64, seeds.legacy, seeds.torch, seeds.tensorflow, seeds.torch | 1
 
 
@@ -161,12 +161,9 @@ def borrowed_globals(shard: Seeded) -> Iterator[None]:
 
     Those of tensorflow and of GPUs are left alone, as they cannot be restored.
     """
-    restore = _save()
-    try:
+    with SwappedStates().swapped():
         seed_globals(shard, is_alone=False)
         yield
-    finally:
-        restore()
 
 
 def seed_globals(place: Seeded, gpus: bool = True, is_alone: bool = True) -> None:

@@ -83,30 +83,19 @@ class Task(Seeded):
     random_seed: int = 0
 
 
-class EpochEnd(Seeded):
-    """The end of an epoch, which belongs to no element."""
+class EpochSeeds(Seeded):
+    """The random numbers of an epoch that belong to no element: one of three series."""
 
-    # No element has this key: the keys of elements end in 0 or 1, that of a shard's shuffle in 4.
-    _key = 2
+    # No element has these keys: the keys of elements end in 0 or 1, that of a shard's shuffle in 4.
+    END, BEGIN, SHARED = 2, 3, 5
 
-    def __init__(self, epoch: int, random_seed: int) -> None:
+    def __init__(self, epoch: int, random_seed: int, key: int) -> None:
         self.index, self.epoch, self.random_seed = 0, epoch, random_seed
+        self._key = key
 
     def _sequence(self, *key: int) -> np.random.SeedSequence:
         spawn_key = (self.epoch, 0, self._key, *key)
         return np.random.SeedSequence(self.random_seed, spawn_key=spawn_key)
-
-
-class EpochBegin(EpochEnd):
-    """The beginning of an epoch, which belongs to no element."""
-
-    _key = 3
-
-
-class EpochSeeds(EpochEnd):
-    """The seeds that the elements of an epoch share."""
-
-    _key = 5
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,10 @@ class LiveSource:
         return self.stage.open(self.iterable, replace(shard, index=0), is_own=False)
 
 
+# Stands for the end of an iterator.
+_END: Any = object()
+
+
 class Stepped(Iterator[Any]):
     """An iterator over an object with `__next__` alone, such as an old data loader."""
 
@@ -108,51 +112,31 @@ def iterate(
             f"the state contains that of an iterator, but {_a(iterator)} has no load_state_dict; "
             "load it with the source that it was saved with"
         )
-    if state is None or not is_at_end:
-        return iterator, stateful
-    again = _BegunAgain(items, iterator, stateful, loaded)
-    return again, stateful if is_stateful(items) else again
+    if state is not None and is_at_end:
+        first = next(iterator, _END)
+        if first is not _END:
+            iterator = _with_first(first, iterator)
+        elif _has_state(stateful, loaded):
+            iterator = iter(items)
+            stateful = stateful if is_stateful(items) else iterator
+        # Otherwise that was the next epoch, which is empty.
+    return iterator, stateful
 
 
-class _BegunAgain(Iterator[Any]):
-    """An iterator over `items` that begins again if it has nothing at its first item.
+def _with_first(first: Any, iterator: Iterator[Any]) -> Iterator[Any]:
+    yield first
+    del first
+    yield from iterator
 
-    Unless its state has changed: then that was the next epoch, which is empty.
-    """
 
-    def __init__(
-        self, items: Iterable[Any], iterator: Iterator[Any], stateful: Any, loaded: Any
-    ) -> None:
-        self._items = items
-        self._iterator: Any = iterator
-        self._stateful = stateful
-        self._loaded = loaded
-        self._is_first = True
-
-    def __next__(self) -> Any:
-        is_first, self._is_first = self._is_first, False
-        try:
-            return next(self._iterator)
-        except StopIteration:
-            if not is_first or not self._is_as_loaded():
-                raise
-        self._iterator = iter(self._items)
-        return next(self._iterator)
-
-    def _is_as_loaded(self) -> bool:
-        try:
-            return bool(self._stateful.state_dict() == self._loaded)
-        except Exception as error:
-            interrupts.raise_handlers(error)
-            # States with arrays or tensors have no single truth.
-            return True
-
-    def state_dict(self) -> Any:
-        return self._iterator.state_dict()
-
-    def close(self) -> None:
-        """Close a generator."""
-        close(self._iterator)
+def _has_state(stateful: Any, state: Any) -> bool:
+    """Return whether an object still has the state that was loaded."""
+    try:
+        return bool(stateful.state_dict() == state)
+    except Exception as error:
+        interrupts.raise_handlers(error)
+        # States with arrays or tensors have no single truth.
+        return True
 
 
 def close(iterator: object) -> None:
@@ -182,31 +166,33 @@ def as_source(generator: object) -> Source:
         return FunctionSource(generator, _takes_shard(generator))
     if hasattr(generator, "__next__"):
         return LiveSource(Stepped(generator))
+    if isinstance(generator, Iterable) and not _is_collection(generator):
+        return LiveSource(generator)
+    raise TypeError(
+        "GeneratorEnqueuer needs a generator function or an iterator of batches, "
+        f"got {_a(generator)}{_advice_on(generator)}"
+    )
+
+
+def _advice_on(generator: object) -> str:
+    """Return what to pass in place of a list or the like."""
     if _holds(generator, Iterator):
-        raise TypeError(
-            f"GeneratorEnqueuer needs one generator function or one iterator, got {_a(generator)} "
-            "of iterators; pass a function that gives each shard its own: `GeneratorEnqueuer("
+        return (
+            " of iterators; pass a function that gives each shard its own: `GeneratorEnqueuer("
             "lambda shard: iterators[shard.index], shards=len(iterators))`, for processes with "
             "backend=Processes(start_method='fork')"
         )
     if _holds(generator, Callable):  # type: ignore[arg-type]
-        raise TypeError(
-            f"GeneratorEnqueuer needs one generator function or one iterator, got {_a(generator)} "
-            "of functions; pass a function that calls the one of its shard: "
+        return (
+            " of functions; pass a function that calls the one of its shard: "
             "`def batches(shard): return functions[shard.index]()`, with shards=len(functions)"
         )
     if _is_collection(generator):
-        raise TypeError(
-            "GeneratorEnqueuer needs a generator function or an iterator of batches, "
-            f"got {_a(generator)}; write a function that yields batches of it "
+        return (
+            "; write a function that yields batches of it "
             "(`def batches(shard): for x in shard.split(data): yield ...`), or pass iter(data)"
         )
-    if isinstance(generator, Iterable):
-        return LiveSource(generator)
-    raise TypeError(
-        f"GeneratorEnqueuer needs a generator function or an iterator of batches, "
-        f"got {_a(generator)}"
-    )
+    return ""
 
 
 def name_of(function: object) -> str:
@@ -422,10 +408,8 @@ class Samples:
             raise ValueError("collate makes a batch of samples; give batch_size with it")
         if batch_size is None and shuffle_buffer is None:
             return None
-        size = None if batch_size is None else checks.positive("batch_size", batch_size)
-        buffer = (
-            None if shuffle_buffer is None else checks.positive("shuffle_buffer", shuffle_buffer)
-        )
+        checked = checks.optional(checks.positive)
+        size, buffer = checked("batch_size", batch_size), checked("shuffle_buffer", shuffle_buffer)
         if buffer == 1:
             raise ValueError(
                 "shuffle_buffer must be >= 2, got 1: a single sample cannot be shuffled; give "

@@ -24,7 +24,7 @@ from enqueuer.common.text import an
 from enqueuer.workers.collate import stack
 from enqueuer.workers.messages import Ticket
 from enqueuer.workers.seeding import borrowed_globals
-from enqueuer.workers.shards import EpochBegin, EpochEnd, Task
+from enqueuer.workers.shards import EpochSeeds, Task
 from enqueuer.workers.sources import has_elements, is_indexable, name_of, takes_next
 
 Element = TypeVar("Element", covariant=True)
@@ -271,24 +271,24 @@ class TaskSource:
             self.begun = self.ended = epoch
         while self.begun <= epoch:
             self.end(self.begun - 1)
-            self._announce("on_epoch_begin", EpochBegin(self.begun, self.random_seed))
+            self._announce("on_epoch_begin", self.begun, EpochSeeds.BEGIN)
             self.begun += 1
 
     def end(self, epoch: int) -> None:
         """Announce to the sequence the end of an epoch that has begun, unless that was done."""
         if self.ended <= epoch:
-            self._announce("on_epoch_end", EpochEnd(epoch, self.random_seed))
+            self._announce("on_epoch_end", epoch, EpochSeeds.END)
             self.ended = epoch + 1
 
     def rewind(self) -> None:
         """Set the number of announced epochs to 0; the sequence itself stays as it is."""
         self.begun = self.ended = 0
 
-    def _announce(self, name: str, place: EpochEnd) -> None:
+    def _announce(self, name: str, epoch: int, key: int) -> None:
         """Call a method of the sequence, if it has it."""
         method = getattr(self.items, name, None)
         if method is not None:
-            with borrowed_globals(place):
+            with borrowed_globals(EpochSeeds(epoch, self.random_seed, key)):
                 method()
 
 

@@ -19,17 +19,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 from enqueuer.common.sizes import SAMPLED, size_of
+from enqueuer.errors import Closed
 from enqueuer.monitoring.trace_file import TraceTarget, Track, text_of
 from enqueuer.workers.element_threads import ElementThreads, ThreadJob
-from enqueuer.workers.messages import (
-    ClosedAfterSending,
-    Empty,
-    End,
-    Epoch,
-    Failure,
-    Sender,
-    Ticket,
-)
+from enqueuer.workers.messages import Empty, End, Epoch, Failure, Sender, Ticket
 from enqueuer.workers.plan import Plan
 
 _log = logging.getLogger("enqueuer")
@@ -77,16 +70,13 @@ class _Row:
         # The loop reports errors of later writes.
         if self.track.trouble is not None:
             _log.warning("worker %d records nothing in a trace: %s", index, self.track.trouble)
+        is_process = os.getpid() != target.pid
         # The first thread of a worker has its first row.
-        thread = threading.current_thread().name.rpartition(".")[2] if tracks else None
-        name, pid = f"worker {index}" if thread is None else f"worker {index}.{thread}", os.getpid()
-        if in_loop:
-            self.track.name(None, f"{name} (the loop's own thread)", index)
-        elif pid == target.pid:
-            self.track.name(None, f"{name} (thread)", index)
-        else:
-            process = f"{name} (process {pid})" if thread is None else None
-            self.track.name(process, name, index)
+        thread = f".{threading.current_thread().name.rpartition('.')[2]}" if tracks else ""
+        name = f"worker {index}{thread}"
+        process = f"{name} (process {os.getpid()})" if is_process and not thread else None
+        where = " (the loop's own thread)" if in_loop else "" if is_process else " (thread)"
+        self.track.name(process, name + where, index)
         # Written at once, so that the trace names a worker that is killed soon.
         self.track.flush()
         tracks.append(self.track)
@@ -149,7 +139,8 @@ class WorkerRecorder:
             try:
                 self._sender.send_item(shard, number, value, state)
                 was_sent = True
-            except ClosedAfterSending:
+            except Closed:
+                # The loop may have taken it before it left.
                 was_sent = True
                 raise
             finally:

@@ -311,12 +311,12 @@ def test_a_loop_may_take_and_change_a_batch_while_that_is_looked_at(no_warnings,
     inbox, taken = ThreadInbox(4), types.SimpleNamespace(numbers={}, last=0)
     sender = thread_sender.ThreadSender(0, inbox, WorkQueue(), WorkQueue(), measured=False)
 
-    def checksum(batch):
+    def digest(batch):
         for _ in inbox.items(1, taken):
             batch += 1
-        return duplicates.checksum(batch)
+        return duplicates.digest(batch)
 
-    monkeypatch.setattr(thread_sender, "checksum", checksum)
+    monkeypatch.setattr(thread_sender, "digest", digest)
     for number in range(4):
         sender.send_item(0, number, np.zeros(3))
 

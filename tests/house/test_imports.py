@@ -98,7 +98,6 @@ INNER = {
     ("datasets.hdf5.resume", "fcntl"),
     ("enqueuers.enqueuer", "enqueuer"),
     ("enqueuers.options", "difflib"),
-    ("monitoring.duplicates", "hashlib"),
     ("monitoring.gil", "resource"),
     ("monitoring.trace_file", "json"),
     ("transport.item_codec", "enqueuer"),

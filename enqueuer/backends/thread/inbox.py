@@ -32,7 +32,7 @@ from enqueuer.errors import Closed
 from enqueuer.monitoring import gil
 from enqueuer.monitoring.meters import WAITING, Meter
 from enqueuer.workers.bunch import Bunch
-from enqueuer.workers.messages import ClosedAfterSending, Empty, End, Failure, ItemTuple, Taken
+from enqueuer.workers.messages import Empty, End, Failure, ItemTuple, Taken
 
 T = TypeVar("T")
 
@@ -199,15 +199,14 @@ class ThreadInbox:
             meter: Account of the worker, where a wait is noted.
 
         Raises:
-            Closed: The inbox is closed, or was while waiting; ClosedAfterSending if the loop has
-                taken the item.
+            Closed: The inbox is closed, or was while waiting.
         """
         with self._lock:
             if self.closed:
                 raise Closed(_CLOSED)
             if item[3] is not None:
                 self._is_plain = False
-            self._sent = number = self._sent + 1
+            self._sent += 1
             if self._max_bytes is not None:
                 self._bytes_sent += size_bytes
                 self._totals.append((self._sent, self._bytes_sent))
@@ -218,7 +217,7 @@ class ThreadInbox:
                 self._wake_loop_locked()
             self._wait_for_room_locked(1, meter)
             if self.closed:
-                raise (Closed if self._taken < number else ClosedAfterSending)(_CLOSED)
+                raise Closed(_CLOSED)
 
     def send(self, message: End | Failure | Empty, meter: Meter) -> None:
         """Append another message, and wait until there is a place for it.

@@ -23,7 +23,7 @@ from enqueuer.backends.stall import level_of_user
 from enqueuer.backends.thread.inbox import ThreadInbox
 from enqueuer.common.sizes import SAMPLED, size_of
 from enqueuer.errors import Closed, OverwrittenDataWarning
-from enqueuer.monitoring.duplicates import checksum
+from enqueuer.monitoring.duplicates import Digest, digest
 from enqueuer.monitoring.meters import BEGAN, BYTES, IDLE, WAITING, Meter
 from enqueuer.workers.bunch import Bunch
 from enqueuer.workers.concurrent_loop import LockedSender
@@ -168,7 +168,7 @@ class ThreadSender:
         # All items until the one that is due next.
         self._weighed = 1
         # of the first items, by shard and number; None once they are no longer needed
-        self._checksums: dict[tuple[int, int], int] | None = {}
+        self._digests: dict[tuple[int, int], Digest] | None = {}
 
     @property
     def sent(self) -> tuple[int, int]:
@@ -189,8 +189,8 @@ class ThreadSender:
         item = (shard, number, value, state)
         if left <= 0:
             self._weigh(value)
-            if self._checksums is not None:
-                self._look_for_reuse(item, self._checksums)
+            if self._digests is not None:
+                self._look_for_reuse(item, self._digests)
         self.inbox.put(item, size_bytes, self.meter)
 
     def open_bunch(self, shard: int) -> Bunch | None:
@@ -215,28 +215,28 @@ class ThreadSender:
         self._left = self._step, None
         self._weighed = sent + self._step
 
-    def _look_for_reuse(self, item: ItemTuple, checksums: dict[tuple[int, int], int]) -> None:
+    def _look_for_reuse(self, item: ItemTuple, digests: dict[tuple[int, int], Digest]) -> None:
         """Warn if an item that waits is no longer what it was when it was yielded.
 
         The oldest and the newest of this worker are looked at, which is enough for a generator
         with one buffer or a few. What the loop has taken it may have changed itself.
         """
-        own = [waiting for waiting in self.inbox.snapshot() if waiting[:2] in checksums]
+        own = [waiting for waiting in self.inbox.snapshot() if waiting[:2] in digests]
         for waiting in own[:1] + own[1:][-1:]:
-            now = checksum(waiting[2])
-            if now is None or now == checksums[waiting[:2]]:
+            now = digest(waiting[2])
+            if now is None or now == digests[waiting[:2]]:
                 continue
             # The loop may have taken it since, and changed it itself.
             if any(one is waiting for one in self.inbox.snapshot()):
-                self._checksums = None
+                self._digests = None
                 _warn_of_reuse(self, waiting)
                 return
         if self._weighed > _WATCHED:
-            self._checksums = None
+            self._digests = None
             return
-        found = checksum(item[2])
+        found = digest(item[2])
         if found is not None:
-            checksums[item[:2]] = found
+            digests[item[:2]] = found
 
     def send(self, message: End | Failure | Empty) -> None:
         match message:
