@@ -14,7 +14,7 @@ import reading_cost
 import enqueuer
 
 # Of the whole package.
-MOST_CODE_LINES = 21_470
+MOST_CODE_LINES = 21_457
 MOST_FILES = 168
 MOST_FORWARDING_METHODS = 30
 
@@ -24,10 +24,7 @@ MOST_PARAMETERS = 24
 LONG_FILES = set()
 # Lines of a function without its docstring.
 MOST_FUNCTION_LINES = 40
-LONG_FUNCTIONS = {
-    # Lightning reads its signature.
-    ("adapters/torch/data_loader.py", "__init__"),
-}
+LONG_FUNCTIONS = set()
 # Lines of a file that only one other file imports.
 LEAST_LINES = 60
 # Public classes whose constructors have too many parameters.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import multiprocessing
 import os
 import threading
@@ -33,8 +32,15 @@ _DataLoader: Any = torch.utils.data.DataLoader
 # Options of an iteration's enqueuer, whose names are those of the arguments. Each argument is an
 # attribute of its name, as trainers build a loader again from these attributes.
 _OPTIONS = ("backend", "max_restarts", "on_error", "stall_timeout", "trace")
+# Attributes that torch does not set; before 2.6 `in_order` is one of them.
+_OWN = (*_OPTIONS, "concurrency", "round_robin", "in_order")
 # Arguments that decide the samples and their order, which a rebuilt loader is given.
 _ORDER = ("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
+# Other arguments of torch's class.
+_OF_TORCH = (
+    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "generator"),
+    *("multiprocessing_context", "prefetch_factor", "persistent_workers", "pin_memory_device"),
+)
 
 
 class DataLoader(_DataLoader):
@@ -132,29 +138,10 @@ class DataLoader(_DataLoader):
         self._is_auto = num_workers == "auto"
         # Others divide by it. There may be more workers than CPUs, if they wait for a network.
         count = max(1, int(usage.cpus())) if num_workers == "auto" else num_workers
-        super().__init__(
-            dataset,
-            batch_size,
-            shuffle,
-            sampler,
-            batch_sampler,
-            count,
-            collate_fn,
-            pin_memory,
-            drop_last,
-            timeout,
-            worker_init_fn,
-            multiprocessing_context,
-            generator,
-            prefetch_factor=prefetch_factor,
-            persistent_workers=persistent_workers,
-            pin_memory_device=pin_memory_device,
-        )
-        # Versions of torch before 2.6 do not take it.
-        self.in_order = in_order
-        self.backend, self.max_restarts, self.on_error = backend, max_restarts, on_error
-        self.concurrency, self.stall_timeout, self.trace = concurrency, stall_timeout, trace
-        self.round_robin = round_robin
+        given = locals() | {"num_workers": count}
+        super().__init__(**{name: given[name] for name in (*_ORDER, *_OF_TORCH)})
+        for name in _OWN:
+            setattr(self, name, given[name])
         _check(self)
         self._position = Position(self)
         self._latest: weakref.ref[WorkerIterator] | None = None
@@ -240,9 +227,10 @@ class DataLoader(_DataLoader):
             dataset: Dataset of the new loader.
             order: Its `batch_size`, `sampler`, `batch_sampler` and `drop_last`.
         """
-        kept = inspect.signature(DataLoader).parameters.keys() - {*_ORDER, "num_workers"}
-        workers: Any = "auto" if self._is_auto else self.num_workers
-        return type(self)(dataset, num_workers=workers, **order, **self._attributes(kept))
+        kept = self._attributes((*_OF_TORCH, *_OWN))
+        if self._is_auto:
+            kept["num_workers"] = "auto"
+        return type(self)(dataset, **order, **kept)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch that the loop was given.
