@@ -291,9 +291,9 @@ def _note(error: Exception, text: str) -> None:
 
 def _odd_one(samples: list[Any]) -> int | None:
     """Return the index of the first sample that cannot be joined to the first one."""
-    for index, sample in enumerate(samples):
+    for index in range(1, len(samples)):
         try:
-            stack([samples[0], sample])
+            stack([samples[0], samples[index]])
         except Exception:
             return index
     return None
