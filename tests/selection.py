@@ -1,9 +1,9 @@
 """Which tests run: the quick suite by default, all of it or the rest by `ENQUEUER_TESTS`.
 
-The quick suite holds every promise once on every backend and start method. It leaves out
-repetitions: further parameters of tests with processes, spawn beyond starts and ends and one
-test of each file of the contract, the portable path beyond what the transport itself promises, and
-what is marked `thorough`. `ENQUEUER_TESTS=all` runs everything, and so do `ENQUEUER_INTERRUPTS` and
+The quick suite holds every promise once on threads and on processes, and every promise about
+starts and ends by each start method. It leaves out repetitions: further parameters of tests with
+processes, fork and spawn beyond starts and ends and one test of each file of the contract, the
+portable path beyond what the transport itself promises, and what is marked `thorough`. `ENQUEUER_TESTS=all` runs everything, and so do `ENQUEUER_INTERRUPTS` and
 `ENQUEUER_POSITIONS`;
 `ENQUEUER_TESTS=rest` runs what the quick suite left out.
 """
@@ -99,7 +99,9 @@ def _quick(items: list[pytest.Item]) -> list[pytest.Item]:
         if _is_portable(item) and item.path.name not in _PORTABLE_QUICK:
             continue
         if _is_spawn(item):
-            once = _once_by_spawn(item)
+            once = _once_by(item, "spawn")
+        elif _is_fork(item):
+            once = _once_by(item, "fork")
         elif item.get_closest_marker("repeats") is not None or _is_of_processes(item):
             once = _function_and_backend(item)
         else:
@@ -116,19 +118,20 @@ def _is_of_processes(item: pytest.Item) -> bool:
     return any(name in _function_and_backend(item)[1] for name in ("fork", "forkserver"))
 
 
-def _once_by_spawn(item: pytest.Item) -> tuple[str, str] | None:
-    """Return what the quick suite tests once by spawn; None if it leaves the test out.
+def _once_by(item: pytest.Item, method: str) -> tuple[str, str] | None:
+    """Return what the quick suite tests once by a start method; None if it leaves the test out.
 
-    Starting fresh interpreters is what takes the time. Once started, such a worker runs what one
-    of the fork server runs. So each test of a promise about the start or the end of workers is
-    run, of the other files of the contract one, and none of the faults.
+    Once started, such a worker runs what one of the fork server runs, which runs everything. So of
+    the contract each test of a promise about the start or the end of workers is run, of the other
+    files one; and elsewhere none by spawn, as starting fresh interpreters takes long.
     """
     # Those of the autoscaler start workers again and again.
-    if item.path.parent.name != "contract" or item.path.name == "test_auto.py":
+    if item.path.name == "test_auto.py":
         return None
-    if item.path.name in _ABOUT_STARTS:
-        return _function_and_backend(item)
-    return item.path.name, "spawn"
+    is_contract = item.path.parent.name == "contract"
+    if is_contract and item.path.name not in _ABOUT_STARTS:
+        return item.path.name, method
+    return _function_and_backend(item) if is_contract or method == "fork" else None
 
 
 def _function_and_backend(item: pytest.Item) -> tuple[str, str]:
@@ -138,6 +141,11 @@ def _function_and_backend(item: pytest.Item) -> tuple[str, str]:
 
 def _is_portable(item: pytest.Item) -> bool:
     return "process-fork-portable" in item.name
+
+
+def _is_fork(item: pytest.Item) -> bool:
+    is_plain = not _is_portable(item) and "forkserver" not in item.name
+    return is_plain and ("process-fork" in item.name or "[fork" in item.name)
 
 
 def _is_spawn(item: pytest.Item) -> bool:

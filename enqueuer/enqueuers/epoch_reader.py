@@ -238,7 +238,8 @@ class EpochReader:
 
     def _notice_end(self) -> bool:
         """Return whether the epoch is over; if it has just ended, do what is due then."""
-        is_over = not self.ready and self.failure is None
+        # The epoch is not over if another thread, or a signal handler, has taken what was ready.
+        is_over = self._order.done and not self.ready and self.failure is None
         if is_over and not self.is_over:
             self.run.meter.rest()
             self.work.end()

@@ -135,6 +135,7 @@ def test_a_slow_task_delays_only_itself_until_the_bound():
     assert gate.done <= 10 + 2 + 1
 
 
+@pytest.mark.ahead
 def test_no_more_than_the_bound_is_done_ahead(backend, tmp_path):
     def mark(x):
         (tmp_path / str(x)).touch()
@@ -148,6 +149,7 @@ def test_no_more_than_the_bound_is_done_ahead(backend, tmp_path):
         end = time.monotonic() + LIMIT
         while enqueuer.queue.qsize() < 4 and time.monotonic() < end:
             time.sleep(0.001)
+        assert enqueuer.queue.qsize() == 4
         assert done() <= 1 + 4 + 2
 
 

@@ -9,6 +9,7 @@ The default is a sample of the places; `ENQUEUER_INTERRUPTS` is as for `test_int
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import signal
@@ -195,6 +196,41 @@ def test_a_handler_may_call_the_enqueuer(action, source, backend, dies, record_p
             break
     record_property("struck", struck)
     assert not failures, f"{len(failures)} of {struck} places:\n" + "\n".join(failures)
+
+
+class Entry(Strike):
+    """Strikes on entry to a function only."""
+
+    def place(self, frame, what):
+        if what == "on entry":
+            super().place(frame, what)
+
+
+@pytest.mark.local
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_batch_that_a_handler_takes_ends_no_epoch(ordered):
+    for nth in itertools.count():
+        # One batch is made, and it is the only one that is ready.
+        may_make, taken = threading.Semaphore(1), []
+
+        def make(n, may_make=may_make):
+            may_make.acquire()
+            return n
+
+        with limited(), OrderedEnqueuer(range(7), make, ordered=ordered) as enqueuer:
+
+            def take_it(queue=enqueuer.queue, may_make=may_make, taken=taken):
+                with contextlib.suppress(Empty):
+                    taken.append(queue.get_nowait())
+                may_make.release(6)
+
+            strike, batches = Entry(nth, action=take_it), iter(enqueuer)
+            first = strike(functools.partial(next, batches))
+            if strike.where is None:
+                may_make.release(6)
+                break
+            assert sorted([first, *taken, *batches]) == [*range(7)], strike.where
+    assert nth > 5
 
 
 def start_again(enqueuer, loop):

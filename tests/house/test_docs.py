@@ -23,7 +23,6 @@ sys.path.append(str(DOCS))
 
 from svg import DARK, in_dark, in_light  # noqa: E402
 
-MESSAGES = runpy.run_path(str(DOCS / "messages.py"))["messages"]()
 DRAWINGS = runpy.run_path(str(DOCS / "drawings.py"))["DRAWINGS"]
 
 README_COMMANDS = [
@@ -77,12 +76,13 @@ def test_every_error_and_warning_is_explained():
 def test_the_page_of_messages_finds_those_of_each_class():
     # Their texts are put together from parts: the list of errors has them.
     composed = {"BatchTimeout", "BlockMemoryError", "StallWarning", "WorkerDied"}
-    listed = {kind for kind, texts in MESSAGES.items() if texts}
+    messages = runpy.run_path(str(DOCS / "messages.py"))["messages"]()
+    listed = {kind for kind, texts in messages.items() if texts}
     assert error_classes() - {"EnqueuerError"} - composed <= listed
-    assert "the generator has ended; iterate again for the next epoch" in MESSAGES["Closed"]
-    assert "the buffer is closed" in MESSAGES["Closed"]
-    assert MESSAGES["ValueError"]["rank must be < world_size, got rank=... with world_size=..."]
-    texts = [text for kind in MESSAGES.values() for text in kind]
+    assert "the generator has ended; iterate again for the next epoch" in messages["Closed"]
+    assert "the buffer is closed" in messages["Closed"]
+    assert messages["ValueError"]["rank must be < world_size, got rank=... with world_size=..."]
+    texts = [text for kind in messages.values() for text in kind]
     assert len(texts) > 250
     assert not [text for text in texts if "\n" in text or "...." in text]
 
