@@ -51,7 +51,6 @@ _ABOUT_STARTS = {
     "test_death.py",
     "test_logs.py",
     "test_native_threads.py",
-    "test_seeds.py",
     "test_source.py",
     "test_stop.py",
 }
@@ -125,8 +124,8 @@ def _once_by(item: pytest.Item, method: str) -> tuple[str, str] | None:
     the contract each test of a promise about the start or the end of workers is run, of the other
     files one; and elsewhere none by spawn, as starting fresh interpreters takes long.
     """
-    # Those of the autoscaler start workers again and again.
-    if item.path.name == "test_auto.py":
+    # These start workers again and again.
+    if item.path.name in ("test_auto.py", "test_resume_and_restart.py"):
         return None
     is_contract = item.path.parent.name == "contract"
     if is_contract and item.path.name not in _ABOUT_STARTS:

@@ -157,6 +157,7 @@ def test_a_loop_that_does_not_wait_stays_at_one(options):
         assert loop.seen == in_turn(len(loop.seen), 16)
 
 
+@pytest.mark.thorough
 @retry_if_disturbed
 def test_what_computes_has_no_more_processes_than_cpus(monkeypatch):
     monkeypatch.setattr("enqueuer.monitoring.usage.cpus", lambda: 2.0)
@@ -192,6 +193,7 @@ def measure(map, is_right, seconds=2.5):
     loop.check(is_right(found, stats))
 
 
+@pytest.mark.thorough
 @pytest.mark.local
 @retry_if_disturbed
 def test_threads_that_compute_in_python_are_one_again(monkeypatch):
@@ -206,6 +208,7 @@ def test_threads_that_compute_in_python_are_one_again(monkeypatch):
     measure(python_task, is_right, 8)
 
 
+@pytest.mark.thorough
 @pytest.mark.local
 @retry_if_disturbed
 def test_threads_that_release_the_gil_become_as_many_as_cpus(monkeypatch):
@@ -235,6 +238,7 @@ def test_what_waits_gets_many_more_workers_than_cpus_in_one_step(monkeypatch, ba
         loop.check(core_of(enqueuer).run.workers >= 12)
 
 
+@pytest.mark.thorough
 @pytest.mark.local
 @retry_if_disturbed
 def test_what_waits_at_once_in_each_worker_needs_few_workers(monkeypatch):

@@ -194,6 +194,7 @@ def many_unsendable():
     yield "the end"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ordered", [True, False])
 def test_more_errors_are_skipped_than_the_ring_holds(process, ordered, caplog):
     caplog.set_level(logging.CRITICAL)

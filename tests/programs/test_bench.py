@@ -218,6 +218,7 @@ def test_a_source_that_yields_nothing_but_none_is_left():
         last(lambda: iter(lambda: None, 1), wait_limit_s=0.2)
 
 
+@pytest.mark.thorough
 def test_a_setting_whose_workers_hang_is_reported_and_ended(source):
     found = last(source("hangs_if_split"), backends=["process"], wait_limit_s=5.0, max_workers=2)
     assert "no batch came" in found.measured[-1].failed

@@ -174,6 +174,7 @@ def test_interrupted_demo_leaves_nothing(
     assert group_members(process) == set()
 
 
+@pytest.mark.thorough
 @needs_extras
 def test_interrupt_of_a_training_step_ends_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     from sklearn.neural_network import MLPClassifier

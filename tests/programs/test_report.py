@@ -251,6 +251,7 @@ def test_a_run_is_reported(tmp_path, backend, capsys):
     assert target.stat().st_size < 200_000
 
 
+@pytest.mark.thorough
 def test_many_events_make_no_large_page(tmp_path):
     events = [name_of(worker(0), "worker 0 (thread)"), instant("start", 0, **ABOUT)]
     for item in range(20_000):

@@ -7,6 +7,7 @@ from collections import namedtuple
 
 import numpy as np
 from helpers import wait_until
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -196,6 +197,7 @@ class Channel:
         self.worker.close()
 
 
+@pytest.mark.thorough
 def test_what_is_kept_of_a_sequence_of_nests_stays_the_same():
     with contextlib.closing(Channel()) as channel:  # one for all examples: blocks are used again
 
