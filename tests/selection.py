@@ -2,8 +2,8 @@
 
 The quick suite holds every promise once on threads and on processes, and every promise about
 starts and ends by each start method. It leaves out repetitions: further parameters of tests with
-processes, fork and spawn beyond starts and ends and one test of each file of the contract, the
-portable path beyond what the transport itself promises, and what is marked `thorough`. `ENQUEUER_TESTS=all` runs everything, and so do `ENQUEUER_INTERRUPTS` and
+processes, fork and spawn beyond starts and ends, the portable path beyond what the transport itself
+promises, and what is marked `thorough`. `ENQUEUER_TESTS=all` runs everything, and so do `ENQUEUER_INTERRUPTS` and
 `ENQUEUER_POSITIONS`;
 `ENQUEUER_TESTS=rest` runs what the quick suite left out.
 """
@@ -48,8 +48,6 @@ _PORTABLE_FAULTS = {
 _AHEAD = {"test_auto.py", "test_bound.py", "test_headroom.py", "test_stalls.py"}
 
 _ABOUT_STARTS = {
-    "test_death.py",
-    "test_logs.py",
     "test_native_threads.py",
     "test_source.py",
     "test_stop.py",
@@ -89,7 +87,7 @@ def _is_about_ray(item: pytest.Item) -> bool:
 
 
 def _quick(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return the quick suite: each promise once on each backend and start method."""
+    """Return the quick suite."""
     seen: set[tuple[str, str]] = set()
     quick = []
     for item in items:
@@ -97,15 +95,13 @@ def _quick(items: list[pytest.Item]) -> list[pytest.Item]:
             continue
         if _is_portable(item) and item.path.name not in _PORTABLE_QUICK:
             continue
-        if _is_spawn(item):
-            once = _once_by(item, "spawn")
-        elif _is_fork(item):
-            once = _once_by(item, "fork")
-        elif item.get_closest_marker("repeats") is not None or _is_of_processes(item):
+        if (_is_spawn(item) or _is_fork(item)) and not _is_about_starts(item):
+            continue
+        if item.get_closest_marker("repeats") is not None or _is_of_processes(item):
             once = _function_and_backend(item)
         else:
             once = (item.nodeid, "")
-        if once is None or once in seen:
+        if once in seen:
             continue
         seen.add(once)
         quick.append(item)
@@ -114,23 +110,21 @@ def _quick(items: list[pytest.Item]) -> list[pytest.Item]:
 
 def _is_of_processes(item: pytest.Item) -> bool:
     """Return whether the test is one of several start methods; threads run all parameters."""
-    return any(name in _function_and_backend(item)[1] for name in ("fork", "forkserver"))
+    return any(name in _function_and_backend(item)[1] for name in ("fork", "forkserver", "spawn"))
 
 
-def _once_by(item: pytest.Item, method: str) -> tuple[str, str] | None:
-    """Return what the quick suite tests once by a start method; None if it leaves the test out.
+def _is_about_starts(item: pytest.Item) -> bool:
+    """Return whether the start method of a test may make a difference to it.
 
-    Once started, such a worker runs what one of the fork server runs, which runs everything. So of
-    the contract each test of a promise about the start or the end of workers is run, of the other
-    files one; and elsewhere none by spawn, as starting fresh interpreters takes long.
+    Once started, a worker runs what one of the fork server runs, which runs everything. And to
+    start fresh interpreters takes long.
     """
-    # These start workers again and again.
-    if item.path.name in ("test_auto.py", "test_resume_and_restart.py"):
-        return None
-    is_contract = item.path.parent.name == "contract"
-    if is_contract and item.path.name not in _ABOUT_STARTS:
-        return item.path.name, method
-    return _function_and_backend(item) if is_contract or method == "fork" else None
+    # It starts workers again and again.
+    if item.path.name == "test_resume_and_restart.py":
+        return False
+    if item.path.parent.name == "contract":
+        return item.path.name in _ABOUT_STARTS
+    return _is_fork(item)
 
 
 def _function_and_backend(item: pytest.Item) -> tuple[str, str]:
