@@ -12,6 +12,7 @@ consumer at a time; `close()`, `stop()`, `measures()` and `waiting()` by any thr
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import os
@@ -93,6 +94,7 @@ class Engine(Generic[W]):
         self._before: dict[int, WorkerStats] = {}
         # Number of workers, without those that are leaving.
         self._size = job.workers
+        self._concurrency = job.concurrency
         self._owner = os.getpid()
         self.at_end: Callable[[], None] | None = None
         self.is_closed = False
@@ -239,6 +241,8 @@ class Engine(Generic[W]):
 
     def _measures_of(self, workers: list[W]) -> list[WorkerStats]:
         measures, before = self.pool.measures(workers), self._before
+        if self._concurrency > 1:
+            measures = [dataclasses.replace(m, concurrency=self._concurrency) for m in measures]
         return [now.after(before[now.index]) if now.index in before else now for now in measures]
 
     # --- deaths ---

@@ -94,6 +94,16 @@ class Job:
         """Number of tickets that a worker runs at once; 1 for shards."""
         return self.source.tickets_at_once if isinstance(self.source, TaskSource) else 1
 
+    @property
+    def concurrency(self) -> int:
+        """Number of elements that each worker runs at once; 1 for shards."""
+        return self.source.concurrency if isinstance(self.source, TaskSource) else 1
+
+    @property
+    def elements(self) -> int:
+        """Number of elements in each item; 1 for shards."""
+        return (self.source.batch_size or 1) if isinstance(self.source, TaskSource) else 1
+
     def share_of(self, cpus: float) -> int:
         """Return the number of CPUs of each worker if they are divided evenly; at least 1."""
         workers = max(self.workers, self.most_workers)

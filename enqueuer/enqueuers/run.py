@@ -247,6 +247,8 @@ class Run:
         self._changed = threading.Condition(self.lock)
         # Nothing reads it before the start, which comes right after this.
         self.backend = cast(Backend, None)
+        # Number of elements in each item.
+        self._elements = 1
         # Backends that start. Within each, a signal handler may start another one.
         self._starting: list[Backend] = []
         # Started workers that are about to take over, their number, and the function that passes
@@ -276,6 +278,7 @@ class Run:
         Raises:
             StartError: They could not be started; none is left.
         """
+        self._elements = job.elements
         self.backend = self._start_backend(job, first)
 
     def _start_backend(self, job: Job, first: Epoch | None = None) -> Backend:
@@ -489,7 +492,9 @@ class Run:
             restart_count=self.restarts.count,
             cpus=self.cpus(),
             loop_cpu_s=0.0 if backend is None else time.process_time() - waits.cpu_s,
+            loop_lacked_s=waits.lacked_s,
             workers=() if backend is None else tuple(backend.measures()),
+            elements=self._elements,
         )
 
 

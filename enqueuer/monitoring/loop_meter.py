@@ -7,8 +7,10 @@ The loop's own thread writes, any thread may read. A batch that is ready is not 
 
 from __future__ import annotations
 
+import threading
 import time
 
+from enqueuer.monitoring import usage
 from enqueuer.monitoring.meters import clock
 
 # Samples of the queue's depth; of more, every second one is forgotten.
@@ -59,6 +61,10 @@ class LoopMeter:
         self.worker: int | None = None
         self.samples: list[tuple[int, int]] = []
         self.left = 1
+        # Folder in /proc of the thread that took the first batch, and how long it had waited for
+        # a CPU then.
+        self._task = ""
+        self._lacked_before_s = 0.0
         self.is_quick = False
         # Items that were taken, with those that are left until the next sample.
         self._counted = 1
@@ -70,6 +76,12 @@ class LoopMeter:
     def taken(self) -> int:
         """Number of items that came from the workers."""
         return self._counted - self.left
+
+    @property
+    def lacked_s(self) -> float:
+        """Seconds since the first batch in which the loop could have run, but had no CPU."""
+        lacked_s = usage.cpu_wait_s(self._task) if self._task else None
+        return 0.0 if lacked_s is None else max(0.0, lacked_s - self._lacked_before_s)
 
     def pause(self, worker: int | None) -> None:
         """Note the begin of a wait, and the worker that it is for; repeating it is harmless."""
@@ -125,6 +137,8 @@ class LoopMeter:
         now = clock()
         if not self.first:
             self.first = now
+            self._task = f"/proc/self/task/{threading.get_native_id()}"
+            self._lacked_before_s = usage.cpu_wait_s(self._task) or 0.0
         is_late = now - self._sampled >= _SAMPLE_NS
         self._sampled = now
         samples = self.samples

@@ -59,12 +59,12 @@ HARDLY_WAITS = 0.05
 # Seconds to the first batch; less is not worth a mention.
 LONG_S = 0.2
 MOSTLY = 0.5
-# Share of a worker's time; one that all others wait for is hardly ever idle.
-ALWAYS_BUSY = 0.75
 # Share of a worker's time in which it waits for room, and could have made more batches.
 OFTEN_WAITS = 0.3
-# Ratio of the time for an item to that of the other workers.
-TIMES_SLOWER = 1.5
+# Ratio of the time for an item to that of the other workers; less is chance.
+TIMES_SLOWER = 1.25
+# Ratio of the share of its time in which the slow worker waits to that of the others.
+HARDLY_AS_LONG = 0.5
 # Share of the loop's waits that are for one worker.
 WAITED_FOR = 0.6
 # Share of the CPUs there are.
@@ -75,8 +75,14 @@ MOSTLY_OTHER_WAITS = 1 / 3
 SMALL_BYTES = 1000
 # Share of a worker's work in which it had no CPU.
 OFTEN_LACKS_CPU = 0.3
-# Workers; if more are needed, the loop hardly does anything with a batch.
-MANY_WORKERS = 64
+# Share of the loop's own time in which it had no CPU; more is not its own slowness.
+LOOP_LACKS_CPU = 0.15
+# Threads, or elements at once in a worker; the next advice can name more.
+MANY = 64
+# Processes; each has memory of its own, and takes a while to start.
+MANY_PROCESSES = 16
+# Ratio of the rate after a change to that before; less is not worth a change.
+WORTH_IT = 1.15
 # Share of the time to make something.
 IS_COMPUTING = 0.6
 
@@ -96,11 +102,22 @@ class Bottleneck:
             `"unknown"`: there is not enough data.
         reason: Sentence with the numbers that show it.
         advice: Sentence with a change that helps.
+        change: The options of that change, as Python code: `"concurrency=64"`. "" if no option
+            would help.
+        gain: The least and the most times that the rate of the loop would grow by it, as these
+            numbers show; None if that is not known, or if there is no change.
+
+    Example:
+        >>> found = Bottleneck("queue", "It is short.", "Give a longer one.", "max_queue_size=40")
+        >>> eval(f"dict({found.change})")
+        {'max_queue_size': 40}
     """
 
     kind: Kind
     reason: str
     advice: str
+    change: str = ""
+    gain: tuple[float, float] | None = None
 
     def __str__(self) -> str:
         return f"{self.reason} {self.advice}"
@@ -136,7 +153,9 @@ class Stats:
         restart_count: Number of workers that died and were replaced.
         cpus: Number of CPUs for this process and the workers; in a container, its share.
         loop_cpu_s: Seconds of CPU time of the loop's process, with all its threads.
+        loop_lacked_s: Seconds in which the loop's own thread could have run, but had no CPU.
         workers: Work of each worker.
+        elements: Number of elements in each batch; 1 without `batch_size`, and for shards.
         is_later: Whether the first batch came before, as in most differences of two snapshots.
     """
 
@@ -161,6 +180,8 @@ class Stats:
     cpus: float
     loop_cpu_s: float
     workers: tuple[WorkerStats, ...]
+    loop_lacked_s: float = 0.0
+    elements: int = 1
     is_later: bool = False
 
     @property
@@ -297,7 +318,7 @@ class Stats:
 # What only grows, so that a difference has a meaning.
 _COUNTED = (
     *("seconds", "items", "first_wait_s", "waiting_s", "reading_s", "working_s", "idle_s"),
-    *("error_count", "restart_count", "loop_cpu_s"),
+    *("error_count", "restart_count", "loop_cpu_s", "loop_lacked_s"),
 )
 _HEAD = ("worker", "items", "bytes", "making", "sending", "waiting", "CPU", "memory")
 
@@ -363,9 +384,26 @@ def use_s(stats: Stats) -> float:
     return ratio(stats.working_s, stats.items)
 
 
+def elements_at_once(stats: Stats) -> int:
+    """Return the number of elements, or of shards' items, that all workers make at once."""
+    return sum(worker.concurrency for worker in stats.workers)
+
+
+def make_s(stats: Stats) -> float:
+    """Return the seconds of work for an item, if its elements were made one after the other."""
+    worked = sum(worker.busy_s * worker.concurrency for worker in stats.workers)
+    return ratio(worked, total(stats, "items"))
+
+
 def _computing_share(stats: Stats) -> float:
     """Return the share of its work in which a worker computes, if it never lacks a CPU, 0 to 1."""
     worked = total(stats, "busy_s") - total(stats, "lacked_s")
+    return min(1.0, ratio(total(stats, "cpu_s"), max(worked, 1e-9)))
+
+
+def _element_share(stats: Stats) -> float:
+    """Return the same share of the time of an element, of which a worker may make several."""
+    worked = sum((w.busy_s - w.lacked_s) * w.concurrency for w in stats.workers)
     return min(1.0, ratio(total(stats, "cpu_s"), max(worked, 1e-9)))
 
 
@@ -439,14 +477,31 @@ def _loop(stats: Stats) -> Bottleneck:
     workers = len(stats.workers)
     # The workers that are busy all the time, and one in five to spare.
     enough = max(1, math.ceil(1.2 * on_average(stats, "busy_s")))
+    change = f"workers={enough}" if enough < workers and stats.backend != "inline" else ""
+    itself = (
+        f"it waited {percent(stats.waiting_share)} of its time for batches "
+        f"(p99 {duration(stats.wait_p99_s)}), and takes {duration(use_s(stats))} for each itself"
+    )
+    lacked = ratio(stats.loop_lacked_s, stats.working_s)
+    if lacked > LOOP_LACKS_CPU:
+        by_workers = ratio(total(stats, "cpu_s"), stats.seconds)
+        return Bottleneck(
+            "cpus",
+            f"The bottleneck is the CPUs: the loop has its batches in time, but {itself}, of which "
+            f"it had no CPU for {percent(min(lacked, 1.0))}. The workers used {by_workers:.1f} of "
+            f"{stats.cpus:g} CPUs.",
+            f"{pluralize(enough, 'worker')} would do, and leave it more CPU time: {change}."
+            if change
+            else "Make the work of the workers cheaper, or end other programs on these CPUs.",
+            change,
+        )
     return Bottleneck(
         "loop",
-        "The bottleneck is the loop itself: "
-        f"it waited {percent(stats.waiting_share)} of its time for batches "
-        f"(p99 {duration(stats.wait_p99_s)}), and takes {duration(use_s(stats))} for each itself.",
-        f"{pluralize(enough, 'worker')} would do as well as {workers}."
-        if enough < workers
+        f"The bottleneck is the loop itself: {itself}.",
+        f"{pluralize(enough, 'worker')} would do as well as {workers}: {change}."
+        if change
         else "Faster data would not make it faster.",
+        change,
     )
 
 
@@ -478,6 +533,7 @@ def _inline(stats: Stats) -> Bottleneck:
         "The bottleneck is making the batches: the loop makes them itself, and spends "
         f"{percent(stats.waiting_share)} of its time on that.",
         "workers=0 is for debugging: give workers=1 or more, which work while the loop is busy.",
+        "workers=1",
     )
 
 
@@ -500,52 +556,68 @@ def _slow_shard(stats: Stats) -> Bottleneck | None:
     at = waits.index(max(waits))
     slow, others = stats.workers[at], stats.workers[:at] + stats.workers[at + 1 :]
     others_s = statistics.median(worker.per_item_s for worker in others)
+    waits_of_others = statistics.mean(worker.waiting_share for worker in others)
     is_slow = (
         bool(slow.shards)
         and max(waits) > WAITED_FOR * sum(waits)
-        and slow.waiting_share < 1 - ALWAYS_BUSY
+        and slow.waiting_share < HARDLY_AS_LONG * waits_of_others
         # A worker that had no CPU is slow by chance.
         and slow.lacked_s < OFTEN_LACKS_CPU * slow.busy_s
-        and statistics.mean(worker.waiting_share for worker in others) > OFTEN_WAITS
         and slow.per_item_s > TIMES_SLOWER * others_s
     )
     if not is_slow:
         return None
+    # If the others need not wait, each makes what it can.
+    rate_then = sum(1 / max(worker.per_item_s, 1e-9) for worker in stats.workers)
+    gain = _gain(stats, rate_then)
     return Bottleneck(
         "slow shard",
         f"The bottleneck is one slow shard: {slow.name} takes {duration(slow.per_item_s)} for an "
         f"item, the others {duration(others_s)}, and {percent(stats.waiting_share)} of the loop's "
         "time goes into waiting, for it.",
-        "Split the work more evenly (shard.split divides it item by item), or use ordered=False "
-        "if the order does not matter.",
+        f"ordered=False lets the others go ahead, {_times(gain)} as long as they have items; or "
+        "give each shard as much work as the others.",
+        "ordered=False",
+        gain,
     )
 
 
 def _queue(stats: Stats) -> Bottleneck:
     """Return the finding that workers and loop wait for each other."""
+    longer = 4 * stats.max_queue_size
     return Bottleneck(
         "queue",
         f"The bottleneck is the queue: {_waited(stats)} for batches, and the workers "
         f"{percent(workers_waiting_share(stats))} of theirs for room, so that they wait for each "
         "other.",
-        f"Give a larger max_queue_size than {stats.max_queue_size}, or fewer and larger batches.",
+        f"Give max_queue_size={longer} instead of {stats.max_queue_size}, or yield fewer and "
+        "larger batches.",
+        f"max_queue_size={longer}",
     )
 
 
 def _transport(stats: Stats) -> Bottleneck:
     """Return the finding that the workers pickle and copy more than they make."""
-    each = per_item(stats, "bytes")
+    each, change, gain = per_item(stats, "bytes"), "", None
+    made_s = max(per_item(stats, "making_s"), 1e-9)
     advice = (
         "Make the large arrays with enqueuer.empty(), which are not copied"
         if each > 100_000
         else "Yield larger batches"
     )
+    # Threads send nothing; at worst, one of them makes all.
+    then = _gain(stats, ratio(1.0, made_s))
+    if stats.backend == "process" and then[1] > WORTH_IT * WORTH_IT:
+        change, gain = "backend='thread'", then
+        advice = f"Use backend='thread', which sends nothing, {_times(gain)}. Or: {advice.lower()}"
     return Bottleneck(
         "transport",
         f"The bottleneck is the transport: {percent(stats.waiting_share)} of the loop's time goes "
-        f"into waiting; an item of {size(each)} takes {duration(per_item(stats, 'making_s'))} "
+        f"into waiting; an item of {size(each)} takes {duration(made_s)} "
         f"to make and {duration(per_item(stats, 'sending_s'))} to send.",
-        f"{advice}; or use backend='thread', which sends nothing, if the work leaves Python.",
+        f"{advice}.",
+        change,
+        gain,
     )
 
 
@@ -568,11 +640,13 @@ def _cpus(stats: Stats, by_others: bool) -> Bottleneck:
 
 def _source(stats: Stats) -> Bottleneck:
     """Return the finding that making the batches takes too long."""
+    advice, change, gain = _advice_on_source(stats)
     return Bottleneck(
         "source",
-        f"The bottleneck is the source: {_waited(stats)}; a batch takes "
-        f"{duration(per_item(stats, 'making_s'))} to make, and {duration(use_s(stats))} to use.",
-        _advice_on_source(stats),
+        f"The bottleneck is the source: {_waited(stats)}; {_making_and_using(stats)}.",
+        advice,
+        change,
+        gain,
     )
 
 
@@ -580,55 +654,148 @@ def _waited(stats: Stats) -> str:
     return f"the loop waited {percent(stats.waiting_share)} of its time"
 
 
-def _advice_on_source(stats: Stats) -> str:
+def _making_and_using(stats: Stats) -> str:
+    """Return how long it takes to make what the user knows, an element or a batch."""
+    at_once, elements = elements_at_once(stats), stats.elements
+    use = f"{duration(use_s(stats))} to use"
+    if elements == 1 and at_once == len(stats.workers):
+        return f"a batch takes {duration(per_item(stats, 'making_s'))} to make, and {use}"
+    each = f"an element takes {duration(make_s(stats) / elements)} to make, {at_once} at once"
+    return f"{each}, and {use if elements == 1 else f'a batch of {elements} takes {use}'}"
+
+
+def _gain(stats: Stats, rate: float, in_threads: bool = True) -> tuple[float, float]:
+    """Return how many times the rate of the loop would grow, at least and at most.
+
+    The least is half of the growth that the numbers show, as workers disturb each other, and
+    threads may run Python code, one at a time.
+
+    Args:
+        stats: Statistics until now.
+        rate: Items a second that the workers would make if nothing else held them up.
+        in_threads: Whether threads stay threads.
+    """
+    now = max(ratio(elements_at_once(stats), make_s(stats)), 1e-9)
+    computes_s = max(per_item(stats, "cpu_s"), 1e-9)
+    by_gil = 1.0 if in_threads and stats.backend == "thread" else stats.cpus
+    rate = min(rate, 1 / max(use_s(stats), 1e-9))
+    least, most = (min(rate, cpus / computes_s) / now for cpus in (by_gil, stats.cpus))
+    return (1 + max(1.0, least)) / 2, max(1.0, most)
+
+
+def _times(gain: tuple[float, float]) -> str:
+    least, most = gain
+    if most < WORTH_IT:
+        return "with hardly any gain"
+    return f"for {least:.2g} to {most:.2g} times the rate"
+
+
+# Sentence, options of the change, and its gain.
+Advice = tuple[str, str, "tuple[float, float] | None"]
+
+
+def _advice_on_source(stats: Stats) -> Advice:
     workers, share = len(stats.workers), _computing_share(stats)
-    most, holds_gil = most_on(stats.cpus, share), _holds_gil(stats)
-    if holds_gil and not _are_several_busy(stats):
-        return (
-            f"The thread computes {percent(share)} of its time. If that is Python "
-            "code, which runs in one thread at a time, use backend='process'. If it releases the "
-            f"GIL, as numpy does for large arrays, {pluralize(most, 'thread')} would help, too."
-        )
-    if holds_gil:
-        return (
-            f"The {pluralize(workers, 'thread')} used {on_average(stats, 'cpu_s'):.1f} CPUs in "
-            "all, so the work is probably in Python, which runs in one thread at a time: use "
-            "backend='process'."
-        )
     # By the time of a batch, as there may have been fewer workers before. But the loop does wait,
     # so at least one more is wanted.
     times = per_item(stats, "busy_s") / max(use_s(stats), 1e-9)
-    wanted = max(workers + 1, math.ceil(times - 0.05))
-    if wanted > MANY_WORKERS and most > workers and share < IS_COMPUTING:
-        limit = "memory" if most > MANY_WORKERS else f"memory, up to about {most}"
-        return (
-            f"The loop hardly does anything itself, so more workers than the {workers} now would "
-            f"help, as long as there is {limit}.{_or_concurrency(stats)}"
-        )
+    wanted = max(workers + 1, math.ceil(min(times - 0.05, 1e6)))
+    if _holds_gil(stats):
+        return _instead_of_threads(stats, min(max(1, int(stats.cpus)), wanted))
+    most = most_on(stats.cpus, share)
+    if _element_share(stats) < IS_COMPUTING and not any(w.shards for w in stats.workers):
+        return _more_elements(stats, wanted)
     if most <= workers:
         return (
-            f"A worker computes {percent(share)} of its time, so more workers than "
-            f"the {workers} now would hardly help on {stats.cpus:g} CPUs: make the work cheaper."
+            f"A worker computes {percent(share)} of the time in which it has a CPU, so more "
+            f"workers than the {workers} now would hardly help on {stats.cpus:g} CPUs: make the "
+            "work cheaper.",
+            "",
+            None,
         )
-    if wanted > most:
+    many = MANY if stats.backend == "thread" else max(MANY_PROCESSES, 2 * workers)
+    enough = min(wanted, most, many)
+    gain = _gain(stats, enough * ratio(elements_at_once(stats), workers * make_s(stats)))
+    change = f"workers={enough}"
+    if wanted <= most:
+        then = "keep up with the loop" if enough == wanted else "help, if there is memory"
+        text = f"About {pluralize(enough, 'worker')} would {then} (now {workers}): {change}"
+    else:
+        text = (
+            f"A worker computes {percent(share)} of the time in which it has a CPU, so no more "
+            f"than {pluralize(most, 'worker')} would help on {stats.cpus:g} CPUs, and about "
+            f"{wanted} would be needed (now {workers}): {change}, and make the work cheaper"
+        )
+    return f"{text}, {_times(gain)}.", change, gain
+
+
+def _instead_of_threads(stats: Stats, processes: int) -> Advice:
+    """Return the advice for threads that wait for the GIL, or for a thread that may."""
+    share, used = percent(_computing_share(stats)), on_average(stats, "cpu_s")
+    change = f"backend='process', workers={processes}"
+    gain = _gain(stats, processes / max(per_item(stats, "cpu_s"), 1e-9), in_threads=False)
+    if _are_several_busy(stats):
         return (
-            f"A worker computes {percent(share)} of its time, so no more than "
-            f"{pluralize(most, 'worker')} would help on {stats.cpus:g} CPUs, and about {wanted} "
-            f"would be needed (now {workers}): make the work cheaper, too."
+            f"The {elements_at_once(stats)} threads used {used:.1f} CPUs in all, so the work is "
+            "probably in Python, which runs in one thread at a time: use "
+            f"{change}, {_times(gain)}.",
+            change,
+            gain,
         )
-    enough = f"About {pluralize(wanted, 'worker')} would keep up with the loop (now {workers})."
-    return enough + _or_concurrency(stats)
-
-
-def _or_concurrency(stats: Stats) -> str:
-    """Return what else helps elements that wait, if workers are processes: threads in each."""
-    are_tasks = not any(worker.shards for worker in stats.workers)
-    if not are_tasks or stats.backend == "thread" or _computing_share(stats) >= IS_COMPUTING:
-        return ""
+    if processes == 1:
+        return f"The thread computes {share} of its time: make the work cheaper.", "", None
     return (
-        " They mostly wait, so a larger `concurrency`, the elements that each worker runs at "
-        "once, would help as well, with less memory."
+        f"The thread computes {share} of the time in which it has a CPU: use {change}, "
+        f"{_times(gain)}. If the work releases the GIL, as numpy does for large arrays, "
+        f"workers={processes} would help as well.",
+        change,
+        gain,
     )
+
+
+def _more_elements(stats: Stats, wanted: int) -> Advice:
+    """Return the advice for elements that mostly wait: more of them at once in each worker."""
+    workers, now, share = len(stats.workers), elements_at_once(stats), _element_share(stats)
+    # Each process has a GIL, for the part of an element that computes.
+    is_thread = stats.backend == "thread"
+    most_of_one = most_on(1.0, share)
+    most = most_of_one * (1 if is_thread else max(1, min(workers, int(stats.cpus))))
+    at_once = min(most, max(wanted * ratio(now, workers), now + 1))
+    each = _rounded_up(at_once / workers, max(MANY, 4 * now // workers))
+    each_s = max(make_s(stats), 1e-9)
+    gain = _gain(stats, min(each * workers, most) / each_s)
+    waits = f"An element computes {percent(share)} of its time and waits for the rest"
+    if gain[1] >= WORTH_IT and each * workers > now:
+        change = f"concurrency={each}"
+        return (
+            f"{waits}, so let each worker make more of them at once: {change} (now "
+            f"{now // workers}), {_times(gain)}.",
+            change,
+            gain,
+        )
+    if is_thread and stats.cpus >= 2:
+        processes = int(stats.cpus)
+        each = _rounded_up(min(most_of_one, at_once / processes), MANY)
+        change = f"backend='process', workers={processes}, concurrency={each}"
+        gain = _gain(stats, processes * min(each, most_of_one) / each_s, in_threads=False)
+        if gain[1] >= WORTH_IT:
+            return (
+                f"{waits}; {now} threads are as many as one process can use, since their Python "
+                f"code runs in one thread at a time: use {change}, {_times(gain)}.",
+                change,
+                gain,
+            )
+    return (
+        f"{waits}; {now} at once are about as many as this machine can use: make the elements "
+        "cheaper.",
+        "",
+        None,
+    )
+
+
+def _rounded_up(number: float, most: int) -> int:
+    """Return the next power of two, at most `most`."""
+    return min(most, 2 ** math.ceil(math.log2(max(1.0, number))))
 
 
 def find_bottleneck(stats: Stats) -> Bottleneck:
@@ -662,11 +829,13 @@ def _of_workers(stats: Stats) -> Bottleneck:
         return _transport(stats)
     if cpus_used(stats) > CPUS_ARE_BUSY * stats.cpus:
         return _cpus(stats, by_others=False)
+    # Beside other programs, workers that mostly wait lack a CPU for a while after each wait.
+    lacks_cpus = total(stats, "lacked_s") > OFTEN_LACKS_CPU * worked
+    if lacks_cpus and not _are_several_busy(stats) and _other_wait_share(stats) < LEAST_GIL_WAIT:
+        return _cpus(stats, by_others=True)
     # Waiting for the GIL looks like waiting for room.
     if _holds_gil(stats):
         return _source(stats)
-    # Beside other programs, workers that mostly wait lack a CPU for a while after each wait.
-    lacks_cpus = total(stats, "lacked_s") > OFTEN_LACKS_CPU * worked
     if lacks_cpus and _other_wait_share(stats) < MOSTLY_OTHER_WAITS:
         return _cpus(stats, by_others=True)
     otherwise = _queue if often_wait else _source

@@ -34,12 +34,18 @@ class Usage(NamedTuple):
     switches: int | None = None
 
 
-def of_process(pid: int) -> Usage:
-    """Return the usage of a process with all its threads; all None after its end."""
+def of_process(pid: int, has_threads: bool = False) -> Usage:
+    """Return the usage of a process with all its threads; all None after its end.
+
+    Args:
+        pid: Number of the process.
+        has_threads: Whether all its threads run code of the user, and not only its first one. The
+            waits of a native library's own threads are those of the first one, too.
+    """
+    folder = f"/proc/{pid}"
     return Usage(
         _or_none(_cpu_s, ~pid << 3 | 2),
-        # Of its first thread, in which the generator runs.
-        _or_none(_cpu_wait_s, f"/proc/{pid}/schedstat"),
+        _or_none(_cpu_waits_s, f"{folder}/task") if has_threads else cpu_wait_s(folder),
         _or_none(_rss_bytes, pid),
     )
 
@@ -51,7 +57,7 @@ def of_thread(thread: threading.Thread) -> Usage:
     task = f"/proc/self/task/{thread.native_id}"
     return Usage(
         _or_none(_cpu_s, ~thread.native_id << 3 | 6),
-        _or_none(_cpu_wait_s, f"{task}/schedstat"),
+        cpu_wait_s(task),
         switches=_or_none(_number, f"{task}/status", "\nvoluntary_ctxt_switches:"),
     )
 
@@ -59,6 +65,15 @@ def of_thread(thread: threading.Thread) -> Usage:
 def of_threads(threads: Sequence[threading.Thread]) -> Usage:
     """Return the usage of some threads of this process together."""
     return Usage(*map(_sum, zip(*map(of_thread, threads), strict=True)))
+
+
+def cpu_wait_s(folder: str) -> float | None:
+    """Return the seconds in which a thread could have run, but had no CPU; None if not known.
+
+    Args:
+        folder: Its folder in /proc; that of a process is that of its first thread.
+    """
+    return _or_none(_cpu_wait_s, folder)
 
 
 def cpus() -> float:
@@ -164,8 +179,14 @@ def _cpu_s(clock_id: int) -> float:
     return time.clock_gettime(clock_id)
 
 
-def _cpu_wait_s(path: str) -> float:
-    return int(_text(path).split()[1]) / 1e9
+def _cpu_wait_s(folder: str) -> float:
+    return int(_text(f"{folder}/schedstat").split()[1]) / 1e9
+
+
+def _cpu_waits_s(folder: str) -> float:
+    """Return the sum over the threads of a process; some may end meanwhile."""
+    tasks = (cpu_wait_s(f"{folder}/{task}") for task in os.listdir(folder))
+    return sum(seconds for seconds in tasks if seconds is not None)
 
 
 def _rss_bytes(pid: int) -> int:

@@ -44,6 +44,9 @@ class WorkerStats:
         block_bytes: Size of these blocks.
         switches: Number of times that it gave up its CPU to wait for something; None for a
             process.
+        concurrency: Number of elements that it runs at once, each in a thread; 1 for shards. The
+            seconds of CPU time, and those without a CPU, are sums over these threads. Its other
+            times are their means.
     """
 
     index: int
@@ -63,6 +66,7 @@ class WorkerStats:
     blocks: int = 0
     block_bytes: int = 0
     switches: int | None = None
+    concurrency: int = 1
 
     @property
     def busy_share(self) -> float:
@@ -87,12 +91,13 @@ class WorkerStats:
     @property
     def lacked_s(self) -> float:
         """Seconds of its work in which it had no CPU; the system counts its waits, too."""
-        return min(self.cpu_wait_s or 0.0, self.busy_s)
+        return min((self.cpu_wait_s or 0.0) / self.concurrency, self.busy_s)
 
     @property
     def other_wait_s(self) -> float:
         """Seconds of its work in which it waited for a file, a network, a lock or the GIL."""
-        return self.busy_s - min((self.cpu_s or 0.0) + self.lacked_s, self.busy_s)
+        cpu_s = (self.cpu_s or 0.0) / self.concurrency
+        return self.busy_s - min(cpu_s + self.lacked_s, self.busy_s)
 
     def outside_s(self, switch_s: float) -> float:
         """Return the least time that a thread can have waited for something other than the GIL.
@@ -109,7 +114,7 @@ class WorkerStats:
         """
         if self.switches is None or self.cpu_s is None:
             return 0.0
-        return max(0.0, self.other_wait_s - self.switches * switch_s)
+        return max(0.0, self.other_wait_s - self.switches * switch_s / self.concurrency)
 
     def since(self, earlier: WorkerStats) -> WorkerStats:
         """Return its work since an earlier snapshot."""

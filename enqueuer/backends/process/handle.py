@@ -248,8 +248,8 @@ class ProcessWorker:
         message = f"{self} {how}; what it had sent was delivered. {advice}"
         return Death(how, message, self.exitcode)
 
-    def measure(self) -> WorkerStats:
-        """Return what it has done so far."""
+    def measure(self, has_threads: bool) -> WorkerStats:
+        """Return what it has done so far; `has_threads`: several run the elements."""
         inbox, pid = self.inbox, self.process.pid
         return worker_stats(
             self.index,
@@ -257,7 +257,7 @@ class ProcessWorker:
             self.shards,
             inbox.meter,
             inbox.sent,
-            usage.of_process(pid),
+            usage.of_process(pid, has_threads),
             self.began,
             inbox.memory,
         )
