@@ -36,17 +36,18 @@ def run(workers, trace=None) -> Stats:
         return enqueuer.stats()
 
 
-def main(folder):
-    for workers in (1, 4):
+def main(folder, counts=(1, 4)):
+    for workers in counts:
         stats = run(workers, trace=Path(folder, f"{workers}_workers.json"))
-        print(f"--- workers={workers}")
+        if len(counts) > 1:
+            print(f"--- workers={workers}")
         print(stats)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
+    if len(sys.argv) > 1 and not sys.argv[1].isdigit():
         # The traces stay there, for `enqueuer report`.
         main(sys.argv[1])
     else:
         with tempfile.TemporaryDirectory() as folder:
-            main(folder)
+            main(folder, [int(count) for count in sys.argv[1:]] or (1, 4))

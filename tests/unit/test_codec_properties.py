@@ -6,8 +6,8 @@ import math
 from collections import namedtuple
 
 import numpy as np
-from helpers import wait_until
 import pytest
+from helpers import wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
