@@ -3,8 +3,9 @@
 The quick suite holds every promise once on threads and on processes, and every promise about
 starts and ends by each start method. It leaves out repetitions: further parameters of tests with
 processes, fork and spawn beyond starts and ends, the portable path beyond what the transport itself
-promises, and what is marked `thorough`. `ENQUEUER_TESTS=all` runs everything, and so do `ENQUEUER_INTERRUPTS` and
-`ENQUEUER_POSITIONS`;
+promises, and what is marked `thorough`.
+
+`ENQUEUER_TESTS=all` runs everything, and so do `ENQUEUER_INTERRUPTS` and `ENQUEUER_POSITIONS`;
 `ENQUEUER_TESTS=rest` runs what the quick suite left out.
 """
 

@@ -14,14 +14,15 @@ import reading_cost
 import enqueuer
 
 # Of the whole package.
-MOST_CODE_LINES = 21_457
+MOST_CODE_LINES = 21_606
 MOST_FILES = 168
 MOST_FORWARDING_METHODS = 30
 
 MOST_LINES = 750
 MOST_PARAMETERS = 24
 
-LONG_FILES = set()
+# The findings read the numbers of `Stats`, whose method finds them.
+LONG_FILES = {"monitoring/stats.py"}
 # Lines of a function without its docstring.
 MOST_FUNCTION_LINES = 40
 LONG_FUNCTIONS = set()
