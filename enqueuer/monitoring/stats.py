@@ -795,7 +795,7 @@ def _more_elements(stats: Stats, wanted: int) -> Advice:
 
 def _rounded_up(number: float, most: int) -> int:
     """Return the next power of two, at most `most`."""
-    return min(most, 2 ** math.ceil(math.log2(max(1.0, number))))
+    return min(most, 1 << math.ceil(math.log2(max(1.0, number))))
 
 
 def find_bottleneck(stats: Stats) -> Bottleneck:
