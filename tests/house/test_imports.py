@@ -55,7 +55,6 @@ THIRD_PARTIES = {
         "workers.shards",
         "workers.seeding",
         "enqueuers.ordered",
-        "enqueuers.task_order",
         "workers.tasks",
         "workers.collate",
         "transport.block_map",
