@@ -33,9 +33,9 @@ except ImportError:
 
 from enqueuer.backends.process import stack_dump
 from enqueuer.backends.process.fork_server import readable, serve_forks
-from enqueuer.backends.process.payload_file import read_payload
 from enqueuer.common.descriptors import Descriptor, close_in_children
 from enqueuer.monitoring import usage
+from enqueuer.transport.memory import read_payload
 from enqueuer.transport.packets import Packets, packets_of
 from enqueuer.transport.protocol import Credit
 from enqueuer.transport.ring import Ring

@@ -25,6 +25,7 @@ from enqueuer.backends.process.handle import Launched, ProcessWorker, launch, op
 from enqueuer.common import interrupts
 from enqueuer.common.descriptors import Descriptor, close_in_children
 from enqueuer.monitoring import usage
+from enqueuer.transport.memory import write_payload
 from enqueuer.transport.packets import Packets, pair, send_descriptors
 from enqueuer.transport.protocol import Credit
 from enqueuer.transport.receiver import ItemReceiver
@@ -86,9 +87,8 @@ class Starter:
                 # memory could not import what sends them.
                 importlib.import_module("cloudpickle")
         else:
-            # Forked workers do not need these, whose import takes some milliseconds.
+            # Forked workers do not need it, and its import takes some milliseconds.
             from enqueuer.backends.payload import pickled_payload
-            from enqueuer.backends.process.payload_file import write_payload
 
             # Handlers are held back: an exception of theirs would be reported as the source's.
             pickled, buffers, shared = pickled_payload(
