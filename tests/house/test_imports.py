@@ -78,7 +78,7 @@ THIRD_PARTIES = {
     "tblib": {"transport.errors"},
     "PIL": {"tools.demo", "datasets.files.images"},
     "sklearn": {"tools.demo"},
-    "threadpoolctl": {"tools.demo", "workers.native_threads"},
+    "threadpoolctl": {"tools.demo", "workers.native"},
     "tqdm": {"tools.demo"},
     "torch": {"adapters.torch.loader"},  # for type checkers only
     "typing_extensions": {"enqueuers.options"},

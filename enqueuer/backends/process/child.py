@@ -41,7 +41,7 @@ from enqueuer.transport.protocol import Credit
 from enqueuer.transport.ring import Ring
 from enqueuer.transport.sender import ItemSender, send_ready
 from enqueuer.transport.shared_sender import SharedSender
-from enqueuer.workers import allocator, arrays, logs, native_threads
+from enqueuer.workers import arrays, logs, native
 from enqueuer.workers.messages import Sender
 from enqueuer.workers.plan import OnError
 from enqueuer.workers.remote import WorkerConfig
@@ -131,7 +131,7 @@ def main(sock_fd: int, lifeline_fd: int) -> None:
     if config.parent_environment is not None:
         config.parent_environment.apply()
     os.environ.update(config.thread_limits)
-    native_threads.limit_loaded()
+    native.limit_loaded()
     importlib.import_module(_OFTEN_LOADED)
 
     def load() -> tuple[Source | TaskSource, OnError]:
@@ -148,7 +148,7 @@ def main_forked(
     lifeline: Descriptor,
     ring: Ring,
     config: ProcessConfig,
-    loaded: native_threads.Loaded | None,
+    loaded: native.Loaded | None,
     start: ProcessStart,
     source: Source | TaskSource,
     on_error: OnError,
@@ -291,7 +291,7 @@ def _work(
     multiprocessing.current_process().name = f"enqueuer-worker-{start.worker}"
     stack_dump.answer(stack)
     if config.keep_freed_memory:
-        allocator.keep_freed_memory()
+        native.keep_freed_memory()
     arrays.set_maker(channel.blocks.pool.make)
     if task_socket is not None:
         close_in_children(task_socket)

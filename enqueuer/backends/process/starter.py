@@ -31,7 +31,7 @@ from enqueuer.transport.protocol import Credit
 from enqueuer.transport.receiver import ItemReceiver
 from enqueuer.transport.ring import LIMIT, Ring, open_ring
 from enqueuer.transport.task_queue import TaskQueue
-from enqueuer.workers import logs, native_threads
+from enqueuer.workers import logs, native
 from enqueuer.workers.remote import WorkerConfig
 from enqueuer.workers.sources import FunctionSource, Source
 from enqueuer.workers.tasks import TaskSource
@@ -114,14 +114,14 @@ class Starter:
     def _thread_limits(self) -> dict[str, str]:
         given = self._job.threads_per_worker
         threads = given or self._job.share_of(usage.cpus())
-        return native_threads.limits(threads, given is not None, os.environ)
+        return native.limits(threads, given is not None, os.environ)
 
     @functools.cached_property
-    def _loaded(self) -> native_threads.Loaded | None:
+    def _loaded(self) -> native.Loaded | None:
         """The native libraries that forked workers inherit."""
         if self._job.start_method != "fork":
             return None
-        return native_threads.Loaded(self._thread_limits)
+        return native.Loaded(self._thread_limits)
 
     def start(
         self, index: int, read: Callable[[ItemReceiver], None], room: Callable[[], int]
