@@ -29,8 +29,8 @@ from enqueuer.monitoring.worker_stats import WorkerStats, worker_stats
 from enqueuer.workers import logs, native
 from enqueuer.workers.element_threads import ThreadSnapshot
 from enqueuer.workers.messages import Epoch
+from enqueuer.workers.plan import serve_failure
 from enqueuer.workers.remote import WorkerConfig
-from enqueuer.workers.skipping import serve_failure
 
 GROUPS = {"work": 1, "packets": 1, "orders": 1, "inspect": 1}
 """The concurrency groups of an actor, each with one thread, in which its methods run."""
