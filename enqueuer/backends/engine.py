@@ -28,7 +28,7 @@ from enqueuer.backends.stall import DeadlineExpired, WaitSnapshot
 from enqueuer.backends.task_schedule import TaskSchedule
 from enqueuer.common import interrupts
 from enqueuer.errors import Closed, StartError, WorkerDied
-from enqueuer.monitoring.loop_meter import LoopMeter
+from enqueuer.monitoring.meters import LoopMeter
 from enqueuer.monitoring.worker_stats import WorkerStats
 from enqueuer.workers.messages import Epoch, Failure, ItemTuple
 

@@ -17,7 +17,7 @@ from enqueuer.backends.pool import WorkerPool
 from enqueuer.backends.shard_schedule import ShardSchedule
 from enqueuer.backends.task_schedule import TaskSchedule
 from enqueuer.errors import StartError
-from enqueuer.monitoring.loop_meter import LoopMeter
+from enqueuer.monitoring.meters import LoopMeter
 from enqueuer.workers.tasks import TaskSource
 
 Backend: TypeAlias = Engine[Any]

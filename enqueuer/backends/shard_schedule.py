@@ -17,7 +17,7 @@ from typing import Any, Final, Generic, Protocol
 
 from enqueuer.backends.lifecycle import DeathPlace
 from enqueuer.backends.pool import Inbox, W, Worker, WorkerState
-from enqueuer.monitoring.loop_meter import LoopMeter
+from enqueuer.monitoring.meters import LoopMeter
 from enqueuer.workers.messages import Empty, End, Epoch, Failure, ItemTuple, Start, Taken
 
 ANY: Final = None
@@ -215,7 +215,7 @@ class ShardSchedule(Generic[W]):
         loop_meter: Account of the waits, which knows whether it is.
 
     Example:
-        >>> from enqueuer.monitoring.loop_meter import LoopMeter
+        >>> from enqueuer.monitoring.meters import LoopMeter
         >>> from enqueuer.workers.messages import Item, Start
         >>> class Worker:
         ...     def __init__(self, state, *messages):

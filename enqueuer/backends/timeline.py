@@ -23,7 +23,7 @@ from enqueuer.backends.engine import Engine
 from enqueuer.backends.job import BackendName, Job
 from enqueuer.backends.lifecycle import Restarts
 from enqueuer.backends.shard_schedule import Order
-from enqueuer.monitoring.loop_meter import LoopMeter
+from enqueuer.monitoring.meters import LoopMeter
 from enqueuer.monitoring.trace_file import TraceTarget, Track, begin, text_of
 from enqueuer.workers.messages import Failure, ItemTuple
 

@@ -1,8 +1,8 @@
 """The command line: `enqueuer demo`, `pack`, `inspect`, `bench` and `report`.
 
-Each command has a file that parses and prints; other modules do the work. Results go to standard
-output, progress and errors to standard error. Exit codes: 0 done, 1 failed, 2 wrong arguments,
-130 interrupted by Ctrl-C, 143 ended by SIGTERM.
+Each command has a parser and a function that prints; other modules do the work. Results go to
+standard output, progress and errors to standard error. Exit codes: 0 done, 1 failed, 2 wrong
+arguments, 130 interrupted by Ctrl-C, 143 ended by SIGTERM.
 """
 
 import argparse
@@ -14,10 +14,8 @@ from types import FrameType
 
 from enqueuer import __version__
 from enqueuer.cli.arguments import USER_ERRORS, in_shell
-from enqueuer.cli.bench import add_bench
-from enqueuer.cli.demo import add_demo
+from enqueuer.cli.commands import add_bench, add_demo, add_report
 from enqueuer.cli.hdf5 import add_inspect, add_pack
-from enqueuer.cli.report import add_report
 from enqueuer.common.text import printable
 
 # Shells report a death by a signal by these numbers.

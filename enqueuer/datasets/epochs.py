@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from enqueuer.common import checks
-from enqueuer.enqueuers.task_order import permutation, steps_in
 from enqueuer.errors import StateMismatch
 from enqueuer.workers.arrays import empty
 from enqueuer.workers.shards import Shard
+from enqueuer.workers.tasks import permutation, steps_in
 
 
 class ShardBatches(Iterator[Any]):

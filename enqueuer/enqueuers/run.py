@@ -40,8 +40,7 @@ from enqueuer.enqueuers.failures import FailurePolicy
 from enqueuer.enqueuers.options import Options
 from enqueuer.errors import Closed, InvalidState
 from enqueuer.monitoring import usage
-from enqueuer.monitoring.loop_meter import LoopMeter, top_of
-from enqueuer.monitoring.meters import clock
+from enqueuer.monitoring.meters import LoopMeter, clock, top_of
 from enqueuer.monitoring.stats import Stats
 from enqueuer.workers.messages import Epoch
 

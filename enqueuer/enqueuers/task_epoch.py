@@ -17,13 +17,12 @@ from enqueuer.backends.task_schedule import TaskOrder, TaskSchedule
 from enqueuer.common import interrupts
 from enqueuer.enqueuers.failures import Origin
 from enqueuer.enqueuers.run import Run
-from enqueuer.enqueuers.task_order import Reading, order_of, steps_in
 from enqueuer.errors import ItemNotPicklable, StateMismatch, WorkerDied
 from enqueuer.monitoring.duplicates import FirstItems
 from enqueuer.monitoring.stats import Stats
 from enqueuer.workers.messages import Epoch, Failure, Start, Ticket
 from enqueuer.workers.sources import iterate
-from enqueuer.workers.tasks import TaskSource
+from enqueuer.workers.tasks import Reading, TaskSource, order_of, steps_in
 
 
 class ElementReader:

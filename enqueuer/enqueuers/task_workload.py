@@ -11,12 +11,11 @@ from enqueuer.enqueuers.failures import Origin, refuse, rerun_task
 from enqueuer.enqueuers.options import Options
 from enqueuer.enqueuers.run import Run
 from enqueuer.enqueuers.task_epoch import TaskEpoch
-from enqueuer.enqueuers.task_order import Reading, order_of, places_of, steps_in
 from enqueuer.enqueuers.workload import EpochWork, Seed, job_of
 from enqueuer.errors import InvalidState, StateMismatch
 from enqueuer.workers.collate import stack
 from enqueuer.workers.messages import Epoch, Ticket
-from enqueuer.workers.tasks import TaskSource
+from enqueuer.workers.tasks import Reading, TaskSource, order_of, places_of, steps_in
 
 
 class TaskWorkload:

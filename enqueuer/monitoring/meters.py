@@ -1,6 +1,11 @@
-"""Measuring where a worker's time goes, in words of 8 bytes that only the worker writes.
+"""Measuring where a worker's time goes, and how long the loop waits for its batches.
 
-    worker: Meter.pause(), resume() -> words --> read by the loop's process, at any time
+    worker: Meter.pause(), resume() -> words of 8 bytes --> read by the loop's process, at any time
+    loop:   LoopMeter.pause(), resume() -> waits, by length and by worker
+            LoopMeter.sample() -> depth of the queue
+
+Only the worker writes its words. The loop's own thread writes the loop's meter; any thread may
+read both.
 
 An item that neither waits nor is waited for is not timed: a clock takes as long as a hundredth
 of sending a tiny item. A worker that waits reads the clock, since waiting costs more anyway; the
@@ -9,9 +14,12 @@ rest of its time is that of the generator.
 
 from __future__ import annotations
 
+import threading
 import time
 from array import array
 from collections.abc import Callable
+
+from enqueuer.monitoring import usage
 
 # The same in all processes of a machine.
 clock = time.monotonic_ns
@@ -37,6 +45,15 @@ CPU_WAIT_BEFORE = 8
 
 # Two cache lines.
 WORDS = 16
+
+# Samples of the queue's depth; of more, every second one is forgotten.
+_MOST_SAMPLES = 256
+# Nanoseconds between two samples, at first.
+_SAMPLE_NS = 5_000_000
+# Items between two samples; the step is at most twice as many as there were in `_SAMPLE_NS`.
+_QUICK_STEP = 200
+# Nanoseconds; counting a shorter read by its length would take too large a part of it.
+_LONG_READ_NS = 100_000
 
 
 class Meter:
@@ -73,3 +90,156 @@ class Meter:
         words[PHASE] = 0
         if self.waited is not None:
             self.waited(since)
+
+
+class LoopMeter:
+    """The waits of the loop for its batches, and the depth of the queue.
+
+    One thread at a time writes it, any may read.
+
+    Attributes:
+        began: Time at which the workers were started.
+        cpu_s: CPU time that this process had used then.
+        first: Time at which the first batch was there; 0 before that.
+        first_wait: Nanoseconds that the loop waited until then.
+        waited: Nanoseconds that it waited after that.
+        reading: Nanoseconds of these in which the loop read elements itself.
+        by_worker: Nanoseconds of waits for one certain worker, by its index.
+        buckets: Number of waits of each length, see `bucket_of`.
+        idle: Nanoseconds between epochs.
+        ended: Time at which the last epoch ended, if the next one has not begun; else 0.
+        since: Time at which the current wait began; 0 if the loop does not wait.
+        worker: Index of the worker that is waited for now, if it is a certain one.
+        samples: Pairs of a time and of the number of items that waited then.
+        left: Number of items to be taken until the next sample.
+        is_quick: Whether the loop takes an item at least each 50 us, as the last samples show.
+    """
+
+    def __init__(self) -> None:
+        self.began = clock()
+        self.cpu_s = time.process_time()
+        self.first = 0
+        self.first_wait = 0
+        self.waited = 0
+        self.reading = 0
+        self.by_worker: dict[int, int] = {}
+        self.buckets: dict[int, int] = {}
+        self.idle = 0
+        self.ended = 0
+        self.since = 0
+        self.worker: int | None = None
+        self.samples: list[tuple[int, int]] = []
+        self.left = 1
+        # Folder in /proc of the thread that took the first batch, and how long it had waited for
+        # a CPU then.
+        self._task = ""
+        self._lacked_before_s = 0.0
+        self.is_quick = False
+        # Items that were taken, with those that are left until the next sample.
+        self._counted = 1
+        self._interval = _SAMPLE_NS
+        self._step = 1
+        self._sampled = 0
+
+    @property
+    def taken(self) -> int:
+        """Number of items that came from the workers."""
+        return self._counted - self.left
+
+    @property
+    def lacked_s(self) -> float:
+        """Seconds since the first batch in which the loop could have run, but had no CPU."""
+        lacked_s = usage.cpu_wait_s(self._task) if self._task else None
+        return 0.0 if lacked_s is None else max(0.0, lacked_s - self._lacked_before_s)
+
+    def pause(self, worker: int | None) -> None:
+        """Note the begin of a wait, and the worker that it is for; repeating it is harmless."""
+        if not self.since:
+            self.since, self.worker = clock(), worker
+
+    def resume(self) -> None:
+        """Note the end of the wait."""
+        waited, worker = clock() - self.since, self.worker
+        self.since = 0
+        if not self.first:
+            self.first_wait += waited
+            return
+        self.waited += waited
+        self._sort(waited)
+        if worker is not None:
+            self.by_worker[worker] = self.by_worker.get(worker, 0) + waited
+
+    def read(self) -> None:
+        """Note the end of the wait, in which the loop read an element itself."""
+        spent = clock() - self.since
+        self.since = 0
+        if self.first:
+            self.waited += spent
+            self.reading += spent
+            if spent >= _LONG_READ_NS:
+                self._sort(spent)
+        else:
+            self.first_wait += spent
+
+    def rest(self) -> None:
+        """Note the end of an epoch; the time until the next one is idle."""
+        if self.first and not self.ended:
+            self.ended = clock()
+
+    def go_on(self) -> None:
+        """Note the begin of the next epoch; repeating it is harmless."""
+        if self.ended:
+            self.idle += clock() - self.ended
+            self.ended = 0
+
+    def _sort(self, waited: int) -> None:
+        # A queue that was fast is slow now, so the next sample is taken at once.
+        if waited >= _SAMPLE_NS and self.left > 1:
+            self._counted += 1 - self.left
+            self.left = self._step = 1
+            self.is_quick = False
+        bucket = bucket_of(waited)
+        self.buckets[bucket] = self.buckets.get(bucket, 0) + 1
+
+    def sample(self, waiting: int) -> None:
+        """Note the number of items that wait; called when none is `left`."""
+        now = clock()
+        if not self.first:
+            self.first = now
+            self._task = f"/proc/self/task/{threading.get_native_id()}"
+            self._lacked_before_s = usage.cpu_wait_s(self._task) or 0.0
+        is_late = now - self._sampled >= _SAMPLE_NS
+        self._sampled = now
+        samples = self.samples
+        if not samples or now - samples[-1][0] >= self._interval:
+            samples.append((now, waiting))
+            if len(samples) > _MOST_SAMPLES:
+                self.samples = samples[::2]
+                self._interval *= 2
+        self._step = max(1, self._step // 2) if is_late else self._step * 2
+        self._counted += self._step - self.left
+        self.left = self._step
+        self.is_quick = self._step > _QUICK_STEP
+
+
+def bucket_of(nanoseconds: int) -> int:
+    """Return the number of the bucket of a time; there are 16 buckets for each doubling.
+
+    Example:
+        >>> [bucket_of(n) for n in (32, 33, 64, 1000, 1023)]
+        [96, 96, 112, 175, 175]
+    """
+    nanoseconds = max(nanoseconds, 32)
+    exponent = nanoseconds.bit_length()
+    return 16 * exponent + (nanoseconds >> (exponent - 5) & 15)
+
+
+def top_of(bucket: int) -> int:
+    """Return the time in nanoseconds where a bucket ends and the next begins.
+
+    Example:
+        >>> top_of(bucket_of(1000)), bucket_of(1024) - bucket_of(1023)
+        (1024, 1)
+    """
+    exponent, sixteenth = divmod(bucket, 16)
+    return (17 + sixteenth) << (exponent - 5)

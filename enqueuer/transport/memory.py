@@ -3,6 +3,14 @@
 A memfd where the system has one, elsewhere an unlinked temporary file. So nothing appears in
 /dev/shm, and a process that is killed leaves nothing behind.
 
+A file with a payload, which is what all worker processes load, has a pickle and large buffers
+beside it:
+
+    number of parts | size of each | the pickle | a buffer | a buffer | ...
+
+All workers map the same memory. A buffer is private to a worker once the worker writes to it: the
+kernel then copies that page. So each worker reads a dataset in arrays without a copy of its own.
+
 Any thread may call anything.
 """
 
@@ -12,8 +20,11 @@ import contextlib
 import errno
 import mmap
 import os
+import pickle
+import struct
 import sys
 from collections import deque
+from collections.abc import Sequence
 from itertools import repeat
 from typing import Any
 
@@ -28,6 +39,11 @@ MAP_OPTIONS: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) 
 _is_refused = False
 # Errors for a lack of what a temporary file would need as well.
 _SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+
+# Bytes of each number at the head of a payload.
+_NUMBER_BYTES = 8
+# Bytes to which each part of a payload is aligned: arrays of any type, and a cache line.
+_ALIGNMENT = 64
 
 
 def open_nameless(size: int) -> int:
@@ -137,6 +153,52 @@ def close_all(fds: list[int]) -> None:
     """Close descriptors and remove them from the list, so that a second call closes none twice."""
     # Nothing but C runs between forgetting one and closing it, as in packets.py.
     deque(map(os.close, map(fds.pop, repeat(0, len(fds)))), maxlen=0)
+
+
+def write_payload(pickled: bytes, buffers: Sequence[pickle.PickleBuffer]) -> int:
+    """Write a pickle and its buffers to a nameless file; return its descriptor.
+
+    Raises:
+        OSError: There is no room, or no descriptor left.
+    """
+    parts = [memoryview(pickled), *(buffer.raw() for buffer in buffers)]
+    sizes = [part.nbytes for part in parts]
+    places = _places(sizes)
+    fd = open_nameless(places[-1] + sizes[-1])
+    try:
+        with open(fd, "wb", closefd=False) as file:
+            file.write(struct.pack(f"<{1 + len(sizes)}q", len(sizes), *sizes))
+            for place, part in zip(places, parts, strict=True):
+                file.seek(place)
+                file.write(part)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def read_payload(fd: int) -> tuple[memoryview, list[memoryview]]:
+    """Map a payload; return its pickle and its buffers, and close the descriptor."""
+    try:
+        # Not ACCESS_READ: pickle would make arrays of it that cannot be written to.
+        memory = memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_COPY, **MAP_OPTIONS))
+    finally:
+        os.close(fd)
+    (count,) = struct.unpack_from("<q", memory)
+    sizes = struct.unpack_from(f"<{count}q", memory, _NUMBER_BYTES)
+    parts = [
+        memory[place : place + size] for place, size in zip(_places(sizes), sizes, strict=True)
+    ]
+    return parts[0], parts[1:]
+
+
+def _places(sizes: Sequence[int]) -> list[int]:
+    """Return where each part begins."""
+    places, end = [], _NUMBER_BYTES * (1 + len(sizes))
+    for size in sizes:
+        places.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
+        end = places[-1] + size
+    return places
 
 
 def allocation_error(size: int, error: OSError) -> BlockMemoryError:

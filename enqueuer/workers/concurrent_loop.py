@@ -18,9 +18,8 @@ from typing import Any
 from enqueuer.workers import loop, task_loop
 from enqueuer.workers.element_threads import ElementThreads, ThreadJob
 from enqueuer.workers.messages import Empty, End, Failure, Sender, Ticket, Tickets
-from enqueuer.workers.plan import OnError, Plan
+from enqueuer.workers.plan import OnError, Plan, serve_failure
 from enqueuer.workers.shards import Task, do_nothing
-from enqueuer.workers.skipping import serve_failure
 from enqueuer.workers.tasks import TaskSource
 
 

@@ -22,9 +22,8 @@ from typing import Any
 from enqueuer.errors import Closed, StateMismatch
 from enqueuer.workers.bunch import Bunch
 from enqueuer.workers.messages import End, Failure, Orders, Reported, Sender, Start
-from enqueuer.workers.plan import OnError, Plan
+from enqueuer.workers.plan import OnError, Plan, may_skip, skip_or_end
 from enqueuer.workers.shards import Shard, collect_reports, do_nothing
-from enqueuer.workers.skipping import may_skip, skip_or_end
 from enqueuer.workers.sources import LiveSource, Source, close, iterate
 from enqueuer.workers.task_loop import send_replacement
 from enqueuer.workers.tasks import TaskSource

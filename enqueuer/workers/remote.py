@@ -21,9 +21,8 @@ from enqueuer.monitoring.trace_file import TraceTarget
 from enqueuer.workers import logs
 from enqueuer.workers.concurrent_loop import serve_function
 from enqueuer.workers.messages import Sender
-from enqueuer.workers.plan import OnError, Plan
+from enqueuer.workers.plan import OnError, Plan, serve_failure
 from enqueuer.workers.seeding import FRAMEWORKS, GlobalStreams, TaskSeeds
-from enqueuer.workers.skipping import serve_failure
 from enqueuer.workers.sources import Source
 from enqueuer.workers.tasks import TaskSource
 from enqueuer.workers.worker_trace import traced

@@ -11,9 +11,8 @@ from typing import Any
 
 from enqueuer.errors import Closed
 from enqueuer.workers.messages import Empty, Failure, Sender, Ticket, Tickets
-from enqueuer.workers.plan import OnError, Plan
+from enqueuer.workers.plan import OnError, Plan, skip_or_end
 from enqueuer.workers.shards import Task, do_nothing
-from enqueuer.workers.skipping import skip_or_end
 from enqueuer.workers.tasks import FETCH, TaskSource
 
 

@@ -6,7 +6,7 @@ import resource
 import pytest
 
 from enqueuer import GeneratorEnqueuer, Processes, Ray
-from enqueuer.workers import allocator
+from enqueuer.workers import native
 
 # By itself glibc keeps about twice the largest block that was freed, so three are too many. The
 # heap of a thread, which an actor of Ray's works in, has at most 64 MiB.
@@ -14,7 +14,7 @@ BLOCK = 16 << 20
 # Page faults; fresh memory takes more, even with pages of 2 MiB.
 FRESH = 20
 
-if allocator.mallopt is None:
+if native.mallopt is None:
     pytest.skip("needs glibc", allow_module_level=True)
 
 
@@ -29,7 +29,7 @@ def page_faults(shard):
 
 @pytest.fixture(autouse=True)
 def nothing_set(monkeypatch):
-    for name in (*allocator.VARIABLES, "GLIBC_TUNABLES"):
+    for name in (*native.MALLOC_VARIABLES, "GLIBC_TUNABLES"):
         monkeypatch.delenv(name, raising=False)
 
 

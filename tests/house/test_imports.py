@@ -55,7 +55,6 @@ THIRD_PARTIES = {
         "workers.shards",
         "workers.seeding",
         "enqueuers.ordered",
-        "enqueuers.task_order",
         "workers.tasks",
         "workers.collate",
         "transport.block_map",
@@ -79,7 +78,7 @@ THIRD_PARTIES = {
     "tblib": {"transport.errors"},
     "PIL": {"tools.demo", "datasets.files.images"},
     "sklearn": {"tools.demo"},
-    "threadpoolctl": {"tools.demo", "workers.native_threads"},
+    "threadpoolctl": {"tools.demo", "workers.native"},
     "tqdm": {"tools.demo"},
     "torch": {"adapters.torch.loader"},  # for type checkers only
     "typing_extensions": {"enqueuers.options"},

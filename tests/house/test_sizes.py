@@ -14,8 +14,8 @@ import reading_cost
 import enqueuer
 
 # Of the whole package.
-MOST_CODE_LINES = 21_606
-MOST_FILES = 168
+MOST_CODE_LINES = 21_565
+MOST_FILES = 160
 MOST_FORWARDING_METHODS = 30
 
 MOST_LINES = 750

@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from enqueuer.workers import allocator
+from enqueuer.workers import native
 
 
 class Recorder:
@@ -22,7 +22,7 @@ class Recorder:
 
 @pytest.fixture(autouse=True)
 def nothing_set(monkeypatch):
-    for name in (*allocator.VARIABLES, "GLIBC_TUNABLES"):
+    for name in (*native.MALLOC_VARIABLES, "GLIBC_TUNABLES"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -32,16 +32,16 @@ def test_where_there_is_no_mallopt_nothing_is_called(monkeypatch, system):
         monkeypatch.setattr("sys.platform", "darwin")
     else:
         monkeypatch.setattr(ctypes, "CDLL", lambda name: types.SimpleNamespace())
-    module = runpy.run_path(allocator.__file__)
+    module = runpy.run_path(native.__file__)
     assert module["mallopt"] is None
     module["keep_freed_memory"]()
 
 
 def test_memory_is_kept_only_if_the_first_limit_could_be_set(monkeypatch):
     # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD of malloc.h.
-    calls = [(-3, allocator.KEPT_BYTES), (-1, allocator.KEPT_BYTES)]
+    calls = [(-3, native.KEPT_BYTES), (-1, native.KEPT_BYTES)]
     for is_set, count in [(0, 1), (1, 2)]:
         mallopt = Recorder(is_set)
-        monkeypatch.setattr(allocator, "mallopt", mallopt)
-        allocator.keep_freed_memory()
+        monkeypatch.setattr(native, "mallopt", mallopt)
+        native.keep_freed_memory()
         assert mallopt.calls == calls[:count]

@@ -4,9 +4,16 @@ import itertools
 
 import pytest
 
-from enqueuer.monitoring import loop_meter, meters
-from enqueuer.monitoring.loop_meter import LoopMeter, bucket_of, top_of
-from enqueuer.monitoring.meters import BEGAN, IDLE, WAITING, Meter
+from enqueuer.monitoring import meters
+from enqueuer.monitoring.meters import (
+    BEGAN,
+    IDLE,
+    WAITING,
+    LoopMeter,
+    Meter,
+    bucket_of,
+    top_of,
+)
 from enqueuer.monitoring.worker_stats import WorkerStats
 
 
@@ -15,7 +22,6 @@ def clock(monkeypatch):
     """Stand for the clock: a list with the time in it."""
     now = [1_000_000_000]
     monkeypatch.setattr(meters, "clock", lambda: now[0])
-    monkeypatch.setattr(loop_meter, "clock", lambda: now[0])
     return now
 
 

@@ -5,7 +5,7 @@ import ctypes
 import pytest
 from threadpoolctl import ThreadpoolController
 
-from enqueuer.workers import native_threads
+from enqueuer.workers import native
 
 
 def has_variable(library):
@@ -27,7 +27,7 @@ def test_a_fork_limits_openblas_without_starting_its_threads(monkeypatch):
     if not libraries or not all(map(has_variable, libraries)):
         pytest.skip("needs an OpenBLAS with more than one thread, which shows its variable")
     before = [library.num_threads for library in libraries]
-    loaded = native_threads.Loaded(dict.fromkeys(native_threads.VARIABLES, "1"))
+    loaded = native.Loaded(dict.fromkeys(native.THREAD_VARIABLES, "1"))
     with monkeypatch.context() as patched:
         for kind in {type(library) for library in libraries}:
             patched.setattr(kind, "set_num_threads", lambda *_: pytest.fail("it was called"))

@@ -11,7 +11,7 @@ from enqueuer.backends.pool import WorkerSnapshot
 from enqueuer.backends.shard_schedule import AsTheyCome, RoundRobin, ShardSchedule
 from enqueuer.backends.stall import Wait, WaitLimits, WaitSnapshot, parse, report
 from enqueuer.backends.task_schedule import TaskOrder, TaskSchedule
-from enqueuer.monitoring.loop_meter import LoopMeter
+from enqueuer.monitoring.meters import LoopMeter
 from enqueuer.workers import loop
 from enqueuer.workers.messages import Start, Ticket
 

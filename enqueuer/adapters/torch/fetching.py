@@ -32,10 +32,9 @@ from enqueuer.errors import StateMismatch
 from enqueuer.transport.errors import decode_error, encode_error
 from enqueuer.workers import collate
 from enqueuer.workers.logs import log_error
-from enqueuer.workers.plan import OnError
+from enqueuer.workers.plan import OnError, may_skip
 from enqueuer.workers.seeding import seed_python_and_numpy
 from enqueuer.workers.shards import Shard, Task
-from enqueuer.workers.skipping import may_skip
 
 torch = framework("torch", "torch", "2.1")
 

@@ -33,19 +33,18 @@ except ImportError:
 
 from enqueuer.backends.process import stack_dump
 from enqueuer.backends.process.fork_server import readable, serve_forks
-from enqueuer.backends.process.payload_file import read_payload
 from enqueuer.common.descriptors import Descriptor, close_in_children
 from enqueuer.monitoring import usage
+from enqueuer.transport.memory import read_payload
 from enqueuer.transport.packets import Packets, packets_of
 from enqueuer.transport.protocol import Credit
 from enqueuer.transport.ring import Ring
 from enqueuer.transport.sender import ItemSender, send_ready
 from enqueuer.transport.shared_sender import SharedSender
-from enqueuer.workers import allocator, arrays, logs, native_threads
+from enqueuer.workers import arrays, logs, native
 from enqueuer.workers.messages import Sender
-from enqueuer.workers.plan import OnError
+from enqueuer.workers.plan import OnError, serve_failure
 from enqueuer.workers.remote import WorkerConfig
-from enqueuer.workers.skipping import serve_failure
 from enqueuer.workers.sources import Source
 from enqueuer.workers.tasks import TaskSource
 
@@ -131,7 +130,7 @@ def main(sock_fd: int, lifeline_fd: int) -> None:
     if config.parent_environment is not None:
         config.parent_environment.apply()
     os.environ.update(config.thread_limits)
-    native_threads.limit_loaded()
+    native.limit_loaded()
     importlib.import_module(_OFTEN_LOADED)
 
     def load() -> tuple[Source | TaskSource, OnError]:
@@ -148,7 +147,7 @@ def main_forked(
     lifeline: Descriptor,
     ring: Ring,
     config: ProcessConfig,
-    loaded: native_threads.Loaded | None,
+    loaded: native.Loaded | None,
     start: ProcessStart,
     source: Source | TaskSource,
     on_error: OnError,
@@ -291,7 +290,7 @@ def _work(
     multiprocessing.current_process().name = f"enqueuer-worker-{start.worker}"
     stack_dump.answer(stack)
     if config.keep_freed_memory:
-        allocator.keep_freed_memory()
+        native.keep_freed_memory()
     arrays.set_maker(channel.blocks.pool.make)
     if task_socket is not None:
         close_in_children(task_socket)

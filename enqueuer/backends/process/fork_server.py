@@ -31,7 +31,7 @@ from enqueuer.common import interrupts
 from enqueuer.common.descriptors import Descriptor, close_in_children
 from enqueuer.errors import StartError
 from enqueuer.transport.packets import Packets, pair
-from enqueuer.workers import native_threads
+from enqueuer.workers import native
 
 # The number of a request.
 REQUEST = struct.Struct("<q")
@@ -197,7 +197,7 @@ def fresh_interpreter(
 # Seconds: a fresh interpreter imports numpy, perhaps on a busy machine.
 _SERVER_START_S = 60.0
 # For the fork server, which runs no native code: each fork would have to stop threads of its BLAS.
-_ONE_THREAD = dict.fromkeys(native_threads.VARIABLES, "1")
+_ONE_THREAD = dict.fromkeys(native.THREAD_VARIABLES, "1")
 # Seconds until a fork server whose socket was closed has ended.
 _STATUS_S = 1.0
 
@@ -368,7 +368,7 @@ class Server:
         with its:
             close_in_children(ours)
             text = program("serve", its.fileno(), _modules_to_preload())
-            environment = native_threads.short_spinning(os.environ) | _ONE_THREAD
+            environment = native.short_spinning(os.environ) | _ONE_THREAD
             self.popen = fresh_interpreter(text, [its.fileno()], environment)
         self._sock, self._packets, self._owner = ours, Packets(ours), os.getpid()
 

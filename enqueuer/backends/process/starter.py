@@ -25,12 +25,13 @@ from enqueuer.backends.process.handle import Launched, ProcessWorker, launch, op
 from enqueuer.common import interrupts
 from enqueuer.common.descriptors import Descriptor, close_in_children
 from enqueuer.monitoring import usage
+from enqueuer.transport.memory import write_payload
 from enqueuer.transport.packets import Packets, pair, send_descriptors
 from enqueuer.transport.protocol import Credit
 from enqueuer.transport.receiver import ItemReceiver
 from enqueuer.transport.ring import LIMIT, Ring, open_ring
 from enqueuer.transport.task_queue import TaskQueue
-from enqueuer.workers import logs, native_threads
+from enqueuer.workers import logs, native
 from enqueuer.workers.remote import WorkerConfig
 from enqueuer.workers.sources import FunctionSource, Source
 from enqueuer.workers.tasks import TaskSource
@@ -86,9 +87,8 @@ class Starter:
                 # memory could not import what sends them.
                 importlib.import_module("cloudpickle")
         else:
-            # Forked workers do not need these, whose import takes some milliseconds.
+            # Forked workers do not need it, and its import takes some milliseconds.
             from enqueuer.backends.payload import pickled_payload
-            from enqueuer.backends.process.payload_file import write_payload
 
             # Handlers are held back: an exception of theirs would be reported as the source's.
             pickled, buffers, shared = pickled_payload(
@@ -114,14 +114,14 @@ class Starter:
     def _thread_limits(self) -> dict[str, str]:
         given = self._job.threads_per_worker
         threads = given or self._job.share_of(usage.cpus())
-        return native_threads.limits(threads, given is not None, os.environ)
+        return native.limits(threads, given is not None, os.environ)
 
     @functools.cached_property
-    def _loaded(self) -> native_threads.Loaded | None:
+    def _loaded(self) -> native.Loaded | None:
         """The native libraries that forked workers inherit."""
         if self._job.start_method != "fork":
             return None
-        return native_threads.Loaded(self._thread_limits)
+        return native.Loaded(self._thread_limits)
 
     def start(
         self, index: int, read: Callable[[ItemReceiver], None], room: Callable[[], int]

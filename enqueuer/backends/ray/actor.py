@@ -26,11 +26,11 @@ from enqueuer.common.finalizers import WorkerThread
 from enqueuer.monitoring import usage
 from enqueuer.monitoring.meters import BYTES, clock
 from enqueuer.monitoring.worker_stats import WorkerStats, worker_stats
-from enqueuer.workers import allocator, logs, native_threads
+from enqueuer.workers import logs, native
 from enqueuer.workers.element_threads import ThreadSnapshot
 from enqueuer.workers.messages import Epoch
+from enqueuer.workers.plan import serve_failure
 from enqueuer.workers.remote import WorkerConfig
-from enqueuer.workers.skipping import serve_failure
 
 GROUPS = {"work": 1, "packets": 1, "orders": 1, "inspect": 1}
 """The concurrency groups of an actor, each with one thread, in which its methods run."""
@@ -71,10 +71,10 @@ class RayWorker:
 
     def __init__(self, config: ActorConfig, credit: TotalCredit, payload: bytes) -> None:
         if config.keep_freed_memory:
-            allocator.keep_freed_memory()
+            native.keep_freed_memory()
         # Ray has set OMP_NUM_THREADS, which OpenCV does not read. These hold for libraries that
         # the source imports; numpy is loaded already.
-        os.environ.update(native_threads.limits(1, False, os.environ))
+        os.environ.update(native.limits(1, False, os.environ))
         self._config = config
         self._payload = payload
         self._outbox = Outbox(credit, config.asks)

@@ -26,9 +26,8 @@ from enqueuer.enqueuers import options
 from enqueuer.enqueuers.options import Unpack
 from enqueuer.errors import FrameworkUnavailable
 from enqueuer.workers.collate import stack
-from enqueuer.workers.plan import OnError
+from enqueuer.workers.plan import OnError, may_skip
 from enqueuer.workers.shards import Shard, Task
-from enqueuer.workers.skipping import may_skip
 from enqueuer.workers.sources import name_of
 from enqueuer.workers.tasks import takes_two
 

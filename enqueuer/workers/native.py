@@ -1,4 +1,11 @@
-"""Limiting the threads of native libraries in a worker process: OpenMP, BLAS, torch, OpenCV.
+"""Setting up native code in a worker process: the allocator of the C library, and threads.
+
+By default glibc returns a large block of memory to the system as soon as it is freed. A worker
+frees arrays of the same sizes for each batch, so the system maps the same pages, and fills them
+with zeros, again and again. So a worker keeps freed memory. Other processes return less, as a
+small block usually lies above the freed ones on their heap.
+
+The threads of OpenMP, BLAS, torch and OpenCV are limited:
 
     spawn         environment variables, which a library reads when it is loaded
     forkserver    the same; the BLAS of numpy, which the server has loaded, by a call in the child
@@ -18,6 +25,16 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+KEPT_BYTES = 256 << 20
+
+# Numbers of glibc's malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+MALLOC_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
+
+# Found at import, since in a forked child another thread may have left the dynamic loader locked.
+# musl and macOS have no such function.
+mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+
 # The variable of each library, by the name that threadpoolctl has for it.
 _VARIABLE_OF = {
     "openmp": "OMP_NUM_THREADS",
@@ -25,7 +42,7 @@ _VARIABLE_OF = {
     "mkl": "MKL_NUM_THREADS",
     "blis": "BLIS_NUM_THREADS",
 }
-VARIABLES = (
+THREAD_VARIABLES = (
     *_VARIABLE_OF.values(),
     "NUMEXPR_NUM_THREADS",
     "OPENCV_FOR_THREADS_NUM",
@@ -43,6 +60,22 @@ _SHORT_SPINNING = {
     # Logarithm to the base 2 of CPU cycles; OpenBLAS accepts no lower value.
     "OPENBLAS_THREAD_TIMEOUT": "4",
 }
+
+
+def keep_freed_memory() -> None:
+    """Make the C library keep up to `KEPT_BYTES` of freed memory in this process.
+
+    It serves allocations of up to this size from its heap, and returns memory to the system when
+    more than this is free at the heap's end. Several threads that allocate have several heaps
+    (arenas), each with this limit. An environment that sets one of these limits is left alone.
+
+    Source: mallopt(3), `M_TRIM_THRESHOLD` and `M_MMAP_THRESHOLD`.
+    """
+    is_set = any(name in os.environ for name in MALLOC_VARIABLES)
+    if mallopt is None or is_set or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", ""):
+        return
+    if mallopt(_M_MMAP_THRESHOLD, KEPT_BYTES):
+        mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
 def short_spinning(environ: Mapping[str, str]) -> dict[str, str]:
@@ -75,9 +108,9 @@ def limits(threads: int, is_given: bool, environ: Mapping[str, str]) -> dict[str
     """
     idle = short_spinning(environ)
     if is_given:
-        return dict.fromkeys(VARIABLES, str(threads)) | idle
+        return dict.fromkeys(THREAD_VARIABLES, str(threads)) | idle
     others = _number(environ.get("OMP_NUM_THREADS"), threads)
-    return {name: environ.get(name, str(others)) for name in VARIABLES} | idle
+    return {name: environ.get(name, str(others)) for name in THREAD_VARIABLES} | idle
 
 
 def limit_loaded() -> None:
@@ -87,7 +120,7 @@ def limit_loaded() -> None:
     run a thread.
     """
     # Then the libraries were loaded with this limit.
-    if all(os.environ.get(name) == "1" for name in VARIABLES):
+    if all(os.environ.get(name) == "1" for name in THREAD_VARIABLES):
         return
     for library in _libraries():
         library.set_num_threads(_limit_of(library, os.environ))
