@@ -765,7 +765,9 @@ def _more_elements(stats: Stats, wanted: int) -> Advice:
     each_s = max(make_s(stats), 1e-9)
     gain = _gain(stats, min(each * workers, most) / each_s)
     waits = f"An element computes {percent(share)} of its time and waits for the rest"
-    if gain[1] >= WORTH_IT and each * workers > now:
+    # Threads that use most of a CPU would soon wait for the GIL.
+    has_room = not is_thread or on_average(stats, "cpu_s") < IS_COMPUTING
+    if has_room and gain[1] >= WORTH_IT and each * workers > now:
         change = f"concurrency={each}"
         return (
             f"{waits}, so let each worker make more of them at once: {change} (now "
