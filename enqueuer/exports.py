@@ -109,7 +109,10 @@ def _labels(labels: Mapping[str, str]) -> str:
 
 
 def tensorboard(writer: Any, prefix: str = "data/") -> Callable[[Stats], None]:
-    """Return a callback for `on_stats()` that writes scalars; steps are batches since the start.
+    """Return a callback for `on_stats()` that writes scalars.
+
+    The step of a scalar is `stats.total_items`: the number of batches that the loop was given in
+    all runs. After `load_state_dict()` it goes on at the batch where the state was taken.
 
     Args:
         writer: `torch.utils.tensorboard.SummaryWriter`, or any object with its `add_scalar`.
@@ -127,18 +130,14 @@ def tensorboard(writer: Any, prefix: str = "data/") -> Callable[[Stats], None]:
         data/queue_size 0 0
         data/wait_p99_s 0.0 0
     """
-    step = 0
 
     def write(stats: Stats) -> None:
-        nonlocal step
-        # The statistics are those since the previous call.
-        step += stats.items
         for tag, value in (
             ("batches_per_s", stats.items_per_s),
             ("waiting_share", stats.waiting_share),
             ("queue_size", stats.queue_size),
             ("wait_p99_s", stats.wait_p99_s),
         ):
-            writer.add_scalar(prefix + tag, value, step)
+            writer.add_scalar(prefix + tag, value, stats.total_items)
 
     return write

@@ -137,6 +137,8 @@ class Stats:
         cpus: Number of CPUs for this process and the workers; in a container, its share.
         loop_cpu_s: Seconds of CPU time of the loop's process, with all its threads.
         workers: Work of each worker.
+        total_items: Number of batches that were given to the loop in all runs; it goes on after
+            `load_state_dict()` where the state was taken, and is no difference after `since()`.
         is_later: Whether the first batch came before, as in most differences of two snapshots.
     """
 
@@ -161,6 +163,7 @@ class Stats:
     cpus: float
     loop_cpu_s: float
     workers: tuple[WorkerStats, ...]
+    total_items: int = 0
     is_later: bool = False
 
     @property

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import json
 import threading
 import time
 
@@ -53,18 +54,33 @@ def test_labels_are_added_and_escaped(stats):
     assert '{job="a \\"quoted\\"\\\\ name",worker="0"}' in text
 
 
-def test_tensorboard_counts_its_steps_in_batches(stats):
-    written = []
+class Steps:
+    """What `tensorboard` needs of a SummaryWriter; keeps the steps of each tag."""
 
-    class Writer:
-        def add_scalar(self, tag, value, step):
-            written.append((tag, step))
+    def __init__(self):
+        self.of = {}
 
-    write = tensorboard(Writer(), prefix="train/")
-    write(stats)
-    write(stats)
-    assert ("train/batches_per_s", 20) in written
-    assert ("train/batches_per_s", 40) in written
+    def add_scalar(self, tag, value, step):
+        self.of.setdefault(tag, []).append(step)
+
+
+def steps_of(enqueuer, batches):
+    """Read some batches; return the steps that TensorBoard got for one tag."""
+    steps = Steps()
+    enqueuer.on_stats(tensorboard(steps, prefix="train/"), every=0)
+    with enqueuer:
+        for _ in range(batches):
+            next(enqueuer.get())
+    return steps.of["train/batches_per_s"]
+
+
+def test_the_steps_of_tensorboard_are_batches_and_go_on_after_a_resume():
+    before, after = OrderedEnqueuer(range(40)), OrderedEnqueuer(range(40))
+    steps = steps_of(before, 25)
+    assert 0 < steps[0] <= steps[-1] < 25
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    later = steps_of(after, 10)
+    assert 25 < later[0] <= later[-1] < 35
 
 
 # --- on_stats ---
