@@ -37,6 +37,8 @@ def complete(core: Core, made: Core) -> None:
     seed, saved = core.workload.seed, core.saved
     made.workload.seed.is_given = seed.is_given
     made.workload.seed.is_shared = seed.is_given or made.options.world_size == 1
+    for callback in core.callbacks.listeners:
+        made.callbacks.add(callback.function, callback.every_ns / 1e9)
     if saved.is_loaded:
         if any(start.number for start in (saved.epoch.starts or {}).values()):
             raise InvalidState(

@@ -76,6 +76,15 @@ def test_a_loader_has_the_statistics_of_the_enqueuer_of_its_rank():
     assert whole.stats().items == 0
 
 
+def test_the_enqueuer_of_a_rank_keeps_the_callbacks_of_on_stats():
+    seen = []
+    whole = OrderedEnqueuer(range(40), random_seed=7)
+    whole.on_stats(seen.append, every=0)
+    with TorchLoader(whole, rank=1, world_size=4) as loader:
+        list(loader)
+    assert 0 < sum(stats.items for stats in seen) <= 10
+
+
 FOUR_RANKS = """
     import dataclasses, sys
     import torch.distributed as distributed

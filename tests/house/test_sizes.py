@@ -14,7 +14,7 @@ import reading_cost
 import enqueuer
 
 # Of the whole package.
-MOST_CODE_LINES = 21_555
+MOST_CODE_LINES = 21_557
 MOST_FILES = 168
 MOST_FORWARDING_METHODS = 30
 
