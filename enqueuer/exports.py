@@ -1,19 +1,25 @@
 """Statistics in other formats: a log line, Prometheus, TensorBoard.
 
 Stats --line()--------> "40.1 batches/s, the loop waits 3 %, ..."
-Stats --prometheus()--> the text that a Prometheus server scrapes
+Stats --prometheus()--> the text that a Prometheus server scrapes --write_prometheus()--> a file
 tensorboard(writer) --> a callback for `on_stats()`
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from enqueuer.common.text import percent, rate, ratio, size
 from enqueuer.monitoring.stats import Stats
 
-__all__ = ["line", "prometheus", "tensorboard"]
+__all__ = ["line", "prometheus", "tensorboard", "write_prometheus"]
+
+# Seconds; limits of the waits that a bucket counts.
+_BUCKETS_S = ("0.001", "0.01", "0.1", "1", "10", "+Inf")
 
 
 def line(stats: Stats) -> str:
@@ -64,12 +70,54 @@ def prometheus(stats: Stats, labels: Mapping[str, str] | None = None) -> str:
     lines = []
     for name, kind, text, values in _metrics(stats):
         lines += [f"# HELP enqueuer_{name} {text}", f"# TYPE enqueuer_{name} {kind}"]
-        for extra, value in values:
-            lines.append(f"enqueuer_{name}{_labels({**(labels or {}), **extra})} {value:.9g}")
+        for suffix, extra, value in values:
+            shown = _labels({**(labels or {}), **extra})
+            lines.append(f"enqueuer_{name}{suffix}{shown} {value:.9g}")
     return "\n".join(lines) + "\n"
 
 
-_Metric = tuple[str, str, str, list[tuple[dict[str, str], float]]]
+def write_prometheus(
+    path: str | os.PathLike[str], stats: Stats, labels: Mapping[str, str] | None = None
+) -> None:
+    """Write the text of `prometheus()` to a file, for the text-file collector of a node exporter.
+
+    The text is written to a draft in the same folder, which then replaces the file in one step. So
+    a reader gets all of the old text or all of the new one. If an error is raised, the file is
+    left as it was, and no draft is left.
+
+    Args:
+        path: Path of the file; the collector reads files whose names end with `.prom`.
+        stats: As for `prometheus()`: statistics since the start.
+        labels: As for `prometheus()`.
+
+    Raises:
+        OSError: The file cannot be written.
+
+    Example:
+        >>> import os, tempfile
+        >>> from enqueuer import GeneratorEnqueuer
+        >>> from enqueuer.exports import write_prometheus
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = os.path.join(folder, "training.prom")
+        ...     write_prometheus(path, GeneratorEnqueuer(lambda: iter("abc")).stats())
+        ...     os.listdir(folder)
+        ['training.prom']
+    """
+    text = prometheus(stats, labels)
+    # The collector reads no file of such a name, and no other writer has the same.
+    draft = f"{os.fspath(path)}.{os.getpid()}.{threading.get_ident()}"
+    try:
+        with open(draft, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(draft, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(draft)
+        raise
+
+
+# Its name, type and text, and its values, each with the end of its name and its own labels.
+_Metric = tuple[str, str, str, list[tuple[str, dict[str, str], float]]]
 
 
 def _metrics(stats: Stats) -> Iterator[_Metric]:
@@ -77,27 +125,44 @@ def _metrics(stats: Stats) -> Iterator[_Metric]:
         ("batches_total", "counter", "Batches given to the loop", stats.items),
         ("waiting_seconds_total", "counter", "Time that the loop waited", stats.waiting_s),
         ("working_seconds_total", "counter", "Time that the loop worked", stats.working_s),
+        ("loop_cpu_seconds_total", "counter", "CPU time of the loop's process", stats.loop_cpu_s),
+        ("first_batch_seconds", "gauge", "Time to the first batch", stats.first_batch_s),
         ("errors_total", "counter", "Errors that were skipped", stats.error_count),
         ("restarts_total", "counter", "Workers that died and were replaced", stats.restart_count),
         ("queue_size", "gauge", "Finished batches that wait", stats.queue_size),
         ("queue_max_size", "gauge", "Finished batches that may wait", stats.max_queue_size),
         ("block_bytes", "gauge", "Shared memory of all workers", stats.block_bytes),
     ):
-        yield name, kind, text, [({}, value)]
+        yield name, kind, text, [] if value is None else [("", {}, value)]
+    yield "wait_seconds", "histogram", "Waits for a batch that was not ready", _waits(stats)
     workers = [({"worker": str(worker.index)}, worker) for worker in stats.workers]
     for name, kind, text, field in (
         ("worker_items_total", "counter", "Items that a worker has sent", "items"),
         ("worker_bytes_total", "counter", "Approximate size of these items in bytes", "bytes"),
+        ("worker_cpu_seconds_total", "counter", "CPU time of a worker", "cpu_s"),
         ("worker_rss_bytes", "gauge", "Memory of a worker's process", "rss_bytes"),
     ):
         found = [(labels, getattr(worker, field)) for labels, worker in workers]
-        yield name, kind, text, [(labels, value) for labels, value in found if value is not None]
+        yield name, kind, text, [("", own, value) for own, value in found if value is not None]
     times = [
-        (labels | {"on": on}, getattr(worker, f"{on}_s"))
+        ("", labels | {"on": on}, getattr(worker, f"{on}_s"))
         for labels, worker in workers
         for on in ("starting", "making", "sending", "waiting", "idle")
     ]
     yield "worker_seconds_total", "counter", "Time of a worker by its use", times
+
+
+def _waits(stats: Stats) -> list[tuple[str, dict[str, str], float]]:
+    """Return the values of the histogram of waits, none of which ever decreases."""
+    counts = {
+        most: sum(count for length, count in stats.waits.items() if length <= float(most))
+        for most in _BUCKETS_S
+    }
+    return [
+        *(("_bucket", {"le": most}, count) for most, count in counts.items()),
+        ("_sum", {}, stats.waiting_s),
+        ("_count", {}, counts["+Inf"]),
+    ]
 
 
 def _labels(labels: Mapping[str, str]) -> str:
@@ -109,7 +174,10 @@ def _labels(labels: Mapping[str, str]) -> str:
 
 
 def tensorboard(writer: Any, prefix: str = "data/") -> Callable[[Stats], None]:
-    """Return a callback for `on_stats()` that writes scalars; steps are batches since the start.
+    """Return a callback for `on_stats()` that writes scalars.
+
+    The step of a scalar is `stats.total_items`: the number of batches that the loop was given in
+    all runs. After `load_state_dict()` it goes on at the batch where the state was taken.
 
     Args:
         writer: `torch.utils.tensorboard.SummaryWriter`, or any object with its `add_scalar`.
@@ -127,18 +195,14 @@ def tensorboard(writer: Any, prefix: str = "data/") -> Callable[[Stats], None]:
         data/queue_size 0 0
         data/wait_p99_s 0.0 0
     """
-    step = 0
 
     def write(stats: Stats) -> None:
-        nonlocal step
-        # The statistics are those since the previous call.
-        step += stats.items
         for tag, value in (
             ("batches_per_s", stats.items_per_s),
             ("waiting_share", stats.waiting_share),
             ("queue_size", stats.queue_size),
             ("wait_p99_s", stats.wait_p99_s),
         ):
-            writer.add_scalar(prefix + tag, value, step)
+            writer.add_scalar(prefix + tag, value, stats.total_items)
 
     return write

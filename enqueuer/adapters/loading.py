@@ -26,6 +26,7 @@ from enqueuer.common.text import an
 from enqueuer.enqueuers.enqueuer import BaseEnqueuer, core_of
 from enqueuer.enqueuers.run import STOP_S
 from enqueuer.errors import InvalidState
+from enqueuer.monitoring.stats import Stats
 
 Batch = TypeVar("Batch")
 
@@ -110,6 +111,11 @@ class Loader(Generic[Batch]):
     def __bool__(self) -> bool:
         # The length need not be known.
         return True
+
+    def stats(self) -> Stats:
+        """Return the statistics of the enqueuer, with several ranks those of this rank's."""
+        found: Stats = self._reader.epochs.loader.stats()
+        return found
 
     def stop(self, timeout: float | None = None) -> None:
         """Stop the enqueuer if this has started it; the next iteration begins anew.

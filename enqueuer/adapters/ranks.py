@@ -2,6 +2,10 @@
 
 The rank of this process decides its part of the batches; every torch loader and dataset asks here.
 
+`gather_stats` collects the statistics of all ranks, which a training calls when it likes:
+
+    Stats of each rank --all_gather--> RankStats --> the rank that waits most, and its bottleneck
+
 `TrainerNames` are attributes that exist where they have a meaning. Libraries ask with `hasattr`, so
 an attribute without a meaning raises AttributeError.
 """
@@ -9,12 +13,14 @@ an attribute without a meaning raises AttributeError.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from enqueuer.adapters.loading import Loader, reader_of
 from enqueuer.common import checks
 from enqueuer.common.extras import framework
+from enqueuer.common.text import duration, percent, table
 from enqueuer.enqueuers.enqueuer import (
     BaseEnqueuer,
     begin_at,
@@ -25,6 +31,7 @@ from enqueuer.enqueuers.enqueuer import (
 )
 from enqueuer.enqueuers.ordered import OrderedEnqueuer
 from enqueuer.errors import InvalidState
+from enqueuer.monitoring.stats import Bottleneck, Stats
 
 torch = framework("torch", "torch", "2.1")
 
@@ -105,6 +112,92 @@ class Ranks:
 def _is_distributed() -> bool:
     distributed = torch.distributed
     return bool(distributed.is_available() and distributed.is_initialized())
+
+
+@dataclass(frozen=True)
+class RankStats:
+    """The statistics of all ranks; `print()` shows a table and the rank that waits most.
+
+    Attributes:
+        stats: Statistics of each rank, by its rank.
+    """
+
+    stats: Mapping[int, Stats]
+
+    @property
+    def slowest(self) -> int:
+        """Rank with the largest `waiting_share`, which waits most for its batches.
+
+        The other ranks wait for it when they exchange gradients, which counts as their work.
+        """
+        return max(self.stats, key=lambda rank: self.stats[rank].waiting_share)
+
+    def bottleneck(self) -> Bottleneck:
+        """Find the cause for which the slowest rank waits, and a change that would help."""
+        return self.stats[self.slowest].bottleneck()
+
+    def __str__(self) -> str:
+        """Return a table, and a sentence on the slowest rank with its bottleneck."""
+        slowest, rows = self.slowest, [_row(rank, stats) for rank, stats in self.stats.items()]
+        others = [stats.waiting_share for rank, stats in self.stats.items() if rank != slowest]
+        waited = f"Rank {slowest} waited {percent(self.stats[slowest].waiting_share)} of its time"
+        at_most = f", the others at most {percent(max(others))}" if others else ""
+        return "\n".join([*table([_HEAD, *rows]), f"{waited}{at_most}. {self.bottleneck()}"])
+
+
+_HEAD = ("rank", "batches", "waited", "share", "p99", "first batch", "bottleneck")
+
+
+def _row(rank: int, stats: Stats) -> tuple[str, ...]:
+    first = stats.first_batch_s
+    return (
+        str(rank),
+        f"{stats.items:,}",
+        duration(stats.waiting_s),
+        percent(stats.waiting_share),
+        duration(stats.wait_p99_s),
+        "-" if first is None else duration(first),
+        stats.bottleneck().kind,
+    )
+
+
+def gather_stats(stats: Stats, group: Any = None) -> RankStats:
+    """Return the statistics of all ranks, to find the rank that the others wait for.
+
+    All ranks call it at the same step, as it is an `all_gather_object` of `torch.distributed`; it
+    waits for the last one. Each rank gets the same result.
+
+    Args:
+        stats: Statistics of this rank, `stats()` of its enqueuer or loader; for an epoch alone,
+            `stats().since(earlier)`.
+        group: Process group of torch. None, the default: all ranks; only this one if
+            `torch.distributed` is not initialised.
+
+    Raises:
+        TypeError: `stats` is something else.
+        ValueError: This process does not belong to `group`.
+
+    Example:
+        >>> from enqueuer import OrderedEnqueuer
+        >>> from enqueuer.adapters.torch import gather_stats
+        >>> with OrderedEnqueuer(range(3)) as enqueuer:
+        ...     _ = list(enqueuer)
+        ...     ranks = gather_stats(enqueuer.stats())
+        >>> ranks.slowest, ranks.stats[0].items, ranks.bottleneck().kind
+        (0, 3, 'unknown')
+    """
+    if not isinstance(stats, Stats):
+        raise TypeError(f"gather_stats() takes the result of stats(), got {stats!r}")
+    if not _is_distributed():
+        return RankStats({0: stats})
+    distributed = torch.distributed
+    group = distributed.group.WORLD if group is None else group
+    if distributed.get_rank(group) < 0:
+        raise ValueError("this rank is not in the group; call gather_stats() on its ranks only")
+    ranks = distributed.get_process_group_ranks(group)
+    found: list[Any] = [None] * len(ranks)
+    distributed.all_gather_object(found, stats, group=group)
+    return RankStats(dict(zip(ranks, found, strict=True)))
 
 
 class TrainerNames:

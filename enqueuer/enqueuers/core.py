@@ -283,8 +283,8 @@ class Core:
     def _new_run(
         self, options: Options, workers: int, timeline: Trace | None, error_count: int
     ) -> Run:
-        locks = self.state_lock, self.lock, self.deferred
-        return Run(options, workers, self.owned, timeline, error_count, *locks)
+        before, locks = self.saved.total_items, (self.state_lock, self.lock, self.deferred)
+        return Run(options, workers, self.owned, timeline, error_count, before, *locks)
 
     def stop(self, seconds: float) -> None:
         """End the workers; see `BaseEnqueuer.stop`."""
@@ -353,7 +353,10 @@ class Core:
         reader, left = self.started_reader(), self.epochs.drop_ready()
         position = reader.position(left)
         self.saved = SavedPosition(
-            position, self.workload.identity(), error_count=reader.error_count_at(position)
+            position,
+            self.workload.identity(),
+            error_count=reader.error_count_at(position),
+            total_items=run.total_items(len(left)),
         )
 
     # --- other workers ---

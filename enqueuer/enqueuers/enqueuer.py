@@ -37,6 +37,8 @@ def complete(core: Core, made: Core) -> None:
     seed, saved = core.workload.seed, core.saved
     made.workload.seed.is_given = seed.is_given
     made.workload.seed.is_shared = seed.is_given or made.options.world_size == 1
+    for callback in core.callbacks.listeners:
+        made.callbacks.add(callback.function, callback.every_ns / 1e9)
     if saved.is_loaded:
         if any(start.number for start in (saved.epoch.starts or {}).values()):
             raise InvalidState(
@@ -50,7 +52,7 @@ def complete(core: Core, made: Core) -> None:
 def begin_at(core: Core, epoch: int | Epoch) -> None:
     """Let the next start begin with an epoch, as if those before it had been read."""
     at = epoch if isinstance(epoch, Epoch) else Epoch(epoch)
-    core.saved = SavedPosition(at, is_loaded=True)
+    core.saved = SavedPosition(at, is_loaded=True, total_items=core.saved.total_items)
 
 
 def comes_next(core: Core, epoch: int) -> bool:
@@ -86,11 +88,11 @@ def save(core: Core) -> dict[str, Any]:
         if reader is not None and not core.is_idle:
             ready: Any = reader.ready.copy()
             identity, epoch = workload.identity(), reader.position(ready)
-            count = reader.error_count_at(epoch)
+            count, total = reader.error_count_at(epoch), reader.run.total_items(len(ready))
         else:
             identity, epoch = saved.identity or workload.identity(), saved.epoch
-            count = saved.error_count
-        return position.save(identity, epoch, count, position.shards_in(identity))
+            count, total = saved.error_count, saved.total_items
+        return position.save(identity, epoch, count, total, position.shards_in(identity))
 
 
 def load(core: Core, state_dict: Mapping[str, Any]) -> None:
@@ -102,9 +104,9 @@ def load(core: Core, state_dict: Mapping[str, Any]) -> None:
         for name, is_given in workload.given().items():
             if not is_given:
                 del fixed[name]
-        epoch, error_count = position.load(state_dict, fixed)
-        workload.adopt(state_dict, epoch, was_run=core.was_run)
-        core.saved = SavedPosition(epoch, is_loaded=True, error_count=error_count)
+        saved = position.load(state_dict, fixed)
+        workload.adopt(state_dict, saved.epoch, was_run=core.was_run)
+        core.saved = saved
         workload.seed.is_shared = True
 
 

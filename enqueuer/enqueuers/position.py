@@ -34,12 +34,14 @@ class SavedPosition:
         identity: Values that the batches depended on when it was saved; None: as now.
         is_loaded: Whether the next run begins there, and not at the first epoch.
         error_count: Number of errors that were skipped until then.
+        total_items: Number of batches that the loop was given until then, in all runs.
     """
 
     epoch: Epoch
     identity: dict[str, Any] | None = None
     is_loaded: bool = False
     error_count: int = 0
+    total_items: int = 0
 
 
 def shards_in(identity: Mapping[str, Any]) -> range | None:
@@ -50,7 +52,11 @@ def shards_in(identity: Mapping[str, Any]) -> range | None:
 
 
 def save(
-    identity: Mapping[str, Any], epoch: Epoch, error_count: int, own: range | None
+    identity: Mapping[str, Any],
+    epoch: Epoch,
+    error_count: int,
+    total_items: int,
+    own: range | None,
 ) -> dict[str, Any]:
     """Return the state of an enqueuer.
 
@@ -58,6 +64,7 @@ def save(
         identity: Values that the data depend on.
         epoch: Items that were not given to the loop.
         error_count: Number of errors that were skipped.
+        total_items: Number of batches that the loop was given, in all runs.
         own: All shards of this rank; None for tasks.
     """
     state: dict[str, Any] = {"version": VERSION, **identity, "epoch": epoch.number}
@@ -75,11 +82,12 @@ def save(
     if epoch.done:
         state["done"] = list(epoch.done)
     state["error_count"] = error_count
+    state["total_items"] = total_items
     return state
 
 
-def load(state: Mapping[str, Any], identity: Mapping[str, Any]) -> tuple[Epoch, int]:
-    """Return the position that a state holds, and the number of errors that were skipped.
+def load(state: Mapping[str, Any], identity: Mapping[str, Any]) -> SavedPosition:
+    """Return the position that a state holds.
 
     Args:
         state: Result of `save`, perhaps by way of JSON.
@@ -110,9 +118,15 @@ def load(state: Mapping[str, Any], identity: Mapping[str, Any]) -> tuple[Epoch, 
         ]
         if differences:
             raise StateMismatch(f"the state does not fit: {'; '.join(differences)}")
-        for name, least in (("random_seed", 0), ("shards", 1), ("error_count", 0)):
+        for name, least in (("random_seed", 0), ("shards", 1)):
             _count(name, state.get(name, least), least)
-        return _epoch(state), _count("error_count", state.get("error_count", 0))
+        return SavedPosition(
+            _epoch(state),
+            is_loaded=True,
+            # Early versions saved no counts.
+            error_count=_count("error_count", state.get("error_count", 0)),
+            total_items=_count("total_items", state.get("total_items", 0)),
+        )
     except StateMismatch:
         raise
     except (KeyError, TypeError, AttributeError, ValueError) as error:

@@ -198,6 +198,7 @@ class Run:
         owned: Backends of the enqueuer; the run adds its own.
         timeline: Recorder of what happens; None: nothing is recorded.
         error_count: Number of errors that were skipped before.
+        items_before: Number of batches that the loop was given in earlier runs.
         state_lock: Lock that one start, stop or change of the workers holds at a time. It is
             taken before `lock`.
         lock: Lock that one consumer at a time holds, and all that changes what consumers see. It
@@ -224,6 +225,7 @@ class Run:
         owned: OwnedBackends,
         timeline: Trace | None,
         error_count: int,
+        items_before: int,
         state_lock: threading.RLock,
         lock: threading.RLock,
         deferred: DeferredCalls,
@@ -238,6 +240,7 @@ class Run:
         self.restarts = Restarts(options.max_restarts)
         self.state = State.NEW
         self.meter = LoopMeter()
+        self._items_before = items_before
         self.failures = FailurePolicy(options.on_error, options.max_errors, error_count)
         self.limits = WaitLimits(options.stall_timeout, options.timeout)
         self.is_news = False
@@ -452,6 +455,14 @@ class Run:
 
     # --- what was measured ---
 
+    def total_items(self, ready: int) -> int:
+        """Return how many batches the loop was given, in earlier runs, too.
+
+        Args:
+            ready: As for `stats`.
+        """
+        return self._items_before + self.meter.taken - ready
+
     def stats(self, epoch: int, ready: int) -> Stats:
         """Return the statistics so far.
 
@@ -494,6 +505,7 @@ class Run:
             loop_lacked_s=waits.lacked_s,
             workers=() if backend is None else tuple(backend.measures()),
             elements=self._elements,
+            total_items=self.total_items(ready),
         )
 
 

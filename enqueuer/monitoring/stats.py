@@ -156,6 +156,8 @@ class Stats:
         loop_lacked_s: Seconds in which the loop's own thread could have run, but had no CPU.
         workers: Work of each worker.
         elements: Number of elements in each batch; 1 without `batch_size`, and for shards.
+        total_items: Number of batches that were given to the loop in all runs; it goes on after
+            `load_state_dict()` where the state was taken, and is no difference after `since()`.
         is_later: Whether the first batch came before, as in most differences of two snapshots.
     """
 
@@ -182,6 +184,7 @@ class Stats:
     workers: tuple[WorkerStats, ...]
     loop_lacked_s: float = 0.0
     elements: int = 1
+    total_items: int = 0
     is_later: bool = False
 
     @property

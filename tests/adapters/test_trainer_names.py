@@ -106,6 +106,15 @@ def test_the_epoch_that_comes_anyway_restarts_nothing(kind):
     assert starts == [3, 6, 9]
 
 
+def test_after_set_epoch_all_batches_are_counted_on():
+    enqueuer = OrderedEnqueuer(range(10), random_seed=7)
+    with TorchLoader(enqueuer) as loader:
+        next(iter(loader))
+        loader.set_epoch(1)
+        list(loader)
+        assert (enqueuer.stats().items, enqueuer.stats().total_items) == (10, 11)
+
+
 def test_set_epoch_to_the_one_that_was_loaded_keeps_the_position(kind):
     one = kind(samples())
     one.set_epoch(2)

@@ -146,6 +146,8 @@ def test_what_is_no_state_is_refused(state):
         {"ended": [7, 7]},
         {"error_count": -1},
         {"error_count": 1.5},
+        {"total_items": -1},
+        {"total_items": "4"},
     ],
 )
 def test_what_was_spoilt_is_refused(change):
@@ -168,13 +170,30 @@ def test_a_state_that_lacks_a_shard_is_refused():
 
 def test_a_state_of_before_errors_were_counted_is_loaded(whole):
     state = saved_after(4)
-    for name in ("ended", "error_count"):
+    for name in ("ended", "error_count", "total_items"):
         del state[name]
     enqueuer = make()
     enqueuer.load_state_dict(state)
-    assert enqueuer.error_count == 0
+    assert enqueuer.error_count == enqueuer.stats().total_items == 0
     with enqueuer:
         assert epochs(enqueuer, 1) == [whole[0][4:]]
+
+
+def test_the_number_of_all_batches_goes_on_from_a_state(backend):
+    enqueuer = make(workers=2, **backend)
+    enqueuer.load_state_dict(saved_after(17))
+    assert enqueuer.stats().total_items == 17
+    with enqueuer:
+        for _ in range(5):
+            next(enqueuer.get())
+        assert enqueuer.state_dict()["total_items"] == enqueuer.stats().total_items == 22
+    assert enqueuer.state_dict()["total_items"] == enqueuer.stats().total_items == 22
+    # A start without a state begins anew with the batches, and counts on.
+    with enqueuer:
+        assert enqueuer.stats().total_items == 22
+        assert (len(list(enqueuer)), enqueuer.stats().total_items) == (15, 37)
+    enqueuer.load_state_dict(saved_after(4))
+    assert enqueuer.state_dict()["total_items"] == 4
 
 
 @pytest.mark.parametrize(

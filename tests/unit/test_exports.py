@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import json
 import threading
 import time
 
@@ -9,7 +10,7 @@ import pytest
 from helpers import LIMIT
 
 from enqueuer import GeneratorEnqueuer, OrderedEnqueuer
-from enqueuer.exports import line, prometheus, tensorboard
+from enqueuer.exports import line, prometheus, tensorboard, write_prometheus
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,8 @@ def test_prometheus_gets_each_metric_once_with_help_and_type(stats):
         if not text.startswith("#"):
             name, value = text.rsplit(" ", 1)
             float(value)
-            assert name.split("{")[0] in names
+            name = name.split("{")[0]
+            assert name.startswith("enqueuer_wait_seconds_") or name in names
 
 
 def test_labels_are_added_and_escaped(stats):
@@ -53,18 +55,90 @@ def test_labels_are_added_and_escaped(stats):
     assert '{job="a \\"quoted\\"\\\\ name",worker="0"}' in text
 
 
-def test_tensorboard_counts_its_steps_in_batches(stats):
-    written = []
+def test_prometheus_gets_the_waits_as_a_histogram(stats):
+    waits = {0.0005: 7, 0.001: 1, 0.5: 2, 30.0: 1}
+    lines = prometheus(dataclasses.replace(stats, waits=waits, waiting_s=33.5)).splitlines()
+    start = lines.index("# TYPE enqueuer_wait_seconds histogram")
+    assert lines[start + 1 : start + 9] == [
+        'enqueuer_wait_seconds_bucket{le="0.001"} 8',
+        'enqueuer_wait_seconds_bucket{le="0.01"} 8',
+        'enqueuer_wait_seconds_bucket{le="0.1"} 8',
+        'enqueuer_wait_seconds_bucket{le="1"} 10',
+        'enqueuer_wait_seconds_bucket{le="10"} 10',
+        'enqueuer_wait_seconds_bucket{le="+Inf"} 11',
+        "enqueuer_wait_seconds_sum 33.5",
+        "enqueuer_wait_seconds_count 11",
+    ]
 
-    class Writer:
-        def add_scalar(self, tag, value, step):
-            written.append((tag, step))
 
-    write = tensorboard(Writer(), prefix="train/")
-    write(stats)
-    write(stats)
-    assert ("train/batches_per_s", 20) in written
-    assert ("train/batches_per_s", 40) in written
+def test_prometheus_gets_cpu_times_and_the_time_to_the_first_batch(stats):
+    workers = [
+        dataclasses.replace(worker, cpu_s=cpu_s)
+        for worker, cpu_s in zip(stats.workers, (2.5, None), strict=True)
+    ]
+    known = dataclasses.replace(stats, loop_cpu_s=1.5, first_batch_s=0.25, workers=workers)
+    lines = prometheus(known, {"rank": "0"}).splitlines()
+    assert 'enqueuer_loop_cpu_seconds_total{rank="0"} 1.5' in lines
+    assert 'enqueuer_first_batch_seconds{rank="0"} 0.25' in lines
+    worker_times = [text for text in lines if text.startswith("enqueuer_worker_cpu_seconds_total")]
+    # Some systems do not report it.
+    assert worker_times == ['enqueuer_worker_cpu_seconds_total{rank="0",worker="0"} 2.5']
+    before = prometheus(dataclasses.replace(stats, first_batch_s=None)).splitlines()
+    assert not [text for text in before if text.startswith("enqueuer_first_batch_seconds")]
+
+
+def test_the_page_of_prometheus_is_replaced_in_one_step(stats, tmp_path):
+    page = tmp_path / "training.prom"
+    write_prometheus(page, stats)
+    with page.open() as reader:
+        write_prometheus(str(page), stats, {"rank": "0"})
+        # Who reads meanwhile gets all of the old page.
+        assert reader.read() == prometheus(stats)
+    assert page.read_text() == prometheus(stats, {"rank": "0"})
+    assert list(tmp_path.iterdir()) == [page]
+
+
+def test_a_page_that_cannot_be_written_leaves_the_old_one_and_no_draft(stats, tmp_path):
+    page, folder = tmp_path / "training.prom", tmp_path / "folder.prom"
+    write_prometheus(page, stats)
+    folder.mkdir()
+    with pytest.raises(UnicodeEncodeError):
+        write_prometheus(page, stats, {"host": "\udc80"})
+    with pytest.raises(IsADirectoryError):
+        write_prometheus(folder, stats)
+    with pytest.raises(FileNotFoundError):
+        write_prometheus(tmp_path / "missing" / "training.prom", stats)
+    assert page.read_text() == prometheus(stats)
+    assert {*tmp_path.iterdir()} == {page, folder}
+
+
+class Steps:
+    """What `tensorboard` needs of a SummaryWriter; keeps the steps of each tag."""
+
+    def __init__(self):
+        self.of = {}
+
+    def add_scalar(self, tag, value, step):
+        self.of.setdefault(tag, []).append(step)
+
+
+def steps_of(enqueuer, batches):
+    """Read some batches; return the steps that TensorBoard got for one tag."""
+    steps = Steps()
+    enqueuer.on_stats(tensorboard(steps, prefix="train/"), every=0)
+    with enqueuer:
+        for _ in range(batches):
+            next(enqueuer.get())
+    return steps.of["train/batches_per_s"]
+
+
+def test_the_steps_of_tensorboard_are_batches_and_go_on_after_a_resume():
+    before, after = OrderedEnqueuer(range(40)), OrderedEnqueuer(range(40))
+    steps = steps_of(before, 25)
+    assert 0 < steps[0] <= steps[-1] < 25
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    later = steps_of(after, 10)
+    assert 25 < later[0] <= later[-1] < 35
 
 
 # --- on_stats ---

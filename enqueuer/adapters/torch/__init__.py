@@ -8,6 +8,7 @@
 Each worker of a DataLoader has its own enqueuer, for its part of the batches.
 """
 
+from enqueuer.adapters.ranks import RankStats, gather_stats
 from enqueuer.adapters.torch.data_loader import DataLoader
 from enqueuer.adapters.torch.datasets import EnqueuerIterableDataset, EnqueuerMapDataset
 from enqueuer.adapters.torch.loader import TorchLoader, as_tensors
@@ -16,6 +17,8 @@ __all__ = [
     "DataLoader",
     "EnqueuerIterableDataset",
     "EnqueuerMapDataset",
+    "RankStats",
     "TorchLoader",
     "as_tensors",
+    "gather_stats",
 ]
