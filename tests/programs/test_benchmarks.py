@@ -416,6 +416,23 @@ def test_a_workload_that_does_not_exist_is_named():
     assert "no such workload: nothing" in done.stderr
 
 
+def test_a_diagnosis_is_judged_by_what_its_advice_gains(tmp_path):
+    before = tmp_path / "before.json"
+    options = ("--only", "slow-4", "--seconds", 0.5, "--repeats", 1)
+    done = run(*options, "--out", before, program="diagnosis.py")
+    assert done.returncode == 0, done.stderr
+    row = json.loads(before.read_text())["rows"]["slow-4"]
+    assert all(rate > 0 for rates in row["rates"].values() for rate in rates)
+    assert "ordered=False" in row["gains"]
+    assert re.search(r"^slow-4 .*\nkind right: [01] of 1\nuseful: ", done.stdout, re.MULTILINE)
+    # A gain that is known is not measured again.
+    row["gains"]["workers=64"] = 99.0
+    before.write_text(json.dumps({"rows": {"slow-4": row}}))
+    done = run(*options, "--known", before, program="diagnosis.py")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^slow-4 .* 99.00 workers=64 +not useful$", done.stdout, re.MULTILINE)
+
+
 def test_decoders_are_measured(tmp_path):
     needs_installed("PIL", "skimage", "soundfile")
     # The others may be missing; one of them is, here.
