@@ -23,6 +23,7 @@ import re
 import statistics
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -73,7 +74,7 @@ def compute(seconds: float, element: int) -> int:
 _SIGNAL = np.linspace(0, 1, 200_000)
 _MATRIX = np.linspace(0, 1, 500 * 500).reshape(500, 500)
 _LARGE = np.zeros(10_000_000, np.uint8)
-_LARGER = np.zeros(40_000_000, np.uint8)
+_OWN = threading.local()
 
 
 def spectrum(element: int) -> float:
@@ -102,8 +103,11 @@ def filled_in_place(element: int) -> np.ndarray:
 
 
 def copied(element: int) -> int:
-    """Copy 40 MB, for which the memory is the limit."""
-    return int(_LARGER.copy()[element % 100])
+    """Copy 40 MB between arrays of this thread, for which the memory is the limit."""
+    if not hasattr(_OWN, "arrays"):
+        _OWN.arrays = [np.ones(40_000_000, np.uint8) for _ in range(2)]
+    np.copyto(*_OWN.arrays)
+    return element
 
 
 def fetch(element: int) -> int:
