@@ -478,6 +478,7 @@ class Run:
         waited = waits.waited + (waiting if first else 0)
         idle = waits.idle + (now - ended if ended else 0)
         # What exceeds the queue counts as held by the workers.
+        loop = waits.used
         in_queue = 0 if backend is None else backend.schedule.waiting() + ready
         return Stats(
             seconds=0.0 if backend is None else (now - waits.began) / 1e9,
@@ -502,7 +503,8 @@ class Run:
             restart_count=self.restarts.count,
             cpus=self.cpus(),
             loop_cpu_s=0.0 if backend is None else time.process_time() - waits.cpu_s,
-            loop_lacked_s=waits.lacked_s,
+            loop_lacked_s=loop.cpu_wait_s or 0.0,
+            loop_switches=loop.switches,
             workers=() if backend is None else tuple(backend.measures()),
             elements=self._elements,
             total_items=self.total_items(ready),

@@ -130,10 +130,9 @@ class LoopMeter:
         self.worker: int | None = None
         self.samples: list[tuple[int, int]] = []
         self.left = 1
-        # Folder in /proc of the thread that took the first batch, and how long it had waited for
-        # a CPU then.
-        self._task = ""
-        self._lacked_before_s = 0.0
+        # The thread that took the first batch, and what it had used then.
+        self._thread: threading.Thread | None = None
+        self._used_before = usage.Usage()
         self.is_quick = False
         # Items that were taken, with those that are left until the next sample.
         self._counted = 1
@@ -147,10 +146,11 @@ class LoopMeter:
         return self._counted - self.left
 
     @property
-    def lacked_s(self) -> float:
-        """Seconds since the first batch in which the loop could have run, but had no CPU."""
-        lacked_s = usage.cpu_wait_s(self._task) if self._task else None
-        return 0.0 if lacked_s is None else max(0.0, lacked_s - self._lacked_before_s)
+    def used(self) -> usage.Usage:
+        """What the loop's thread has used since the first batch."""
+        if self._thread is None:
+            return usage.Usage()
+        return usage.of_thread(self._thread).since(self._used_before)
 
     def pause(self, worker: int | None) -> None:
         """Note the begin of a wait, and the worker that it is for; repeating it is harmless."""
@@ -206,8 +206,8 @@ class LoopMeter:
         now = clock()
         if not self.first:
             self.first = now
-            self._task = f"/proc/self/task/{threading.get_native_id()}"
-            self._lacked_before_s = usage.cpu_wait_s(self._task) or 0.0
+            self._thread = threading.current_thread()
+            self._used_before = usage.of_thread(self._thread)
         is_late = now - self._sampled >= _SAMPLE_NS
         self._sampled = now
         samples = self.samples

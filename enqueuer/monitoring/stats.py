@@ -75,12 +75,15 @@ MOSTLY_OTHER_WAITS = 1 / 3
 SMALL_BYTES = 1000
 # Share of a worker's work in which it had no CPU.
 OFTEN_LACKS_CPU = 0.3
-# Share of the loop's own time in which it had no CPU; more is not its own slowness.
-LOOP_LACKS_CPU = 0.15
+# Share of the loop's own time in which it had no CPU, or waited for the GIL; more is not its own
+# slowness.
+LOOP_LACKS = 0.15
 # Threads, or elements at once in a worker; the next advice can name more.
 MANY = 64
 # Processes; each has memory of its own, and takes a while to start.
-MANY_PROCESSES = 16
+MANY_PROCESSES = 32
+# Ratio of the elements at once to those now; further away, the numbers say little.
+MOST_GROWTH = 8
 # Ratio of the rate after a change to that before; less is not worth a change.
 WORTH_IT = 1.15
 # Share of the time to make something.
@@ -154,6 +157,8 @@ class Stats:
         cpus: Number of CPUs for this process and the workers; in a container, its share.
         loop_cpu_s: Seconds of CPU time of the loop's process, with all its threads.
         loop_lacked_s: Seconds in which the loop's own thread could have run, but had no CPU.
+        loop_switches: Number of times that it gave up its CPU to wait for something; None if the
+            system does not report it.
         workers: Work of each worker.
         elements: Number of elements in each batch; 1 without `batch_size`, and for shards.
         total_items: Number of batches that were given to the loop in all runs; it goes on after
@@ -183,6 +188,7 @@ class Stats:
     loop_cpu_s: float
     workers: tuple[WorkerStats, ...]
     loop_lacked_s: float = 0.0
+    loop_switches: int | None = None
     elements: int = 1
     total_items: int = 0
     is_later: bool = False
@@ -261,6 +267,9 @@ class Stats:
         return dataclasses.replace(
             self,
             **{name: getattr(self, name) - getattr(earlier, name) for name in _COUNTED},
+            loop_switches=None
+            if self.loop_switches is None
+            else self.loop_switches - (earlier.loop_switches or 0),
             waits={at: count for at, count in waits.items() if count > 0},
             waited_for={
                 index: max(0.0, seconds - earlier.waited_for.get(index, 0.0))
@@ -435,8 +444,7 @@ def _holds_gil(stats: Stats) -> bool:
         return False
     worked, lacked = total(stats, "busy_s"), total(stats, "lacked_s")
     # The loop does not hold it while it waits.
-    by_loop_s = min(max(0.0, stats.loop_cpu_s - total(stats, "cpu_s")), stats.working_s)
-    by_loop = ratio(by_loop_s, stats.seconds)
+    by_loop = ratio(_own_cpu_s(stats), stats.seconds)
     # With the waits for a CPU: a thread that holds the GIL keeps it meanwhile. That is the
     # most of the time that it can have been held, and what follows is the least.
     if used + on_average(stats, "lacked_s") + by_loop < GIL_IS_BUSY:
@@ -486,7 +494,7 @@ def _loop(stats: Stats) -> Bottleneck:
         f"(p99 {duration(stats.wait_p99_s)}), and takes {duration(use_s(stats))} for each itself"
     )
     lacked = ratio(stats.loop_lacked_s, stats.working_s)
-    if lacked > LOOP_LACKS_CPU:
+    if lacked > LOOP_LACKS:
         by_workers = ratio(total(stats, "cpu_s"), stats.seconds)
         return Bottleneck(
             "cpus",
@@ -498,6 +506,8 @@ def _loop(stats: Stats) -> Bottleneck:
             else "Make the work of the workers cheaper, or end other programs on these CPUs.",
             change,
         )
+    if _takes_gil_from_loop(stats):
+        return _threads_beside_loop(stats, itself, enough)
     return Bottleneck(
         "loop",
         f"The bottleneck is the loop itself: {itself}.",
@@ -505,6 +515,49 @@ def _loop(stats: Stats) -> Bottleneck:
         if change
         else "Faster data would not make it faster.",
         change,
+    )
+
+
+def _own_cpu_s(stats: Stats) -> float:
+    """Return the CPU time of the loop itself, without that of threads that make batches."""
+    by_threads = total(stats, "cpu_s") if stats.backend == "thread" else 0.0
+    return min(max(0.0, stats.loop_cpu_s - by_threads), stats.working_s)
+
+
+def _takes_gil_from_loop(stats: Stats) -> bool:
+    """Return whether the loop, which has its batches, waits for the GIL of the threads.
+
+    Loop and threads then use one CPU together, and the loop computes less than it works. A loop
+    that waits for a GPU leaves the CPU idle meanwhile.
+    """
+    if stats.backend != "thread":
+        return False
+    own_s, switch_s = _own_cpu_s(stats), gil.switch_s()
+    waited_s = stats.working_s - own_s - stats.loop_lacked_s
+    by_threads = ratio(total(stats, "cpu_s"), stats.seconds)
+    if stats.loop_switches is None or switch_s is None:
+        return False
+    # As `WorkerStats.outside_s`.
+    outside_s = waited_s - stats.loop_switches * switch_s
+    is_one_cpu = GIL_IS_BUSY < cpus_used(stats) < MORE_THAN_GIL and by_threads > LOOP_LACKS
+    is_long = waited_s > LOOP_LACKS * stats.working_s < own_s
+    return is_one_cpu and is_long and outside_s < IS_OUTSIDE * waited_s
+
+
+def _threads_beside_loop(stats: Stats, itself: str, enough: int) -> Bottleneck:
+    """Return the finding that threads run Python code while the loop would."""
+    workers = min(enough, max(1, int(stats.cpus) - 1))
+    change, most = f"backend='process', workers={workers}", stats.working_s / _own_cpu_s(stats)
+    gain = (1 + most) / 2, most
+    return Bottleneck(
+        "source",
+        f"The bottleneck is the source: {itself}, of which it computes "
+        f"{percent(ratio(_own_cpu_s(stats), stats.working_s))}. Loop and threads used "
+        f"{cpus_used(stats):.1f} CPUs in all, so they probably wait for each other: Python code "
+        "runs in one thread at a time.",
+        f"Use {change}, {_times(gain)}.",
+        change,
+        gain,
     )
 
 
@@ -764,7 +817,7 @@ def _more_elements(stats: Stats, wanted: int) -> Advice:
     most_of_one = most_on(1.0, share)
     most = most_of_one * (1 if is_thread else max(1, min(workers, int(stats.cpus))))
     at_once = min(most, max(wanted * ratio(now, workers), now + 1))
-    each = _rounded_up(at_once / workers, max(MANY, 4 * now // workers))
+    each = _rounded_up(at_once / workers, max(MANY, MOST_GROWTH * now // workers))
     each_s = max(make_s(stats), 1e-9)
     gain = _gain(stats, min(each * workers, most) / each_s)
     waits = f"An element computes {percent(share)} of its time and waits for the rest"

@@ -33,6 +33,15 @@ class Usage(NamedTuple):
     rss_bytes: int | None = None
     switches: int | None = None
 
+    def since(self, earlier: Usage) -> Usage:
+        """Return what was used since an earlier time; the memory is that of now."""
+        return Usage(
+            _difference(self.cpu_s, earlier.cpu_s),
+            _difference(self.cpu_wait_s, earlier.cpu_wait_s),
+            self.rss_bytes,
+            _difference(self.switches, earlier.switches),
+        )
+
 
 def of_process(pid: int, has_threads: bool = False) -> Usage:
     """Return the usage of a process with all its threads; all None after its end.
@@ -45,7 +54,7 @@ def of_process(pid: int, has_threads: bool = False) -> Usage:
     folder = f"/proc/{pid}"
     return Usage(
         _or_none(_cpu_s, ~pid << 3 | 2),
-        _or_none(_cpu_waits_s, f"{folder}/task") if has_threads else cpu_wait_s(folder),
+        _or_none(_cpu_waits_s if has_threads else _cpu_wait_s, folder),
         _or_none(_rss_bytes, pid),
     )
 
@@ -57,7 +66,7 @@ def of_thread(thread: threading.Thread) -> Usage:
     task = f"/proc/self/task/{thread.native_id}"
     return Usage(
         _or_none(_cpu_s, ~thread.native_id << 3 | 6),
-        cpu_wait_s(task),
+        _or_none(_cpu_wait_s, task),
         switches=_or_none(_number, f"{task}/status", "\nvoluntary_ctxt_switches:"),
     )
 
@@ -65,15 +74,6 @@ def of_thread(thread: threading.Thread) -> Usage:
 def of_threads(threads: Sequence[threading.Thread]) -> Usage:
     """Return the usage of some threads of this process together."""
     return Usage(*map(_sum, zip(*map(of_thread, threads), strict=True)))
-
-
-def cpu_wait_s(folder: str) -> float | None:
-    """Return the seconds in which a thread could have run, but had no CPU; None if not known.
-
-    Args:
-        folder: Its folder in /proc; that of a process is that of its first thread.
-    """
-    return _or_none(_cpu_wait_s, folder)
 
 
 def cpus() -> float:
@@ -147,6 +147,10 @@ def _sum(values: Sequence[N | None]) -> N | None:
     return sum(known[1:], known[0]) if known else None
 
 
+def _difference(now: N | None, before: N | None) -> N | None:
+    return None if now is None or before is None else max(now - before, now - now)
+
+
 def _or_none(read: Callable[..., T], *args: Any) -> T | None:
     """Return what a function reads; None where the system does not tell it."""
     try:
@@ -185,7 +189,8 @@ def _cpu_wait_s(folder: str) -> float:
 
 def _cpu_waits_s(folder: str) -> float:
     """Return the sum over the threads of a process; some may end meanwhile."""
-    tasks = (cpu_wait_s(f"{folder}/{task}") for task in os.listdir(folder))
+    folder += "/task"
+    tasks = [_or_none(_cpu_wait_s, f"{folder}/{task}") for task in os.listdir(folder)]
     return sum(seconds for seconds in tasks if seconds is not None)
 
 
