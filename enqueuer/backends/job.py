@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 from enqueuer.monitoring.trace_file import TraceTarget
 from enqueuer.workers.plan import OnError, Plan
-from enqueuer.workers.sources import Source
+from enqueuer.workers.sources import FunctionSource, Source
 from enqueuer.workers.tasks import TaskSource
 
 T = TypeVar("T")
@@ -103,6 +103,14 @@ class Job:
     def elements(self) -> int:
         """Number of elements in each item; 1 for shards."""
         return (self.source.batch_size or 1) if isinstance(self.source, TaskSource) else 1
+
+    @property
+    def is_divisible(self) -> bool:
+        """Whether further workers would make other items: of tasks, or of shards that differ."""
+        source = self.source
+        return isinstance(source, TaskSource) or (
+            isinstance(source, FunctionSource) and source.takes_shard
+        )
 
     def share_of(self, cpus: float) -> int:
         """Return the number of CPUs of each worker if they are divided evenly; at least 1."""

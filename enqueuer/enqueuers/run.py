@@ -249,8 +249,7 @@ class Run:
         self._changed = threading.Condition(self.lock)
         # Nothing reads it before the start, which comes right after this.
         self.backend = cast(Backend, None)
-        # Number of elements in each item.
-        self._elements = 1
+        self._job: Job | None = None
         # Backends that start. Within each, a signal handler may start another one.
         self._starting: list[Backend] = []
         # Started workers that are about to take over, their number, and the function that passes
@@ -280,7 +279,7 @@ class Run:
         Raises:
             StartError: They could not be started; none is left.
         """
-        self._elements = job.elements
+        self._job = job
         self.backend = self._start_backend(job, first)
 
     def _start_backend(self, job: Job, first: Epoch | None = None) -> Backend:
@@ -506,7 +505,8 @@ class Run:
             loop_lacked_s=loop.cpu_wait_s or 0.0,
             loop_switches=loop.switches,
             workers=() if backend is None else tuple(backend.measures()),
-            elements=self._elements,
+            elements=1 if self._job is None else self._job.elements,
+            is_divisible=self._job is None or self._job.is_divisible,
             total_items=self.total_items(ready),
         )
 

@@ -161,6 +161,8 @@ class Stats:
             system does not report it.
         workers: Work of each worker.
         elements: Number of elements in each batch; 1 without `batch_size`, and for shards.
+        is_divisible: Whether further workers would make other batches; not of an iterator, nor of
+            a function that takes no shard.
         total_items: Number of batches that were given to the loop in all runs; it goes on after
             `load_state_dict()` where the state was taken, and is no difference after `since()`.
         is_later: Whether the first batch came before, as in most differences of two snapshots.
@@ -190,6 +192,7 @@ class Stats:
     loop_lacked_s: float = 0.0
     loop_switches: int | None = None
     elements: int = 1
+    is_divisible: bool = True
     total_items: int = 0
     is_later: bool = False
 
@@ -756,6 +759,13 @@ def _advice_on_source(stats: Stats) -> Advice:
     # so at least one more is wanted.
     times = per_item(stats, "busy_s") / max(use_s(stats), 1e-9)
     wanted = max(workers + 1, math.ceil(min(times - 0.05, 1e6)))
+    if not stats.is_divisible:
+        return (
+            "More workers would make the same batches again: let the generator function take a "
+            "shard, divide its work by shard.split, and then give more workers.",
+            "",
+            None,
+        )
     if _holds_gil(stats):
         return _instead_of_threads(stats, min(max(1, int(stats.cpus)), wanted))
     most = most_on(stats.cpus, share)
@@ -770,7 +780,9 @@ def _advice_on_source(stats: Stats) -> Advice:
             None,
         )
     many = MANY if stats.backend == "thread" else max(MANY_PROCESSES, 2 * workers)
-    enough = min(wanted, most, many)
+    shards = sum(len(worker.shards) for worker in stats.workers)
+    # Workers beyond the shards that were given have nothing to do.
+    enough = min(wanted, most, many, shards if shards > workers else many)
     gain = _gain(stats, enough * ratio(elements_at_once(stats), workers * make_s(stats)))
     change = f"workers={enough}"
     if wanted <= most:

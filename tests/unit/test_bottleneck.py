@@ -346,6 +346,20 @@ def test_what_waits_most_of_the_time_gets_more_workers_than_cpus():
     assert bottleneck.change == "workers=5"
 
 
+@pytest.mark.parametrize("cpu", [0.5, 9.8])
+def test_a_function_without_a_shard_gets_no_more_workers(cpu):
+    slow = worker(making=10.0, waiting=0.0, cpu=cpu, shards=(0,))
+    bottleneck = find_bottleneck(inputs(slow, in_threads=True, is_divisible=False))
+    assert (bottleneck.kind, bottleneck.change) == ("source", "")
+    assert "let the generator function take a shard" in bottleneck.advice
+
+
+def test_no_more_workers_are_advised_than_there_are_shards():
+    slow = worker(making=10.0, waiting=0.0, cpu=0.1, shards=(0, 1, 2))
+    found = inputs(slow, waiting=9.99, working=0.01)
+    assert find_bottleneck(found).change == "workers=3"
+
+
 def test_batches_that_cost_nothing_gain_nothing():
     for in_threads in (True, False):
         cheap = worker(making=1.5, sending=0.0, waiting=8.5, items=1_000_000, cpu=5.0)
