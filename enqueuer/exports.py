@@ -58,6 +58,9 @@ def prometheus(stats: Stats, labels: Mapping[str, str] | None = None) -> str:
     Returns:
         Text for a page that a server scrapes, or for the text-file collector of its node exporter.
 
+    Raises:
+        TypeError: `stats` is something else.
+
     Example:
         >>> from enqueuer import GeneratorEnqueuer
         >>> from enqueuer.exports import prometheus
@@ -67,6 +70,8 @@ def prometheus(stats: Stats, labels: Mapping[str, str] | None = None) -> str:
         # TYPE enqueuer_batches_total counter
         enqueuer_batches_total{rank="0"} 0
     """
+    if not isinstance(stats, Stats):
+        raise TypeError(f"prometheus() takes the result of stats(), got {stats!r}")
     lines = []
     for name, kind, text, values in _metrics(stats):
         lines += [f"# HELP enqueuer_{name} {text}", f"# TYPE enqueuer_{name} {kind}"]
@@ -91,6 +96,7 @@ def write_prometheus(
         labels: As for `prometheus()`.
 
     Raises:
+        TypeError: `stats` is something else.
         OSError: The file cannot be written.
 
     Example:

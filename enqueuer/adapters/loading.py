@@ -113,8 +113,15 @@ class Loader(Generic[Batch]):
         return True
 
     def stats(self) -> Stats:
-        """Return the statistics of the enqueuer, with several ranks those of this rank's."""
-        found: Stats = self._reader.epochs.loader.stats()
+        """Return the statistics of the enqueuer; with several ranks, of this rank's enqueuer.
+
+        Raises:
+            TypeError: The loader has no enqueuer, but another iterable, which measures nothing.
+        """
+        loader = self._reader.epochs.loader
+        if not hasattr(loader, "stats"):
+            raise TypeError(f"stats() needs an enqueuer in the loader, which has {loader!r}")
+        found: Stats = loader.stats()
         return found
 
     def stop(self, timeout: float | None = None) -> None:

@@ -46,7 +46,7 @@ def complete(core: Core, made: Core) -> None:
                 "divided among ranks; load it after the division: into the loader or dataset of a "
                 "rank"
             )
-        made.saved = SavedPosition(saved.epoch, is_loaded=True)
+        made.saved = SavedPosition(saved.epoch, is_loaded=True, total_items=saved.total_items)
 
 
 def begin_at(core: Core, epoch: int | Epoch) -> None:

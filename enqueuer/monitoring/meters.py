@@ -130,8 +130,8 @@ class LoopMeter:
         self.worker: int | None = None
         self.samples: list[tuple[int, int]] = []
         self.left = 1
-        # The thread that took the first batch, and what it had used then.
-        self._thread: threading.Thread | None = None
+        # Number of the thread that took the first batch, and what it had used then.
+        self._thread: int | None = None
         self._used_before = usage.Usage()
         self.is_quick = False
         # Items that were taken, with those that are left until the next sample.
@@ -147,10 +147,10 @@ class LoopMeter:
 
     @property
     def used(self) -> usage.Usage:
-        """What the loop's thread has used since the first batch."""
+        """What the thread that took the first batch has used since."""
         if self._thread is None:
             return usage.Usage()
-        return usage.of_thread(self._thread).since(self._used_before)
+        return usage.of_native_thread(self._thread).since(self._used_before)
 
     def pause(self, worker: int | None) -> None:
         """Note the begin of a wait, and the worker that it is for; repeating it is harmless."""
@@ -206,8 +206,9 @@ class LoopMeter:
         now = clock()
         if not self.first:
             self.first = now
-            self._thread = threading.current_thread()
-            self._used_before = usage.of_thread(self._thread)
+            # `current_thread()` would leave an object behind for a thread of another library.
+            self._thread = threading.get_native_id()
+            self._used_before = usage.of_native_thread(self._thread)
         is_late = now - self._sampled >= _SAMPLE_NS
         self._sampled = now
         samples = self.samples

@@ -6,6 +6,8 @@
 
 A snapshot is plain data: it can be kept, compared, printed and pickled.
 
+    the loop hardly waits, and has no CPU --------------> the CPUs
+    it hardly waits for batches, but for the GIL -------> the source
     the loop hardly waits ------------------------------> the loop
     it waited for the first batch most of all ----------> start-up
     it makes the batches itself, with workers=0 --------> the source
@@ -84,6 +86,8 @@ MANY = 64
 MANY_PROCESSES = 32
 # Ratio of the elements at once to those now; further away, the numbers say little.
 MOST_GROWTH = 8
+# Elements at once in all workers; each takes a thread.
+MOST_AT_ONCE = 1024
 # Ratio of the rate after a change to that before; less is not worth a change.
 WORTH_IT = 1.15
 # Share of the time to make something.
@@ -269,7 +273,7 @@ class Stats:
         waits = {at: count - earlier.waits.get(at, 0) for at, count in self.waits.items()}
         return dataclasses.replace(
             self,
-            **{name: getattr(self, name) - getattr(earlier, name) for name in _COUNTED},
+            **{name: max(0, getattr(self, name) - getattr(earlier, name)) for name in _COUNTED},
             loop_switches=None
             if self.loop_switches is None
             else self.loop_switches - (earlier.loop_switches or 0),
@@ -428,7 +432,9 @@ def _other_wait_share(stats: Stats) -> float:
 
 
 def _are_several_busy(stats: Stats) -> bool:
-    return on_average(stats, "busy_s") > SEVERAL
+    """Return whether several elements were made at a time, by threads of one worker, too."""
+    worked = sum(worker.busy_s * worker.concurrency for worker in stats.workers)
+    return ratio(worked, longest_s(stats)) > SEVERAL
 
 
 def cpus_used(stats: Stats) -> float:
@@ -496,19 +502,8 @@ def _loop(stats: Stats) -> Bottleneck:
         f"it waited {percent(stats.waiting_share)} of its time for batches "
         f"(p99 {duration(stats.wait_p99_s)}), and takes {duration(use_s(stats))} for each itself"
     )
-    lacked = ratio(stats.loop_lacked_s, stats.working_s)
-    if lacked > LOOP_LACKS:
-        by_workers = ratio(total(stats, "cpu_s"), stats.seconds)
-        return Bottleneck(
-            "cpus",
-            f"The bottleneck is the CPUs: the loop has its batches in time, but {itself}, of which "
-            f"it had no CPU for {percent(min(lacked, 1.0))}. The workers used {by_workers:.1f} of "
-            f"{stats.cpus:g} CPUs.",
-            f"{pluralize(enough, 'worker')} would do, and leave it more CPU time: {change}."
-            if change
-            else "Make the work of the workers cheaper, or end other programs on these CPUs.",
-            change,
-        )
+    if _loop_lacks_cpu(stats):
+        return _cpus_of_loop(stats, itself, enough)
     if _takes_gil_from_loop(stats):
         return _threads_beside_loop(stats, itself, enough)
     return Bottleneck(
@@ -517,6 +512,31 @@ def _loop(stats: Stats) -> Bottleneck:
         f"{pluralize(enough, 'worker')} would do as well as {workers}: {change}."
         if change
         else "Faster data would not make it faster.",
+        change,
+    )
+
+
+def _loop_lacks_cpu(stats: Stats) -> bool:
+    # Between epochs, too, it may have had none.
+    whole_s = stats.working_s + stats.waiting_s + stats.idle_s
+    return stats.backend != "inline" and stats.loop_lacked_s > LOOP_LACKS * whole_s
+
+
+def _cpus_of_loop(stats: Stats, itself: str, enough: int) -> Bottleneck:
+    """Return the finding that the loop is slow as it often has no CPU."""
+    by_workers = on_average(stats, "cpu_s") if stats.backend != "thread" else 0.0
+    # The work for a batch is the same with fewer workers: only many that are too many disturb.
+    is_less = 2 * enough <= len(stats.workers) and by_workers > LOOP_LACKS
+    change = f"workers={enough}" if is_less else ""
+    lacked = min(1.0, ratio(stats.loop_lacked_s, stats.working_s))
+    return Bottleneck(
+        "cpus",
+        f"The bottleneck is the CPUs: the loop has its batches in time, but {itself}, of which it "
+        f"had no CPU for {percent(lacked)}. The workers used {by_workers:.1f} of {stats.cpus:g} "
+        "CPUs.",
+        f"{pluralize(enough, 'worker')} would do, and leave it more CPU time: {change}."
+        if change
+        else "End other programs on these CPUs, or make the work of the workers cheaper.",
         change,
     )
 
@@ -549,18 +569,21 @@ def _takes_gil_from_loop(stats: Stats) -> bool:
 
 def _threads_beside_loop(stats: Stats, itself: str, enough: int) -> Bottleneck:
     """Return the finding that threads run Python code while the loop would."""
-    workers = min(enough, max(1, int(stats.cpus) - 1))
-    change, most = f"backend='process', workers={workers}", stats.working_s / _own_cpu_s(stats)
-    gain = (1 + most) / 2, most
+    workers = min(enough, len(stats.workers), int(stats.cpus) - 1)
+    own_s, by_threads_s = _own_cpu_s(stats), total(stats, "cpu_s")
+    # At best the loop no longer waits for the GIL, and the processes keep up with it.
+    most = max(1.0, min(stats.working_s / own_s, workers * stats.seconds / by_threads_s))
+    change, gain = f"backend='process', workers={workers}", ((1 + most) / 2, most)
+    is_known = workers > 0 and most >= WORTH_IT
     return Bottleneck(
         "source",
-        f"The bottleneck is the source: {itself}, of which it computes "
-        f"{percent(ratio(_own_cpu_s(stats), stats.working_s))}. Loop and threads used "
+        f"The bottleneck is the source: the loop has its batches in time, but {itself}, of which "
+        f"it computes {percent(ratio(own_s, stats.working_s))}. Loop and threads used "
         f"{cpus_used(stats):.1f} CPUs in all, so they probably wait for each other: Python code "
         "runs in one thread at a time.",
-        f"Use {change}, {_times(gain)}.",
-        change,
-        gain,
+        f"Use {change}, {_times(gain)}." if is_known else "Make the work of the threads cheaper.",
+        change if is_known else "",
+        gain if is_known else None,
     )
 
 
@@ -627,8 +650,10 @@ def _slow_shard(stats: Stats) -> Bottleneck | None:
     if not is_slow:
         return None
     # If the others need not wait, each makes what it can.
-    rate_then = sum(1 / max(worker.per_item_s, 1e-9) for worker in stats.workers)
-    gain = _gain(stats, rate_then)
+    rate = sum(1 / max(worker.per_item_s, 1e-9) for worker in stats.workers)
+    rate = min(rate, 1 / max(use_s(stats), 1e-9))
+    most = max(1.0, ratio(rate, max(stats.items_per_s, 1e-9)))
+    gain = (1 + most) / 2, most
     return Bottleneck(
         "slow shard",
         f"The bottleneck is one slow shard: {slow.name} takes {duration(slow.per_item_s)} for an "
@@ -644,13 +669,14 @@ def _slow_shard(stats: Stats) -> Bottleneck | None:
 def _queue(stats: Stats) -> Bottleneck:
     """Return the finding that workers and loop wait for each other."""
     longer = 4 * stats.max_queue_size
+    memory = size(longer * per_item(stats, "bytes"))
     return Bottleneck(
         "queue",
         f"The bottleneck is the queue: {_waited(stats)} for batches, and the workers "
         f"{percent(workers_waiting_share(stats))} of theirs for room, so that they wait for each "
         "other.",
-        f"Give max_queue_size={longer} instead of {stats.max_queue_size}, or yield fewer and "
-        "larger batches.",
+        f"Give max_queue_size={longer} instead of {stats.max_queue_size}, which may hold {memory}, "
+        "or yield fewer and larger batches.",
         f"max_queue_size={longer}",
     )
 
@@ -661,7 +687,7 @@ def _transport(stats: Stats) -> Bottleneck:
     made_s = max(per_item(stats, "making_s"), 1e-9)
     advice = (
         "Make the large arrays with enqueuer.empty(), which are not copied"
-        if each > 100_000
+        if each > 100_000 and stats.backend != "ray"
         else "Yield larger batches"
     )
     # Threads send nothing; at worst, one of them makes all.
@@ -736,17 +762,17 @@ def _gain(stats: Stats, rate: float, in_threads: bool = True) -> tuple[float, fl
     """
     now = max(ratio(elements_at_once(stats), make_s(stats)), 1e-9)
     computes_s = max(per_item(stats, "cpu_s"), 1e-9)
-    by_gil = 1.0 if in_threads and stats.backend == "thread" else stats.cpus
+    by_gil = min(1.0, stats.cpus) if in_threads and stats.backend == "thread" else stats.cpus
     rate = min(rate, 1 / max(use_s(stats), 1e-9))
     least, most = (min(rate, cpus / computes_s) / now for cpus in (by_gil, stats.cpus))
     return (1 + max(1.0, least)) / 2, max(1.0, most)
 
 
 def _times(gain: tuple[float, float]) -> str:
-    least, most = gain
-    if most < WORTH_IT:
-        return "with hardly any gain"
-    return f"for {least:.2g} to {most:.2g} times the rate"
+    least, most = (f"{times:.2g}" if times < 10 else f"{times:.0f}" for times in gain)
+    if gain[1] < WORTH_IT:
+        return f"for at most {gain[1]:.2f} times the rate"
+    return f"for {least} to {most} times the rate"
 
 
 # Sentence, options of the change, and its gain.
@@ -754,11 +780,10 @@ Advice = tuple[str, str, "tuple[float, float] | None"]
 
 
 def _advice_on_source(stats: Stats) -> Advice:
-    workers, share = len(stats.workers), _computing_share(stats)
     # By the time of a batch, as there may have been fewer workers before. But the loop does wait,
     # so at least one more is wanted.
     times = per_item(stats, "busy_s") / max(use_s(stats), 1e-9)
-    wanted = max(workers + 1, math.ceil(min(times - 0.05, 1e6)))
+    wanted = max(len(stats.workers) + 1, math.ceil(min(times - 0.05, 1e6)))
     if not stats.is_divisible:
         return (
             "More workers would make the same batches again: let the generator function take a "
@@ -766,43 +791,70 @@ def _advice_on_source(stats: Stats) -> Advice:
             "",
             None,
         )
-    if _holds_gil(stats):
-        return _instead_of_threads(stats, min(max(1, int(stats.cpus)), wanted))
-    most = most_on(stats.cpus, share)
-    if _element_share(stats) < IS_COMPUTING and not any(w.shards for w in stats.workers):
-        return _more_elements(stats, wanted)
-    if most <= workers:
+    if any(worker.cpu_s is None for worker in stats.workers):
         return (
-            f"A worker computes {percent(share)} of the time in which it has a CPU, so more "
-            f"workers than the {workers} now would hardly help on {stats.cpus:g} CPUs: make the "
-            "work cheaper.",
+            "The system does not tell how much of it the workers compute: compare workers=2 and "
+            "backend='process', or let `enqueuer bench` do that.",
             "",
             None,
         )
-    many = MANY if stats.backend == "thread" else max(MANY_PROCESSES, 2 * workers)
+    if _holds_gil(stats):
+        return _instead_of_threads(stats, wanted)
+    if _element_share(stats) < IS_COMPUTING and not any(w.shards for w in stats.workers):
+        return _more_elements(stats, wanted)
+    return _more_workers(stats, wanted)
+
+
+def _shards(stats: Stats) -> float:
+    """Return the number of shards, beyond which workers have nothing to do; inf if they follow."""
     shards = sum(len(worker.shards) for worker in stats.workers)
-    # Workers beyond the shards that were given have nothing to do.
-    enough = min(wanted, most, many, shards if shards > workers else many)
+    return shards if shards > len(stats.workers) else math.inf
+
+
+def _more_workers(stats: Stats, wanted: int) -> Advice:
+    """Return the advice for shards, or for elements that compute."""
+    workers, share = len(stats.workers), _computing_share(stats)
+    computes = f"A worker computes {percent(share)} of the time in which it has a CPU"
+    most = most_on(stats.cpus, share)
+    many = max(MANY if stats.backend == "thread" else MANY_PROCESSES, 2 * workers)
+    enough = int(min(wanted, most, many, _shards(stats)))
+    if enough <= workers:
+        return (
+            f"{computes}, so more workers than the {workers} now would hardly help on "
+            f"{stats.cpus:g} CPUs: make the work cheaper.",
+            "",
+            None,
+        )
     gain = _gain(stats, enough * ratio(elements_at_once(stats), workers * make_s(stats)))
     change = f"workers={enough}"
-    if wanted <= most:
-        then = "keep up with the loop" if enough == wanted else "help, if there is memory"
-        text = f"About {pluralize(enough, 'worker')} would {then} (now {workers}): {change}"
+    if enough == wanted:
+        text = f"About {enough} workers would keep up with the loop (now {workers}): {change}"
+    elif enough < most:
+        text = f"More workers would help, if there is memory: {change} (now {workers})"
     else:
         text = (
-            f"A worker computes {percent(share)} of the time in which it has a CPU, so no more "
-            f"than {pluralize(most, 'worker')} would help on {stats.cpus:g} CPUs, and about "
-            f"{wanted} would be needed (now {workers}): {change}, and make the work cheaper"
+            f"{computes}, so no more than {pluralize(most, 'worker')} would help on "
+            f"{stats.cpus:g} CPUs, and about {wanted} would be needed (now {workers}): {change}, "
+            "and make the work cheaper"
         )
     return f"{text}, {_times(gain)}.", change, gain
 
 
-def _instead_of_threads(stats: Stats, processes: int) -> Advice:
+def _instead_of_threads(stats: Stats, wanted: int) -> Advice:
     """Return the advice for threads that wait for the GIL, or for a thread that may."""
     share, used = percent(_computing_share(stats)), on_average(stats, "cpu_s")
+    processes = max(1, int(min(stats.cpus, wanted, MANY_PROCESSES, _shards(stats))))
     change = f"backend='process', workers={processes}"
     gain = _gain(stats, processes / max(per_item(stats, "cpu_s"), 1e-9), in_threads=False)
-    if _are_several_busy(stats):
+    is_several = _are_several_busy(stats)
+    if gain[1] < WORTH_IT:
+        return (
+            f"The {'threads compute' if is_several else 'thread computes'} most of the time, and "
+            f"processes would be at most {gain[1]:.2f} times as fast: make the work cheaper.",
+            "",
+            None,
+        )
+    if is_several:
         return (
             f"The {elements_at_once(stats)} threads used {used:.1f} CPUs in all, so the work is "
             "probably in Python, which runs in one thread at a time: use "
@@ -810,8 +862,6 @@ def _instead_of_threads(stats: Stats, processes: int) -> Advice:
             change,
             gain,
         )
-    if processes == 1:
-        return f"The thread computes {share} of its time: make the work cheaper.", "", None
     return (
         f"The thread computes {share} of the time in which it has a CPU: use {change}, "
         f"{_times(gain)}. If the work releases the GIL, as numpy does for large arrays, "
@@ -824,43 +874,46 @@ def _instead_of_threads(stats: Stats, processes: int) -> Advice:
 def _more_elements(stats: Stats, wanted: int) -> Advice:
     """Return the advice for elements that mostly wait: more of them at once in each worker."""
     workers, now, share = len(stats.workers), elements_at_once(stats), _element_share(stats)
+    is_thread, cpus = stats.backend == "thread", max(1, int(stats.cpus))
+    each_s, needed = max(make_s(stats), 1e-9), max(wanted * ratio(now, workers), now + 1)
     # Each process has a GIL, for the part of an element that computes.
-    is_thread = stats.backend == "thread"
+    processes_now = 1 if is_thread else min(workers, cpus)
     most_of_one = most_on(1.0, share)
-    most = most_of_one * (1 if is_thread else max(1, min(workers, int(stats.cpus))))
-    at_once = min(most, max(wanted * ratio(now, workers), now + 1))
-    each = _rounded_up(at_once / workers, max(MANY, MOST_GROWTH * now // workers))
-    each_s = max(make_s(stats), 1e-9)
-    gain = _gain(stats, min(each * workers, most) / each_s)
     waits = f"An element computes {percent(share)} of its time and waits for the rest"
+    advices: list[Advice] = []
+
+    cap = min(max(MANY, MOST_GROWTH * now // workers), MOST_AT_ONCE // workers)
+    most = most_of_one * processes_now
+    each = _rounded_up(min(most, needed) / workers, cap)
     # Threads that use most of a CPU would soon wait for the GIL.
-    has_room = not is_thread or on_average(stats, "cpu_s") < IS_COMPUTING
-    if has_room and gain[1] >= WORTH_IT and each * workers > now:
-        change = f"concurrency={each}"
-        return (
+    has_room = on_average(stats, "cpu_s") < IS_COMPUTING * (1 if is_thread else workers)
+    if has_room and each * workers > now:
+        gain, change = _gain(stats, min(each * workers, most) / each_s), f"concurrency={each}"
+        text = (
             f"{waits}, so let each worker make more of them at once: {change} (now "
-            f"{now // workers}), {_times(gain)}.",
-            change,
-            gain,
+            f"{now // workers}), {_times(gain)}."
         )
-    if is_thread and stats.cpus >= 2:
-        processes = int(stats.cpus)
-        each = _rounded_up(min(most_of_one, at_once / processes), MANY)
-        change = f"backend='process', workers={processes}, concurrency={each}"
-        gain = _gain(stats, processes * min(each, most_of_one) / each_s, in_threads=False)
-        if gain[1] >= WORTH_IT:
-            return (
-                f"{waits}; {now} threads are as many as one process can use, since their Python "
-                f"code runs in one thread at a time: use {change}, {_times(gain)}.",
-                change,
-                gain,
-            )
-    return (
-        f"{waits}; {now} at once are about as many as this machine can use: make the elements "
-        "cheaper.",
-        "",
-        None,
-    )
+        advices.append((text, change, gain))
+
+    processes = min(cpus, MANY_PROCESSES, math.ceil(needed / most_of_one))
+    if processes > (1 if is_thread else workers):
+        change, of_each = f"workers={processes}", now / workers
+        if is_thread:
+            of_each = _rounded_up(min(most_of_one, needed / processes), MANY)
+            change = f"backend='process', {change}, concurrency={of_each}"
+        at_once = processes * min(of_each, most_of_one)
+        gain = _gain(stats, at_once / each_s, in_threads=False)
+        text = (
+            f"{waits}, but the Python code of all threads of a process runs one at a time: use "
+            f"{change}, {_times(gain)}."
+        )
+        if gain[1] >= WORTH_IT and (not advices or not is_thread):
+            advices.append((text, change, gain))
+    if not advices:
+        text = f"{waits}; {now} at once are about as many as this machine can use"
+        return f"{text}: make the elements cheaper.", "", None
+    # The first is the cheaper one.
+    return max(advices, key=lambda advice: (advice[2] or (1.0, 1.0))[1])
 
 
 def _rounded_up(number: float, most: int) -> int:

@@ -61,11 +61,14 @@ def of_process(pid: int, has_threads: bool = False) -> Usage:
 
 def of_thread(thread: threading.Thread) -> Usage:
     """Return the usage of a thread of this process; all None after its end."""
-    if thread.native_id is None:
-        return Usage()
-    task = f"/proc/self/task/{thread.native_id}"
+    return Usage() if thread.native_id is None else of_native_thread(thread.native_id)
+
+
+def of_native_thread(number: int) -> Usage:
+    """Return the usage of a thread of this process, by its number of `threading.get_native_id`."""
+    task = f"/proc/self/task/{number}"
     return Usage(
-        _or_none(_cpu_s, ~thread.native_id << 3 | 6),
+        _or_none(_cpu_s, ~number << 3 | 6),
         _or_none(_cpu_wait_s, task),
         switches=_or_none(_number, f"{task}/status", "\nvoluntary_ctxt_switches:"),
     )

@@ -613,3 +613,8 @@ def test_the_third_number_of_a_version_counts(version, monkeypatch):
     monkeypatch.setattr("numpy.__version__", "0.4.25")
     with pytest.raises(FrameworkUnavailable, match=r"0.4.25 is installed"):
         framework("numpy", "jax", "0.4.26")
+
+
+def test_a_loader_of_a_list_has_no_statistics(kind):
+    with pytest.raises(TypeError, match=r"stats\(\) needs an enqueuer in the loader"):
+        kind([1, 2]).stats()

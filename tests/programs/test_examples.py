@@ -75,6 +75,7 @@ def test_there_are_examples():
         "asyncio_loop.py",
         "east_get_batch.py",
         "file_list_tensorflow.py",
+        "find_workers.py",
         "image_folder.py",
         "in_place.py",
         "is_it_waiting.py",

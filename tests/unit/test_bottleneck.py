@@ -152,8 +152,56 @@ def test_threads_that_wait_for_a_network_do_not_wait_for_the_gil():
 
 def test_more_threads_than_one_process_can_use_are_divided_among_processes():
     found = objects(1, 64, items=8000, cpu=7.5, switches=60_000)
-    assert "64 threads are as many as one process can use" in found.advice
+    assert "the Python code of all threads of a process runs one at a time" in found.advice
     assert found.change.startswith("backend='process', workers=2, concurrency=")
+
+
+@pytest.mark.parametrize(
+    ("facts", "in_threads", "change"),
+    [
+        # A loop that hardly waits: no machine is at its limit.
+        (dict(cpu=0.2, items=450), True, "concurrency=2"),
+        # The GIL of one process is used.
+        (dict(cpu=10.0, concurrency=2), False, "workers=5"),
+        (dict(cpu=9.5, concurrency=64, items=5000), False, "workers=8"),
+        # There may be no more threads than that.
+        (dict(cpu=0.1, concurrency=512, items=5000), True, "concurrency=1024"),
+    ],
+)
+def test_elements_at_once_have_limits(facts, in_threads, change):
+    one = worker(**{"making": 10.0, "waiting": 0.0, "shards": (), **facts})
+    few = dict(waiting=1.0, working=9.0) if change == "concurrency=2" else {}
+    items = facts.get("items", 100)
+    more = dict(waiting=9.9, working=0.1) if items == 5000 else few
+    found = find_bottleneck(inputs(one, in_threads=in_threads, items=items, **more))
+    assert found.change == change, found
+
+
+def test_many_threads_that_wait_are_not_told_to_be_fewer():
+    for count in (64, 100):
+        slow = [worker(making=10.0, waiting=0.0, cpu=0.01) for _ in range(count)]
+        found = find_bottleneck(inputs(*slow, waiting=9.99, working=0.01, in_threads=True))
+        assert found.change == f"workers={2 * count}"
+
+
+def test_where_the_cpu_time_is_unknown_no_number_is_made_up():
+    slow = worker(making=10.0, waiting=0.0, cpu=None, cpu_wait=None, shards=())
+    found = find_bottleneck(inputs(slow))
+    assert (found.change, found.gain) == ("", None)
+    assert "does not tell how much of it the workers compute" in found.advice
+
+
+def test_workers_that_do_not_compute_take_no_cpu_from_the_loop():
+    idle = [worker(making=3.0, waiting=7.0, cpu=0.01) for _ in range(4)]
+    found = find_bottleneck(inputs(*idle, waiting=0.1, working=9.9, cpus=2, loop_lacked_s=4.0))
+    assert (found.kind, found.change) == ("cpus", "")
+
+
+def test_the_gain_of_a_slow_shard_is_that_of_the_loop():
+    slow = worker(index=1, making=10.0, waiting=0.0, items=50)
+    other = worker(index=0, making=5.0, waiting=5.0, items=50)
+    found = inputs(other, slow, waited_for={1: 9.9}, waiting=9.9, working=0.1, in_threads=True)
+    assert find_bottleneck(found).gain == pytest.approx((1.25, 1.5), abs=0.02)
 
 
 def test_a_slow_shard_is_told_by_what_the_others_wait():
@@ -335,7 +383,7 @@ def test_without_a_gil_nothing_waits_for_it(monkeypatch):
 
 
 def test_the_loop_holds_the_gil_too():
-    found = files(2, cpu=3.0, switches=1900)
+    found = files(2, cpu=3.0, switches=1900, items=50)
     assert "process" not in find_bottleneck(found).advice
     found = dataclasses.replace(found, waiting_s=5.0, working_s=5.0, loop_cpu_s=9.5)
     assert "backend='process'" in find_bottleneck(dataclasses.replace(found, cpus=8)).advice

@@ -238,3 +238,9 @@ def test_in_asyncio_callbacks_run_in_the_thread_of_the_loop():
 
     asyncio.run(main())
     assert set(threads) == {threading.current_thread()}
+
+
+@pytest.mark.parametrize("export", [prometheus, lambda stats: write_prometheus("never", stats)])
+def test_what_are_no_statistics_is_refused(export):
+    with pytest.raises(TypeError, match=r"takes the result of stats\(\), got 3"):
+        export(3)
