@@ -472,12 +472,11 @@ class Run:
         if self.final is not None:
             return self.final
         backend, waits, options = self.backend, self.meter, self.options
-        now, first, since, ended = clock(), waits.first, waits.since, waits.ended
+        now, first, since, ended, loop = clock(), waits.first, waits.since, waits.ended, waits.used
         waiting = now - since if since else 0
         waited = waits.waited + (waiting if first else 0)
         idle = waits.idle + (now - ended if ended else 0)
         # What exceeds the queue counts as held by the workers.
-        loop = waits.used
         in_queue = 0 if backend is None else backend.schedule.waiting() + ready
         return Stats(
             seconds=0.0 if backend is None else (now - waits.began) / 1e9,

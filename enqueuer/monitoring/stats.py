@@ -872,48 +872,64 @@ def _instead_of_threads(stats: Stats, wanted: int) -> Advice:
 
 
 def _more_elements(stats: Stats, wanted: int) -> Advice:
-    """Return the advice for elements that mostly wait: more of them at once in each worker."""
-    workers, now, share = len(stats.workers), elements_at_once(stats), _element_share(stats)
-    is_thread, cpus = stats.backend == "thread", max(1, int(stats.cpus))
-    each_s, needed = max(make_s(stats), 1e-9), max(wanted * ratio(now, workers), now + 1)
-    # Each process has a GIL, for the part of an element that computes.
-    processes_now = 1 if is_thread else min(workers, cpus)
-    most_of_one = most_on(1.0, share)
-    waits = f"An element computes {percent(share)} of its time and waits for the rest"
-    advices: list[Advice] = []
-
-    cap = min(max(MANY, MOST_GROWTH * now // workers), MOST_AT_ONCE // workers)
-    most = most_of_one * processes_now
-    each = _rounded_up(min(most, needed) / workers, cap)
-    # Threads that use most of a CPU would soon wait for the GIL.
-    has_room = on_average(stats, "cpu_s") < IS_COMPUTING * (1 if is_thread else workers)
-    if has_room and each * workers > now:
-        gain, change = _gain(stats, min(each * workers, most) / each_s), f"concurrency={each}"
-        text = (
-            f"{waits}, so let each worker make more of them at once: {change} (now "
-            f"{now // workers}), {_times(gain)}."
-        )
-        advices.append((text, change, gain))
-
-    processes = min(cpus, MANY_PROCESSES, math.ceil(needed / most_of_one))
-    if processes > (1 if is_thread else workers):
-        change, of_each = f"workers={processes}", now / workers
-        if is_thread:
-            of_each = _rounded_up(min(most_of_one, needed / processes), MANY)
-            change = f"backend='process', {change}, concurrency={of_each}"
-        at_once = processes * min(of_each, most_of_one)
-        gain = _gain(stats, at_once / each_s, in_threads=False)
-        text = (
-            f"{waits}, but the Python code of all threads of a process runs one at a time: use "
-            f"{change}, {_times(gain)}."
-        )
-        if gain[1] >= WORTH_IT and (not advices or not is_thread):
-            advices.append((text, change, gain))
-    if not advices:
-        text = f"{waits}; {now} at once are about as many as this machine can use"
-        return f"{text}: make the elements cheaper.", "", None
+    """Return the advice for elements that mostly wait."""
+    now = elements_at_once(stats)
+    needed = max(wanted * ratio(now, len(stats.workers)), now + 1)
+    waits = f"An element computes {percent(_element_share(stats))} of its time and waits for the "
     # The first is the cheaper one.
-    return max(advices, key=lambda advice: (advice[2] or (1.0, 1.0))[1])
+    found = [_more_threads(stats, needed), _more_processes(stats, needed)]
+    advices = [(f"{waits}{text}", change, gain) for text, change, gain in filter(None, found)]
+    if not advices:
+        text = f"{waits}rest; {now} at once are about as many as this machine can use"
+        return f"{text}: make the elements cheaper.", "", None
+    if stats.backend == "thread":
+        return advices[0]
+    return max(advices, key=lambda advice: advice[2][1])
+
+
+def _more_threads(stats: Stats, needed: float) -> tuple[str, str, tuple[float, float]] | None:
+    """Return the advice to make more elements at once in each worker, if that helps."""
+    workers, now, is_thread = len(stats.workers), elements_at_once(stats), stats.backend == "thread"
+    # Each process has a GIL, for the part of an element that computes. Threads that use most of a
+    # CPU would soon wait for it.
+    gils = 1 if is_thread else min(workers, max(1, int(stats.cpus)))
+    if on_average(stats, "cpu_s") >= IS_COMPUTING * (1 if is_thread else workers):
+        return None
+    most = gils * most_on(1.0, _element_share(stats))
+    cap = min(max(MANY, MOST_GROWTH * now // workers), MOST_AT_ONCE // workers)
+    each = _rounded_up(min(most, needed) / workers, cap)
+    if each * workers <= now:
+        return None
+    gain, change = _gain(stats, min(each * workers, most) / make_s(stats)), f"concurrency={each}"
+    return (
+        f"rest, so let each worker make more of them at once: {change} (now {now // workers}), "
+        f"{_times(gain)}.",
+        change,
+        gain,
+    )
+
+
+def _more_processes(stats: Stats, needed: float) -> tuple[str, str, tuple[float, float]] | None:
+    """Return the advice to make the elements in more processes, if that helps."""
+    workers, is_thread = len(stats.workers), stats.backend == "thread"
+    most_of_one = most_on(1.0, _element_share(stats))
+    processes = int(min(stats.cpus, MANY_PROCESSES, math.ceil(needed / most_of_one)))
+    if processes <= (1 if is_thread else workers):
+        return None
+    change, each = f"workers={processes}", elements_at_once(stats) / workers
+    if is_thread:
+        each = _rounded_up(min(most_of_one, needed / processes), MANY)
+        change = f"backend='process', {change}, concurrency={each}"
+    rate = processes * min(each, most_of_one) / make_s(stats)
+    gain = _gain(stats, rate, in_threads=False)
+    if gain[1] < WORTH_IT:
+        return None
+    return (
+        "rest, but the Python code of all threads of a process runs one at a time: use "
+        f"{change}, {_times(gain)}.",
+        change,
+        gain,
+    )
 
 
 def _rounded_up(number: float, most: int) -> int:
