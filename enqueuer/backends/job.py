@@ -54,6 +54,7 @@ class Job:
         max_queue_size: Largest number of finished items that wait, over all workers.
         max_queue_bytes: The same in bytes, or None.
         start_method: "fork", "forkserver" or "spawn"; processes only.
+        are_shards_given: Whether there are as many shards with another number of workers.
         most_workers: Number of workers that there may be later, if that is more than `workers`.
         threads_per_worker: Number of threads that native libraries may run in each worker process;
             None: its share of the CPUs, or what the environment says.
@@ -80,6 +81,7 @@ class Job:
     forward_logs: bool | str
     on_error: OnError
     max_restarts: int
+    are_shards_given: bool = False
     most_workers: int = 0
     threads_per_worker: int | None = None
     keep_freed_memory: bool = True
@@ -105,12 +107,14 @@ class Job:
         return (self.source.batch_size or 1) if isinstance(self.source, TaskSource) else 1
 
     @property
-    def is_divisible(self) -> bool:
-        """Whether further workers would make other items: of tasks, or of shards that differ."""
+    def useful_workers(self) -> int | None:
+        """Number of workers beyond which none would make items of its own; None: any number."""
         source = self.source
-        return isinstance(source, TaskSource) or (
-            isinstance(source, FunctionSource) and source.takes_shard
-        )
+        if isinstance(source, TaskSource):
+            return None
+        if isinstance(source, FunctionSource) and source.takes_shard:
+            return len(self.own) if self.are_shards_given else None
+        return 1
 
     def share_of(self, cpus: float) -> int:
         """Return the number of CPUs of each worker if they are divided evenly; at least 1."""

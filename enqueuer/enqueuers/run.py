@@ -505,7 +505,7 @@ class Run:
             loop_switches=loop.switches,
             workers=() if backend is None else tuple(backend.measures()),
             elements=1 if self._job is None else self._job.elements,
-            is_divisible=self._job is None or self._job.is_divisible,
+            useful_workers=None if self._job is None else self._job.useful_workers,
             total_items=self.total_items(ready),
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -192,7 +193,9 @@ class ShardWorkload:
         shards = self.all_shards
         if isinstance(self.source, LiveSource) and shards > 1:
             _warn_of_duplicates(shards)
-        return job_of(self, workers, shards, tuple(self.own_shards()), self._start_method)
+        job = job_of(self, workers, shards, tuple(self.own_shards()), self._start_method)
+        are_given = self._shards is not None or self.options.is_auto
+        return dataclasses.replace(job, are_shards_given=are_given)
 
     def job_with(self, workers: int) -> Job | None:
         if isinstance(self.source, LiveSource):

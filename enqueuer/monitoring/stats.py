@@ -165,8 +165,9 @@ class Stats:
             system does not report it.
         workers: Work of each worker.
         elements: Number of elements in each batch; 1 without `batch_size`, and for shards.
-        is_divisible: Whether further workers would make other batches; not of an iterator, nor of
-            a function that takes no shard.
+        useful_workers: Number of workers beyond which none would make batches of its own: that of
+            the shards if it was given; 1 for an iterator, and for a function that takes no shard.
+            None: any number.
         total_items: Number of batches that were given to the loop in all runs; it goes on after
             `load_state_dict()` where the state was taken, and is no difference after `since()`.
         is_later: Whether the first batch came before, as in most differences of two snapshots.
@@ -196,7 +197,7 @@ class Stats:
     loop_lacked_s: float = 0.0
     loop_switches: int | None = None
     elements: int = 1
-    is_divisible: bool = True
+    useful_workers: int | None = None
     total_items: int = 0
     is_later: bool = False
 
@@ -784,10 +785,10 @@ def _advice_on_source(stats: Stats) -> Advice:
     # so at least one more is wanted.
     times = per_item(stats, "busy_s") / max(use_s(stats), 1e-9)
     wanted = max(len(stats.workers) + 1, math.ceil(min(times - 0.05, 1e6)))
-    if not stats.is_divisible:
+    if len(stats.workers) >= (stats.useful_workers or math.inf):
         return (
-            "More workers would make the same batches again: let the generator function take a "
-            "shard, divide its work by shard.split, and then give more workers.",
+            "More workers would have no shard of their own: let the generator function take a "
+            "shard, divide its work by shard.split, and then give more shards and workers.",
             "",
             None,
         )
@@ -805,19 +806,13 @@ def _advice_on_source(stats: Stats) -> Advice:
     return _more_workers(stats, wanted)
 
 
-def _shards(stats: Stats) -> float:
-    """Return the number of shards, beyond which workers have nothing to do; inf if they follow."""
-    shards = sum(len(worker.shards) for worker in stats.workers)
-    return shards if shards > len(stats.workers) else math.inf
-
-
 def _more_workers(stats: Stats, wanted: int) -> Advice:
     """Return the advice for shards, or for elements that compute."""
     workers, share = len(stats.workers), _computing_share(stats)
     computes = f"A worker computes {percent(share)} of the time in which it has a CPU"
     most = most_on(stats.cpus, share)
     many = max(MANY if stats.backend == "thread" else MANY_PROCESSES, 2 * workers)
-    enough = int(min(wanted, most, many, _shards(stats)))
+    enough = int(min(wanted, most, many, stats.useful_workers or math.inf))
     if enough <= workers:
         return (
             f"{computes}, so more workers than the {workers} now would hardly help on "
@@ -843,7 +838,9 @@ def _more_workers(stats: Stats, wanted: int) -> Advice:
 def _instead_of_threads(stats: Stats, wanted: int) -> Advice:
     """Return the advice for threads that wait for the GIL, or for a thread that may."""
     share, used = percent(_computing_share(stats)), on_average(stats, "cpu_s")
-    processes = max(1, int(min(stats.cpus, wanted, MANY_PROCESSES, _shards(stats))))
+    processes = max(
+        1, int(min(stats.cpus, wanted, MANY_PROCESSES, stats.useful_workers or math.inf))
+    )
     change = f"backend='process', workers={processes}"
     gain = _gain(stats, processes / max(per_item(stats, "cpu_s"), 1e-9), in_threads=False)
     is_several = _are_several_busy(stats)

@@ -397,15 +397,17 @@ def test_what_waits_most_of_the_time_gets_more_workers_than_cpus():
 @pytest.mark.parametrize("cpu", [0.5, 9.8])
 def test_a_function_without_a_shard_gets_no_more_workers(cpu):
     slow = worker(making=10.0, waiting=0.0, cpu=cpu, shards=(0,))
-    bottleneck = find_bottleneck(inputs(slow, in_threads=True, is_divisible=False))
+    bottleneck = find_bottleneck(inputs(slow, in_threads=True, useful_workers=1))
     assert (bottleneck.kind, bottleneck.change) == ("source", "")
     assert "let the generator function take a shard" in bottleneck.advice
 
 
 def test_no_more_workers_are_advised_than_there_are_shards():
     slow = worker(making=10.0, waiting=0.0, cpu=0.1, shards=(0, 1, 2))
-    found = inputs(slow, waiting=9.99, working=0.01)
+    found = inputs(slow, waiting=9.99, working=0.01, useful_workers=3)
     assert find_bottleneck(found).change == "workers=3"
+    three = dataclasses.replace(found, workers=found.workers * 3)
+    assert "give more shards and workers" in find_bottleneck(three).advice
 
 
 def test_batches_that_cost_nothing_gain_nothing():
