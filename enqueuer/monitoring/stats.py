@@ -761,7 +761,7 @@ def _gain(stats: Stats, rate: float, in_threads: bool = True) -> tuple[float, fl
         rate: Items a second that the workers would make if nothing else held them up.
         in_threads: Whether threads stay threads.
     """
-    now = max(ratio(elements_at_once(stats), make_s(stats)), 1e-9)
+    now = max(ratio(total(stats, "items"), longest_s(stats)), 1e-9)
     computes_s = max(per_item(stats, "cpu_s"), 1e-9)
     by_gil = min(1.0, stats.cpus) if in_threads and stats.backend == "thread" else stats.cpus
     rate = min(rate, 1 / max(use_s(stats), 1e-9))

@@ -184,6 +184,15 @@ def test_many_threads_that_wait_are_not_told_to_be_fewer():
         assert found.change == f"workers={2 * count}"
 
 
+def test_many_threads_that_wait_for_the_gil_are_compared_by_what_they_made():
+    """Measured: each of 64 threads waits for room for three quarters of its time."""
+    threads = [worker(making=2.5, waiting=7.5, items=28, cpu=0.15, switches=500) for _ in range(64)]
+    more = dict(waiting=9.8, working=0.2, in_threads=True, cpus=2, items=1800)
+    found = find_bottleneck(inputs(*threads, **more))
+    assert found.change == "backend='process', workers=2"
+    assert found.gain == pytest.approx((1.5, 2), rel=0.1)
+
+
 def test_where_the_cpu_time_is_unknown_no_number_is_made_up():
     slow = worker(making=10.0, waiting=0.0, cpu=None, cpu_wait=None, shards=())
     found = find_bottleneck(inputs(slow))
