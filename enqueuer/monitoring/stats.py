@@ -753,8 +753,8 @@ def _making_and_using(stats: Stats) -> str:
 def _gain(stats: Stats, rate: float, in_threads: bool = True) -> tuple[float, float]:
     """Return how many times the rate of the loop would grow, at least and at most.
 
-    The least is half of the growth that the numbers show, as workers disturb each other, and
-    threads may run Python code, one at a time.
+    The least is half of the growth that the numbers show, as workers disturb each other. Besides,
+    threads may run Python code, one at a time, and other programs may go on to use the CPUs.
 
     Args:
         stats: Statistics until now.
@@ -763,7 +763,10 @@ def _gain(stats: Stats, rate: float, in_threads: bool = True) -> tuple[float, fl
     """
     now = max(ratio(total(stats, "items"), longest_s(stats)), 1e-9)
     computes_s = max(per_item(stats, "cpu_s"), 1e-9)
-    by_gil = min(1.0, stats.cpus) if in_threads and stats.backend == "thread" else stats.cpus
+    # As large a part of the CPUs as other programs have left so far.
+    lacked = sum(worker.lacked_s * worker.concurrency for worker in stats.workers)
+    left = stats.cpus * (1 - ratio(lacked, lacked + total(stats, "cpu_s")))
+    by_gil = min(1.0, left) if in_threads and stats.backend == "thread" else left
     rate = min(rate, 1 / max(use_s(stats), 1e-9))
     least, most = (min(rate, cpus / computes_s) / now for cpus in (by_gil, stats.cpus))
     return (1 + max(1.0, least)) / 2, max(1.0, most)
