@@ -140,7 +140,8 @@ def test_waits_of_threads_for_a_cpu_are_divided_among_them():
     assert found.kind == "source"
     assert "an element takes 53.3 ms to make, 16 at once" in found.reason
     assert found.change == "concurrency=128"
-    assert found.gain == pytest.approx((4.1, 7.5), rel=0.3)
+    # Others may go on to take the CPUs.
+    assert found.gain == pytest.approx((2.2, 7.3), rel=0.1)
 
 
 def test_threads_that_wait_for_a_network_do_not_wait_for_the_gil():
