@@ -24,6 +24,7 @@ NEEDS = {
     "howto/read_files.rst": ("PIL",),
     "howto/resume_training.rst": ("torch",),
     "howto/scale_with_ray.rst": ("ray",),
+    "howto/train_on_several_gpus.rst": ("torch",),
     "howto/train_with_accelerate.rst": ("accelerate", "torch"),
     "howto/train_with_hugging_face.rst": ("transformers", "accelerate", "torch"),
     "howto/train_with_lightning.rst": ("lightning", "torch"),
