@@ -411,8 +411,12 @@ def elements_at_once(stats: Stats) -> int:
 
 def make_s(stats: Stats) -> float:
     """Return the seconds of work for an item, if its elements were made one after the other."""
-    worked = sum(worker.busy_s * worker.concurrency for worker in stats.workers)
-    return ratio(worked, total(stats, "items"))
+    return ratio(_of_elements(stats, "busy_s"), total(stats, "items"))
+
+
+def _of_elements(stats: Stats, name: str) -> float:
+    """Return the sum of a time over all elements, of which a worker may make several at once."""
+    return math.fsum(getattr(worker, name) * worker.concurrency for worker in stats.workers)
 
 
 def _computing_share(stats: Stats) -> float:
@@ -423,7 +427,7 @@ def _computing_share(stats: Stats) -> float:
 
 def _element_share(stats: Stats) -> float:
     """Return the same share of the time of an element, of which a worker may make several."""
-    worked = sum((w.busy_s - w.lacked_s) * w.concurrency for w in stats.workers)
+    worked = _of_elements(stats, "busy_s") - _of_elements(stats, "lacked_s")
     return min(1.0, ratio(total(stats, "cpu_s"), max(worked, 1e-9)))
 
 
@@ -434,8 +438,7 @@ def _other_wait_share(stats: Stats) -> float:
 
 def _are_several_busy(stats: Stats) -> bool:
     """Return whether several elements were made at a time, by threads of one worker, too."""
-    worked = sum(worker.busy_s * worker.concurrency for worker in stats.workers)
-    return ratio(worked, longest_s(stats)) > SEVERAL
+    return ratio(_of_elements(stats, "busy_s"), longest_s(stats)) > SEVERAL
 
 
 def cpus_used(stats: Stats) -> float:
@@ -498,7 +501,6 @@ def _loop(stats: Stats) -> Bottleneck:
     workers = len(stats.workers)
     # The workers that are busy all the time, and one in five to spare.
     enough = max(1, math.ceil(1.2 * on_average(stats, "busy_s")))
-    change = f"workers={enough}" if enough < workers and stats.backend != "inline" else ""
     itself = (
         f"it waited {percent(stats.waiting_share)} of its time for batches "
         f"(p99 {duration(stats.wait_p99_s)}), and takes {duration(use_s(stats))} for each itself"
@@ -507,6 +509,7 @@ def _loop(stats: Stats) -> Bottleneck:
         return _cpus_of_loop(stats, itself, enough)
     if _takes_gil_from_loop(stats):
         return _threads_beside_loop(stats, itself, enough)
+    change = f"workers={enough}" if enough < workers and stats.backend != "inline" else ""
     return Bottleneck(
         "loop",
         f"The bottleneck is the loop itself: {itself}.",
@@ -573,9 +576,9 @@ def _threads_beside_loop(stats: Stats, itself: str, enough: int) -> Bottleneck:
     workers = min(enough, len(stats.workers), int(stats.cpus) - 1)
     own_s, by_threads_s = _own_cpu_s(stats), total(stats, "cpu_s")
     # At best the loop no longer waits for the GIL, and the processes keep up with it.
-    most = max(1.0, min(stats.working_s / own_s, workers * stats.seconds / by_threads_s))
-    change, gain = f"backend='process', workers={workers}", ((1 + most) / 2, most)
-    is_known = workers > 0 and most >= WORTH_IT
+    gain = _up_to(min(stats.working_s / own_s, workers * stats.seconds / by_threads_s))
+    change = f"backend='process', workers={workers}"
+    is_known = workers > 0 and gain[1] >= WORTH_IT
     return Bottleneck(
         "source",
         f"The bottleneck is the source: the loop has its batches in time, but {itself}, of which "
@@ -653,8 +656,7 @@ def _slow_shard(stats: Stats) -> Bottleneck | None:
     # If the others need not wait, each makes what it can.
     rate = sum(1 / max(worker.per_item_s, 1e-9) for worker in stats.workers)
     rate = min(rate, 1 / max(use_s(stats), 1e-9))
-    most = max(1.0, ratio(rate, max(stats.items_per_s, 1e-9)))
-    gain = (1 + most) / 2, most
+    gain = _up_to(ratio(rate, max(stats.items_per_s, 1e-9)))
     return Bottleneck(
         "slow shard",
         f"The bottleneck is one slow shard: {slow.name} takes {duration(slow.per_item_s)} for an "
@@ -764,12 +766,18 @@ def _gain(stats: Stats, rate: float, in_threads: bool = True) -> tuple[float, fl
     now = max(ratio(total(stats, "items"), longest_s(stats)), 1e-9)
     computes_s = max(per_item(stats, "cpu_s"), 1e-9)
     # As large a part of the CPUs as other programs have left so far.
-    lacked = sum(worker.lacked_s * worker.concurrency for worker in stats.workers)
+    lacked = _of_elements(stats, "lacked_s")
     left = stats.cpus * (1 - ratio(lacked, lacked + total(stats, "cpu_s")))
     by_gil = min(1.0, left) if in_threads and stats.backend == "thread" else left
     rate = min(rate, 1 / max(use_s(stats), 1e-9))
     least, most = (min(rate, cpus / computes_s) / now for cpus in (by_gil, stats.cpus))
-    return (1 + max(1.0, least)) / 2, max(1.0, most)
+    return _up_to(least)[0], _up_to(most)[1]
+
+
+def _up_to(most: float) -> tuple[float, float]:
+    """Return a gain of at most so many times the rate; the least is half of the growth."""
+    most = max(1.0, most)
+    return (1 + most) / 2, most
 
 
 def _times(gain: tuple[float, float]) -> str:
@@ -788,7 +796,7 @@ def _advice_on_source(stats: Stats) -> Advice:
     # so at least one more is wanted.
     times = per_item(stats, "busy_s") / max(use_s(stats), 1e-9)
     wanted = max(len(stats.workers) + 1, math.ceil(min(times - 0.05, 1e6)))
-    if len(stats.workers) >= (stats.useful_workers or math.inf):
+    if len(stats.workers) >= _useful(stats):
         return (
             "More workers would have no shard of their own: let the generator function take a "
             "shard, divide its work by shard.split, and then give more shards and workers.",
@@ -809,13 +817,18 @@ def _advice_on_source(stats: Stats) -> Advice:
     return _more_workers(stats, wanted)
 
 
+def _useful(stats: Stats) -> float:
+    """Return the number of workers that may have something to do."""
+    return math.inf if stats.useful_workers is None else stats.useful_workers
+
+
 def _more_workers(stats: Stats, wanted: int) -> Advice:
     """Return the advice for shards, or for elements that compute."""
     workers, share = len(stats.workers), _computing_share(stats)
     computes = f"A worker computes {percent(share)} of the time in which it has a CPU"
     most = most_on(stats.cpus, share)
     many = max(MANY if stats.backend == "thread" else MANY_PROCESSES, 2 * workers)
-    enough = int(min(wanted, most, many, stats.useful_workers or math.inf))
+    enough = int(min(wanted, most, many, _useful(stats)))
     if enough <= workers:
         return (
             f"{computes}, so more workers than the {workers} now would hardly help on "
@@ -841,9 +854,7 @@ def _more_workers(stats: Stats, wanted: int) -> Advice:
 def _instead_of_threads(stats: Stats, wanted: int) -> Advice:
     """Return the advice for threads that wait for the GIL, or for a thread that may."""
     share, used = percent(_computing_share(stats)), on_average(stats, "cpu_s")
-    processes = max(
-        1, int(min(stats.cpus, wanted, MANY_PROCESSES, stats.useful_workers or math.inf))
-    )
+    processes = max(1, int(min(stats.cpus, wanted, MANY_PROCESSES, _useful(stats))))
     change = f"backend='process', workers={processes}"
     gain = _gain(stats, processes / max(per_item(stats, "cpu_s"), 1e-9), in_threads=False)
     is_several = _are_several_busy(stats)
