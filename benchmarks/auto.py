@@ -1,4 +1,4 @@
-"""Compare `workers="auto"` with fixed numbers of workers, on eleven kinds of work.
+"""Compare `workers="auto"` with fixed numbers of workers, and of elements at once in each.
 
     python benchmarks/auto.py --only waiting-process --burners 2
 
@@ -65,14 +65,17 @@ def spectrum(element: int) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A kind of work, the loop over it, and the fixed numbers to compare with."""
+    """A kind of work, the loop over it, and the fixed numbers to compare with.
+
+    These are workers, or workers and elements at once in each: "2x16".
+    """
 
     map: Callable[[int], object]
     backend: str
-    fixed: tuple[int, ...]
+    fixed: tuple[int | str, ...]
     use_s: float = 0.0
     batch_size: int | None = None
-    concurrency: int = 1
+    concurrency: int | str = 1
 
 
 CASES = {
@@ -80,6 +83,29 @@ CASES = {
     "waiting-process": Case(remote_file, "process", (1, 8, 16, 32, 64)),
     "waiting-batches": Case(remote_file, "process", (1, 8, 16, 32, 64), batch_size=16),
     "waiting-concurrency": Case(remote_file, "process", (1, 2, 4), batch_size=16, concurrency=16),
+    "at-once-thread": Case(
+        remote_file,
+        "thread",
+        ("1x8", "1x16", "1x32", "1x64", "4x8", "16x1"),
+        batch_size=16,
+        concurrency="auto",
+    ),
+    "at-once-process": Case(
+        remote_file,
+        "process",
+        ("1x16", "1x32", "2x8", "2x16", "2x32", "16x1", "32x1"),
+        batch_size=16,
+        concurrency="auto",
+    ),
+    "at-once-single": Case(
+        remote_file, "process", ("1x16", "2x8", "2x16", "2x32", "32x1"), concurrency="auto"
+    ),
+    "at-once-only-waiting": Case(
+        slow_disk, "thread", ("1x8", "1x32", "1x64"), batch_size=64, concurrency="auto"
+    ),
+    "computing-at-once": Case(
+        computing, "process", ("1x1", "2x1", "1x2", "4x1"), batch_size=4, concurrency="auto"
+    ),
     "computing-process": Case(computing, "process", (1, 2, 4)),
     "numpy-thread": Case(spectrum, "thread", (1, 2, 4)),
     "python-thread": Case(computing, "thread", (1, 2, 4)),
@@ -90,18 +116,19 @@ CASES = {
 }
 
 
-def measure(case: Case, workers: int | str, seconds: float) -> dict[str, Any]:
+def measure(case: Case, setting: str, seconds: float) -> dict[str, Any]:
     """Run the loop, and return its rates, the numbers of workers and the bottleneck."""
     from enqueuer import OrderedEnqueuer
 
     rates: list[float] = []
+    workers, _, at_once = setting.partition("x")
     with OrderedEnqueuer(
         range(10**9),
         case.map,
-        workers=workers,
+        workers=workers if workers == "auto" else int(workers),
         backend=case.backend,
         batch_size=case.batch_size,
-        concurrency=case.concurrency,
+        concurrency=int(at_once) if at_once else case.concurrency,
     ) as enqueuer:
         began = tick = time.perf_counter()
         count, counts, earlier = 0, [], enqueuer.stats()
@@ -113,7 +140,10 @@ def measure(case: Case, workers: int | str, seconds: float) -> dict[str, Any]:
             now = time.perf_counter()
             if now - tick >= TICK_S:
                 rates.append(count * elements / (now - tick))
-                counts.append((now - began, rates[-1], len(enqueuer.stats().workers)))
+                there = enqueuer.stats().workers
+                each = there[0].concurrency
+                number = f"{len(there)}x{each}" if at_once or each > 1 else str(len(there))
+                counts.append((now - began, rates[-1], number))
                 count, tick = 0, now
                 if now - began < seconds / 2:
                     earlier = enqueuer.stats()
@@ -157,9 +187,9 @@ def burning(count: int) -> Iterator[None]:
             burner.wait()
 
 
-def run(name: str, workers: int | str, seconds: float) -> dict[str, Any]:
+def run(name: str, setting: str, seconds: float) -> dict[str, Any]:
     """Measure one setting in a fresh process."""
-    command = [sys.executable, os.path.abspath(__file__), "--one", name, str(workers)]
+    command = [sys.executable, os.path.abspath(__file__), "--one", name, setting]
     done = subprocess.run(
         [*command, "--seconds", str(seconds)], stdout=subprocess.PIPE, check=True, timeout=600
     )
@@ -168,7 +198,7 @@ def run(name: str, workers: int | str, seconds: float) -> dict[str, Any]:
 
 def compare(name: str, seconds: float, rounds: int) -> None:
     """Measure all fixed numbers and `auto` in turn, and print medians and what `auto` did."""
-    settings: list[int | str] = [*CASES[name].fixed, "auto"]
+    settings = [*map(str, CASES[name].fixed), "auto"]
     found = [{setting: run(name, setting, seconds) for setting in settings} for _ in range(rounds)]
     rates = {
         setting: statistics.median(one[setting]["rate"] for one in found) for setting in settings
@@ -192,12 +222,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=12.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--burners", type=int, default=0)
-    parser.add_argument("--one", nargs=2, metavar=("CASE", "WORKERS"))
+    parser.add_argument("--one", nargs=2, metavar=("CASE", "SETTING"))
     given = parser.parse_args()
     if given.one:
-        name, workers = given.one
-        number = workers if workers == "auto" else int(workers)
-        print(json.dumps(measure(CASES[name], number, given.seconds)))
+        name, setting = given.one
+        print(json.dumps(measure(CASES[name], setting, given.seconds)))
         return
     with burning(given.burners):
         for name in given.only:

@@ -145,7 +145,8 @@ class Auto:
     Args:
         most: Largest number of workers. None, the default: as many as help and as memory holds,
             at most 128; of Ray actors as many as the cluster has CPUs. There are never more
-            workers than shards.
+            workers than shards. Where `concurrency` is chosen for threads that make batches, this
+            is also the largest number of elements at once in each.
         first: Number of workers to begin with; 1 by default.
 
     Raises:

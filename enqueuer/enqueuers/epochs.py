@@ -128,7 +128,7 @@ class Epochs:
         # Read once, as another thread may replace it by None.
         scaling = self.scaling
         if scaling is not None:
-            scaling.step(self._current, between_epochs)
+            scaling.step(self._current, self.pass_work, between_epochs)
 
     def status(self) -> str:
         """Return how many batches wait, for a repr; "" if that cannot be asked. No lock needed."""

@@ -44,6 +44,7 @@ Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 Backends = BackendName | Processes | Ray
 Workers = int | Literal["auto"] | Auto
+Concurrency = int | Literal["auto"] | None
 
 
 class CommonOptions(TypedDict, total=False):
@@ -85,7 +86,7 @@ class TaskOptions(CommonOptions, total=False):
     """Types of the options of `imap` that do not change the type of a batch."""
 
     use_multiprocessing: bool
-    concurrency: int
+    concurrency: Concurrency
     random_seed: int | None
 
 

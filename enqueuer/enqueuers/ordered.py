@@ -11,7 +11,14 @@ from enqueuer.common import checks
 from enqueuer.common.text import an
 from enqueuer.enqueuers.core import Endless
 from enqueuer.enqueuers.enqueuer import BaseEnqueuer, Batch, core_of
-from enqueuer.enqueuers.options import EnqueuerOptions, Options, TaskOptions, Unpack, takes_options
+from enqueuer.enqueuers.options import (
+    Concurrency,
+    EnqueuerOptions,
+    Options,
+    TaskOptions,
+    Unpack,
+    takes_options,
+)
 from enqueuer.enqueuers.task_workload import TaskWorkload
 from enqueuer.enqueuers.workload import Seed
 from enqueuer.workers.collate import stack
@@ -71,9 +78,12 @@ class OrderedEnqueuer(BaseEnqueuer[Batch]):
             elements of a batch at once. If it takes two arguments, or one named `tasks`, it also
             gets the list of their `Task` objects.
         concurrency: Number of elements that each worker runs at once, those of one batch too, in
-            threads; 1 by default. For elements that wait, for a network or a disk: threads cost
-            far less memory than processes. `map` and the sequence must be thread-safe, and draw
-            random numbers from the `Task`: the global generators are not seeded for each element.
+            threads. For elements that wait, for a network or a disk: threads cost far less memory
+            than processes. `map` and the sequence must be thread-safe, and draw random numbers
+            from the `Task`: the global generators are not seeded for each element. `"auto"`, with
+            `workers="auto"`: begins with 1, and lets elements that wait run at once before it adds
+            workers. None, the default: 1; but `"auto"` for batches that automatic threads make,
+            as threads seed no global generators.
         random_seed: Non-negative int, from which all seeds derive. None, the default, draws one;
             the attribute `random_seed` has it.
         {options}
@@ -162,7 +172,7 @@ class OrderedEnqueuer(BaseEnqueuer[Batch]):
         use_multiprocessing: bool = False,
         batch_size: int | None = None,
         collate: Callable[..., Any] | None = None,
-        concurrency: int = 1,
+        concurrency: Concurrency = None,
         random_seed: int | None = None,
         **options: Unpack[EnqueuerOptions],
     ) -> None:
@@ -172,10 +182,8 @@ class OrderedEnqueuer(BaseEnqueuer[Batch]):
         checks.function("collate", collate, "of a list of results")
         if collate is not None and batch_size is None:
             raise ValueError("collate makes a batch of results; give batch_size with it")
-        concurrency = checks.positive("concurrency", concurrency)
-        if concurrency > MOST_THREADS:
-            raise ValueError(f"concurrency must be <= {MOST_THREADS}, got {concurrency}")
         checked = Options.of(use_multiprocessing, options)
+        concurrency = _checked_concurrency(concurrency, checked.is_auto)
         seed = Seed.of(random_seed, checked.world_size)
         size = None if batch_size is None else checks.positive("batch_size", batch_size)
         source = TaskSource(
@@ -184,9 +192,9 @@ class OrderedEnqueuer(BaseEnqueuer[Batch]):
             size,
             stack if collate is None else collate,
             seed.value,
-            concurrency=concurrency,
+            concurrency=concurrency if isinstance(concurrency, int) else 1,
         )
-        self._tasks = TaskWorkload(source, checked, seed, bool(shuffle))
+        self._tasks = TaskWorkload(source, checked, seed, bool(shuffle), concurrency)
         super().__init__(self._tasks, OrderedEnqueuer)
 
     @property
@@ -238,6 +246,21 @@ class OrderedEnqueuer(BaseEnqueuer[Batch]):
         core = core_of(self)
         core.check_started("get() from it")
         return Endless(core, core.started_reader())
+
+
+def _checked_concurrency(value: object, is_auto: bool) -> Concurrency:
+    if value is None:
+        return None
+    if value == "auto":
+        if not is_auto:
+            raise ValueError("concurrency='auto' needs workers='auto'; or give it as an int")
+        return "auto"
+    if isinstance(value, str):
+        raise ValueError(f"concurrency must be an int, 'auto' or None, got {value!r}")
+    concurrency = checks.positive("concurrency", value)
+    if concurrency > MOST_THREADS:
+        raise ValueError(f"concurrency must be <= {MOST_THREADS}, got {concurrency}")
+    return concurrency
 
 
 def _check_elements(sequence: object, map: object, shuffle: object, collate: object) -> None:

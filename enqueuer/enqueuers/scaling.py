@@ -1,4 +1,8 @@
-"""`workers="auto"`: when the autoscaler is asked, and what becomes of its answer."""
+"""`workers="auto"`: when the autoscaler is asked, and what becomes of its answer.
+
+Workers that do tasks are added or asked to exit, and each finishes its task. Workers that get
+other shards, or another `concurrency`, are replaced by new ones, which go on at the position.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import logging
 
 from enqueuer.common.text import percent, size
 from enqueuer.enqueuers.epoch_reader import EpochReader
-from enqueuer.enqueuers.run import Run, State
+from enqueuer.enqueuers.run import PassWork, Run, State
 from enqueuer.enqueuers.workload import Workload, most_workers
 from enqueuer.errors import StartError
 from enqueuer.monitoring import usage
@@ -32,7 +36,13 @@ class Scaling:
         most = most_workers(run.options, run.cpus())
         most = most if shards is None else min(most, shards)
         self._autoscaler = Autoscaler(
-            run.workers, most, shards, run.limits.first_s, workload.elements_per_item
+            run.workers,
+            most,
+            shards,
+            run.limits.first_s,
+            workload.elements_per_item,
+            workload.concurrency,
+            workload.most_at_once,
         )
         self._epoch_began: Stats | None = None
         self._has_named_limit = False
@@ -41,13 +51,14 @@ class Scaling:
         """Note the statistics at the beginning of an epoch."""
         self._epoch_began = stats
 
-    def step(self, reader: EpochReader, between_epochs: bool = False) -> None:
+    def step(self, reader: EpochReader, pass_work: PassWork, between_epochs: bool = False) -> None:
         """Start or end workers if that is due, and better. Lock of the run held.
 
         Called by a thread that may wait.
 
         Args:
             reader: The epoch that is read.
+            pass_work: Function that gives new workers the work of the old ones.
             between_epochs: Whether the epoch is over, so that a change repeats nothing.
         """
         run, autoscaler = self._run, self._autoscaler
@@ -60,49 +71,61 @@ class Scaling:
             # While workers that are slow to exit still run, they could become ever more.
             is_changing = run.is_changing or run.backend.is_resizing
             if run.state is State.RUNNING and not is_changing:
-                self._step(reader, between_epochs)
+                self._step(reader, pass_work, between_epochs)
         finally:
             run.state_lock.release()
 
-    def _step(self, reader: EpochReader, between_epochs: bool) -> None:
+    def _step(self, reader: EpochReader, pass_work: PassWork, between_epochs: bool) -> None:
         stats, rerun_s = reader.stats(), None
         if not between_epochs:
             began = self._epoch_began
             rerun_s = reader.work.rerun_s(stats if began is None else stats.since(began))
         workers = self._autoscaler.next(stats, rerun_s)
         self._name_limit()
-        self._go_to(workers, stats, reader)
+        self._go_to(workers, stats, pass_work)
 
-    def _go_to(self, workers: int, stats: Stats, reader: EpochReader) -> None:
+    def _go_to(self, workers: int, stats: Stats, pass_work: PassWork) -> None:
         """Start or end workers."""
         run, autoscaler, before = self._run, self._autoscaler, self._run.workers
+        each = self._workload.concurrency
         if workers > before:
             workers = self._fitting(workers, before, stats)
-        if workers == before:
+        if (workers, autoscaler.concurrency) == (before, each):
             return
         # The time that it takes counts as a wait.
         run.meter.pause(None)
         try:
-            self._change(workers, reader)
+            self._change(workers, autoscaler.concurrency, pass_work)
         except StartError as error:
-            autoscaler.refused(before)
+            self._workload.concurrency = each
+            autoscaler.refused(before, each)
             # As text: a record may be kept, and should not keep descriptors.
             _log.warning("workers='auto' stays at %d: %s", before, str(error))
         else:
-            _log.info("%d -> %d workers: %s", before, run.workers, autoscaler.reason)
+            after, reason = autoscaler.concurrency, autoscaler.reason
+            if after != each:
+                _log.info("concurrency=%d -> concurrency=%d: %s", each, after, reason)
+            else:
+                _log.info("%d -> %d workers: %s", before, run.workers, reason)
         finally:
             run.meter.resume()
 
-    def _change(self, workers: int, reader: EpochReader) -> None:
-        """Go on with another number of workers. Locks held."""
-        run = self._run
-        if run.backend.tasks is not None:
+    def _change(self, workers: int, concurrency: int, pass_work: PassWork) -> None:
+        """Go on with other workers. Locks held."""
+        run, workload = self._run, self._workload
+        # Those that were replaced for more elements at once may have ended by now.
+        run.end_replaced()
+        if workload.concurrency == concurrency and run.backend.tasks is not None:
             run.resize(workers)
             return
-        job = self._workload.job_with(workers)
+        is_other = workload.concurrency != concurrency
+        workload.concurrency = concurrency
+        job = workload.job_with(workers)
         if job is not None:
-            run.replace(job, reader.work.pass_work)
-        run.end_replaced()
+            run.replace(job, pass_work)
+        # They may be in the middle of a batch that waits; new ones work meanwhile.
+        if not is_other:
+            run.end_replaced()
 
     def _fitting(self, workers: int, before: int, stats: Stats) -> int:
         """Return how many of `workers` fit into memory; report to the autoscaler if not all do.
@@ -123,7 +146,7 @@ class Scaling:
         most = max(before, room if backend.tasks is None else before + room)
         if most >= workers:
             return workers
-        self._autoscaler.refused(most)
+        self._autoscaler.refused(most, self._workload.concurrency)
         _log.warning(
             "workers='auto' stays at %d: a worker takes %s of memory, and %s is available",
             most,

@@ -115,6 +115,8 @@ class ShardWorkload:
         shards: Number of shards over all ranks; None: as many as workers.
     """
 
+    concurrency = most_at_once = 1
+
     def __init__(self, source: Source, options: Options, seed: Seed, shards: int | None) -> None:
         self.source = source
         self.options = options

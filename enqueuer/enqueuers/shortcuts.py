@@ -9,6 +9,7 @@ from enqueuer.enqueuers.enqueuer import BaseEnqueuer, Batch
 from enqueuer.enqueuers.generator import GeneratorEnqueuer, GeneratorLike
 from enqueuer.enqueuers.options import (
     CommonOptions,
+    Concurrency,
     ShardOptions,
     TaskOptions,
     Unpack,
@@ -148,7 +149,7 @@ def imap(  # noqa: D417, as takes_options() adds them
     use_multiprocessing: bool = False,
     batch_size: int | None = None,
     collate: Callable[..., Any] | None = None,
-    concurrency: int = 1,
+    concurrency: Concurrency = None,
     random_seed: int | None = None,
     **options: Unpack[CommonOptions],
 ) -> Iterator[Any]:
@@ -168,7 +169,7 @@ def imap(  # noqa: D417, as takes_options() adds them
         use_multiprocessing: Keras' name for `backend="process"`.
         batch_size: Number of results in a batch; None, the default: each comes alone.
         collate: Function that makes one batch of a list of results.
-        concurrency: Number of elements that each worker runs at once, in threads; 1 by default.
+        concurrency: Number of elements that each worker runs at once, in threads, or `"auto"`.
         random_seed: Non-negative int, from which all seeds derive; drawn by default.
         {options}
 

@@ -7,13 +7,15 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from enqueuer.backends.job import Job
+from enqueuer.enqueuers.configs import Auto
 from enqueuer.enqueuers.failures import Origin, refuse, rerun_task
-from enqueuer.enqueuers.options import Options
+from enqueuer.enqueuers.options import Concurrency, Options
 from enqueuer.enqueuers.run import Run
 from enqueuer.enqueuers.task_epoch import TaskEpoch
 from enqueuer.enqueuers.workload import EpochWork, Seed, job_of
 from enqueuer.errors import InvalidState, StateMismatch
 from enqueuer.workers.collate import stack
+from enqueuer.workers.element_threads import MOST_THREADS
 from enqueuer.workers.messages import Epoch, Ticket
 from enqueuer.workers.tasks import Reading, TaskSource, order_of, places_of, steps_in
 
@@ -26,14 +28,24 @@ class TaskWorkload:
         options: Options of the enqueuer.
         seed: Seed of the enqueuer.
         shuffle: Whether each epoch has an order of its own.
+        concurrency: Number of elements at once in each worker that the user gave; `"auto"`: the
+            autoscaler chooses. None: it does if that changes nothing but the speed.
     """
 
-    def __init__(self, source: TaskSource, options: Options, seed: Seed, shuffle: bool) -> None:
+    def __init__(
+        self,
+        source: TaskSource,
+        options: Options,
+        seed: Seed,
+        shuffle: bool,
+        concurrency: Concurrency = None,
+    ) -> None:
         self.source = source
         self.options = options
         self.seed = seed
         source.random_seed = seed.value
         self.reading = Reading(shuffle, options.drop_last, options.rank, options.world_size)
+        self._concurrency = concurrency
         self._start_method = options.start_method(source)
         # Length of the sequence in the epoch in which a loaded state was saved, if it may change.
         self._saved_length: int | None = None
@@ -52,6 +64,26 @@ class TaskWorkload:
     @property
     def elements_per_item(self) -> int:
         return self.source.batch_size or 1
+
+    @property
+    def concurrency(self) -> int:
+        return self.source.concurrency
+
+    @concurrency.setter
+    def concurrency(self, number: int) -> None:
+        self.source.concurrency = number
+
+    @property
+    def most_at_once(self) -> int:
+        workers = self.options.workers
+        if not isinstance(workers, Auto) or isinstance(self._concurrency, int):
+            return self.source.concurrency
+        if self._concurrency == "auto":
+            return MOST_THREADS
+        # Threads seed no global generators for an element anyway. Without batches, each element at
+        # once may as well be a worker.
+        is_free = self.options.backend_name == "thread" and self.source.batch_size is not None
+        return (workers.most or MOST_THREADS) if is_free else 1
 
     def needs_common_seed(self) -> bool:
         return self.reading.shuffle
@@ -160,7 +192,7 @@ class TaskWorkload:
         options = self.options.given() | {
             "batch_size": source.batch_size,
             "collate": None if source.collate is stack else source.collate,
-            "concurrency": source.concurrency,
+            "concurrency": self._concurrency,
             "random_seed": self.seed.value,
         }
         return (source.items, source.map, self.reading.shuffle), options

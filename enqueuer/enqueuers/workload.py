@@ -126,6 +126,12 @@ class Workload(Protocol):
 
     options: Options
     seed: Seed
+    # Number of elements that each worker runs at once; 1 for shards.
+    concurrency: int
+
+    @property
+    def most_at_once(self) -> int:
+        """The largest number of these that `workers="auto"` may choose."""
 
     @property
     def source(self) -> Source | TaskSource:

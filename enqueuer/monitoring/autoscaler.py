@@ -1,6 +1,6 @@
 """Deciding the number of workers after each window of a run, for `workers="auto"`.
 
-    Stats, now and then --> Autoscaler.next(stats) --> number of workers
+    Stats, now and then --> Autoscaler.next(stats) --> number of workers, and of elements at once
 
                      the loop waits, and the workers do not
         n workers --------------------------------------------> as many as the times ask for
@@ -11,6 +11,10 @@ The time of a worker has three parts: it computes, it could compute but has no C
 something else, such as a file or the GIL. The time that it computes, and the shortest time that it
 was seen to wait, show for how many workers there are CPUs, also on a busy machine. The rate after
 a step up shows whether they wait for each other: for the GIL, a lock or a disk.
+
+If it may choose `concurrency`, elements that wait get more of it, as threads cost less than
+workers, until the Python code of a worker fills a CPU. Only then, and for elements that compute, it
+adds workers.
 
 The autoscaler only decides: it neither waits nor reads a clock, and has no access to the workers.
 Each step up raises the lower limit, and each step that did not help lowers the upper limit. So the
@@ -25,13 +29,20 @@ from typing import NamedTuple
 from enqueuer.common.text import percent, ratio
 from enqueuer.monitoring.stats import (
     HARDLY_WAITS,
+    IS_COMPUTING,
+    MANY,
+    MOST_AT_ONCE,
+    MOST_GROWTH,
     OFTEN_LACKS_CPU,
     OFTEN_WAITS,
     PASSING_S,
     Stats,
+    element_share,
     is_cheap,
     longest_s,
     most_on,
+    of_elements,
+    on_average,
     total,
     use_s,
     workers_waiting_share,
@@ -76,8 +87,11 @@ class Autoscaler:
         longest_wait_s: Seconds that the loop waits for a batch before it warns or raises; a
             change takes at most half of it. None if there is no limit.
         elements: Number of elements in each item, such as a batch.
+        concurrency: Number of elements at once in each worker at first.
+        most_at_once: Largest number of elements at once in each worker.
 
     Attributes:
+        concurrency: Number of elements at once in each worker from now on.
         due_s: Time of the next decision, in seconds since the start.
         reason: Reason for the last decision, in words.
         wanted: Number of workers that the load seemed to need in the last window, allowed or not.
@@ -91,11 +105,16 @@ class Autoscaler:
         shards: int | None = None,
         longest_wait_s: float | None = None,
         elements: int = 1,
+        concurrency: int = 1,
+        most_at_once: int = 1,
     ) -> None:
         self.due_s = 0.0
         self.reason = ""
         self.wanted = workers
         self.waiting_share = 0.0
+        self.concurrency = concurrency
+        self._most_at_once_ever = most_at_once
+        self._chooses_concurrency = most_at_once > concurrency
         self._workers = workers
         self._shards = shards
         self._fewest_items = -(-FEWEST_ELEMENTS // elements)
@@ -133,9 +152,10 @@ class Autoscaler:
             self._go_to(self._change)
         return self._workers
 
-    def refused(self, workers: int) -> None:
-        """Set the limit to the present number of workers, as no more could be started."""
+    def refused(self, workers: int, concurrency: int) -> None:
+        """Set the limits to the present numbers, as no more workers could be started."""
         self._most_ever = self._most = self._workers = workers
+        self._most_at_once_ever = self._most_at_once = self.concurrency = concurrency
         self._arrive()
 
     # --- inside ---
@@ -143,11 +163,14 @@ class Autoscaler:
     def _forget(self) -> None:
         """Discard the measurements of the load, and reset the limits."""
         self._fewest, self._most = 1, self._most_ever
+        self._most_at_once = self._most_at_once_ever
         self._step: _Step | None = None
         # The first window with this number of workers.
         self._known: _Window | None = None
         # Shortest time of a worker for an item, without its waits for a CPU.
         self._least_s = math.inf
+        # The same if the elements of an item are made one after the other.
+        self._least_element_s = math.inf
         self._calm = self._unlike = 0
 
     def _warm_up(self, stats: Stats) -> None:
@@ -177,20 +200,26 @@ class Autoscaler:
         self._unlike = 0
         self._known = self._known or window
         self._least_s = min(self._least_s, window.service_s)
+        self._least_element_s = min(self._least_element_s, window.element_s)
         self.wanted, self.waiting_share = window.wanted, window.seen.waiting_share
         step = self._step
-        if step is not None and not step.has_helped(self._workers, window):
+        at_once = self._workers * self.concurrency
+        if step is not None and not step.has_helped(at_once, window):
             self._step = step._replace(doubts=step.doubts + 1)
             return self._back(step, window) if self._step.doubts >= DOUBTS else None
         self._step = None
         return self._more(window) if window.waits else self._fewer(window)
 
     def _back(self, step: _Step, window: _Window) -> _Change:
-        reason = (
-            f"{step.before} were as fast" if window.rate < step.last.rate else "that hardly helped"
-        )
-        workers = self._enough_for(min(self._workers, step.needed_for(window.rate)))
-        return _Change(workers, window, window.rate < WORSE * step.last.rate, reason, is_back=True)
+        is_slower = window.rate < step.last.rate
+        reason = f"{step.before} were as fast" if is_slower else "that hardly helped"
+        is_urgent = window.rate < WORSE * step.last.rate
+        needed, workers, each = step.needed_for(window.rate), self._workers, self.concurrency
+        if step.concurrency < each:
+            each = min(each, math.ceil(needed / workers))
+        else:
+            workers = self._enough_for(min(workers, math.ceil(needed / each)))
+        return _Change(workers, each, window, is_urgent, reason, is_back=True)
 
     def _more(self, window: _Window) -> _Change | None:
         self._calm = 0
@@ -199,12 +228,35 @@ class Autoscaler:
         computing_share = ratio(window.compute_s, self._least_s)
         most = min(most, self._as_fast_as(most_on(window.seen.cpus, computing_share)))
         have_no_room = workers_waiting_share(window.seen) > OFTEN_WAITS
-        if now + now // LEAST_STEP >= most or have_no_room or is_cheap(window.seen):
+        if have_no_room or is_cheap(window.seen):
+            return None
+        reason = f"the loop waited {percent(window.seen.waiting_share)} of its time"
+        if self._chooses_concurrency and window.elements_wait:
+            if not window.fills_gil:
+                return self._more_at_once(window, reason)
+            if window.seen.backend == "thread":
+                return None
+        if now + now // LEAST_STEP >= most:
             return None
         # The effect of a smaller step could not be distinguished from chance.
         workers = self._enough_for(max(now + max(1, now // 4), window.wanted))
-        reason = f"the loop waited {percent(window.seen.waiting_share)} of its time"
-        return _Change(min(workers, most), window, True, reason)
+        return _Change(min(workers, most), self.concurrency, window, True, reason)
+
+    def _more_at_once(self, window: _Window, reason: str) -> _Change | None:
+        """Return a change to more elements at once in each worker, as these wait."""
+        workers, now = self._workers, self.concurrency
+        most = min(
+            self._most_at_once,
+            MOST_AT_ONCE // workers,
+            max(MANY, MOST_GROWTH * now),
+            # The Python code of all threads of a process runs one at a time.
+            most_on(1.0, ratio(window.compute_s, self._least_element_s)),
+        )
+        if now + now // LEAST_STEP >= most:
+            return None
+        wanted = math.ceil(min(now * window.make_s / window.use_s / workers, most))
+        each = min(max(now + max(1, now // 4), wanted), most)
+        return _Change(workers, each, window, True, reason)
 
     def _fewer(self, window: _Window) -> _Change | None:
         workers = max(self._fewest, self._enough_for(math.ceil(SPARE * window.busy)))
@@ -214,7 +266,7 @@ class Autoscaler:
             return None
         waited = percent(window.seen.waiting_share)
         reason = f"the loop waited {waited} of its time, and some workers more"
-        return _Change(workers, window, False, reason)
+        return _Change(workers, self.concurrency, window, False, reason)
 
     # The loop takes all shards in turn, so it is as fast as the worker that has most of them: of
     # 16 shards, 5 workers are as fast as 4, and only 6 are faster.
@@ -230,13 +282,17 @@ class Autoscaler:
         return workers if shards is None else -(-shards // max(1, shards // max(1, workers)))
 
     def _go_to(self, change: _Change) -> None:
-        now = self._workers
-        if change.is_back:
+        now, each = self._workers, self.concurrency
+        if change.concurrency < each:
+            self._most_at_once = change.concurrency
+        elif change.is_back:
             self._fewest = self._most = change.workers
         elif change.workers > now:
             self._fewest = max(self._fewest, now + 1)
-        self._step = _Step(now, change.window) if change.workers > now else None
-        self._workers, self.reason = change.workers, change.reason
+        is_more = change.workers > now or change.concurrency > each
+        self._step = _Step(now * each, each, change.window) if is_more else None
+        self._workers, self.concurrency = change.workers, change.concurrency
+        self.reason = change.reason
         self._arrive()
 
     def _arrive(self) -> None:
@@ -249,6 +305,8 @@ class _Change(NamedTuple):
     """A number of workers, the window that shows it, whether it is urgent, and the reason."""
 
     workers: int
+    # Number of elements at once in each of them.
+    concurrency: int
     window: _Window
     is_urgent: bool
     reason: str
@@ -266,15 +324,19 @@ class _Change(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """A step up: the workers before it, the window before it, and how many windows doubt it."""
+    """A step up, from some elements at once in all workers and in each, and who doubts it.
+
+    `last` is the window before it; `doubts` is the number of windows in which it did not help.
+    """
 
     before: int
+    concurrency: int
     last: _Window
     doubts: int = 0
 
-    def has_helped(self, workers: int, window: _Window) -> bool:
-        """Return whether `workers` are faster than those before, by a part of what is possible."""
-        hoped = 1 + LEAST_GAIN * (workers / self.before - 1)
+    def has_helped(self, at_once: int, window: _Window) -> bool:
+        """Return whether so many are faster than those before, by a part of what is possible."""
+        hoped = 1 + LEAST_GAIN * (at_once / self.before - 1)
         if not window.waits:
             # The loop is the limit itself. If it did little but receive batches, more workers can
             # have made that slower; any other loop is slower for reasons of its own.
@@ -283,7 +345,7 @@ class _Step(NamedTuple):
         return window.rate >= self.last.rate * (min(hoped, WORSE) if window.lacks_cpus else hoped)
 
     def needed_for(self, rate: float) -> int:
-        """Return the number of workers for a rate, if none waits for another one."""
+        """Return the number of elements at once for a rate, if none waits for another one."""
         gain = ratio(rate, self.last.rate)
         return self.before if gain < 1 + LEAST_GAIN else math.ceil(MARGIN * self.before * gain)
 
@@ -297,10 +359,13 @@ class _Window:
         waits: Whether it waits so much that this matters.
         make_s: Seconds that one worker takes for a batch.
         service_s: The same without the time in which the worker had no CPU.
+        element_s: The same if all elements of a batch were made one after the other.
         compute_s: Seconds of CPU time for a batch; inf if the system does not report it.
         lacks_cpus: Whether the workers often had no CPU.
         use_s: Seconds that the loop takes for a batch.
         busy: Number of workers that were busy, on average.
+        elements_wait: Whether elements mostly wait.
+        fills_gil: Whether those of a process use most of a CPU, and may wait for the GIL.
     """
 
     def __init__(self, seen: Stats) -> None:
@@ -312,15 +377,19 @@ class _Window:
         self.waits = seen.waiting_share >= HARDLY_WAITS
         self.make_s = busy_s / made
         self.service_s = max(busy_s - total(seen, "lacked_s"), cpu_s) / made
+        self.element_s = (of_elements(seen, "busy_s") - of_elements(seen, "lacked_s")) / made
         self.compute_s = cpu_s / made if is_known else math.inf
         self.lacks_cpus = self.service_s < (1 - OFTEN_LACKS_CPU) * self.make_s
-        self.use_s = use_s(seen)
+        self.use_s = max(use_s(seen), 1e-9)
         self.busy = busy_s / max(seen.seconds - seen.idle_s, 1e-9)
+        uses_cpu = IS_COMPUTING * (1 if seen.backend == "thread" else len(seen.workers))
+        self.elements_wait = is_known and element_share(seen) < IS_COMPUTING
+        self.fills_gil = on_average(seen, "cpu_s") >= uses_cpu
 
     @property
     def wanted(self) -> int:
         """Number of workers that would keep up with the loop; a tenth of one is chance."""
-        return max(1, math.ceil(min(self.make_s / max(self.use_s, 1e-9), 1e6) - 0.1))
+        return max(1, math.ceil(min(self.make_s / self.use_s, 1e6) - 0.1))
 
     def differs_from(self, other: _Window) -> bool:
         """Return whether a batch takes another time to make, or to use."""

@@ -411,10 +411,10 @@ def elements_at_once(stats: Stats) -> int:
 
 def make_s(stats: Stats) -> float:
     """Return the seconds of work for an item, if its elements were made one after the other."""
-    return ratio(_of_elements(stats, "busy_s"), total(stats, "items"))
+    return ratio(of_elements(stats, "busy_s"), total(stats, "items"))
 
 
-def _of_elements(stats: Stats, name: str) -> float:
+def of_elements(stats: Stats, name: str) -> float:
     """Return the sum of a time over all elements, of which a worker may make several at once."""
     return math.fsum(getattr(worker, name) * worker.concurrency for worker in stats.workers)
 
@@ -425,9 +425,9 @@ def _computing_share(stats: Stats) -> float:
     return min(1.0, ratio(total(stats, "cpu_s"), max(worked, 1e-9)))
 
 
-def _element_share(stats: Stats) -> float:
+def element_share(stats: Stats) -> float:
     """Return the same share of the time of an element, of which a worker may make several."""
-    worked = _of_elements(stats, "busy_s") - _of_elements(stats, "lacked_s")
+    worked = of_elements(stats, "busy_s") - of_elements(stats, "lacked_s")
     return min(1.0, ratio(total(stats, "cpu_s"), max(worked, 1e-9)))
 
 
@@ -438,7 +438,7 @@ def _other_wait_share(stats: Stats) -> float:
 
 def _are_several_busy(stats: Stats) -> bool:
     """Return whether several elements were made at a time, by threads of one worker, too."""
-    return ratio(_of_elements(stats, "busy_s"), longest_s(stats)) > SEVERAL
+    return ratio(of_elements(stats, "busy_s"), longest_s(stats)) > SEVERAL
 
 
 def cpus_used(stats: Stats) -> float:
@@ -766,7 +766,7 @@ def _gain(stats: Stats, rate: float, in_threads: bool = True) -> tuple[float, fl
     now = max(ratio(total(stats, "items"), longest_s(stats)), 1e-9)
     computes_s = max(per_item(stats, "cpu_s"), 1e-9)
     # As large a part of the CPUs as other programs have left so far.
-    lacked = _of_elements(stats, "lacked_s")
+    lacked = of_elements(stats, "lacked_s")
     left = stats.cpus * (1 - ratio(lacked, lacked + total(stats, "cpu_s")))
     by_gil = min(1.0, left) if in_threads and stats.backend == "thread" else left
     rate = min(rate, 1 / max(use_s(stats), 1e-9))
@@ -812,7 +812,7 @@ def _advice_on_source(stats: Stats) -> Advice:
         )
     if _holds_gil(stats):
         return _instead_of_threads(stats, wanted)
-    if _element_share(stats) < IS_COMPUTING and not any(w.shards for w in stats.workers):
+    if element_share(stats) < IS_COMPUTING and not any(w.shards for w in stats.workers):
         return _more_elements(stats, wanted)
     return _more_workers(stats, wanted)
 
@@ -886,7 +886,7 @@ def _more_elements(stats: Stats, wanted: int) -> Advice:
     """Return the advice for elements that mostly wait."""
     now = elements_at_once(stats)
     needed = max(wanted * ratio(now, len(stats.workers)), now + 1)
-    waits = f"An element computes {percent(_element_share(stats))} of its time and waits for the "
+    waits = f"An element computes {percent(element_share(stats))} of its time and waits for the "
     # The first is the cheaper one.
     found = [_more_threads(stats, needed), _more_processes(stats, needed)]
     advices = [(f"{waits}{text}", change, gain) for text, change, gain in filter(None, found)]
@@ -906,7 +906,7 @@ def _more_threads(stats: Stats, needed: float) -> tuple[str, str, tuple[float, f
     gils = 1 if is_thread else min(workers, max(1, int(stats.cpus)))
     if on_average(stats, "cpu_s") >= IS_COMPUTING * (1 if is_thread else workers):
         return None
-    most = gils * most_on(1.0, _element_share(stats))
+    most = gils * most_on(1.0, element_share(stats))
     cap = min(max(MANY, MOST_GROWTH * now // workers), MOST_AT_ONCE // workers)
     each = _rounded_up(min(most, needed) / workers, cap)
     if each * workers <= now:
@@ -923,7 +923,7 @@ def _more_threads(stats: Stats, needed: float) -> tuple[str, str, tuple[float, f
 def _more_processes(stats: Stats, needed: float) -> tuple[str, str, tuple[float, float]] | None:
     """Return the advice to make the elements in more processes, if that helps."""
     workers, is_thread = len(stats.workers), stats.backend == "thread"
-    most_of_one = most_on(1.0, _element_share(stats))
+    most_of_one = most_on(1.0, element_share(stats))
     processes = int(min(stats.cpus, MANY_PROCESSES, math.ceil(needed / most_of_one)))
     if processes <= (1 if is_thread else workers):
         return None

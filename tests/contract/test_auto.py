@@ -230,7 +230,11 @@ def remote_file(element):
 def test_what_waits_gets_many_more_workers_than_cpus_in_one_step(monkeypatch, batch_size):
     monkeypatch.setattr("enqueuer.monitoring.usage.cpus", lambda: 2.0)
     enqueuer = OrderedEnqueuer(
-        range(100_000), remote_file, workers=Auto(most=24), batch_size=batch_size
+        range(100_000),
+        remote_file,
+        workers=Auto(most=24),
+        batch_size=batch_size,
+        concurrency=1,
     )
     with enqueuer:
         loop = Loop(enqueuer, 0)
@@ -334,7 +338,7 @@ class Given:
     """Stands for the autoscaler: the number that it is given."""
 
     reason, wanted, waiting_share, due_s = "as the test says", 1, 0.0, 0.0
-    workers = 1
+    workers = concurrency = 1
 
     def __init__(self, *_):
         pass
@@ -442,17 +446,21 @@ class Erratic:
     """Stands for the autoscaler: another number every few times that it is asked."""
 
     reason, wanted, waiting_share, due_s = "as it likes", 2, 0.5, 0.0
+    concurrency = 1
 
-    def __init__(self, *_):
+    def __init__(self, *given):
         self.numbers = itertools.cycle(number for number in (2, 4, 1, 3) for _ in range(6))
+        is_chosen = given[-1] > 1
+        self.at_once = itertools.cycle([1] * 10 + [3] * 10 if is_chosen else [1])
 
     def next(self, stats, replay_s=None):
+        self.concurrency = next(self.at_once)
         return next(self.numbers)
 
     def limited(self, workers):
         """Take no notice, whatever the GIL allows."""
 
-    def refused(self, workers):
+    def refused(self, *_):
         raise AssertionError
 
 
@@ -475,11 +483,64 @@ def drawn(element, task):
     return element, task.epoch, task.rng.integers(1000)
 
 
+@pytest.mark.parametrize("concurrency", [1, "auto"])
 @pytest.mark.parametrize("kind", [range, iter])
-def test_each_task_is_done_once_and_in_order(backend, erratic, kind):
+def test_each_task_is_done_once_and_in_order(backend, erratic, kind, concurrency):
     whole = list(OrderedEnqueuer(range(150), drawn, random_seed=7))
     source = range(150) if kind is range else iter(range(150))
-    assert list(OrderedEnqueuer(source, drawn, random_seed=7, workers="auto", **backend)) == whole
+    options = dict(random_seed=7, workers="auto", concurrency=concurrency, **backend)
+    assert list(OrderedEnqueuer(source, drawn, **options)) == whole
+
+
+def test_endless_reading_goes_on_over_changes_of_concurrency(options, erratic):
+    plain = OrderedEnqueuer(range(20), drawn, random_seed=7)
+    with (
+        plain,
+        OrderedEnqueuer(
+            range(20), drawn, random_seed=7, workers="auto", concurrency="auto", **options
+        ) as enqueuer,
+    ):
+        some = list(itertools.islice(enqueuer.get(), 100))
+        assert some == list(itertools.islice(plain.get(), 100))
+
+
+def waits(element):
+    time.sleep(0.02)
+    return element
+
+
+@pytest.mark.parametrize(
+    "given", [dict(batch_size=8), dict(concurrency="auto")], ids=["batches", "given"]
+)
+def test_elements_that_wait_run_at_once_before_there_are_more_workers(caplog, given):
+    caplog.set_level(logging.INFO, "enqueuer")
+    with OrderedEnqueuer(range(10**6), waits, workers="auto", **given) as enqueuer:
+        loop = Loop(enqueuer, 0)
+        loop.run_until(lambda: enqueuer.stats().workers[0].concurrency > 1)
+        assert len(enqueuer.stats().workers) == 1
+        assert any("concurrency=1 -> concurrency=" in text for text in caplog.messages)
+    # The next run begins with what this one came to.
+    with enqueuer:
+        assert enqueuer.stats().workers[0].concurrency > 1
+
+
+@pytest.mark.parametrize(
+    "given",
+    [dict(), dict(batch_size=8, concurrency=1), dict(batch_size=8, backend="process")],
+    ids=["single", "fixed", "process"],
+)
+def test_concurrency_is_not_chosen_where_it_was_given_or_would_change_what_is_seeded(given):
+    with OrderedEnqueuer(range(10**6), waits, workers="auto", **given) as enqueuer:
+        loop = Loop(enqueuer, 0)
+        loop.run_until(lambda: len(enqueuer.stats().workers) > 1)
+        assert enqueuer.stats().workers[0].concurrency == 1
+
+
+def test_automatic_concurrency_needs_automatic_workers():
+    with pytest.raises(ValueError, match="concurrency='auto' needs workers='auto'"):
+        OrderedEnqueuer(range(3), abs, concurrency="auto")
+    with pytest.raises(ValueError, match="concurrency must be an int, 'auto' or None"):
+        OrderedEnqueuer(range(3), abs, workers="auto", concurrency="many")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -511,7 +572,8 @@ def test_a_worker_that_dies_meanwhile_is_replaced(erratic, tmp_path):
 
 
 def test_an_error_comes_in_its_turn(options, erratic):
-    with OrderedEnqueuer(range(100, -1, -1), fails_at_zero, workers="auto", **options) as enqueuer:
+    options = dict(workers="auto", concurrency="auto", **options)
+    with OrderedEnqueuer(range(100, -1, -1), fails_at_zero, **options) as enqueuer:
         seen = []
         with pytest.raises(ZeroDivisionError):
             for batch in enqueuer:

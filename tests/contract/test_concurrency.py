@@ -390,7 +390,7 @@ def test_concurrency_is_a_number_of_threads():
         with pytest.raises(ValueError, match="concurrency must be"):
             OrderedEnqueuer(range(3), abs, concurrency=wrong)
     with pytest.raises(TypeError, match="concurrency must be an int"):
-        imap(abs, range(3), concurrency="4")
+        imap(abs, range(3), concurrency=4.0)
 
 
 def test_collate_takes_results_or_results_and_tasks():

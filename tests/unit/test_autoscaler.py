@@ -360,7 +360,7 @@ def test_too_few_batches_say_nothing():
 def test_what_was_refused_is_not_asked_for_again():
     one = load(0.04, 0.01)
     one.run(30)
-    one.autoscaler.refused(2)
+    one.autoscaler.refused(2, 1)
     one.workers, one.each, one.history = 2, {}, [2]
     assert one.run(600) == [2]
 

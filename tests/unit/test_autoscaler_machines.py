@@ -1,5 +1,6 @@
 """The autoscaler on simulated machines: CPUs, a GIL and other programs, and six kinds of work."""
 
+import dataclasses
 import itertools
 import random
 from dataclasses import dataclass
@@ -22,7 +23,8 @@ SOON_S, NEAR = 5.0, 0.9
 class Work:
     """Seconds of a worker for an element: waiting, Python code, and code without the GIL.
 
-    `use_s` are those of the loop for an item, and each item has so many `elements`.
+    `use_s` are those of the loop for an item, and each item has so many `elements`. A server gives
+    `most_at_once`.
     """
 
     wait_s: float
@@ -31,6 +33,7 @@ class Work:
     in_threads: bool
     use_s: float = 0.0001
     elements: int = 1
+    most_at_once: int = 1000
 
 
 class Machine:
@@ -40,40 +43,55 @@ class Machine:
         work: Kind of work.
         others: Number of other programs that compute all the time.
         seed: Seed of the noise of the rate.
+        most_at_once: Largest number of elements at once in each worker.
     """
 
-    def __init__(self, work, others=0, seed=0):
+    def __init__(self, work, others=0, seed=0, most_at_once=1):
         self.work, self.others = work, others
         self.noise = random.Random(seed)
-        self.autoscaler = Autoscaler(1, MOST, None, None, work.elements)
+        self.autoscaler = Autoscaler(1, MOST, None, None, work.elements, 1, most_at_once)
+        self.most_at_once = most_at_once
+        self.concurrency = 1
         self.time_s = self.done = self.given = 0.0
         self.waiting_s = self.working_s = 0.0
         self.workers, self.generation = 1, 0
         # Items, and seconds of making, waiting for a task, CPU and waiting for a CPU.
         self.sums = [0.0] * 5
-        self.history = [(0.0, 1)]
+        self.history = [(0.0, 1, 1)]
 
-    def rate(self, workers):
+    def rate(self, workers, concurrency=1):
         """Return the number of items a second, and whether the CPUs or the GIL are the limit."""
-        work = self.work
+        work, at_once = self.work, workers * concurrency
         cpu_s = work.python_s + work.native_s
-        runnable = min(workers, CPUS) + self.others
-        cpus = min(workers, CPUS) * min(1.0, CPUS / runnable)
+        runnable = min(at_once, CPUS) + self.others
+        cpus = min(at_once, CPUS) * min(1.0, CPUS / runnable)
         limits = {
-            "workers": workers / (work.wait_s + cpu_s),
+            "workers": at_once / (work.wait_s + cpu_s),
             "cpus": cpus / cpu_s if cpu_s else 1e9,
             "gil": 1e9,
+            "server": work.most_at_once / (work.wait_s + cpu_s),
         }
-        if work.in_threads and work.python_s:
+        if work.python_s:
             # The thread that holds it may wait for a CPU meanwhile.
-            limits["gil"] = min(1.0, CPUS / (1 + self.others)) / work.python_s
+            gils = 1 if work.in_threads else workers
+            limits["gil"] = gils * min(1.0, CPUS / (1 + self.others)) / work.python_s
         # Near a limit, some of what it allows is lost.
         made = sum(limit**-32 for limit in limits.values()) ** (-1 / 32) / work.elements
         name = min(limits, key=limits.get)
         return min(made, 1 / work.use_s), name
 
     def best(self):
-        return max(self.rate(workers)[0] for workers in range(1, MOST + 1))
+        return max(self.rate(*setting)[0] for setting in self.settings())
+
+    def settings(self):
+        """Return the numbers of workers, and of elements at once in each, that are possible."""
+        numbers = range(1, MOST + 1)
+        return itertools.product(numbers, numbers if self.most_at_once > 1 else [1])
+
+    def fewest_at_once(self):
+        """Return the least number of elements at once with the best rate."""
+        best = self.best()
+        return min(w * c for w, c in self.settings() if self.rate(w, c)[0] >= 0.95 * best)
 
     def run(self, seconds):
         """Let time pass; return the times and the numbers of workers since then."""
@@ -81,20 +99,22 @@ class Machine:
             has_item = self._pass()
             if has_item and self.time_s >= self.autoscaler.due_s:
                 workers = self.autoscaler.next(self.stats())
-                if workers != self.workers:
-                    self.workers, self.generation = workers, self.generation + 1
+                setting = workers, self.autoscaler.concurrency
+                if setting != (self.workers, self.concurrency):
+                    self.generation += 1
+                    self.workers, self.concurrency = setting
                     self.sums = [0.0] * 5
-                    self.history.append((self.time_s, workers))
+                    self.history.append((self.time_s, *setting))
         return self.history
 
     def _pass(self):
         """Let a moment pass; return whether the loop has taken an item."""
         work, n = self.work, self.workers
-        rate, limit = self.rate(n)
+        rate, limit = self.rate(n, self.concurrency)
         rate *= self.noise.uniform(0.8, 1.2)
         rate = min(rate, 1 / work.use_s)
         cpu_s = (work.python_s + work.native_s) * work.elements
-        made_s = rate * STEP_S * (work.wait_s * work.elements + cpu_s)
+        made_s = rate * STEP_S * (work.wait_s * work.elements + cpu_s) / self.concurrency
         busy = n * STEP_S if rate < 0.9 / work.use_s else min(n * STEP_S, made_s)
         extra = max(0.0, busy - made_s)
         lacked = extra if limit == "cpus" or self.others else 0.0
@@ -115,19 +135,20 @@ class Machine:
         workers = tuple(
             WorkerStats(
                 index, "", (), items, 0, self.generation, 0.0, making, 0.0, waiting, 0.0,
-                cpu_s=cpu, cpu_wait_s=lacked,
+                cpu_s=cpu, cpu_wait_s=lacked * self.concurrency, concurrency=self.concurrency,
             )
             for index in range(n)
         )  # fmt: skip
+        backend = "thread" if self.work.in_threads else "process"
         return Stats(
-            self.time_s, "thread", True, 0, self.given, 0.0, 0.0, self.waiting_s,
+            self.time_s, backend, True, 0, self.given, 0.0, 0.0, self.waiting_s,
             0.0, self.working_s, 0.0, {}, {}, 0, 10, (), 0, 0, CPUS, 0.0, workers,
         )  # fmt: skip
 
     def soon_near_best(self):
         """Return the time from which on the rate was near the best one."""
         best = self.best()
-        good = [self.rate(workers)[0] >= NEAR * best for _, workers in self.history]
+        good = [self.rate(*setting)[0] >= NEAR * best for _, *setting in self.history]
         assert good[-1], self.history
         bad = [index for index, is_good in enumerate(good) if not is_good]
         return self.history[bad[-1] + 1][0] if bad else 0.0
@@ -202,11 +223,34 @@ def test_a_load_that_begins_to_wait_gets_more_workers():
 
 def test_batches_are_judged_by_their_elements():
     """A window of eight batches of 48 elements would take 15 s."""
-    times = [time for time, _ in Machine(WORKS["waiting, in large batches"]).run(5)]
+    times = [time for time, *_ in Machine(WORKS["waiting, in large batches"]).run(5)]
     assert len(times) > 1
+
+
+@pytest.mark.parametrize("others", [0, 1])
+@pytest.mark.parametrize("name", [name for name in WORKS if name != "quick"])
+def test_elements_that_wait_are_made_at_once_and_not_too_many(name, others):
+    for seed in range(5):
+        machine = Machine(WORKS[name], others, seed, most_at_once=1024)
+        machine.run(60)
+        assert machine.soon_near_best() <= SOON_S, (seed, machine.history)
+        assert machine.workers * machine.concurrency <= 2 * machine.fewest_at_once()
+
+
+def test_elements_that_a_server_gives_a_few_at_a_time_get_few_threads():
+    machine = Machine(dataclasses.replace(WORKS["only waiting"], most_at_once=8), most_at_once=1024)
+    machine.run(60)
+    assert machine.workers == 1
+    assert 8 <= machine.concurrency <= 16
+
+
+def test_what_computes_gets_workers_where_concurrency_could_be_chosen():
+    machine = Machine(WORKS["computing"], most_at_once=1024)
+    machine.run(60)
+    assert (machine.workers, machine.concurrency) == (CPUS, 1)
 
 
 def test_a_decision_needs_no_more_than_a_few_steps():
     for work in WORKS.values():
-        numbers = [n for n, _ in itertools.groupby(n for _, n in Machine(work).run(60))]
+        numbers = [n for n, _ in itertools.groupby(n for _, n, _ in Machine(work).run(60))]
         assert len(numbers) <= 4
