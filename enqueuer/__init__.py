@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from enqueuer.enqueuers.failures import replay
     from enqueuer.enqueuers.generator import GeneratorEnqueuer
     from enqueuer.enqueuers.ordered import OrderedEnqueuer
+    from enqueuer.enqueuers.position import merge_states
     from enqueuer.enqueuers.shortcuts import imap, prefetch
     from enqueuer.generators.mixing import mix
     from enqueuer.monitoring.headroom import Headroom, headroom
@@ -86,6 +87,7 @@ __all__ = [
     "empty_like",
     "headroom",
     "imap",
+    "merge_states",
     "mix",
     "prefetch",
     "replay",
@@ -106,6 +108,7 @@ _MODULES = {
     "WorkerStats": "monitoring.worker_stats",
     "headroom": "monitoring.headroom",
     "imap": "enqueuers.shortcuts",
+    "merge_states": "enqueuers.position",
     "mix": "generators.mixing",
     "prefetch": "enqueuers.shortcuts",
     "replay": "enqueuers.failures",

@@ -266,7 +266,7 @@ class Core:
                 workload.rewind()
             run = self._new_run(options, workers, self.timeline, count)
             _started.add(self)
-            run.start(workload.job(workers), first)
+            run.start(workload.job(workers, first), first)
             self.epochs = Epochs(run, workload)
             self.callbacks.begin_run()
             self.epochs.begin(first)

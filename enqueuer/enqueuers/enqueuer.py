@@ -104,8 +104,10 @@ def load(core: Core, state_dict: Mapping[str, Any]) -> None:
         for name, is_given in workload.given().items():
             if not is_given:
                 del fixed[name]
-        saved = position.load(state_dict, fixed)
-        workload.adopt(state_dict, saved.epoch, was_run=core.was_run)
+        position.check_format(state_dict)
+        state = position.of_rank(state_dict, fixed["rank"], fixed["world_size"])
+        saved = position.load(state, fixed)
+        workload.adopt(state, saved.epoch, was_run=core.was_run)
         core.saved = saved
         workload.seed.is_shared = True
 

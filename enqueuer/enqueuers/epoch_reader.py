@@ -474,7 +474,8 @@ class EpochReader:
         """
         if self.is_over:
             return self.work.next_epoch()
-        return Epoch(self.number, self._order.rest(ready), self._order.beyond(ready))
+        rest, beyond = self._order.rest(ready), self._order.beyond(ready)
+        return Epoch(self.number, rest, beyond, self.work.share)
 
     def error_count_at(self, position: Epoch) -> int:
         """Return the number of errors that were skipped before a position.

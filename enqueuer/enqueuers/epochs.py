@@ -65,7 +65,7 @@ class Epochs:
         run.failures.begin_epoch()
         if run.timeline is not None:
             run.timeline.begin(epoch.number)
-        run.backend.schedule.begin(Epoch(epoch.number) if goes_on else epoch)
+        run.backend.schedule.begin(Epoch(epoch.number, work.starts) if goes_on else epoch)
         # Only now, in one step, so that an exception which strikes before has all of it done
         # again. Workers that have begun already know the number of the epoch.
         self.reader = reader

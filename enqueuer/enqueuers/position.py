@@ -1,13 +1,22 @@
 """The state that `state_dict()` returns: saving a position, and loading one that fits.
 
+    state of each rank --merge_states()--> state of all --of_rank()--> state of each new rank
+
 A state is made of plain ints, strings and lists, so that JSON can hold it. Only the states of the
 source's iterators (`states`) are kept as they are.
+
+Of merged states, what is left of the epoch is divided anew. Of shards, each open one goes to one
+rank, in the order of their turns. Of tasks, each rank in turn gets one of the elements that no rank
+has had. A rank's own state then has a `share`: its shards of this epoch; or, of tasks, the place
+from which on the elements were divided, and the later places that were done before that. A place is
+the index in the order of the epoch, over all ranks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, SupportsIndex, TypeVar
 
@@ -23,6 +32,14 @@ _OPTIONAL = {"batch_size": None, "shuffle_buffer": None}
 
 # A word of the key of a seed. Besides, a sequence has callbacks for each epoch.
 _MOST_EPOCHS = 2**32
+
+State = Mapping[str, Any]
+
+# What differs between the states of one run.
+_OF_RANK = {
+    *("epoch", "rank", "positions", "share", "ended", "states", "done"),
+    *("error_count", "total_items"),
+}
 
 
 @dataclass(frozen=True)
@@ -56,7 +73,7 @@ def save(
     epoch: Epoch,
     error_count: int,
     total_items: int,
-    own: range | None,
+    own: Sequence[int] | None,
 ) -> dict[str, Any]:
     """Return the state of an enqueuer.
 
@@ -69,6 +86,9 @@ def save(
     """
     state: dict[str, Any] = {"version": VERSION, **identity, "epoch": epoch.number}
     starts = epoch.starts
+    if epoch.share is not None:
+        state["share"] = list(epoch.share)
+        own = None if own is None else epoch.share
     state["positions"] = None if starts is None else [[s, at.number] for s, at in starts.items()]
     if starts is not None and own is not None:
         state["ended"] = [shard for shard in own if shard not in starts]
@@ -96,18 +116,9 @@ def load(state: Mapping[str, Any], identity: Mapping[str, Any]) -> SavedPosition
     Raises:
         StateMismatch: It is none, or of something else; the message says what differs.
     """
-    if isinstance(state, Mapping) and not state:
-        raise StateMismatch(
-            "the state is empty: give what state_dict() returned, or do not call load_state_dict() "
-            "to begin with the first batch"
-        )
+    check_format(state)
     try:
-        version, kind = state["version"], state["kind"]
-        if version != VERSION:
-            raise StateMismatch(
-                f"the state has version {version!r}, and this enqueuer reads version {VERSION}: "
-                "it was saved by another version of the package"
-            )
+        kind = state["kind"]
         if kind != identity["kind"]:
             raise StateMismatch(f"the state is that of {kind}, and this is {identity['kind']}")
         here, saved = {**_OPTIONAL, **identity}, {**_OPTIONAL, **state}
@@ -130,10 +141,36 @@ def load(state: Mapping[str, Any], identity: Mapping[str, Any]) -> SavedPosition
     except StateMismatch:
         raise
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise StateMismatch(f"this is not the state of an enqueuer: {error!r}") from error
+        raise _no_state(error) from error
 
 
-def check_shards(state: Mapping[str, Any], epoch: Epoch, own: range) -> None:
+def check_format(state: Mapping[str, Any]) -> None:
+    """Raise StateMismatch unless this is the state of some enqueuer, of this version."""
+    if isinstance(state, Mapping) and not state:
+        raise StateMismatch(
+            "the state is empty: give what state_dict() returned, or do not call load_state_dict() "
+            "to begin with the first batch"
+        )
+    try:
+        version = state["version"]
+        if version != VERSION:
+            raise StateMismatch(
+                f"the state has version {version!r}, and this enqueuer reads version {VERSION}: "
+                "it was saved by another version of the package"
+            )
+        for name in ("kind", "epoch", "rank", "world_size", "positions"):
+            state[name]
+    except StateMismatch:
+        raise
+    except (KeyError, TypeError) as error:
+        raise _no_state(error) from error
+
+
+def _no_state(error: Exception) -> StateMismatch:
+    return StateMismatch(f"this is not the state of an enqueuer: {error!r}")
+
+
+def check_shards(state: Mapping[str, Any], epoch: Epoch, own: Sequence[int]) -> None:
     """Raise StateMismatch unless a position accounts for each shard of a rank exactly once."""
     strangers = [shard for shard in epoch.starts or () if shard not in own]
     if strangers:
@@ -171,7 +208,11 @@ def _epoch(state: Mapping[str, Any]) -> Epoch:
     first = min(numbers.values(), default=0)
     done = tuple(_count("done", task, least=first + 1) for task in state.get("done", ()))
     _unique("done", [(task, None) for task in done])
-    return Epoch(number, starts, done)
+    share = None
+    if "share" in state:
+        share = tuple(_count("share", place) for place in state["share"])
+        _unique("share", [(place, None) for place in share])
+    return Epoch(number, starts, done, share)
 
 
 def _unique(name: str, pairs: list[tuple[int, T]]) -> dict[int, T]:
@@ -188,3 +229,243 @@ def _count(name: str, value: Any, least: int = 0, most: float = math.inf) -> int
     if not least <= number <= most:
         raise ValueError(f"{name} is out of range: {number}")
     return number
+
+
+# --- several ranks ---
+
+
+def merge_states(states: Iterable[State]) -> dict[str, Any]:
+    """Return one state of the states of all ranks, which any number of ranks can load.
+
+    Each new rank passes the same merged state to `load_state_dict()`. Together they go on with
+    what no rank has given to its loop: no batch is lost, and none comes twice. The ranks may have
+    been at different steps of the same epoch.
+
+    A single state of an `OrderedEnqueuer` is enough if all ranks were at the same step and no
+    element was skipped, and any state is between two epochs: `load_state_dict()` takes these from
+    any rank.
+
+    Args:
+        states: Results of `state_dict()` of all ranks of one run, in any order, perhaps by way of
+            JSON.
+
+    Returns:
+        A state without a rank. `error_count` and `total_items` are the largest of all ranks.
+
+    Raises:
+        StateMismatch: A rank is missing or comes twice, or the states are of different runs or
+            epochs; the message says what differs.
+
+    Example:
+        >>> from enqueuer import OrderedEnqueuer
+        >>> def of(rank, world_size):
+        ...     return OrderedEnqueuer(range(8), rank=rank, world_size=world_size)
+        >>> states = []
+        >>> for rank in range(2):
+        ...     with of(rank, 2) as enqueuer:
+        ...         _ = next(iter(enqueuer))
+        ...         states.append(enqueuer.state_dict())
+        >>> later = [of(rank, 3) for rank in range(3)]
+        >>> for enqueuer in later:
+        ...     enqueuer.load_state_dict(merge_states(states))
+        >>> [list(enqueuer) for enqueuer in later]
+        [[2, 5], [3, 6], [4, 7]]
+    """
+    ordered = _checked(list(states))
+    epoch = min(state["epoch"] for state in ordered)
+    behind = [state for state in ordered if state["epoch"] == epoch]
+    # These ranks have had all of the epoch that is theirs.
+    ahead = [state["rank"] for state in ordered if state["epoch"] > epoch]
+    merged = {name: value for name, value in ordered[0].items() if name not in _OF_RANK}
+    merged |= {"epoch": epoch, "rank": None, "world_size": None}
+    if all(state["positions"] is None for state in ordered) and not ahead:
+        merged["positions"] = None
+    elif "shards" in merged:
+        merged |= _merged_shards(behind, bool(ahead))
+    else:
+        merged |= _merged_tasks(behind, ahead)
+    for name in ("error_count", "total_items"):
+        merged[name] = max(state.get(name, 0) for state in ordered)
+    return merged
+
+
+def of_rank(state: State, rank: int, world_size: int) -> State:
+    """Return the state of one rank, of its own state or of one that determines it.
+
+    Raises:
+        StateMismatch: It does not, or there are more ranks than shards.
+    """
+    saved = state["rank"], state["world_size"]
+    if saved == (rank, world_size):
+        return state
+    positions, shards = state["positions"], state.get("shards")
+    if shards is not None and world_size > shards:
+        raise StateMismatch(
+            f"the state has {shards} shards, which cannot be divided over {world_size} ranks"
+        )
+    if saved[1] == 1:
+        state = merge_states([state])
+    elif positions is not None and saved[1] is not None:
+        _check_others_are_known(state, rank, world_size)
+        # All ranks were at the same step.
+        state = merge_states([{**state, "rank": other} for other in range(saved[1])])
+    own = {**state, "rank": rank, "world_size": world_size}
+    if positions is None or shards is None:
+        return own
+    opened = [shard for shard, _ in state["positions"]][rank::world_size]
+    # One rank says of all shards that have ended that they have.
+    own["ended"] = state["ended"] if rank == 0 else []
+    own["share"] = [*opened, *own["ended"]]
+    for name in ("positions", "states"):
+        own[name] = [pair for pair in state.get(name, ()) if pair[0] in opened]
+    return own
+
+
+def _check_others_are_known(state: State, rank: int, world_size: int) -> None:
+    """Raise StateMismatch unless the state of a rank determines where the others were."""
+    if "shards" in state:
+        why = "shards may have ended"
+    elif state.get("done"):
+        why = "batches came out of order"
+    elif state.get("error_count") and state["positions"] != [[0, 0]]:
+        why = "elements were skipped"
+    else:
+        return
+    raise StateMismatch(
+        f"the state is that of rank {state['rank']} of {state['world_size']}, and this is rank "
+        f"{rank} of {world_size}: as {why}, it does not determine where the other ranks were; "
+        "merge_states() makes a state for any number of ranks of the states of all"
+    )
+
+
+def _checked(states: list[State]) -> list[State]:
+    """Return the states in the order of their ranks; raise StateMismatch if they do not fit."""
+    if not states:
+        raise StateMismatch("there are no states to merge: give those of all ranks")
+    for state in states:
+        check_format(state)
+        if state["world_size"] is None:
+            raise StateMismatch("one of the states is merged already: any rank can load it")
+    first, least = states[0], min(state["epoch"] for state in states)
+    for state in states:
+        differences = [
+            f"{name} is {first.get(name)!r} in one and {state.get(name)!r} in another"
+            for name in sorted((first.keys() | state.keys()) - _OF_RANK)
+            if first.get(name) != state.get(name)
+        ]
+        if differences:
+            raise StateMismatch(f"the states are not of one run: {'; '.join(differences)}")
+        is_at_begin = not any(number for _, number in state["positions"] or ())
+        if state["epoch"] > least + is_at_begin:
+            raise StateMismatch(
+                f"rank {state['rank']} is in epoch {state['epoch']}, and another one in epoch "
+                f"{least}: take the states of all ranks at the same step, or between two epochs"
+            )
+    _check_complete([state["rank"] for state in states], first["world_size"])
+    return sorted(states, key=lambda state: state["rank"])
+
+
+def _check_complete(ranks: list[int], world_size: int) -> None:
+    twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
+    missing = sorted({*range(world_size)} - {*ranks})
+    if twice or missing:
+        what = f"twice that of rank {twice[0]}" if twice else f"none of the ranks {missing}"
+        raise StateMismatch(
+            f"merge_states() needs the state of each of {world_size} ranks once, and was given "
+            f"{what}"
+        )
+
+
+def _merged_shards(states: Sequence[State], are_others_ahead: bool) -> dict[str, Any]:
+    turns: list[tuple[int, int, int]] = []
+    ended: list[int] = []
+    for state in states:
+        own = state.get("share") or range(state["rank"], state["shards"], state["world_size"])
+        positions = state["positions"]
+        if positions is None:
+            positions = [[shard, 0] for shard in own]
+        ended += state.get("ended", ())
+        rounds, before = positions[0][1] if positions else 0, -1
+        for shard, number in positions:
+            # Turns go by the index, so the next round begins here.
+            rounds += shard < before
+            turns.append((rounds, shard, number))
+            before = shard
+    known = [*ended, *(shard for _, shard, _ in turns)]
+    others = {*range(states[0]["shards"])}.difference(known)
+    if len({*known}) < len(known) or (others and not are_others_ahead):
+        raise StateMismatch(
+            "the states are not of one run: together they do not have each shard once, so they "
+            "were resumed from different states"
+        )
+    merged = {
+        "positions": [[shard, number] for _, shard, number in sorted(turns)],
+        "ended": sorted([*ended, *others]),
+    }
+    own_states = [pair for state in states for pair in state.get("states", ())]
+    return {**merged, "states": own_states} if own_states else merged
+
+
+def _merged_tasks(states: Sequence[State], ahead: Sequence[int]) -> dict[str, Any]:
+    first, world_size = states[0], states[0]["world_size"]
+    base, *holes = first.get("share") or [0]
+    if any((state.get("share") or [0]) != [base, *holes] for state in states):
+        raise StateMismatch("the states are not of one run: they were resumed from different ones")
+    # Elements are counted among those that were divided.
+    count, done = _counts_of(states)
+    if done and "states" in first:
+        raise StateMismatch(
+            "the iterable has a state of its own, which is that of one step: take the states of "
+            "all ranks at the same step"
+        )
+    if first["length"] is not None:
+        divided = first["length"] - base - len(holes)
+        # The last batch may have fewer elements.
+        count, done = min(count, divided), {at for at in done if at < divided}
+        done.update(at for rank in ahead for at in range(rank, divided, world_size))
+    elif ahead:
+        raise StateMismatch(
+            f"rank {ahead[0]} has had all of its elements, and how many these were is not known "
+            "for an iterable: take the states of all ranks at the same step"
+        )
+    while count in done:
+        count += 1
+    places = _Places(base, holes)
+    begin = places.of(count)
+    later = [places.of(at) for at in sorted(done) if at > count]
+    share = [begin, *sorted([*later, *(hole for hole in holes if hole > begin)])]
+    merged = {"positions": [[0, 0]], "share": share}
+    return {**merged, "states": first["states"]} if "states" in first else merged
+
+
+def _counts_of(states: Sequence[State]) -> tuple[int, set[int]]:
+    """Return how many elements all ranks together have had in turn, and the later ones."""
+    size, world_size = states[0]["batch_size"] or 1, states[0]["world_size"]
+    numbers = [state["positions"][0][1] if state["positions"] else 0 for state in states]
+    least = min(numbers)
+    later = {
+        state["rank"] + at * world_size
+        for state, number in zip(states, numbers, strict=True)
+        for task in (*range(least, number), *state.get("done", ()))
+        for at in range(task * size, (task + 1) * size)
+    }
+    return least * size * world_size, later
+
+
+class _Places:
+    """The places from one on, without some."""
+
+    def __init__(self, base: int, holes: Sequence[int]) -> None:
+        self._base = base
+        # Number of places that are left before each of these.
+        self._left = [hole - base - at for at, hole in enumerate(holes)]
+
+    def of(self, number: int) -> int:
+        """Return the place of this number, from 0.
+
+        Example:
+            >>> [_Places(10, [11, 12]).of(number) for number in range(3)]
+            [10, 13, 14]
+        """
+        behind = number + 1
+        return self._base + number + bisect_left(self._left, behind)

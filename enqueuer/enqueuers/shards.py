@@ -34,9 +34,11 @@ class ShardEpoch:
         self._workload = workload
         self._number = epoch.number
         self.first_items = first_items
+        self.share = epoch.share
         starts = epoch.starts
         if starts is None:
             starts = dict.fromkeys(workload.own_shards(), Start())
+        self.starts = starts if workload.has_more_shards else None
         # More items are never taken and not given to the loop.
         recent = run.options.max_queue_size + 2
         kind = RoundRobin if run.options.ordered else AsTheyCome
@@ -124,6 +126,8 @@ class ShardWorkload:
         self._shards = shards
         self._shards_are_given = shards is not None
         self._is_compared = False
+        # Shards of the epoch that was resumed from other ranks; the workers have them, too.
+        self._share: tuple[int, ...] = ()
         self._start_method = options.start_method(source)
         self._check_live()
         # Fails at once if there are too few of them.
@@ -191,11 +195,21 @@ class ShardWorkload:
 
     # --- what runs ---
 
-    def job(self, workers: int) -> Job:
+    def job(self, workers: int, first: Epoch) -> Job:
+        self._share = first.share or ()
+        return self._job(workers)
+
+    @property
+    def has_more_shards(self) -> bool:
+        """Whether the workers have other shards than those of this rank in all later epochs."""
+        return bool(self._share)
+
+    def _job(self, workers: int) -> Job:
         shards = self.all_shards
         if isinstance(self.source, LiveSource) and shards > 1:
             _warn_of_duplicates(shards)
-        job = job_of(self, workers, shards, tuple(self.own_shards()), self._start_method)
+        own = tuple(dict.fromkeys([*self._share, *self.own_shards()]))
+        job = job_of(self, workers, shards, own, self._start_method)
         are_given = self._shards is not None or self.options.is_auto
         return dataclasses.replace(job, are_shards_given=are_given)
 
@@ -213,7 +227,7 @@ class ShardWorkload:
                 "processes that share a running iterator cannot be reconfigured, as their copies "
                 "of it have gone on; pass the generator function itself"
             )
-        return self.job(workers)
+        return self._job(workers)
 
     def keep_shards(self) -> None:
         if self._shards is None and not isinstance(self.source, LiveSource):
@@ -276,7 +290,7 @@ class ShardWorkload:
             )
         shards = state["shards"]
         own = range(self.options.rank, shards, self.options.world_size)
-        position.check_shards(state, epoch, own)
+        position.check_shards(state, epoch, own if epoch.share is None else epoch.share)
         self.seed.value = state["random_seed"]
         if not isinstance(self.source, LiveSource):
             self._shards = shards

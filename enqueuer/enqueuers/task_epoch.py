@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from enqueuer.backends.load import Backend
@@ -22,7 +22,7 @@ from enqueuer.monitoring.duplicates import FirstItems
 from enqueuer.monitoring.stats import Stats
 from enqueuer.workers.messages import Epoch, Failure, Start, Ticket
 from enqueuer.workers.sources import iterate
-from enqueuer.workers.tasks import Reading, TaskSource, order_of, steps_in
+from enqueuer.workers.tasks import Reading, Share, TaskSource, order_of, steps_in
 
 
 class ElementReader:
@@ -38,6 +38,7 @@ class ElementReader:
         start: First task to be read, and perhaps the state of the iterator before it.
         first: Number of the epoch's first task among those of all epochs.
         length: Length that the sequence must have in this epoch; None: any.
+        share: Which elements were divided among the ranks.
     """
 
     def __init__(
@@ -48,8 +49,10 @@ class ElementReader:
         start: Start,
         first: int,
         length: int | None = None,
+        share: Share = (0,),
     ) -> None:
         self._reading = reading
+        self._share = share
         self._epoch = epoch
         self._number = first + start.number
         self._stateful: Any = None
@@ -64,25 +67,31 @@ class ElementReader:
                 f"it has {source.length} in that epoch here"
             )
         if source.is_sequence:
-            self._indices = order_of(source, reading, epoch)
+            self._indices = order_of(source, reading, epoch, share)
             self._at = start.number
             self._end = steps_in(len(self._indices), self._size, reading.drop_last)
         else:
             self._begin_iterable(source, start)
 
     def _begin_iterable(self, source: TaskSource, start: Start) -> None:
-        reading = self._reading
-        items, self._stateful = iterate(source.items, start.state, is_at_end=not start.number)
-        numbered = enumerate(items)
+        reading, (begin, *done) = self._reading, self._share
+        is_at_end = not (start.number or begin)
+        items, self._stateful = iterate(source.items, start.state, is_at_end=is_at_end)
+        numbered: Iterator[tuple[int, Any]] = enumerate(items)
         # Number of elements, of all ranks, that the iterator has given before its own first one.
         self._behind = 0
         if start.state is None:
+            # Elements that other ranks had before, too.
+            deque(itertools.islice(numbered, begin), maxlen=0)
+            if done:
+                others = frozenset(done)
+                numbered = (pair for pair in numbered if pair[0] not in others)
             # The last batch of an epoch may be incomplete.
             lacks = 0 if reading.drop_last else self._size - 1
             _skip(numbered, start.number * self._size, reading, lacks if start.number else 0)
         else:
             # The iterator continues after the last batch that the loop had.
-            self._behind = start.number * self._size * reading.world_size
+            self._behind = begin + start.number * self._size * reading.world_size
         # None for each element after the end.
         self._numbered = itertools.chain(numbered, itertools.repeat(None))
         # Elements of the next batch, of all ranks.
@@ -172,8 +181,8 @@ def _integers(indices: Any) -> Sequence[int]:
 
 def _skip(numbered: Iterator[tuple[int, Any]], count: int, reading: Reading, lacks: int) -> None:
     """Skip the first elements, of which a rank has had so many, or at most `lacks` fewer."""
-    last = deque(itertools.islice(numbered, count * reading.world_size), maxlen=1)
-    read = last[0][0] + 1 if last else 0
+    last = deque(enumerate(itertools.islice(numbered, count * reading.world_size), 1), maxlen=1)
+    read = last[0][0] if last else 0
     if reading.drop_last:
         read -= read % reading.world_size
     had = len(range(reading.rank, read, reading.world_size))
@@ -202,8 +211,9 @@ class TaskEpoch:
         number: Number of the task that is read next.
     """
 
-    # An item is made once, whichever worker makes it.
+    # An item is made once, whichever worker makes it, and each may make any.
     first_items: FirstItems | None = None
+    starts: Mapping[int, Start] | None = None
 
     def __init__(
         self,
@@ -218,6 +228,7 @@ class TaskEpoch:
     ) -> None:
         self._source, self._reading, self._rerun, self._run = source, reading, rerun, run
         self._epoch = epoch.number
+        self.share = epoch.share
         start = Start() if epoch.starts is None else epoch.starts[0]
         self.order = TaskOrder(first, start, epoch.done, run.options.ordered)
         self.number = first + start.number
@@ -343,7 +354,13 @@ class TaskEpoch:
             if source.is_sequence:
                 start = Start(self.number - order.first)
             self._reader = ElementReader(
-                source, self._reading, self._epoch, start, order.first, self._length
+                source,
+                self._reading,
+                self._epoch,
+                start,
+                order.first,
+                self._length,
+                (0,) if self.share is None else self.share,
             )
         read = self._timed(self._reader)
         state = self._reader.state()

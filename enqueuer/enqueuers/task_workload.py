@@ -17,7 +17,7 @@ from enqueuer.errors import InvalidState, StateMismatch
 from enqueuer.workers.collate import stack
 from enqueuer.workers.element_threads import MOST_THREADS
 from enqueuer.workers.messages import Epoch, Ticket
-from enqueuer.workers.tasks import Reading, TaskSource, order_of, places_of, steps_in
+from enqueuer.workers.tasks import Reading, Share, TaskSource, order_of, places_of, steps_in
 
 
 class TaskWorkload:
@@ -49,6 +49,8 @@ class TaskWorkload:
         self._start_method = options.start_method(source)
         # Length of the sequence in the epoch in which a loaded state was saved, if it may change.
         self._saved_length: int | None = None
+        # The epoch that was resumed from other ranks, and what this rank has of it.
+        self._resumed: tuple[int, Share] | None = None
 
     def steps(self) -> int | None:
         """Return the number of batches of an epoch; None if only the source knows its end."""
@@ -90,11 +92,11 @@ class TaskWorkload:
 
     # --- what runs ---
 
-    def job(self, workers: int) -> Job:
-        return job_of(self, workers, 0, (), self._start_method)
+    def job(self, workers: int, first: Epoch) -> Job:
+        return self.job_with(workers)
 
     def job_with(self, workers: int) -> Job:
-        return self.job(workers)
+        return job_of(self, workers, 0, (), self._start_method)
 
     def keep_shards(self) -> None:
         """Do nothing: tasks have no shards."""
@@ -103,6 +105,8 @@ class TaskWorkload:
         assert before is None or isinstance(before, TaskEpoch)
         first = 0 if before is None else before.number
         length = self._saved_length if before is None and epoch.starts is not None else None
+        if epoch.share is not None:
+            self._resumed = epoch.number, epoch.share
         return TaskEpoch(self.source, self.reading, self.rerun, run, epoch, goes_on, first, length)
 
     def rewind(self) -> None:
@@ -184,7 +188,9 @@ class TaskWorkload:
             return None
         size = self.source.batch_size or 1
         places = slice(origin.item * size, (origin.item + 1) * size)
-        indices = order_of(self.source, self.reading, origin.epoch)[places]
+        epoch, share = self._resumed or (origin.epoch, (0,))
+        share = share if epoch == origin.epoch else (0,)
+        indices = order_of(self.source, self.reading, origin.epoch, share)[places]
         return Ticket(origin.item, origin.epoch, tuple(int(index) for index in indices))
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:

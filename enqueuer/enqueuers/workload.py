@@ -21,7 +21,7 @@ from enqueuer.enqueuers.run import Run
 from enqueuer.monitoring import usage
 from enqueuer.monitoring.duplicates import FirstItems
 from enqueuer.monitoring.stats import Stats
-from enqueuer.workers.messages import Epoch, Failure, Ticket
+from enqueuer.workers.messages import Epoch, Failure, Start, Ticket
 from enqueuer.workers.shards import fresh_seed
 from enqueuer.workers.sources import Source
 from enqueuer.workers.tasks import TaskSource
@@ -62,9 +62,15 @@ class EpochWork(Protocol):
 
     Attributes:
         first_items: Comparison of the first items of all shards; None once it is done.
+        share: See `Epoch.share`.
     """
 
     first_items: FirstItems | None
+    share: tuple[int, ...] | None
+
+    @property
+    def starts(self) -> Mapping[int, Start] | None:
+        """The shards to be run, if the workers have others, too; None: all that they have."""
 
     @property
     def order(self) -> Order:
@@ -151,8 +157,8 @@ class Workload(Protocol):
     def needs_common_seed(self) -> bool:
         """Return whether the share of each rank may depend on the seed."""
 
-    def job(self, workers: int) -> Job:
-        """Return what a backend is to do with so many workers."""
+    def job(self, workers: int, first: Epoch) -> Job:
+        """Return what a backend is to do with so many workers, from an epoch on."""
 
     def job_with(self, workers: int) -> Job | None:
         """Return the same data as a job for another number of workers.

@@ -169,11 +169,14 @@ class Epoch:
         starts: Start of each shard that is still to be run, in the order of their turns; None if
             all begin with their first item. Tasks count as shard 0.
         done: Numbers of later tasks that are done already.
+        share: What this rank has of the epoch if that is not its usual part, since a state of
+            other ranks was loaded; see `enqueuers/position.py`.
     """
 
     number: int
     starts: Mapping[int, Start] | None = None
     done: tuple[int, ...] = ()
+    share: tuple[int, ...] | None = None
 
     def of_shards(self, shards: tuple[int, ...]) -> Epoch:
         """Return the order for some of the shards."""

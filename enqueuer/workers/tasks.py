@@ -378,20 +378,35 @@ class Reading(NamedTuple):
     world_size: int
 
 
-def places_of(source: TaskSource, reading: Reading) -> range:
+# A place from which on the elements of an epoch were divided among ranks, and later ones that were
+# done before that; see `enqueuers/position.py`.
+Share = Sequence[int]
+
+
+def places_of(source: TaskSource, reading: Reading, share: Share = (0,)) -> range | np.ndarray:
     """Return the places of an epoch's order that belong to a rank."""
-    count = source.length
+    begin, *done = share
+    count = max(0, source.length - begin - len(done))
     kept = count - count % reading.world_size if reading.drop_last else count
-    return range(reading.rank, kept, reading.world_size)
+    own = range(reading.rank, kept, reading.world_size)
+    if not done:
+        return range(begin + own.start, begin + own.stop, own.step)
+    left = np.setdiff1d(np.arange(begin, source.length), done, assume_unique=True)
+    return left[own.start : own.stop : own.step]
 
 
-def order_of(source: TaskSource, reading: Reading, epoch: int) -> range | np.ndarray:
+def order_of(
+    source: TaskSource, reading: Reading, epoch: int, share: Share = (0,)
+) -> range | np.ndarray:
     """Return the indices of a rank in an epoch, in its order."""
-    places = places_of(source, reading)
+    places = places_of(source, reading, share)
     if not reading.shuffle:
         return places
     order = permutation(source.length, source.random_seed, epoch)
-    return order[places.start : places.stop : places.step]
+    if isinstance(places, range):
+        return order[places.start : places.stop : places.step]
+    own: np.ndarray = order[places]
+    return own
 
 
 def permutation(count: int, random_seed: int, epoch: int) -> np.ndarray:

@@ -101,7 +101,7 @@ def test_what_was_not_given_is_taken_from_the_state(whole):
         ({"random_seed": 8}, "random_seed is 7 in the state and 8 here"),
         ({"shards": 2}, "shards is 3 in the state and 2 here"),
         ({"ordered": False}, "ordered is True in the state and False here"),
-        ({"rank": 1, "world_size": 2}, "rank is 0 in the state and 1 here; world_size is 1"),
+        ({"rank": 1, "world_size": 5}, "3 shards, which cannot be divided over 5 ranks"),
     ],
 )
 def test_a_state_of_something_else_is_refused(options, says):

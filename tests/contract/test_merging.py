@@ -1,0 +1,347 @@
+"""States of some ranks, from which other numbers of ranks go on."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, StateMismatch, merge_states
+from enqueuer.datasets.arrays import ArraySource
+from enqueuer.datasets.files import FileBatches
+
+WORLDS = (8, 6, 16, 1)
+
+
+def equal(shard):
+    for number in range(4):
+        yield shard.index, number, shard.rng.integers(1000)
+
+
+def unequal(shard):
+    for number in range(1 + shard.index % 5):
+        yield shard.index, number, shard.rng.integers(1000)
+
+
+def numbers(shard):
+    yield from shard.split(range(100))
+
+
+def shards(source, **options):
+    def make(rank, world_size, **others):
+        own = dict(random_seed=7, rank=rank, world_size=world_size, **options, **others)
+        return GeneratorEnqueuer(source, shards=48, **own)
+
+    return make
+
+
+def tasks(count, *args, iterable=False, **options):
+    def make(rank, world_size, **others):
+        own = dict(random_seed=7, rank=rank, world_size=world_size, **options, **others)
+        elements = iter(range(count)) if iterable else range(count)
+        return OrderedEnqueuer(elements, *args, **own)
+
+    return make
+
+
+def drawn(element, task):
+    return element, task.rng.integers(1000)
+
+
+def skips(element):
+    if element % 7 == 3:
+        raise ValueError(element)
+    return element
+
+
+def read(make, state, rank, world_size, count, **options):
+    """Return what a rank gives next, at most so many, and its state."""
+    enqueuer = make(rank, world_size, **options)
+    if state is not None:
+        enqueuer.load_state_dict(state)
+    with enqueuer:
+        got = list(itertools.islice(enqueuer, count))
+        return got, json.loads(json.dumps(enqueuer.state_dict()))
+
+
+def turns(batches_of_ranks):
+    """Return the batches of all ranks, one of each rank in turn."""
+    rows = itertools.zip_longest(*batches_of_ranks, fillvalue=turns)
+    return [batch for row in rows for batch in row if batch is not turns]
+
+
+def over_worlds(make, counts, **options):
+    """Return what ranks give that go on with other numbers of ranks, and the last merged state.
+
+    Args:
+        counts: Function of the world and the rank: how many batches it takes.
+    """
+    state, got = None, []
+    for place, world_size in enumerate(WORLDS):
+        ranks = [
+            read(make, state, rank, world_size, counts(place, rank), **options)
+            for rank in range(world_size)
+        ]
+        got += turns([batches for batches, _ in ranks])
+        state = merge_states(reversed([own for _, own in ranks]))
+    return got, state
+
+
+SOURCES = {
+    "equal shards": shards(equal),
+    "unequal shards": shards(unequal),
+    "samples": shards(numbers, batch_size=3, collate=list),
+    "shuffle buffer": shards(numbers, batch_size=2, collate=list, shuffle_buffer=8),
+    "tasks": tasks(500, drawn),
+    "shuffled": tasks(500, drawn, True),
+    "batches": tasks(500, drawn, True, batch_size=4, collate=list),
+    "drop_last": tasks(498, drawn, True, batch_size=4, collate=list, drop_last=True),
+    "skipped": tasks(500, skips, on_error="skip"),
+    "unordered": tasks(500, drawn, ordered=False),
+    "iterable": tasks(500, drawn, iterable=True),
+    "iterable in batches": tasks(500, drawn, iterable=True, batch_size=4, collate=list),
+}
+HAVE_ONE_SEQUENCE = ("equal shards", "tasks", "shuffled", "iterable")
+
+
+def elements(batches):
+    """Return what is in batches, if they are lists, in a certain order."""
+    flat = [one for batch in batches for one in (batch if isinstance(batch, list) else [batch])]
+    return sorted(flat)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_any_number_of_ranks_goes_on_where_another_one_was(name):
+    make = SOURCES[name]
+    whole = list(make(0, 1))
+    # 8 * 3 + 6 * 2 + 16 batches of 192 shards' items, or of 125 batches of elements.
+    got, state = over_worlds(make, lambda place, rank: (3, 2, 1, 10**6)[place])
+    if name in HAVE_ONE_SEQUENCE:
+        assert got == whole
+    if name != "drop_last":
+        assert elements(got) == elements(whole)
+    assert len({*elements(got)}) == len(elements(got))
+    # The next epoch is that of any number of ranks again. A running iterator has only one.
+    if "iterable" in name:
+        return
+    again = [read(make, state, rank, 3, 10**6)[0] for rank in range(3)]
+    plain = make(0, 1)
+    with plain:
+        second = [list(plain) for _ in range(2)][1]
+    if name != "drop_last":
+        assert elements(turns(again)) == elements(second)
+
+
+@pytest.mark.parametrize("name", [name for name in SOURCES if "iterable" not in name])
+def test_ranks_may_have_been_at_different_steps(name):
+    make = SOURCES[name]
+    got, _ = over_worlds(make, lambda place, rank: 10**6 if place == 3 else rank % 3)
+    whole = elements(list(make(0, 1)))
+    if name != "drop_last":
+        assert elements(got) == whole
+    assert {*elements(got)} <= {*whole}
+    assert len({*elements(got)}) == len(elements(got))
+
+
+def test_a_rank_that_has_ended_its_epoch_is_merged_with_those_that_have_not():
+    for make in (shards(unequal), tasks(20, drawn)):
+        first, saved = read(make, None, 0, 2, 10**6)
+        second, other = read(make, None, 1, 2, 3)
+        assert (saved["epoch"], other["epoch"]) == (1, 0)
+        merged = merge_states([saved, other])
+        rest = [read(make, merged, rank, 3, 10**6)[0] for rank in range(3)]
+        assert sorted([*first, *second, *turns(rest)]) == sorted(make(0, 1))
+
+
+@pytest.mark.parametrize("backend", ["thread", "process"])
+@pytest.mark.parametrize("name", ["unequal shards", "batches"])
+def test_workers_backends_and_changes_of_their_number_make_no_difference(name, backend):
+    make = SOURCES[name]
+    got, _ = over_worlds(make, lambda place, rank: (2, 2, 1, 20)[place], workers=2)
+    state, again = None, []
+    for world_size, count in ((8, 2), (2, 10**6)):
+        ranks = [
+            read(make, state, rank, world_size, count, workers=3, backend=backend)
+            for rank in range(world_size)
+        ]
+        again += turns([batches for batches, _ in ranks])
+        state = merge_states([own for _, own in ranks])
+    assert elements(again) == elements(make(0, 1))
+    assert {*elements(got)} <= {*elements(again)}
+
+
+def test_a_rank_goes_on_over_epochs_and_other_numbers_of_workers():
+    make = shards(unequal)
+    states = [read(make, None, rank, 4, 2)[1] for rank in range(4)]
+    merged = merge_states(states)
+    ranks = []
+    for rank in range(3):
+        enqueuer = make(rank, 3, workers=2)
+        enqueuer.load_state_dict(merged)
+        with enqueuer:
+            batches = iter(enqueuer)
+            first = [next(batches)]
+            enqueuer.reconfigure(workers=5)
+            first += list(batches)
+            enqueuer.reconfigure(workers=1)
+            second = list(enqueuer)
+            assert enqueuer.state_dict()["positions"] is None
+        ranks.append((first, second))
+        # Without a loaded state, it begins anew.
+        with enqueuer:
+            assert list(enqueuer) == list(make(rank, 3))
+    assert len(turns([first for first, _ in ranks])) == len(list(make(0, 1))) - 8
+    plain = make(0, 1)
+    with plain:
+        both = [list(plain) for _ in range(2)]
+    assert sorted(turns([second for _, second in ranks])) == sorted(both[1])
+
+
+def test_the_state_of_one_rank_is_enough_at_the_same_step_of_tasks():
+    make = tasks(100, drawn, True)
+    had = [read(make, None, rank, 4, 5)[0] for rank in range(4)]
+    state = read(make, None, 2, 4, 5)[1]
+    rest = [read(make, state, rank, 6, 10**6)[0] for rank in range(6)]
+    assert [*turns(had), *turns(rest)] == list(make(0, 1))
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_between_epochs_any_state_is_enough(name):
+    make = SOURCES[name]
+    state = read(make, None, 1, 2, 10**6)[1]
+    assert state["epoch"] == 1
+    again = [read(make, state, rank, 3, 10**6)[0] for rank in range(3)]
+    merged = merge_states([read(make, None, rank, 2, 10**6)[1] for rank in range(2)])
+    assert again == [read(make, merged, rank, 3, 10**6)[0] for rank in range(3)]
+
+
+def test_states_of_shards_are_small():
+    make = shards(unequal)
+    states = [read(make, None, rank, 4, 2)[1] for rank in range(4)]
+    assert len(json.dumps(merge_states(states))) < 1000
+
+
+class Rows:
+    """An iterator with a state of its own."""
+
+    def __init__(self, shard):
+        self.shard, self.at = shard.index, 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.at == 3:
+            raise StopIteration
+        self.at += 1
+        return self.shard, self.at
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+def test_iterators_of_shards_keep_their_states():
+    make = shards(Rows)
+    got, _ = over_worlds(make, lambda place, rank: (3, 2, 1, 10**6)[place])
+    assert sorted(got) == sorted(make(0, 1))
+
+
+def test_datasets_are_divided_anew(tmp_path):
+    files = [tmp_path / f"{number}.txt" for number in range(60)]
+    for number, path in enumerate(files):
+        path.write_text(str(number))
+
+    def batches_of(path):
+        return int(path.read_text())
+
+    def of_files(rank, world_size, **options):
+        source = FileBatches(files, batches_of, batch_size=3, shuffle=True)
+        own = dict(shards=12, random_seed=7, rank=rank, world_size=world_size)
+        return GeneratorEnqueuer(source, **own, **options)
+
+    def of_rows(rank, world_size, **options):
+        source = ArraySource({"x": np.arange(60)}, batch_size=3, shuffle=True)
+        own = dict(shards=12, random_seed=7, rank=rank, world_size=world_size)
+        return GeneratorEnqueuer(source, **own, **options)
+
+    def values(batches):
+        arrays = [batch["x"] if isinstance(batch, dict) else batch for batch in batches]
+        return sorted(int(x) for array in arrays for x in np.ravel(array))
+
+    for make in (of_files, of_rows):
+        states, got = [], []
+        for rank in range(4):
+            batches, state = read(make, None, rank, 4, 1 + rank)
+            got += batches
+            states.append(state)
+        for rank in range(3):
+            got += read(make, merge_states(states), rank, 3, 10**6)[0]
+        assert values(got) == list(range(60))
+
+
+# --- what cannot be merged ---
+
+
+def states_of(make, count=2, world_size=3):
+    return [read(make, None, rank, world_size, count)[1] for rank in range(world_size)]
+
+
+def test_what_is_not_the_states_of_all_ranks_of_a_run_says_what_is_wrong():
+    states = states_of(SOURCES["tasks"])
+    with pytest.raises(StateMismatch, match="no states to merge"):
+        merge_states([])
+    with pytest.raises(StateMismatch, match=r"each of 3 ranks once, .* none of the ranks \[2\]"):
+        merge_states(states[:2])
+    with pytest.raises(StateMismatch, match="twice that of rank 0"):
+        merge_states([*states, states[0]])
+    with pytest.raises(StateMismatch, match="length is 500 in one and 400 in another"):
+        merge_states([*states[:2], {**states[2], "length": 400}])
+    with pytest.raises(StateMismatch, match="merged already"):
+        merge_states([merge_states(states)])
+    with pytest.raises(StateMismatch, match="rank 2 is in epoch 1, and another one in epoch 0"):
+        merge_states([*states[:2], {**states[2], "epoch": 1}])
+    with pytest.raises(StateMismatch, match="not the state of an enqueuer"):
+        merge_states([{"version": 1}])
+
+
+def test_ranks_that_were_resumed_from_different_states_do_not_make_one():
+    for name in ("tasks", "unequal shards"):
+        make = SOURCES[name]
+        merged = [merge_states(states_of(make, count)) for count in (1, 2)]
+        own = [read(make, merged[rank], rank, 2, 1)[1] for rank in range(2)]
+        with pytest.raises(StateMismatch, match="resumed from different"):
+            merge_states(own)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("unequal shards", "shards may have ended"),
+        ("skipped", "elements were skipped"),
+        ("unordered", "batches came out of order"),
+    ],
+)
+def test_one_state_that_does_not_tell_of_the_others_says_to_merge(name, why):
+    make = SOURCES[name]
+    state = read(make, None, 0, 3, 10)[1]
+    if name == "unordered":
+        state["done"] = [state["positions"][0][1] + 1]
+    with pytest.raises(StateMismatch, match=rf"rank 0 of 3, .* {why}.*merge_states\(\)"):
+        make(1, 2).load_state_dict(state)
+
+
+def test_an_iterable_whose_end_is_not_known_needs_states_of_one_step():
+    make = tasks(10, drawn, iterable=True)
+    ended, other = read(make, None, 0, 2, 10**6)[1], read(make, None, 1, 2, 1)[1]
+    with pytest.raises(StateMismatch, match="rank 0 has had all of its elements"):
+        merge_states([ended, other])
+
+
+def test_more_ranks_than_shards_are_refused():
+    state = merge_states(states_of(SOURCES["equal shards"]))
+    enqueuer = GeneratorEnqueuer(equal, rank=0, world_size=49, random_seed=7)
+    with pytest.raises(StateMismatch, match="48 shards, which cannot be divided over 49 ranks"):
+        enqueuer.load_state_dict(state)
