@@ -37,8 +37,10 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
 
     Args:
         generator: Generator function that takes no argument, or the `Shard`; the worker calls it
-            once per shard and epoch. Or a running iterator, which one thread reads, and of which
-            each forked process continues with its own copy.
+            once per shard and epoch. If it also has a parameter `first_item=0`, it can begin with
+            any item, and none is made again to resume, for a restart or for other workers. Or a
+            running iterator, which one thread reads, and of which each forked process continues
+            with its own copy.
         use_multiprocessing: Keras' name for `backend="process"`.
         wait_time: Accepted for compatibility with Keras, without effect: nothing polls.
         random_seed: Non-negative int, from which the seeds of all shards derive. None, the

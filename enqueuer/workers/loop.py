@@ -258,13 +258,14 @@ class ShardStream:
 
     def _open(self) -> Iterator[Any]:
         wanted, state, behind = self._start
+        first = wanted if state is None and self._source.can_begin_anywhere else 0
         try:
-            items, self._stateful = iterate(self._source.open(self.shard), state, not wanted)
+            opened = self._source.open(self.shard, first)
+            items, self._stateful = iterate(opened, state, not wanted)
         except StopIteration as error:
             # Unchanged, it would be mistaken for the end.
             raise RuntimeError("the generator function raised StopIteration") from error
-        if state is not None:
-            self.number = wanted - behind
+        self.number = first if state is None else wanted - behind
         return items
 
     def _replay(self, items: Iterator[Any], sender: Sender) -> None:

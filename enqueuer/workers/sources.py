@@ -29,15 +29,30 @@ from enqueuer.workers.shards import Shard, seed_of_shuffle
 
 @dataclass(frozen=True)
 class FunctionSource:
-    """A function that returns an iterable for each shard."""
+    """A function that returns an iterable for each shard.
+
+    Attributes:
+        function: The function.
+        takes_shard: Whether it takes the shard.
+        stage: What becomes of its samples; None if it yields batches.
+        takes_first_item: Whether it can begin with any item, by its parameter `first_item`.
+    """
 
     function: Callable[..., Any]
     takes_shard: bool
     stage: Samples | None = None
+    takes_first_item: bool = False
 
-    def open(self, shard: Shard) -> Iterable[Any]:
+    @property
+    def can_begin_anywhere(self) -> bool:
+        """Whether no item before the first one that is wanted has to be made."""
+        return self.takes_first_item and self.stage is None
+
+    def open(self, shard: Shard, first_item: int = 0) -> Iterable[Any]:
         """Call the function for `shard`; raise TypeError if what it returns cannot be iterated."""
-        items: Iterable[Any] = self.function(shard) if self.takes_shard else self.function()
+        begin = {"first_item": first_item} if first_item else {}
+        given = (shard,) if self.takes_shard else ()
+        items: Iterable[Any] = self.function(*given, **begin)
         if not hasattr(items, "__iter__") and not hasattr(items, "__getitem__"):
             raise TypeError(
                 f"{name_of(self.function)} returned {_a(items)}, which cannot be iterated; "
@@ -56,8 +71,9 @@ class LiveSource:
 
     iterable: Iterable[Any]
     stage: Samples | None = None
+    can_begin_anywhere = False
 
-    def open(self, shard: Shard) -> Iterable[Any]:
+    def open(self, shard: Shard, first_item: int = 0) -> Iterable[Any]:
         """Return the iterable; a shard of a `LiveSource` is all of it."""
         if self.stage is None:
             return self.iterable
@@ -163,7 +179,8 @@ def as_source(generator: object) -> Source:
             "write it with plain `def` and `yield`"
         )
     if callable(generator):
-        return FunctionSource(generator, _takes_shard(generator))
+        takes_shard = _takes_shard(generator)
+        return FunctionSource(generator, takes_shard, takes_first_item=_takes_first(generator))
     if hasattr(generator, "__next__"):
         return LiveSource(Stepped(generator))
     if isinstance(generator, Iterable) and not _is_collection(generator):
@@ -213,6 +230,15 @@ def _takes_shard(function: Callable[..., Any]) -> bool:
             "functools.partial"
         )
     return takes_shard
+
+
+def _takes_first(function: Callable[..., Any]) -> bool:
+    """Return whether `function` has a parameter `first_item`."""
+    try:
+        return "first_item" in inspect.signature(function).parameters
+    except ValueError:
+        # Some built-in functions have no signature.
+        return False
 
 
 def takes_next(function: Callable[..., Any], count: int, name: str) -> bool | None:

@@ -4,6 +4,7 @@ import itertools
 import json
 import pickle
 
+import numpy as np
 import pytest
 from helpers import Reiterable, bytes_of, random_batches
 
@@ -438,3 +439,56 @@ def test_the_state_is_small(backend):
     with make(**backend) as enqueuer:
         next(enqueuer.get())
         assert len(json.dumps(enqueuer.state_dict())) < 300
+
+
+# --- functions that can begin with any item ---
+
+calls = []
+
+
+def rows_from(shard, first_item=0):
+    calls.append((shard.index, first_item))
+    for number in range(first_item, 6):
+        rng = np.random.default_rng([shard.seed, number])
+        yield shard.index, number, int(rng.integers(1000))
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_a_function_that_can_begin_with_any_item_makes_none_again(workers):
+    plain = list(GeneratorEnqueuer(rows_from, shards=3, random_seed=7))
+    enqueuer = GeneratorEnqueuer(rows_from, shards=3, random_seed=7)
+    with enqueuer:
+        had = [next(enqueuer.get()) for _ in range(7)]
+        state = enqueuer.state_dict()
+    later = GeneratorEnqueuer(rows_from, shards=3, random_seed=7, workers=workers)
+    later.load_state_dict(state)
+    calls.clear()
+    with later:
+        assert had + list(later) == plain
+        assert sorted(calls) == [(0, 3), (1, 2), (2, 2)]
+        # The next epoch begins with the first item of each.
+        list(later)
+    assert sorted(calls[3:]) == [(0, 0), (1, 0), (2, 0)]
+
+
+def test_in_other_processes_too(backend):
+    plain = list(GeneratorEnqueuer(rows_from, shards=3, random_seed=7))
+    enqueuer = GeneratorEnqueuer(rows_from, shards=3, random_seed=7, workers=2, **backend)
+    with enqueuer:
+        had = [next(enqueuer.get()) for _ in range(7)]
+        enqueuer.reconfigure(workers=3)
+        assert had + list(enqueuer) == plain
+
+
+def test_samples_are_made_again():
+    """How many samples a batch took is known to the batches alone."""
+    options = dict(shards=1, random_seed=7, batch_size=2, collate=list)
+    plain = list(GeneratorEnqueuer(rows_from, **options))
+    enqueuer = GeneratorEnqueuer(rows_from, **options)
+    with enqueuer:
+        had = [next(enqueuer.get()) for _ in range(2)]
+        state = enqueuer.state_dict()
+    later = GeneratorEnqueuer(rows_from, **options)
+    later.load_state_dict(state)
+    with later:
+        assert had + list(later) == plain
