@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Set
 from typing import Any, TypeVar, overload
 
 import numpy as np
@@ -22,9 +22,9 @@ from enqueuer.enqueuers.options import (
 from enqueuer.enqueuers.task_workload import TaskWorkload
 from enqueuer.enqueuers.workload import Seed
 from enqueuer.workers.collate import stack
-from enqueuer.workers.element_threads import MOST_THREADS
+from enqueuer.workers.element_threads import ASYNC_CONCURRENCY, MOST_THREADS
 from enqueuer.workers.shards import Task
-from enqueuer.workers.sources import check_not_async, is_indexable, name_of
+from enqueuer.workers.sources import is_indexable, name_of
 from enqueuer.workers.tasks import (
     Counted,
     Indexable,
@@ -64,7 +64,7 @@ class OrderedEnqueuer(BaseEnqueuer[Batch]):
             other iterable, with `map`: the loop's thread reads its elements when it asks for a
             batch, never further ahead than `max_queue_size` allows.
         map: Function of the element, or of the element and its `Task`, which has random numbers
-            for this element. None, the default: the element itself is the result, so that
+            for this element; it may be async. None, the default: the element itself is the result, so that
             `__getitem__` does all work. Results that are None are left out. (As in Keras, True or
             False at this position is `use_multiprocessing`.)
         shuffle: Whether each epoch has a new order, drawn from the seed; False by default. It
@@ -83,7 +83,7 @@ class OrderedEnqueuer(BaseEnqueuer[Batch]):
             from the `Task`: the global generators are not seeded for each element. `"auto"`, with
             `workers="auto"`: begins with 1, and lets elements that wait run at once before it adds
             workers. None, the default: 1; but `"auto"` for batches that automatic threads make,
-            as threads seed no global generators.
+            as threads seed no global generators; and 16 for an async function.
         random_seed: Non-negative int, from which all seeds derive. None, the default, draws one;
             the attribute `random_seed` has it.
         {options}
@@ -123,6 +123,17 @@ class OrderedEnqueuer(BaseEnqueuer[Batch]):
         self,
         sequence: Elements[Batch],
         map: bool | None = None,
+        shuffle: bool = False,
+        *,
+        batch_size: None = None,
+        collate: None = None,
+        **options: Unpack[OrderedOptions],
+    ) -> None: ...
+    @overload
+    def __init__(
+        self,
+        sequence: Elements[T],
+        map: Callable[[T], Awaitable[Batch | None]] | Callable[[T, Task], Awaitable[Batch | None]],
         shuffle: bool = False,
         *,
         batch_size: None = None,
@@ -192,8 +203,11 @@ class OrderedEnqueuer(BaseEnqueuer[Batch]):
             size,
             stack if collate is None else collate,
             seed.value,
-            concurrency=concurrency if isinstance(concurrency, int) else 1,
         )
+        if isinstance(concurrency, int):
+            source.concurrency = concurrency
+        elif source.is_async:
+            source.concurrency = ASYNC_CONCURRENCY
         self._tasks = TaskWorkload(source, checked, seed, bool(shuffle), concurrency)
         super().__init__(self._tasks, OrderedEnqueuer)
 
@@ -271,7 +285,6 @@ def _check_elements(sequence: object, map: object, shuffle: object, collate: obj
             "pass sorted(...) or list(...) of it"
         )
     checks.function("map", map, "of an element")
-    check_not_async(map)
     if is_indexable(sequence):
         return
     if is_sequence(sequence):

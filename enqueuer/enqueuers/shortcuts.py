@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar, overload
 
 from enqueuer.enqueuers.enqueuer import BaseEnqueuer, Batch
@@ -106,6 +106,17 @@ def prefetch(  # noqa: D417, as takes_options() adds them
     return _prefetched(enqueuer)
 
 
+@overload
+def imap(
+    function: Callable[[T], Awaitable[Batch | None]] | Callable[[T, Task], Awaitable[Batch | None]],
+    elements: Elements[T],
+    max_queue_size: int = 10,
+    *,
+    shuffle: bool = False,
+    batch_size: None = None,
+    collate: None = None,
+    **options: Unpack[TaskOptions],
+) -> Iterator[Batch]: ...
 @overload
 def imap(
     function: Callable[[T], Batch | None] | Callable[[T, Task], Batch | None],

@@ -82,9 +82,10 @@ class TaskWorkload:
             return self.source.concurrency
         if self._concurrency == "auto":
             return MOST_THREADS
-        # Threads seed no global generators for an element anyway. Without batches, each element at
-        # once may as well be a worker.
-        is_free = self.options.backend_name == "thread" and self.source.batch_size is not None
+        # Coroutines run at once anyway. Threads seed no global generators for an element; without
+        # batches, each element at once may as well be a worker.
+        source, is_thread = self.source, self.options.backend_name == "thread"
+        is_free = source.is_async or (is_thread and source.batch_size is not None)
         return (workers.most or MOST_THREADS) if is_free else 1
 
     def needs_common_seed(self) -> bool:
@@ -176,7 +177,7 @@ class TaskWorkload:
                 "only in the process of the loop",
             )
         # Workers with several threads do not seed the global generators.
-        seed = self.options.has_globals and self.source.concurrency == 1
+        seed = self.options.has_globals and not self.source.has_threads
         skip = self.options.on_error != "raise"
         return functools.partial(
             rerun_task, self.source, origin.random_seed, ticket, origin.element, seed, skip

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from enqueuer.workers import loop, task_loop
-from enqueuer.workers.element_threads import ElementThreads, ThreadJob
+from enqueuer.workers.element_threads import ElementThreads, EventLoop, ThreadJob
 from enqueuer.workers.messages import Empty, End, Failure, Sender, Ticket, Tickets
 from enqueuer.workers.plan import OnError, Plan, serve_failure
 from enqueuer.workers.shards import Task, do_nothing
@@ -27,7 +27,7 @@ def serve_function(source: object) -> Callable[..., None]:
     """Return the loop of a worker of a source."""
     if not isinstance(source, TaskSource):
         return loop.serve
-    return serve_concurrently if source.concurrency > 1 else task_loop.serve_tasks
+    return serve_concurrently if source.has_threads else task_loop.serve_tasks
 
 
 def serve_concurrently(
@@ -48,22 +48,34 @@ def serve_concurrently(
     """
     source = plan.source
     assert isinstance(source, TaskSource)
-    threads = ElementThreads(source.concurrency, sender.meter, sender.check)
-    shared = sender.share(threads)
-    enter = enter if enter is not None and source.runs_code else do_nothing
+    name, loop = threading.current_thread().name, None
     try:
-        threads.start(threading.current_thread().name)
+        loop = EventLoop(f"{name}.loop", source.concurrency) if source.is_async else None
+        threads = ElementThreads(source.concurrency, sender.meter, sender.check, loop)
+        threads.start(name)
     except RuntimeError as error:
+        if loop is not None:
+            loop.close()
         serve_failure(error, (), tickets, sender)
         return
+    shared = sender.share(threads)
+    enter = enter if enter is not None and source.runs_code else do_nothing
     try:
         while threads.wait_for_room() and (ticket := tickets.next_ticket()) is not None:
             enter(Task(ticket.indices[0], ticket.epoch, source.random_seed))
             enter = do_nothing
             threads.submit(_jobs_of(source, ticket, shared, plan.on_error, threads))
+        # Without tickets the coroutines that run are completed, unless the consumer left.
+        if loop is not None:
+            sender.check()
     except BaseException as error:
         threads.close(error)
+        if loop is not None:
+            # The threads end with the coroutines that they wait for.
+            loop.cancel()
     threads.join()
+    if loop is not None:
+        loop.close()
     if threads.error is not None:
         raise threads.error
 

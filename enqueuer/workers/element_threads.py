@@ -8,6 +8,11 @@ a short job. So if it comes late, and jobs are short, each thread's next job wai
 
 The worker is busy by as much as its threads are, on average. So its meter counts a wait of one
 thread of n as the n-th part of a wait of the worker.
+
+Coroutines of an async function run on one event loop of the worker, in a further thread; each of
+these threads waits for one of them. So all else is as for plain functions. There are twice as many
+threads: when a coroutine ends, the loop goes on with the next one at once, while the thread that
+waited for it gets the GIL and takes another job.
 """
 
 from __future__ import annotations
@@ -16,9 +21,11 @@ import operator
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from contextvars import ContextVar
 from queue import SimpleQueue
-from typing import NamedTuple
+from types import FrameType
+from typing import Any, NamedTuple
 
 from enqueuer.common.finalizers import WorkerThread
 from enqueuer.errors import Closed
@@ -27,6 +34,9 @@ from enqueuer.workers.messages import Ticket
 
 # The ring has a word for each ticket that a worker has, and no job waits beside so many.
 MOST_THREADS = 1024
+# Coroutines of an async function that run at once, if the user gave no number. If each waits for
+# 50 ms and computes for 3 ms, so many keep a CPU busy.
+ASYNC_CONCURRENCY = 16
 # Nanoseconds. Behind a job that takes longer, no ticket is taken ahead that a thread of another
 # worker might do at once.
 SHORT_NS = 500_000_000
@@ -36,6 +46,97 @@ LATE_NS = 5_000_000
 # Nanoseconds after that for which it is taken to be late, as it comes in time now and then by
 # chance.
 LATE_FOR_NS = 1_000_000_000
+
+
+class EventLoop:
+    """An asyncio event loop in a thread of its own, on which other threads wait for coroutines.
+
+    Args:
+        name: Name of the thread.
+        count: Number of coroutines that run at once; others wait for their turn.
+
+    Example:
+        >>> import asyncio
+        >>> loop = EventLoop("loop", 2)
+        >>> loop.result(asyncio.sleep(0, "done"))
+        'done'
+        >>> loop.close()
+    """
+
+    def __init__(self, name: str, count: int) -> None:
+        # Its import takes longer than to fork a worker.
+        import asyncio
+
+        self._asyncio = asyncio
+        self._loop = asyncio.new_event_loop()
+        self._turns = asyncio.Semaphore(count)
+        # The coroutine that each thread waits for.
+        self._awaited: dict[int, Coroutine[Any, Any, Any]] = {}
+        self._thread = WorkerThread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def result(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Run a coroutine on the loop, and return its result, or raise its exception."""
+        ident = threading.get_ident()
+        self._awaited[ident] = coroutine
+        try:
+            run = self._asyncio.run_coroutine_threadsafe
+            return run(self._in_turn(coroutine), self._loop).result()
+        finally:
+            del self._awaited[ident]
+            # It has not begun if it was cancelled before its turn.
+            coroutine.close()
+
+    async def _in_turn(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        async with self._turns:
+            return await coroutine
+
+    def stack_of(self, ident: int) -> list[traceback.FrameSummary]:
+        """Return where the coroutine is that a thread waits for; [] if it waits for none."""
+        frames: list[tuple[FrameType, int]] = []
+        awaited: Any = self._awaited.get(ident)
+        # What a coroutine awaits is a coroutine, or at last an object without a frame.
+        while (frame := getattr(awaited, "cr_frame", None)) is not None:
+            frames.append((frame, frame.f_lineno))
+            awaited = awaited.cr_await
+        return list(traceback.StackSummary.extract(iter(frames)))
+
+    def cancel(self) -> None:
+        """Cancel what runs, and wait until it has ended."""
+        self._asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop).result()
+
+    def close(self) -> None:
+        """Cancel what runs, and end the thread."""
+        self.cancel()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _cancel_all(self) -> None:
+        tasks = self._asyncio.all_tasks() - {self._asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await self._asyncio.gather(*tasks, return_exceptions=True)
+        await self._loop.shutdown_asyncgens()
+
+
+# The event loop of the worker that this thread belongs to.
+_event_loop: ContextVar[EventLoop | None] = ContextVar("_event_loop", default=None)
+
+
+def result_of(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Run a coroutine on the event loop of this worker, or on one of its own if there is none."""
+    shared = _event_loop.get()
+    if shared is not None:
+        return shared.result(coroutine)
+    import asyncio
+
+    loop = asyncio.new_event_loop()
+    try:
+        return loop.run_until_complete(coroutine)
+    finally:
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
 
 
 class ThreadJob(NamedTuple):
@@ -68,6 +169,7 @@ class ElementThreads:
         count: Number of threads.
         meter: Meter of the worker, whose waits are those of the threads.
         check: Function that raises Closed if the consumer left; called before each job.
+        loop: Event loop on which coroutines of the jobs run; None: there are none.
 
     Attributes:
         threads: The threads.
@@ -85,7 +187,13 @@ class ElementThreads:
         3
     """
 
-    def __init__(self, count: int, meter: Meter, check: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        count: int,
+        meter: Meter,
+        check: Callable[[], object],
+        loop: EventLoop | None = None,
+    ) -> None:
         self.threads: list[threading.Thread] = []
         self.error: BaseException | None = None
         self.do: Callable[[ThreadJob], None] = operator.methodcaller("run")
@@ -93,6 +201,7 @@ class ElementThreads:
         self._count = count
         self._meter = meter
         self._check = check
+        self._loop = loop
         self._jobs: SimpleQueue[ThreadJob | None] = SimpleQueue()
         # The jobs that run, and when each began, by the thread that runs them, the oldest first.
         self._current: dict[int, tuple[ThreadJob, int]] = {}
@@ -116,7 +225,7 @@ class ElementThreads:
         """
         self._meter.pause(WAITING)
         try:
-            for number in range(self._count):
+            for number in range(self._count if self._loop is None else 2 * self._count):
                 thread = WorkerThread(target=self._run, name=f"{name}.{number}", daemon=True)
                 thread.start()
                 self.threads.append(thread)
@@ -166,16 +275,21 @@ class ElementThreads:
 
     def snapshots(self) -> list[ThreadSnapshot]:
         """Return where each thread with a job is."""
-        frames = sys._current_frames()
+        frames, loop = sys._current_frames(), self._loop
         # A copy, since threads begin and end jobs meanwhile.
         return [
-            ThreadSnapshot(job.indices, list(traceback.extract_stack(frames[ident])))
+            ThreadSnapshot(
+                job.indices,
+                (loop.stack_of(ident) if loop is not None else [])
+                or list(traceback.extract_stack(frames[ident])),
+            )
             for ident, (job, _) in self._current.copy().items()
             if ident in frames
         ]
 
     def _run(self) -> None:
         ident = threading.get_ident()
+        _event_loop.set(self._loop)
         while (job := self._jobs.get()) is not None:
             began = clock()
             with self._changed:
@@ -204,6 +318,8 @@ class ElementThreads:
             return True
         # There is a claim for each ticket.
         most = min(2 * self._count, MOST_THREADS)
+        if self._loop is not None:
+            return self._load < most
         if not (self._is_short and self._load < most):
             return False
         now = clock()

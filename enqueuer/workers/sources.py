@@ -263,15 +263,20 @@ def takes_next(function: Callable[..., Any], count: int, name: str) -> bool | No
     return required > count or (len(positional) > count and positional[count].name == name)
 
 
-def check_not_async(function: object) -> None:
-    """Raise TypeError for an async function, whose results would be coroutines."""
+def is_async(function: object) -> bool:
+    """Return whether calls of a function return coroutines.
+
+    Raises:
+        TypeError: It is an asynchronous generator function.
+    """
     function = function.func if isinstance(function, functools.partial) else function
-    if _is_async(function) or _is_async(getattr(function, "__call__", None)):  # noqa: B004
+    called = getattr(function, "__call__", None)  # noqa: B004
+    if inspect.isasyncgenfunction(function) or inspect.isasyncgenfunction(called):
         raise TypeError(
-            f"map must not be async, as its results would be coroutines, got {_a(function)}; write "
-            "it with plain `def`, with concurrency=n to let n elements wait at once, or pass "
-            "`lambda element: asyncio.run(function(element))`"
+            f"map must return the result of one element, got {_a(function)}, which yields several; "
+            "return a list of them"
         )
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
 
 
 def _is_async(generator: object) -> bool:

@@ -24,10 +24,11 @@ import numpy as np
 from enqueuer.common.packed_list import PackedList, packed
 from enqueuer.common.text import an
 from enqueuer.workers.collate import stack
+from enqueuer.workers.element_threads import result_of
 from enqueuer.workers.messages import Ticket
 from enqueuer.workers.seeding import borrowed_globals
 from enqueuer.workers.shards import EpochSeeds, Task
-from enqueuer.workers.sources import has_elements, is_indexable, name_of, takes_next
+from enqueuer.workers.sources import has_elements, is_async, is_indexable, name_of, takes_next
 
 Element = TypeVar("Element", covariant=True)
 
@@ -74,6 +75,7 @@ class TaskSource:
         concurrency: Number of elements that each worker runs at once.
         takes_task: Whether `map` takes the `Task` as well.
         takes_tasks: Whether `collate` takes the `Task` of each result as well.
+        is_async: Whether `map` is an async function.
         is_sequence: Whether workers can fetch single elements, by their index.
         begun: Number of epochs whose beginning was announced to the sequence.
         ended: Number of epochs whose end was announced to the sequence.
@@ -89,6 +91,7 @@ class TaskSource:
     concurrency: int = 1
     takes_task: bool = field(init=False)
     takes_tasks: bool = field(init=False)
+    is_async: bool = field(init=False)
     is_sequence: bool = field(init=False)
     # These two travel with the sequence, so that each epoch is announced to every copy exactly
     # once.
@@ -97,6 +100,7 @@ class TaskSource:
 
     def __post_init__(self) -> None:
         self.takes_task = self.map is not None and takes_two(self.map)
+        self.is_async = is_async(self.map)
         # The second parameter of `stack` is for other kinds of arrays.
         self.takes_tasks = self.collate is not stack and takes_two(
             self.collate, "collate", "list of results", "tasks"
@@ -140,6 +144,11 @@ class TaskSource:
             (1, 8, 1, 3, 2)
         """
         return 1 - (1 - self.concurrency) // (self.batch_size or 1)
+
+    @property
+    def has_threads(self) -> bool:
+        """Whether a worker has threads for the elements; one for coroutines runs them on a loop."""
+        return self.concurrency > 1 or self.is_async
 
     @property
     def runs_code(self) -> bool:
@@ -215,9 +224,9 @@ class TaskSource:
             element = self.items[index]
         if self.map is None:
             return element
-        if self.takes_task:
-            return self.map(element, Task(index, epoch, random_seed))
-        return self.map(element)
+        task = (Task(index, epoch, random_seed),) if self.takes_task else ()
+        result = self.map(element, *task)
+        return result_of(result) if self.is_async else result
 
     def results_of(self, ticket: Ticket, elements: Iterable[Any]) -> Iterable[Any]:
         """Return the results of a ticket as an iterator that is written in C.
@@ -233,10 +242,11 @@ class TaskSource:
             elements = map(operator.getitem, repeat(self.items), ticket.indices)
         if self.map is None:
             return elements
+        given: list[Iterable[Any]] = [elements]
         if self.takes_task:
-            tasks = map(Task, ticket.indices, repeat(epoch), repeat(self.random_seed))
-            return map(self.map, elements, tasks)
-        return map(self.map, elements)
+            given.append(map(Task, ticket.indices, repeat(epoch), repeat(self.random_seed)))
+        results = map(self.map, *given)
+        return map(result_of, results) if self.is_async else results
 
     def item_of(self, ticket: Ticket, results: list[Any], random_seed: int) -> Any:
         """Return the item of a ticket: its only result, or a batch of those that are not None.

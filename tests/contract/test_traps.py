@@ -1,6 +1,5 @@
 """What a beginner does wrong is an error or a warning that says what to do, and never silent."""
 
-import asyncio
 import copy
 import functools
 import pickle
@@ -28,12 +27,9 @@ class Fetcher:
 
 
 @pytest.mark.parametrize("function", [fetch, Fetcher(), functools.partial(fetch)])
-def test_an_async_function_is_refused_with_what_to_write_instead(function):
+def test_an_async_function_gives_results_and_no_coroutines(function):
     for use in (OrderedEnqueuer, lambda elements, map: imap(map, elements)):
-        with pytest.raises(TypeError, match=r"map must not be async.*concurrency=n"):
-            list(use(range(3), function))
-    with OrderedEnqueuer(range(3), lambda one: asyncio.run(fetch(one))) as enqueuer:
-        assert list(enqueuer) == [0, 1, 2]
+        assert list(use(range(3), function)) == [0, 1, 2]
 
 
 def numbers(shard):

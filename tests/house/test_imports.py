@@ -102,6 +102,7 @@ INNER = {
     ("transport.item_codec", "enqueuer"),
     ("transport.memory", "tempfile"),
     ("transport.task_queue", "enqueuer"),
+    ("workers.element_threads", "asyncio"),
 }
 
 

@@ -307,7 +307,7 @@ def _work(
     else:
         used = usage.of_process(os.getpid())
         channel.meter.begin(used.cpu_s or 0.0, used.cpu_wait_s or 0.0)
-        if isinstance(source, TaskSource) and source.concurrency > 1:
+        if isinstance(source, TaskSource) and source.has_threads:
             assert task_socket is not None
             answer = functools.partial(stack_dump.answer_for, stack)
             sender = orders = SharedSender(channel, task_socket, answer)

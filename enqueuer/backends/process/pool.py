@@ -249,7 +249,7 @@ class ProcessPool(WorkerPool[ProcessWorker]):
     # --- what is known of the workers ---
 
     def measures(self, workers: Sequence[ProcessWorker]) -> list[WorkerStats]:
-        return [worker.measure(self._job.concurrency > 1) for worker in workers]
+        return [worker.measure(self._job.has_threads) for worker in workers]
 
     def snapshots(self, workers: Sequence[ProcessWorker]) -> list[WorkerSnapshot]:
         able = ask_stacks([w for w in workers if w.state is WorkerState.RUNNING])

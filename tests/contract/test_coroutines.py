@@ -1,0 +1,199 @@
+"""An async function as `map`: its coroutines run at once on one event loop of each worker."""
+
+import asyncio
+import functools
+import logging
+import threading
+import time
+
+import pytest
+from conftest import BACKENDS, WITH_INLINE, chosen
+from helpers import LIMIT, kill_self, wait_until
+
+from enqueuer import BatchTimeout, OrderedEnqueuer, imap, replay
+
+
+@pytest.fixture(params=WITH_INLINE)
+def backend(request, monkeypatch):
+    return chosen(request.param, monkeypatch, request.node)
+
+
+# The loop's own thread makes one element at a time.
+@pytest.fixture(params=BACKENDS)
+def options(request, monkeypatch):
+    return chosen(request.param, monkeypatch, request.node)
+
+
+def drawn(element, task):
+    return None if element % 5 == 4 else (element, task.epoch, int(task.rng.integers(1000)))
+
+
+async def awaited(element, task):
+    # The earlier ones take longer.
+    await asyncio.sleep(0.001 * (10 - element % 10))
+    return drawn(element, task)
+
+
+@pytest.mark.parametrize("batch_size", [None, 4])
+def test_results_are_those_of_a_plain_function_in_order(backend, batch_size):
+    given = dict(random_seed=7, shuffle=True, batch_size=batch_size)
+    given |= {} if batch_size is None else {"collate": list}
+    with OrderedEnqueuer(range(40), drawn, **given) as plain:
+        whole = [list(plain) for _ in range(2)]
+    with OrderedEnqueuer(range(40), awaited, **{"workers": 2, **backend}, **given) as enqueuer:
+        assert [list(enqueuer) for _ in range(2)] == whole
+
+
+class Meeting:
+    """Coroutines that wait until so many of them run at once."""
+
+    def __init__(self, count):
+        self.count, self.met = count, 0
+
+    async def __call__(self, element):
+        self.met += 1
+        end = time.monotonic() + LIMIT
+        while self.met < self.count and time.monotonic() < end:
+            await asyncio.sleep(0.001)
+        return self.met >= self.count
+
+
+@pytest.mark.parametrize(
+    ("given", "count"), [({}, 16), ({"concurrency": 40}, 40), ({"batch_size": 16}, 16)]
+)
+def test_sixteen_run_at_once_or_as_many_as_are_given(options, given, count):
+    with OrderedEnqueuer(range(count), Meeting(count), **given, **options) as enqueuer:
+        for results in enqueuer:
+            assert results if isinstance(results, bool) else results.all()
+
+
+def test_all_coroutines_of_a_worker_run_on_one_loop(options):
+    async def loop_of(element):
+        await asyncio.sleep(0.001)
+        return id(asyncio.get_running_loop())
+
+    assert len(set(imap(loop_of, range(30), **options))) == 1
+
+
+def test_partials_methods_and_objects_may_be_async():
+    class Client:
+        async def get(self, element):
+            return -element
+
+    assert list(imap(functools.partial(awaited_sum, 1), range(3))) == [1, 2, 3]
+    assert list(imap(Client().get, range(3))) == [0, -1, -2]
+
+
+async def awaited_sum(a, b):
+    return a + b
+
+
+async def fails(element):
+    await asyncio.sleep(0)
+    return await inner(element)
+
+
+async def inner(element):
+    if element == 7:
+        raise ValueError("of element 7")
+    return element
+
+
+def test_an_error_comes_in_its_place_with_its_traceback(backend):
+    with OrderedEnqueuer(range(20), fails, **backend) as enqueuer:
+        seen = []
+        with pytest.raises(ValueError, match="of element 7") as caught:
+            for result in enqueuer:
+                seen.append(result)
+    assert seen == list(range(7))
+    assert [frame.name for frame in caught.traceback][-2:] == ["fails", "inner"]
+    assert "element 7" in "".join(caught.value.__notes__)
+    with pytest.raises(ValueError, match="of element 7"):
+        replay(caught.value)
+
+
+def test_errors_are_skipped(backend, caplog):
+    caplog.set_level(logging.CRITICAL)
+    with OrderedEnqueuer(range(20), fails, on_error="skip", **backend) as enqueuer:
+        assert list(enqueuer) == [n for n in range(20) if n != 7]
+        assert enqueuer.error_count == 1
+
+
+async def dies_at_9(flag, element):
+    await asyncio.sleep(0.001)
+    if element == 9 and not flag.exists():
+        flag.touch()
+        kill_self()
+    return element
+
+
+def test_a_worker_that_is_killed_is_replaced(process, tmp_path):
+    dies = functools.partial(dies_at_9, tmp_path / "died")
+    with OrderedEnqueuer(range(40), dies, workers=2, max_restarts=1, **process) as enqueuer:
+        assert list(enqueuer) == list(range(40))
+
+
+def test_a_position_is_resumed(options):
+    whole = list(OrderedEnqueuer(range(40), awaited, random_seed=7))
+    with OrderedEnqueuer(range(40), awaited, random_seed=7, **options) as enqueuer:
+        had = [next(enqueuer.get()) for _ in range(9)]
+        state = enqueuer.state_dict()
+    later = OrderedEnqueuer(range(40), awaited, random_seed=7, **options)
+    later.load_state_dict(state)
+    with later:
+        assert had + list(later) == whole
+
+
+begun, ended = [], []
+
+
+async def waits_for_long(element):
+    if element == 0:
+        return 0
+    begun.append(element)
+    try:
+        await asyncio.sleep(LIMIT)
+    finally:
+        ended.append(element)
+
+
+def test_stop_cancels_the_coroutines_and_their_finally_runs():
+    ended.clear()
+    with OrderedEnqueuer(range(5), waits_for_long) as enqueuer:
+        began = time.monotonic()
+        assert next(iter(enqueuer)) == 0
+        wait_until(lambda: len(begun) == 4)
+    assert time.monotonic() - began < LIMIT / 2
+    assert set(ended) == {1, 2, 3, 4}
+    assert not any("enqueuer" in thread.name for thread in threading.enumerate())
+
+
+async def is_slow_within(element):
+    await deep_wait()
+
+
+async def deep_wait():
+    await asyncio.sleep(LIMIT)
+
+
+def test_a_stall_report_has_the_stack_of_the_coroutine(options):
+    with OrderedEnqueuer(range(3), is_slow_within, timeout=0.3, **options) as enqueuer:
+        with pytest.raises(BatchTimeout) as caught:
+            next(iter(enqueuer))
+        text = str(caught.value) + "".join(getattr(caught.value, "__notes__", ()))
+        assert "deep_wait" in text
+
+
+def test_automatic_workers_begin_with_sixteen_at_once():
+    with OrderedEnqueuer(range(200), awaited, workers="auto") as enqueuer:
+        assert len(list(enqueuer)) == 160
+        assert enqueuer.stats().workers[0].concurrency >= 16
+
+
+async def several(element):
+    yield element
+
+
+def test_an_async_generator_is_no_map():
+    with pytest.raises(TypeError, match="map must return the result of one element"):
+        OrderedEnqueuer(range(3), several)
