@@ -129,6 +129,16 @@ class Bottleneck:
     def __str__(self) -> str:
         return f"{self.reason} {self.advice}"
 
+    @property
+    def short(self) -> str:
+        """The kind and the change, which the log line and the progress bar show.
+
+        Example:
+            >>> Bottleneck("source", "It is slow.", "Make more at once.", "concurrency=64").short
+            'source: concurrency=64'
+        """
+        return f"{self.kind}: {self.change}" if self.change else self.kind
+
 
 @dataclass(frozen=True, repr=False)
 class Stats:
@@ -359,6 +369,13 @@ def _row(worker: WorkerStats) -> tuple[str, ...]:
         "-" if cpu is None else f"{ratio(cpu, whole):.0%}",
         "-" if worker.rss_bytes is None else size(worker.rss_bytes),
     )
+
+
+def waits(stats: Stats) -> str:
+    """Return the share of the loop's waits, and the bottleneck if it is known, for a line."""
+    found = find_bottleneck(stats)
+    share = percent(stats.waiting_share)
+    return share if found.kind == "unknown" else f"{share} ({found.short})"
 
 
 def total(stats: Stats, name: str) -> float:

@@ -192,6 +192,11 @@ def test_one_run_has_one_share_of_waiting_and_one_rate(tmp_path, backend, capsys
     assert set(shares) == {share}
     rates = re.findall(r"([\d.,]+) (?:a second|batches/s)", words)
     assert set(rates) == {rate}
+    # The line and the bar have the kind and the change; the report has the whole sentence.
+    found = stats.bottleneck()
+    assert [found.short in one for one in (exports.line(stats), bar.text)] == [True, True]
+    assert found.change.startswith("workers=")
+    assert words.count(str(found)) == 3
 
 
 def test_a_worker_and_its_successor_are_one_row(tmp_path):
