@@ -159,6 +159,7 @@ class Stats:
         reading_s: Seconds of these in which the loop read elements of an iterable itself.
         working_s: Seconds in which the loop did something else.
         idle_s: Seconds between epochs, after the last one, or after an error; they are neither.
+        idle_cpu_s: Seconds of `loop_cpu_s` in that time.
         waits: Number of waits of each length, by an upper limit of the length in seconds, which
             is at most a sixteenth too large. A batch that was ready was not waited for.
         waited_for: Seconds of `waiting_s` for each worker, by its index; empty without order.
@@ -204,6 +205,7 @@ class Stats:
     cpus: float
     loop_cpu_s: float
     workers: tuple[WorkerStats, ...]
+    idle_cpu_s: float = 0.0
     loop_lacked_s: float = 0.0
     loop_switches: int | None = None
     elements: int = 1
@@ -348,7 +350,7 @@ class Stats:
 # What only grows, so that a difference has a meaning.
 _COUNTED = (
     *("seconds", "items", "first_wait_s", "waiting_s", "reading_s", "working_s", "idle_s"),
-    *("error_count", "restart_count", "loop_cpu_s", "loop_lacked_s"),
+    *("error_count", "restart_count", "loop_cpu_s", "loop_lacked_s", "idle_cpu_s"),
 )
 _HEAD = ("worker", "items", "bytes", "making", "sending", "waiting", "CPU", "memory")
 
@@ -464,6 +466,22 @@ def cpus_used(stats: Stats) -> float:
     return by_loop if stats.backend == "thread" else by_loop + on_average(stats, "cpu_s")
 
 
+def _without_idle(stats: Stats) -> Stats:
+    """Return the same without the time between epochs, and without what the loop did then."""
+    # Per second of CPU time, the loop has no CPU as long as in the epochs.
+    by_threads_s = total(stats, "cpu_s") if stats.backend == "thread" else 0.0
+    own_s = max(0.0, stats.loop_cpu_s - by_threads_s)
+    in_epochs = 1 - min(1.0, ratio(stats.idle_cpu_s, own_s))
+    return dataclasses.replace(
+        stats,
+        seconds=stats.seconds - stats.idle_s,
+        idle_s=0.0,
+        loop_cpu_s=stats.loop_cpu_s - stats.idle_cpu_s,
+        idle_cpu_s=0.0,
+        loop_lacked_s=in_epochs * stats.loop_lacked_s,
+    )
+
+
 def _holds_gil(stats: Stats) -> bool:
     """Return whether threads wait for the GIL, rather than for something outside of Python."""
     used, switch_s = on_average(stats, "cpu_s"), gil.switch_s()
@@ -538,16 +556,16 @@ def _loop(stats: Stats) -> Bottleneck:
 
 
 def _loop_lacks_cpu(stats: Stats) -> bool:
-    # Between epochs, too, it may have had none.
-    whole_s = stats.working_s + stats.waiting_s + stats.idle_s
+    whole_s = stats.working_s + stats.waiting_s
     return stats.backend != "inline" and stats.loop_lacked_s > LOOP_LACKS * whole_s
 
 
 def _cpus_of_loop(stats: Stats, itself: str, enough: int) -> Bottleneck:
     """Return the finding that the loop is slow as it often has no CPU."""
-    by_workers = on_average(stats, "cpu_s") if stats.backend != "thread" else 0.0
+    by_workers = on_average(stats, "cpu_s")
     # The work for a batch is the same with fewer workers: only many that are too many disturb.
-    is_less = 2 * enough <= len(stats.workers) and by_workers > LOOP_LACKS
+    are_many = 2 * enough <= len(stats.workers) and stats.backend != "thread"
+    is_less = are_many and by_workers > LOOP_LACKS
     change = f"workers={enough}" if is_less else ""
     lacked = min(1.0, ratio(stats.loop_lacked_s, stats.working_s))
     return Bottleneck(
@@ -967,6 +985,7 @@ def _rounded_up(number: float, most: int) -> int:
 
 def find_bottleneck(stats: Stats) -> Bottleneck:
     """Find what limits the rate of the loop."""
+    stats = _without_idle(stats)
     all_s = stats.first_wait_s + stats.waiting_s + stats.working_s
     if stats.first_wait_s > max(LONG_S, MOSTLY * all_s):
         return _start_up(stats, all_s)

@@ -227,6 +227,51 @@ def test_a_thread_that_has_no_cpu_does_not_wait_for_the_gil():
     assert find_bottleneck(found).kind == "cpus"
 
 
+@pytest.mark.parametrize("idle_cpu_s", [0.0, 100.0])
+@pytest.mark.parametrize(
+    "found",
+    [
+        # Of the CPUs, of the GIL that the loop needs, and of the loop's own CPU.
+        inputs(
+            worker(making=10.0, waiting=0.0, cpu=9.5),
+            waiting=2.0,
+            working=8.0,
+            cpus=2,
+            loop_cpu_s=8.0,
+        ),
+        inputs(
+            *[worker(making=3.3, waiting=6.7, cpu=1.65)] * 2,
+            **dict(waiting=0.0, working=10.0, in_threads=True, cpus=2),
+            **dict(loop_cpu_s=9.8, loop_switches=800),
+        ),
+        inputs(
+            *[worker(making=3.0, waiting=7.0, cpu=3.0)] * 4,
+            **dict(waiting=0.1, working=9.9, cpus=2, loop_cpu_s=6.0, loop_lacked_s=4.0),
+        ),
+    ],
+)
+def test_a_pause_between_epochs_changes_nothing(found, idle_cpu_s):
+    """Whether the loop sleeps or computes meanwhile, as it does to test the model."""
+    own_s = found.loop_cpu_s - (3.3 if found.backend == "thread" else 0.0)
+    paused = dataclasses.replace(
+        found,
+        seconds=110.0,
+        idle_s=100.0,
+        idle_cpu_s=idle_cpu_s,
+        loop_cpu_s=found.loop_cpu_s + idle_cpu_s,
+        loop_lacked_s=found.loop_lacked_s * (1 + idle_cpu_s / own_s),
+    )
+    assert find_bottleneck(found).kind in ("cpus", "source")
+    assert str(find_bottleneck(paused)) == str(find_bottleneck(found))
+
+
+def test_the_cpus_that_threads_use_are_those_of_the_table():
+    busy = [worker(making=3.0, waiting=7.0, cpu=2.0) for _ in range(2)]
+    more = dict(in_threads=True, waiting=0.1, working=9.9, cpus=2, loop_cpu_s=9.0)
+    reason = find_bottleneck(inputs(*busy, loop_lacked_s=3.0, **more)).reason
+    assert "The workers used 0.4 of 2 CPUs." in reason
+
+
 def test_a_loop_whose_workers_take_its_cpu_is_told_from_a_slow_loop():
     busy = [worker(making=3.0, waiting=7.0, cpu=3.0) for _ in range(4)]
     found = inputs(*busy, waiting=0.1, working=9.9, cpus=2, loop_lacked_s=4.0)
