@@ -787,7 +787,9 @@ def _making_and_using(stats: Stats) -> str:
     return f"{each}, and {use if elements == 1 else f'a batch of {elements} takes {use}'}"
 
 
-def _gain(stats: Stats, rate: float, in_threads: bool = True) -> tuple[float, float]:
+def _gain(
+    stats: Stats, rate: float, in_threads: bool = True, sure_rate: float = math.inf
+) -> tuple[float, float]:
     """Return how many times the rate of the loop would grow, at least and at most.
 
     The least is half of the growth that the numbers show, as workers disturb each other. Besides,
@@ -797,6 +799,7 @@ def _gain(stats: Stats, rate: float, in_threads: bool = True) -> tuple[float, fl
         stats: Statistics until now.
         rate: Items a second that the workers would make if nothing else held them up.
         in_threads: Whether threads stay threads.
+        sure_rate: Items a second that they would make at least, if nothing else held them up.
     """
     now = max(ratio(total(stats, "items"), longest_s(stats)), 1e-9)
     computes_s = max(per_item(stats, "cpu_s"), 1e-9)
@@ -806,7 +809,19 @@ def _gain(stats: Stats, rate: float, in_threads: bool = True) -> tuple[float, fl
     by_gil = min(1.0, left) if in_threads and stats.backend == "thread" else left
     rate = min(rate, 1 / max(use_s(stats), 1e-9))
     least, most = (min(rate, cpus / computes_s) / now for cpus in (by_gil, stats.cpus))
-    return _up_to(least)[0], _up_to(most)[1]
+    return min(_up_to(least)[0], max(1.0, sure_rate / now)), _up_to(most)[1]
+
+
+def _sure_rate(stats: Stats, workers: int, concurrency: float) -> float:
+    """Return the rate if `collate` takes all the time of a batch, which is not measured.
+
+    Then a batch takes as long as its elements one after the other, however many are made at once,
+    and the queue limits the number of batches that are made at once.
+    """
+    if stats.elements == 1:
+        return math.inf
+    batches = stats.max_queue_size + workers * math.ceil(concurrency / stats.elements)
+    return batches / make_s(stats)
 
 
 def _up_to(most: float) -> tuple[float, float]:
@@ -946,7 +961,8 @@ def _more_threads(stats: Stats, needed: float) -> tuple[str, str, tuple[float, f
     each = _rounded_up(min(most, needed) / workers, cap)
     if each * workers <= now:
         return None
-    gain, change = _gain(stats, min(each * workers, most) / make_s(stats)), f"concurrency={each}"
+    rate, change = min(each * workers, most) / make_s(stats), f"concurrency={each}"
+    gain = _gain(stats, rate, sure_rate=_sure_rate(stats, workers, each))
     return (
         f"rest, so let each worker make more of them at once: {change} (now {now // workers}), "
         f"{_times(gain)}.",
@@ -967,7 +983,7 @@ def _more_processes(stats: Stats, needed: float) -> tuple[str, str, tuple[float,
         each = _rounded_up(min(most_of_one, needed / processes), MANY)
         change = f"backend='process', {change}, concurrency={each}"
     rate = processes * min(each, most_of_one) / make_s(stats)
-    gain = _gain(stats, rate, in_threads=False)
+    gain = _gain(stats, rate, False, _sure_rate(stats, processes, each))
     if gain[1] < WORTH_IT:
         return None
     return (
