@@ -52,6 +52,8 @@ SEVERAL = 1.5
 
 # Batches; fewer are not enough data.
 FEWEST_BATCHES = 8
+# Batches; fewer may not be like those that follow.
+MANY_BATCHES = 30
 # Seconds; a loop that takes no longer for a batch does little but receive it.
 PASSING_S = 30e-6
 # Seconds; if a batch takes no longer to make, workers cannot help, as they take longer to pass it.
@@ -107,7 +109,8 @@ class Bottleneck:
             `"slow shard"`: one worker, for which all wait. `"queue"`: a queue that is too short
             for batches that take unequal times. `"start-up"`: the time to the first batch.
             `"unknown"`: there is not enough data.
-        reason: Sentence with the numbers that show it.
+        reason: Sentence with the numbers that show it. A second one says why it is not sure, after
+            few batches, or if the workers often had no CPU.
         advice: Sentence with a change that helps.
         change: The options of that change, as Python code: `"concurrency=64"`. "" if no option
             would help.
@@ -1002,6 +1005,26 @@ def _rounded_up(number: float, most: int) -> int:
 def find_bottleneck(stats: Stats) -> Bottleneck:
     """Find what limits the rate of the loop."""
     stats = _without_idle(stats)
+    found = _find(stats)
+    doubt = _doubt(stats, found.kind)
+    return dataclasses.replace(found, reason=f"{found.reason}{doubt}") if doubt else found
+
+
+def _doubt(stats: Stats, kind: Kind) -> str:
+    """Return a sentence with the reason for which a finding is not sure, if there is one."""
+    lacked = ratio(total(stats, "lacked_s"), total(stats, "busy_s"))
+    # The start has passed, and the CPUs that were lacked have been counted.
+    if kind not in ("unknown", "start-up") and stats.items < MANY_BATCHES:
+        seconds = duration(stats.waiting_s + stats.working_s)
+        why = f"there were only {pluralize(stats.items, 'batch')}, in {seconds}"
+    elif kind in ("source", "transport", "queue", "slow shard") and lacked > OFTEN_LACKS_CPU:
+        why = f"the workers had no CPU for {percent(lacked)} of their work"
+    else:
+        return ""
+    return f" This is only probable, as {why}."
+
+
+def _find(stats: Stats) -> Bottleneck:
     all_s = stats.first_wait_s + stats.waiting_s + stats.working_s
     if stats.first_wait_s > max(LONG_S, MOSTLY * all_s):
         return _start_up(stats, all_s)

@@ -593,6 +593,27 @@ def test_one_batch_is_one():
     assert "the bottleneck: 1 batch." in find_bottleneck(inputs(worker(), items=1)).reason
 
 
+@pytest.mark.parametrize("making", [10.0, 1.0])
+def test_few_batches_are_named_as_a_reason_for_doubt(making):
+    slow = worker(making=making, waiting=10 - making, items=12)
+    waiting = 8.0 if making == 10.0 else 0.1
+    doubt = "This is only probable, as there were only 12 batches, in 10 s."
+    found = inputs(slow, items=12, waiting=waiting, working=10 - waiting)
+    assert find_bottleneck(found).reason.endswith(f" {doubt}")
+    many = worker(making=making, waiting=10 - making, items=30)
+    found = inputs(many, items=30, waiting=waiting, working=10 - waiting)
+    assert "probable" not in find_bottleneck(found).reason
+
+
+def test_cpus_that_others_took_are_named_as_a_reason_for_doubt():
+    found, kind = LOADED["files, 8 processes"]
+    assert kind == "source"
+    doubt = "This is only probable, as the workers had no CPU for 55 % of their work."
+    assert find_bottleneck(found).reason.endswith(f" {doubt}")
+    # There it is the finding itself.
+    assert "probable" not in find_bottleneck(LOADED["Python, 2 processes"][0]).reason
+
+
 @pytest.mark.parametrize("found", [inputs(worker(), items=3), inputs(items=100)])
 def test_of_little_nothing_is_said(found):
     assert find_bottleneck(found).kind == "unknown"
