@@ -378,7 +378,7 @@ def _row(worker: WorkerStats) -> tuple[str, ...]:
 
 def waits(stats: Stats) -> str:
     """Return the share of the loop's waits, and the bottleneck if it is known, for a line."""
-    found = find_bottleneck(stats)
+    found = stats.bottleneck()
     share = percent(stats.waiting_share)
     return share if found.kind == "unknown" else f"{share} ({found.short})"
 
@@ -573,9 +573,9 @@ def _cpus_of_loop(stats: Stats, itself: str, enough: int) -> Bottleneck:
     lacked = min(1.0, ratio(stats.loop_lacked_s, stats.working_s))
     return Bottleneck(
         "cpus",
-        f"The bottleneck is the CPUs: the loop has its batches in time, but {itself}, of which it "
-        f"had no CPU for {percent(lacked)}. The workers used {by_workers:.1f} of {stats.cpus:g} "
-        "CPUs.",
+        f"The bottleneck is the CPUs: the loop has its batches in time; {itself}, of which it "
+        f"had no CPU for {percent(lacked)}. The workers used {by_workers:.1f} of "
+        f"{_cpus_of(stats)}.",
         f"{pluralize(enough, 'worker')} would do, and leave it more CPU time: {change}."
         if change
         else "End other programs on these CPUs, or make the work of the workers cheaper.",
@@ -619,7 +619,7 @@ def _threads_beside_loop(stats: Stats, itself: str, enough: int) -> Bottleneck:
     is_known = workers > 0 and gain[1] >= WORTH_IT
     return Bottleneck(
         "source",
-        f"The bottleneck is the source: the loop has its batches in time, but {itself}, of which "
+        f"The bottleneck is the source: the loop has its batches in time; {itself}, of which "
         f"it computes {percent(ratio(own_s, stats.working_s))}. Loop and threads used "
         f"{cpus_used(stats):.1f} CPUs in all, so they probably wait for each other: Python code "
         "runs in one thread at a time.",
@@ -641,10 +641,12 @@ def _passing(stats: Stats) -> Bottleneck:
 
 
 def _cheap(stats: Stats) -> Bottleneck:
+    # Of the shortest, even the sum is 0.
+    made = duration(per_item(stats, "making_s")) if total(stats, "making_s") else "less than 1 us"
     return Bottleneck(
         "transport",
-        "The bottleneck is passing batches to the loop: a batch takes "
-        f"{duration(per_item(stats, 'making_s'))} to make, and longer than that to pass.",
+        f"The bottleneck is passing batches to the loop: a batch takes {made} to make, and longer "
+        "than that to pass.",
         "Such cheap batches gain nothing from workers, neither threads nor processes: yield "
         "larger ones, or use a plain loop.",
     )
@@ -754,7 +756,7 @@ def _cpus(stats: Stats, by_others: bool) -> Bottleneck:
     return Bottleneck(
         "cpus",
         f"The bottleneck is the CPUs: {_waited(stats)}; it and the workers used "
-        f"{min(cpus_used(stats), stats.cpus):.1f} of {stats.cpus:g} CPUs, and "
+        f"{min(cpus_used(stats), stats.cpus):.1f} of {_cpus_of(stats)}, and "
         f"the workers had none for {missed} of the time in which they could have run"
         f"{', because other programs use the CPUs' if by_others else ''}.",
         "End these programs, or use other CPUs. More workers would only take CPU time from them."
@@ -776,6 +778,10 @@ def _source(stats: Stats) -> Bottleneck:
     )
 
 
+def _cpus_of(stats: Stats) -> str:
+    return f"{stats.cpus:g} CPU{'' if stats.cpus == 1 else 's'}"
+
+
 def _waited(stats: Stats) -> str:
     return f"the loop waited {percent(stats.waiting_share)} of its time"
 
@@ -784,14 +790,14 @@ def _making_and_using(stats: Stats) -> str:
     """Return how long it takes to make what the user knows, an element or a batch."""
     at_once, elements = elements_at_once(stats), stats.elements
     use = f"{duration(use_s(stats))} to use"
-    if elements == 1 and at_once == len(stats.workers):
+    if any(worker.shards for worker in stats.workers):
         return f"a batch takes {duration(per_item(stats, 'making_s'))} to make, and {use}"
     each = f"an element takes {duration(make_s(stats) / elements)} to make, {at_once} at once"
     return f"{each}, and {use if elements == 1 else f'a batch of {elements} takes {use}'}"
 
 
 def _gain(
-    stats: Stats, rate: float, in_threads: bool = True, sure_rate: float = math.inf
+    stats: Stats, rate: float, in_threads: bool = True, surely: float = math.inf
 ) -> tuple[float, float]:
     """Return how many times the rate of the loop would grow, at least and at most.
 
@@ -802,7 +808,7 @@ def _gain(
         stats: Statistics until now.
         rate: Items a second that the workers would make if nothing else held them up.
         in_threads: Whether threads stay threads.
-        sure_rate: Items a second that they would make at least, if nothing else held them up.
+        surely: How many times as many items they would make, whatever part of the work waits.
     """
     now = max(ratio(total(stats, "items"), longest_s(stats)), 1e-9)
     computes_s = max(per_item(stats, "cpu_s"), 1e-9)
@@ -812,19 +818,24 @@ def _gain(
     by_gil = min(1.0, left) if in_threads and stats.backend == "thread" else left
     rate = min(rate, 1 / max(use_s(stats), 1e-9))
     least, most = (min(rate, cpus / computes_s) / now for cpus in (by_gil, stats.cpus))
-    return min(_up_to(least)[0], max(1.0, sure_rate / now)), _up_to(most)[1]
+    return min(_up_to(least)[0], max(1.0, surely)), _up_to(most)[1]
 
 
-def _sure_rate(stats: Stats, workers: int, concurrency: float) -> float:
-    """Return the rate if `collate` takes all the time of a batch, which is not measured.
+def _more_batches(stats: Stats, workers: int, concurrency: float) -> float:
+    """Return how many times as many batches would be made at once, each of several elements.
 
-    Then a batch takes as long as its elements one after the other, however many are made at once,
-    and the queue limits the number of batches that are made at once.
+    `collate` may take all the time of a batch, which is not measured. It takes no less if more
+    elements are made at once, and the queue must have room for the batches.
     """
+
+    def at_once(workers: int, concurrency: float) -> float:
+        room = stats.max_queue_size + workers * math.ceil(concurrency / stats.elements)
+        return min(workers * concurrency, room)
+
     if stats.elements == 1:
         return math.inf
-    batches = stats.max_queue_size + workers * math.ceil(concurrency / stats.elements)
-    return batches / make_s(stats)
+    now = len(stats.workers)
+    return at_once(workers, concurrency) / at_once(now, elements_at_once(stats) / now)
 
 
 def _up_to(most: float) -> tuple[float, float]:
@@ -885,7 +896,7 @@ def _more_workers(stats: Stats, wanted: int) -> Advice:
     if enough <= workers:
         return (
             f"{computes}, so more workers than the {workers} now would hardly help on "
-            f"{stats.cpus:g} CPUs: make the work cheaper.",
+            f"{_cpus_of(stats)}: make the work cheaper.",
             "",
             None,
         )
@@ -898,7 +909,7 @@ def _more_workers(stats: Stats, wanted: int) -> Advice:
     else:
         text = (
             f"{computes}, so no more than {pluralize(most, 'worker')} would help on "
-            f"{stats.cpus:g} CPUs, and about {wanted} would be needed (now {workers}): {change}, "
+            f"{_cpus_of(stats)}, and about {wanted} would be needed (now {workers}): {change}, "
             "and make the work cheaper"
         )
     return f"{text}, {_times(gain)}.", change, gain
@@ -965,7 +976,7 @@ def _more_threads(stats: Stats, needed: float) -> tuple[str, str, tuple[float, f
     if each * workers <= now:
         return None
     rate, change = min(each * workers, most) / make_s(stats), f"concurrency={each}"
-    gain = _gain(stats, rate, sure_rate=_sure_rate(stats, workers, each))
+    gain = _gain(stats, rate, surely=_more_batches(stats, workers, each))
     return (
         f"rest, so let each worker make more of them at once: {change} (now {now // workers}), "
         f"{_times(gain)}.",
@@ -986,7 +997,7 @@ def _more_processes(stats: Stats, needed: float) -> tuple[str, str, tuple[float,
         each = _rounded_up(min(most_of_one, needed / processes), MANY)
         change = f"backend='process', {change}, concurrency={each}"
     rate = processes * min(each, most_of_one) / make_s(stats)
-    gain = _gain(stats, rate, False, _sure_rate(stats, processes, each))
+    gain = _gain(stats, rate, False, _more_batches(stats, processes, each))
     if gain[1] < WORTH_IT:
         return None
     return (
@@ -1017,7 +1028,7 @@ def _doubt(stats: Stats, kind: Kind) -> str:
     if kind not in ("unknown", "start-up") and stats.items < MANY_BATCHES:
         seconds = duration(stats.waiting_s + stats.working_s)
         why = f"there were only {pluralize(stats.items, 'batch')}, in {seconds}"
-    elif kind in ("source", "transport", "queue", "slow shard") and lacked > OFTEN_LACKS_CPU:
+    elif kind in ("source", "queue", "slow shard") and lacked > OFTEN_LACKS_CPU:
         why = f"the workers had no CPU for {percent(lacked)} of their work"
     else:
         return ""

@@ -145,6 +145,34 @@ def test_a_collate_that_waits_may_keep_elements_made_at_once_from_helping():
         assert found.gain == pytest.approx((14, 64), rel=0.01)
 
 
+def test_elements_that_are_made_at_once_show_how_long_a_batch_can_take():
+    """Measured: batches of 16 objects, 16 at once in each of two threads; 12 in work, then 18."""
+    one = worker(making=10.0, waiting=0.0, items=185, cpu=2.5, concurrency=16, shards=())
+    more = dict(waiting=9.99, working=0.01, items=370, elements=16, cpus=2)
+    found = find_bottleneck(inputs(one, one, in_threads=True, **more))
+    assert found.change == "concurrency=64"
+    assert found.gain[0] == pytest.approx(18 / 12)
+
+
+def test_the_time_is_that_of_an_element_where_the_user_gives_elements():
+    slow = worker(making=10.0, waiting=0.0, shards=())
+    assert "an element takes 100 ms to make, 1 at once, and 20 ms to use" in str(
+        find_bottleneck(inputs(slow))
+    )
+
+
+def test_one_cpu_is_one():
+    found = inputs(worker(making=10.0, waiting=0.0, cpu=9.8), cpus=1)
+    assert "of 1 CPU, and" in find_bottleneck(found).reason
+
+
+def test_what_takes_no_time_to_make_takes_less_than_a_microsecond():
+    cheap = worker(making=0.0, sending=4.0, waiting=6.0, items=1_000_000, cpu_wait=3.9)
+    found = inputs(cheap, items=1_000_000, waiting=5.0, working=5.0)
+    reason = find_bottleneck(found).reason
+    assert reason.endswith("takes less than 1 us to make, and longer than that to pass.")
+
+
 def test_waits_of_threads_for_a_cpu_are_divided_among_them():
     """Measured: the sum of the waits of 16 threads is more than one clock shows."""
     found = objects(1, 16, items=3000, cpu=2.0, cpu_wait=4.0, switches=6000)
@@ -288,6 +316,7 @@ def test_a_loop_whose_workers_take_its_cpu_is_told_from_a_slow_loop():
     found = inputs(*busy, waiting=0.1, working=9.9, cpus=2, loop_lacked_s=4.0)
     bottleneck = find_bottleneck(found)
     assert bottleneck.kind == "cpus"
+    assert "the loop has its batches in time; it waited 1.0 % of its time" in bottleneck.reason
     assert "it had no CPU for 40 %" in bottleneck.reason
     assert bottleneck.change == "workers=2"
     assert find_bottleneck(dataclasses.replace(found, loop_lacked_s=0.5)).kind == "loop"
