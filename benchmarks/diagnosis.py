@@ -2,6 +2,7 @@
 
     python benchmarks/diagnosis.py --out before.json
     python benchmarks/diagnosis.py --only http-thread stragglers --burners 2
+    python benchmarks/diagnosis.py --sentence http-thread
 
 Each situation is a small program that was built to have one bottleneck. Its advice is taken
 literally: the program runs again with the setting that the advice names, and with every other
@@ -817,6 +818,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="file for the results")
     parser.add_argument("--known", type=Path, help="such a file, for the gains of the others")
     parser.add_argument("--list", action="store_true", help="only print the situations")
+    parser.add_argument("--sentence", choices=SITUATIONS, help="only print that of a situation")
     parser.add_argument("--one", nargs=2, metavar=("SITUATION", "CHANGE"))
     parser.add_argument("--serve", action="store_true", help="only run the server of objects")
     given = parser.parse_args(arguments)
@@ -824,6 +826,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         asyncio.run(serve())
     elif given.one:
         print(json.dumps(measure(*given.one, given.seconds)))
+    elif given.sentence:
+        print(run(given.sentence, "", given.seconds)["text"])
     elif given.list:
         for name, situation in SITUATIONS.items():
             print(f"{name:22} {' or '.join(situation.right):20} {situation.about}")
