@@ -476,7 +476,7 @@ class Run:
         now, first, since, loop = clock(), waits.first, waits.since, waits.used
         waiting = now - since if since else 0
         waited = waits.waited + (waiting if first else 0)
-        idle, idle_cpu_s = waits.idled()
+        idle, idle_cpu_s = waits.idled(now)
         # What exceeds the queue counts as held by the workers.
         in_queue = 0 if backend is None else backend.schedule.waiting() + ready
         return Stats(

@@ -198,15 +198,15 @@ class LoopMeter:
     def go_on(self) -> None:
         """Note the begin of the next epoch; repeating it is harmless."""
         if self.ended:
-            self.idle, self.idle_cpu_s = self.idled()
+            self.idle, self.idle_cpu_s = self.idled(clock())
             self.ended = 0
 
-    def idled(self) -> tuple[int, float]:
-        """Return the nanoseconds between epochs so far, and the CPU time of this process then."""
+    def idled(self, now: int) -> tuple[int, float]:
+        """Return the nanoseconds between epochs until now, and the CPU time of the process then."""
         if not self.ended:
             return self.idle, self.idle_cpu_s
         used_s = time.process_time() - self._cpu_s_at_end
-        return self.idle + clock() - self.ended, self.idle_cpu_s + used_s
+        return self.idle + now - self.ended, self.idle_cpu_s + used_s
 
     def _sort(self, waited: int) -> None:
         # A queue that was fast is slow now, so the next sample is taken at once.

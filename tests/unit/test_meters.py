@@ -110,7 +110,7 @@ def test_between_epochs_the_loop_idles(clock):
     assert (waits.idle, waits.ended) == (27, 0)
     waits.rest()
     clock[0] += 3
-    assert waits.idled()[0] == 30
+    assert waits.idled(clock[0])[0] == 30
 
 
 def compute(seconds):
@@ -126,12 +126,12 @@ def test_what_the_process_computes_between_epochs_is_counted_apart():
     compute(0.02)
     waits.rest()
     compute(0.05)
-    assert waits.idled()[1] >= 0.05
+    assert waits.idled(0)[1] >= 0.05
     waits.go_on()
     compute(0.02)
-    used_s = waits.idled()[1]
+    used_s = waits.idled(0)[1]
     compute(0.02)
-    assert waits.idled()[1] == used_s < 0.07
+    assert waits.idled(0)[1] == used_s < 0.07
 
 
 def test_a_long_run_keeps_few_samples_spread_over_all_of_it(clock):
