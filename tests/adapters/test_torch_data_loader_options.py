@@ -86,13 +86,17 @@ class Slow(Rows):
 )
 def test_the_change_that_helps_is_an_argument_of_the_loader(dataset, use_s, workers, argument):
     """So that it can be pasted; the enqueuer's names are others."""
-    loader = DataLoader(dataset, 2, num_workers=workers, backend="thread")
-    for _ in loader:
-        time.sleep(use_s)
-    stats = loader.stats()
-    found = stats.bottleneck()
-    change = eval(f"dict({found.change})")
-    assert list(change) == [argument], stats
+    # Beside other programs, the CPUs may be the bottleneck for a while.
+    for _ in range(5):
+        loader = DataLoader(dataset, 2, num_workers=workers, backend="thread")
+        for _ in loader:
+            time.sleep(use_s)
+        stats = loader.stats()
+        found = stats.bottleneck()
+        change = eval(f"dict({found.change})")
+        if found.kind not in ("cpus", "start-up"):
+            break
+    assert list(change) == [argument], str(stats)
     assert found.change in found.advice
     assert f"({found.short})" in line(stats)
     with_change = {"num_workers": workers, "backend": "thread", **change}
