@@ -2,6 +2,7 @@
 
     python benchmarks/diagnosis.py --out before.json
     python benchmarks/diagnosis.py --only http-thread stragglers --burners 2
+    python benchmarks/diagnosis.py --sentence http-thread
 
 Each situation is a small program that was built to have one bottleneck. Its advice is taken
 literally: the program runs again with the setting that the advice names, and with every other
@@ -16,6 +17,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import importlib.util
 import itertools
 import json
 import os
@@ -48,6 +50,12 @@ USEFUL = 0.5
 CONFIRMATIONS = 2
 # Seconds; a measurement that takes longer has failed.
 LIMIT_S = 120
+# Shares of the situations, in percent: kind right with no other programs and beside some, and
+# unknown at most.
+GOAL_IDLE, GOAL_BUSY, GOAL_UNKNOWN = 95, 90, 10
+GROUPS = Path("/sys/fs/cgroup")
+# Of the file by which a program enters its control group.
+ENTRANCE = "DIAGNOSIS_GROUP"
 # Of the server of objects, for the processes that fetch them.
 PORT = "DIAGNOSIS_PORT"
 OBJECT_S = 0.05
@@ -198,6 +206,8 @@ class Situation:
         length: Number of elements of an epoch.
         is_generator: Whether `source` is a generator function, which may take a shard.
         cpus: Number of CPUs that the program may use; all if it is None.
+        quota: Number of CPUs whose time its control group may use; None: it has none of its own.
+        package: Package that it needs.
         code: Other changes of the program that an advice may ask for, by a pattern of its words,
             and the options, as code, that stand for them.
     """
@@ -211,6 +221,8 @@ class Situation:
     length: int = len(ENDLESS)
     is_generator: bool = False
     cpus: int | None = None
+    quota: float | None = None
+    package: str = ""
     code: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -459,6 +471,48 @@ SITUATIONS = {
         use=functools.partial(wait, 0.001),
         cpus=1,
     ),
+    "one-cpu-numpy": Situation(
+        "The program may use one CPU only, for two threads that compute in numpy.",
+        ("cpus", "source"),
+        spectrum,
+        "workers=2",
+        ("workers=1", "workers=4", "backend='process'"),
+        cpus=1,
+    ),
+    "quota": Situation(
+        "Two processes compute in Python, and their control group has the time of one CPU.",
+        ("cpus", "source"),
+        functools.partial(compute, 0.005),
+        "workers=2, backend='process'",
+        ("workers=1", "workers=4"),
+        quota=1.0,
+    ),
+    "quota-file": Situation(
+        "Two threads wait 20 ms each in a control group with the time of half a CPU.",
+        ("source",),
+        functools.partial(wait, 0.02),
+        "workers=2",
+        ("workers=16", "concurrency=16"),
+        use=FAST_LOOP,
+        quota=0.5,
+    ),
+    "ray-file": Situation(
+        "Two Ray actors wait 20 ms each, and the loop takes 2 ms.",
+        ("source",),
+        functools.partial(wait, 0.02),
+        "workers=2, backend='ray'",
+        ("workers=8", "concurrency=16"),
+        use=FAST_LOOP,
+        package="ray",
+    ),
+    "ray-python": Situation(
+        "One Ray actor computes in Python, and another CPU is free.",
+        ("source",),
+        functools.partial(compute, 0.005),
+        "backend='ray'",
+        ("workers=2", "workers=4"),
+        package="ray",
+    ),
 }
 
 
@@ -497,6 +551,37 @@ async def serve() -> None:
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
 
 
+@contextlib.contextmanager
+def limited(cpus: float) -> Iterator[None]:
+    """Make a control group with the time of so many CPUs, which the programs then enter."""
+    is_new = (GROUPS / "cgroup.controllers").exists()
+    group = (GROUPS if is_new else GROUPS / "cpu") / f"diagnosis-{os.getpid()}"
+    group.mkdir()
+    try:
+        quota = str(int(cpus * 100_000))
+        files = {"cpu.max": f"{quota} 100000"} if is_new else {"cpu.cfs_quota_us": quota}
+        for name, text in files.items():
+            (group / name).write_text(text)
+        os.environ[ENTRANCE] = str(group / "cgroup.procs")
+        yield
+    finally:
+        os.environ.pop(ENTRANCE, None)
+        group.rmdir()
+
+
+def missing(situation: Situation) -> str:
+    """Return what a situation needs and this machine has not; empty if it has all."""
+    if situation.package and importlib.util.find_spec(situation.package) is None:
+        return f"{situation.package} is not installed"
+    if situation.quota is not None:
+        try:
+            with limited(situation.quota):
+                pass
+        except OSError as error:
+            return f"no control group can be made: {error}"
+    return ""
+
+
 def start(situation: Situation, change: str) -> Any:
     """Return an enqueuer with the options of the situation and the change, not yet started."""
     from enqueuer import GeneratorEnqueuer, OrderedEnqueuer
@@ -513,6 +598,8 @@ def measure(name: str, change: str, seconds: float) -> dict[str, Any]:
     situation = SITUATIONS[name]
     if situation.cpus is not None:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: situation.cpus])
+    if ENTRANCE in os.environ:
+        Path(os.environ[ENTRANCE]).write_text(str(os.getpid()))
     options = options_of(situation.options) | options_of(change)
     count, first, counts_from = 0, 0.0, 0.0
     with start(situation, change) as enqueuer:
@@ -544,9 +631,12 @@ def run(name: str, change: str, seconds: float) -> dict[str, Any]:
     """Measure a program with a change in a fresh process."""
     command = [sys.executable, os.path.abspath(__file__), "--one", name, change]
     command += ["--seconds", str(seconds)]
+    situation = SITUATIONS[name]
     with contextlib.ExitStack() as stack:
-        if SITUATIONS[name].source in (fetch, fetch_and_decode, fetching_shard):
+        if situation.source in (fetch, fetch_and_decode, fetching_shard):
             stack.enter_context(serving())
+        if situation.quota is not None:
+            stack.enter_context(limited(situation.quota))
         try:
             done = subprocess.run(
                 command, capture_output=True, check=True, text=True, timeout=LIMIT_S
@@ -663,6 +753,7 @@ def judge(name: str, seconds: float, repeats: int, known: Mapping[str, float]) -
     best = max(gains, key=gains.__getitem__)
     return {
         **{"kinds": [one["kind"] for one in runs[""][:repeats]], "is_right": not wrong},
+        "is_unknown": any(one["kind"] == "unknown" for one in runs[""][:repeats]),
         **{"text": found["text"], "change": change, "gain": gain},
         **{"best": best, "best_gain": gains[best]},
         **{"is_useful": gain >= enough(gains[best]), "harms": gain < HARMS},
@@ -690,12 +781,18 @@ def line_of(name: str, row: Mapping[str, Any]) -> str:
     return f"{name:22} {kinds:20} {before:9.1f}  {advice:34} {best:34} {outcome}"
 
 
-def print_score(rows: Mapping[str, Mapping[str, Any]]) -> None:
+def print_score(rows: Mapping[str, Mapping[str, Any]], burners: int) -> None:
     """Print how many situations came out well, and the sentences of the others."""
-    for text, name in (("kind right", "is_right"), ("useful", "is_useful"), ("harms", "harms")):
-        print(f"{text}: {sum(row[name] for row in rows.values())} of {len(rows)}")
-    unknown = sum("unknown" in row["kinds"] for row in rows.values())
-    print(f"unknown: {unknown} of {len(rows)}")
+    least = GOAL_BUSY if burners else GOAL_IDLE
+    for text, name, goal in (
+        ("kind right", "is_right", f"at least {least} %"),
+        ("useful", "is_useful", "none"),
+        ("harms", "harms", "0"),
+        ("unknown", "is_unknown", f"at most {GOAL_UNKNOWN} %"),
+    ):
+        count = sum(row[name] for row in rows.values())
+        share = 100 * count / max(1, len(rows))
+        print(f"{text}: {count} of {len(rows)} ({share:.0f} %, goal: {goal})")
     for name, row in rows.items():
         if row["harms"] or not (row["is_right"] and row["is_useful"]):
             right = " or ".join(SITUATIONS[name].right)
@@ -721,6 +818,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="file for the results")
     parser.add_argument("--known", type=Path, help="such a file, for the gains of the others")
     parser.add_argument("--list", action="store_true", help="only print the situations")
+    parser.add_argument("--sentence", choices=SITUATIONS, help="only print that of a situation")
     parser.add_argument("--one", nargs=2, metavar=("SITUATION", "CHANGE"))
     parser.add_argument("--serve", action="store_true", help="only run the server of objects")
     given = parser.parse_args(arguments)
@@ -728,6 +826,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         asyncio.run(serve())
     elif given.one:
         print(json.dumps(measure(*given.one, given.seconds)))
+    elif given.sentence:
+        print(run(given.sentence, "", given.seconds)["text"])
     elif given.list:
         for name, situation in SITUATIONS.items():
             print(f"{name:22} {' or '.join(situation.right):20} {situation.about}")
@@ -737,11 +837,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(HEAD, flush=True)
         with burning(given.burners):
             for name in given.only:
+                if needed := missing(SITUATIONS[name]):
+                    print(f"{name:22} left out: {needed}", flush=True)
+                    continue
                 rows[name] = judge(name, given.seconds, given.repeats, known.get(name, {}))
                 print(line_of(name, rows[name]), flush=True)
                 if given.out:
                     given.out.write_text(json.dumps({**settings, "rows": rows}, indent=1))
-        print_score(rows)
+        print_score(rows, given.burners)
 
 
 if __name__ == "__main__":

@@ -262,7 +262,7 @@ class Options:
         if use_multiprocessing and options.backend_name != "process":
             raise ValueError(
                 f"use_multiprocessing=True and backend={options.backend_name!r} contradict each "
-                "other"
+                "other: use_multiprocessing is Keras' name for backend='process'; leave it out"
             )
         return options
 

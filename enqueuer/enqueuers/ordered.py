@@ -64,9 +64,9 @@ class OrderedEnqueuer(BaseEnqueuer[Batch]):
             other iterable, with `map`: the loop's thread reads its elements when it asks for a
             batch, never further ahead than `max_queue_size` allows.
         map: Function of the element, or of the element and its `Task`, which has random numbers
-            for this element; it may be async. None, the default: the element itself is the result, so that
-            `__getitem__` does all work. Results that are None are left out. (As in Keras, True or
-            False at this position is `use_multiprocessing`.)
+            for this element; it may be async. None, the default: the element itself is the
+            result, so that `__getitem__` does all work. Results that are None are left out. (As
+            in Keras, True or False at this position is `use_multiprocessing`.)
         shuffle: Whether each epoch has a new order, drawn from the seed; False by default. It
             needs a sequence.
         use_multiprocessing: Keras' name for `backend="process"`.

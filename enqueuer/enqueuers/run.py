@@ -42,6 +42,7 @@ from enqueuer.errors import Closed, InvalidState
 from enqueuer.monitoring import usage
 from enqueuer.monitoring.meters import LoopMeter, clock, top_of
 from enqueuer.monitoring.stats import Stats
+from enqueuer.monitoring.worker_stats import WorkerStats
 from enqueuer.workers.messages import Epoch
 
 # Seconds from the request to exit until the last worker is killed. A generator's `finally` should
@@ -472,10 +473,10 @@ class Run:
         if self.final is not None:
             return self.final
         backend, waits, options = self.backend, self.meter, self.options
-        now, first, since, ended, loop = clock(), waits.first, waits.since, waits.ended, waits.used
+        now, first, since, loop = clock(), waits.first, waits.since, waits.used
         waiting = now - since if since else 0
         waited = waits.waited + (waiting if first else 0)
-        idle = waits.idle + (now - ended if ended else 0)
+        idle, idle_cpu_s = waits.idled(now)
         # What exceeds the queue counts as held by the workers.
         in_queue = 0 if backend is None else backend.schedule.waiting() + ready
         return Stats(
@@ -490,24 +491,32 @@ class Run:
             reading_s=waits.reading / 1e9,
             working_s=max(0, now - first - waited - idle) / 1e9 if first else 0.0,
             idle_s=idle / 1e9,
+            idle_cpu_s=idle_cpu_s,
             waits={top_of(bucket) / 1e9: count for bucket, count in list(waits.buckets.items())},
             waited_for={worker: waited / 1e9 for worker, waited in list(waits.by_worker.items())},
             queue_size=min(in_queue, options.max_queue_size),
             max_queue_size=options.max_queue_size,
-            queue_depth=tuple(
-                [((at - waits.began) / 1e9, size) for at, size in list(waits.samples)]
-            ),
+            queue_depth=waits.queue_depth,
             error_count=self.failures.count,
             restart_count=self.restarts.count,
             cpus=self.cpus(),
             loop_cpu_s=0.0 if backend is None else time.process_time() - waits.cpu_s,
             loop_lacked_s=loop.cpu_wait_s or 0.0,
             loop_switches=loop.switches,
-            workers=() if backend is None else tuple(backend.measures()),
+            workers=self._measures(idle / 1e9),
             elements=1 if self._job is None else self._job.elements,
             useful_workers=None if self._job is None else self._job.useful_workers,
             total_items=self.total_items(ready),
         )
+
+    def _measures(self, idle_s: float) -> tuple[WorkerStats, ...]:
+        """Return the work of each worker.
+
+        Args:
+            idle_s: Seconds between epochs until now.
+        """
+        measures = [] if self.backend is None else self.backend.measures()
+        return tuple(worker.with_idle(idle_s) for worker in measures)
 
 
 def next_workers(before: Run | None, options: Options) -> int:

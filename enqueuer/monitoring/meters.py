@@ -107,6 +107,7 @@ class LoopMeter:
         by_worker: Nanoseconds of waits for one certain worker, by its index.
         buckets: Number of waits of each length, see `bucket_of`.
         idle: Nanoseconds between epochs.
+        idle_cpu_s: CPU time that this process used between epochs.
         ended: Time at which the last epoch ended, if the next one has not begun; else 0.
         since: Time at which the current wait began; 0 if the loop does not wait.
         worker: Index of the worker that is waited for now, if it is a certain one.
@@ -125,9 +126,12 @@ class LoopMeter:
         self.by_worker: dict[int, int] = {}
         self.buckets: dict[int, int] = {}
         self.idle = 0
+        self.idle_cpu_s = 0.0
         self.ended = 0
         self.since = 0
         self.worker: int | None = None
+        # CPU time that this process had used when the last epoch ended.
+        self._cpu_s_at_end = 0.0
         self.samples: list[tuple[int, int]] = []
         self.left = 1
         # Number of the thread that took the first batch, and what it had used then.
@@ -144,6 +148,11 @@ class LoopMeter:
     def taken(self) -> int:
         """Number of items that came from the workers."""
         return self._counted - self.left
+
+    @property
+    def queue_depth(self) -> tuple[tuple[float, int], ...]:
+        """The samples, with times in seconds since the start."""
+        return tuple([((at - self.began) / 1e9, size) for at, size in list(self.samples)])
 
     @property
     def used(self) -> usage.Usage:
@@ -184,13 +193,20 @@ class LoopMeter:
     def rest(self) -> None:
         """Note the end of an epoch; the time until the next one is idle."""
         if self.first and not self.ended:
-            self.ended = clock()
+            self.ended, self._cpu_s_at_end = clock(), time.process_time()
 
     def go_on(self) -> None:
         """Note the begin of the next epoch; repeating it is harmless."""
         if self.ended:
-            self.idle += clock() - self.ended
+            self.idle, self.idle_cpu_s = self.idled(clock())
             self.ended = 0
+
+    def idled(self, now: int) -> tuple[int, float]:
+        """Return the nanoseconds between epochs until now, and the CPU time of the process then."""
+        if not self.ended:
+            return self.idle, self.idle_cpu_s
+        used_s = time.process_time() - self._cpu_s_at_end
+        return self.idle + now - self.ended, self.idle_cpu_s + used_s
 
     def _sort(self, waited: int) -> None:
         # A queue that was fast is slow now, so the next sample is taken at once.

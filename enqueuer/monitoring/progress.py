@@ -15,9 +15,9 @@ from typing import Any, Generic, TypeVar
 
 from enqueuer.common import interrupts
 from enqueuer.common.extras import framework
-from enqueuer.common.text import percent, pluralize
+from enqueuer.common.text import pluralize
 from enqueuer.monitoring.meters import clock
-from enqueuer.monitoring.stats import Stats
+from enqueuer.monitoring.stats import Stats, waits
 
 T = TypeVar("T")
 
@@ -160,7 +160,7 @@ class Shown(Iterator[T], Generic[T]):
 
 
 def postfix(stats: Stats) -> str:
-    """Return the text beside the bar: the loop's waits, the queue, how busy the workers are.
+    """Return the text beside the bar: the loop's waits and their cause, the queue, the workers.
 
     Example:
         >>> from enqueuer import GeneratorEnqueuer
@@ -168,9 +168,7 @@ def postfix(stats: Stats) -> str:
         >>> postfix(GeneratorEnqueuer(lambda: iter("abc")).stats())
         'waiting 0 %, queue 0/10'
     """
-    text = (
-        f"waiting {percent(stats.waiting_share)}, queue {stats.queue_size}/{stats.max_queue_size}"
-    )
+    text = f"waiting {waits(stats)}, queue {stats.queue_size}/{stats.max_queue_size}"
     if stats.workers:
         busy = [worker.busy_share for worker in stats.workers]
         shares = " ".join(f"{100 * share:.0f}" for share in busy[:_MOST_WORKERS])

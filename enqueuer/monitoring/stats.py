@@ -52,6 +52,8 @@ SEVERAL = 1.5
 
 # Batches; fewer are not enough data.
 FEWEST_BATCHES = 8
+# Batches; fewer may not be like those that follow.
+MANY_BATCHES = 30
 # Seconds; a loop that takes no longer for a batch does little but receive it.
 PASSING_S = 30e-6
 # Seconds; if a batch takes no longer to make, workers cannot help, as they take longer to pass it.
@@ -107,7 +109,8 @@ class Bottleneck:
             `"slow shard"`: one worker, for which all wait. `"queue"`: a queue that is too short
             for batches that take unequal times. `"start-up"`: the time to the first batch.
             `"unknown"`: there is not enough data.
-        reason: Sentence with the numbers that show it.
+        reason: Sentence with the numbers that show it. A second one says why it is not sure, after
+            few batches, or if the workers often had no CPU.
         advice: Sentence with a change that helps.
         change: The options of that change, as Python code: `"concurrency=64"`. "" if no option
             would help.
@@ -129,6 +132,16 @@ class Bottleneck:
     def __str__(self) -> str:
         return f"{self.reason} {self.advice}"
 
+    @property
+    def short(self) -> str:
+        """The kind and the change, which the log line and the progress bar show.
+
+        Example:
+            >>> Bottleneck("source", "It is slow.", "Make more at once.", "concurrency=64").short
+            'source: concurrency=64'
+        """
+        return f"{self.kind}: {self.change}" if self.change else self.kind
+
 
 @dataclass(frozen=True, repr=False)
 class Stats:
@@ -149,6 +162,7 @@ class Stats:
         reading_s: Seconds of these in which the loop read elements of an iterable itself.
         working_s: Seconds in which the loop did something else.
         idle_s: Seconds between epochs, after the last one, or after an error; they are neither.
+        idle_cpu_s: Seconds of `loop_cpu_s` in that time.
         waits: Number of waits of each length, by an upper limit of the length in seconds, which
             is at most a sixteenth too large. A batch that was ready was not waited for.
         waited_for: Seconds of `waiting_s` for each worker, by its index; empty without order.
@@ -194,6 +208,7 @@ class Stats:
     cpus: float
     loop_cpu_s: float
     workers: tuple[WorkerStats, ...]
+    idle_cpu_s: float = 0.0
     loop_lacked_s: float = 0.0
     loop_switches: int | None = None
     elements: int = 1
@@ -338,7 +353,7 @@ class Stats:
 # What only grows, so that a difference has a meaning.
 _COUNTED = (
     *("seconds", "items", "first_wait_s", "waiting_s", "reading_s", "working_s", "idle_s"),
-    *("error_count", "restart_count", "loop_cpu_s", "loop_lacked_s"),
+    *("error_count", "restart_count", "loop_cpu_s", "loop_lacked_s", "idle_cpu_s"),
 )
 _HEAD = ("worker", "items", "bytes", "making", "sending", "waiting", "CPU", "memory")
 
@@ -359,6 +374,13 @@ def _row(worker: WorkerStats) -> tuple[str, ...]:
         "-" if cpu is None else f"{ratio(cpu, whole):.0%}",
         "-" if worker.rss_bytes is None else size(worker.rss_bytes),
     )
+
+
+def waits(stats: Stats) -> str:
+    """Return the share of the loop's waits, and the bottleneck if it is known, for a line."""
+    found = stats.bottleneck()
+    share = percent(stats.waiting_share)
+    return share if found.kind == "unknown" else f"{share} ({found.short})"
 
 
 def total(stats: Stats, name: str) -> float:
@@ -447,6 +469,22 @@ def cpus_used(stats: Stats) -> float:
     return by_loop if stats.backend == "thread" else by_loop + on_average(stats, "cpu_s")
 
 
+def _without_idle(stats: Stats) -> Stats:
+    """Return the same without the time between epochs, and without what the loop did then."""
+    # Per second of CPU time, the loop has no CPU as long as in the epochs.
+    by_threads_s = total(stats, "cpu_s") if stats.backend == "thread" else 0.0
+    own_s = max(0.0, stats.loop_cpu_s - by_threads_s)
+    in_epochs = 1 - min(1.0, ratio(stats.idle_cpu_s, own_s))
+    return dataclasses.replace(
+        stats,
+        seconds=stats.seconds - stats.idle_s,
+        idle_s=0.0,
+        loop_cpu_s=stats.loop_cpu_s - stats.idle_cpu_s,
+        idle_cpu_s=0.0,
+        loop_lacked_s=in_epochs * stats.loop_lacked_s,
+    )
+
+
 def _holds_gil(stats: Stats) -> bool:
     """Return whether threads wait for the GIL, rather than for something outside of Python."""
     used, switch_s = on_average(stats, "cpu_s"), gil.switch_s()
@@ -521,23 +559,23 @@ def _loop(stats: Stats) -> Bottleneck:
 
 
 def _loop_lacks_cpu(stats: Stats) -> bool:
-    # Between epochs, too, it may have had none.
-    whole_s = stats.working_s + stats.waiting_s + stats.idle_s
+    whole_s = stats.working_s + stats.waiting_s
     return stats.backend != "inline" and stats.loop_lacked_s > LOOP_LACKS * whole_s
 
 
 def _cpus_of_loop(stats: Stats, itself: str, enough: int) -> Bottleneck:
     """Return the finding that the loop is slow as it often has no CPU."""
-    by_workers = on_average(stats, "cpu_s") if stats.backend != "thread" else 0.0
+    by_workers = on_average(stats, "cpu_s")
     # The work for a batch is the same with fewer workers: only many that are too many disturb.
-    is_less = 2 * enough <= len(stats.workers) and by_workers > LOOP_LACKS
+    are_many = 2 * enough <= len(stats.workers) and stats.backend != "thread"
+    is_less = are_many and by_workers > LOOP_LACKS
     change = f"workers={enough}" if is_less else ""
     lacked = min(1.0, ratio(stats.loop_lacked_s, stats.working_s))
     return Bottleneck(
         "cpus",
-        f"The bottleneck is the CPUs: the loop has its batches in time, but {itself}, of which it "
-        f"had no CPU for {percent(lacked)}. The workers used {by_workers:.1f} of {stats.cpus:g} "
-        "CPUs.",
+        f"The bottleneck is the CPUs: the loop has its batches in time; {itself}, of which it "
+        f"had no CPU for {percent(lacked)}. The workers used {by_workers:.1f} of "
+        f"{_cpus_of(stats)}.",
         f"{pluralize(enough, 'worker')} would do, and leave it more CPU time: {change}."
         if change
         else "End other programs on these CPUs, or make the work of the workers cheaper.",
@@ -581,7 +619,7 @@ def _threads_beside_loop(stats: Stats, itself: str, enough: int) -> Bottleneck:
     is_known = workers > 0 and gain[1] >= WORTH_IT
     return Bottleneck(
         "source",
-        f"The bottleneck is the source: the loop has its batches in time, but {itself}, of which "
+        f"The bottleneck is the source: the loop has its batches in time; {itself}, of which "
         f"it computes {percent(ratio(own_s, stats.working_s))}. Loop and threads used "
         f"{cpus_used(stats):.1f} CPUs in all, so they probably wait for each other: Python code "
         "runs in one thread at a time.",
@@ -603,10 +641,12 @@ def _passing(stats: Stats) -> Bottleneck:
 
 
 def _cheap(stats: Stats) -> Bottleneck:
+    # Of the shortest, even the sum is 0.
+    made = duration(per_item(stats, "making_s")) if total(stats, "making_s") else "less than 1 us"
     return Bottleneck(
         "transport",
-        "The bottleneck is passing batches to the loop: a batch takes "
-        f"{duration(per_item(stats, 'making_s'))} to make, and longer than that to pass.",
+        f"The bottleneck is passing batches to the loop: a batch takes {made} to make, and longer "
+        "than that to pass.",
         "Such cheap batches gain nothing from workers, neither threads nor processes: yield "
         "larger ones, or use a plain loop.",
     )
@@ -716,7 +756,7 @@ def _cpus(stats: Stats, by_others: bool) -> Bottleneck:
     return Bottleneck(
         "cpus",
         f"The bottleneck is the CPUs: {_waited(stats)}; it and the workers used "
-        f"{min(cpus_used(stats), stats.cpus):.1f} of {stats.cpus:g} CPUs, and "
+        f"{min(cpus_used(stats), stats.cpus):.1f} of {_cpus_of(stats)}, and "
         f"the workers had none for {missed} of the time in which they could have run"
         f"{', because other programs use the CPUs' if by_others else ''}.",
         "End these programs, or use other CPUs. More workers would only take CPU time from them."
@@ -738,6 +778,10 @@ def _source(stats: Stats) -> Bottleneck:
     )
 
 
+def _cpus_of(stats: Stats) -> str:
+    return f"{stats.cpus:g} CPU{'' if stats.cpus == 1 else 's'}"
+
+
 def _waited(stats: Stats) -> str:
     return f"the loop waited {percent(stats.waiting_share)} of its time"
 
@@ -746,13 +790,15 @@ def _making_and_using(stats: Stats) -> str:
     """Return how long it takes to make what the user knows, an element or a batch."""
     at_once, elements = elements_at_once(stats), stats.elements
     use = f"{duration(use_s(stats))} to use"
-    if elements == 1 and at_once == len(stats.workers):
+    if any(worker.shards for worker in stats.workers):
         return f"a batch takes {duration(per_item(stats, 'making_s'))} to make, and {use}"
     each = f"an element takes {duration(make_s(stats) / elements)} to make, {at_once} at once"
     return f"{each}, and {use if elements == 1 else f'a batch of {elements} takes {use}'}"
 
 
-def _gain(stats: Stats, rate: float, in_threads: bool = True) -> tuple[float, float]:
+def _gain(
+    stats: Stats, rate: float, in_threads: bool = True, surely: float = math.inf
+) -> tuple[float, float]:
     """Return how many times the rate of the loop would grow, at least and at most.
 
     The least is half of the growth that the numbers show, as workers disturb each other. Besides,
@@ -762,6 +808,7 @@ def _gain(stats: Stats, rate: float, in_threads: bool = True) -> tuple[float, fl
         stats: Statistics until now.
         rate: Items a second that the workers would make if nothing else held them up.
         in_threads: Whether threads stay threads.
+        surely: How many times as many items they would make, whatever part of the work waits.
     """
     now = max(ratio(total(stats, "items"), longest_s(stats)), 1e-9)
     computes_s = max(per_item(stats, "cpu_s"), 1e-9)
@@ -771,7 +818,24 @@ def _gain(stats: Stats, rate: float, in_threads: bool = True) -> tuple[float, fl
     by_gil = min(1.0, left) if in_threads and stats.backend == "thread" else left
     rate = min(rate, 1 / max(use_s(stats), 1e-9))
     least, most = (min(rate, cpus / computes_s) / now for cpus in (by_gil, stats.cpus))
-    return _up_to(least)[0], _up_to(most)[1]
+    return min(_up_to(least)[0], max(1.0, surely)), _up_to(most)[1]
+
+
+def _more_batches(stats: Stats, workers: int, concurrency: float) -> float:
+    """Return how many times as many batches would be made at once, each of several elements.
+
+    `collate` may take all the time of a batch, which is not measured. It takes no less if more
+    elements are made at once, and the queue must have room for the batches.
+    """
+
+    def at_once(workers: int, concurrency: float) -> float:
+        room = stats.max_queue_size + workers * math.ceil(concurrency / stats.elements)
+        return min(workers * concurrency, room)
+
+    if stats.elements == 1:
+        return math.inf
+    now = len(stats.workers)
+    return at_once(workers, concurrency) / at_once(now, elements_at_once(stats) / now)
 
 
 def _up_to(most: float) -> tuple[float, float]:
@@ -832,7 +896,7 @@ def _more_workers(stats: Stats, wanted: int) -> Advice:
     if enough <= workers:
         return (
             f"{computes}, so more workers than the {workers} now would hardly help on "
-            f"{stats.cpus:g} CPUs: make the work cheaper.",
+            f"{_cpus_of(stats)}: make the work cheaper.",
             "",
             None,
         )
@@ -845,7 +909,7 @@ def _more_workers(stats: Stats, wanted: int) -> Advice:
     else:
         text = (
             f"{computes}, so no more than {pluralize(most, 'worker')} would help on "
-            f"{stats.cpus:g} CPUs, and about {wanted} would be needed (now {workers}): {change}, "
+            f"{_cpus_of(stats)}, and about {wanted} would be needed (now {workers}): {change}, "
             "and make the work cheaper"
         )
     return f"{text}, {_times(gain)}.", change, gain
@@ -911,7 +975,8 @@ def _more_threads(stats: Stats, needed: float) -> tuple[str, str, tuple[float, f
     each = _rounded_up(min(most, needed) / workers, cap)
     if each * workers <= now:
         return None
-    gain, change = _gain(stats, min(each * workers, most) / make_s(stats)), f"concurrency={each}"
+    rate, change = min(each * workers, most) / make_s(stats), f"concurrency={each}"
+    gain = _gain(stats, rate, surely=_more_batches(stats, workers, each))
     return (
         f"rest, so let each worker make more of them at once: {change} (now {now // workers}), "
         f"{_times(gain)}.",
@@ -932,7 +997,7 @@ def _more_processes(stats: Stats, needed: float) -> tuple[str, str, tuple[float,
         each = _rounded_up(min(most_of_one, needed / processes), MANY)
         change = f"backend='process', {change}, concurrency={each}"
     rate = processes * min(each, most_of_one) / make_s(stats)
-    gain = _gain(stats, rate, in_threads=False)
+    gain = _gain(stats, rate, False, _more_batches(stats, processes, each))
     if gain[1] < WORTH_IT:
         return None
     return (
@@ -950,6 +1015,27 @@ def _rounded_up(number: float, most: int) -> int:
 
 def find_bottleneck(stats: Stats) -> Bottleneck:
     """Find what limits the rate of the loop."""
+    stats = _without_idle(stats)
+    found = _find(stats)
+    doubt = _doubt(stats, found.kind)
+    return dataclasses.replace(found, reason=f"{found.reason}{doubt}") if doubt else found
+
+
+def _doubt(stats: Stats, kind: Kind) -> str:
+    """Return a sentence with the reason for which a finding is not sure, if there is one."""
+    lacked = ratio(total(stats, "lacked_s"), total(stats, "busy_s"))
+    # The start has passed, and the CPUs that were lacked have been counted.
+    if kind not in ("unknown", "start-up") and stats.items < MANY_BATCHES:
+        seconds = duration(stats.waiting_s + stats.working_s)
+        why = f"there were only {pluralize(stats.items, 'batch')}, in {seconds}"
+    elif kind in ("source", "queue", "slow shard") and lacked > OFTEN_LACKS_CPU:
+        why = f"the workers had no CPU for {percent(lacked)} of their work"
+    else:
+        return ""
+    return f" This is only probable, as {why}."
+
+
+def _find(stats: Stats) -> Bottleneck:
     all_s = stats.first_wait_s + stats.waiting_s + stats.working_s
     if stats.first_wait_s > max(LONG_S, MOSTLY * all_s):
         return _start_up(stats, all_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import threading
@@ -79,10 +80,11 @@ def of_threads(threads: Sequence[threading.Thread]) -> Usage:
     return Usage(*map(_sum, zip(*map(of_thread, threads), strict=True)))
 
 
-def cpus() -> float:
-    """Return the number of CPUs that this process may use, or the share of its container."""
+def cpus(proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> float:
+    """Return the number of CPUs that this process may use, as by the limit of its container."""
     allowed = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0)
-    return min(allowed or os.cpu_count() or 1, _or_none(_quota) or math.inf)
+    quotas = (_or_none(_quota, files) for files in _quota_files(proc, cgroups))
+    return min(allowed or os.cpu_count() or 1, *(quota or math.inf for quota in quotas), math.inf)
 
 
 def own_bytes(pid: int) -> int | None:
@@ -129,19 +131,25 @@ def _memory_groups(proc: str, root: str) -> Iterator[tuple[str, str, str, tuple[
         A folder, and the names of its files and of the lines of `memory.stat` with the numbers:
         of version 2 of control groups, or of 1.
     """
+    for folder, version in _groups("memory", proc, root):
+        if version == 2:
+            files, cached = ("memory.max", "memory.current"), ("inactive_file", "active_file")
+        else:
+            files = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            cached = ("total_inactive_file", "total_active_file")
+        yield folder, *files, cached
+
+
+def _groups(controller: str, proc: str, root: str) -> Iterator[tuple[str, int]]:
+    """Yield the folder of each control group of this process and around it, and its version."""
     for line in (_or_none(_text, f"{proc}/self/cgroup") or "").splitlines():
         number, controllers, path = line.split(":", 2)
-        if number == "0":
-            base, files = root, ("memory.max", "memory.current")
-            cached = ("inactive_file", "active_file")
-        elif "memory" in controllers.split(","):
-            base, files = f"{root}/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            cached = ("total_inactive_file", "total_active_file")
-        else:
+        if number != "0" and controller not in controllers.split(","):
             continue
+        base, version = (root, 2) if number == "0" else (f"{root}/{controller}", 1)
         parts = [part for part in path.split("/") if part]
         for end in range(len(parts), -1, -1):
-            yield "/".join([base, *parts[:end]]), *files, cached
+            yield "/".join([base, *parts[:end]]), version
 
 
 def _sum(values: Sequence[N | None]) -> N | None:
@@ -201,7 +209,20 @@ def _rss_bytes(pid: int) -> int:
     return int(_text(f"/proc/{pid}/statm").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _quota() -> float:
-    # ValueError if it is "max".
-    quota, period = map(int, _text("/sys/fs/cgroup/cpu.max").split())
-    return quota / period
+@functools.cache
+def _quota_files(proc: str, root: str) -> list[tuple[str, ...]]:
+    """Return the files with a limit of the CPU time; a process hardly ever changes its groups."""
+    found = []
+    for folder, version in _groups("cpu", proc, root):
+        names = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        files = tuple(f"{folder}/{name}" for name in names)
+        if all(map(os.path.exists, files)):
+            found.append(files)
+    return found
+
+
+def _quota(files: tuple[str, ...]) -> float | None:
+    """Return the number of CPUs that a control group may use; None if there is no limit."""
+    # ValueError if it is "max"; of version 1, it is -1.
+    quota, period = map(int, " ".join(map(_text, files)).split())
+    return quota / period if quota > 0 else None

@@ -120,6 +120,17 @@ class WorkerStats:
         """Return its work since an earlier snapshot."""
         return self._with(earlier, -1)
 
+    def with_idle(self, idle_s: float) -> WorkerStats:
+        """Return the same, with the time between epochs, in which there are no tasks, as idle.
+
+        A worker that waits for a task does not know whether the epoch is over.
+        """
+        if self.shards:
+            return self
+        idle_s = min(idle_s, self.waiting_s)
+        waiting_s = self.waiting_s - idle_s
+        return dataclasses.replace(self, waiting_s=waiting_s, idle_s=self.idle_s + idle_s)
+
     def after(self, before: WorkerStats) -> WorkerStats:
         """Return the same with the work of the worker that was in this place before."""
         return self._with(before, 1)
@@ -130,6 +141,8 @@ class WorkerStats:
             for name in _COUNTED
             if getattr(self, name) is not None
         }
+        # Between epochs that failed, it may have worked.
+        changed["waiting_s"] = max(0.0, changed["waiting_s"])
         if sign > 0:
             changed["started"] = other.started
         elif changed["making_s"] < 0:

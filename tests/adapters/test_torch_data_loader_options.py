@@ -2,11 +2,13 @@
 
 import itertools
 import threading
+import time
 
 import pytest
 from helpers import LIMIT, needs
 
 from enqueuer import InvalidState
+from enqueuer.exports import line
 
 torch = needs("torch")
 torch.set_num_threads(1)  # its thread pool does not survive a fork
@@ -55,6 +57,72 @@ def test_options_of_workers_are_refused_without_them(tmp_path):
     list(loader)
     with pytest.raises(InvalidState, match="num_workers=0 there are no workers"):
         loader.stats()
+
+
+# --- the bottleneck ---
+
+
+class Slow(Rows):
+    """Rows that wait as for a file; each eighth batch of two takes longer."""
+
+    def __init__(self, seconds, longer=0.0):
+        self.seconds, self.longer = seconds, longer
+
+    def __len__(self):
+        return 160
+
+    def __getitem__(self, index):
+        time.sleep(self.seconds + (0 if index % 16 else self.longer))
+        return index
+
+
+@pytest.mark.parametrize(
+    ("dataset", "use_s", "workers", "argument"),
+    [
+        (Slow(0.005), 0, 1, "concurrency"),
+        (Slow(0), 0.01, 2, "num_workers"),
+        (Slow(0.0001, longer=0.06), 0.008, 1, "prefetch_factor"),
+    ],
+)
+def test_the_change_that_helps_is_an_argument_of_the_loader(dataset, use_s, workers, argument):
+    """So that it can be pasted; the enqueuer's names are others."""
+    # Beside other programs, the CPUs may be the bottleneck for a while.
+    for _ in range(5):
+        loader = DataLoader(dataset, 2, num_workers=workers, backend="thread")
+        for _ in loader:
+            time.sleep(use_s)
+        stats = loader.stats()
+        found = stats.bottleneck()
+        change = eval(f"dict({found.change})")
+        if found.kind not in ("cpus", "start-up"):
+            break
+    assert list(change) == [argument], str(stats)
+    assert found.change in found.advice
+    assert f"({found.short})" in line(stats)
+    with_change = {"num_workers": workers, "backend": "thread", **change}
+    assert len(list(DataLoader(dataset, 2, **with_change))) == 80
+
+
+def test_a_stream_is_to_divide_its_samples_before_it_gets_more_workers():
+    class Stream(data.IterableDataset):
+        def __iter__(self):
+            for index in range(80):
+                time.sleep(0.002)
+                yield index
+
+    loader = DataLoader(Stream(), 2, num_workers=1, backend="thread")
+    list(loader)
+    found = loader.stats().bottleneck()
+    assert found.change == ""
+    assert found.advice.startswith("More num_workers help, with backend='process', if the dataset")
+
+
+def test_samples_that_are_fetched_at_once_are_known():
+    loader = DataLoader(Slow(0.005), 8, num_workers=1, backend="thread", concurrency=4)
+    list(loader)
+    found = loader.stats().bottleneck()
+    assert "ms to make, 4 at once, and a batch of 8 takes" in found.reason
+    assert "(now 4)" in found.advice
 
 
 # --- set_epoch ---

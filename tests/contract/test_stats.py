@@ -22,6 +22,12 @@ OTHER_PROCESSES = without("thread", "process-spawn", "process-fork-portable")
 MEGABYTE = 1_000_000
 
 
+def wait_10_ms(element):
+    """Wait as for a file."""
+    time.sleep(0.01)
+    return element
+
+
 def stats_of(source, *, batches=None, use_s=0.0, **options):
     """Run a loop that takes so long for each batch, and return the statistics at its end."""
     with GeneratorEnqueuer(source, **options) as enqueuer:
@@ -425,6 +431,23 @@ def test_what_is_done_between_epochs_is_no_step_of_the_loop(options):
     stats = check("source", measure)
     assert stats.idle_s >= 2.0
     assert stats.working_s < 1.0
+
+
+@pytest.mark.local
+@pytest.mark.parametrize("options", BACKENDS)
+def test_between_epochs_a_worker_waits_for_no_task(options):
+    """A long pause hides neither the source nor that its elements wait."""
+
+    def measure():
+        with OrderedEnqueuer(range(40), map=wait_10_ms, **options) as enqueuer:
+            for _ in range(2):
+                list(enqueuer)
+                time.sleep(1.0)
+            return enqueuer.stats()
+
+    stats = check("source", measure)
+    assert all(worker.idle_s > 1.0 > worker.waiting_s for worker in stats.workers)
+    assert "concurrency=" in stats.bottleneck().change
 
 
 @pytest.mark.parametrize("options", OTHER_PROCESSES)

@@ -426,13 +426,25 @@ def test_a_diagnosis_is_judged_by_what_its_advice_gains(tmp_path):
     row = json.loads(before.read_text())["rows"]["slow-4"]
     assert all(rate > 0 for rates in row["rates"].values() for rate in rates)
     assert "ordered=False" in row["gains"]
-    assert re.search(r"^slow-4 .*\nkind right: [01] of 1\nuseful: ", done.stdout, re.MULTILINE)
+    score = r"^slow-4 .*\nkind right: [01] of 1 \(10?0? %, goal: at least 95 %\)\nuseful: "
+    assert re.search(score, done.stdout, re.MULTILINE)
     # A gain that is known is not measured again.
     row["gains"]["workers=64"] = 99.0
     before.write_text(json.dumps({"rows": {"slow-4": row}}))
-    done = run(*options, "--known", before, program="diagnosis.py")
+    done = run(*options, "--known", before, "--burners", 1, program="diagnosis.py")
     assert done.returncode == 0, done.stderr
     assert re.search(r"^slow-4 .* 99.00 workers=64 +not useful$", done.stdout, re.MULTILINE)
+    assert "goal: at least 90 %" in done.stdout
+
+
+def test_a_situation_is_left_out_where_its_package_is_missing(tmp_path):
+    hidden = "import importlib.util as u; f = u.find_spec\n"
+    hidden += "u.find_spec = lambda name, *rest: None if name == 'ray' else f(name, *rest)\n"
+    (tmp_path / "sitecustomize.py").write_text(hidden)
+    done = run("--only", "ray-file", program="diagnosis.py", path=[tmp_path])
+    assert done.returncode == 0, done.stderr
+    assert re.search("^ray-file +left out: ray is not installed$", done.stdout, re.MULTILINE)
+    assert "kind right: 0 of 0" in done.stdout
 
 
 def test_decoders_are_measured(tmp_path):

@@ -134,6 +134,45 @@ def objects(workers, concurrency, *, items, cpu, cpu_wait=0.0, switches=0):
     return find_bottleneck(inputs(*[one] * workers, **more))
 
 
+def test_a_collate_that_waits_may_keep_elements_made_at_once_from_helping():
+    """Measured: 16 elements of 10 ms and a collate of 200 ms are 25 times as fast, not 33 to 64."""
+    slow = worker(making=10.0, waiting=0.0, items=28, cpu=0.03, shards=())
+    more = dict(waiting=9.99, working=0.01, items=28, elements=16)
+    for in_threads in (True, False):
+        found = find_bottleneck(inputs(slow, in_threads=in_threads, **more))
+        assert found.change == "concurrency=64"
+        # 10 batches of the queue and four of the worker are made at once.
+        assert found.gain == pytest.approx((14, 64), rel=0.01)
+
+
+def test_elements_that_are_made_at_once_show_how_long_a_batch_can_take():
+    """Measured: batches of 16 objects, 16 at once in each of two threads; 12 in work, then 18."""
+    one = worker(making=10.0, waiting=0.0, items=185, cpu=2.5, concurrency=16, shards=())
+    more = dict(waiting=9.99, working=0.01, items=370, elements=16, cpus=2)
+    found = find_bottleneck(inputs(one, one, in_threads=True, **more))
+    assert found.change == "concurrency=64"
+    assert found.gain[0] == pytest.approx(18 / 12)
+
+
+def test_the_time_is_that_of_an_element_where_the_user_gives_elements():
+    slow = worker(making=10.0, waiting=0.0, shards=())
+    assert "an element takes 100 ms to make, 1 at once, and 20 ms to use" in str(
+        find_bottleneck(inputs(slow))
+    )
+
+
+def test_one_cpu_is_one():
+    found = inputs(worker(making=10.0, waiting=0.0, cpu=9.8), cpus=1)
+    assert "of 1 CPU, and" in find_bottleneck(found).reason
+
+
+def test_what_takes_no_time_to_make_takes_less_than_a_microsecond():
+    cheap = worker(making=0.0, sending=4.0, waiting=6.0, items=1_000_000, cpu_wait=3.9)
+    found = inputs(cheap, items=1_000_000, waiting=5.0, working=5.0)
+    reason = find_bottleneck(found).reason
+    assert reason.endswith("takes less than 1 us to make, and longer than that to pass.")
+
+
 def test_waits_of_threads_for_a_cpu_are_divided_among_them():
     """Measured: the sum of the waits of 16 threads is more than one clock shows."""
     found = objects(1, 16, items=3000, cpu=2.0, cpu_wait=4.0, switches=6000)
@@ -227,11 +266,57 @@ def test_a_thread_that_has_no_cpu_does_not_wait_for_the_gil():
     assert find_bottleneck(found).kind == "cpus"
 
 
+@pytest.mark.parametrize("idle_cpu_s", [0.0, 100.0])
+@pytest.mark.parametrize(
+    "found",
+    [
+        # Of the CPUs, of the GIL that the loop needs, and of the loop's own CPU.
+        inputs(
+            worker(making=10.0, waiting=0.0, cpu=9.5),
+            waiting=2.0,
+            working=8.0,
+            cpus=2,
+            loop_cpu_s=8.0,
+        ),
+        inputs(
+            *[worker(making=3.3, waiting=6.7, cpu=1.65)] * 2,
+            **dict(waiting=0.0, working=10.0, in_threads=True, cpus=2),
+            **dict(loop_cpu_s=9.8, loop_switches=800),
+        ),
+        inputs(
+            *[worker(making=3.0, waiting=7.0, cpu=3.0)] * 4,
+            **dict(waiting=0.1, working=9.9, cpus=2, loop_cpu_s=6.0, loop_lacked_s=4.0),
+        ),
+    ],
+)
+def test_a_pause_between_epochs_changes_nothing(found, idle_cpu_s):
+    """Whether the loop sleeps or computes meanwhile, as it does to test the model."""
+    own_s = found.loop_cpu_s - (3.3 if found.backend == "thread" else 0.0)
+    paused = dataclasses.replace(
+        found,
+        seconds=110.0,
+        idle_s=100.0,
+        idle_cpu_s=idle_cpu_s,
+        loop_cpu_s=found.loop_cpu_s + idle_cpu_s,
+        loop_lacked_s=found.loop_lacked_s * (1 + idle_cpu_s / own_s),
+    )
+    assert find_bottleneck(found).kind in ("cpus", "source")
+    assert str(find_bottleneck(paused)) == str(find_bottleneck(found))
+
+
+def test_the_cpus_that_threads_use_are_those_of_the_table():
+    busy = [worker(making=3.0, waiting=7.0, cpu=2.0) for _ in range(2)]
+    more = dict(in_threads=True, waiting=0.1, working=9.9, cpus=2, loop_cpu_s=9.0)
+    reason = find_bottleneck(inputs(*busy, loop_lacked_s=3.0, **more)).reason
+    assert "The workers used 0.4 of 2 CPUs." in reason
+
+
 def test_a_loop_whose_workers_take_its_cpu_is_told_from_a_slow_loop():
     busy = [worker(making=3.0, waiting=7.0, cpu=3.0) for _ in range(4)]
     found = inputs(*busy, waiting=0.1, working=9.9, cpus=2, loop_lacked_s=4.0)
     bottleneck = find_bottleneck(found)
     assert bottleneck.kind == "cpus"
+    assert "the loop has its batches in time; it waited 1.0 % of its time" in bottleneck.reason
     assert "it had no CPU for 40 %" in bottleneck.reason
     assert bottleneck.change == "workers=2"
     assert find_bottleneck(dataclasses.replace(found, loop_lacked_s=0.5)).kind == "loop"
@@ -535,6 +620,27 @@ def test_a_long_wait_for_the_first_batch_binds():
 
 def test_one_batch_is_one():
     assert "the bottleneck: 1 batch." in find_bottleneck(inputs(worker(), items=1)).reason
+
+
+@pytest.mark.parametrize("making", [10.0, 1.0])
+def test_few_batches_are_named_as_a_reason_for_doubt(making):
+    slow = worker(making=making, waiting=10 - making, items=12)
+    waiting = 8.0 if making == 10.0 else 0.1
+    doubt = "This is only probable, as there were only 12 batches, in 10 s."
+    found = inputs(slow, items=12, waiting=waiting, working=10 - waiting)
+    assert find_bottleneck(found).reason.endswith(f" {doubt}")
+    many = worker(making=making, waiting=10 - making, items=30)
+    found = inputs(many, items=30, waiting=waiting, working=10 - waiting)
+    assert "probable" not in find_bottleneck(found).reason
+
+
+def test_cpus_that_others_took_are_named_as_a_reason_for_doubt():
+    found, kind = LOADED["files, 8 processes"]
+    assert kind == "source"
+    doubt = "This is only probable, as the workers had no CPU for 55 % of their work."
+    assert find_bottleneck(found).reason.endswith(f" {doubt}")
+    # There it is the finding itself.
+    assert "probable" not in find_bottleneck(LOADED["Python, 2 processes"][0]).reason
 
 
 @pytest.mark.parametrize("found", [inputs(worker(), items=3), inputs(items=100)])

@@ -1,6 +1,7 @@
 """Meters: where time goes, how waits are sorted, when the depth of the queue is sampled."""
 
 import itertools
+import time
 
 import pytest
 
@@ -107,6 +108,30 @@ def test_between_epochs_the_loop_idles(clock):
         clock[0] += 1000
         waits.go_on()
     assert (waits.idle, waits.ended) == (27, 0)
+    waits.rest()
+    clock[0] += 3
+    assert waits.idled(clock[0])[0] == 30
+
+
+def compute(seconds):
+    """Use so much CPU time."""
+    until = time.process_time() + seconds
+    while time.process_time() < until:
+        pass
+
+
+def test_what_the_process_computes_between_epochs_is_counted_apart():
+    waits = LoopMeter()
+    waits.sample(0)
+    compute(0.02)
+    waits.rest()
+    compute(0.05)
+    assert waits.idled(0)[1] >= 0.05
+    waits.go_on()
+    compute(0.02)
+    used_s = waits.idled(0)[1]
+    compute(0.02)
+    assert waits.idled(0)[1] == used_s < 0.07
 
 
 def test_a_long_run_keeps_few_samples_spread_over_all_of_it(clock):

@@ -212,8 +212,14 @@ def test_multiprocessing_logging_needs_a_generator_that_is_forked():
 
 @pytest.mark.parametrize("backend", ["thread", "ray", Ray()])
 def test_use_multiprocessing_contradicts_another_backend(backend):
-    with pytest.raises(ValueError, match="contradict each other"):
+    with pytest.raises(ValueError, match=r"contradict each other: use_multi.*; leave it out"):
         GeneratorEnqueuer(iter(()), use_multiprocessing=True, backend=backend)
+
+
+def test_use_multiprocessing_may_stand_beside_the_backend_that_it_means():
+    """As when the change of `Bottleneck` is pasted into an old call."""
+    change = dict(backend="process", workers=2)
+    assert Options.of(True, change) == Options.of(False, change)
 
 
 def test_short_names_are_defaults_of_the_groups():

@@ -35,6 +35,9 @@ class Machine:
         self.write(f"cgroup/memory/{path}/memory.usage_in_bytes", now)
         self.write(f"cgroup/memory/{path}/memory.stat", f"total_active_file {cached}\n")
 
+    def cpus(self):
+        return usage.cpus(str(self.folder / "proc"), str(self.folder / "cgroup"))
+
     def available_bytes(self):
         return usage.available_bytes(str(self.folder / "proc"), str(self.folder / "cgroup"))
 
@@ -109,3 +112,25 @@ def test_the_waits_of_a_thread_are_counted():
 
 def test_of_a_process_that_has_ended_nothing_is_known():
     assert usage.own_bytes(2**22 + 1) is None
+
+
+def test_a_cpu_limit_of_a_group_around_it_counts(machine):
+    """As of a service, and of a container that sees the groups of its machine."""
+    machine.write("proc/self/cgroup", "0::/pod/container\n")
+    machine.write("cgroup/pod/cpu.max", "50000 100000\n")
+    machine.write("cgroup/pod/container/cpu.max", "max 100000\n")
+    assert machine.cpus() == 0.5
+
+
+def test_a_cpu_limit_of_version_1_counts(machine):
+    machine.write("proc/self/cgroup", "5:cpu,cpuacct:/docker/abc\n4:memory:/x\n0::/\n")
+    machine.write("cgroup/cpu/cpu.cfs_quota_us", "-1\n")
+    machine.write("cgroup/cpu/cpu.cfs_period_us", "100000\n")
+    machine.write("cgroup/cpu/docker/abc/cpu.cfs_quota_us", "25000\n")
+    machine.write("cgroup/cpu/docker/abc/cpu.cfs_period_us", "100000\n")
+    assert machine.cpus() == 0.25
+
+
+def test_without_a_limit_all_cpus_count(machine):
+    machine.write("proc/self/cgroup", "0::/\n")
+    assert machine.cpus() == usage.cpus() >= 1

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import multiprocessing
 import os
+import re
 import threading
 import types
 import weakref
@@ -22,7 +25,7 @@ from enqueuer.enqueuers.options import Backends, Options
 from enqueuer.enqueuers.workload import MOST_WORKERS
 from enqueuer.errors import InvalidState
 from enqueuer.monitoring import usage
-from enqueuer.monitoring.stats import Stats
+from enqueuer.monitoring.stats import Bottleneck, Stats
 from enqueuer.workers.plan import OnError
 
 torch = framework("torch", "torch", "2.1")
@@ -41,6 +44,35 @@ _OF_TORCH = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "generator"),
     *("multiprocessing_context", "prefetch_factor", "persistent_workers", "pin_memory_device"),
 )
+
+# What an advice for an enqueuer names, and its name for a DataLoader.
+_ARGUMENTS = (
+    (r"\bworkers=", "num_workers="),
+    (r"\bordered=", "in_order="),
+    (
+        r"More workers would have no shard.*",
+        "More num_workers help, with backend='process', if the dataset divides its samples among "
+        "them by torch.utils.data.get_worker_info(); else each of them gives all.",
+    ),
+)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class LoaderStats(Stats):
+    """Statistics of the workers of a DataLoader, whose bottleneck names the loader's arguments."""
+
+    def bottleneck(self) -> Bottleneck:
+        """Find the cause for which the loop waits, and a change that would help."""
+        found = super().bottleneck()
+        advice, change = self._in_arguments(found.advice), self._in_arguments(found.change)
+        return dataclasses.replace(found, advice=advice, change=change)
+
+    def _in_arguments(self, text: str) -> str:
+        for option, argument in _ARGUMENTS:
+            text = re.sub(option, argument, text)
+        # Each worker has one batch beside those in the queue.
+        ahead = math.ceil(4 * self.max_queue_size / len(self.workers)) + 1 if self.workers else 0
+        return re.sub(r"max_queue_size=\d+(?: instead of \d+)?", f"prefetch_factor={ahead}", text)
 
 
 class DataLoader(_DataLoader):
@@ -267,12 +299,18 @@ class DataLoader(_DataLoader):
         """
         iterator = None if self._latest is None else self._latest()
         if iterator is not None:
-            return iterator.enqueuer.stats()
+            return self._of_loader(iterator.enqueuer.stats())
         if self.num_workers == 0:
             raise InvalidState("with num_workers=0 there are no workers, and so no statistics")
         if self._position.ended is None:
             raise InvalidState("no iteration had workers that could have statistics")
-        return self._position.ended.stats()
+        return self._of_loader(self._position.ended.stats())
+
+    def _of_loader(self, stats: Stats) -> LoaderStats:
+        """Return statistics that know the samples, which a worker fetches without its enqueuer."""
+        workers = [dataclasses.replace(w, concurrency=self.concurrency) for w in stats.workers]
+        facts = vars(stats) | {"workers": tuple(workers), "elements": self.batch_size or 1}
+        return LoaderStats(**facts)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle or copy a loader without its iterator and its position.
