@@ -28,6 +28,7 @@ NEEDS = {
     "howto/train_with_accelerate.rst": ("accelerate", "torch"),
     "howto/train_with_hugging_face.rst": ("transformers", "accelerate", "torch"),
     "howto/train_with_lightning.rst": ("lightning", "torch"),
+    "which_class.rst": ("torch",),
 }
 # How many blocks run; the next one needs a debugger, a cluster, or another package.
 RUN = {
