@@ -139,8 +139,8 @@ def page(everything: dict[str, Any]) -> Iterator[str]:
     losses = list(summary.losses(results))
     if losses:
         yield from ("Where it loses", "--------------", "")
-        yield "In these cases, the best peer with the same kind of workers is better by over 5 %:"
-        yield from ("", *losses, "")
+        title = "The best peer with the same kind of workers is better by over 5 %"
+        yield from table(title, ("case", "enqueuer", "best peer"), losses)
     yield from summary.failure_section(_HERE / "README.md")
     yield from (
         *("How it was measured", "-------------------", ""),
@@ -154,6 +154,7 @@ def page(everything: dict[str, Any]) -> Iterator[str]:
         + ".",
         "Compare ratios rather than figures: two cores are shared by a worker, the loop and the "
         "system, and the bandwidth of memory differs from machine to machine.",
+        "`python benchmarks/run.py --only CASE` measures one case, named at the head of its table.",
         "`benchmarks/README.md` describes each case, and how the comparison is kept fair; it also "
         "has the figures of data files and of Ray.",
         "",
@@ -163,12 +164,11 @@ def page(everything: dict[str, Any]) -> Iterator[str]:
         if not cases:
             continue
         yield from (title, "-" * len(title), "", *words.replace(". ", ".\n").split("\n"), "")
-        yield from (f"The command is `python benchmarks/run.py --only {' '.join(tables)}`.", "")
         for case in shown:
             if case in cases:
                 yield f".. image:: benchmarks/{case}.svg"
                 row, _ = _first(results[case])
-                yield f"   :alt: Bars of {_title(case, row)}; the table below has the numbers."
+                yield f"   :alt: Bars of {case} {row}".rstrip() + ", as in the table."
                 yield ""
         for case in cases:
             yield from _table(case, results[case])

@@ -63,7 +63,8 @@ def _page(everything: dict[str, Any]) -> Iterator[str]:
         "Versions: "
         + ", ".join(f"{name} {version}" for name, version in box["versions"].items() if version)
         + ".",
-        "`benchmarks/README.md` describes each workload, and says where the CPU time goes.",
+        "`python benchmarks/workloads.py NAME` measures one workload.",
+        "`benchmarks/README.md` describes each, and says where the CPU time goes.",
         "",
         "- *CPU* is the time of all processes for an item, and *memory* their most.",
         "  *speed* is that of the CPU at the time, in millions of rounds of a loop in Python: "
@@ -79,11 +80,11 @@ def _page(everything: dict[str, Any]) -> Iterator[str]:
     for name, one in found.items():
         yield from (name, "-" * len(name), "", _sentence(one["about"]))
         yield from ("What limits the rates: " + one["why"]).replace(". ", ".\n").split("\n")
-        yield from (f"The command is `python benchmarks/workloads.py {name}`.", "")
+        yield ""
         bars = _bars(one)
         if bars:
             yield f".. image:: benchmarks/workload-{name}.svg"
-            yield f"   :alt: Bars of {_title(name, one)}; the table below has the numbers."
+            yield f"   :alt: Bars of {name}, as in the table."
             yield ""
         yield from _table(name, one)
 
