@@ -111,6 +111,25 @@ def test_the_readme_has_exactly_the_two_commands():
     assert re.findall(r"```sh\n(.*?)\n```", read("README.md"), re.DOTALL) == README_COMMANDS
 
 
+def test_the_pages_are_short():
+    """A person reads README in minutes, and finds a way through the pages without the reference."""
+    pages = [*DOCS.glob("*.rst"), *DOCS.glob("howto/*.rst")]
+    assert len(read("README.md").split()) <= 1_200
+    assert sum(len(page.read_text(encoding="utf-8").split()) for page in pages) <= 37_000
+
+
+def test_the_rates_of_the_readme_are_those_of_the_page_of_workloads():
+    """A claim has one value: README and the page that it names show the same measurement."""
+    page = read("docs", "benchmarks_workloads.rst")
+    shown = re.findall(r"^\| `([\w-]+)`: .*?, \w+/s \| (.*) \|$", read("README.md"), re.MULTILINE)
+    assert len(shown) >= 4
+    for name, cells in shown:
+        table = page.split(f".. csv-table:: {name}, ", 1)[1].split("\n\n", 2)[1]
+        rates = dict(re.findall(r"^   ([^,\"]+),([^,]+),", table, re.MULTILINE))
+        contestants = ("enqueuer", "torch", "plain loop")
+        assert cells.split(" | ") == [rates[contestant] for contestant in contestants], name
+
+
 def test_ci_runs_the_commands_of_the_readme():
     shown = subprocess.run(
         ["bash", ROOT / ".ci" / "run", "--show"], capture_output=True, text=True, timeout=30
