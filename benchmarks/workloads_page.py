@@ -20,6 +20,8 @@ import report
 from page import DOCS, table
 
 _DASH = "\N{EN DASH}"
+# What a table says of a row's output.
+_OUTPUTS = {"the same": "same", "not compared": "any", "other work": "other"}
 _COLUMNS = ("CPU, us", "memory, MB", "lines", "output")
 
 
@@ -70,9 +72,9 @@ def _page(everything: dict[str, Any]) -> Iterator[str]:
         "  *speed* is that of the CPU at the time, in millions of rounds of a loop in Python: "
         "where it is lower, all times are longer.",
         "- *lines* are those of the user's code.",
-        "- *output* compares the batches with those of the plain loop, by a hash.",
-        "  It is not compared where the order differs.",
-        "  *other work* is a decoder or a tokenizer of its own, and no peer in the first table.",
+        "- *output* compares the batches with those of the plain loop, by a hash: *same*.",
+        "  It is not compared where the order differs (*any*).",
+        "  *other* is a decoder or a tokenizer of its own, and no peer in the first table.",
         f"- {_DASH} is a contestant that failed, was too slow or is not installed.",
         "",
     )
@@ -176,7 +178,10 @@ def _cells(row: dict[str, Any], columns: tuple[str, ...]) -> Iterator[str]:
     yield from (row["name"], _number(row, "rate"))
     yield report.number(1000 * row["cpu_ms"]) if is_measured else _DASH
     yield f"{row['memory_mb']:.0f}" if is_measured else _DASH
-    yield from (str(row["lines"]), row["output"] if is_measured else _DASH)
+    yield from (
+        str(row["lines"]),
+        _OUTPUTS.get(row["output"], row["output"]) if is_measured else _DASH,
+    )
     if "age, ms" in columns:
         yield _number(row, "age_ms")
     if "speed" in columns:

@@ -33,7 +33,7 @@ RUN = {
     "howto/choose_decoder.rst": 1,
     "howto/find_a_failure.rst": 1,
     "howto/is_my_training_waiting.rst": 4,
-    "howto/scale_with_ray.rst": 2,
+    "howto/scale_with_ray.rst": 1,
 }
 # Files of the reader, and for Ray a cluster of the test's own.
 PREPARED = {
