@@ -3,7 +3,6 @@
     benchmarks.rst             the page
     benchmarks/results.json    the results from which it was made
     benchmarks/CASE.svg        pictures
-    benchmarks/overview.svg    the picture of README.md, and overview-dark.svg for dark mode
 
 `python benchmarks/page.py` writes the page again from the results that are there.
 """
@@ -13,7 +12,8 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ _HERE = Path(__file__).parent
 DOCS = _HERE.parent / "docs"
 sys.path.append(str(DOCS))
 
-from svg import element, in_dark, text  # noqa: E402
+from svg import element, text  # noqa: E402
 
 # (title, words, cases with a table, cases with a picture)
 GROUPS = (
@@ -95,28 +95,8 @@ GROUPS = (
     ),
 )
 
-# The cases of the picture in README.md: name, title, and the factor of its numbers.
-OVERVIEW = (
-    ("large", "9.6 MB batches, GB/s", 1.0),
-    ("tiny", "Small dicts, thousands/s", 1e-3),
-    ("tasks-batch", "64 rows stacked, batches/s", 1.0),
-)
-OVERVIEW_NAMES = {
-    "enqueuer-process": "enqueuer",
-    "torch": "torch DataLoader",
-    "grain": "Grain",
-    "spdl": "SPDL",
-    "spdl-arena": "SPDL, arena",
-    "tensorpack": "tensorpack",
-    "faster-fifo": "faster-fifo",
-    "pescador": "pescador",
-    "multiprocessing.Queue": "multiprocessing.Queue",
-    "multiprocessing.Pool": "multiprocessing.Pool",
-}
-
-_WIDTH, _BAR, _STEP, _TOP = 720, 18, 26, 34
-# Where the bars begin, and where the longest one ends.
-_LEFT, _RIGHT = 190, 640
+# A phone shows the whole width. The name of a bar stands above it, and its number behind it.
+_WIDTH, _STEP, _BAR, _LONGEST, _LINE = 340, 36, 14, 270, 18
 _OURS, _THEIRS = "#0072b2", "#b8b8b8"
 
 
@@ -126,7 +106,7 @@ def write(folder: Path, everything: dict[str, Any]) -> None:
     _results(folder).write_text(json.dumps(everything, indent=1) + "\n")
     (folder / "benchmarks.rst").write_text("\n".join(page(everything)) + "\n")
     results = everything["results"]
-    for name, picture in (*pictures(results), *overview(results)):
+    for name, picture in pictures(results):
         (folder / "benchmarks" / name).write_text(picture)
 
 
@@ -149,8 +129,6 @@ def page(everything: dict[str, Any]) -> Iterator[str]:
     box = about["machine"]
     yield from ("Benchmarks", "==========", "")
     yield from summary.main_result(results)
-    if panels := _panels(results):
-        yield from ("", ".. image:: benchmarks/overview.svg", f"   :alt: {_panels_text(panels)}")
     yield from (
         "",
         "This page compares `enqueuer` with other ways to give the items of a Python generator to "
@@ -161,8 +139,8 @@ def page(everything: dict[str, Any]) -> Iterator[str]:
     losses = list(summary.losses(results))
     if losses:
         yield from ("Where it loses", "--------------", "")
-        yield "In these cases, the best peer with the same kind of workers is better by over 5 %:"
-        yield from ("", *losses, "")
+        title = "The best peer with the same kind of workers is better by over 5 %"
+        yield from table(title, ("case", "enqueuer", "best peer"), losses)
     yield from summary.failure_section(_HERE / "README.md")
     yield from (
         *("How it was measured", "-------------------", ""),
@@ -176,6 +154,7 @@ def page(everything: dict[str, Any]) -> Iterator[str]:
         + ".",
         "Compare ratios rather than figures: two cores are shared by a worker, the loop and the "
         "system, and the bandwidth of memory differs from machine to machine.",
+        "`python benchmarks/run.py --only CASE` measures one case, named at the head of its table.",
         "`benchmarks/README.md` describes each case, and how the comparison is kept fair; it also "
         "has the figures of data files and of Ray.",
         "",
@@ -185,11 +164,11 @@ def page(everything: dict[str, Any]) -> Iterator[str]:
         if not cases:
             continue
         yield from (title, "-" * len(title), "", *words.replace(". ", ".\n").split("\n"), "")
-        yield from (f"The command is `python benchmarks/run.py --only {' '.join(tables)}`.", "")
         for case in shown:
             if case in cases:
                 yield f".. image:: benchmarks/{case}.svg"
-                yield f"   :alt: {_alternative(case, results[case])}"
+                row, _ = _first(results[case])
+                yield f"   :alt: Bars of {case} {row}".rstrip() + ", as in the table."
                 yield ""
         for case in cases:
             yield from _table(case, results[case])
@@ -207,71 +186,25 @@ def pictures(results: report.Results) -> Iterator[tuple[str, str]]:
                 yield f"{case}.svg", _picture(case, results[case])
 
 
-def overview(results: report.Results) -> Iterator[tuple[str, str]]:
-    """Yield the picture of three cases side by side, if all of them were measured."""
-    panels = _panels(results)
-    if not panels:
-        return
-    panel, gap, left = 215, 20, 10
-    bottom = 0
-    shapes = []
-    for place, (title, numbers) in enumerate(panels):
-        x = left + place * (panel + gap)
-        shapes.append(text(x, 46, title, font_weight="bold"))
-        for line, (name, value) in enumerate(numbers):
-            y = 60 + 36 * line
-            is_ours = CONTESTANTS[name].needs == "enqueuer"
-            long = max(2.0, value / numbers[0][1] * (panel - 60))
-            shapes += [
-                text(x, y + 10, OVERVIEW_NAMES[name], font_weight="bold" if is_ours else "normal"),
-                element(
-                    "rect", x=x, y=y + 14, width=long, height=12, fill=_OURS if is_ours else _THEIRS
-                ),
-                text(x + long + 6, y + 24, report.number(value)),
-            ]
-            bottom = max(bottom, y + 44)
-    shapes.insert(
-        0, text(left, 20, "From worker processes to the loop; more is better", font_size=15)
-    )
-    picture = _svg("Throughput of loaders with worker processes", bottom, shapes)
-    yield "overview.svg", picture
-    # README.md is not built by Sphinx, which makes the dark pictures of the pages.
-    yield "overview-dark.svg", in_dark(picture)
-
-
-def _panels(results: report.Results) -> list[tuple[str, list[tuple[str, float]]]]:
-    """Return title and numbers of each panel of the overview; none if a case was not measured."""
-    if not all(results.get(case) for case, _, _ in OVERVIEW):
-        return []
-    panels = []
-    for case, title, factor in OVERVIEW:
-        _, numbers = _first(results[case])
-        shown = [(name, value * factor) for name, value in numbers if name in OVERVIEW_NAMES]
-        panels.append((title, shown))
-    return panels
-
-
-def _panels_text(panels: list[tuple[str, list[tuple[str, float]]]]) -> str:
-    """Return the bars of the overview in words."""
-    lines = []
-    for title, numbers in panels:
-        listed = [f"{OVERVIEW_NAMES[name]} {report.number(value)}" for name, value in numbers]
-        lines.append(f"{title}: {', '.join(listed)}.")
-    return " ".join(lines)
-
-
 def _table(case: str, rows: dict[str, Any]) -> Iterator[str]:
     """Yield a table with a line for each contestant, so that it is narrow."""
     names = [
         name for name in CONTESTANTS if any("median" in c.get(name, {}) for c in rows.values())
     ]
-    yield from (f".. list-table:: {CASES[case].title}, {_unit(case)}", "   :header-rows: 1", "")
-    yield f"   * - `{case}`"
-    yield from (f"     - {row or CASES[case].unit}" for row in rows)
-    for name in names:
-        yield f"   * - {name}"
-        yield from (f"     - {_number(cells.get(name, {}))}" for cells in rows.values())
+    header = (f"`{case}`", *(row or CASES[case].unit for row in rows))
+    lines = ((name, *(_number(cells.get(name, {})) for cells in rows.values())) for name in names)
+    yield from table(f"{CASES[case].title}, {_unit(case)}", header, lines)
+
+
+def table(title: str, header: Iterable[str], lines: Iterable[Iterable[str]]) -> Iterator[str]:
+    """Yield a table of a page."""
+    yield from (f".. csv-table:: {title}", f"   :header: {_csv(header)}", "")
+    yield from (f"   {_csv(line)}" for line in lines)
     yield ""
+
+
+def _csv(cells: Iterable[str]) -> str:
+    return ",".join(f'"{cell}"' if "," in cell or not cell else cell for cell in cells)
 
 
 def _unit(case: str) -> str:
@@ -290,12 +223,6 @@ def _first(rows: dict[str, Any]) -> tuple[str, list[tuple[str, float]]]:
         (name, cells[name]["median"]) for name in CONTESTANTS if "median" in cells.get(name, {})
     ]
     return row, sorted(numbers, key=lambda pair: -pair[1])
-
-
-def _alternative(case: str, rows: dict[str, Any]) -> str:
-    row, numbers = _first(rows)
-    listed = ", ".join(f"{name} {report.number(value)}" for name, value in numbers)
-    return f"Bars of {_title(case, row)}: {listed}."
 
 
 def _title(case: str, row: str) -> str:
@@ -326,22 +253,23 @@ def bars(title: str, numbers: list[tuple[str, float, bool]]) -> str:
             if is_wide
             else (value / max(values))
         )
-        return max(2.0, share * (_RIGHT - _LEFT))
+        return max(2.0, share * _LONGEST)
 
-    height = _TOP + _STEP * len(numbers) + 10
     title += ", logarithmic" if is_wide else ""
-    shapes = [text(10, 20, title, font_size=15)]
+    words = textwrap.wrap(title, 44)
+    shapes = [text(6, _LINE * line, each, font_weight="bold") for line, each in enumerate(words, 1)]
+    top = _LINE * len(words) + 12
     for place, (name, value, is_ours) in enumerate(numbers):
-        y = _TOP + _STEP * place
+        y = top + _STEP * place
         long = width(value)
         shapes += [
-            text(_LEFT - 8, y + 14, name, "end", font_weight="bold" if is_ours else "normal"),
+            text(6, y + 10, name, font_weight="bold" if is_ours else "normal"),
             element(
-                "rect", x=_LEFT, y=y, width=long, height=_BAR, fill=_OURS if is_ours else _THEIRS
+                "rect", x=6, y=y + 14, width=long, height=_BAR, fill=_OURS if is_ours else _THEIRS
             ),
-            text(_LEFT + long + 6, y + 14, report.number(value)),
+            text(12 + long, y + 25, report.number(value)),
         ]
-    return _svg(title, height, shapes)
+    return _svg(title, top + _STEP * len(numbers) + 4, shapes)
 
 
 def _svg(title: str, height: int, shapes: list[str]) -> str:

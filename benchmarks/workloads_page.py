@@ -17,9 +17,11 @@ from typing import Any
 
 import page
 import report
-from page import DOCS
+from page import DOCS, table
 
 _DASH = "\N{EN DASH}"
+# What a table says of a row's output.
+_OUTPUTS = {"the same": "same", "not compared": "any", "other work": "other"}
 _COLUMNS = ("CPU, us", "memory, MB", "lines", "output")
 
 
@@ -63,27 +65,28 @@ def _page(everything: dict[str, Any]) -> Iterator[str]:
         "Versions: "
         + ", ".join(f"{name} {version}" for name, version in box["versions"].items() if version)
         + ".",
-        "`benchmarks/README.md` describes each workload, and says where the CPU time goes.",
+        "`python benchmarks/workloads.py NAME` measures one workload.",
+        "`benchmarks/README.md` describes each, and says where the CPU time goes.",
         "",
         "- *CPU* is the time of all processes for an item, and *memory* their most.",
         "  *speed* is that of the CPU at the time, in millions of rounds of a loop in Python: "
         "where it is lower, all times are longer.",
         "- *lines* are those of the user's code.",
-        "- *output* compares the batches with those of the plain loop, by a hash.",
-        "  It is not compared where the order differs.",
-        "  *other work* is a decoder or a tokenizer of its own, and no peer in the first table.",
+        "- *output* compares the batches with those of the plain loop, by a hash: *same*.",
+        "  It is not compared where the order differs (*any*).",
+        "  *other* is a decoder or a tokenizer of its own, and no peer in the first table.",
         f"- {_DASH} is a contestant that failed, was too slow or is not installed.",
         "",
     )
     yield from _overview(found)
     for name, one in found.items():
         yield from (name, "-" * len(name), "", _sentence(one["about"]))
-        yield from (f"The command is `python benchmarks/workloads.py {name}`.", "")
+        yield from ("What limits the rates: " + one["why"]).replace(". ", ".\n").split("\n")
+        yield ""
         bars = _bars(one)
         if bars:
-            listed = ", ".join(f"{label} {report.number(value)}" for label, value, _ in bars)
             yield f".. image:: benchmarks/workload-{name}.svg"
-            yield f"   :alt: Bars of {_title(name, one)}: {listed}."
+            yield f"   :alt: Bars of {name}, as in the table."
             yield ""
         yield from _table(name, one)
 
@@ -130,23 +133,22 @@ def _of_runs(about: dict[str, Any]) -> str:
 
 def _overview(found: dict[str, Any]) -> Iterator[str]:
     """Yield a table of the best of ours beside the best peer, of those that do the same work."""
-    yield from (".. list-table:: The best of ours, and the best peer that does the same work",)
-    yield from ("   :header-rows: 1", "", "   * - workload")
-    titles = ("enqueuer", "", "best peer", "", "ratio", "plain loop", "what limits the rates")
-    yield from (f"     - {title}" for title in titles)
+    header = ("workload", "enqueuer", "", "best peer", "", "ratio", "plain loop")
+    lines = []
     for name, one in found.items():
         ours, theirs = _best(one["rows"], True), _best(one["rows"], False)
-        yield f"   * - {name}, {one['unit']}/s"
-        yield f"     - {_number(ours, 'rate')}"
-        yield f"     - {ours.get('name', _DASH)}"
-        yield f"     - {_number(theirs, 'rate')}"
-        yield f"     - {theirs.get('name', _DASH)}"
         ratio = _ratio(one)
-        yield f"     - {_DASH}" if ratio is None else f"     - {ratio:.2f}"
         plain = [row for row in one["rows"] if row["name"] == "plain loop"]
-        yield f"     - {_number(plain[0], 'rate') if plain else _DASH}"
-        yield f"     - {one['why']}"
-    yield ""
+        lines.append(
+            (
+                f"{name}, {one['unit']}/s",
+                *(_number(ours, "rate"), ours.get("name", _DASH)),
+                *(_number(theirs, "rate"), theirs.get("name", _DASH)),
+                _DASH if ratio is None else f"{ratio:.2f}",
+                _number(plain[0], "rate") if plain else _DASH,
+            )
+        )
+    yield from table("The best of ours, and the best peer that does the same work", header, lines)
 
 
 def _best(rows: list[dict[str, Any]], is_ours: bool) -> dict[str, Any]:
@@ -166,21 +168,24 @@ def _table(name: str, found: dict[str, Any]) -> Iterator[str]:
     has_age = any("age_ms" in row for row in found["rows"])
     has_speed = any("speed" in row for row in found["rows"])
     columns = (*_COLUMNS, *(("age, ms",) if has_age else ()), *(("speed",) if has_speed else ()))
-    yield from (f".. list-table:: {_title(name, found)}", "   :header-rows: 1", "")
-    yield f"   * - `{name}`"
-    yield from (f"     - {column}" for column in (f"{found['unit']}/s", *columns))
-    for row in found["rows"]:
-        yield f"   * - {row['name']}"
-        yield f"     - {_number(row, 'rate')}"
-        yield f"     - {report.number(1000 * row['cpu_ms']) if 'rate' in row else _DASH}"
-        yield f"     - {row['memory_mb']:.0f}" if "rate" in row else f"     - {_DASH}"
-        yield f"     - {row['lines']}"
-        yield f"     - {row['output']}" if "rate" in row else f"     - {_DASH}"
-        if has_age:
-            yield f"     - {_number(row, 'age_ms')}"
-        if has_speed:
-            yield f"     - {_number(row, 'speed')}"
-    yield ""
+    header = (f"`{name}`", f"{found['unit']}/s", *columns)
+    yield from table(_title(name, found), header, (_cells(row, columns) for row in found["rows"]))
+
+
+def _cells(row: dict[str, Any], columns: tuple[str, ...]) -> Iterator[str]:
+    """Yield the cells of a row of a workload's table."""
+    is_measured = "rate" in row
+    yield from (row["name"], _number(row, "rate"))
+    yield report.number(1000 * row["cpu_ms"]) if is_measured else _DASH
+    yield f"{row['memory_mb']:.0f}" if is_measured else _DASH
+    yield from (
+        str(row["lines"]),
+        _OUTPUTS.get(row["output"], row["output"]) if is_measured else _DASH,
+    )
+    if "age, ms" in columns:
+        yield _number(row, "age_ms")
+    if "speed" in columns:
+        yield _number(row, "speed")
 
 
 def _sentence(about: str) -> str:

@@ -1,4 +1,4 @@
-"""Draw the pictures of the design page anew: run this file.
+"""Draw the pictures of the pages anew: run this file.
 
 Boxes stand on a grid; an arrow joins two boxes, with words above it or beside it.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from svg import element, text
+from svg import element, in_dark, text
 
 HERE = Path(__file__).parent
 # The distance of lines, and the space around the words of a box, in pixels.
@@ -264,7 +264,53 @@ def path_from_an_actor() -> Drawing:
     return drawing
 
 
+def the_model() -> Drawing:
+    """Draw what README.md and the page of the classes explain; a phone shows its whole width."""
+    drawing = Drawing("Shards, workers, the queue and the loop", 340, 320)
+    drawing.words(6, 14, "Your work, divided into shards")
+    shards = [
+        drawing.box(6 + 84 * place, 22, 76, f"shard {i}") for place, i in enumerate((0, 2, 1, 3))
+    ]
+    workers = [
+        drawing.box(6 + 168 * i, 90, 160, f"worker {i}", "runs your generator", fill=WORKER)
+        for i in range(2)
+    ]
+    queue = drawing.box(6, 175, 328, "queue", "max_queue_size finished batches, in order")
+    user = drawing.box(6, 260, 328, "your loop", "for batch in enqueuer: train(batch)")
+    for i, shard in enumerate(shards):
+        drawing.down(shard, workers[i // 2])
+    for worker in workers:
+        drawing.down(worker, queue)
+    drawing.down(queue, user)
+    return drawing
+
+
+# What a reader has, and the class for it; each box has two lines.
+CLASSES = (
+    (("An iterator,", "or another loader"), ("prefetch", "one line")),
+    (("A generator function", "that yields batches"), ("GeneratorEnqueuer", "many workers")),
+    (("A list, and a function", "of its elements"), ("OrderedEnqueuer", "batches, shuffles")),
+    (("A list of files,", "with labels or names"), ("FileBatches", "in GeneratorEnqueuer")),
+    (("A torch Dataset,", "code with DataLoader"), ("DataLoader", "one changed import")),
+    (("An enqueuer,", "a loop in PyTorch"), ("TorchLoader", "makes tensors")),
+)
+
+
+def which_class() -> Drawing:
+    step = 2 * LINE + 2 * PAD + 12
+    drawing = Drawing("What you have, and what you take", 340, 24 + step * len(CLASSES))
+    drawing.words(6, 14, "You have")
+    drawing.words(186, 14, "You take")
+    for i, (have, take) in enumerate(CLASSES):
+        y = 24 + step * i
+        start = drawing.box(6, y, 156, *have)
+        drawing.across(start, drawing.box(186, y, 152, *take, fill=WORKER))
+    return drawing
+
+
 DRAWINGS = {
+    "model": the_model,
+    "which_class": which_class,
     "path_of_a_batch": path_of_a_batch,
     "path_of_a_task": path_of_a_task,
     "engine": parts_of_the_engine,
@@ -277,6 +323,9 @@ def main() -> None:
     (HERE / "drawings").mkdir(exist_ok=True)
     for name, drawing in DRAWINGS.items():
         drawing().write(HERE / "drawings" / f"{name}.svg")
+    # README.md is not built by Sphinx, which makes the dark pictures of the pages.
+    model = HERE / "drawings" / "model.svg"
+    model.with_stem("model-dark").write_text(in_dark(model.read_text()))
 
 
 if __name__ == "__main__":

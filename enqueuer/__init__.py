@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from enqueuer.monitoring.stats import Bottleneck, Stats
     from enqueuer.monitoring.worker_stats import WorkerStats
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 __all__ = [
     "Auto",

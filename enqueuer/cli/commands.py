@@ -27,6 +27,7 @@ from enqueuer.cli.arguments import (
     load_source,
     seconds,
 )
+from enqueuer.common.extras import install_command
 from enqueuer.common.text import pluralize, printable
 from enqueuer.errors import DataFileError
 from enqueuer.monitoring import usage
@@ -63,7 +64,7 @@ def add_demo(commands: Commands) -> None:
             "image files and augment; then do the same without the enqueuer, and compare. "
             "In both, numpy multiplies matrices on one thread. "
             "Downloads nothing and leaves nothing behind. "
-            "Needs, in the clone: pip install '.[demo]'"
+            f"What it needs: {install_command('demo')}"
         ),
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )

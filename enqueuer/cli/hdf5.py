@@ -27,6 +27,7 @@ from enqueuer.cli.arguments import (
     add_source,
     load_source,
 )
+from enqueuer.common.extras import install_command
 from enqueuer.common.text import pluralize, printable, size, table
 from enqueuer.monitoring.progress import bar
 from enqueuer.workers.shards import Shard, fresh_seed
@@ -69,7 +70,7 @@ def add_pack(commands: Commands) -> None:
         help="run a generator function in parallel and write its batches to an HDF5 file",
         description=(
             "Run a generator function in parallel and write its batches to an HDF5 file, which "
-            "appears when it is complete. Needs, in the clone: pip install '.[hdf5]'"
+            f"appears when it is complete. What it needs: {install_command('hdf5')}"
         ),
         examples=_PACK_EXAMPLES,
     )
@@ -154,7 +155,7 @@ def add_inspect(commands: Commands) -> None:
         help="show the content of an HDF5 file, and whether it is complete",
         description=(
             "Show the content of an HDF5 file: keys, shapes, dtypes, chunks, sizes, statistics. "
-            "Needs, in the clone: pip install '.[hdf5]'"
+            f"What it needs: {install_command('hdf5')}"
         ),
         examples=_INSPECT_EXAMPLES,
     )

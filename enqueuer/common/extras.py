@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import importlib
 import re
+from pathlib import Path
 from typing import Any
 
 from enqueuer.errors import FrameworkUnavailable
+
+# Only a clone, or an unpacked source archive, has setup.cfg beside the package.
+_ROOT = Path(__file__).parents[2]
 
 
 def framework(
@@ -33,7 +37,7 @@ def framework(
             raise
         raise FrameworkUnavailable(
             f"{user} needs {name} >= {oldest}, which is not installed: "
-            f"pip install '{name}>={oldest}', or, in a clone of enqueuer, pip install '.[{extra}]'",
+            f"pip install '{name}>={oldest}', or {install_command(extra)}",
             name=module,
         ) from error
     version = getattr(imported, "__version__", oldest)
@@ -43,6 +47,13 @@ def framework(
             name=module,
         )
     return imported
+
+
+def install_command(extra: str) -> str:
+    """Return the command that adds an extra to this package, where it is installed from."""
+    if (_ROOT / "setup.cfg").is_file():
+        return f"in the clone of enqueuer pip install '.[{extra}]'"
+    return f"pip install 'enqueuer[{extra}]'"
 
 
 def _numbers(version: str) -> list[int]:

@@ -259,7 +259,9 @@ def merge_states(states: Iterable[State]) -> dict[str, Any]:
     Example:
         >>> from enqueuer import OrderedEnqueuer
         >>> def of(rank, world_size):
-        ...     return OrderedEnqueuer(range(8), rank=rank, world_size=world_size)
+        ...     return OrderedEnqueuer(
+        ...         range(8), rank=rank, world_size=world_size, random_seed=7
+        ...     )
         >>> states = []
         >>> for rank in range(2):
         ...     with of(rank, 2) as enqueuer:

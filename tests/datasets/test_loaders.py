@@ -14,6 +14,7 @@ from helpers import LIMIT, needs
 from PIL import Image, ImageOps, JpegImagePlugin
 
 from enqueuer import FrameworkUnavailable
+from enqueuer.common.extras import install_command
 from enqueuer.datasets.files import load_array, load_audio, load_image, random_crop
 
 # --- images --------------------------------------------------------------------------------------
@@ -214,7 +215,7 @@ def test_without_pillow_it_says_what_to_install():
         timeout=LIMIT,
     )
     assert "enqueuer.FrameworkUnavailable: load_image needs Pillow >= 9.2" in done.stderr
-    assert "in a clone of enqueuer, pip install '.[images]'" in done.stderr
+    assert install_command("images") in done.stderr
 
 
 # --- sounds --------------------------------------------------------------------------------------

@@ -1,11 +1,14 @@
 """Installing: what `pip install` makes of the project."""
 
+import email
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -37,6 +40,60 @@ def test_an_editable_install_is_a_path_that_type_checkers_understand(tmp_path):
         hooks = [name for name in wheel.namelist() if name.startswith("__editable__")]
         assert [Path(name).suffix for name in hooks] == [".pth"]
         assert wheel.read(hooks[0]).decode().strip() == str(tree)
+
+
+@pytest.mark.parametrize(
+    ("files", "command"),
+    [
+        ((), "pip install 'enqueuer[torch]'"),
+        (("setup.cfg",), "in the clone of enqueuer pip install '.[torch]'"),
+    ],
+    ids=["wheel", "clone"],
+)
+def test_a_missing_extra_names_the_command_that_works_where_it_is(files, command, tmp_path):
+    shutil.copytree(PACKAGE, tmp_path / "enqueuer", ignore=shutil.ignore_patterns("*.pyc"))
+    for name in files:
+        (tmp_path / name).touch()
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys; sys.modules['torch'] = None\n"
+            "from enqueuer.adapters.torch import TorchLoader",
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stderr.endswith(f"pip install 'torch>=2.1', or {command}\n")
+
+
+def test_the_metadata_of_a_release_are_complete(tmp_path):
+    """An index shows the license, the addresses, and README without its folder."""
+    needs_installed("setuptools")
+    if int(version("setuptools").partition(".")[0]) < 77:
+        pytest.skip("setuptools before 77 does not know license expressions")
+    for name in ("setup.cfg", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(PACKAGE, tmp_path / "enqueuer", ignore=shutil.ignore_patterns("*.pyc"))
+    build = (
+        "from setuptools import build_meta; print(build_meta.prepare_metadata_for_build_wheel('.'))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", build], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / done.stdout.splitlines()[-1] / "METADATA").read_text(encoding="utf-8")
+    metadata = email.message_from_string(text)
+    assert metadata["Version"] == enqueuer.__version__
+    assert metadata["License-Expression"] == "MIT"
+    names = {value.partition(",")[0] for value in metadata.get_all("Project-URL")}
+    assert names == {"Documentation", "Source", "Changelog", "Issues"}
+    shown = metadata.get_payload()
+    links = re.findall(r"\]\(([^)]+)\)|(?:src|srcset)=\"([^\"]+)\"", shown)
+    assert len(links) > 20
+    assert [a or b for a, b in links if not (a or b).startswith("https://")] == []
 
 
 def test_the_source_archive_has_every_file(tmp_path):

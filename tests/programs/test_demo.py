@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from helpers import terminal
 
+from enqueuer.common.extras import install_command
 from enqueuer.tools import demo
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -196,7 +197,7 @@ def test_missing_extra_names_the_cure(program: Program, module: str, package: st
     code, output, errors = program.run("demo")
     assert (code, output) == (1, "")
     assert errors.startswith(f"enqueuer: the demo needs {package} >= ")
-    assert errors.endswith("in a clone of enqueuer, pip install '.[demo]'\n")
+    assert errors.endswith(f", or {install_command('demo')}\n")
     assert errors.count("\n") == 1
 
 

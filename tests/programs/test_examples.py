@@ -34,6 +34,7 @@ RECIPES_NEED = {
     "lmdb_records.py": ("lmdb",),
     "parquet.py": ("pyarrow",),
     "token_packing.py": (),
+    "torch_checkpoint.py": ("torch",),
     "two_processes_ddp.py": ("torch",),
     "video_clips.py": ("av",),
     "webdataset_tars.py": ("webdataset",),

@@ -25,16 +25,15 @@ NEEDS = {
     "howto/resume_training.rst": ("torch",),
     "howto/scale_with_ray.rst": ("ray",),
     "howto/train_on_several_gpus.rst": ("torch",),
-    "howto/train_with_accelerate.rst": ("accelerate", "torch"),
-    "howto/train_with_hugging_face.rst": ("transformers", "accelerate", "torch"),
-    "howto/train_with_lightning.rst": ("lightning", "torch"),
+    "howto/train_with_trainers.rst": ("torch",),
+    "which_class.rst": ("torch",),
 }
 # How many blocks run; the next one needs a debugger, a cluster, or another package.
 RUN = {
     "howto/choose_decoder.rst": 1,
     "howto/find_a_failure.rst": 1,
     "howto/is_my_training_waiting.rst": 4,
-    "howto/scale_with_ray.rst": 2,
+    "howto/scale_with_ray.rst": 1,
 }
 # Files of the reader, and for Ray a cluster of the test's own.
 PREPARED = {
@@ -84,8 +83,7 @@ PAGES = {
     name: blocks[: RUN.get(name)]
     for page in sorted(DOCS.rglob("*.rst"))
     # `test_coming_from.py` runs all blocks of those pages; debug.rst stops in a debugger.
-    if page.name == "coming_from_fit_generator.rst"
-    or not page.name.startswith(("coming_from", "debug"))
+    if page.name == "coming_from_keras.rst" or not page.name.startswith(("coming_from", "debug"))
     if (blocks := blocks_of(page)) and (name := page.relative_to(DOCS).as_posix())
 }
 
