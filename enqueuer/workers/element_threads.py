@@ -25,12 +25,15 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextvars import ContextVar
 from queue import SimpleQueue
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from enqueuer.common.finalizers import WorkerThread
 from enqueuer.errors import Closed
 from enqueuer.monitoring.meters import WAITING, Meter, clock
 from enqueuer.workers.messages import Ticket
+
+if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
 
 # The ring has a word for each ticket that a worker has, and no job waits beside so many.
 MOST_THREADS = 1024
@@ -81,15 +84,24 @@ class EventLoop:
         self._awaited[ident] = coroutine
         try:
             run = self._asyncio.run_coroutine_threadsafe
-            return run(self._in_turn(coroutine), self._loop).result()
+            value, error = run(self._in_turn(coroutine), self._loop).result()
         finally:
             del self._awaited[ident]
             # It has not begun if it was cancelled before its turn.
             coroutine.close()
+        if error is not None:
+            raise error
+        return value
 
-    async def _in_turn(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        async with self._turns:
-            return await coroutine
+    async def _in_turn(
+        self, coroutine: Coroutine[Any, Any, Any]
+    ) -> tuple[Any, BaseException | None]:
+        try:
+            async with self._turns:
+                return await coroutine, None
+        except (KeyboardInterrupt, SystemExit) as error:
+            # asyncio would raise it out of the loop, and end all other coroutines.
+            return None, error
 
     def stack_of(self, ident: int) -> list[traceback.FrameSummary]:
         """Return where the coroutine is that a thread waits for; [] if it waits for none."""
@@ -108,6 +120,7 @@ class EventLoop:
     def close(self) -> None:
         """Cancel what runs, and end the thread."""
         self.cancel()
+        self._asyncio.run_coroutine_threadsafe(_shut_down(self._loop), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -117,7 +130,12 @@ class EventLoop:
         for task in tasks:
             task.cancel()
         await self._asyncio.gather(*tasks, return_exceptions=True)
-        await self._loop.shutdown_asyncgens()
+
+
+async def _shut_down(loop: AbstractEventLoop) -> None:
+    """End what coroutines have left: asynchronous generators, and threads for blocking calls."""
+    await loop.shutdown_asyncgens()
+    await loop.shutdown_default_executor()
 
 
 # The event loop of the worker that this thread belongs to.
@@ -135,7 +153,7 @@ def result_of(coroutine: Coroutine[Any, Any, Any]) -> Any:
     try:
         return loop.run_until_complete(coroutine)
     finally:
-        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.run_until_complete(_shut_down(loop))
         loop.close()
 
 

@@ -5,6 +5,7 @@ import functools
 import logging
 import threading
 import time
+from concurrent.futures import CancelledError
 
 import pytest
 from conftest import BACKENDS, WITH_INLINE, chosen
@@ -188,6 +189,34 @@ def test_automatic_workers_begin_with_sixteen_at_once():
     with OrderedEnqueuer(range(200), awaited, workers="auto") as enqueuer:
         assert len(list(enqueuer)) == 160
         assert enqueuer.stats().workers[0].concurrency >= 16
+
+
+class Left(BaseException):
+    """Neither an Exception nor one that asyncio knows."""
+
+
+async def leaves(error, element):
+    await asyncio.sleep(0.001 * element)
+    if element == 3:
+        raise error
+    return element
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError(), Left()])
+def test_exceptions_that_end_event_loops_are_those_of_their_element(error):
+    seen = []
+    with pytest.raises((SystemExit, CancelledError, Left)):
+        for result in imap(functools.partial(leaves, error), range(20)):
+            seen.append(result)
+    assert seen == [0, 1, 2]
+
+
+def test_threads_for_blocking_calls_end_with_the_worker():
+    async def blocks(element):
+        return await asyncio.to_thread(abs, -element)
+
+    assert list(imap(blocks, range(20))) == list(range(20))
+    assert not any("asyncio" in thread.name for thread in threading.enumerate())
 
 
 async def several(element):
