@@ -120,6 +120,30 @@ batches = get_batch(num_workers=1, size=3)
 print([int(next(batches)[0]) for _ in range(6)])
 next(batches)
 """
+AUGMENTING = """
+import numpy as np
+from nnunetv2.training.nnUNetTrainer import nnUNetTrainer as trainer
+
+class Patches:
+    # As `DataLoader` of batchgenerators with `infinite=True`.
+    def set_thread_id(self, thread):
+        self.thread = thread
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return {"data": np.random.random(3), "thread": self.thread}
+
+augmenter = trainer.NonDetMultiThreadedAugmenter(
+    data_loader=Patches(), transform=None, num_processes=2, num_cached=6, seeds=None,
+    pin_memory=False, wait_time=0.002,
+)
+for _ in range(6):
+    batch = next(augmenter)
+    print(batch["thread"], batch["data"].tolist())
+augmenter._finish()
+"""
 COPY = 'raise AssertionError("the copy is not to be imported")'
 
 
@@ -204,6 +228,20 @@ def test_ctpn_reads_without_its_copy_and_gets_the_error_of_the_data(tmp_path):
     code, out, err = run_changed(tmp_path, "ctpn")
     assert (code, out) == (1, "[0, 1, 2, 3, 4, 5]\n")
     assert "ValueError: of the data" in err
+
+
+def test_the_augmentation_of_nnunet_is_repeatable(tmp_path):
+    needs_installed("torch")
+    module = "NonDetMultiThreadedAugmenter = None"
+    write(tmp_path, nnunetv2__training__nnUNetTrainer__nnUNetTrainer=module, program=AUGMENTING)
+    outputs = []
+    for _ in range(2):
+        code, out, err = run_changed(tmp_path, "nnunet")
+        assert code == 0, err
+        outputs.append(out.splitlines())
+    assert outputs[0] == outputs[1]
+    assert [line.split()[0] for line in outputs[0]] == ["0", "1"] * 3
+    assert len(set(outputs[0])) == 6
 
 
 def test_the_measurement_says_what_is_equal_and_what_is_left(tmp_path):
