@@ -14,8 +14,7 @@ load = getattr(nanochat.dataloader, NAME)
 
 def load_ahead(*arguments, device="cuda", resume_state_dict=None, **options):
     def batches():
-        for inputs, targets, state in load(*arguments, device="cpu", **options):
-            yield inputs.clone(), targets.clone(), state  # `load` reuses its memory
+        return load(*arguments, device="cpu", **options)
 
     enqueuer = GeneratorEnqueuer(batches, backend="process")
     if resume_state_dict:
