@@ -1,0 +1,7 @@
+"""pytorch/examples, imagenet/main.py: every DataLoader is one of enqueuer."""
+
+import torch.utils.data
+
+from enqueuer.adapters.torch import DataLoader
+
+torch.utils.data.DataLoader = DataLoader
