@@ -97,7 +97,6 @@ class Scaling:
         try:
             self._change(workers, autoscaler.concurrency, pass_work)
         except StartError as error:
-            self._workload.concurrency = each
             autoscaler.refused(before, each)
             # As text: a record may be kept, and should not keep descriptors.
             _log.warning("workers='auto' stays at %d: %s", before, str(error))
@@ -118,11 +117,17 @@ class Scaling:
         if workload.concurrency == concurrency and run.backend.tasks is not None:
             run.resize(workers)
             return
-        is_other = workload.concurrency != concurrency
+        each = workload.concurrency
+        is_other = concurrency != each
         workload.concurrency = concurrency
-        job = workload.job_with(workers)
-        if job is not None:
-            run.replace(job, pass_work)
+        try:
+            job = workload.job_with(workers)
+            if job is not None:
+                run.replace(job, pass_work)
+        except BaseException:
+            # Then it is tried again, unless they could not be started.
+            workload.concurrency = each
+            raise
         # They may be in the middle of a batch that waits; new ones work meanwhile.
         if not is_other:
             run.end_replaced()

@@ -169,7 +169,8 @@ def test_stop_cancels_the_coroutines_and_their_finally_runs():
     assert not any("enqueuer" in thread.name for thread in threading.enumerate())
 
 
-async def is_slow_within(element):
+async def is_slow_within(folder, element):
+    (folder / f"begun-{element}").touch()
     await deep_wait()
 
 
@@ -177,8 +178,10 @@ async def deep_wait():
     await asyncio.sleep(LIMIT)
 
 
-def test_a_stall_report_has_the_stack_of_the_coroutine(options):
-    with OrderedEnqueuer(range(3), is_slow_within, timeout=0.3, **options) as enqueuer:
+def test_a_stall_report_has_the_stack_of_the_coroutine(options, tmp_path):
+    is_slow = functools.partial(is_slow_within, tmp_path)
+    with OrderedEnqueuer(range(3), is_slow, timeout=0.3, **options) as enqueuer:
+        wait_until(lambda: len(list(tmp_path.iterdir())) == 3)
         with pytest.raises(BatchTimeout) as caught:
             next(iter(enqueuer))
         text = str(caught.value) + "".join(getattr(caught.value, "__notes__", ()))
