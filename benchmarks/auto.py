@@ -131,7 +131,7 @@ def measure(case: Case, setting: str, seconds: float) -> dict[str, Any]:
         concurrency=int(at_once) if at_once else case.concurrency,
     ) as enqueuer:
         began = tick = time.perf_counter()
-        count, counts, earlier = 0, [], enqueuer.stats()
+        count, total, half, counts, earlier = 0, 0, (0.0, 0), [], enqueuer.stats()
         elements = case.batch_size or 1
         for _ in enqueuer:
             count += 1
@@ -144,16 +144,17 @@ def measure(case: Case, setting: str, seconds: float) -> dict[str, Any]:
                 each = there[0].concurrency
                 number = f"{len(there)}x{each}" if at_once or each > 1 else str(len(there))
                 counts.append((now - began, rates[-1], number))
-                count, tick = 0, now
+                total, count, tick = total + count * elements, 0, now
                 if now - began < seconds / 2:
-                    earlier = enqueuer.stats()
+                    half, earlier = (now - began, total), enqueuer.stats()
             if now - began > seconds:
                 break
-        last = [rate for at, rate, _ in counts if at > seconds / 2]
+        # Over the whole second half: workers may end their batches at the same moments.
+        rate = (total - half[1]) / max(counts[-1][0] - half[0], 1e-9)
         found = enqueuer.stats().since(earlier).bottleneck()
     changes = [(at, n) for at, _, n in counts]
     return {
-        "rate": sum(last) / max(len(last), 1),
+        "rate": rate,
         "timeline": [(round(at, 2), round(rate, 1)) for at, rate, _ in counts],
         "workers": [
             (round(min(at for at, _ in group), 1), n)

@@ -169,8 +169,6 @@ class Autoscaler:
         self._known: _Window | None = None
         # Shortest time of a worker for an item, without its waits for a CPU.
         self._least_s = math.inf
-        # The same if the elements of an item are made one after the other.
-        self._least_element_s = math.inf
         self._calm = self._unlike = 0
 
     def _warm_up(self, stats: Stats) -> None:
@@ -200,7 +198,6 @@ class Autoscaler:
         self._unlike = 0
         self._known = self._known or window
         self._least_s = min(self._least_s, window.service_s)
-        self._least_element_s = min(self._least_element_s, window.element_s)
         self.wanted, self.waiting_share = window.wanted, window.seen.waiting_share
         step = self._step
         at_once = self._workers * self.concurrency
@@ -249,8 +246,9 @@ class Autoscaler:
             self._most_at_once,
             MOST_AT_ONCE // workers,
             max(MANY, MOST_GROWTH * now),
-            # The Python code of all threads of a process runs one at a time.
-            most_on(1.0, ratio(window.compute_s, self._least_element_s)),
+            # The Python code of all threads of a process runs one at a time. That they take jobs
+            # in turn makes an element slower, so more of them fill a CPU than its own waits ask.
+            most_on(1.0, ratio(window.compute_s, window.element_s)),
         )
         if now + now // LEAST_STEP >= most:
             return None
