@@ -475,7 +475,8 @@ class EpochReader:
         if self.is_over:
             return self.work.next_epoch()
         rest, beyond = self._order.rest(ready), self._order.beyond(ready)
-        return Epoch(self.number, rest, beyond, self.work.share)
+        left_out = self.work.left_out(rest, beyond, self.taken - len(ready))
+        return Epoch(self.number, rest, beyond, self.work.share, left_out)
 
     def error_count_at(self, position: Epoch) -> int:
         """Return the number of errors that were skipped before a position.

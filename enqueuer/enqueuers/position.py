@@ -38,7 +38,7 @@ State = Mapping[str, Any]
 # What differs between the states of one run.
 _OF_RANK = {
     *("epoch", "rank", "positions", "share", "ended", "states", "done"),
-    *("error_count", "total_items"),
+    *("left_out", "error_count", "total_items"),
 }
 
 
@@ -101,6 +101,8 @@ def save(
         state["states"] = states
     if epoch.done:
         state["done"] = list(epoch.done)
+    if epoch.left_out:
+        state["left_out"] = epoch.left_out
     state["error_count"] = error_count
     state["total_items"] = total_items
     return state
@@ -212,7 +214,8 @@ def _epoch(state: Mapping[str, Any]) -> Epoch:
     if "share" in state:
         share = tuple(_count("share", place) for place in state["share"])
         _unique("share", [(place, None) for place in share])
-    return Epoch(number, starts, done, share)
+    left_out = _count("left_out", state.get("left_out", 0), most=first + len(done))
+    return Epoch(number, starts, done, share, left_out)
 
 
 def _unique(name: str, pairs: list[tuple[int, T]]) -> dict[int, T]:
@@ -241,9 +244,9 @@ def merge_states(states: Iterable[State]) -> dict[str, Any]:
     what no rank has given to its loop: no batch is lost, and none comes twice. The ranks may have
     been at different steps of the same epoch.
 
-    A single state of an `OrderedEnqueuer` is enough if all ranks were at the same step and no
-    element was skipped, and any state is between two epochs: `load_state_dict()` takes these from
-    any rank.
+    A single state of an `OrderedEnqueuer` is enough if all ranks were at the same step, and no rank
+    had a result of None or an element that was skipped. Between two epochs, any state is enough.
+    `load_state_dict()` takes these from any rank.
 
     Args:
         states: Results of `state_dict()` of all ranks of one run, in any order, perhaps by way of
@@ -310,6 +313,8 @@ def of_rank(state: State, rank: int, world_size: int) -> State:
     elif positions is not None and saved[1] is not None:
         _check_others_are_known(state, rank, world_size)
         # All ranks were at the same step.
+        if saved[1] == world_size and state["length"] is not None:
+            return {**state, "rank": rank, "positions": [[0, _reached(state, rank)]]}
         state = merge_states([{**state, "rank": other} for other in range(saved[1])])
     own = {**state, "rank": rank, "world_size": world_size}
     if positions is None or shards is None:
@@ -329,8 +334,8 @@ def _check_others_are_known(state: State, rank: int, world_size: int) -> None:
         why = "shards may have ended"
     elif state.get("done"):
         why = "batches came out of order"
-    elif state.get("error_count") and state["positions"] != [[0, 0]]:
-        why = "elements were skipped"
+    elif state.get("left_out"):
+        why = "results were None or elements were skipped"
     else:
         return
     raise StateMismatch(
@@ -338,6 +343,14 @@ def _check_others_are_known(state: State, rank: int, world_size: int) -> None:
         f"{rank} of {world_size}: as {why}, it does not determine where the other ranks were; "
         "merge_states() makes a state for any number of ranks of the states of all"
     )
+
+
+def _reached(state: State, rank: int) -> int:
+    """Return the task at which another rank of a sequence is; it may have one task less."""
+    number: int = state["positions"][0][1]
+    base, *holes = state.get("share") or [0]
+    elements = range(rank, state["length"] - base - len(holes), state["world_size"])
+    return min(number, math.ceil(len(elements) / (state["batch_size"] or 1)))
 
 
 def _checked(states: list[State]) -> list[State]:

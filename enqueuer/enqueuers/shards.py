@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from enqueuer.backends.job import Job
@@ -83,6 +83,10 @@ class ShardEpoch:
 
     def steps_done(self, ready: int, taken: int) -> int:
         return taken - ready
+
+    def left_out(self, starts: Mapping[int, Start], done: Sequence[int], given: int) -> int:
+        # A shard's position has the number of its items.
+        return 0
 
     def next_epoch(self) -> Epoch:
         ends = self.order.ends

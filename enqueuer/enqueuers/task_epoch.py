@@ -232,6 +232,8 @@ class TaskEpoch:
         start = Start() if epoch.starts is None else epoch.starts[0]
         self.order = TaskOrder(first, start, epoch.done, run.options.ordered)
         self.number = first + start.number
+        # Number of batches of the epoch that the loop was given before.
+        self._given_before = start.number + len(epoch.done) - epoch.left_out
         self._start = Start() if goes_on else start
         self._length = length
         self._reader: ElementReader | None = None
@@ -453,6 +455,9 @@ class TaskEpoch:
 
     def steps_done(self, ready: int, taken: int) -> int:
         return self.order.next - self.order.first - ready
+
+    def left_out(self, starts: Mapping[int, Start], done: Sequence[int], given: int) -> int:
+        return starts[0].number + len(done) - self._given_before - given
 
     def next_epoch(self) -> Epoch:
         ends = self.order.ends

@@ -6,7 +6,7 @@ an `EpochWork`, which knows how far the epoch has come.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -111,6 +111,15 @@ class EpochWork(Protocol):
         Args:
             ready: Number of batches that are ready for the loop.
             taken: Number of batches that were taken from the workers in this epoch.
+        """
+
+    def left_out(self, starts: Mapping[int, Start], done: Sequence[int], given: int) -> int:
+        """Return `Epoch.left_out` of a position.
+
+        Args:
+            starts: See `Epoch.starts`.
+            done: See `Epoch.done`.
+            given: Number of batches that the loop was given since this began.
         """
 
     def next_epoch(self) -> Epoch:

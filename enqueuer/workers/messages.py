@@ -171,12 +171,15 @@ class Epoch:
         done: Numbers of later tasks that are done already.
         share: What this rank has of the epoch if that is not its usual part, since a state of
             other ranks was loaded; see `enqueuers/position.py`.
+        left_out: Number of tasks before this position that gave no batch: the result was None, or
+            an error was skipped.
     """
 
     number: int
     starts: Mapping[int, Start] | None = None
     done: tuple[int, ...] = ()
     share: tuple[int, ...] | None = None
+    left_out: int = 0
 
     def of_shards(self, shards: tuple[int, ...]) -> Epoch:
         """Return the order for some of the shards."""

@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+from trials import run_trials
 
 from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, StateMismatch, merge_states
 from enqueuer.datasets.arrays import ArraySource
@@ -54,6 +55,10 @@ def skips(element):
     return element
 
 
+def is_none(element):
+    return None if element % 7 == 3 else element
+
+
 def read(make, state, rank, world_size, count, **options):
     """Return what a rank gives next, at most so many, and its state."""
     enqueuer = make(rank, world_size, **options)
@@ -97,6 +102,7 @@ SOURCES = {
     "batches": tasks(500, drawn, True, batch_size=4, collate=list),
     "drop_last": tasks(498, drawn, True, batch_size=4, collate=list, drop_last=True),
     "skipped": tasks(500, skips, on_error="skip"),
+    "left out": tasks(500, is_none),
     "unordered": tasks(500, drawn, ordered=False),
     "iterable": tasks(500, drawn, iterable=True),
     "iterable in batches": tasks(500, drawn, iterable=True, batch_size=4, collate=list),
@@ -205,6 +211,22 @@ def test_the_state_of_one_rank_is_enough_at_the_same_step_of_tasks():
     assert [*turns(had), *turns(rest)] == list(make(0, 1))
 
 
+def test_random_trials_get_what_one_uninterrupted_rank_gets():
+    counts, failures, _ = run_trials(30, seed=400)
+    assert (counts.total(), failures) == (30, {})
+
+
+def test_as_many_ranks_that_went_on_from_one_state_are_merged_again():
+    make = tasks(25, drawn, True, batch_size=2, collate=list)
+    had = [read(make, None, rank, 4, 4) for rank in range(4)]
+    # Rank 0 has four batches, the others have three.
+    state = had[0][1]
+    ranks = [read(make, state, rank, 4, 0)[1] for rank in range(4)]
+    assert [own["positions"] for own in ranks] == [[[0, 4]], [[0, 3]], [[0, 3]], [[0, 3]]]
+    rest = read(make, merge_states(ranks), 0, 1, 10**6)[0]
+    assert elements([*turns(batches for batches, _ in had), *rest]) == elements(make(0, 1))
+
+
 @pytest.mark.parametrize("name", SOURCES)
 def test_between_epochs_any_state_is_enough(name):
     make = SOURCES[name]
@@ -285,6 +307,21 @@ def test_datasets_are_divided_anew(tmp_path):
 # --- what cannot be merged ---
 
 
+def test_batches_that_were_left_out_are_counted_over_all_runs_of_an_epoch():
+    make = SOURCES["left out"]
+    state = None
+    for _ in range(3):
+        _, state = read(make, state, 0, 2, 5, workers=2)
+    # Element 31 is the last of fifteen that are none of 3, 10, 17, 24 and so on.
+    assert (state["positions"], state["left_out"]) == ([[0, 17]], 2)
+    with pytest.raises(StateMismatch, match="results were None"):
+        make(0, 1).load_state_dict(state)
+    with pytest.raises(StateMismatch, match="left_out is out of range"):
+        make(0, 2).load_state_dict({**state, "left_out": 18})
+    _, state = read(make, state, 0, 2, 10**6)
+    assert "left_out" not in state
+
+
 def states_of(make, count=2, world_size=3):
     return [read(make, None, rank, world_size, count)[1] for rank in range(world_size)]
 
@@ -321,6 +358,7 @@ def test_ranks_that_were_resumed_from_different_states_do_not_make_one():
     [
         ("unequal shards", "shards may have ended"),
         ("skipped", "elements were skipped"),
+        ("left out", "results were None"),
         ("unordered", "batches came out of order"),
     ],
 )
