@@ -2,9 +2,11 @@
 
 The rank of this process decides its part of the batches; every torch loader and dataset asks here.
 
-`gather_stats` collects the statistics of all ranks, which a training calls when it likes:
+`gather_stats` collects the statistics of all ranks, and `gather_state` their positions, which a
+training calls when it likes:
 
     Stats of each rank --all_gather--> RankStats --> the rank that waits most, and its bottleneck
+    state_dict() of each rank --all_gather--> merge_states() --> one state for any number of ranks
 
 `TrainerNames` are attributes that exist where they have a meaning. Libraries ask with `hasattr`, so
 an attribute without a meaning raises AttributeError.
@@ -15,7 +17,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from enqueuer.adapters.loading import Loader, reader_of
 from enqueuer.common import checks
@@ -30,10 +32,13 @@ from enqueuer.enqueuers.enqueuer import (
     of_rank,
 )
 from enqueuer.enqueuers.ordered import OrderedEnqueuer
+from enqueuer.enqueuers.position import merge_states
 from enqueuer.errors import InvalidState
 from enqueuer.monitoring.stats import Bottleneck, Stats
 
 torch = framework("torch", "torch", "2.1")
+
+T = TypeVar("T")
 
 
 class Ranks:
@@ -188,16 +193,52 @@ def gather_stats(stats: Stats, group: Any = None) -> RankStats:
     """
     if not isinstance(stats, Stats):
         raise TypeError(f"gather_stats() takes the result of stats(), got {stats!r}")
+    return RankStats(_gathered("gather_stats", stats, group))
+
+
+def gather_state(loader: Any, group: Any = None) -> dict[str, Any]:
+    """Return one state of the positions of all ranks, from which any number of ranks can go on.
+
+    It is the result of `merge_states()`. All ranks call it at the same step, as it is an
+    `all_gather_object` of `torch.distributed`; it waits for the last one. Each rank gets the same
+    result, which `load_state_dict()` of a loader or an enqueuer of any rank takes.
+
+    Args:
+        loader: Loader or enqueuer of this rank, which has `state_dict()`.
+        group: Process group of torch. None, the default: all ranks; only this one if
+            `torch.distributed` is not initialised.
+
+    Raises:
+        StateMismatch: The states do not make one; see `merge_states()`.
+        ValueError: This process does not belong to `group`.
+
+    Example:
+        >>> from enqueuer import OrderedEnqueuer
+        >>> from enqueuer.adapters.torch import TorchLoader, gather_state
+        >>> with TorchLoader(OrderedEnqueuer(range(5), random_seed=7)) as loader:
+        ...     first = next(iter(loader))
+        ...     state = gather_state(loader)
+        >>> later = TorchLoader(OrderedEnqueuer(range(5), random_seed=7), rank=1, world_size=2)
+        >>> later.load_state_dict(state)
+        >>> with later:
+        ...     [int(batch) for batch in later]
+        [2, 4]
+    """
+    return merge_states(_gathered("gather_state", loader.state_dict(), group).values())
+
+
+def _gathered(name: str, own: T, group: Any) -> dict[int, T]:
+    """Return the values of all ranks of a group, by their ranks, for a function of this name."""
     if not _is_distributed():
-        return RankStats({0: stats})
+        return {0: own}
     distributed = torch.distributed
     group = distributed.group.WORLD if group is None else group
     if distributed.get_rank(group) < 0:
-        raise ValueError("this rank is not in the group; call gather_stats() on its ranks only")
+        raise ValueError(f"this rank is not in the group; call {name}() on its ranks only")
     ranks = distributed.get_process_group_ranks(group)
     found: list[Any] = [None] * len(ranks)
-    distributed.all_gather_object(found, stats, group=group)
-    return RankStats(dict(zip(ranks, found, strict=True)))
+    distributed.all_gather_object(found, own, group=group)
+    return dict(zip(ranks, found, strict=True))
 
 
 class TrainerNames:

@@ -358,11 +358,21 @@ def _checked(states: list[State]) -> list[State]:
     if not states:
         raise StateMismatch("there are no states to merge: give those of all ranks")
     for state in states:
+        if isinstance(state, Mapping) and "sampler" in state:
+            raise StateMismatch(
+                "this is the state of a DataLoader, whose sampler decides what each rank has: load "
+                "it with as many ranks; TorchLoader(OrderedEnqueuer(...)) goes on with any number"
+            )
         check_format(state)
         if state["world_size"] is None:
             raise StateMismatch("one of the states is merged already: any rank can load it")
     first, least = states[0], min(state["epoch"] for state in states)
     for state in states:
+        if state.get("step") != first.get("step"):
+            raise StateMismatch(
+                f"the step of steps_per_epoch is {first.get('step')} in one state and "
+                f"{state.get('step')} in another: take the states of all ranks at the same step"
+            )
         differences = [
             f"{name} is {first.get(name)!r} in one and {state.get(name)!r} in another"
             for name in sorted((first.keys() | state.keys()) - _OF_RANK)

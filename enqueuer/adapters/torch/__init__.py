@@ -8,7 +8,7 @@
 Each worker of a DataLoader has its own enqueuer, for its part of the batches.
 """
 
-from enqueuer.adapters.ranks import RankStats, gather_stats
+from enqueuer.adapters.ranks import RankStats, gather_state, gather_stats
 from enqueuer.adapters.torch.data_loader import DataLoader
 from enqueuer.adapters.torch.datasets import EnqueuerIterableDataset, EnqueuerMapDataset
 from enqueuer.adapters.torch.loader import TorchLoader, as_tensors
@@ -20,5 +20,6 @@ __all__ = [
     "RankStats",
     "TorchLoader",
     "as_tensors",
+    "gather_state",
     "gather_stats",
 ]

@@ -1,0 +1,178 @@
+"""The positions of all ranks, gathered by torch.distributed: one checkpoint for any number."""
+
+import itertools
+import json
+
+import pytest
+from helpers import needs, run_program
+
+needs("torch")
+
+import torch  # noqa: E402
+
+from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, StateMismatch, merge_states  # noqa: E402
+from enqueuer.adapters.cuda import CudaDataLoader  # noqa: E402
+from enqueuer.adapters.jax import JaxLoader  # noqa: E402
+from enqueuer.adapters.torch import (  # noqa: E402
+    DataLoader,
+    EnqueuerIterableDataset,
+    TorchLoader,
+    gather_state,
+)
+
+CHECKPOINT = """
+    import json, sys, torch
+    import torch.distributed as distributed
+    import torch.distributed.checkpoint as checkpoints
+    import torch.multiprocessing
+    from enqueuer import GeneratorEnqueuer
+    from enqueuer.adapters.torch import TorchLoader, gather_state
+
+    def rows(shard):
+        for number in range(2 + shard.index % 3):
+            yield torch.tensor([shard.index, number, shard.rng.integers(1000)])
+
+    def main(rank, world_size):
+        path = sys.argv[0] + ".checkpoint"
+        store = distributed.FileStore(f"{path}.{world_size}", world_size)
+        distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        weight = torch.zeros(2)
+        got = []
+        with TorchLoader(GeneratorEnqueuer(rows, shards=12, random_seed=7)) as loader:
+            if world_size == 4:
+                batches = iter(loader)
+                got = [next(batches).tolist() for _ in range(2)]
+                state = {"weight": weight + 5, "data": json.dumps(gather_state(loader))}
+                checkpoints.save(state, checkpoint_id=path)
+        if world_size != 4:
+            state = {"weight": weight, "data": ""}
+            checkpoints.load(state, checkpoint_id=path)
+            loader.load_state_dict(json.loads(state["data"]))
+            with loader:
+                got = [batch.tolist() for batch in loader]
+        everyone = [None] * world_size
+        distributed.all_gather_object(everyone, got)
+        if rank == 0:
+            print(json.dumps([everyone, state["weight"].tolist()]))
+        distributed.destroy_process_group()
+
+    if __name__ == "__main__":
+        for world_size in (4, 2, 3):
+            torch.multiprocessing.start_processes(
+                main, (world_size,), nprocs=world_size, start_method="fork"
+            )
+"""
+
+
+def test_one_distributed_checkpoint_of_four_processes_resumes_on_two_and_on_three(tmp_path):
+    code, out, err = run_program(tmp_path, CHECKPOINT)
+    assert code == 0, err
+    four, two, three = [json.loads(line) for line in out.splitlines() if line.startswith("[[")]
+    assert [len(batches) for batches in four[0]] == [2, 2, 2, 2]
+    first = list(itertools.chain(*four[0]))
+    for everyone, weight in (two, three):
+        assert weight == [5, 5]
+        rest = list(itertools.chain(*everyone))
+        places = sorted([shard, number] for shard, number, _ in first + rest)
+        assert places == [[shard, n] for shard in range(12) for n in range(2 + shard % 3)]
+    assert sorted(itertools.chain(*two[0])) == sorted(itertools.chain(*three[0]))
+
+
+def tensors(shard):
+    for number in range(5):
+        yield torch.tensor(10 * shard.index + number)
+
+
+def enqueuer_of(rank, world_size):
+    own = dict(shards=12, random_seed=7, rank=rank, world_size=world_size)
+    return GeneratorEnqueuer(tensors, **own)
+
+
+LOADERS = {
+    "TorchLoader": TorchLoader,
+    "CudaDataLoader": lambda enqueuer: CudaDataLoader(enqueuer, "cpu"),
+    "CudaDataLoader of TorchLoader": lambda enqueuer: CudaDataLoader(TorchLoader(enqueuer), "cpu"),
+    "EnqueuerIterableDataset": EnqueuerIterableDataset,
+}
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_each_torch_loader_goes_on_from_a_merged_state(name):
+    states, got = [], []
+    for rank in range(4):
+        loader = LOADERS[name](enqueuer_of(rank, 4))
+        batches = iter(loader)
+        got += [int(next(batches)) for _ in range(3)]
+        states.append(loader.state_dict())
+        del batches
+        loader.stop()
+    merged = json.loads(json.dumps(merge_states(states)))
+    for rank in range(3):
+        loader = LOADERS[name](enqueuer_of(rank, 3))
+        loader.load_state_dict(merged)
+        got += [int(batch) for batch in loader]
+        loader.stop()
+    assert sorted(got) == [10 * shard + number for shard in range(12) for number in range(5)]
+
+
+def test_the_loader_of_jax_goes_on_from_a_merged_state():
+    needs("jax")
+    states, got = [], []
+    for rank in range(2):
+        with JaxLoader(OrderedEnqueuer(range(9), rank=rank, world_size=2, random_seed=7)) as loader:
+            got += [int(next(iter(loader)))]
+            states.append(loader.state_dict())
+    for rank in range(3):
+        own = dict(rank=rank, world_size=3, random_seed=7)
+        with JaxLoader(OrderedEnqueuer(range(9), **own)) as loader:
+            loader.stop()
+            loader.load_state_dict(merge_states(states))
+            got += [int(batch) for batch in loader]
+    assert sorted(got) == list(range(9))
+
+
+def test_the_step_of_an_epoch_of_so_many_steps_is_that_of_all_ranks():
+    def state_of(rank, count):
+        enqueuer = OrderedEnqueuer(range(40), rank=rank, world_size=2, random_seed=7)
+        with TorchLoader(enqueuer, steps_per_epoch=5) as loader:
+            batches = iter(loader)
+            got = [int(next(batches)) for _ in range(count)]
+            return got, loader.state_dict()
+
+    (first, one), (second, other) = state_of(0, 3), state_of(1, 3)
+    merged = merge_states([one, other])
+    assert merged["step"] == 3
+    own = OrderedEnqueuer(range(40), random_seed=7)
+    with TorchLoader(own, steps_per_epoch=5) as loader:
+        loader.stop()
+        loader.load_state_dict(merged)
+        assert [len(list(loader)) for _ in range(2)] == [2, 5]
+    with pytest.raises(StateMismatch, match=r"step of steps_per_epoch is 3 in one .* 2 in another"):
+        merge_states([one, state_of(1, 2)[1]])
+    assert sorted(first + second) == list(range(6))
+
+
+def test_without_torch_distributed_this_rank_has_the_only_state():
+    with TorchLoader(OrderedEnqueuer(range(9), random_seed=7)) as loader:
+        assert int(next(iter(loader))) == 0
+        state = gather_state(loader)
+        assert state == merge_states([loader.state_dict()])
+    one = OrderedEnqueuer(range(9), rank=0, world_size=2, random_seed=7)
+    with pytest.raises(StateMismatch, match=r"each of 2 ranks once, .* none of the ranks \[1\]"):
+        gather_state(one)
+
+
+def test_the_sampler_of_a_data_loader_decides_for_as_many_ranks():
+    loader = DataLoader(range(8), batch_size=2)
+    with pytest.raises(StateMismatch, match=r"sampler decides .*TorchLoader\(OrderedEnqueuer"):
+        merge_states([loader.state_dict()])
+
+    def of(rank, world_size):
+        sampler = torch.utils.data.DistributedSampler(range(8), world_size, rank)
+        return DataLoader(range(8), batch_size=2, sampler=sampler)
+
+    state = of(0, 4).state_dict()
+    with pytest.raises(
+        StateMismatch, match="the sampler is of rank 0 of 4 in the state and of rank 0 of"
+    ):
+        of(0, 2).load_state_dict(state)
