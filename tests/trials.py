@@ -76,6 +76,12 @@ class Lengths:
             yield shard.epoch, shard.index, number, int(shard.rng.integers(1000))
 
 
+def numbered(shard, first_item=0):
+    """Yield items that need no earlier ones."""
+    for number in range(first_item, 5):
+        yield shard.epoch, shard.index, number
+
+
 class Rows:
     """An iterator with a state of its own."""
 
@@ -200,6 +206,10 @@ def of_shards(source, rng, is_equal, worlds=None, **options):
 
 def equal_shards(rng):
     return of_shards(Lengths((rng.randint(0, 5),)), rng, True)
+
+
+def numbered_shards(rng):
+    return of_shards(numbered, rng, True)
 
 
 def unequal_shards(rng):
@@ -332,7 +342,15 @@ def iterables(rng):
 
 
 KINDS = [
-    *(equal_shards, unequal_shards, unordered_shards, samples, mixed, skipped_shards),
+    *(
+        equal_shards,
+        numbered_shards,
+        unequal_shards,
+        unordered_shards,
+        samples,
+        mixed,
+        skipped_shards,
+    ),
     *(stateful_shards, files, rows, tasks, batches, dropped_tasks, left_out, unordered_tasks),
     iterables,
     *([hdf5] if h5py else []),
@@ -420,7 +438,8 @@ class Trial:
         if any(len(batches) < count for batches, count in zip(got, counts, strict=True)):
             self.most_lost[epoch] += self.kind.loses(world_size)
         is_one = self.kind.one_is_enough and len({*counts}) == 1 and self.rng.random() < 0.4
-        # Of these, other ranks know nothing.
+        # Of these, other ranks know nothing. After the end of an epoch, the state has none of them.
+        is_one &= self.kind.is_sequence or len({state["epoch"] for state in states}) == 1
         is_one &= not any(name in state for state in states for name in ("left_out", "done"))
         self.rng.shuffle(states)
         self.state = states[0] if is_one else self.merged(states)

@@ -379,7 +379,9 @@ def _checked(states: list[State]) -> list[State]:
             if first.get(name) != state.get(name)
         ]
         if differences:
-            raise StateMismatch(f"the states are not of one run: {'; '.join(differences)}")
+            text = "; ".join(differences)
+            how = "; give all ranks the same random_seed" if "random_seed is" in text else ""
+            raise StateMismatch(f"the states are not of one run: {text}{how}")
         is_at_begin = not any(number for _, number in state["positions"] or ())
         if state["epoch"] > least + is_at_begin:
             raise StateMismatch(

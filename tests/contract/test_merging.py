@@ -237,10 +237,24 @@ def test_between_epochs_any_state_is_enough(name):
     assert again == [read(make, merged, rank, 3, 10**6)[0] for rank in range(3)]
 
 
-def test_states_of_shards_are_small():
-    make = shards(unequal)
-    states = [read(make, None, rank, 4, 2)[1] for rank in range(4)]
-    assert len(json.dumps(merge_states(states))) < 1000
+def long(shard):
+    yield from range(999)
+
+
+def test_states_of_64_shards_are_plain_versioned_and_small():
+    def make(rank, world_size):
+        own = dict(random_seed=2**31 - 1, shards=64, rank=rank, world_size=world_size)
+        return GeneratorEnqueuer(long, batch_size=1, drop_last=True, workers=0, **own)
+
+    # All but the last item of each shard.
+    states = [read(make, None, rank, 4, 16 * 998)[1] for rank in range(4)]
+    merged = merge_states(states)
+    assert {number for _, number in merged["positions"]} == {998}
+    one = read(make, None, 0, 1, 64 * 998)[1]
+    for state in (merged, one, states[3]):
+        assert state["version"] == 1
+        assert len(json.dumps(state)) < 1024
+        assert json.loads(json.dumps(state)) == state
 
 
 class Rows:
@@ -340,8 +354,21 @@ def test_what_is_not_the_states_of_all_ranks_of_a_run_says_what_is_wrong():
         merge_states([merge_states(states)])
     with pytest.raises(StateMismatch, match="rank 2 is in epoch 1, and another one in epoch 0"):
         merge_states([*states[:2], {**states[2], "epoch": 1}])
-    with pytest.raises(StateMismatch, match="not the state of an enqueuer"):
-        merge_states([{"version": 1}])
+    for wrong in ({"version": 1}, [], 7):
+        with pytest.raises(StateMismatch, match="not the state of an enqueuer"):
+            merge_states([wrong])
+    with pytest.raises(StateMismatch, match="the state is empty"):
+        merge_states([*states[:2], {}])
+    with pytest.raises(StateMismatch, match="version 9, and this enqueuer reads version 1"):
+        merge_states([*states[:2], {**states[2], "version": 9}])
+    with pytest.raises(StateMismatch, match="8 in another; give all ranks the same random_seed"):
+        merge_states([*states[:2], {**states[2], "random_seed": 8}])
+    with pytest.raises(StateMismatch, match="kind is 'OrderedEnqueuer' in one and 'Gen"):
+        merge_states([states[0], states_of(SOURCES["equal shards"])[1], states[2]])
+    with pytest.raises(StateMismatch, match="world_size is 3 in one and 2 in another"):
+        merge_states([states[0], states_of(SOURCES["tasks"], world_size=2)[1]])
+    with pytest.raises(StateMismatch, match=r"step of steps_per_epoch is 2 in one .* None in"):
+        merge_states([{**states[0], "step": 2}, *states[1:]])
 
 
 def test_ranks_that_were_resumed_from_different_states_do_not_make_one():
