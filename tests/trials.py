@@ -115,22 +115,22 @@ class Elements:
 
 
 class Stream:
-    """An iterable with a state of its own, whose iterations begin at their start."""
+    """An iterable with a state of its own, which is that of its end until it begins again."""
 
     def __init__(self, count):
-        self.count, self.at = count, 0
+        self.count, self.begin, self.at = count, 0, 0
 
     def __iter__(self):
-        while self.at < self.count:
-            self.at += 1
-            yield self.at - 1
-        self.at = 0
+        begin, self.begin = self.begin, 0
+        for element in range(begin, self.count):
+            self.at = element + 1
+            yield element
 
     def state_dict(self):
         return {"at": self.at}
 
     def load_state_dict(self, state):
-        self.at = state["at"]
+        self.begin = self.at = state["at"]
 
 
 def drawn(element, task):
