@@ -24,7 +24,7 @@ from enqueuer.enqueuers.workload import Seed
 from enqueuer.workers.collate import stack
 from enqueuer.workers.element_threads import ASYNC_CONCURRENCY, MOST_THREADS
 from enqueuer.workers.shards import Task
-from enqueuer.workers.sources import is_indexable, name_of
+from enqueuer.workers.sources import is_async, is_indexable, name_of
 from enqueuer.workers.tasks import (
     Counted,
     Indexable,
@@ -193,6 +193,8 @@ class OrderedEnqueuer(BaseEnqueuer[Batch]):
         checks.function("collate", collate, "of a list of results")
         if collate is not None and batch_size is None:
             raise ValueError("collate makes a batch of results; give batch_size with it")
+        if is_async(collate):
+            raise TypeError("collate must not be async: the results are there already")
         checked = Options.of(use_multiprocessing, options)
         concurrency = _checked_concurrency(concurrency, checked.is_auto)
         seed = Seed.of(random_seed, checked.world_size)

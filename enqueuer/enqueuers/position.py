@@ -276,7 +276,16 @@ def merge_states(states: Iterable[State]) -> dict[str, Any]:
         >>> [list(enqueuer) for enqueuer in later]
         [[2, 5], [3, 6], [4, 7]]
     """
-    ordered = _checked(list(states))
+    try:
+        return _merged(list(states))
+    except StateMismatch:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise _no_state(error) from error
+
+
+def _merged(states: list[State]) -> dict[str, Any]:
+    ordered = _checked(states)
     epoch = min(state["epoch"] for state in ordered)
     behind = [state for state in ordered if state["epoch"] == epoch]
     # These ranks have had all of the epoch that is theirs.

@@ -503,20 +503,17 @@ class Run:
             loop_cpu_s=0.0 if backend is None else time.process_time() - waits.cpu_s,
             loop_lacked_s=loop.cpu_wait_s or 0.0,
             loop_switches=loop.switches,
-            workers=self._measures(idle / 1e9),
+            workers=self._measures(now),
             elements=1 if self._job is None else self._job.elements,
             useful_workers=None if self._job is None else self._job.useful_workers,
             total_items=self.total_items(ready),
         )
 
-    def _measures(self, idle_s: float) -> tuple[WorkerStats, ...]:
-        """Return the work of each worker.
-
-        Args:
-            idle_s: Seconds between epochs until now.
-        """
+    def _measures(self, now: int) -> tuple[WorkerStats, ...]:
+        """Return the work of each worker."""
         measures = [] if self.backend is None else self.backend.measures()
-        return tuple(worker.with_idle(idle_s) for worker in measures)
+        idled = self.meter.idled_since
+        return tuple(worker.with_idle(idled(worker.started, now) / 1e9) for worker in measures)
 
 
 def next_workers(before: Run | None, options: Options) -> int:

@@ -108,6 +108,8 @@ class TaskWorkload:
         length = self._saved_length if before is None and epoch.starts is not None else None
         if epoch.share is not None:
             self._resumed = epoch.number, epoch.share
+        elif self._resumed is not None and self._resumed[0] == epoch.number:
+            self._resumed = None
         return TaskEpoch(self.source, self.reading, self.rerun, run, epoch, goes_on, first, length)
 
     def rewind(self) -> None:
@@ -162,7 +164,19 @@ class TaskWorkload:
                 f"on_epoch_end of the sequence was called for {source.ended} epochs, and it "
                 f"cannot go back to epoch {epoch.number}; make a new enqueuer with a new sequence"
             )
+        self._check_share(epoch)
+        self._resumed = None if epoch.share is None else (epoch.number, epoch.share)
         self.seed.value = source.random_seed = state["random_seed"]
+
+    def _check_share(self, epoch: Epoch) -> None:
+        share = epoch.share
+        if share is None:
+            return
+        source, is_ascending = self.source, list(share) == sorted({*share})
+        # The first one may be that behind the last element.
+        is_short = not source.is_finite or source.follows_epochs or share[-1:] <= (source.length,)
+        if not (share and is_ascending and is_short):
+            raise StateMismatch(f"the state has the share {[*share]}, which is none of these tasks")
 
     def rerun(self, origin: Origin, ticket: Ticket | None) -> Callable[[], Any]:
         if origin.element is None:
@@ -192,6 +206,11 @@ class TaskWorkload:
         epoch, share = self._resumed or (origin.epoch, (0,))
         share = share if epoch == origin.epoch else (0,)
         indices = order_of(self.source, self.reading, origin.epoch, share)[places]
+        if origin.element not in indices:
+            raise ValueError(
+                f"task {origin.item} of epoch {origin.epoch} has no element {origin.element} here: "
+                "give the same arguments, and load the state with which the run that failed began"
+            )
         return Ticket(origin.item, origin.epoch, tuple(int(index) for index in indices))
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:

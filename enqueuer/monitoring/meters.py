@@ -14,6 +14,7 @@ rest of its time is that of the generator.
 
 from __future__ import annotations
 
+import bisect
 import threading
 import time
 from array import array
@@ -130,6 +131,9 @@ class LoopMeter:
         self.ended = 0
         self.since = 0
         self.worker: int | None = None
+        # Times at which epochs began, and the idle time until then.
+        self._began: list[int] = []
+        self._idle_before: list[int] = []
         # CPU time that this process had used when the last epoch ended.
         self._cpu_s_at_end = 0.0
         self.samples: list[tuple[int, int]] = []
@@ -198,8 +202,11 @@ class LoopMeter:
     def go_on(self) -> None:
         """Note the begin of the next epoch; repeating it is harmless."""
         if self.ended:
-            self.idle, self.idle_cpu_s = self.idled(clock())
+            now = clock()
+            self.idle, self.idle_cpu_s = self.idled(now)
             self.ended = 0
+            self._began.append(now)
+            self._idle_before.append(self.idle)
 
     def idled(self, now: int) -> tuple[int, float]:
         """Return the nanoseconds between epochs until now, and the CPU time of the process then."""
@@ -207,6 +214,12 @@ class LoopMeter:
             return self.idle, self.idle_cpu_s
         used_s = time.process_time() - self._cpu_s_at_end
         return self.idle + now - self.ended, self.idle_cpu_s + used_s
+
+    def idled_since(self, began: int, now: int) -> int:
+        """Return the nanoseconds between epochs since a time, such as the start of a worker."""
+        at = bisect.bisect_right(self._began, began)
+        before = self._idle_before[at - 1] if at else 0
+        return min(self.idled(now)[0] - before, max(0, now - began))
 
     def _sort(self, waited: int) -> None:
         # A queue that was fast is slow now, so the next sample is taken at once.

@@ -53,7 +53,7 @@ def serve_concurrently(
         loop = EventLoop(f"{name}.loop", source.concurrency) if source.is_async else None
         threads = ElementThreads(source.concurrency, sender.meter, sender.check, loop)
         threads.start(name)
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         if loop is not None:
             loop.close()
         serve_failure(error, (), tickets, sender)

@@ -17,12 +17,12 @@ waited for it gets the GIL and takes another job.
 
 from __future__ import annotations
 
+import logging
 import operator
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Coroutine, Sequence
-from contextvars import ContextVar
 from queue import SimpleQueue
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,11 +35,15 @@ from enqueuer.workers.messages import Ticket
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
 
+_log = logging.getLogger("enqueuer")
+
 # The ring has a word for each ticket that a worker has, and no job waits beside so many.
 MOST_THREADS = 1024
 # Coroutines of an async function that run at once, if the user gave no number. If each waits for
 # 50 ms and computes for 3 ms, so many keep a CPU busy.
 ASYNC_CONCURRENCY = 16
+# Seconds between two looks whether the consumer left, while all coroutines of a worker wait.
+_LOOK_S = 0.1
 # Nanoseconds. Behind a job that takes longer, no ticket is taken ahead that a thread of another
 # worker might do at once.
 SHORT_NS = 500_000_000
@@ -58,6 +62,13 @@ class EventLoop:
         name: Name of the thread.
         count: Number of coroutines that run at once; others wait for their turn.
 
+    Attributes:
+        thread: The thread.
+
+    Raises:
+        OSError: The system has no descriptors for the loop.
+        RuntimeError: It has no room for the thread.
+
     Example:
         >>> import asyncio
         >>> loop = EventLoop("loop", 2)
@@ -75,8 +86,13 @@ class EventLoop:
         self._turns = asyncio.Semaphore(count)
         # The coroutine that each thread waits for.
         self._awaited: dict[int, Coroutine[Any, Any, Any]] = {}
-        self._thread = WorkerThread(target=self._loop.run_forever, name=name, daemon=True)
-        self._thread.start()
+        self._is_cancelled = False
+        self.thread = WorkerThread(target=self._loop.run_forever, name=name, daemon=True)
+        try:
+            self.thread.start()
+        except RuntimeError:
+            self._loop.close()
+            raise
 
     def result(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine on the loop, and return its result, or raise its exception."""
@@ -99,8 +115,11 @@ class EventLoop:
         try:
             async with self._turns:
                 return await coroutine, None
-        except (KeyboardInterrupt, SystemExit) as error:
-            # asyncio would raise it out of the loop, and end all other coroutines.
+        except BaseException as error:
+            if self._is_cancelled:
+                raise
+            # asyncio would raise some out of the loop, which would end all other coroutines, and
+            # would drop the message and the traceback of a CancelledError.
             return None, error
 
     def stack_of(self, ident: int) -> list[traceback.FrameSummary]:
@@ -115,6 +134,7 @@ class EventLoop:
 
     def cancel(self) -> None:
         """Cancel what runs, and wait until it has ended."""
+        self._is_cancelled = True
         self._asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop).result()
 
     def close(self) -> None:
@@ -122,7 +142,7 @@ class EventLoop:
         self.cancel()
         self._asyncio.run_coroutine_threadsafe(_shut_down(self._loop), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        self.thread.join()
         self._loop.close()
 
     async def _cancel_all(self) -> None:
@@ -138,17 +158,28 @@ async def _shut_down(loop: AbstractEventLoop) -> None:
     await loop.shutdown_default_executor()
 
 
-# The event loop of the worker that this thread belongs to.
-_event_loop: ContextVar[EventLoop | None] = ContextVar("_event_loop", default=None)
+class _OfThread(threading.local):
+    """The event loop of the worker that a thread belongs to; coroutines do not inherit it."""
+
+    loop: EventLoop | None = None
+
+
+_own = _OfThread()
 
 
 def result_of(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """Run a coroutine on the event loop of this worker, or on one of its own if there is none."""
-    shared = _event_loop.get()
-    if shared is not None:
-        return shared.result(coroutine)
+    if _own.loop is not None:
+        return _own.loop.result(coroutine)
     import asyncio
 
+    if asyncio._get_running_loop() is not None:
+        # As in a notebook: a thread can run one loop at a time.
+        other = EventLoop("enqueuer-loop", 1)
+        try:
+            return other.result(coroutine)
+        finally:
+            other.close()
     loop = asyncio.new_event_loop()
     try:
         return loop.run_until_complete(coroutine)
@@ -191,6 +222,7 @@ class ElementThreads:
 
     Attributes:
         threads: The threads.
+        loop: The event loop.
         error: Exception of a thread that is no error of a job; or None.
         do: Function that does a job; a trace sets one that records it, too.
         on_error: Function that is called with an exception of a thread; the worker's own thread
@@ -219,7 +251,7 @@ class ElementThreads:
         self._count = count
         self._meter = meter
         self._check = check
-        self._loop = loop
+        self.loop = loop
         self._jobs: SimpleQueue[ThreadJob | None] = SimpleQueue()
         # The jobs that run, and when each began, by the thread that runs them, the oldest first.
         self._current: dict[int, tuple[ThreadJob, int]] = {}
@@ -236,20 +268,25 @@ class ElementThreads:
         self._since = clock()
 
     def start(self, name: str) -> None:
-        """Start the threads, all or none.
+        """Start the threads, or as many as the system has room for.
 
         Raises:
-            RuntimeError: The system has no room for another thread.
+            RuntimeError: It has no room for any.
         """
         self._meter.pause(WAITING)
+        for_each = 1 if self.loop is None else 2
         try:
-            for number in range(self._count if self._loop is None else 2 * self._count):
+            for number in range(for_each * self._count):
                 thread = WorkerThread(target=self._run, name=f"{name}.{number}", daemon=True)
                 thread.start()
                 self.threads.append(thread)
-        except RuntimeError:
-            self.join()
-            raise
+        except RuntimeError as error:
+            if not self.threads:
+                raise
+            wanted, self._count = self._count, max(1, len(self.threads) // for_each)
+            _log.warning(
+                "%s runs %d elements at once, not %d: %s", name, self._count, wanted, error
+            )
 
     @property
     def is_idle(self) -> bool:
@@ -261,7 +298,11 @@ class ElementThreads:
         with self._changed:
             while not (self.has_room or self._is_closed):
                 self.is_awaited = True
-                self._changed.wait()
+                if self.loop is None:
+                    self._changed.wait()
+                elif not self._changed.wait(_LOOK_S):
+                    # Coroutines may wait for long, and are cancelled then.
+                    self._check()
                 now = clock()
                 if now - self._called > LATE_NS:
                     self._late_until = now + LATE_FOR_NS
@@ -293,7 +334,7 @@ class ElementThreads:
 
     def snapshots(self) -> list[ThreadSnapshot]:
         """Return where each thread with a job is."""
-        frames, loop = sys._current_frames(), self._loop
+        frames, loop = sys._current_frames(), self.loop
         # A copy, since threads begin and end jobs meanwhile.
         return [
             ThreadSnapshot(
@@ -307,7 +348,7 @@ class ElementThreads:
 
     def _run(self) -> None:
         ident = threading.get_ident()
-        _event_loop.set(self._loop)
+        _own.loop = self.loop
         while (job := self._jobs.get()) is not None:
             began = clock()
             with self._changed:
@@ -336,7 +377,7 @@ class ElementThreads:
             return True
         # There is a claim for each ticket.
         most = min(2 * self._count, MOST_THREADS)
-        if self._loop is not None:
+        if self.loop is not None:
             return self._load < most
         if not (self._is_short and self._load < most):
             return False

@@ -233,12 +233,15 @@ def _takes_shard(function: Callable[..., Any]) -> bool:
 
 
 def _takes_first(function: Callable[..., Any]) -> bool:
-    """Return whether `function` has a parameter `first_item`."""
+    """Return whether `function` has a parameter `first_item=0`; any other is the user's own."""
     try:
-        return "first_item" in inspect.signature(function).parameters
+        parameter = inspect.signature(function).parameters.get("first_item")
     except ValueError:
         # Some built-in functions have no signature.
         return False
+    if parameter is None or parameter.kind is parameter.POSITIONAL_ONLY:
+        return False
+    return type(parameter.default) is int and parameter.default == 0
 
 
 def takes_next(function: Callable[..., Any], count: int, name: str) -> bool | None:

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import logging
+import re
 import threading
 import time
 from concurrent.futures import CancelledError
@@ -222,8 +223,81 @@ def test_threads_for_blocking_calls_end_with_the_worker():
     assert not any("asyncio" in thread.name for thread in threading.enumerate())
 
 
+async def never_ends(folder, element):
+    (folder / f"begun-{element}").touch()
+    try:
+        await asyncio.sleep(LIMIT)
+    finally:
+        (folder / f"ended-{element}").touch()
+
+
+def test_stop_cancels_where_all_slots_are_taken(options, tmp_path):
+    enqueuer = OrderedEnqueuer(
+        range(40), functools.partial(never_ends, tmp_path), concurrency=3, **options
+    )
+    with enqueuer:
+        wait_until(lambda: len(list(tmp_path.glob("begun-*"))) == 3)
+    assert len(list(tmp_path.glob("ended-*"))) == 3
+
+
+async def nested(element):
+    return next(imap(awaited_sum_of, [element], workers=0))
+
+
+async def awaited_sum_of(element):
+    return await awaited_sum(1, element)
+
+
+def test_a_coroutine_may_read_another_enqueuer(options):
+    assert list(imap(nested, range(5), **options)) == [1, 2, 3, 4, 5]
+
+
+def test_within_a_running_event_loop_too():
+    async def main():
+        return list(imap(awaited_sum_of, range(3), workers=0))
+
+    assert asyncio.run(main()) == [1, 2, 3]
+
+
+async def computes(element):
+    end = time.thread_time() + 0.005
+    while time.thread_time() < end:
+        pass
+    return element
+
+
+def test_the_cpu_time_of_the_event_loop_is_that_of_the_worker():
+    with OrderedEnqueuer(range(60), computes) as enqueuer:
+        list(enqueuer)
+        assert enqueuer.stats().workers[0].cpu_s > 0.2
+
+
+def test_as_many_threads_run_elements_as_the_system_has_room_for(monkeypatch, caplog):
+    start, started = threading.Thread.start, []
+
+    def limited(thread):
+        if thread.name.count(".") and len(started) >= 8:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    with OrderedEnqueuer(range(40), lambda x: -x, concurrency=16) as enqueuer:
+        assert list(enqueuer) == [-n for n in range(40)]
+    assert any(re.search(r"runs \d elements at once, not 16", text) for text in caplog.messages)
+
+
 async def several(element):
     yield element
+
+
+async def joined(results):
+    return results
+
+
+def test_collate_is_not_async():
+    with pytest.raises(TypeError, match="collate must not be async"):
+        OrderedEnqueuer(range(3), batch_size=2, collate=joined)
 
 
 def test_an_async_generator_is_no_map():

@@ -480,6 +480,20 @@ def test_in_other_processes_too(backend):
         assert had + list(enqueuer) == plain
 
 
+def test_another_parameter_of_that_name_is_the_functions_own():
+    def other(shard, first_item=2):
+        yield from range(first_item, 6)
+
+    enqueuer = GeneratorEnqueuer(other)
+    with enqueuer:
+        had = [next(enqueuer.get()) for _ in range(2)]
+        state = enqueuer.state_dict()
+    later = GeneratorEnqueuer(other)
+    later.load_state_dict(state)
+    with later:
+        assert had + list(later) == [2, 3, 4, 5]
+
+
 def test_samples_are_made_again():
     """How many samples a batch took is known to the batches alone."""
     options = dict(shards=1, random_seed=7, batch_size=2, collate=list)

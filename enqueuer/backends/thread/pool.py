@@ -72,7 +72,10 @@ class ThreadWorker:
         """The threads of the worker: those that run elements, then its own."""
         elements = self.sender.threads
         own = [] if self.thread is None else [self.thread]
-        return own if elements is None else [*elements.threads, *own]
+        if elements is None:
+            return own
+        loops = [] if elements.loop is None else [elements.loop.thread]
+        return [*elements.threads, *loops, *own]
 
     def snapshots(self) -> list[ThreadSnapshot]:
         """Return where the threads that run elements are."""
@@ -222,12 +225,13 @@ class ThreadPool:
             inbox.wake()
 
     def close(self) -> None:
-        self._tickets.close()
-        for worker in list(self.workers):
-            worker.orders.close()
+        # First, so that a worker which gets no more tickets knows that the loop has left.
         for inbox in self._inboxes:
             inbox.close()
             inbox.clear()
+        self._tickets.close()
+        for worker in list(self.workers):
+            worker.orders.close()
 
     def stop(self, timeout: float) -> None:
         self.close()

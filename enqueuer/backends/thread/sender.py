@@ -24,7 +24,7 @@ from enqueuer.backends.thread.inbox import ThreadInbox
 from enqueuer.common.sizes import SAMPLED, size_of
 from enqueuer.errors import Closed, OverwrittenDataWarning
 from enqueuer.monitoring.duplicates import Digest, digest
-from enqueuer.monitoring.meters import BEGAN, BYTES, IDLE, WAITING, Meter
+from enqueuer.monitoring.meters import BEGAN, BYTES, IDLE, SINCE, WAITING, Meter
 from enqueuer.workers.bunch import Bunch
 from enqueuer.workers.concurrent_loop import LockedSender
 from enqueuer.workers.element_threads import ElementThreads
@@ -285,6 +285,8 @@ class ThreadSender:
     def _begin(self) -> None:
         if not self.meter.words[BEGAN]:
             self.meter.begin()
+            # Threads for elements wait since they were started, which took part of the start.
+            self.meter.words[SINCE] = self.meter.words[BEGAN]
 
     def __str__(self) -> str:
         return f"worker {self.index} (thread)"
