@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
-from pathlib import Path
 from typing import Any
 
 from enqueuer.errors import FrameworkUnavailable
-
-# Only a clone, or an unpacked source archive, has setup.cfg beside the package.
-_ROOT = Path(__file__).parents[2]
 
 
 def framework(
@@ -51,7 +48,9 @@ def framework(
 
 def install_command(extra: str) -> str:
     """Return the command that adds an extra to this package, where it is installed from."""
-    if (_ROOT / "setup.cfg").is_file():
+    root = os.path.join(os.path.dirname(__file__), "..", "..")
+    # Only a clone, or an unpacked source archive, has this file beside the package.
+    if os.path.isfile(os.path.join(root, "setup.cfg")):
         return f"in the clone of enqueuer pip install '.[{extra}]'"
     return f"pip install 'enqueuer[{extra}]'"
 

@@ -224,8 +224,10 @@ class TaskSource:
             element = self.items[index]
         if self.map is None:
             return element
-        task = (Task(index, epoch, random_seed),) if self.takes_task else ()
-        result = self.map(element, *task)
+        if self.takes_task:
+            result = self.map(element, Task(index, epoch, random_seed))
+        else:
+            result = self.map(element)
         return result_of(result) if self.is_async else result
 
     def results_of(self, ticket: Ticket, elements: Iterable[Any]) -> Iterable[Any]:
