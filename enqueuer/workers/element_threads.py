@@ -334,16 +334,17 @@ class ElementThreads:
 
     def snapshots(self) -> list[ThreadSnapshot]:
         """Return where each thread with a job is."""
-        frames, loop = sys._current_frames(), self.loop
-        # A copy, since threads begin and end jobs meanwhile.
+        loop, before = self.loop, self._current.copy()
+        frames, after = sys._current_frames(), self._current.copy()
+        # Threads begin and end jobs meanwhile: only the frames of those that did not are known.
         return [
             ThreadSnapshot(
                 job.indices,
                 (loop.stack_of(ident) if loop is not None else [])
                 or list(traceback.extract_stack(frames[ident])),
             )
-            for ident, (job, _) in self._current.copy().items()
-            if ident in frames
+            for ident, (job, _) in before.items()
+            if ident in frames and after.get(ident) is before[ident]
         ]
 
     def _run(self) -> None:
