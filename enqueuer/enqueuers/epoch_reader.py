@@ -475,7 +475,7 @@ class EpochReader:
         if self.is_over:
             return self.work.next_epoch()
         rest, beyond = self._order.rest(ready), self._order.beyond(ready)
-        left_out = self.work.left_out(rest, beyond, self.taken - len(ready))
+        left_out = self.work.left_out(rest, beyond, len(ready))
         return Epoch(self.number, rest, beyond, self.work.share, left_out)
 
     def error_count_at(self, position: Epoch) -> int:

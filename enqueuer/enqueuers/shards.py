@@ -84,7 +84,7 @@ class ShardEpoch:
     def steps_done(self, ready: int, taken: int) -> int:
         return taken - ready
 
-    def left_out(self, starts: Mapping[int, Start], done: Sequence[int], given: int) -> int:
+    def left_out(self, starts: Mapping[int, Start], done: Sequence[int], ready: int) -> int:
         # A shard's position has the number of its items.
         return 0
 

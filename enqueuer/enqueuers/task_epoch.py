@@ -456,8 +456,10 @@ class TaskEpoch:
     def steps_done(self, ready: int, taken: int) -> int:
         return self.order.next - self.order.first - ready
 
-    def left_out(self, starts: Mapping[int, Start], done: Sequence[int], given: int) -> int:
-        return starts[0].number + len(done) - self._given_before - given
+    def left_out(self, starts: Mapping[int, Start], done: Sequence[int], ready: int) -> int:
+        # The order counts a result in the same step in which it notes that it was taken.
+        given = self._given_before + self.order.items - ready
+        return starts[0].number + len(done) - given
 
     def next_epoch(self) -> Epoch:
         ends = self.order.ends

@@ -113,13 +113,13 @@ class EpochWork(Protocol):
             taken: Number of batches that were taken from the workers in this epoch.
         """
 
-    def left_out(self, starts: Mapping[int, Start], done: Sequence[int], given: int) -> int:
+    def left_out(self, starts: Mapping[int, Start], done: Sequence[int], ready: int) -> int:
         """Return `Epoch.left_out` of a position.
 
         Args:
             starts: See `Epoch.starts`.
             done: See `Epoch.done`.
-            given: Number of batches that the loop was given since this began.
+            ready: Number of batches that were taken and are still to be given.
         """
 
     def next_epoch(self) -> Epoch:
