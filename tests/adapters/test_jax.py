@@ -432,7 +432,7 @@ def test_a_program_may_end_in_the_middle_of_its_loop(tmp_path):
 def test_without_jax_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "jax", None)
     monkeypatch.delitem(sys.modules, "enqueuer.adapters.jax")
-    with pytest.raises(FrameworkUnavailable, match=r"in a clone .*'\.\[jax\]'"):
+    with pytest.raises(FrameworkUnavailable, match=r"in the clone of enqueuer .*'\.\[jax\]'"):
         importlib.import_module("enqueuer.adapters.jax")
 
 
