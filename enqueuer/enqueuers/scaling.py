@@ -114,11 +114,10 @@ class Scaling:
         run, workload = self._run, self._workload
         # Those that were replaced for more elements at once may have ended by now.
         run.end_replaced()
-        if workload.concurrency == concurrency and run.backend.tasks is not None:
+        each = workload.concurrency
+        if concurrency == each and run.backend.tasks is not None:
             run.resize(workers)
             return
-        each = workload.concurrency
-        is_other = concurrency != each
         workload.concurrency = concurrency
         try:
             job = workload.job_with(workers)
@@ -128,8 +127,8 @@ class Scaling:
             # Then it is tried again, unless they could not be started.
             workload.concurrency = each
             raise
-        # They may be in the middle of a batch that waits; new ones work meanwhile.
-        if not is_other:
+        # With another one, they may be in the middle of a batch that waits; new ones work already.
+        if concurrency == each:
             run.end_replaced()
 
     def _fitting(self, workers: int, before: int, stats: Stats) -> int:

@@ -14,7 +14,7 @@ import reading_cost
 import enqueuer
 
 # Of the whole package.
-MOST_CODE_LINES = 22510
+MOST_CODE_LINES = 22509
 MOST_FILES = 160
 MOST_FORWARDING_METHODS = 30
 
