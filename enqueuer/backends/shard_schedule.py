@@ -52,6 +52,13 @@ class Order(Protocol):
     def beyond(self, ready: Iterable[ItemTuple] = ()) -> tuple[int, ...]:
         """Return which later items were taken nevertheless; only of tasks."""
 
+    def given(self, ready: int) -> str | None:
+        """Return the log of what the loop was given, see `OrderLog`; None if it is not kept.
+
+        Args:
+            ready: Number of items that were taken last, and not given to the loop.
+        """
+
     def is_before(self, shard: int, number: int, position: Epoch) -> bool:
         """Return whether an item, or a failure in its place, comes before a position."""
 
@@ -88,6 +95,9 @@ class ShardOrder(Taken, ABC):
 
     def beyond(self, ready: Iterable[ItemTuple] = ()) -> tuple[int, ...]:
         return ()
+
+    def given(self, ready: int) -> str | None:
+        return None
 
     def is_before(self, shard: int, number: int, position: Epoch) -> bool:
         start = (position.starts or {}).get(shard)

@@ -16,11 +16,12 @@ import dataclasses
 import functools
 import operator
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain, islice, repeat, starmap, takewhile
 from typing import Any, Generic, cast
 
 from enqueuer.backends.lifecycle import DeathPlace
+from enqueuer.backends.order_log import OrderLog
 from enqueuer.backends.pool import HAS_ENDED, Dispatch, W, WorkerState
 from enqueuer.backends.shard_schedule import ANY, AsTheyCome, Order, Step, waiting_in
 from enqueuer.common import interrupts
@@ -33,6 +34,7 @@ _value_of = operator.itemgetter(2)
 _is_none = functools.partial(operator.is_, None)
 # Returns None, and keeps nothing.
 _forget = deque[object](maxlen=0).append
+_ALL = 1 << 62
 
 
 class TaskOrder:
@@ -44,11 +46,17 @@ class TaskOrder:
         first: The number of the epoch's first task.
         start: Where in the epoch to begin, and the reader's state before that.
         done: Later tasks of the epoch that were done already.
-        ordered: Whether they come by their numbers.
+        ordered: True: they come by their numbers. False: as they come. Or how many later ones may
+            come before a task.
+        given: Log of the tasks that were given before; None: it is not known.
+        replay: Numbers of tasks in the epoch, in the order in which they come first.
 
     Attributes:
         end: The number after that of the last task; None until that is known. Tasks of this number
             and above are those of the next epoch.
+        ordered: Whether they come by their numbers.
+        log: Order in which they were taken; not kept if that is the one of their numbers.
+        replay: Numbers of the tasks that come next, perhaps after some that were taken already.
 
     Example:
         >>> order = TaskOrder(first=100, start=Start(2), done=(), ordered=True)
@@ -56,11 +64,26 @@ class TaskOrder:
         (True, False)
         >>> order.taken[102] = None; order.end_at(103); order.done
         True
+        >>> order = TaskOrder(first=0, start=Start(), done=(), ordered=2)
+        >>> for number in (1, 4): order.taken[number] = None
+        >>> order.only()
+        0
     """
 
-    def __init__(self, first: int, start: Start, done: Iterable[int], ordered: bool) -> None:
+    def __init__(
+        self,
+        first: int,
+        start: Start,
+        done: Iterable[int],
+        ordered: bool | int,
+        given: str | None = "",
+        replay: Iterable[int] = (),
+    ) -> None:
         self.first = first
-        self.ordered = ordered
+        self.ordered = ordered is True
+        # Most later tasks that may be taken before one.
+        self.allowance: int = (0 if ordered else _ALL) if isinstance(ordered, bool) else ordered
+        self.log = OrderLog(None if self.ordered else given, first)
         # All tasks before it were taken.
         self.next = first + start.number
         # Number of tasks that were taken, and not only passed over.
@@ -72,6 +95,8 @@ class TaskOrder:
         self.ends: dict[int, Any] = {}
         # before the task, of a reader that has a state
         self._states = {} if start.state is None else {self.next: start.state}
+        numbers = (first + number for number in replay)
+        self.replay = deque(number for number in numbers if not self.was_taken(number))
 
     @property
     def done(self) -> bool:
@@ -110,6 +135,33 @@ class TaskOrder:
 
     def turn(self) -> None:
         return ANY
+
+    def only(self) -> int | None:
+        """Return the number of the only task that may be taken now; None: any may."""
+        replay = self.replay
+        while replay:
+            if not self.was_taken(replay[0]):
+                return replay[0]
+            replay.popleft()
+        # Of the tasks that were not taken, this one was overtaken most often: by all in `taken`.
+        if len(self.taken) >= self.allowance:
+            self.advance()
+        return self.next if len(self.taken) >= self.allowance else None
+
+    def first_of(self, numbers: Collection[int], default: int) -> int:
+        """Return which of some tasks comes first; a number if there are none."""
+        replayed = (number for number in self.replay if number in numbers)
+        return next(replayed, min(numbers, default=default))
+
+    def end_replay(self, number: int) -> None:
+        """Replay no tasks of this number or a higher one, as they cannot be read."""
+        self.replay = deque(task for task in self.replay if task < number)
+
+    def given(self, ready: int) -> str | None:
+        return self.log.without(ready)
+
+    def first_turns(self) -> tuple[int, ...]:
+        return ()
 
     def rest(self, ready: Iterable[ItemTuple] = ()) -> dict[int, Start]:
         self.advance()
@@ -307,7 +359,8 @@ class ReorderBuffer:
         )
 
     def _one_by_one(self, order: TaskOrder, most: int) -> Iterator[ItemTuple]:
-        taken = order.taken
+        taken, log = order.taken, order.log
+        code_of, text = log.code_of, log.text
         for _ in range(most):
             number = self.ready(order)
             if number is None or self._skipped.get(number):
@@ -315,9 +368,12 @@ class ReorderBuffer:
             result = self._results[number]
             if not isinstance(result, tuple):
                 return
+            code = code_of(number - log.last)
             # From here to the yield is no call and no jump, and so no signal handler runs.
             taken[number] = None
             order.items += 1
+            text += code
+            log.last = number
             self._going = number
             yield result
             self.acknowledge(order)
@@ -328,13 +384,22 @@ class ReorderBuffer:
         if order.ordered:
             number = order.next
             return number if number in self._results and number != end else None
+        if order.replay or len(order.taken) >= order.allowance:
+            only = order.only()
+            if only is not None:
+                return only if only in self._results else self._empty(order)
         results = self._results if end is None else [n for n in self._results if n < end]
         # A failure without a ticket is the reader's: it comes after all that was read.
         with_ticket = (number for number in results if number in self.tickets)
         return next(with_ticket, None if self.tickets else next(iter(results), None))
 
+    def _empty(self, order: TaskOrder) -> int | None:
+        """Return the number of an empty result that has no place in the order to be replayed."""
+        end = _ALL if order.end is None else order.end
+        empty = (n for n in self._without if isinstance(self._results[n], Empty) and n < end)
+        return next(empty, None) if order.replay else None
 
-_ALL = 1 << 62
+
 # Tickets that are assigned to a worker in turn and not done: its channel always has room for them.
 _MOST_ASSIGNED = 4
 # The hash of an enum, which a set needs, is a function in Python.
@@ -525,8 +590,9 @@ class TaskSchedule(Generic[W]):
         if found or order.done:
             return Step.TAKE
         # Any message makes room for what was not sent, and the size of any result is of use.
-        is_any = not order.ordered or self._unsent or self._measures
-        self.dispatch.awaited = None if is_any else order.next
+        # So does any result of a replay, in which more tasks may be out than there is room for.
+        is_any = self._unsent or self._measures or order.replay
+        self.dispatch.awaited = None if is_any else order.only()
         return Step.WAIT
 
     def _collect(self) -> W | None:
@@ -557,10 +623,11 @@ class TaskSchedule(Generic[W]):
 
     def awaited(self, order: TaskOrder) -> str:
         """Return what the loop waits for, in words."""
-        if not order.ordered:
+        number = order.only()
+        if number is None:
             return "the result of any task"
-        text = f"task {order.next - order.first}"
-        ticket = self.results.tickets.get(order.next)
+        text = f"task {number - order.first}"
+        ticket = self.results.tickets.get(number)
         # The elements of this task were not read yet.
         if ticket is None:
             return text
@@ -616,7 +683,9 @@ class TaskSchedule(Generic[W]):
         lost = self._lost() + self._unsent_of(dead)
         self._reported.add(dead)
         is_alone = all(worker.state in HAS_ENDED for worker in self._workers)
-        number = min(self.results.undone() if is_alone else lost, default=self._last + 1)
+        order, lost = self._order, self.results.undone() if is_alone else lost
+        assert order is not None, "the loop waits"
+        number = order.first_of(lost, self._last + 1)
         # By this number it is replaced once it was raised: its traceback keeps the loop alive.
         self.results.fail(number, dataclasses.replace(failure, number=number))
         return None

@@ -21,7 +21,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -44,7 +44,7 @@ from enqueuer.enqueuers.run import (
     next_workers,
     usable,
 )
-from enqueuer.enqueuers.workload import Workload, check_seed
+from enqueuer.enqueuers.workload import Workload, check_seed, orders_to_replay
 from enqueuer.errors import EnqueuerWarning, InvalidState
 from enqueuer.monitoring.meters import clock
 from enqueuer.monitoring.stats import Stats
@@ -245,16 +245,17 @@ class Core:
             with self.state_lock:
                 self.check_idle("start()")
                 check_seed(self.workload)
+                replay = orders_to_replay(self.workload)
                 workers = next_workers(self.run, options)
                 # A stop() may have been interrupted.
                 self.owned.stop(STOP_S)
                 # The lock defers what a signal handler asks for until all workers are started.
                 with interrupts.held(), interrupts.taken(self.lock):
-                    self._start(options, workers)
+                    self._start(options, workers, replay)
         finally:
             self.deferred.make()
 
-    def _start(self, options: Options, workers: int) -> None:
+    def _start(self, options: Options, workers: int, replay: Mapping[int, Sequence[int]]) -> None:
         """Start the workers, or leave all as it was. Both locks held."""
         workload, saved, before = self.workload, self.saved, (self.epochs, self.options)
         count = saved.error_count if saved.is_loaded else 0
@@ -265,6 +266,7 @@ class Core:
             if not saved.is_loaded:
                 workload.rewind()
             run = self._new_run(options, workers, self.timeline, count)
+            run.replay = replay
             _started.add(self)
             run.start(workload.job(workers, first), first)
             self.epochs = Epochs(run, workload)

@@ -472,11 +472,13 @@ class EpochReader:
         Args:
             ready: Items that were taken and are still to be given.
         """
+        log = self._order.given(len(ready))
+        given = None if log is None else (self.number, log)
         if self.is_over:
-            return self.work.next_epoch()
+            return dataclasses.replace(self.work.next_epoch(), given=given)
         rest, beyond = self._order.rest(ready), self._order.beyond(ready)
         left_out = self.work.left_out(rest, beyond, len(ready))
-        return Epoch(self.number, rest, beyond, self.work.share, left_out)
+        return Epoch(self.number, rest, beyond, self.work.share, left_out, given)
 
     def error_count_at(self, position: Epoch) -> int:
         """Return the number of errors that were skipped before a position.

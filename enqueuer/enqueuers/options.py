@@ -12,7 +12,7 @@ import os
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast, get_type_hints
 
@@ -45,6 +45,7 @@ Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 Backends = BackendName | Processes | Ray
 Workers = int | Literal["auto"] | Auto
 Concurrency = int | Literal["auto"] | None
+States = Mapping[str, Any] | Iterable[Mapping[str, Any]]
 
 
 class CommonOptions(TypedDict, total=False):
@@ -53,7 +54,8 @@ class CommonOptions(TypedDict, total=False):
     workers: Workers
     backend: Backends | None
     max_queue_bytes: int | None
-    ordered: bool
+    ordered: bool | int
+    replay_order: States | None
     on_error: OnError
     max_errors: int | None
     max_restarts: int
@@ -133,6 +135,22 @@ def _flag(name: str, value: object) -> bool:
     return bool(value)
 
 
+def checked_order(name: str, value: object) -> bool | int:
+    """Return how many items may overtake one: True for none, False for any number."""
+    if isinstance(value, bool):
+        return value
+    return checks.integer(name, value, least=0, kind="True, False or an int") or True
+
+
+def _checked_states(name: str, value: object) -> tuple[Mapping[str, Any], ...]:
+    states = () if value is None else (value,) if isinstance(value, Mapping) else value
+    if isinstance(states, Iterable):
+        states = tuple(states)
+        if all(isinstance(state, Mapping) for state in states):
+            return states
+    raise TypeError(f"{name} must be a result of state_dict(), or several, got {value!r}")
+
+
 def _checked_progress(name: str, value: Progress) -> Progress:
     if isinstance(value, bool) or callable(value):
         return value
@@ -163,8 +181,13 @@ class Options:
             arrays, tensors, strings, numbers and PIL images, also in attributes.
         ordered: True, the default, gives batches in an order that does not depend on timing: one
             of each shard in turn, or tasks in the order of their elements. False takes the
-            batch that is ready first, which is faster if some take much longer, but is not
-            repeatable.
+            batch that is ready first, so that none that takes long holds up others. For tasks,
+            an int k is in between: at most k later batches overtake one, and k=0 is True. With an
+            int or False, `state_dict()` of tasks has the order, for `replay_order`.
+        replay_order: State, or several for different epochs, of a run with the same arguments:
+            the batches of these epochs come in the order in which that run gave them, with any
+            workers; those that it had not given follow as `ordered` says. For tasks; None by
+            default.
         on_error: Reaction to an exception of the generator, or of one element. `"raise"`, the
             default: the loop raises it, at the place of the item. `"skip"`: the enqueuer logs it
             with its traceback, counts it in `error_count`, and continues without the item. A
@@ -217,7 +240,8 @@ class Options:
     max_queue_bytes: int | None = field(
         default=None, metadata={"check": checks.optional(checks.positive)}
     )
-    ordered: bool = field(default=True, metadata={"check": _flag})
+    ordered: bool | int = field(default=True, metadata={"check": checked_order})
+    replay_order: States | None = field(default=None, metadata={"check": _checked_states})
     on_error: OnError = field(default="raise", metadata={"check": on_error})
     max_errors: int | None = field(default=None, metadata={"check": checks.optional(checks.count)})
     max_restarts: int = field(default=0, metadata={"check": checks.count})

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, SupportsIndex, TypeVar
 
+from enqueuer.backends.order_log import numbers_in
 from enqueuer.errors import StateMismatch
 from enqueuer.workers.messages import Epoch, Start
 
@@ -38,7 +39,7 @@ State = Mapping[str, Any]
 # What differs between the states of one run.
 _OF_RANK = {
     *("epoch", "rank", "positions", "share", "ended", "states", "done"),
-    *("left_out", "error_count", "total_items"),
+    *("left_out", "order", "error_count", "total_items"),
 }
 
 
@@ -103,6 +104,8 @@ def save(
         state["done"] = list(epoch.done)
     if epoch.left_out:
         state["left_out"] = epoch.left_out
+    if epoch.given is not None:
+        state["order"] = list(epoch.given)
     state["error_count"] = error_count
     state["total_items"] = total_items
     return state
@@ -127,7 +130,7 @@ def load(state: Mapping[str, Any], identity: Mapping[str, Any]) -> SavedPosition
         differences = [
             f"{name} is {saved[name]!r} in the state and {value!r} here"
             for name, value in here.items()
-            if saved[name] != value
+            if _differ(saved[name], value)
         ]
         if differences:
             raise StateMismatch(f"the state does not fit: {'; '.join(differences)}")
@@ -144,6 +147,36 @@ def load(state: Mapping[str, Any], identity: Mapping[str, Any]) -> SavedPosition
         raise
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise _no_state(error) from error
+
+
+def _differ(one: object, other: object) -> bool:
+    """Return whether two values differ; `ordered=True` is not `ordered=1`."""
+    return one != other or isinstance(one, bool) is not isinstance(other, bool)
+
+
+def orders_of(states: Iterable[State], identity: Mapping[str, Any]) -> dict[int, list[int]]:
+    """Return the order of each epoch that states of a run have, as the numbers of its items.
+
+    Args:
+        states: States of the run; of an epoch of which several have the order, the longest counts.
+        identity: Values that the states must have.
+
+    Raises:
+        StateMismatch: They do not fit, or one has no order.
+    """
+    found: dict[int, str] = {}
+    for state in states:
+        given = load(state, identity).epoch.given
+        if given is None:
+            raise StateMismatch(
+                "replay_order needs the order of an epoch, and the state has none: it was saved "
+                "before the start, with ordered=True, or by a run that went on from such a state"
+            )
+        number, text = given
+        found[number] = max(found.get(number, ""), text, key=len)
+        if not found[number].startswith(text):
+            raise StateMismatch(f"two states have different orders of epoch {number}")
+    return {number: numbers_in(text) for number, text in found.items()}
 
 
 def check_format(state: Mapping[str, Any]) -> None:
@@ -190,7 +223,7 @@ def _epoch(state: Mapping[str, Any]) -> Epoch:
     number = _count("epoch", state["epoch"], most=_MOST_EPOCHS)
     positions = state["positions"]
     if positions is None:
-        return Epoch(number)
+        return Epoch(number, given=_given(state, number))
     if not isinstance(positions, (list, tuple)):
         raise TypeError(f"positions must be a list, got {positions!r}")
     numbers = _unique("positions", [(_count("shard", s), _count("item", n)) for s, n in positions])
@@ -215,7 +248,21 @@ def _epoch(state: Mapping[str, Any]) -> Epoch:
         share = tuple(_count("share", place) for place in state["share"])
         _unique("share", [(place, None) for place in share])
     left_out = _count("left_out", state.get("left_out", 0), most=first + len(done))
-    return Epoch(number, starts, done, share, left_out)
+    return Epoch(number, starts, done, share, left_out, _given(state, number))
+
+
+def _given(state: Mapping[str, Any], epoch: int) -> tuple[int, str] | None:
+    """Return the order in which the items of an epoch were given."""
+    if "order" not in state:
+        return None
+    number, text = state["order"]
+    _count("order", number, least=max(0, epoch - 1), most=epoch)
+    if not isinstance(text, str):
+        raise TypeError(f"order must have a string, got {text!r}")
+    numbers = numbers_in(text)
+    if "shards" not in state:
+        _unique("order", [(task, None) for task in numbers])
+    return number, text
 
 
 def _unique(name: str, pairs: list[tuple[int, T]]) -> dict[int, T]:
@@ -312,6 +359,8 @@ def of_rank(state: State, rank: int, world_size: int) -> State:
     saved = state["rank"], state["world_size"]
     if saved == (rank, world_size):
         return state
+    # That of another rank, or of another division.
+    state = {name: value for name, value in state.items() if name != "order"}
     positions, shards = state["positions"], state.get("shards")
     if shards is not None and world_size > shards:
         raise StateMismatch(
@@ -385,7 +434,7 @@ def _checked(states: list[State]) -> list[State]:
         differences = [
             f"{name} is {first.get(name)!r} in one and {state.get(name)!r} in another"
             for name in sorted((first.keys() | state.keys()) - _OF_RANK)
-            if first.get(name) != state.get(name)
+            if _differ(first.get(name), state.get(name))
         ]
         if differences:
             text = "; ".join(differences)

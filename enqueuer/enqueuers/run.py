@@ -26,7 +26,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import cast
 
 from enqueuer.backends.job import Job
@@ -216,6 +216,7 @@ class Run:
         limits: How long the loop waits for a batch.
         is_news: Whether callbacks of statistics may be due.
         has_warned_of_nothing: Whether an epoch without items was reported.
+        replay: Numbers of the items of epochs whose order is repeated, in that order.
         final: Statistics at the end of the run; None while it goes on.
     """
 
@@ -246,6 +247,7 @@ class Run:
         self.limits = WaitLimits(options.stall_timeout, options.timeout)
         self.is_news = False
         self.has_warned_of_nothing = False
+        self.replay: Mapping[int, Sequence[int]] = {}
         self.final: Stats | None = None
         self._changed = threading.Condition(self.lock)
         # Nothing reads it before the start, which comes right after this.
@@ -482,7 +484,7 @@ class Run:
         return Stats(
             seconds=0.0 if backend is None else (now - waits.began) / 1e9,
             backend=options.backend_name if self.workers else "inline",
-            ordered=options.ordered,
+            ordered=bool(options.ordered),
             epoch=epoch,
             items=waits.taken - ready,
             first_batch_s=(first - waits.began) / 1e9 if first else None,

@@ -133,6 +133,11 @@ class ShardWorkload:
         # Shards of the epoch that was resumed from other ranks; the workers have them, too.
         self._share: tuple[int, ...] = ()
         self._start_method = options.start_method(source)
+        if not isinstance(options.ordered, bool):
+            raise ValueError(
+                f"ordered={options.ordered} is for tasks, of which any worker may do the next one; "
+                "the shards of a GeneratorEnqueuer come in turn (True) or as they come (False)"
+            )
         self._check_live()
         # Fails at once if there are too few of them.
         self.own_shards()

@@ -230,7 +230,8 @@ class TaskEpoch:
         self._epoch = epoch.number
         self.share = epoch.share
         start = Start() if epoch.starts is None else epoch.starts[0]
-        self.order = TaskOrder(first, start, epoch.done, run.options.ordered)
+        replay = run.replay.get(epoch.number, ())
+        self.order = TaskOrder(first, start, epoch.done, run.options.ordered, epoch.log, replay)
         self.number = first + start.number
         # Number of batches of the epoch that the loop was given before.
         self._given_before = start.number + len(epoch.done) - epoch.left_out
@@ -264,11 +265,14 @@ class TaskEpoch:
         """Read elements and submit their tasks, as many as the bound allows."""
         order, tasks, source = self.order, self._run.backend.tasks, self._source
         assert tasks is not None, "the backend was loaded for tasks"
-        reads, most = 0, self._most_out(tasks)
+        reads, most, lacks = 0, self._most_out(tasks), self._lacks()
+        if lacks:
+            most = max(most, tasks.results.outstanding + lacks)
         if source.is_sequence and self._reader is not None and self._pending is None:
             # Quick tasks are offered several at once. Three quarters of them are still out, and
             # when those are done there is room for more.
-            if most - tasks.results.outstanding < min(tasks.dispatch.least, most // 4):
+            room = most - tasks.results.outstanding
+            if room < min(tasks.dispatch.least, most // 4) and not lacks:
                 return
             self._feed_many(self._reader, tasks, most)
         while not self._is_read and tasks.results.outstanding < most:
@@ -310,6 +314,11 @@ class TaskEpoch:
         self.number = tickets[-1].number + 1
         reader.advance_many(tickets)
         self._unsubmitted = []
+
+    def _lacks(self) -> int:
+        """Return how many more tasks must be submitted until a replay can go on."""
+        number = self.order.only() if self.order.replay else None
+        return 0 if number is None else max(0, number + 1 - self.number)
 
     def _most_out(self, tasks: TaskSchedule[Any]) -> int:
         """Return how many tasks may be submitted and not taken; 1 with `workers=0`."""
@@ -367,7 +376,8 @@ class TaskEpoch:
         read = self._timed(self._reader)
         state = self._reader.state()
         if read is None:
-            count, last = self.number - order.first, max(order.beyond(), default=-1)
+            replayed = [number - order.first for number in order.replay]
+            count, last = self.number - order.first, max([*order.beyond(), *replayed], default=-1)
             if last >= count:
                 text = f"the iterable ended after {count} tasks when it was read again, but task "
                 self._fail(Failure(-1, self.number, StateMismatch(f"{text}{last} of it was done")))
@@ -392,6 +402,7 @@ class TaskEpoch:
         """Let a task have failed that no worker can be given; nothing more is read."""
         self._unread = dataclasses.replace(failure, worker="the process of the loop")
         _tasks_of(self._run.backend).fail(self._unread)
+        self.order.end_replay(failure.number)
         self._is_read = True
         self.number = failure.number + 1
 

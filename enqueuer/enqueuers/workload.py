@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from enqueuer.backends.job import Job, RayOptions
 from enqueuer.backends.load import Backend
@@ -17,6 +17,7 @@ from enqueuer.common import checks
 from enqueuer.enqueuers.configs import Auto, Processes, Ray
 from enqueuer.enqueuers.failures import Origin
 from enqueuer.enqueuers.options import Options
+from enqueuer.enqueuers.position import orders_of
 from enqueuer.enqueuers.run import Run
 from enqueuer.monitoring import usage
 from enqueuer.monitoring.duplicates import FirstItems
@@ -239,6 +240,22 @@ def check_seed(workload: Workload) -> None:
             "another one and shuffle differently, so that some data would come twice "
             "and others never; give all ranks the same"
         )
+
+
+def orders_to_replay(workload: Workload) -> dict[int, list[int]]:
+    """Return the orders of `replay_order`, by their epochs.
+
+    Raises:
+        StateMismatch: They are not of a run of this workload.
+    """
+    states = cast("tuple[Mapping[str, Any], ...]", workload.options.replay_order)
+    if not states:
+        return {}
+    identity = workload.identity()
+    # It may change with the epoch.
+    if not workload.given().get("length", True):
+        del identity["length"]
+    return orders_of(states, identity)
 
 
 def job_of(

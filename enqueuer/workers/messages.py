@@ -173,6 +173,8 @@ class Epoch:
             other ranks was loaded; see `enqueuers/position.py`.
         left_out: Number of tasks before this position that gave no batch: the result was None, or
             an error was skipped.
+        given: Number of an epoch, and the order in which its items were given: of this epoch, or
+            at its beginning of the one before. None if it is not known.
     """
 
     number: int
@@ -180,11 +182,20 @@ class Epoch:
     done: tuple[int, ...] = ()
     share: tuple[int, ...] | None = None
     left_out: int = 0
+    given: tuple[int, str] | None = None
+
+    @property
+    def log(self) -> str | None:
+        """The order in which the items before this position were given; None if not known."""
+        if self.given is not None and self.given[0] == self.number:
+            return self.given[1]
+        has_begun = self.done or any(start.number for start in (self.starts or {}).values())
+        return None if has_begun else ""
 
     def of_shards(self, shards: tuple[int, ...]) -> Epoch:
         """Return the order for some of the shards."""
         if self.starts is None:
-            return self
+            return Epoch(self.number)
         return Epoch(self.number, {s: start for s, start in self.starts.items() if s in shards})
 
 

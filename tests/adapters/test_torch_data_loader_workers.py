@@ -684,6 +684,29 @@ def test_in_order_false_takes_what_is_ready():
     assert sorted(int(batch) for batch in loader) == list(range(8))
 
 
+def test_in_order_lets_so_many_batches_overtake_one():
+    gate = threading.Event()
+
+    def item(index):
+        assert index or gate.wait(LIMIT)
+        return index
+
+    loader = DataLoader(Of(item, 20), None, num_workers=2, in_order=5, backend="thread")
+    batches = iter(loader)
+    first = [next(batches) for _ in range(5)]
+    gate.set()
+    assert 0 not in first
+    assert next(batches) == 0
+    assert sorted([*first, *batches]) == list(range(1, 20))
+
+
+def test_a_stream_is_in_order_or_not():
+    with pytest.raises(ValueError, match="in_order=3 needs a map-style dataset"):
+        DataLoader(Stream(4), num_workers=2, in_order=3)
+    with pytest.raises(TypeError, match="in_order must be True, False or an int, got 'yes'"):
+        DataLoader(Of(int), in_order="yes")
+
+
 def test_as_many_batches_are_ahead_as_with_torch():
     seen = []
     options = {"num_workers": 2, "prefetch_factor": 3, "backend": "thread"}

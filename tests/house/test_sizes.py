@@ -14,12 +14,12 @@ import reading_cost
 import enqueuer
 
 # Of the whole package.
-MOST_CODE_LINES = 22509
-MOST_FILES = 160
+MOST_CODE_LINES = 22692
+MOST_FILES = 161
 MOST_FORWARDING_METHODS = 30
 
 MOST_LINES = 750
-MOST_PARAMETERS = 24
+MOST_PARAMETERS = 25
 
 # The findings read the numbers of `Stats`, whose method finds them.
 LONG_FILES = {"monitoring/stats.py"}

@@ -72,8 +72,8 @@ def test_signature_and_docstring_list_every_option(made):
 
 
 @pytest.mark.parametrize("kind", [GeneratorEnqueuer, OrderedEnqueuer])
-def test_a_constructor_takes_at_most_24_parameters(kind):
-    assert len(inspect.signature(kind).parameters) <= 24
+def test_a_constructor_takes_at_most_25_parameters(kind):
+    assert len(inspect.signature(kind).parameters) <= 25
 
 
 def test_parameters_of_keras_keep_their_places():
@@ -146,6 +146,11 @@ def test_a_name_that_is_no_option_is_answered_by_the_one_to_give(made, name, say
         ({"backend": Processes}, ValueError, "backend must be 'thread', 'process', 'ray', Proc"),
         ({"max_queue_size": 0}, ValueError, "max_queue_size must be >= 1, got 0"),
         ({"max_queue_bytes": 0}, ValueError, "max_queue_bytes must be >= 1, got 0"),
+        ({"ordered": -1}, ValueError, "ordered must be >= 0, got -1"),
+        ({"ordered": 1.5}, TypeError, "ordered must be True, False or an int, got 1.5"),
+        ({"ordered": "yes"}, TypeError, "ordered must be True, False or an int, got 'yes'"),
+        ({"replay_order": 5}, TypeError, "replay_order must be a result of state_dict(), or"),
+        ({"replay_order": "ab"}, TypeError, "replay_order must be a result of state_dict(), or"),
         ({"on_error": "stop"}, ValueError, "on_error must be 'raise', 'skip' or a callable"),
         ({"on_error": None}, TypeError, "on_error must be 'raise', 'skip' or a callable"),
         ({"max_errors": -1}, ValueError, "max_errors must be >= 0, got -1"),
@@ -220,6 +225,12 @@ def test_use_multiprocessing_may_stand_beside_the_backend_that_it_means():
     """As when the change of `Bottleneck` is pasted into an old call."""
     change = dict(backend="process", workers=2)
     assert Options.of(True, change) == Options.of(False, change)
+
+
+def test_an_order_without_overtaking_is_true():
+    given = (True, False, 0, 1, 64)
+    assert [Options(ordered=one).ordered for one in given] == [True, False, True, 1, 64]
+    assert Options(ordered=1).ordered is not True
 
 
 def test_short_names_are_defaults_of_the_groups():

@@ -78,6 +78,13 @@ def test_what_is_awaited_is_named():
     assert schedule.awaited(tasks) == "task 2 (elements 4, 5)"
     unordered = TaskOrder(10, Start(2), (), ordered=False)
     assert schedule.awaited(unordered) == "the result of any task"
+    overtaken = TaskOrder(10, Start(2), (), ordered=1)
+    assert schedule.awaited(overtaken) == "the result of any task"
+    overtaken.taken[14] = None
+    assert schedule.awaited(overtaken) == "task 2 (elements 4, 5)"
+    replayed = TaskOrder(10, Start(2), (), ordered=1, replay=[1, 2, 7])
+    replayed.taken[12] = None
+    assert schedule.awaited(replayed) == "task 7"
 
 
 def test_a_thread_that_has_ended_has_no_stack():

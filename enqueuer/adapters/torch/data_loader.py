@@ -21,7 +21,7 @@ from enqueuer.backends.job import METHODS
 from enqueuer.common import checks
 from enqueuer.common.extras import framework
 from enqueuer.enqueuers.configs import Auto, Processes, Ray
-from enqueuer.enqueuers.options import Backends, Options
+from enqueuer.enqueuers.options import Backends, Options, checked_order
 from enqueuer.enqueuers.workload import MOST_WORKERS
 from enqueuer.errors import InvalidState
 from enqueuer.monitoring import usage
@@ -105,7 +105,8 @@ class DataLoader(_DataLoader):
         persistent_workers: Whether workers stay after an epoch. False, the default: each epoch
             starts new ones, with new copies of the dataset.
         pin_memory_device: As for torch, which ignores it.
-        in_order: Whether batches come in the order of their indices; True by default.
+        in_order: Whether batches come in the order of their indices; True by default. For a
+            map-style dataset, an int k lets at most k later batches overtake one that takes long.
         backend: Kind of the workers. `"process"` by default, or `Processes(...)`. With `"thread"`
             the workers share the dataset, and `get_worker_info()` returns None there.
         max_restarts: Number of dead worker processes that are replaced, in total; 0 by default.
@@ -158,7 +159,7 @@ class DataLoader(_DataLoader):
         prefetch_factor: int | None = None,
         persistent_workers: bool = False,
         pin_memory_device: str = "",
-        in_order: bool = True,
+        in_order: bool | int = True,
         backend: Backends = "process",
         max_restarts: int = 0,
         on_error: OnError = "raise",
@@ -335,6 +336,7 @@ def _restored(kind: type[DataLoader], state: dict[str, Any]) -> DataLoader:
 def _check(loader: DataLoader) -> None:
     """Check the options that are not torch's."""
     checks.positive("concurrency", loader.concurrency)
+    loader.in_order = checked_order("in_order", loader.in_order)
     given: Any = loader._attributes(_OPTIONS)
     is_thread = Options(**given).backend_name == "thread" or loader._has_threads
     if loader.round_robin and (loader._is_auto or is_thread):
@@ -376,6 +378,11 @@ def _check_stream(loader: DataLoader, is_thread: bool) -> None:
     if loader._dataset_kind == torch.utils.data._DatasetKind.Iterable:
         if loader.concurrency > 1:
             raise ValueError("concurrency needs a map-style dataset: a stream has one next sample")
+        if not isinstance(loader.in_order, bool):
+            raise ValueError(
+                f"in_order={loader.in_order} needs a map-style dataset: the workers of an iterable "
+                "dataset come in turn (True) or as they come (False)"
+            )
         if loader._is_auto:
             raise ValueError(
                 "num_workers='auto' needs a map-style dataset: an iterable dataset divides its "

@@ -86,7 +86,7 @@ class WorkerIterator(_BaseIterator):
         self._handles = None
         # Batches that were left out count as well.
         may_skip = self._options["on_error"] is not NoBatch
-        if self._is_iterable or may_skip or not self._options["ordered"]:
+        if self._is_iterable or may_skip or self._options["ordered"] is not True:
             self._position.ask(self.enqueuer)
 
     def _start(self, resumed: Mapping[str, Any] | None) -> None:

@@ -261,8 +261,8 @@ def _run(serve: Callable[..., None], plan: Plan, sender: ThreadSender) -> None:
 def _inboxes(job: Job, shards: list[int]) -> list[ThreadInbox]:
     """Return the inboxes of workers that run so many shards each."""
     if isinstance(job.source, TaskSource):
-        # With `ordered=False` a failure must not come before results that were sent earlier.
-        return [ThreadInbox(UNBOUNDED, has_bunches=job.ordered)]
+        # Out of order, a failure must not come before results that were sent earlier.
+        return [ThreadInbox(UNBOUNDED, has_bunches=job.ordered is True)]
     if not job.ordered:
         count = sum(shards)
         return [ThreadInbox(job.max_queue_size, job.max_queue_bytes, count, count == 1)]
