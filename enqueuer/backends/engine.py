@@ -84,6 +84,8 @@ class Engine(Generic[W]):
     ) -> None:
         self.tasks = schedule if isinstance(schedule, TaskSchedule) else None
         self._shards = schedule if isinstance(schedule, ShardSchedule) else None
+        # Of tasks, tickets are submitted first; of shards that overtake, each item is noted.
+        self._short_way = self._shards if isinstance(job.ordered, bool) else None
         self._job = job
         self.pool = pool
         self.schedule = schedule
@@ -188,8 +190,7 @@ class Engine(Generic[W]):
         Returns:
             None if nothing has come, if it is no item, or if workers must be fed.
         """
-        schedule = self._shards
-        # Tickets are submitted first.
+        schedule = self._short_way
         if self.is_closed or schedule is None:
             return None
         items = schedule.more(order)

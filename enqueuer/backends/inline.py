@@ -146,8 +146,10 @@ class InlineWorker:
             serve_tasks(plan, orders, orders, self._enter)
             return
         if self._turns is None:
-            starts = plan.of(orders.next_epoch())
-            self._turns = turns(plan.source, starts, orders, self._enter, plan.on_error, True)
+            epoch = orders.next_epoch()
+            enter, skips = self._enter, plan.on_error
+            made = turns(plan.source, plan.of(epoch), orders, enter, skips, True, epoch.turns)
+            self._turns = made
         if next(self._turns, self) is self:
             self._turns = None
 

@@ -1,7 +1,7 @@
 """Whose turn it is, and where each shard stands; which worker's message is next.
 
-    RoundRobin, AsTheyCome   the order of the items of shards
-    ShardSchedule            the workers that run them, each certain shards
+    RoundRobin, AsTheyCome, Overtaking   the order of the items of shards
+    ShardSchedule                        the workers that run them, each certain shards
 
 An order answers `turn()`, notes `ended(shard)`, and is `done` when all shards have ended. The code
 that takes items writes down which it has taken. This file decides and does not wait.
@@ -12,10 +12,12 @@ from __future__ import annotations
 import enum
 import operator
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Generic, Protocol
 
 from enqueuer.backends.lifecycle import DeathPlace
+from enqueuer.backends.order_log import OrderLog, numbers_in
 from enqueuer.backends.pool import Inbox, W, Worker, WorkerState
 from enqueuer.monitoring.meters import LoopMeter
 from enqueuer.workers.messages import Empty, End, Epoch, Failure, ItemTuple, Start, Taken
@@ -59,6 +61,9 @@ class Order(Protocol):
             ready: Number of items that were taken last, and not given to the loop.
         """
 
+    def first_turns(self) -> tuple[int, ...]:
+        """Return `Epoch.turns` for workers that go on from here."""
+
     def is_before(self, shard: int, number: int, position: Epoch) -> bool:
         """Return whether an item, or a failure in its place, comes before a position."""
 
@@ -98,6 +103,9 @@ class ShardOrder(Taken, ABC):
 
     def given(self, ready: int) -> str | None:
         return None
+
+    def first_turns(self) -> tuple[int, ...]:
+        return ()
 
     def is_before(self, shard: int, number: int, position: Epoch) -> bool:
         start = (position.starts or {}).get(shard)
@@ -192,6 +200,106 @@ class AsTheyCome(ShardOrder):
     def _in_turn(self) -> list[int]:
         # A worker sends one item of each of its shards in turn: the next has given the fewest.
         return sorted(self._open, key=lambda shard: self.numbers[shard] - self._first[shard])
+
+
+class Overtaking(ShardOrder):
+    """Whatever is there first, but at most so many later items before one.
+
+    Later is what comes later in turn: a shard's next item, and then the index of the shard. Its
+    workers send their items in this order, after `first_turns`.
+
+    Args:
+        starts: Where each shard begins.
+        recent: How many of the last states of an iterator are remembered.
+        allowance: Most later items that may be taken before one.
+        given: Log of the items of the epoch that were given before; None: it is not known.
+        replay: Shards of the items of the epoch, in the order in which they come first.
+
+    Example:
+        >>> order = Overtaking(dict.fromkeys(range(3), Start()), 2, allowance=2)
+        >>> for number in (1, 2):
+        ...     order.numbers[2], order.last = number, 2  # one was taken
+        ...     order.turn()
+        0
+        >>> order.given(0), list(order.rest()), order.first_turns()
+        ('GA', [0, 1, 2], (0, 1, 0, 1))
+    """
+
+    def __init__(
+        self,
+        starts: Mapping[int, Start],
+        recent: int,
+        allowance: int,
+        given: str | None = "",
+        replay: Iterable[int] = (),
+    ) -> None:
+        super().__init__(starts, recent)
+        self._allowance = allowance
+        self._log = OrderLog(given)
+        before = numbers_in(given or "")
+        # Number of items of each shard that were taken in this epoch, ended ones included.
+        self._counts = dict.fromkeys(starts, 0)
+        self._counts |= self.numbers if given is None else Counter(before)
+        self._replay = [*replay][len(before) :]
+        # Number of items that were noted, and the last one with the number after it.
+        self._noted = 0
+        self._last = self.last, self.numbers.get(self.last)
+
+    def note(self) -> None:
+        """Note the item that was taken last; again does nothing. Called before the next one."""
+        shard = self.last
+        last = shard, self.numbers.get(shard)
+        if last == self._last:
+            return
+        log, counts = self._log, self._counts
+        text, code = log.text, log.code_of(shard - log.last)
+        # No call and no jump, and so no signal handler runs.
+        counts[shard] += 1
+        text += code
+        log.last = shard
+        self._noted += 1
+        self._last = last
+
+    def turn(self) -> int | None:
+        self.note()
+        if self._noted < len(self._replay):
+            shard = self._replay[self._noted]
+            if shard in self._open:
+                return shard
+            # The source gives less than it did.
+            del self._replay[self._noted :]
+        if self.done:
+            return ANY
+        counts, first = self._counts, self._in_turn()[0]
+        # Of all items that were not taken, its next one was overtaken most often: by all of these.
+        least = counts[first]
+        overtook = sum(max(0, n - least - (shard < first)) for shard, n in counts.items())
+        return first if overtook >= self._allowance else ANY
+
+    def given(self, ready: int) -> str | None:
+        self.note()
+        return self._log.without(ready)
+
+    def rest(self, ready: Iterable[ItemTuple] = ()) -> dict[int, Start]:
+        self.note()
+        ready = [*ready]
+        again = {item[0]: item[1] for item in reversed(ready)}
+        left = Counter(self._counts)
+        left.subtract(item[0] for item in ready)
+        shards = sorted({*self._open, *again}, key=lambda shard: (left[shard], shard))
+        return {shard: self.start_of(shard, again.get(shard)) for shard in shards}
+
+    def first_turns(self) -> tuple[int, ...]:
+        self.note()
+        replayed = self._replay[self._noted :]
+        counts = Counter(self._counts)
+        counts.update(replayed)
+        most = max((counts[shard] for shard in self._open), default=0)
+        behind = [(n, shard) for shard in self._open for n in range(counts[shard], most)]
+        return (*replayed, *(shard for _, shard in sorted(behind)))
+
+    def _in_turn(self) -> list[int]:
+        return sorted(self._open, key=lambda shard: (self._counts[shard], shard))
 
 
 class Step(enum.Enum):
@@ -369,6 +477,8 @@ class ShardSchedule(Generic[W]):
         # stop() was called in the meantime.
         if not workers:
             return iter(())
+        if isinstance(order, Overtaking):
+            return self._take_each(order)
         if len(workers) == 1 or self._bunch == 1 or order.turn() is None:
             return workers[self._served].inbox.items(self._bunch, order)
         return self._take_in_turn(order)
@@ -410,6 +520,15 @@ class ShardSchedule(Generic[W]):
                 return
             yield from worker.inbox.items(1, order)
 
+    def _take_each(self, order: Overtaking) -> Iterator[ItemTuple]:
+        for _ in range(self._bunch):
+            order.note()
+            # None, if stop() was called in the meantime.
+            for worker in self._workers[self._served : self._served + 1]:
+                yield from worker.inbox.items(1, order)
+            if order.done or self._head(order) is not True:
+                return
+
     def pass_over(self) -> None:
         """Forget the failure that `next_step` returned last."""
         if self._failed is not None:
@@ -442,7 +561,7 @@ class ShardSchedule(Generic[W]):
 
     def resume(self, dead: W, successor: W, order: ShardOrder) -> None:
         """Have a new worker go on with the first items that a dead one did not send."""
-        rest = Epoch(self._epoch.number, order.rest())
+        rest = Epoch(self._epoch.number, order.rest(), turns=order.first_turns())
         successor.begin(rest.of_shards(successor.shards))
 
     def give_up(self, dead: W, failure: Failure) -> Failure | None:

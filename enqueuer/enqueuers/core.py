@@ -268,7 +268,9 @@ class Core:
             run = self._new_run(options, workers, self.timeline, count)
             run.replay = replay
             _started.add(self)
-            run.start(workload.job(workers, first), first)
+            # The workers must know the turns with which it begins.
+            has_turns = not isinstance(options.ordered, bool)
+            run.start(workload.job(workers, first), None if has_turns else first)
             self.epochs = Epochs(run, workload)
             self.callbacks.begin_run()
             self.epochs.begin(first)

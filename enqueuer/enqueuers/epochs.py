@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable
@@ -65,7 +66,10 @@ class Epochs:
         run.failures.begin_epoch()
         if run.timeline is not None:
             run.timeline.begin(epoch.number)
-        run.backend.schedule.begin(Epoch(epoch.number, work.starts) if goes_on else epoch)
+        begun = Epoch(epoch.number, work.starts) if goes_on else epoch
+        if turns := work.order.first_turns():
+            begun = dataclasses.replace(begun, turns=turns)
+        run.backend.schedule.begin(begun)
         # Only now, in one step, so that an exception which strikes before has all of it done
         # again. Workers that have begun already know the number of the epoch.
         self.reader = reader

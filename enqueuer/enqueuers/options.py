@@ -181,13 +181,13 @@ class Options:
             arrays, tensors, strings, numbers and PIL images, also in attributes.
         ordered: True, the default, gives batches in an order that does not depend on timing: one
             of each shard in turn, or tasks in the order of their elements. False takes the
-            batch that is ready first, so that none that takes long holds up others. For tasks,
-            an int k is in between: at most k later batches overtake one, and k=0 is True. With an
-            int or False, `state_dict()` of tasks has the order, for `replay_order`.
+            batch that is ready first, so that none that takes long holds up others. An int k is in
+            between: at most k later batches overtake one, and k=0 is True. `state_dict()` has the
+            order with an int, of tasks also with False, for `replay_order`.
         replay_order: State, or several for different epochs, of a run with the same arguments:
             the batches of these epochs come in the order in which that run gave them, with any
-            workers; those that it had not given follow as `ordered` says. For tasks; None by
-            default.
+            workers; those that it had not given follow as `ordered` says. None, the default: no
+            order is repeated.
         on_error: Reaction to an exception of the generator, or of one element. `"raise"`, the
             default: the loop raises it, at the place of the item. `"skip"`: the enqueuer logs it
             with its traceback, counts it in `error_count`, and continues without the item. A

@@ -272,12 +272,12 @@ class Run:
             raise InvalidState(f"cannot go from {self.state.value} to {new.value}")
         self.state = new
 
-    def start(self, job: Job, first: Epoch) -> None:
+    def start(self, job: Job, first: Epoch | None) -> None:
         """Start the workers; they wait for the first epoch, or run it already.
 
         Args:
             job: Description of what they run.
-            first: The first epoch.
+            first: The first epoch, if they may begin it.
 
         Raises:
             StartError: They could not be started; none is left.

@@ -10,7 +10,7 @@ from typing import Any
 
 from enqueuer.backends.job import Job
 from enqueuer.backends.load import Backend
-from enqueuer.backends.shard_schedule import AsTheyCome, RoundRobin
+from enqueuer.backends.shard_schedule import AsTheyCome, Overtaking, RoundRobin, ShardOrder
 from enqueuer.backends.stall import level_of_user
 from enqueuer.enqueuers import position
 from enqueuer.enqueuers.failures import Origin, item_of
@@ -41,8 +41,12 @@ class ShardEpoch:
         self.starts = starts if workload.has_more_shards else None
         # More items are never taken and not given to the loop.
         recent = run.options.max_queue_size + 2
-        kind = RoundRobin if run.options.ordered else AsTheyCome
-        self.order: RoundRobin | AsTheyCome = kind(starts, recent)
+        ordered, replay = run.options.ordered, run.replay.get(epoch.number, ())
+        self.order: ShardOrder
+        if isinstance(ordered, bool):
+            self.order = (RoundRobin if ordered else AsTheyCome)(starts, recent)
+        else:
+            self.order = Overtaking(starts, recent, ordered, epoch.log, replay)
 
     @property
     def may_be_followed(self) -> bool:
@@ -57,7 +61,8 @@ class ShardEpoch:
 
     def pass_work(self, old: Backend, new: Backend) -> None:
         if not self.order.done:
-            new.schedule.begin(Epoch(self._number, self.order.rest()))
+            rest, turns = self.order.rest(), self.order.first_turns()
+            new.schedule.begin(Epoch(self._number, rest, turns=turns))
 
     def keep(self, failure: Failure) -> None:
         """Do nothing: the worker that failed sends nothing more."""
@@ -133,11 +138,6 @@ class ShardWorkload:
         # Shards of the epoch that was resumed from other ranks; the workers have them, too.
         self._share: tuple[int, ...] = ()
         self._start_method = options.start_method(source)
-        if not isinstance(options.ordered, bool):
-            raise ValueError(
-                f"ordered={options.ordered} is for tasks, of which any worker may do the next one; "
-                "the shards of a GeneratorEnqueuer come in turn (True) or as they come (False)"
-            )
         self._check_live()
         # Fails at once if there are too few of them.
         self.own_shards()

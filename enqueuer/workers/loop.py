@@ -15,7 +15,7 @@ import itertools
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -53,7 +53,9 @@ def serve(
                 continue
             last = epoch.number
             # There is no pause between turns.
-            deque(turns(plan.source, plan.of(epoch), sender, enter, plan.on_error), maxlen=0)
+            starts, first = plan.of(epoch), epoch.turns
+            made = turns(plan.source, starts, sender, enter, plan.on_error, first=first)
+            deque(made, maxlen=0)
     except Closed:
         pass
 
@@ -65,6 +67,7 @@ def turns(
     enter: Callable[[Shard], None],
     on_error: OnError = "raise",
     one_by_one: bool = False,
+    first: Sequence[int] = (),
 ) -> Iterator[None]:
     """Send what `source` yields for each shard in turn, then each shard's end.
 
@@ -80,12 +83,15 @@ def turns(
         enter: As for `serve`.
         on_error: Handling of an exception of the source.
         one_by_one: Whether to yield after each turn; otherwise nothing is yielded.
+        first: See `Epoch.turns`.
     """
+    turns_left, is_arranged = list(reversed(first)), not first
     streams = deque(ShardStream(source, shard, start) for shard, start in starts.items())
     with ExitStack() as stack:
         for stream in streams:
             stack.callback(stream.close)
         while streams:
+            is_arranged = is_arranged or _arrange(streams, turns_left)
             stream = streams[0]
             enter(stream.shard)
             has_sent = True
@@ -107,8 +113,25 @@ def turns(
             elif has_sent:
                 # Otherwise it is still its turn, as if the item had been None.
                 streams.rotate(-1)
+                del turns_left[-1:]
             if one_by_one:
                 yield
+
+
+def _arrange(streams: deque[ShardStream], turns_left: list[int]) -> bool:
+    """Move the shard to the left whose turn is next, by the last of those that come first.
+
+    Returns:
+        Whether there are none, so that all take turns from now on.
+    """
+    shards = [stream.shard.index for stream in streams]
+    while turns_left and turns_left[-1] not in shards:
+        turns_left.pop()
+    turn = turns_left[-1] if turns_left else -1
+    arranged = sorted(streams, key=lambda s: (s.shard.index != turn, s.shard.index))
+    streams.clear()
+    streams.extend(arranged)
+    return not turns_left
 
 
 def _send_failure(

@@ -173,6 +173,7 @@ class Epoch:
             other ranks was loaded; see `enqueuers/position.py`.
         left_out: Number of tasks before this position that gave no batch: the result was None, or
             an error was skipped.
+        turns: Shards that have these turns first, in this order; afterwards all have had as many.
         given: Number of an epoch, and the order in which its items were given: of this epoch, or
             at its beginning of the one before. None if it is not known.
     """
@@ -183,6 +184,7 @@ class Epoch:
     share: tuple[int, ...] | None = None
     left_out: int = 0
     given: tuple[int, str] | None = None
+    turns: tuple[int, ...] = ()
 
     @property
     def log(self) -> str | None:
@@ -194,9 +196,10 @@ class Epoch:
 
     def of_shards(self, shards: tuple[int, ...]) -> Epoch:
         """Return the order for some of the shards."""
-        if self.starts is None:
-            return Epoch(self.number)
-        return Epoch(self.number, {s: start for s, start in self.starts.items() if s in shards})
+        starts, turns = self.starts, tuple([shard for shard in self.turns if shard in shards])
+        if starts is not None:
+            starts = {shard: start for shard, start in starts.items() if shard in shards}
+        return Epoch(self.number, starts, turns=turns)
 
 
 class Sender(Protocol):

@@ -700,9 +700,7 @@ def test_in_order_lets_so_many_batches_overtake_one():
     assert sorted([*first, *batches]) == list(range(1, 20))
 
 
-def test_a_stream_is_in_order_or_not():
-    with pytest.raises(ValueError, match="in_order=3 needs a map-style dataset"):
-        DataLoader(Stream(4), num_workers=2, in_order=3)
+def test_in_order_is_checked():
     with pytest.raises(TypeError, match="in_order must be True, False or an int, got 'yes'"):
         DataLoader(Of(int), in_order="yes")
 

@@ -11,7 +11,7 @@ import pytest
 from helpers import LIMIT, wait_until
 
 from enqueuer import BatchTimeout, GeneratorEnqueuer, OrderedEnqueuer, WorkerError
-from enqueuer.backends.thread.inbox import ThreadInbox
+from enqueuer.backends.thread.inbox import ThreadInbox, wait_for_any
 from enqueuer.enqueuers.enqueuer import core_of
 
 AT = 40  # an item in a bunch: the first 16 are sent by themselves, and a loop that waits is served
@@ -70,7 +70,7 @@ def test_a_loop_that_waits_gets_an_item_that_is_made_in_a_bunch_at_once():
         assert list(enqueuer) == list(range(AT + 1, COUNT))
 
 
-@pytest.mark.parametrize("line", range(8))
+@pytest.mark.parametrize("line", range(12))
 def test_a_loop_gets_an_item_that_comes_while_it_begins_to_wait(line):
     source, lines = Source(), itertools.count()
 
@@ -81,11 +81,12 @@ def test_a_loop_gets_an_item_that_comes_while_it_begins_to_wait(line):
                 assert taken.wait(LIMIT)
 
     def trace(frame, event, _):
-        if frame.f_code is not ThreadInbox.wait.__code__:
+        if frame.f_code not in (wait_for_any.__code__, ThreadInbox.arm.__code__):
             return None
         if event == "line" and next(lines) == line:
             source.may_go_on.set()
-            wait_until(lambda: frame.f_locals["self"].waiting)
+            (inbox,) = frame.f_locals.get("inboxes", [frame.f_locals.get("self")])
+            wait_until(lambda: inbox.waiting)
         return trace
 
     taken = threading.Event()

@@ -105,8 +105,8 @@ class DataLoader(_DataLoader):
         persistent_workers: Whether workers stay after an epoch. False, the default: each epoch
             starts new ones, with new copies of the dataset.
         pin_memory_device: As for torch, which ignores it.
-        in_order: Whether batches come in the order of their indices; True by default. For a
-            map-style dataset, an int k lets at most k later batches overtake one that takes long.
+        in_order: Whether batches come in the order of their indices; True by default.
+            An int k lets at most k later batches overtake one that takes long.
         backend: Kind of the workers. `"process"` by default, or `Processes(...)`. With `"thread"`
             the workers share the dataset, and `get_worker_info()` returns None there.
         max_restarts: Number of dead worker processes that are replaced, in total; 0 by default.
@@ -378,11 +378,6 @@ def _check_stream(loader: DataLoader, is_thread: bool) -> None:
     if loader._dataset_kind == torch.utils.data._DatasetKind.Iterable:
         if loader.concurrency > 1:
             raise ValueError("concurrency needs a map-style dataset: a stream has one next sample")
-        if not isinstance(loader.in_order, bool):
-            raise ValueError(
-                f"in_order={loader.in_order} needs a map-style dataset: the workers of an iterable "
-                "dataset come in turn (True) or as they come (False)"
-            )
         if loader._is_auto:
             raise ValueError(
                 "num_workers='auto' needs a map-style dataset: an iterable dataset divides its "

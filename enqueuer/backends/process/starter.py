@@ -203,7 +203,7 @@ class Starter:
             return Credit(tickets, None, ask=False)
         quota = split_bound(job.max_queue_size, count)[index]
         share = None if job.max_queue_bytes is None else job.max_queue_bytes // count
-        return Credit(quota, share, ask=not job.ordered, spins=self.spins)
+        return Credit(quota, share, ask=job.ordered is not True, spins=self.spins)
 
 
 class _Ends:

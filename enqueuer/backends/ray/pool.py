@@ -124,7 +124,7 @@ class RayPool(WorkerPool[Actor]):
             plan.shards,
             WorkerConfig(job.shards, job.random_seed, self._levels, job.trace),
             tuple(path for path in sys.path if path),
-            asks=not job.ordered,
+            asks=job.ordered is not True,
             keep_freed_memory=job.keep_freed_memory,
         )
         credit = self._credit(index)

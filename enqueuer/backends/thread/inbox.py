@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from queue import SimpleQueue
 from typing import NamedTuple, TypeVar
 
@@ -64,6 +64,30 @@ def get_until(source: SimpleQueue[T], end: float | None) -> T:
         with interrupts.ignored(queue.Empty):
             return source.get(False)
     return source.get(True, max(0.0, end - time.monotonic()))
+
+
+def wait_for_any(
+    inboxes: Sequence[ThreadInbox], end: float | None, awaited: int | None = None
+) -> None:
+    """Wait until one of some inboxes has a message, is closed or woken, or until a time.
+
+    Args:
+        inboxes: The inboxes.
+        end: The time, of `time.monotonic()`; None waits forever.
+        awaited: See `ThreadInbox.wait`.
+    """
+    sleeper: SimpleQueue[bool] = SimpleQueue()
+    try:
+        for inbox in inboxes:
+            if inbox.arm(sleeper, awaited):
+                return
+        get_until(sleeper, end)
+    except queue.Empty as error:
+        # A signal handler may have called get_nowait().
+        interrupts.raise_handlers(error)
+    finally:
+        for inbox in inboxes:
+            inbox.disarm()
 
 
 # Value of `max_size` where something else keeps the bound.
@@ -308,24 +332,23 @@ class ThreadInbox:
             end: The time, of `time.monotonic()`; None waits forever.
             awaited: Number of the item that must come, unless it is sent in a bunch; None: any.
         """
-        sleeper: SimpleQueue[bool] = SimpleQueue()
-        try:
-            with self._lock:
-                # Before the look: an item that comes after it then ends its bunch, and the worker
-                # wakes the loop. The thread may be switched in between.
-                for bunch in self._bunches:
-                    bunch.gate.clear()
-                # Before the look as well: a signal handler that calls `wake()` then finds it.
-                self._awaited, self._sleeper = awaited, sleeper
-                if self._items or self._others or self.closed or self._is_woken:
-                    return
-            get_until(sleeper, end)
-        except queue.Empty as error:
-            # A signal handler may have called get_nowait().
-            interrupts.raise_handlers(error)
-        finally:
-            self._sleeper = None
-            self._is_woken = False
+        wait_for_any((self,), end, awaited)
+
+    def arm(self, sleeper: SimpleQueue[bool], awaited: int | None) -> bool:
+        """Let what comes wake the loop from now on; return whether it need not sleep."""
+        with self._lock:
+            # Before the look: an item that comes after it then ends its bunch, and the worker
+            # wakes the loop. The thread may be switched in between.
+            for bunch in self._bunches:
+                bunch.gate.clear()
+            # Before the look as well: a signal handler that calls `wake()` then finds it.
+            self._awaited, self._sleeper = awaited, sleeper
+            return bool(self._items or self._others or self.closed or self._is_woken)
+
+    def disarm(self) -> None:
+        """Let nothing wake the loop, as it does not sleep any more."""
+        self._sleeper = None
+        self._is_woken = False
 
     def head(self) -> bool | End | Failure | Empty:
         # The items first: what was sent before one of them is seen as well then.

@@ -2,6 +2,7 @@
 
     ordered:     one inbox a worker, read in turn      worker 0 -> [..] \\
                                                        worker 1 -> [..] -> the consumer
+    (as if `ordered` is an int, read as they come)
     as they come: one inbox for all                    workers  -> [......] -> the consumer
     tasks:       one buffer of tickets                 [......] -> workers -> [......] -> ...
 
@@ -23,7 +24,7 @@ from typing import ClassVar
 from enqueuer.backends.job import Job, split_bound
 from enqueuer.backends.pool import Death, NoRoom, WorkerSnapshot, WorkerState
 from enqueuer.backends.stall import level_of_user, stacks_of_threads
-from enqueuer.backends.thread.inbox import UNBOUNDED, ThreadInbox
+from enqueuer.backends.thread.inbox import UNBOUNDED, ThreadInbox, wait_for_any
 from enqueuer.backends.thread.sender import EXIT, ThreadSender, WorkQueue
 from enqueuer.common import interrupts
 from enqueuer.common.finalizers import WorkerThread
@@ -179,8 +180,8 @@ class ThreadPool:
         return worker
 
     def sleep(self, awaited: ThreadWorker | None, deadline: float | None) -> None:
-        inbox = self._inboxes[0] if awaited is None else awaited.inbox
-        inbox.wait(deadline, self.dispatch.awaited)
+        inboxes = self._inboxes if awaited is None else (awaited.inbox,)
+        wait_for_any(inboxes, deadline, self.dispatch.awaited)
 
     def poll(self) -> None:
         pass
