@@ -27,9 +27,17 @@ BACKENDS = {"thread": {"backend": "thread"}} | {
     method: {"backend": Processes(start_method=method)} for method in METHODS
 }
 
-ORDER = [1, 0, 2, 4, 3, 6, 5]
-_state = OrderedEnqueuer(range(7), helpers.numbered_task, ordered=2, random_seed=1).state_dict()
-REPLAYED = {**_state, "order": [0, "EDEEDGD"]}
+# Places of the batches of the first epoch, as (number, shard), where an order is repeated.
+ORDERS = {
+    "tasks": [(number, 0) for number in (1, 0, 2, 4, 3, 6, 5)],
+    "shards": [(0, 1), (1, 1), (0, 0), (1, 0), (2, 1), (2, 0)],
+}
+_shards = GeneratorEnqueuer(helpers.numbered, shards=2, ordered=2, random_seed=1).state_dict()
+_tasks = OrderedEnqueuer(range(7), helpers.numbered_task, ordered=2, random_seed=1).state_dict()
+REPLAYED = {
+    "tasks": {**_tasks, "order": [0, "EDEEDGD"]},
+    "shards": {**_shards, "order": [0, "EADACD"]},
+}
 
 SOURCES = {
     "shards": lambda **options: GeneratorEnqueuer(helpers.numbered, shards=2, **options),
@@ -41,8 +49,11 @@ SOURCES = {
         range(7), helpers.numbered_task, ordered=False, **options
     ),
     # The first epoch repeats an order, and the second one has one of its own.
+    "shards-overtaking-as-they-come": lambda **options: GeneratorEnqueuer(
+        helpers.numbered, shards=2, ordered=2, replay_order=REPLAYED["shards"], **options
+    ),
     "tasks-overtaking-as-they-come": lambda **options: OrderedEnqueuer(
-        range(7), helpers.numbered_task, ordered=2, replay_order=REPLAYED, **options
+        range(7), helpers.numbered_task, ordered=2, replay_order=REPLAYED["tasks"], **options
     ),
     "tasks-endless": lambda **options: Endless(range(7), helpers.numbered_task, **options),
     "read": lambda **options: OrderedEnqueuer(Elements(), helpers.numbered_task, **options),
@@ -114,10 +125,9 @@ def check_order(source, seen):
                 of_shard = [[w for w in of_epoch if w[1] == shard] for shard in range(2)]
                 assert of_shard == [sorted(one) for one in of_shard], seen
         if "overtaking" in source:
-            epochs = [[n for e, _, n in seen if e == epoch] for epoch in range(EPOCHS)]
-            assert epochs[0] == ORDER
-            overtaken = [sum(n > m for n in epochs[1][:at]) for at, m in enumerate(epochs[1])]
-            assert max(overtaken) <= 2, seen
+            first, second = ([(n, i) for e, i, n in seen if e == epoch] for epoch in range(EPOCHS))
+            assert first == ORDERS[source.split("-")[0]], seen
+            assert max(sum(p > m for p in second[:at]) for at, m in enumerate(second)) <= 2, seen
         seen = sorted(seen, key=lambda w: (w[0], w[2], w[1]))
     missing = [where for where in expected if where not in seen]
     assert not missing, f"{missing} did not come"

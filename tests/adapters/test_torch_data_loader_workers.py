@@ -700,6 +700,17 @@ def test_in_order_lets_so_many_batches_overtake_one():
     assert sorted([*first, *batches]) == list(range(1, 20))
 
 
+def test_in_order_lets_items_of_a_stream_overtake_others():
+    loader = DataLoader(Stream(6), None, num_workers=2, in_order=3)
+    batches = iter(loader)
+    first = [next(batches) for _ in range(4)]
+    state = loader.state_dict()
+    later = DataLoader(Stream(6), None, num_workers=2, in_order=3)
+    later.load_state_dict(state)
+    rest = list(later)
+    assert sorted([*first, *batches]) == sorted([*first, *rest]) == [*range(6), *range(100, 104)]
+
+
 def test_in_order_is_checked():
     with pytest.raises(TypeError, match="in_order must be True, False or an int, got 'yes'"):
         DataLoader(Of(int), in_order="yes")

@@ -133,7 +133,8 @@ def one_run(action, source, backend, dies, strike):
         with contextlib.suppress(InvalidState):
             strike(lambda: read_epoch(loop, source))
         # The loop may have had the batch before it, and not noted that.
-        loop.seen = sorted(loop.seen + loop.taken, key=expected_of(source).index)
+        if loop.taken:
+            loop.seen = sorted(loop.seen + loop.taken, key=expected_of(source).index)
         if "stop" in action and strike.where is not None:
             assert core_of(enqueuer).state is State.STOPPED
             assert not core_of(enqueuer).owned.are_running
@@ -174,8 +175,10 @@ CASES = [
     for action, source, backend, dies in itertools.product(
         ACTIONS, SOURCES, BACKENDS, (False, True)
     )
-    # A thread cannot be killed.
-    if (EVERY or SAMPLE[backend]) and not (dies and backend == "thread")
+    # A thread cannot be killed; and where a batch that was taken has its place must be known.
+    if (EVERY or SAMPLE[backend])
+    and not (dies and backend == "thread")
+    and not (action == "take" and "overtaking" in source)
 ]
 
 
