@@ -253,12 +253,13 @@ class Overtaking(ShardOrder):
             return
         log, counts = self._log, self._counts
         text, code = log.text, log.code_of(shard - log.last)
-        # No call and no jump, and so no signal handler runs.
-        counts[shard] += 1
-        text += code
-        log.last = shard
-        self._noted += 1
-        self._last = last
+        # Once more, as a signal handler may have called it. From here on none runs.
+        if last != self._last:
+            counts[shard] += 1
+            text += code
+            log.last = shard
+            self._noted += 1
+            self._last = last
 
     def turn(self) -> int | None:
         self.note()
@@ -270,7 +271,8 @@ class Overtaking(ShardOrder):
             del self._replay[self._noted :]
         if self.done:
             return ANY
-        counts, first = self._counts, self._in_turn()[0]
+        counts = self._counts
+        first = min(self._open, key=lambda shard: (counts[shard], shard))
         # Of all items that were not taken, its next one was overtaken most often: by all of these.
         least = counts[first]
         overtook = sum(max(0, n - least - (shard < first)) for shard, n in counts.items())

@@ -40,9 +40,11 @@ from struck import (
 
 from enqueuer import Closed, GeneratorEnqueuer, InvalidState, OrderedEnqueuer
 from enqueuer.backends.process.pool import ProcessPool
+from enqueuer.backends.shard_schedule import Overtaking
 from enqueuer.enqueuers import task_epoch
 from enqueuer.enqueuers.enqueuer import core_of
 from enqueuer.enqueuers.run import State
+from enqueuer.workers.messages import Start
 
 EVERY = int(os.environ.get("ENQUEUER_INTERRUPTS", "0"))  # 0: a sample
 SAMPLE = {"thread": 8, "fork": 2, "forkserver": 1, "spawn": 0}  # places of a case
@@ -371,3 +373,16 @@ def gated(shard):
             # The loop waits meanwhile.
             time.sleep(0.5)
         yield number, shard.index
+
+
+def test_an_item_of_a_shard_is_noted_once():
+    places = itertools.count()
+    strike = Strike(None)
+    while strike.nth is None or strike.where:
+        order = Overtaking(dict.fromkeys(range(2), Start()), recent=2, allowance=2)
+        # It is as if an item of the first shard was just taken.
+        order.numbers[0], order.last = 1, 0
+        strike = Strike(next(places), action=lambda order=order: order.given(0))
+        strike(order.note)
+        assert (order.given(0), order.turn()) == ("C", None), strike.where
+    assert strike.places >= 3
