@@ -40,7 +40,7 @@ from enqueuer.backends.ray.channel import (
 )
 from enqueuer.backends.ray.dispatch import ActorDispatch
 from enqueuer.backends.ray.handle import Actor, Receiver, unpack
-from enqueuer.backends.ray.session import Gone, Session, WakeUp, unwrapped
+from enqueuer.backends.ray.session import Gone, Session, unwrapped
 from enqueuer.backends.stall import level_of_user
 from enqueuer.common import interrupts
 from enqueuer.common.finalizers import WorkerThread
@@ -68,8 +68,10 @@ class RayPool(WorkerPool[Actor]):
     def __init__(self, job: Job) -> None:
         self.workers: list[Actor] = []
         self._lock = threading.RLock()
-        # Set when a packet has come since the last sleep.
-        self._news = WakeUp()
+        # Held while no packet has come since the last sleep. A `threading.Event` has another lock,
+        # for which a signal handler that wakes its own thread would wait forever.
+        self._quiet = threading.Lock()
+        self._quiet.acquire()
         self.dispatch = ActorDispatch(self.workers, self._lock, self._send, job.tickets_at_once)
         self._job = job
         self._plans = job.plans()
@@ -222,11 +224,12 @@ class RayPool(WorkerPool[Actor]):
     # --- waiting ---
 
     def sleep(self, awaited: Actor | None, deadline: float | None) -> None:
-        if not self._news.is_set:
+        if self._quiet.locked():
             # It may find that the actor is dead.
             with self._lock:
                 self._request(awaited)
-        self._news.wait(deadline)
+        left = -1.0 if deadline is None else max(0.0, deadline - time.monotonic())
+        self._quiet.acquire(True, left)
 
     def _request(self, awaited: Actor | None) -> None:
         """Grant credit for the item for which the loop is about to wait."""
@@ -294,7 +297,9 @@ class RayPool(WorkerPool[Actor]):
     # --- stop ---
 
     def wake(self) -> None:
-        self._news.set()
+        # It may be free already.
+        with contextlib.suppress(RuntimeError):
+            self._quiet.release()
 
     def close(self) -> None:
         with self._lock:

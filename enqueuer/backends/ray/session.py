@@ -1,8 +1,7 @@
 """The Ray that the enqueuers of this process use: connecting, starting, shutting down.
 
 They use the Ray to which the process is connected. If there is none, the first enqueuer starts
-one, and the last one that uses it shuts it down. `WakeUp` is an event that wakes the loop, and that
-a signal handler of the loop's own thread may set.
+one, and the last one that uses it shuts it down.
 """
 
 from __future__ import annotations
@@ -284,48 +283,3 @@ def check_reachable(address: str | None) -> None:
     host, _, port = (address or "").rpartition(":")
     if host and port.isdigit():
         socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
-
-
-class WakeUp:
-    """An event for one thread that waits; `wait()` resets it.
-
-    `threading.Event` has a lock that is not reentrant: a handler that runs within its `wait()`
-    would wait for that lock forever.
-
-    Attributes:
-        is_set: Whether `set()` was called since the last wait.
-
-    Example:
-        >>> wake_up = WakeUp()
-        >>> wake_up.set()
-        >>> wake_up.wait(None)
-        >>> wake_up.is_set
-        False
-    """
-
-    def __init__(self) -> None:
-        self.is_set = False
-        self._sleeper: threading.Lock | None = None
-
-    def set(self) -> None:
-        """Wake the thread that waits, or let its next wait return at once."""
-        self.is_set = True
-        sleeper = self._sleeper
-        if sleeper is not None and sleeper.locked():
-            # Another thread may have released it in between.
-            with contextlib.suppress(RuntimeError):
-                sleeper.release()
-
-    def wait(self, deadline: float | None) -> None:
-        """Wait until `set()` is called, or until a time of `time.monotonic()`; None: forever."""
-        sleeper = threading.Lock()
-        sleeper.acquire()
-        # Before the look: `set()` stores in the other order, so one of the two sees the other.
-        self._sleeper = sleeper
-        try:
-            if not self.is_set:
-                left = -1.0 if deadline is None else max(0.0, deadline - time.monotonic())
-                sleeper.acquire(True, left)
-        finally:
-            self._sleeper = None
-            self.is_set = False
