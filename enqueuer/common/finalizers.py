@@ -87,9 +87,13 @@ class Finalizer:
                     self.detach()
 
 
-@functools.cache
-def _register_exit() -> None:
+def call_first_at_exit() -> None:
+    """Call pending functions before those that others have registered for the exit until now."""
+    atexit.unregister(_call_all)
     atexit.register(_call_all)
+
+
+_register_exit = functools.cache(call_first_at_exit)
 
 
 def _call_all() -> None:

@@ -90,7 +90,6 @@ THIRD_PARTIES = {
 INNER = {
     ("backends.process.child", "enqueuer"),
     ("backends.process.starter", "enqueuer"),
-    ("backends.ray.pool", "atexit"),
     ("backends.stall", "json"),
     ("cli.hdf5", "enqueuer"),
     ("common.packed_list", "pathlib"),

@@ -19,7 +19,6 @@ import sys
 import threading
 import time
 import warnings
-import weakref
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -42,8 +41,7 @@ from enqueuer.backends.ray.dispatch import ActorDispatch
 from enqueuer.backends.ray.handle import Actor, Receiver, unpack
 from enqueuer.backends.ray.session import Gone, Session, unwrapped
 from enqueuer.backends.stall import level_of_user
-from enqueuer.common import interrupts
-from enqueuer.common.finalizers import WorkerThread
+from enqueuer.common import finalizers, interrupts
 from enqueuer.errors import EnqueuerWarning, StopWarning
 from enqueuer.monitoring import usage
 from enqueuer.monitoring.worker_stats import WorkerStats
@@ -95,8 +93,8 @@ class RayPool(WorkerPool[Actor]):
         # Pickled first, so that a mistake of the user shows before Ray is started.
         payload = pickled_source(job.source, job.on_error, "a Ray actor", "backend='thread'")
         ray = self._session.join()
-        _running.add(self)
-        _register_exit()
+        # Ray's own function ends the actors, and was registered just now.
+        finalizers.call_first_at_exit()
         self._class = ray.remote(concurrency_groups=GROUPS)(RayWorker).options(
             **{"scheduling_strategy": "SPREAD", **job.ray.options}
         )
@@ -137,7 +135,9 @@ class RayPool(WorkerPool[Actor]):
         self._call(actor, handle.work.options(concurrency_group="work", num_returns=0))
         receiver = Receiver(self._session, actor, self._deliver, self._lose)
         # `lifecycle.forget` recognizes the thread by this class, and stops no backend in it.
-        actor.thread = WorkerThread(target=receiver.run, name=f"enqueuer-ray-{index}", daemon=True)
+        actor.thread = finalizers.WorkerThread(
+            target=receiver.run, name=f"enqueuer-ray-{index}", daemon=True
+        )
         actor.thread.start()
         return actor
 
@@ -346,7 +346,6 @@ class RayPool(WorkerPool[Actor]):
         deliver_all(self._records)
         self.workers.clear()
         self._payload = None
-        _running.discard(self)
         self._session.leave()
 
     def _reap_until(self, deadline: float) -> None:
@@ -371,22 +370,3 @@ def _why_no_stack(actor: Actor, missing: str) -> str:
         case WorkerState.RUNNING:
             return f"did not send its stack within {_STACKS_S:g} s"
     return "has ended"
-
-
-# --- the end of the interpreter ----------------------------------------------------------------
-
-_running: weakref.WeakSet[RayPool] = weakref.WeakSet()
-_EXIT_TIMEOUT_S = 2.0
-
-
-@functools.cache
-def _register_exit() -> None:
-    import atexit
-
-    # Registered after Ray's own function, so that this one runs first.
-    atexit.register(_stop_all)
-
-
-def _stop_all() -> None:
-    for pool in list(_running):
-        pool.stop(_EXIT_TIMEOUT_S)
