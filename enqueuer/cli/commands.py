@@ -74,7 +74,7 @@ def add_demo(commands: Commands) -> None:
     add_backend(command, default="process")
     add_seed(
         command,
-        help="seed of everything random: the same seed and number of workers give the same result",
+        help="seed of everything random: the same seed gives the same result, with any workers",
         default=7,
     )
     command.set_defaults(run=_demo)

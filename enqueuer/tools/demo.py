@@ -1,9 +1,9 @@
 """The demo: workers read and augment handwritten digits, and a small network learns them.
 
-    PNG files ==> batches(shard) in each worker ==> GeneratorEnqueuer ==> training ==> accuracy
+    PNG files ==> FileBatches, in each worker ==> GeneratorEnqueuer ==> training ==> accuracy
 
-Then the same loop runs again without the enqueuer: the same generator function, shard by shard in
-the training process. Both runs see the same batches, so they must end with the same weights.
+Then the same loop runs again without the enqueuer: the same batches, made in the training process
+when they are needed. So both runs must end with the same weights.
 
 The data are the digits of scikit-learn: nothing is downloaded. scikit-learn, Pillow and tqdm are
 extras and imported where they are used.
@@ -11,11 +11,10 @@ extras and imported where they are used.
 
 import contextlib
 import functools
-import itertools
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -25,13 +24,13 @@ import numpy.typing as npt
 from threadpoolctl import threadpool_limits
 
 from enqueuer.common.extras import framework
+from enqueuer.datasets.files.batches import FileBatches
 from enqueuer.enqueuers.generator import GeneratorEnqueuer
 from enqueuer.monitoring.progress import bar
-from enqueuer.workers.shards import Shard
+from enqueuer.workers.shards import Shard, Task
 
 Floats: TypeAlias = npt.NDArray[np.float32]
-LabelledImage: TypeAlias = tuple[Path, int]
-Batch: TypeAlias = tuple[Floats, npt.NDArray[np.int64]]
+Batch: TypeAlias = tuple[npt.NDArray[Any], Any]
 
 # Pixels of an image file. The digits themselves have 8 x 8, too few to be work.
 _FILE_SIDE = 128
@@ -105,23 +104,21 @@ def run(
     ):
         images = write_digits(Path(folder), seed)
         held_out, train = images[:_HELD_OUT], images[_HELD_OUT:]
-        batches = functools.partial(augmented, train, batch_size)
-        shares = [len(train[index::workers]) for index in range(workers)]
-        steps = epochs * sum(-(-share // batch_size) for share in shares)
+        batches = FileBatches(train, augmented, batch_size, with_labels=True)
+        steps = epochs * -(-len(train) // batch_size)
         learn = functools.partial(_train, seed, steps, batch_size)
-        enqueuer = GeneratorEnqueuer(
-            batches, workers=workers, backend=backend, shards=workers, random_seed=seed
-        )
+        enqueuer = GeneratorEnqueuer(batches, workers=workers, backend=backend, random_seed=seed)
         network, enqueued = learn("with the enqueuer", _enqueued(enqueuer, epochs))
-        twin, serial = learn("without it      ", _serial(batches, workers, epochs, seed))
-        accuracy = network.score(*_batch(held_out, _pixels))
+        twin, serial = learn("without it      ", _serial(batches, epochs, seed))
+        (tested,) = FileBatches(held_out, plain, _HELD_OUT, with_labels=True)(Shard())
+        accuracy = network.score(*tested)
     if not all(map(np.array_equal, network.coefs_, twin.coefs_)):
         raise RuntimeError("the two trainings ended with different weights")
     return DemoResult(len(train), len(held_out), steps, accuracy, enqueued, serial)
 
 
-def write_digits(folder: Path, seed: int) -> list[LabelledImage]:
-    """Write every digit into `folder` as a PNG file; return them in random order."""
+def write_digits(folder: Path, seed: int) -> list[tuple[Path, int]]:
+    """Write every digit into `folder` as a PNG file; return paths and labels in random order."""
     from PIL import Image
     from sklearn.datasets import load_digits
 
@@ -136,40 +133,31 @@ def write_digits(folder: Path, seed: int) -> list[LabelledImage]:
     return [images[number] for number in np.random.default_rng(seed).permutation(len(images))]
 
 
-def augmented(images: Sequence[LabelledImage], batch_size: int, shard: Shard) -> Iterator[Batch]:
-    """Yield a shard's batches: the generator function of the demo."""
-    share = shard.split(images)
-    order = shard.rng.permutation(len(share))
-    for start in range(0, len(share), batch_size):
-        chosen = [share[number] for number in order[start : start + batch_size]]
-        yield _batch(chosen, functools.partial(_augmented_pixels, shard.rng))
-
-
-def _batch(images: Sequence[LabelledImage], read: Callable[[Any], Floats]) -> Batch:
+def plain(path: Path) -> Floats:
+    """Read an image, and shrink it to the input of the network."""
     from PIL import Image
 
-    rows = []
-    for path, _ in images:
-        with Image.open(path) as image:
-            rows.append(read(image))
-    return np.stack(rows), np.array([label for _, label in images])
+    with Image.open(path) as image:
+        return _pixels(image)
+
+
+def augmented(path: Path, task: Task) -> Floats:
+    """Read an image; rotate, shift and blur it, and add noise."""
+    from PIL import Image, ImageFilter
+
+    rng = task.rng
+    angle = rng.uniform(-_MAX_TURN, _MAX_TURN)
+    right, down = (int(shift) for shift in rng.integers(-_MAX_SHIFT, _MAX_SHIFT, 2, endpoint=True))
+    with Image.open(path) as image:
+        moved = image.rotate(angle, Image.Resampling.BICUBIC, translate=(right, down))
+    pixels = _pixels(moved.filter(ImageFilter.GaussianBlur(rng.uniform(0, 3))))
+    return pixels + np.float32(_NOISE) * rng.standard_normal(pixels.shape, dtype=np.float32)
 
 
 def _pixels(image: Any) -> Floats:
-    """Shrink an image to the input of the network: a row of values from -1 to 1."""
+    """Return a row of values from -1 to 1."""
     small = image.resize((_INPUT_SIDE, _INPUT_SIDE))
     return np.asarray(small, dtype=np.float32).ravel() / np.float32(127.5) - np.float32(1)
-
-
-def _augmented_pixels(rng: np.random.Generator, image: Any) -> Floats:
-    """Rotate, shift and blur an image, and add noise."""
-    from PIL import Image, ImageFilter
-
-    angle = rng.uniform(-_MAX_TURN, _MAX_TURN)
-    right, down = (int(shift) for shift in rng.integers(-_MAX_SHIFT, _MAX_SHIFT, 2, endpoint=True))
-    moved = image.rotate(angle, Image.Resampling.BICUBIC, translate=(right, down))
-    pixels = _pixels(moved.filter(ImageFilter.GaussianBlur(rng.uniform(0, 3))))
-    return pixels + np.float32(_NOISE) * rng.standard_normal(pixels.shape, dtype=np.float32)
 
 
 def _enqueued(enqueuer: GeneratorEnqueuer[Batch], epochs: int) -> Generator[Batch, None, None]:
@@ -179,15 +167,11 @@ def _enqueued(enqueuer: GeneratorEnqueuer[Batch], epochs: int) -> Generator[Batc
             yield from enqueuer
 
 
-def _serial(
-    batches: Callable[[Shard], Iterator[Batch]], count: int, epochs: int, seed: int
-) -> Generator[Batch, None, None]:
+def _serial(batches: FileBatches[Batch], epochs: int, seed: int) -> Generator[Batch, None, None]:
     """Yield the same batches in the same order, made in this process when they are needed."""
     for epoch in range(epochs):
-        shards = [batches(Shard(index, count, epoch, seed)) for index in range(count)]
-        # One batch of each shard in turn; those that have ended have None.
-        for turn in itertools.zip_longest(*shards):
-            yield from (batch for batch in turn if batch is not None)
+        # Batches of files do not depend on the number of shards.
+        yield from batches(Shard(0, 1, epoch, seed))
 
 
 def _train(
