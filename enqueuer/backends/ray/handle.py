@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import math
 import threading
 import traceback
 from collections import deque
@@ -39,6 +40,47 @@ _NEXT_STATE = {
 }
 
 
+# Nanoseconds of a call to an actor and back.
+_ROUND_TRIP_NS = 5_000_000
+# Nanoseconds; a task that takes longer is assigned alone.
+_SLOW_NS = 100_000_000
+_MOST_AHEAD = 64
+
+
+class Assigned:
+    """The tasks of an actor, and the pace at which it does them."""
+
+    def __init__(self) -> None:
+        # Numbers of its tasks, in the order in which it does them.
+        self.numbers: dict[int, None] = {}
+        self._pace_ns = 0.0
+        self._since = 0
+
+    def add(self, number: int) -> None:
+        """Add a task."""
+        if not self.numbers:
+            self._since = clock()
+        self.numbers[number] = None
+
+    def done(self, number: int) -> None:
+        """Remove a task that is done, and measure the time that it took."""
+        if number in self.numbers:
+            del self.numbers[number]
+            now = clock()
+            took, self._since = now - self._since, now
+            self._pace_ns = 0.8 * self._pace_ns + 0.2 * took if self._pace_ns else took
+
+    def lacks(self, at_once: int) -> int:
+        """Return the number of further tasks for an actor that runs so many at once."""
+        if not self._pace_ns:
+            wanted = 2
+        elif self._pace_ns > _SLOW_NS:
+            wanted = 1
+        else:
+            wanted = min(_MOST_AHEAD, 1 + math.ceil(_ROUND_TRIP_NS / self._pace_ns))
+        return at_once - 1 + wanted - len(self.numbers)
+
+
 @dataclass(eq=False)
 class Actor:
     """One actor; see `enqueuer.backends.pool.Worker`.
@@ -56,6 +98,7 @@ class Actor:
         began: Time of its start.
         thread: Thread that receives the packets of the actor.
         last_stats: The last statistics that the actor sent.
+        tasks: Its tasks.
     """
 
     index: int
@@ -73,6 +116,7 @@ class Actor:
     began: int = field(default_factory=clock)
     thread: threading.Thread | None = None
     last_stats: WorkerStats | None = None
+    tasks: Assigned = field(default_factory=Assigned)
 
     @property
     def is_receiving(self) -> bool:
