@@ -16,7 +16,7 @@ class ActorUnavailableError(Exception):
 
 def lost(error, state):
     """Return an actor that was in this state when its stream raised."""
-    actor = Actor(0, (0,), *[None] * 5)
+    actor = Actor(0, (0,), *[None] * 3)
     actor.state = state
     actor.lose(error, str(error))
     assert actor.state is WorkerState.DEAD

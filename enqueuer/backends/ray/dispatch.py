@@ -48,7 +48,7 @@ class ActorDispatch(Dispatch[Actor]):
     def assign(self, worker: Actor, number: int, packed: bytes) -> None:
         with self._lock:
             worker.tasks.add(number)
-            worker.send(worker, [], [(number, packed)])
+            worker.order(worker, "assign", [], [(number, packed)])
 
     def current(self, worker: Actor) -> Sequence[int]:
         with self._lock:
@@ -85,7 +85,7 @@ class ActorDispatch(Dispatch[Actor]):
             worker.tasks.add(ticket[0])
             given.setdefault(worker, []).append(ticket)
         for worker, tickets in given.items():
-            worker.send(worker, [], tickets)
+            worker.order(worker, "assign", [], tickets)
 
 
 def _can_work(worker: Actor) -> bool:

@@ -87,9 +87,7 @@ class Actor:
 
     Attributes:
         handle: Ray's handle of the actor.
-        grant: Method `grant` of the actor, with its options. It is called more often than others.
-        send: Function that sends the actor epochs and tickets.
-        ask_to_end: Function that asks the actor to end its loop.
+        order: Function that calls a method of the actor by its name.
         inbox: Messages that have arrived and were not taken.
         where: Process and node of the actor, for its name; empty until they are known.
         why: Cause of its death, in Ray's words.
@@ -104,9 +102,7 @@ class Actor:
     index: int
     shards: tuple[int, ...]
     handle: Any
-    grant: Any
-    send: Callable[[Actor, list[Epoch], list[tuple[int, bytes]]], None]
-    ask_to_end: Callable[[Actor], None]
+    order: Callable[..., None]
     inbox: RayInbox
     state: WorkerState = WorkerState.STARTING
     is_leaving: bool = False
@@ -126,12 +122,12 @@ class Actor:
 
     def begin(self, epoch: Epoch) -> None:
         """Send the actor an epoch of its shards."""
-        self.send(self, [epoch], [])
+        self.order(self, "assign", [epoch], [])
 
     def ask_to_exit(self) -> None:
         """Ask the actor to exit; another one does the rest of its work."""
         self.is_leaving = True
-        self.ask_to_end(self)
+        self.order(self, "close")
 
     def death(self) -> Death:
         """Return the cause of its death, with advice."""

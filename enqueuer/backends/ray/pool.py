@@ -46,7 +46,7 @@ from enqueuer.errors import EnqueuerWarning, StopWarning
 from enqueuer.monitoring import usage
 from enqueuer.monitoring.worker_stats import WorkerStats
 from enqueuer.workers import logs
-from enqueuer.workers.messages import Epoch, Failure
+from enqueuer.workers.messages import Failure
 from enqueuer.workers.remote import WorkerConfig
 from enqueuer.workers.tasks import TaskSource
 
@@ -129,10 +129,9 @@ class RayPool(WorkerPool[Actor]):
         )
         credit = self._credit(index)
         handle = self._class.remote(config, credit, self._payload)
-        grant = _order(handle.grant)
         inbox = RayInbox(self._lock, self._records, credit, functools.partial(self._grant, index))
-        actor = Actor(index, plan.shards, handle, grant, self._send, self._ask_to_end, inbox)
-        self._call(actor, handle.work.options(concurrency_group="work", num_returns=0))
+        actor = Actor(index, plan.shards, handle, self._order, inbox)
+        self._order(actor, "work", group="work")
         receiver = Receiver(self._session, actor, self._deliver, self._lose)
         # `lifecycle.forget` recognizes the thread by this class, and stops no backend in it.
         actor.thread = finalizers.WorkerThread(
@@ -192,14 +191,14 @@ class RayPool(WorkerPool[Actor]):
 
     # --- sending ---
 
-    def _send(self, actor: Actor, epochs: list[Epoch], tickets: list[tuple[int, bytes]]) -> None:
-        self._call(actor, _order(actor.handle.assign), epochs, tickets)
-
-    def _call(self, actor: Actor, method: Any, *args: Any) -> None:
-        """Call a method of an actor, with its options, that has no result."""
+    def _order(self, actor: Actor, method: str, *args: Any, group: str = "orders") -> None:
+        """Call a method of an actor that has no result, unless the actor has ended."""
+        if actor.state in HAS_ENDED:
+            return
         try:
             self._session.check()
-            method.remote(*args)
+            options = {"concurrency_group": group, "num_returns": 0}
+            getattr(actor.handle, method).options(**options).remote(*args)
         except Exception as error:
             # Ray was shut down.
             self._lose(actor, error)
@@ -214,12 +213,10 @@ class RayPool(WorkerPool[Actor]):
         if self._does_tasks or index >= len(self.workers):
             return
         actor = self.workers[index]
-        if actor.state in HAS_ENDED:
-            return
         credit = actor.inbox.due_credit(wanted)
         if credit is not None:
             # As plain numbers, which Ray does not pickle.
-            self._call(actor, actor.grant, *credit)
+            self._order(actor, "grant", *credit)
 
     # --- waiting ---
 
@@ -308,12 +305,7 @@ class RayPool(WorkerPool[Actor]):
             self._is_closed = True
             self.wake()
         for actor in list(self.workers):
-            self._ask_to_end(actor)
-
-    def _ask_to_end(self, actor: Actor) -> None:
-        """Ask an actor to end its loop."""
-        if actor.state not in HAS_ENDED:
-            self._call(actor, _order(actor.handle.close))
+            self._order(actor, "close")
 
     def _kill(self, actor: Actor) -> None:
         with contextlib.suppress(Exception):
@@ -354,11 +346,6 @@ class RayPool(WorkerPool[Actor]):
             if actor.is_receiving:
                 assert actor.thread is not None
                 actor.thread.join(max(0.0, deadline - time.monotonic()))
-
-
-def _order(method: Any) -> Any:
-    """Return a method without a result that the actor runs beside its loop."""
-    return method.options(concurrency_group="orders", num_returns=0)
 
 
 def _why_no_stack(actor: Actor, missing: str) -> str:
