@@ -14,7 +14,7 @@ import reading_cost
 import enqueuer
 
 # Of the whole package.
-MOST_CODE_LINES = 22_737
+MOST_CODE_LINES = 22_730
 MOST_FILES = 161
 MOST_FORWARDING_METHODS = 30
 

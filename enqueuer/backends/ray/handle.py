@@ -186,27 +186,21 @@ _SHORT_WAIT_S = 0.005
 _STREAMS = 2
 
 
+@dataclass(frozen=True)
 class Receiver:
     """Receives packets from one actor, in a thread of its own.
 
-    Args:
+    Attributes:
         session: Connection to Ray.
         actor: Actor that sends the packets.
         deliver: Function that is called with each packet.
         lose: Function that is called if the stream breaks.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        actor: Actor,
-        deliver: Callable[[Actor, list[Frame]], None],
-        lose: Callable[[Actor, BaseException], None],
-    ) -> None:
-        self._session = session
-        self._actor = actor
-        self._deliver = deliver
-        self._lose = lose
+    session: Session
+    actor: Actor
+    deliver: Callable[[Actor, list[Frame]], None]
+    lose: Callable[[Actor, BaseException], None]
 
     def run(self) -> None:
         """Deliver packets until the actor has sent its last frame or is dead."""
@@ -215,7 +209,7 @@ class Receiver:
             with contextlib.closing(asyncio.SelectorEventLoop()) as loop:
                 loop.run_until_complete(self._receive_until_shutdown())
         except BaseException as error:
-            self._lose(self._actor, error)
+            self.lose(self.actor, error)
             # The frames refer to the streams of a dead actor.
             traceback.clear_frames(error.__traceback__)
 
@@ -229,7 +223,7 @@ class Receiver:
         receiving = asyncio.ensure_future(self._receive())
         try:
             while not receiving.done():
-                self._session.check()
+                self.session.check()
                 await asyncio.wait((receiving,), timeout=_CHECK_S)
             receiving.result()
         finally:
@@ -237,35 +231,35 @@ class Receiver:
             await asyncio.gather(receiving, return_exceptions=True)
 
     async def _receive(self) -> None:
-        get, wait = unwrapped(self._session.ray.get), unwrapped(self._session.ray.wait)
+        get, wait = unwrapped(self.session.ray.get), unwrapped(self.session.ray.wait)
         streams = deque(self._stream() for _ in range(_STREAMS))
         while True:
             stream = streams[0]
-            self._session.check()
+            self.session.check()
             # A packet that comes soon costs less within Ray. In Python, Ray fetches it twice.
             if wait([stream], timeout=_SHORT_WAIT_S, fetch_local=False)[0]:
                 # After a shutdown, the next line would start another Ray.
-                self._session.check()
+                self.session.check()
                 ref = next(stream, None)
             else:
                 ref = await anext(stream, None)
                 # Otherwise the event loop would keep the packet that Ray has fetched.
                 await asyncio.sleep(0)
-                self._session.check()
+                self.session.check()
             if ref is None:
                 streams.popleft()
                 streams.append(self._stream())
                 continue
-            self._deliver(self._actor, get(ref))
+            self.deliver(self.actor, get(ref))
             # Otherwise Ray would keep the packet until the next one comes.
             del ref
             # Frames may follow the last one, as the user's threads may still log.
-            if self._actor.state is WorkerState.ENDED:
+            if self.actor.state is WorkerState.ENDED:
                 return
 
     def _stream(self) -> Any:
-        self._session.check()
-        method = self._actor.handle.packets.options(
+        self.session.check()
+        method = self.actor.handle.packets.options(
             concurrency_group="packets", num_returns="streaming"
         )
         return method.remote()

@@ -154,9 +154,9 @@ class RayPool(WorkerPool[Actor]):
 
     def _deliver(self, actor: Actor, frames: list[Frame]) -> None:
         """Put the messages of a packet into the inbox; wake the loop once for all of them."""
-        for frame in frames:
-            if isinstance(frame, Ready):
-                actor.where = f", process {frame.pid} on {frame.node}"
+        first = frames[0]
+        if isinstance(first, Ready):
+            actor.where = f", process {first.pid} on {first.node}"
         messages, sizes = unpack(frames, str(actor), self._job.ray.writable)
         with self._lock:
             for frame in frames:
@@ -172,8 +172,7 @@ class RayPool(WorkerPool[Actor]):
                     case logging.LogRecord():
                         self._records.append(frame)
             if self._does_tasks:
-                is_result = (not isinstance(m, Failure) or not m.skipped for m in messages)
-                done = [m.number for m, is_one in zip(messages, is_result, strict=True) if is_one]
+                done = [m.number for m in messages if not (isinstance(m, Failure) and m.skipped)]
                 self.dispatch.done_locked(actor, done)
             actor.inbox.put_locked(messages, sizes)
             self.wake()
