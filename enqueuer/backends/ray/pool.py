@@ -37,8 +37,7 @@ from enqueuer.backends.ray.channel import (
     Ready,
     TotalCredit,
 )
-from enqueuer.backends.ray.dispatch import ActorDispatch
-from enqueuer.backends.ray.handle import Actor, Receiver, unpack
+from enqueuer.backends.ray.handle import Actor, ActorDispatch, Receiver, unpack
 from enqueuer.backends.ray.session import Gone, Session, unwrapped
 from enqueuer.backends.stall import level_of_user
 from enqueuer.common import finalizers, interrupts
