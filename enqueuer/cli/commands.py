@@ -32,7 +32,6 @@ from enqueuer.common.text import pluralize, printable
 from enqueuer.errors import DataFileError
 from enqueuer.monitoring import usage
 from enqueuer.tools import bench, demo
-from enqueuer.tools.bench_report import Report
 from enqueuer.tools.trace_report import in_lines, numbers_of, page, read
 
 _REPORT_EXAMPLES = """\
@@ -194,7 +193,7 @@ def _bench(options: argparse.Namespace) -> int:
         wait_limit_s=options.wait_limit,
         announce=lambda name: _show(options, f"measuring {name} ..."),
     )
-    known: Report | None = None
+    known: bench.Report | None = None
     try:
         for report in reports:
             known = report

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from enqueuer.tools.bench import ladder
-from enqueuer.tools.bench_report import Measurement, Report
+from enqueuer.tools.bench import Measurement, Report, ladder
 
 
 def one(backend, workers, rate, **more):
