@@ -14,8 +14,8 @@ import reading_cost
 import enqueuer
 
 # Of the whole package.
-MOST_CODE_LINES = 22_714
-MOST_FILES = 159
+MOST_CODE_LINES = 22_705
+MOST_FILES = 158
 MOST_FORWARDING_METHODS = 30
 
 MOST_LINES = 750

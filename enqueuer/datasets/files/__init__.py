@@ -1,9 +1,8 @@
 """Lists of files -> batches: found or read, shuffled, split over shards, loaded, stacked."""
 
-from enqueuer.datasets.files.audio import load_audio
 from enqueuer.datasets.files.batches import FileBatches
-from enqueuer.datasets.files.images import load_image, random_crop
-from enqueuer.datasets.files.lists import FileEntry, find_files, load_array, read_list
+from enqueuer.datasets.files.lists import FileEntry, find_files, read_list
+from enqueuer.datasets.files.loaders import load_array, load_audio, load_image, random_crop
 
 __all__ = [
     "FileBatches",

@@ -1,4 +1,4 @@
-"""Lists of files, found by patterns or read from a text file; and loading files of numpy."""
+"""Lists of files, found by patterns or read from a text file."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
-
-import numpy as np
 
 Path = str | os.PathLike[str]
 
@@ -173,18 +171,3 @@ def _label(make: Callable[[str], Any], text: str | None, where: str) -> Any:
         return make(text)
     except ValueError as error:
         raise ValueError(f"{where}: the label {text!r} is wrong: {error}") from error
-
-
-def load_array(path: Path) -> Any:
-    """Return the array of an `.npy` file, or a dict of the arrays of an `.npz` file.
-
-    Raises:
-        ValueError: The file is of another kind, or has pickled objects, which are never loaded.
-    """
-    # numpy would leave a broken file open.
-    with open(path, "rb") as file:
-        loaded = np.load(file, allow_pickle=False)
-        if isinstance(loaded, np.ndarray):
-            return loaded
-        with loaded:
-            return {name: loaded[name] for name in loaded.files}
