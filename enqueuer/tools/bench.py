@@ -15,7 +15,7 @@ import itertools
 import math
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 from enqueuer.common.sizes import size_of
@@ -35,7 +35,7 @@ _FEWEST_MOST = 16
 _LONGEST_ERROR = 200
 
 # Twice the workers are worth it if they are this many times as fast.
-HELPS = 1.15
+_HELPS = 1.15
 # The best choice is the one with the fewest workers among those that reach this share of the
 # fastest rate.
 _AS_GOOD = 0.95
@@ -45,7 +45,7 @@ _MUCH_CPU_WAIT = 0.3
 _FREE_CPUS = 0.6
 _HEAD = ("", "batches/s", "bytes/s", "a batch", "first", "waiting", "CPUs", "memory", "shared")
 # Default max_queue_size of GeneratorEnqueuer.
-DEFAULT_QUEUE = 10
+_DEFAULT_QUEUE = 10
 
 clock = time.perf_counter
 
@@ -179,13 +179,13 @@ def bench(
         fastest = 0.0
         for workers in ladder(report.max_workers):
             # One batch of each worker can wait, and one more of each.
-            setting = Measurement(backend, workers, max(DEFAULT_QUEUE, 2 * workers))
+            setting = Measurement(backend, workers, max(_DEFAULT_QUEUE, 2 * workers))
             announce(setting.name)
             found = measure_enqueued(source, setting, loop, wait_limit_s)
             report = dataclasses.replace(report, measured=(*report.measured, found))
             yield report
             loop_limits = report.step_s and found.waiting_share < HARDLY_WAITS
-            if found.failed or loop_limits or found.batches_per_s < HELPS * fastest:
+            if found.failed or loop_limits or found.batches_per_s < _HELPS * fastest:
                 break
             fastest = max(fastest, found.batches_per_s)
 
@@ -221,7 +221,7 @@ def gil_share(source: Any, seconds: float, wait_limit_s: float) -> float | None:
         Unmeasurable: The source yields nothing, or no batch in time.
     """
     try:
-        with _running(source, Measurement("thread", 1, DEFAULT_QUEUE), wait_limit_s) as enqueuer:
+        with _running(source, Measurement("thread", 1, _DEFAULT_QUEUE), wait_limit_s) as enqueuer:
             batches = epochs(itertools.repeat(enqueuer))
             # What is done once, before it, does not count.
             next(batches, None)
@@ -236,16 +236,13 @@ def gil_share(source: Any, seconds: float, wait_limit_s: float) -> float | None:
 def measure_plain(source: FunctionSource, loop: Loop) -> Measurement:
     """Measure a source in a plain loop; raise Unmeasurable if it yields nothing."""
     cpu_s: list[float] = []
-    with contextlib.closing(_plain(source)) as batches:
+    seed = fresh_seed()
+    # One epoch after the other, as an enqueuer runs them.
+    each = (_made(source, Shard(0, 1, number, seed)) for number in itertools.count())
+    with contextlib.closing(epochs(each)) as batches:
         numbers = loop.take(batches, 1, note=lambda: cpu_s.append(time.process_time()))
     used = ratio(cpu_s[1] - cpu_s[0], numbers["seconds"])
     return Measurement("none", 0, 0, cpus_used=used, **numbers)
-
-
-def _plain(source: FunctionSource) -> Generator[Any, None, None]:
-    """Yield the batches of one epoch after the other, as an enqueuer does."""
-    seed = fresh_seed()
-    return epochs(_made(source, Shard(0, 1, number, seed)) for number in itertools.count())
 
 
 def _made(source: FunctionSource, shard: Shard) -> Iterator[Any]:
@@ -411,7 +408,7 @@ class Report:
         if best is None:
             return None
         options = [f"workers={best.workers}", f'backend="{best.backend}"']
-        if best.max_queue_size != DEFAULT_QUEUE:
+        if best.max_queue_size != _DEFAULT_QUEUE:
             options.append(f"max_queue_size={best.max_queue_size}")
         return f"GeneratorEnqueuer({self.name}, {', '.join(options)})"
 
