@@ -30,7 +30,7 @@ from enqueuer.errors import Closed, DataFileError
 from enqueuer.monitoring.progress import Progress, bar
 from enqueuer.workers import sources
 from enqueuer.workers.shards import Shard
-from enqueuer.workers.sources import FunctionSource, LiveSource, Source, as_source
+from enqueuer.workers.sources import FunctionSource, LiveSource, Source, as_source, close
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,7 @@ class PackingJob:
         with contextlib.ExitStack() as stack:
             file = stack.enter_context(whole(path, Path(self.folder)))
             items: Any = iter(self.source.open(shard))
-            if hasattr(items, "close"):
-                stack.callback(items.close)
+            stack.callback(close, items)
             writer = Writer(file, self.format, str(path))
             for rows in writer.write(item for item in items if item is not None):
                 self._check(writer.kinds)
