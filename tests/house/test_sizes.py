@@ -14,7 +14,7 @@ import reading_cost
 import enqueuer
 
 # Of the whole package.
-MOST_CODE_LINES = 22_703
+MOST_CODE_LINES = 22_699
 MOST_FILES = 158
 MOST_FORWARDING_METHODS = 30
 

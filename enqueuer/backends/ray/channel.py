@@ -295,18 +295,16 @@ class RayInbox(DequeInbox):
         lock: Lock of the pool.
         records: Log records of all workers, which the loop delivers.
         credit: Credit that the actor begins with; that many items and bytes may wait here.
-        grant: Function that is called when the loop has consumed the items that it took.
 
     Attributes:
         needs_credit: Whether the actor has an item and no credit to send it.
+        grant: Function that is called when the loop has consumed the items that it took.
     """
 
+    grant: Callable[[], None]
+
     def __init__(
-        self,
-        lock: threading.RLock,
-        records: deque[logging.LogRecord],
-        credit: TotalCredit,
-        grant: Callable[[], None],
+        self, lock: threading.RLock, records: deque[logging.LogRecord], credit: TotalCredit
     ) -> None:
         super().__init__()
         self.needs_credit = False
@@ -316,7 +314,6 @@ class RayInbox(DequeInbox):
         # The last grant, and its time.
         self._credit = credit
         self._granted = clock()
-        self._grant = grant
         # Numbers of items that have arrived, and of those that could be loaded; bytes of these.
         self._received = self._put = self._put_bytes = 0
         # Both numbers after each item that the loop has not consumed.
@@ -355,7 +352,7 @@ class RayInbox(DequeInbox):
                 self._acknowledged_bytes = self._totals[0][1]
                 del self._totals[0]
             self._acknowledged = taken
-        self._grant()
+        self.grant()
 
     def due_credit(self, wanted: bool) -> TotalCredit | None:
         """Return the credit to grant now; None if it is not worth a call.

@@ -128,8 +128,9 @@ class RayPool(WorkerPool[Actor]):
         )
         credit = self._credit(index)
         handle = self._class.remote(config, credit, self._payload)
-        inbox = RayInbox(self._lock, self._records, credit, functools.partial(self._grant, index))
+        inbox = RayInbox(self._lock, self._records, credit)
         actor = Actor(index, plan.shards, handle, self._order, inbox)
+        inbox.grant = functools.partial(self._grant, actor)
         self._order(actor, "work", group="work")
         receiver = Receiver(self._session, actor, self._deliver, self._lose)
         # `lifecycle.forget` recognizes the thread by this class, and stops no backend in it.
@@ -201,16 +202,16 @@ class RayPool(WorkerPool[Actor]):
             # Ray was shut down.
             self._lose(actor, error)
 
-    def _grant(self, index: int, wanted: bool = False) -> None:
+    def _grant(self, actor: Actor, wanted: bool = False) -> None:
         """Grant an actor more credit, if that is worth a call.
 
         Args:
-            index: Index of the actor, if it runs shards.
+            actor: The actor.
             wanted: Whether the loop waits for its next item.
         """
-        if self._does_tasks or index >= len(self.workers):
+        # Tickets need no credit.
+        if self._does_tasks:
             return
-        actor = self.workers[index]
         credit = actor.inbox.due_credit(wanted)
         if credit is not None:
             # As plain numbers, which Ray does not pickle.
@@ -229,15 +230,15 @@ class RayPool(WorkerPool[Actor]):
     def _request(self, awaited: Actor | None) -> None:
         """Grant credit for the item for which the loop is about to wait."""
         if awaited is not None:
-            self._grant(awaited.index, wanted=True)
+            self._grant(awaited, wanted=True)
             return
         count = len(self.workers)
         for index in range(self._last_granted + 1, self._last_granted + 1 + count):
-            inbox = self.workers[index % count].inbox
-            if inbox.needs_credit:
-                inbox.needs_credit = False
+            actor = self.workers[index % count]
+            if actor.inbox.needs_credit:
+                actor.inbox.needs_credit = False
                 self._last_granted = index % count
-                self._grant(index % count, wanted=True)
+                self._grant(actor, wanted=True)
                 return
 
     # --- observing the workers ---
