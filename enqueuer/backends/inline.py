@@ -37,6 +37,7 @@ from enqueuer.monitoring.meters import BYTES, WAITING, Meter, clock
 from enqueuer.monitoring.trace_file import TraceTarget
 from enqueuer.monitoring.usage import Usage
 from enqueuer.monitoring.worker_stats import WorkerStats, worker_stats
+from enqueuer.workers.event_loop import check_awaited
 from enqueuer.workers.loop import turns
 from enqueuer.workers.messages import Empty, End, Epoch, Failure, Ticket
 from enqueuer.workers.plan import Plan
@@ -155,6 +156,7 @@ class InlineWorker:
 
     def send_item(self, shard: int, number: int, value: object, state: Any = None) -> None:
         self.check()
+        check_awaited(value)
         self.meter.words[BYTES] += size_of(value, SAMPLED)
         # It may be the iterator's own state, which changes.
         state = copy.deepcopy(state)

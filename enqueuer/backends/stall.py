@@ -23,7 +23,7 @@ from enqueuer.backends.pool import Stack, WorkerSnapshot
 from enqueuer.backends.shard_schedule import Order
 from enqueuer.common.text import pluralize
 from enqueuer.errors import BatchTimeout, StallWarning
-from enqueuer.workers.element_threads import ThreadSnapshot
+from enqueuer.workers.event_loop import ThreadSnapshot
 
 # Eleven days, which every way of waiting accepts.
 _FOREVER_S = 1e6
@@ -236,21 +236,23 @@ def _line(worker: WorkerSnapshot) -> str:
     shards = ", ".join(map(str, worker.shards))
     of = f", shard{'' if len(worker.shards) == 1 else 's'} {shards}," if shards else ""
     if worker.threads:
+        kind = "shard" if worker.shards else "thread"
         return "\n".join(
-            [f"{worker.name}, {pluralize(len(worker.threads), 'thread')}", *_threads(worker)]
+            [f"{worker.name}, {pluralize(len(worker.threads), kind)}", *_threads(worker)]
         )
     does = worker.why if worker.stack is None else _what_it_does(worker.stack)
     return f"{worker.name}{of} {does}"
 
 
 def _threads(worker: WorkerSnapshot) -> Iterator[str]:
-    """Yield what the threads of a worker do; those at the same place share a text."""
+    """Yield what threads of a worker do, or its shards; those at the same place share a text."""
     places: dict[str, list[int]] = {}
     for thread in worker.threads:
         places.setdefault(_what_it_does(thread.stack), []).extend(thread.indices)
     for does, indices in places.items():
-        elements = ", ".join(map(str, sorted(indices)))
-        yield f"element{'' if len(indices) == 1 else 's'} {elements} {does}"
+        numbers = ", ".join(map(str, sorted(indices)))
+        kind = "shard" if worker.shards else "element"
+        yield f"{kind}{'' if len(indices) == 1 else 's'} {numbers} {does}"
 
 
 def _what_it_does(stack: Stack) -> str:

@@ -21,7 +21,7 @@ from enqueuer.workers.messages import Failure, Reported, Ticket
 from enqueuer.workers.plan import OnError
 from enqueuer.workers.seeding import borrowed_globals
 from enqueuer.workers.shards import Seeded, Shard, Task
-from enqueuer.workers.sources import LiveSource, Source, iterate
+from enqueuer.workers.sources import LiveSource, Source, close, iterate
 from enqueuer.workers.tasks import FETCH, TaskSource
 
 ATTRIBUTE = "enqueuer_origin"
@@ -163,14 +163,17 @@ def item_of(source: Source, make_shard: Callable[[], Shard], number: int, seed: 
     shard = make_shard()
     with _globals_of(shard, seed):
         items, _ = iterate(source.open(shard))
-        for at in range(number + 1):
-            try:
-                item = next(items)
-            except StopIteration:
-                raise StateMismatch(
-                    f"shard {shard.index} ended after {at} items this time, so there is no item "
-                    f"{number}: its generator does not repeat itself"
-                ) from None
+        try:
+            for at in range(number + 1):
+                try:
+                    item = next(items)
+                except StopIteration:
+                    raise StateMismatch(
+                        f"shard {shard.index} ended after {at} items this time, so there is no "
+                        f"item {number}: its generator does not repeat itself"
+                    ) from None
+        finally:
+            close(items)
     return item
 
 

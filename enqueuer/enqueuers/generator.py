@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterable, Callable, Iterable
 from typing import Any, overload
 
 from enqueuer.common import checks
@@ -14,8 +14,14 @@ from enqueuer.enqueuers.workload import Seed
 from enqueuer.workers.shards import Shard
 from enqueuer.workers.sources import Samples, as_source
 
-GeneratorLike = Callable[[Shard], Iterable[Batch]] | Callable[[], Iterable[Batch]] | Iterable[Batch]
-"""A generator function, or an iterable of batches."""
+GeneratorLike = (
+    Callable[[Shard], Iterable[Batch]]
+    | Callable[[], Iterable[Batch]]
+    | Callable[[Shard], AsyncIterable[Batch]]
+    | Callable[[], AsyncIterable[Batch]]
+    | Iterable[Batch]
+)
+"""A generator function, also an async one, or an iterable of batches."""
 
 
 class GeneratorOptions(EnqueuerOptions, total=False):
@@ -38,9 +44,10 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
     Args:
         generator: Generator function that takes no argument, or the `Shard`; the worker calls it
             once per shard and epoch. If it also has a parameter `first_item=0`, it can begin with
-            any item, and none is made again to resume, for a restart or for other workers. Or a
-            running iterator, which one thread reads, and of which each forked process continues
-            with its own copy.
+            any item, and none is made again to resume, for a restart or for other workers. If it
+            is async, the shards of a worker run side by side on one event loop. Or a running
+            iterator, which one thread reads, and of which each forked process continues with
+            its own copy.
         use_multiprocessing: Keras' name for `backend="process"`.
         wait_time: Accepted for compatibility with Keras, without effect: nothing polls.
         random_seed: Non-negative int, from which the seeds of all shards derive. None, the
@@ -85,6 +92,8 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
         self,
         generator: Callable[[Shard], Iterable[Batch]]
         | Callable[[], Iterable[Batch]]
+        | Callable[[Shard], AsyncIterable[Batch]]
+        | Callable[[], AsyncIterable[Batch]]
         | Iterable[Batch],
         use_multiprocessing: bool = False,
         wait_time: float | None = None,

@@ -5,11 +5,13 @@ find_culprit("item", {"x": [lock]}) -> ("item['x'][0]", lock)
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from types import FunctionType
 
 from enqueuer.common.text import an
 from enqueuer.common.trees import attributes_of, members_of
+from enqueuer.workers.event_loop import NOT_AWAITED
 
 # Steps into a nest; a message that names more of them is too long to help.
 _DEEPEST_CULPRIT = 100
@@ -18,6 +20,10 @@ _DEEPEST_CULPRIT = 100
 def describe_culprit(value: object, error: BaseException) -> str:
     """Return a sentence that says which part of an item cannot be pickled, and why."""
     path, part = find_culprit("item", value)
+    if inspect.iscoroutine(part):
+        # Otherwise Python warns of it.
+        part.close()
+        return f"{path} is {NOT_AWAITED}"
     return (
         f"{path} is {an(name_of(type(part)))}, which cannot be sent between processes ({error}); "
         "yield arrays and plain data, or use backend='thread', which pickles nothing"

@@ -24,6 +24,7 @@ from enqueuer.transport import task_queue
 from enqueuer.transport.protocol import Kind
 from enqueuer.transport.sender import ItemSender
 from enqueuer.workers.element_threads import ElementThreads
+from enqueuer.workers.event_loop import ThreadSnapshot
 from enqueuer.workers.messages import Empty, End, Failure, Sender, Ticket
 
 
@@ -33,14 +34,14 @@ class SharedSender:
     Args:
         sender: Sender of the worker.
         task_socket: Socket from which it takes tickets.
-        on_share: Function that is called with the threads.
+        on_share: Function that is called with one that returns where the threads are.
     """
 
     def __init__(
         self,
         sender: ItemSender,
         task_socket: socket.socket,
-        on_share: Callable[[ElementThreads], None],
+        on_share: Callable[[Callable[[], list[ThreadSnapshot]]], None],
     ) -> None:
         self.meter = sender.meter
         self._sender = sender
@@ -68,7 +69,7 @@ class SharedSender:
 
     def share(self, threads: ElementThreads) -> Sender:
         """Return this object, which any thread may call."""
-        self._on_share(threads)
+        self._on_share(threads.snapshots)
         threads.on_error = self._fail
         return self
 

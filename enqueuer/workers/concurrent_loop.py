@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from enqueuer.workers import loop, task_loop
-from enqueuer.workers.element_threads import ElementThreads, EventLoop, ThreadJob
+from enqueuer.workers.element_threads import ElementThreads, ThreadJob
+from enqueuer.workers.event_loop import EventLoop
 from enqueuer.workers.messages import Empty, End, Failure, Sender, Ticket, Tickets
 from enqueuer.workers.plan import OnError, Plan, serve_failure
 from enqueuer.workers.shards import Task, do_nothing

@@ -9,7 +9,7 @@ a short job. So if it comes late, and jobs are short, each thread's next job wai
 The worker is busy by as much as its threads are, on average. So its meter counts a wait of one
 thread of n as the n-th part of a wait of the worker.
 
-Coroutines of an async function run on one event loop of the worker, in a further thread; each of
+Coroutines of an async function run on the event loop of the worker, in a further thread; each of
 these threads waits for one of them. So all else is as for plain functions. There are twice as many
 threads: when a coroutine ends, the loop goes on with the next one at once, while the thread that
 waited for it gets the GIL and takes another job.
@@ -22,18 +22,15 @@ import operator
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 from enqueuer.common.finalizers import WorkerThread
 from enqueuer.errors import Closed
 from enqueuer.monitoring.meters import WAITING, Meter, clock
+from enqueuer.workers.event_loop import LOOK_S, EventLoop, ThreadSnapshot, set_loop
 from enqueuer.workers.messages import Ticket
-
-if TYPE_CHECKING:
-    from asyncio import AbstractEventLoop
 
 _log = logging.getLogger("enqueuer")
 
@@ -42,8 +39,6 @@ MOST_THREADS = 1024
 # Coroutines of an async function that run at once, if the user gave no number. If each waits for
 # 50 ms and computes for 3 ms, so many keep a CPU busy.
 ASYNC_CONCURRENCY = 16
-# Seconds between two looks whether the consumer left, while all coroutines of a worker wait.
-_LOOK_S = 0.1
 # Nanoseconds. Behind a job that takes longer, no ticket is taken ahead that a thread of another
 # worker might do at once.
 SHORT_NS = 500_000_000
@@ -53,139 +48,6 @@ LATE_NS = 5_000_000
 # Nanoseconds after that for which it is taken to be late, as it comes in time now and then by
 # chance.
 LATE_FOR_NS = 1_000_000_000
-
-
-class EventLoop:
-    """An asyncio event loop in a thread of its own, on which other threads wait for coroutines.
-
-    Args:
-        name: Name of the thread.
-        count: Number of coroutines that run at once; others wait for their turn.
-
-    Attributes:
-        thread: The thread.
-
-    Raises:
-        OSError: The system has no descriptors for the loop.
-        RuntimeError: It has no room for the thread.
-
-    Example:
-        >>> import asyncio
-        >>> loop = EventLoop("loop", 2)
-        >>> loop.result(asyncio.sleep(0, "done"))
-        'done'
-        >>> loop.close()
-    """
-
-    def __init__(self, name: str, count: int) -> None:
-        # Its import takes longer than to fork a worker.
-        import asyncio
-
-        self._asyncio = asyncio
-        self._loop = asyncio.new_event_loop()
-        self._turns = asyncio.Semaphore(count)
-        # The coroutine that each thread waits for.
-        self._awaited: dict[int, Coroutine[Any, Any, Any]] = {}
-        self._is_cancelled = False
-        self.thread = WorkerThread(target=self._loop.run_forever, name=name, daemon=True)
-        try:
-            self.thread.start()
-        except RuntimeError:
-            self._loop.close()
-            raise
-
-    def result(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Run a coroutine on the loop, and return its result, or raise its exception."""
-        ident = threading.get_ident()
-        self._awaited[ident] = coroutine
-        try:
-            run = self._asyncio.run_coroutine_threadsafe
-            value, error = run(self._in_turn(coroutine), self._loop).result()
-        finally:
-            del self._awaited[ident]
-            # It has not begun if it was cancelled before its turn.
-            coroutine.close()
-        if error is not None:
-            raise error
-        return value
-
-    async def _in_turn(
-        self, coroutine: Coroutine[Any, Any, Any]
-    ) -> tuple[Any, BaseException | None]:
-        try:
-            async with self._turns:
-                return await coroutine, None
-        except BaseException as error:
-            if self._is_cancelled:
-                raise
-            # asyncio would raise some out of the loop, which would end all other coroutines, and
-            # would drop the message and the traceback of a CancelledError.
-            return None, error
-
-    def stack_of(self, ident: int) -> list[traceback.FrameSummary]:
-        """Return where the coroutine is that a thread waits for; [] if it waits for none."""
-        frames: list[tuple[FrameType, int]] = []
-        awaited: Any = self._awaited.get(ident)
-        # What a coroutine awaits is a coroutine, or at last an object without a frame.
-        while (frame := getattr(awaited, "cr_frame", None)) is not None:
-            frames.append((frame, frame.f_lineno))
-            awaited = awaited.cr_await
-        return list(traceback.StackSummary.extract(iter(frames)))
-
-    def cancel(self) -> None:
-        """Cancel what runs, and wait until it has ended."""
-        self._is_cancelled = True
-        self._asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop).result()
-
-    def close(self) -> None:
-        """Cancel what runs, and end the thread."""
-        self.cancel()
-        self._asyncio.run_coroutine_threadsafe(_shut_down(self._loop), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self.thread.join()
-        self._loop.close()
-
-    async def _cancel_all(self) -> None:
-        tasks = self._asyncio.all_tasks() - {self._asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await self._asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _shut_down(loop: AbstractEventLoop) -> None:
-    """End what coroutines have left: asynchronous generators, and threads for blocking calls."""
-    await loop.shutdown_asyncgens()
-    await loop.shutdown_default_executor()
-
-
-class _OfThread(threading.local):
-    """The event loop of the worker that a thread belongs to; coroutines do not inherit it."""
-
-    loop: EventLoop | None = None
-
-
-_own = _OfThread()
-
-
-def result_of(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Run a coroutine on the event loop of this worker, or on one of its own if there is none."""
-    if _own.loop is not None:
-        return _own.loop.result(coroutine)
-    import asyncio
-
-    if asyncio._get_running_loop() is not None:
-        # As in a notebook: a thread can run one loop at a time.
-        other = EventLoop("enqueuer-loop", 1)
-        try:
-            return other.result(coroutine)
-        finally:
-            other.close()
-    loop = asyncio.new_event_loop()
-    try:
-        return loop.run_until_complete(coroutine)
-    finally:
-        loop.run_until_complete(_shut_down(loop))
-        loop.close()
 
 
 class ThreadJob(NamedTuple):
@@ -202,13 +64,6 @@ class ThreadJob(NamedTuple):
     indices: tuple[int, ...]
     run: Callable[[], None]
     is_work: bool = True
-
-
-class ThreadSnapshot(NamedTuple):
-    """The elements that a thread works on, and its Python stack, the outermost frame first."""
-
-    indices: tuple[int, ...]
-    stack: list[traceback.FrameSummary]
 
 
 class ElementThreads:
@@ -300,7 +155,7 @@ class ElementThreads:
                 self.is_awaited = True
                 if self.loop is None:
                     self._changed.wait()
-                elif not self._changed.wait(_LOOK_S):
+                elif not self._changed.wait(LOOK_S):
                     # Coroutines may wait for long, and are cancelled then.
                     self._check()
                 now = clock()
@@ -349,7 +204,7 @@ class ElementThreads:
 
     def _run(self) -> None:
         ident = threading.get_ident()
-        _own.loop = self.loop
+        set_loop(self.loop)
         while (job := self._jobs.get()) is not None:
             began = clock()
             with self._changed:

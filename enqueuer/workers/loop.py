@@ -4,12 +4,15 @@
     turns: one item of each shard in turn, until all have ended or one has failed
     ShardStream: open(shard) -> replay, unsent -> advance(): the next item -> ... -> close()
 
+Async generators of all shards are opened before the first turn, and then run side by side.
+
 The items leave in the order in which an ordered consumer reads them. This file knows no
 backend: the sender is a thread's buffer, a process's channel or, in a test, a list.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -17,14 +20,16 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 from enqueuer.errors import Closed, StateMismatch
 from enqueuer.workers.bunch import Bunch
+from enqueuer.workers.event_loop import EventLoop, shard_loop
 from enqueuer.workers.messages import End, Failure, Orders, Reported, Sender, Start
-from enqueuer.workers.plan import OnError, Plan, may_skip, skip_or_end
+from enqueuer.workers.plan import OnError, Plan, may_skip, serve_failure, skip_or_end
 from enqueuer.workers.shards import Shard, collect_reports, do_nothing
-from enqueuer.workers.sources import LiveSource, Source, close, iterate
+from enqueuer.workers.sources import FunctionSource, LiveSource, Source, close, iterate
 from enqueuer.workers.task_loop import send_replacement
 from enqueuer.workers.tasks import TaskSource
 
@@ -43,9 +48,17 @@ def serve(
         enter: Function that is called with a shard before its code runs; it exchanges the global
             random states.
     """
-    assert not isinstance(plan.source, TaskSource)
+    source = plan.source
+    assert not isinstance(source, TaskSource)
     enter = enter or do_nothing
-    try:
+    with ExitStack() as stack:
+        if isinstance(source, FunctionSource) and source.is_async:
+            try:
+                source = replace(source, loop=stack.enter_context(shard_loop(sender.check)))
+            except (RuntimeError, OSError) as error:
+                serve_failure(error, plan.shards, orders, sender)
+                return
+        stack.enter_context(contextlib.suppress(Closed))
         last = -1
         while (epoch := orders.next_epoch()) is not None:
             # An order comes twice if an exception interrupts the consumer while it sends it.
@@ -54,10 +67,8 @@ def serve(
             last = epoch.number
             # There is no pause between turns.
             starts, first = plan.of(epoch), epoch.turns
-            made = turns(plan.source, starts, sender, enter, plan.on_error, first=first)
+            made = turns(source, starts, sender, enter, plan.on_error, first=first)
             deque(made, maxlen=0)
-    except Closed:
-        pass
 
 
 def turns(
@@ -90,6 +101,9 @@ def turns(
     with ExitStack() as stack:
         for stream in streams:
             stack.callback(stream.close)
+        if source.loop is not None and streams:
+            _begin_all(streams, source.loop, enter, stack)
+            enter = do_nothing
         while streams:
             is_arranged = is_arranged or _arrange(streams, turns_left)
             stream = streams[0]
@@ -134,6 +148,21 @@ def _arrange(streams: deque[ShardStream], turns_left: list[int]) -> bool:
     return not turns_left
 
 
+def _begin_all(
+    streams: Sequence[ShardStream],
+    loop: EventLoop,
+    enter: Callable[[Shard], None],
+    stack: ExitStack,
+) -> None:
+    """Let the async generators of all shards run, and end them all at once."""
+    # They share the global generators.
+    enter(streams[0].shard)
+    # Before they are closed one by one.
+    stack.callback(lambda: loop.end(loop.items))
+    for stream in streams:
+        stream.begin()
+
+
 def _send_failure(
     stream: ShardStream, error: BaseException, sender: Sender, on_error: OnError
 ) -> tuple[bool, bool]:
@@ -142,6 +171,9 @@ def _send_failure(
     Returns:
         Whether the error is skipped, and whether there was a replacement.
     """
+    if isinstance(error, Closed):
+        # Raises ours, which a wait for an async generator has raised.
+        sender.check()
     if stream.is_behind and may_skip(error, on_error):
         # A replay: the loop has had the reports, the failure and the replacement.
         return True, False
@@ -170,6 +202,8 @@ class ShardStream:
         self.state_at_end: Any = None
         self._source = source
         self._start = start
+        # The iterator once it is open, and from its first turn on.
+        self._opened: Iterator[Any] | None = None
         self._items: Iterator[Any] | None = None
         self._stateful: Any = None
         self._reports = collect_reports(shard)
@@ -182,6 +216,11 @@ class ShardStream:
     def is_behind(self) -> bool:
         """Whether the next item is a replay of one that the loop has received before."""
         return self.number < self._start.number
+
+    def begin(self) -> None:
+        """Open an async generator, which runs from now on."""
+        if self._start.state is None:
+            self._open()
 
     def advance(self, sender: Sender, alone: bool) -> bool:
         """Send the next item that is not None, or all of them; return whether there may be more.
@@ -280,15 +319,18 @@ class ShardStream:
                 send(Reported(self.shard.index, number, error, nth=nth, log=log))
 
     def _open(self) -> Iterator[Any]:
+        if self._opened is not None:
+            return self._opened
         wanted, state, behind = self._start
         first = wanted if state is None and self._source.can_begin_anywhere else 0
         try:
-            opened = self._source.open(self.shard, first)
+            opened = self._source.open(self.shard, first, wanted - first if state is None else 0)
             items, self._stateful = iterate(opened, state, not wanted)
         except StopIteration as error:
             # Unchanged, it would be mistaken for the end.
             raise RuntimeError("the generator function raised StopIteration") from error
         self.number = first if state is None else wanted - behind
+        self._opened = items
         return items
 
     def _replay(self, items: Iterator[Any], sender: Sender) -> None:
@@ -316,6 +358,6 @@ class ShardStream:
         It must not hide the first error, and after a stop no loop is left to raise it to.
         """
         try:
-            close(self._items)
+            close(self._opened)
         except BaseException:
             _log.exception("closing the generator of shard %d failed", self.shard.index)

@@ -1,6 +1,7 @@
 """The source that the user passed -> a source that a shard can run.
 
 generator function (no argument, or the shard) -> FunctionSource: run once per shard and epoch
+async generator function                       -> the same, on the event loop of the worker
 running iterator, other iterable               -> LiveSource: one stream that cannot be split
 
     open(shard) -> items, or samples --Samples: shuffled()--> --batched()--> batches
@@ -24,6 +25,7 @@ from enqueuer.common import checks, interrupts
 from enqueuer.common.text import an
 from enqueuer.errors import StateMismatch
 from enqueuer.workers.collate import stack
+from enqueuer.workers.event_loop import AsyncItems, EventLoop
 from enqueuer.workers.shards import Shard, seed_of_shuffle
 
 
@@ -36,23 +38,44 @@ class FunctionSource:
         takes_shard: Whether it takes the shard.
         stage: What becomes of its samples; None if it yields batches.
         takes_first_item: Whether it can begin with any item, by its parameter `first_item`.
+        is_async: Whether it is an async generator function.
+        loop: Event loop of the worker, on which its shards run side by side; None: each shard has
+            one of its own, in the thread that asks for its items.
     """
 
     function: Callable[..., Any]
     takes_shard: bool
     stage: Samples | None = None
     takes_first_item: bool = False
+    is_async: bool = False
+    loop: EventLoop | None = None
 
     @property
     def can_begin_anywhere(self) -> bool:
         """Whether no item before the first one that is wanted has to be made."""
         return self.takes_first_item and self.stage is None
 
-    def open(self, shard: Shard, first_item: int = 0) -> Iterable[Any]:
-        """Call the function for `shard`; raise TypeError if what it returns cannot be iterated."""
-        begin = {"first_item": first_item} if first_item else {}
-        given = (shard,) if self.takes_shard else ()
-        items: Iterable[Any] = self.function(*given, **begin)
+    def open(self, shard: Shard, first_item: int = 0, unneeded: int = 0) -> Iterable[Any]:
+        """Return an iterable over the items of a shard, or over its batches.
+
+        Args:
+            shard: The shard.
+            first_item: Number of the item to begin with.
+            unneeded: Number of the next items that are made only to come to the one after them.
+
+        Raises:
+            TypeError: What the function returns cannot be iterated.
+        """
+        call = functools.partial(self._call, first_item)
+        if self.is_async:
+            # Each shard has one batch made ahead, of as many samples as that needs.
+            stage = self.stage
+            ahead = 1 if stage is None else stage.batch_size or 1
+            buffer = 0 if stage is None else stage.shuffle_buffer or 0
+            unneeded = 0 if stage is not None else unneeded
+            items: Iterable[Any] = AsyncItems(call, shard, self.loop, ahead, buffer, unneeded)
+        else:
+            items = call(shard)
         if not hasattr(items, "__iter__") and not hasattr(items, "__getitem__"):
             raise TypeError(
                 f"{name_of(self.function)} returned {_a(items)}, which cannot be iterated; "
@@ -64,6 +87,11 @@ class FunctionSource:
         shard = shard if self.takes_shard else replace(shard, index=0)
         return self.stage.open(items, shard, is_own=True)
 
+    def _call(self, first_item: int, shard: Shard) -> Any:
+        begin = {"first_item": first_item} if first_item else {}
+        given = (shard,) if self.takes_shard else ()
+        return self.function(*given, **begin)
+
 
 @dataclass(frozen=True)
 class LiveSource:
@@ -71,9 +99,10 @@ class LiveSource:
 
     iterable: Iterable[Any]
     stage: Samples | None = None
-    can_begin_anywhere = False
+    can_begin_anywhere = is_async = False
+    loop = None
 
-    def open(self, shard: Shard, first_item: int = 0) -> Iterable[Any]:
+    def open(self, shard: Shard, first_item: int = 0, unneeded: int = 0) -> Iterable[Any]:
         """Return the iterable; a shard of a `LiveSource` is all of it."""
         if self.stage is None:
             return self.iterable
@@ -173,14 +202,20 @@ def as_source(generator: object) -> Source:
         return generator
     if isinstance(generator, Iterator):
         return LiveSource(generator)
-    if _is_async(generator):
+    if inspect.isasyncgen(generator):
         raise TypeError(
-            f"the generator must not be async, got {_a(generator)}; "
-            "write it with plain `def` and `yield`"
+            "a running async generator cannot be passed, as it belongs to one event loop; pass the "
+            "function itself, GeneratorEnqueuer(batches) instead of GeneratorEnqueuer(batches())"
+        )
+    if inspect.iscoroutine(generator) or _is(inspect.iscoroutinefunction, generator):
+        raise TypeError(
+            f"a coroutine gives one result, got {_a(generator)}; write `async def` with `yield`, "
+            "or pass the function as map of OrderedEnqueuer"
         )
     if callable(generator):
-        takes_shard = _takes_shard(generator)
-        return FunctionSource(generator, takes_shard, takes_first_item=_takes_first(generator))
+        takes_shard, takes_first = _takes_shard(generator), _takes_first(generator)
+        is_async = _is(inspect.isasyncgenfunction, generator)
+        return FunctionSource(generator, takes_shard, None, takes_first, is_async)
     if hasattr(generator, "__next__"):
         return LiveSource(Stepped(generator))
     if isinstance(generator, Iterable) and not _is_collection(generator):
@@ -272,23 +307,18 @@ def is_async(function: object) -> bool:
     Raises:
         TypeError: It is an asynchronous generator function.
     """
-    function = function.func if isinstance(function, functools.partial) else function
-    called = getattr(function, "__call__", None)  # noqa: B004
-    if inspect.isasyncgenfunction(function) or inspect.isasyncgenfunction(called):
+    if _is(inspect.isasyncgenfunction, function):
         raise TypeError(
             f"map must return the result of one element, got {_a(function)}, which yields several; "
             "return a list of them"
         )
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
+    return _is(inspect.iscoroutinefunction, function)
 
 
-def _is_async(generator: object) -> bool:
-    return (
-        inspect.isasyncgenfunction(generator)
-        or inspect.iscoroutinefunction(generator)
-        or inspect.isasyncgen(generator)
-        or inspect.iscoroutine(generator)
-    )
+def _is(kind: Callable[[object], bool], function: object) -> bool:
+    """Return whether a function is of a kind, or what an object or a partial calls."""
+    function = function.func if isinstance(function, functools.partial) else function
+    return kind(function) or kind(getattr(function, "__call__", None))  # noqa: B004
 
 
 def is_plain_collection(generator: object) -> TypeGuard[Iterable[Any]]:

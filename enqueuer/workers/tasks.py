@@ -24,7 +24,7 @@ import numpy as np
 from enqueuer.common.packed_list import PackedList, packed
 from enqueuer.common.text import an
 from enqueuer.workers.collate import stack
-from enqueuer.workers.element_threads import result_of
+from enqueuer.workers.event_loop import result_of
 from enqueuer.workers.messages import Ticket
 from enqueuer.workers.seeding import borrowed_globals
 from enqueuer.workers.shards import EpochSeeds, Task

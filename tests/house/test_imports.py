@@ -99,7 +99,7 @@ INNER = {
     ("transport.item_codec", "enqueuer"),
     ("transport.memory", "tempfile"),
     ("transport.task_queue", "enqueuer"),
-    ("workers.element_threads", "asyncio"),
+    ("workers.event_loop", "asyncio"),
 }
 
 

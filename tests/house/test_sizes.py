@@ -14,8 +14,8 @@ import reading_cost
 import enqueuer
 
 # Of the whole package.
-MOST_CODE_LINES = 22_699
-MOST_FILES = 158
+MOST_CODE_LINES = 23003
+MOST_FILES = 159
 MOST_FORWARDING_METHODS = 30
 
 MOST_LINES = 750

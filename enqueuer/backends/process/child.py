@@ -21,6 +21,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -42,6 +43,7 @@ from enqueuer.transport.ring import Ring
 from enqueuer.transport.sender import ItemSender, send_ready
 from enqueuer.transport.shared_sender import SharedSender
 from enqueuer.workers import arrays, logs, native
+from enqueuer.workers.event_loop import shard_snapshots
 from enqueuer.workers.messages import Sender
 from enqueuer.workers.plan import OnError, serve_failure
 from enqueuer.workers.remote import WorkerConfig
@@ -277,6 +279,16 @@ def _with_shared(
     return handed(fds, tracker)
 
 
+def _prepare(channel: ItemSender, config: ProcessConfig, start: ProcessStart) -> None:
+    # Log records contain this name.
+    multiprocessing.current_process().name = f"enqueuer-worker-{start.worker}"
+    if config.keep_freed_memory:
+        native.keep_freed_memory()
+    arrays.set_maker(channel.blocks.pool.make)
+    if config.worker.levels is not None:
+        logs.forward(channel.send_record, config.worker.levels)
+
+
 def _work(
     channel: ItemSender,
     config: ProcessConfig,
@@ -286,16 +298,10 @@ def _work(
     stack: Descriptor | None,
 ) -> None:
     pid = os.getpid()
-    # Log records contain this name.
-    multiprocessing.current_process().name = f"enqueuer-worker-{start.worker}"
     stack_dump.answer(stack)
-    if config.keep_freed_memory:
-        native.keep_freed_memory()
-    arrays.set_maker(channel.blocks.pool.make)
     if task_socket is not None:
         close_in_children(task_socket)
-    if config.worker.levels is not None:
-        logs.forward(channel.send_record, config.worker.levels)
+    _prepare(channel, config, start)
     sender: Sender = channel
     orders: Any = channel
     if task_socket is not None:
@@ -307,10 +313,12 @@ def _work(
     else:
         used = usage.of_process(os.getpid())
         channel.meter.begin(used.cpu_s or 0.0, used.cpu_wait_s or 0.0)
+        answer = functools.partial(stack_dump.answer_for, stack)
         if isinstance(source, TaskSource) and source.has_threads:
             assert task_socket is not None
-            answer = functools.partial(stack_dump.answer_for, stack)
             sender = orders = SharedSender(channel, task_socket, answer)
+        elif source.is_async:
+            answer(functools.partial(shard_snapshots, threading.get_ident()))
         config.worker.serve(start.worker, start.shards, source, on_error, orders, sender)
     if os.getpid() != pid:
         # the generator forked, and the copy came out of its loop as if it were the worker

@@ -14,12 +14,13 @@ import contextlib
 import faulthandler
 import os
 import signal
+from collections.abc import Callable
 
 from enqueuer.backends.pool import Stack
 from enqueuer.backends.stall import decode_threads, encode_threads, parse
 from enqueuer.common import interrupts
 from enqueuer.common.descriptors import Descriptor, close_in_children
-from enqueuer.workers.element_threads import ElementThreads, ThreadSnapshot
+from enqueuer.workers.event_loop import ThreadSnapshot
 
 # Seconds for all workers at once; an answer takes about a millisecond.
 ASK_S = 1.0
@@ -93,8 +94,8 @@ def answer(pipe: Descriptor | None) -> None:
         os.write(pipe.fileno(), b"\n")
 
 
-def answer_for(pipe: Descriptor | None, threads: ElementThreads) -> None:
-    """Answer from now on with the stacks of the threads that run elements.
+def answer_for(pipe: Descriptor | None, snapshots: Callable[[], list[ThreadSnapshot]]) -> None:
+    """Answer from now on with the stacks of the threads that run elements, or of shards.
 
     Called in the worker, by its own thread, in which Python runs the handler. So there is no
     answer if C code holds the GIL.
@@ -104,7 +105,7 @@ def answer_for(pipe: Descriptor | None, threads: ElementThreads) -> None:
     fd = pipe.fileno()
 
     def write(number: int, frame: object) -> None:
-        data = encode_threads(threads.snapshots())
+        data = encode_threads(snapshots())
         # The pipe may be full of answers that were not read.
         with contextlib.suppress(OSError):
             os.write(fd, data)

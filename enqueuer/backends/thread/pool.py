@@ -33,7 +33,7 @@ from enqueuer.monitoring import gil, usage
 from enqueuer.monitoring.meters import clock
 from enqueuer.monitoring.worker_stats import WorkerStats, worker_stats
 from enqueuer.workers.concurrent_loop import serve_function
-from enqueuer.workers.element_threads import ThreadSnapshot
+from enqueuer.workers.event_loop import ThreadSnapshot, loop_of, shard_snapshots
 from enqueuer.workers.messages import Epoch, Ticket
 from enqueuer.workers.plan import Plan
 from enqueuer.workers.sources import LiveSource
@@ -70,17 +70,22 @@ class ThreadWorker:
 
     @property
     def threads(self) -> list[threading.Thread]:
-        """The threads of the worker: those that run elements, then its own."""
+        """The threads of the worker: those that run elements, that of coroutines, then its own."""
         elements = self.sender.threads
-        own = [] if self.thread is None else [self.thread]
-        if elements is None:
-            return own
-        loops = [] if elements.loop is None else [elements.loop.thread]
-        return [*elements.threads, *loops, *own]
+        loop = loop_of(self._ident) if elements is None else elements.loop
+        threads = [None if loop is None else loop.thread, self.thread]
+        if elements is not None:
+            threads[:0] = elements.threads
+        return [thread for thread in threads if thread is not None]
 
     def snapshots(self) -> list[ThreadSnapshot]:
-        """Return where the threads that run elements are."""
-        return [] if self.sender.threads is None else self.sender.threads.snapshots()
+        """Return where the threads that run elements are, or shards that run on an event loop."""
+        elements = self.sender.threads
+        return shard_snapshots(self._ident) if elements is None else elements.snapshots()
+
+    @property
+    def _ident(self) -> int | None:
+        return None if self.thread is None else self.thread.ident
 
     def ask_to_exit(self) -> None:
         # This worker or another one takes it.

@@ -28,6 +28,7 @@ from enqueuer.monitoring.meters import BEGAN, BYTES, IDLE, SINCE, WAITING, Meter
 from enqueuer.workers.bunch import Bunch
 from enqueuer.workers.concurrent_loop import LockedSender
 from enqueuer.workers.element_threads import ElementThreads
+from enqueuer.workers.event_loop import check_awaited
 from enqueuer.workers.messages import (
     Empty,
     End,
@@ -188,6 +189,7 @@ class ThreadSender:
         self._left = left, None
         item = (shard, number, value, state)
         if left <= 0:
+            check_awaited(value)
             self._weigh(value)
             if self._digests is not None:
                 self._look_for_reuse(item, self._digests)
