@@ -170,6 +170,15 @@ CASES = {
         measures.throughput,
         _is_any,
     ),
+    "many-arrays": Case(
+        f"{sources.MANY} arrays of 1 KiB in a batch",
+        "% of the rate of one array",
+        {f"{ms} ms of work": ms / 1e3 for ms in (0, 10, 20)},
+        measures.many_arrays,
+        _is_process,
+        ratios=False,
+        quick=("20 ms of work",),
+    ),
     "queue": Case(
         "dict of 2 small arrays, by length of the queue",
         "items/s",

@@ -87,6 +87,17 @@ def in_place(contestant: Contestant, size: int, seconds: float) -> float:
     return bandwidth(contestant, _ring_of(size), seconds)
 
 
+def many_arrays(contestant: Contestant, work_s: float, seconds: float) -> float:
+    """Return the rate of batches of many small arrays, in percent of that of one large array."""
+    many, one = (
+        throughput(
+            contestant, Setup(functools.partial(sources.many, count, work_s), 8), seconds / 2
+        )
+        for count in (sources.MANY, 1)
+    )
+    return 100 * many / one
+
+
 def short_queue(contestant: Contestant, queue_size: int, seconds: float) -> float:
     """Return tiny items a second."""
     return throughput(contestant, Setup(sources.tiny, queue_size), seconds)

@@ -17,6 +17,7 @@ import numpy as np
 IMAGES = (64, 224, 224, 3)
 LABELS = 64
 PHOTOS = CLIPS = 32  # of a batch
+MANY = 114  # arrays of a batch, 1 KiB each
 TINY_COUNT = 20_000  # distinct items, far more than any transport packs together
 
 
@@ -51,6 +52,18 @@ def tiny() -> Iterator[dict[str, np.ndarray]]:
         {"x": np.full(8, n, np.float32), "y": np.full(1, n, np.int64)} for n in range(TINY_COUNT)
     ]
     yield from itertools.cycle(items)
+
+
+def many(count: int, seconds: float) -> Iterator[list[np.ndarray]]:
+    """Yield lists of `count` arrays of 114 KiB in all, after `seconds` of work in Python."""
+    rng = np.random.default_rng(0)
+    batches = [
+        [part.copy() for part in np.split(rng.random(MANY * 256, np.float32), count)]
+        for _ in range(64)
+    ]
+    for batch in itertools.cycle(batches):
+        spin(seconds)
+        yield batch
 
 
 def ints() -> Iterator[int]:

@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 
 from enqueuer.transport.item_codec import portable_dtypes
+from enqueuer.transport.protocol import INLINE_BYTES
 
-# More bytes in an item take longer to copy than to pickle by name.
-_MOST_BYTES = 8192
+# A larger item goes into a block, as a pickle, which takes three times as long for many arrays.
+_MOST_BYTES = INLINE_BYTES
 # Arrays of an item share memory up to so many bytes. One that is kept alone wastes no more.
 _SHARED_BYTES = 512
 # A source of more layouts, such as one of texts of any length, gains nothing.

@@ -284,6 +284,25 @@ with GeneratorEnqueuer(source, backend=Processes(start_method=METHOD)) as enqueu
     assert (code, out, err) == (0, "", ""), err
 
 
+def test_sixteen_workers_send_many_small_arrays_with_few_descriptors(run):
+    """A batch of them needs no descriptor of its own, also if the loop keeps all batches."""
+    text = """
+def source(shard):
+    for number in shard.split(range(320)):
+        yield [np.full(256, number, np.float32) for _ in range(114)]
+limit(resource.RLIMIT_NOFILE, 256)
+options = dict(backend=Processes(start_method=METHOD), workers=16, max_queue_size=32)
+for _ in range(2):
+    with GeneratorEnqueuer(source, **options) as enqueuer:
+        kept = list(enqueuer)
+    assert len(kept) == 320
+    assert all((array == number).all() for number, batch in enumerate(kept) for array in batch)
+    del kept
+"""
+    code, out, err = run(text)
+    assert (code, out, err) == (0, "", ""), err
+
+
 def test_a_consumer_may_keep_more_batches_than_it_has_descriptors(run):
     text = """
 def source(shard):
