@@ -27,6 +27,7 @@ RECIPES = EXAMPLES / "recipes"
 RECIPES_NEED = {
     "accelerate_training.py": ("accelerate", "torch"),
     "audio_clips.py": ("soundfile",),
+    "http_objects.py": ("aiohttp",),
     # A folder of the tests has the name of the first; the second comes with it.
     "hugging_face.py": ("datasets", "multiprocess"),
     "hugging_face_trainer.py": ("transformers", "torch", "accelerate"),
