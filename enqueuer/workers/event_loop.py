@@ -210,6 +210,8 @@ class EventLoop:
 
         Called by one thread at a time, after it has waited for `LOOK_S`.
         """
+        if self._has_named:
+            return
         if self._answered == self._asked:
             self.soon(list)
             return
@@ -217,8 +219,9 @@ class EventLoop:
         stack = [] if frame is None else list(traceback.extract_stack(frame))
         # The loop calls each step of a coroutine there. Without such a call the CPUs are busy.
         calls = os.path.join(os.path.dirname(self.asyncio.__file__), "events.py")
-        held = [at for at, one in enumerate(stack, 1) if one.filename == calls]
-        if not held or self._has_named:
+        begins = [at for at, one in enumerate(stack, 1) if one.filename == calls]
+        held = stack[begins[-1] :] if begins else []
+        if not held or held[0].name == self._answer.__name__:
             return
         self._has_named = True
         _log.warning(
@@ -226,7 +229,7 @@ class EventLoop:
             "worker wait meanwhile: await it in another thread (`asyncio.to_thread`), or pass a "
             "function that is not async. It is here:\n%s",
             LOOK_S * 1e3,
-            "".join(traceback.format_list(stack[held[-1] :])).rstrip(),
+            "".join(traceback.format_list([one for one in held if one.filename != __file__])),
         )
 
     # --- the end ---
