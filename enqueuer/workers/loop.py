@@ -25,7 +25,7 @@ from typing import Any
 
 from enqueuer.errors import Closed, StateMismatch
 from enqueuer.workers.bunch import Bunch
-from enqueuer.workers.event_loop import EventLoop, shard_loop
+from enqueuer.workers.event_loop import shard_loop
 from enqueuer.workers.messages import End, Failure, Orders, Reported, Sender, Start
 from enqueuer.workers.plan import OnError, Plan, may_skip, serve_failure, skip_or_end
 from enqueuer.workers.shards import Shard, collect_reports, do_nothing
@@ -97,13 +97,9 @@ def turns(
         first: See `Epoch.turns`.
     """
     turns_left, is_arranged = list(reversed(first)), not first
-    streams = deque(ShardStream(source, shard, start) for shard, start in starts.items())
     with ExitStack() as stack:
-        for stream in streams:
-            stack.callback(stream.close)
-        if source.loop is not None and streams:
-            _begin_all(streams, source.loop, enter, stack)
-            enter = do_nothing
+        streams = _streams_of(source, starts, enter, stack)
+        enter = enter if source.loop is None else do_nothing
         while streams:
             is_arranged = is_arranged or _arrange(streams, turns_left)
             stream = streams[0]
@@ -148,19 +144,25 @@ def _arrange(streams: deque[ShardStream], turns_left: list[int]) -> bool:
     return not turns_left
 
 
-def _begin_all(
-    streams: Sequence[ShardStream],
-    loop: EventLoop,
+def _streams_of(
+    source: Source,
+    starts: Mapping[Shard, Start],
     enter: Callable[[Shard], None],
     stack: ExitStack,
-) -> None:
-    """Let the async generators of all shards run, and end them all at once."""
-    # They share the global generators.
-    enter(streams[0].shard)
-    # Before they are closed one by one.
-    stack.callback(lambda: loop.end(loop.items))
+) -> deque[ShardStream]:
+    """Return the streams of all shards, which `stack` closes; async generators run from now on."""
+    streams = deque(ShardStream(source, shard, start) for shard, start in starts.items())
     for stream in streams:
-        stream.begin()
+        stack.callback(stream.close)
+    loop = source.loop
+    if loop is not None and streams:
+        # They share the global generators.
+        enter(streams[0].shard)
+        # All at once, before they are closed one by one.
+        stack.callback(lambda: loop.end(loop.items))
+        for stream in streams:
+            stream.begin()
+    return streams
 
 
 def _send_failure(
