@@ -6,6 +6,7 @@ r"""One epoch as the loop reads it: wait for the workers, take what is ready, ra
 The epoch after it may begin early (`NextEpoch`), so that no worker is idle in between:
 
     the last task of this epoch is submitted, and there is room --feed()--> tasks of the next one
+    each worker was told its shards of this epoch ---------------feed()--> those of the next one
     the loop has read this epoch to its end ------------------------------> `Epochs.begin` takes it
 
 No reader knows the enqueuer, so an enqueuer that is forgotten while a thread waits is collected.
@@ -43,7 +44,8 @@ class NextEpoch:
 
     Attributes:
         workload: The same.
-        is_wanted: Whether the loop that waits, or waited last, reads all epochs.
+        is_wanted: Whether it will be read: by the loop that waits, or waited last, and reads all
+            epochs; or by the option `epochs`.
         work: The next epoch; None if it has not begun.
     """
 
@@ -112,6 +114,7 @@ class EpochReader:
             from it without the lock.
         failure: The failure that comes after these items; None if none does.
         is_over: Whether the loop has seen the end of the epoch.
+        is_followed: Whether the option `epochs` says that another epoch is read.
     """
 
     def __init__(
@@ -128,6 +131,8 @@ class EpochReader:
         self.ready: deque[ItemTuple] = deque()
         self.failure: Failure | None = None
         self.is_over = False
+        epochs = run.options.epochs
+        self.is_followed = epochs is not None and number + 1 < epochs
         # Number and thread of the iterator that waited for a batch last.
         self.last_turn = -1, 0
         self._following = following
@@ -276,6 +281,8 @@ class EpochReader:
         self._is_entered = True
         try:
             self.work.feed()
+            if self._following.is_wanted:
+                self._following.feed(self.work)
         finally:
             self._is_entered = False
 

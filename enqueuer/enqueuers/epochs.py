@@ -74,6 +74,7 @@ class Epochs:
         # again. Workers that have begun already know the number of the epoch.
         self.reader = reader
         self._next.work = None
+        self._next.is_wanted = reader.is_followed
         # The workers begin at once. An iterable may keep start() waiting forever.
         interrupts.interruptible(reader.feed)
 
@@ -165,7 +166,8 @@ class Epochs:
 
         Args:
             reader: The epoch that is read.
-            goes_on: Whether the next epoch will be read as well, and so may begin early.
+            goes_on: Whether the next epoch will be read as well, and so may begin early; it may
+                also by the option `epochs`.
 
         Raises:
             StopIteration: The epoch is over, or the enqueuer was stopped.
@@ -175,7 +177,7 @@ class Epochs:
             with run.lock:
                 if reader is not self.reader or run.state is State.STOPPED:
                     raise StopIteration
-                self._next.is_wanted = goes_on
+                self._next.is_wanted = goes_on or reader.is_followed
                 retune = None if self.scaling is None else self.retune
                 if not reader.has_item(None, retune):
                     raise StopIteration

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 import os
 import sys
 import textwrap
@@ -69,9 +70,10 @@ class CommonOptions(TypedDict, total=False):
 
 
 class EnqueuerOptions(CommonOptions, total=False):
-    """The same with the length of the queue, of which `prefetch` has a default of its own."""
+    """The same with what `prefetch` and `imap` lack, or have a default of their own for."""
 
     max_queue_size: int
+    epochs: float | None
 
 
 # Type checkers read these in the overloads, which differ only in what decides the type of a batch.
@@ -151,6 +153,12 @@ def _checked_states(name: str, value: object) -> tuple[Mapping[str, Any], ...]:
     raise TypeError(f"{name} must be a result of state_dict(), or several, got {value!r}")
 
 
+def _checked_epochs(name: str, value: object) -> float | None:
+    if value is None or value == math.inf:
+        return value
+    return checks.integer(name, value, 1, "an int, math.inf or None")
+
+
 def _checked_progress(name: str, value: Progress) -> Progress:
     if isinstance(value, bool) or callable(value):
         return value
@@ -207,6 +215,12 @@ class Options:
         world_size: Number of training processes that share the data; 1 by default.
         drop_last: Whether each rank gets the same number of shards or elements, and an incomplete
             last batch, of elements or of the samples of a shard, is left out; False by default.
+        epochs: Number of epochs that the loop reads, counted from epoch 0; `math.inf` if it reads
+            on without an end. The workers then begin an epoch while the loop reads the one before,
+            within the limits of the queue, so the source must not change between epochs. They
+            begin none after the last. Iterables, sequences with `on_epoch_begin` or
+            `on_epoch_end`, and shards with `ordered=False` or on Ray actors wait for the loop.
+            None, the default: nothing of a further epoch is made ahead.
         progress: Whether a `for` loop over the enqueuer shows a progress bar with batches, rate,
             waiting time, queue and workers; False by default. True shows it on a terminal and in
             a notebook, and needs tqdm. A class, such as `tqdm.rich.tqdm`, is used instead of
@@ -248,6 +262,7 @@ class Options:
     rank: int = field(default=0, metadata={"check": checks.count})
     world_size: int = field(default=1, metadata={"check": checks.positive})
     drop_last: bool = field(default=False, metadata={"check": _flag})
+    epochs: float | None = field(default=None, metadata={"check": _checked_epochs})
     progress: Progress = field(default=False, metadata={"check": _checked_progress})
     stall_timeout: float | None = field(default=60.0, metadata={"check": checks.wait_limit})
     timeout: float | None = field(default=None, metadata={"check": checks.wait_limit})
@@ -393,13 +408,15 @@ def takes_options(made: Decorated) -> Decorated:
     """Write the options into the signature and the docstring of a class or a function.
 
     A docstring has a line `{options}` where their descriptions belong. Options that `made` itself
-    names in its signature are left out.
+    names in its signature are left out, and of a function, which gives one epoch, `epochs`.
     """
     function = made.__init__ if inspect.isclass(made) else made
     signature = inspect.signature(function)
     *own, last = (p for p in signature.parameters.values() if p.name != "self")
     assert last.kind is inspect.Parameter.VAR_KEYWORD, "it ends with **options"
     names = {parameter.name for parameter in own}
+    if function is made:
+        names.add("epochs")
     added = [
         inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=option.default)
         for option in dataclasses.fields(Options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, TypeVar, overload
 
 from enqueuer.enqueuers.enqueuer import BaseEnqueuer, Batch
@@ -92,6 +92,7 @@ def prefetch(  # noqa: D417, as takes_options() adds them
     """
     if is_plain_collection(generator):
         generator = iter(generator)
+    _check_epochs(options)
     enqueuer = GeneratorEnqueuer(
         generator,
         use_multiprocessing,
@@ -196,6 +197,7 @@ def imap(  # noqa: D417, as takes_options() adds them
     """
     if not callable(function):
         raise TypeError(f"imap needs a function and then its elements, got {function!r}")
+    _check_epochs(options)
     return _prefetched(
         OrderedEnqueuer(
             elements,
@@ -210,6 +212,14 @@ def imap(  # noqa: D417, as takes_options() adds them
             **options,
         )
     )
+
+
+def _check_epochs(options: Mapping[str, Any]) -> None:
+    if "epochs" in options:
+        raise TypeError(
+            "prefetch() and imap() give one epoch; give epochs=... to an enqueuer, and iterate "
+            "over that once for each"
+        )
 
 
 def _prefetched(enqueuer: BaseEnqueuer[Batch]) -> Iterator[Batch]:

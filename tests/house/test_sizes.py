@@ -14,12 +14,12 @@ import reading_cost
 import enqueuer
 
 # Of the whole package.
-MOST_CODE_LINES = 23009
+MOST_CODE_LINES = 23031
 MOST_FILES = 159
 MOST_FORWARDING_METHODS = 30
 
 MOST_LINES = 750
-MOST_PARAMETERS = 25
+MOST_PARAMETERS = 26
 
 # The findings read the numbers of `Stats`, whose method finds them.
 LONG_FILES = {"monitoring/stats.py"}
