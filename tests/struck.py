@@ -44,6 +44,10 @@ SOURCES = {
     "shards-as-they-come": lambda **options: GeneratorEnqueuer(
         helpers.numbered, shards=2, ordered=False, **options
     ),
+    # Workers begin the next epoch before the loop has read this one to its end.
+    "shards-ahead": lambda **options: GeneratorEnqueuer(
+        helpers.numbered, shards=2, epochs=EPOCHS, **options
+    ),
     "tasks": lambda **options: OrderedEnqueuer(range(7), helpers.numbered_task, **options),
     "tasks-as-they-come": lambda **options: OrderedEnqueuer(
         range(7), helpers.numbered_task, ordered=False, **options

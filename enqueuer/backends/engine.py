@@ -70,6 +70,7 @@ class Engine(Generic[W]):
     Attributes:
         schedule: Decisions about the items or the tasks; it gives what was waited for.
         tasks: The schedule, if the workers do tasks; None if they run shards.
+        shards: The schedule, if the workers run shards; None if they do tasks.
         at_end: Function that is called once the workers have ended; or None.
     """
 
@@ -83,9 +84,9 @@ class Engine(Generic[W]):
         deferred: Collection[object],
     ) -> None:
         self.tasks = schedule if isinstance(schedule, TaskSchedule) else None
-        self._shards = schedule if isinstance(schedule, ShardSchedule) else None
+        self.shards = schedule if isinstance(schedule, ShardSchedule) else None
         # Of tasks, tickets are submitted first; of shards that overtake, each item is noted.
-        self._short_way = self._shards if isinstance(job.ordered, bool) else None
+        self._short_way = self.shards if isinstance(job.ordered, bool) else None
         self._job = job
         self.pool = pool
         self.schedule = schedule
@@ -169,7 +170,7 @@ class Engine(Generic[W]):
     def _sleep_until_news(self, order: Any, deadline: float | None) -> float | None:
         """Sleep until something comes; return the time at which this was to end anyway."""
         # Any worker may do the task that the loop waits for.
-        awaited = None if self._shards is None else self._shards.awaited_worker(order)
+        awaited = None if self.shards is None else self.shards.awaited_worker(order)
         meter = self._loop_meter
         meter.pause(None if awaited is None else awaited.index)
         longest_wait_s = self._job.longest_wait_s
@@ -209,8 +210,8 @@ class Engine(Generic[W]):
     def acknowledge(self) -> None:
         """Count all that was taken as consumed, so that as many others may be made."""
         # What is in the reorder buffer was acknowledged.
-        if self._shards is not None:
-            self._shards.acknowledge()
+        if self.shards is not None:
+            self.shards.acknowledge()
 
     def has_news(self, order: Order) -> bool:
         """Return whether `wait()` might return at once, while no item waits.

@@ -87,12 +87,15 @@ class WorkerSnapshot(NamedTuple):
 class Inbox(Protocol):
     """The messages that a worker has sent and the loop has not taken; workers may share one.
 
-    Nothing here waits. Called by one consumer at a time, but for `waiting`.
+    Nothing here waits. Called by one consumer at a time, but for what says otherwise.
     """
 
     @property
     def waiting(self) -> int:
         """How many items wait. Called by any thread."""
+
+    def waiting_of(self, epoch: int) -> int:
+        """Return how many items of an epoch wait, if others are of the next one. Any thread."""
 
     def head(self) -> bool | End | Failure | Empty:
         """Return the next message and leave it there.
@@ -142,6 +145,10 @@ class DequeInbox:
     @property
     def waiting(self) -> int:
         return sum(isinstance(message, tuple) for message in self.messages.copy())
+
+    def waiting_of(self, epoch: int) -> int:
+        # What fills it makes nothing ahead of an epoch.
+        return self.waiting
 
     def head(self) -> bool | End | Failure | Empty:
         if not self.messages:

@@ -365,9 +365,8 @@ class ShardSchedule(Generic[W]):
         self._bunch = bunch
         self._quick_bunch = quick_bunch
         self._loop_meter = loop_meter
-        self._epoch = Epoch(0)
-        # The epoch that each worker began at its start.
-        self._begun: Epoch | None = None
+        # What the workers were told to run: the epoch that the loop reads, and perhaps the next.
+        self._epochs: list[Epoch] = []
         # Index of the worker whose message was next last. Not the worker, nor its inbox: after
         # `stop()` nothing must keep the memory that is shared with it.
         self._served = 0
@@ -379,21 +378,30 @@ class ShardSchedule(Generic[W]):
         self._is_acknowledged = True
 
     def waiting(self) -> int:
-        """Return how many items wait. Called by any thread."""
-        return waiting_in(self._workers)
+        """Return how many items of the epoch that the loop reads wait. Called by any thread."""
+        # Read once, as another thread may begin the next epoch.
+        number = next((epoch.number for epoch in self._epochs), 0)
+        inboxes = set(map(_inbox_of, list(self._workers)))
+        return sum(inbox.waiting_of(number) for inbox in inboxes)
 
     def begin(self, epoch: Epoch) -> None:
-        """Have the workers run an epoch."""
-        self._epoch = epoch
-        if epoch is self._begun:
-            return
-        for worker in self._workers:
-            worker.begin(epoch.of_shards(worker.shards))
+        """Have the workers run an epoch, unless they were told; the loop reads it from now on."""
+        self.tell(epoch)
+        self._epochs = [told for told in self._epochs if told.number >= epoch.number]
 
     def begin_worker(self, worker: W, epoch: Epoch) -> None:
         """Have a worker that was just started run an epoch; `begin` follows after the last one."""
-        self._begun = epoch
+        self._epochs = [epoch]
         worker.begin(epoch.of_shards(worker.shards))
+
+    def tell(self, epoch: Epoch) -> None:
+        """Have the workers run an epoch after those that they were told; again does nothing."""
+        if any(told.number == epoch.number for told in self._epochs):
+            return
+        for worker in self._workers:
+            worker.begin(epoch.of_shards(worker.shards))
+        # Last: after an exception of a signal handler, the workers pass over what comes twice.
+        self._epochs = [*self._epochs, epoch]
 
     def next_step(self, order: ShardOrder) -> Step | Failure | W:
         """Decide what to do next: take items, return a failure, replace a worker, or wait."""
@@ -563,8 +571,10 @@ class ShardSchedule(Generic[W]):
 
     def resume(self, dead: W, successor: W, order: ShardOrder) -> None:
         """Have a new worker go on with the first items that a dead one did not send."""
-        rest = Epoch(self._epoch.number, order.rest(), turns=order.first_turns())
-        successor.begin(rest.of_shards(successor.shards))
+        current, *ahead = self._epochs
+        rest = Epoch(current.number, order.rest(), turns=order.first_turns())
+        for epoch in (rest, *ahead):
+            successor.begin(epoch.of_shards(successor.shards))
 
     def give_up(self, dead: W, failure: Failure) -> Failure | None:
         """Return the failure of a worker that is not replaced, if that is what is next."""

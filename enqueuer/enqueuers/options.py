@@ -219,7 +219,7 @@ class Options:
             on without an end. The workers then begin an epoch while the loop reads the one before,
             within the limits of the queue, so the source must not change between epochs. They
             begin none after the last. Iterables, sequences with `on_epoch_begin` or
-            `on_epoch_end`, and shards with `ordered=False` or on Ray actors wait for the loop.
+            `on_epoch_end`, and shards that may overtake or are on Ray actors wait for the loop.
             None, the default: nothing of a further epoch is made ahead.
         progress: Whether a `for` loop over the enqueuer shows a progress bar with batches, rate,
             waiting time, queue and workers; False by default. True shows it on a terminal and in

@@ -10,7 +10,13 @@ from typing import Any
 
 from enqueuer.backends.job import Job
 from enqueuer.backends.load import Backend
-from enqueuer.backends.shard_schedule import AsTheyCome, Overtaking, RoundRobin, ShardOrder
+from enqueuer.backends.shard_schedule import (
+    AsTheyCome,
+    Overtaking,
+    RoundRobin,
+    ShardOrder,
+    ShardSchedule,
+)
 from enqueuer.backends.stall import level_of_user
 from enqueuer.enqueuers import position
 from enqueuer.enqueuers.failures import Origin, item_of
@@ -32,40 +38,54 @@ class ShardEpoch:
         self, workload: ShardWorkload, run: Run, epoch: Epoch, first_items: FirstItems | None
     ) -> None:
         self._workload = workload
+        self._run = run
         self._number = epoch.number
+        # Whether the workers were told to run it.
+        self._is_told = False
         self.first_items = first_items
         self.share = epoch.share
         starts = epoch.starts
         if starts is None:
             starts = dict.fromkeys(workload.own_shards(), Start())
         self.starts = starts if workload.has_more_shards else None
-        # More items are never taken and not given to the loop.
-        recent = run.options.max_queue_size + 2
-        ordered, replay = run.options.ordered, run.replay.get(epoch.number, ())
-        self.order: ShardOrder
-        if isinstance(ordered, bool):
-            self.order = (RoundRobin if ordered else AsTheyCome)(starts, recent)
-        else:
-            self.order = Overtaking(starts, recent, ordered, epoch.log, replay)
+        self._starts, self._log = starts, epoch.log
+        self._order: ShardOrder | None = None
+
+    @property
+    def order(self) -> ShardOrder:
+        if self._order is None:
+            run = self._run
+            # More items are never taken and not given to the loop.
+            recent = run.options.max_queue_size + 2
+            ordered, replay = run.options.ordered, run.replay.get(self._number, ())
+            if isinstance(ordered, bool):
+                self._order = (RoundRobin if ordered else AsTheyCome)(self._starts, recent)
+            else:
+                self._order = Overtaking(self._starts, recent, ordered, self._log, replay)
+        return self._order
 
     @property
     def may_be_followed(self) -> bool:
-        return False
+        return self._is_told and self._workload.may_overlap
 
     @property
     def feed_runs_code(self) -> bool:
         return False
 
     def feed(self) -> None:
-        """Do nothing: the workers have their shards."""
+        if not self._is_told:
+            _shards_of(self._run.backend).tell(Epoch(self._number, self.starts))
+            self._is_told = True
 
     def pass_work(self, old: Backend, new: Backend) -> None:
-        if not self.order.done:
-            rest, turns = self.order.rest(), self.order.first_turns()
-            new.schedule.begin(Epoch(self._number, rest, turns=turns))
+        # Of an epoch that the loop has not reached, all is made again.
+        epoch = Epoch(self._number, self.starts)
+        if self._order is not None:
+            epoch = Epoch(self._number, self._order.rest(), turns=self._order.first_turns())
+        _shards_of(new).tell(epoch)
 
     def keep(self, failure: Failure) -> None:
-        """Do nothing: the worker that failed sends nothing more."""
+        """Do nothing: the worker that failed sends nothing more of the epoch."""
 
     def where(self, failure: Failure) -> str:
         return f"in {failure.worker}, shard {failure.shard}, item {failure.number}"
@@ -110,6 +130,12 @@ class ShardEpoch:
             # Iterators with a state are resumed.
             return 0.0
         return sum(worker.making_s for worker in stats.workers)
+
+
+def _shards_of(backend: Backend) -> ShardSchedule[Any]:
+    shards = backend.shards
+    assert shards is not None, "it was loaded for shards"
+    return shards
 
 
 # As many for 1, 2, 4, 8 and 16 workers each, and not too many generators open at once.
@@ -207,6 +233,15 @@ class ShardWorkload:
     def job(self, workers: int, first: Epoch) -> Job:
         self._share = first.share or ()
         return self._job(workers)
+
+    @property
+    def may_overlap(self) -> bool:
+        """Whether an epoch may begin while the loop still reads the one before.
+
+        Not if the source may see its end, or if the items of both could not be told apart.
+        """
+        options, is_function = self.options, isinstance(self.source, FunctionSource)
+        return is_function and options.ordered is True and options.backend_name != "ray"
 
     @property
     def has_more_shards(self) -> bool:

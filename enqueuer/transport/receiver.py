@@ -45,6 +45,7 @@ from enqueuer.transport.ring import (
     AWAITED,
     CLAIMED,
     CONSUMER_ASLEEP,
+    EPOCH_AT,
     LIMIT,
     MOST_FRAME_BYTES,
     ORDERS,
@@ -390,6 +391,12 @@ class ItemReceiver:
         """Number of items that wait in the ring."""
         waiting: int = self._words[SENT] - self._given
         return waiting
+
+    def waiting_of(self, epoch: int) -> int:
+        """Return how many of these items are of an epoch, if others are of the next one."""
+        # In this order: what comes in between is of the epoch that has begun.
+        waiting, (before, is_odd) = self.waiting, divmod(self._words[EPOCH_AT], 2)
+        return waiting if is_odd == epoch % 2 else max(0, before - self._given)
 
     @property
     def has_message(self) -> bool:

@@ -87,6 +87,9 @@ ASKING = 4
 RELEASED_READ = 5
 # 1 + the token of the ticket that was taken last.
 CLAIMED = 6
+# Twice the number of items that were sent before the epoch that the worker runs, and 1 more if the
+# number of that epoch is odd.
+EPOCH_AT = 7
 # The consumer's words have another cache line:
 # Bytes of frames that were read.
 READ = 8

@@ -43,6 +43,7 @@ from enqueuer.transport.ring import (
     AWAITED,
     CLAIMED,
     CONSUMER_ASLEEP,
+    EPOCH_AT,
     IS_STRONG,
     LIMIT,
     ORDERS,
@@ -485,6 +486,8 @@ class ItemSender:
         self._asks = credit.ask
         # Tickets of the packet that was taken last.
         self._tickets: deque[Ticket] = deque()
+        # Number of the epoch that it runs.
+        self._epoch = -1
         # Items that the times of the meter stand for.
         self._timed = 0
         self._severed = _Severed(self)
@@ -566,7 +569,14 @@ class ItemSender:
         control.read_orders()
         while not control.epochs and not control.closed:
             control.sleep(phase=IDLE)
-        return None if control.closed else control.epochs.popleft()
+        if control.closed:
+            return None
+        epoch = control.epochs.popleft()
+        # An order may come twice.
+        if epoch.number > self._epoch:
+            self._epoch = epoch.number
+            self._words[EPOCH_AT] = 2 * self._writer.sent + epoch.number % 2
+        return epoch
 
     def next_ticket(self, task_socket: socket.socket) -> Ticket | None:
         """Wait for a task, for this worker or for any; None when there will be none."""

@@ -49,9 +49,9 @@ class Failure:
     """Making item `number` of `shard` failed.
 
     If `skipped`, the worker goes on, by the enqueuer's `on_error`; otherwise nothing more comes
-    from its shards. `worker` is the name of the worker, once it is known. For a task, `shard` is
-    the place of the element in its ticket, and in the reorder buffer its index; there, `nth` says
-    which failure of its task it is, from 1.
+    from its shards in this epoch. `worker` is the name of the worker, once it is known. For a task,
+    `shard` is the place of the element in its ticket, and in the reorder buffer its index; there,
+    `nth` says which failure of its task it is, from 1.
     """
 
     shard: int

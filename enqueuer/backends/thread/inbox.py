@@ -152,6 +152,8 @@ class ThreadInbox:
         self._sent = 0
         self._taken = self._acknowledged = 0
         self._bytes_sent = self._bytes_acknowledged = 0
+        # Number of the epoch that workers have begun last, and of items that were sent before it.
+        self._epoch = -1, 0
         # With a bound in bytes: numbers of items that were sent, and of their bytes.
         self._totals: deque[tuple[int, int]] = deque()
         # Whether all items are of one shard, and none has a state.
@@ -173,6 +175,12 @@ class ThreadInbox:
         return len(self._items) + len(self._others)
 
     # --- the worker ---
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Note that what is sent from now on is of an epoch; again, and by others, is harmless."""
+        with self._lock:
+            if epoch > self._epoch[0]:
+                self._epoch = epoch, self._sent
 
     def open_bunch(self, shard: int, most: int) -> Bunch | None:
         """Let a worker append items without the lock, until the loop waits.
@@ -324,6 +332,12 @@ class ThreadInbox:
             return len(self._items)
         # The workers still count as making the others.
         return max(0, min(len(self._items), first.items - self._taken))
+
+    def waiting_of(self, epoch: int) -> int:
+        # In this order: what comes in between is of the epoch that has begun.
+        waiting = self.waiting
+        begun, before = self._epoch
+        return waiting if begun == epoch else max(0, min(waiting, before - self._taken))
 
     def wait(self, end: float | None, awaited: int | None = None) -> None:
         """Wait until there is a message, until it is closed or woken, or until a time.

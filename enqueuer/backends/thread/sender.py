@@ -240,6 +240,12 @@ class ThreadSender:
         if found is not None:
             digests[item[:2]] = found
 
+    def _forget_digests(self) -> None:
+        """Look for no more reuse if items wait that have the same numbers as those to come."""
+        digests = self._digests
+        if digests and any(item[:2] in digests for item in self.inbox.snapshot()):
+            self._digests = None
+
     def send(self, message: End | Failure | Empty) -> None:
         match message:
             case Failure():
@@ -274,7 +280,11 @@ class ThreadSender:
 
     def next_epoch(self) -> Epoch | None:
         self._begin()
-        return self._orders.get(self._waits, IDLE)
+        epoch = self._orders.get(self._waits, IDLE)
+        if epoch is not None:
+            self.inbox.begin_epoch(epoch.number)
+            self._forget_digests()
+        return epoch
 
     def next_ticket(self) -> Ticket | None:
         self._begin()

@@ -1,0 +1,586 @@
+"""The option `epochs`: the next epoch begins early, and the loop sees nothing of that."""
+
+import asyncio
+import functools
+import itertools
+import json
+import math
+import random
+
+import numpy as np
+import pytest
+from helpers import backend_of, kill_self, wait_until
+
+from enqueuer import (
+    Closed,
+    GeneratorEnqueuer,
+    OrderedEnqueuer,
+    WorkerDied,
+    imap,
+    merge_states,
+    prefetch,
+)
+
+
+def pairs(*epochs, count=6):
+    return [(epoch, element) for epoch in epochs for element in range(count)]
+
+
+def wait_for(path):
+    wait_until(path.exists)
+
+
+# --- six elements an epoch, by two shards in turn, or as tasks ---
+
+
+def of_shard(work, shard):
+    """Do the work of every other one of six elements."""
+    for number in range(3):
+        yield work(2 * number + shard.index, shard.epoch)
+
+
+def of_task(work, element, task):
+    return work(element, task.epoch)
+
+
+def with_shards(work, **options):
+    return GeneratorEnqueuer(functools.partial(of_shard, work), shards=2, **options)
+
+
+def with_tasks(work, **options):
+    return OrderedEnqueuer(range(6), functools.partial(of_task, work), **options)
+
+
+def skip_if_it_waits(make, options):
+    """Skip where no epoch begins before the loop does."""
+    if make is with_shards and backend_of(options) == "ray":
+        pytest.skip("the shards of actors wait for the loop")
+
+
+BOTH = pytest.mark.parametrize("make", [with_shards, with_tasks], ids=["shards", "tasks"])
+
+
+def where(element, epoch):
+    return epoch, element
+
+
+def told(folder, element, epoch):
+    """Return where this is, and leave a file of that name."""
+    (folder / f"{epoch}-{element}").touch()
+    return epoch, element
+
+
+def told_with_a_gate(folder, element, epoch):
+    """Wait for the file "open" at the last element of the first epoch."""
+    if (epoch, element) == (0, 5):
+        wait_for(folder / "open")
+    return told(folder, element, epoch)
+
+
+@pytest.fixture(params=[with_shards, with_tasks], ids=["shards", "tasks"])
+def gated(request, backend, tmp_path):
+    """An enqueuer whose loop has all of the first epoch but the last batch, whose gate is shut.
+
+    The worker that is free has made batches of the next epoch.
+    """
+    skip_if_it_waits(request.param, backend)
+    work = functools.partial(told_with_a_gate, tmp_path)
+    options = dict(workers=2, max_queue_size=10, epochs=3, random_seed=7, **backend)
+    with request.param(work, **options) as enqueuer:
+        batches = iter(enqueuer)
+        assert [next(batches) for _ in range(5)] == pairs(0)[:5]
+        # The loop looks whether there is a batch, and there is none.
+        assert enqueuer.queue.empty()
+        for element in (0, 2, 4):
+            wait_for(tmp_path / f"1-{element}")
+        yield enqueuer, batches
+        (tmp_path / "open").touch()
+
+
+@pytest.mark.ahead
+def test_without_the_option_a_worker_has_nothing_to_do_after_its_shards(backend, tmp_path):
+    work = functools.partial(told_with_a_gate, tmp_path)
+    with with_shards(work, workers=2, max_queue_size=10, **backend) as enqueuer:
+        batches = iter(enqueuer)
+        assert [next(batches) for _ in range(5)] == pairs(0)[:5]
+        had = enqueuer.stats()
+        wait_until(lambda: enqueuer.stats().since(had).workers[0].idle_s > 0)
+        (tmp_path / "open").touch()
+        assert list(batches) == [(0, 5)]
+        had = enqueuer.stats()
+        wait_until(lambda: all(w.idle_s > 0 for w in enqueuer.stats().since(had).workers))
+        assert not list(tmp_path.glob("1-*"))
+        assert list(enqueuer) == pairs(1)
+
+
+@BOTH
+@pytest.mark.ahead
+def test_the_next_epoch_begins_at_once_if_there_is_room(make, backend, tmp_path):
+    skip_if_it_waits(make, backend)
+    work = functools.partial(told, tmp_path)
+    with make(work, workers=2, max_queue_size=20, epochs=2, **backend) as enqueuer:
+        for element in range(6):
+            wait_for(tmp_path / f"1-{element}")
+        assert [list(enqueuer) for _ in range(2)] == [pairs(0), pairs(1)]
+
+
+@pytest.mark.ahead
+def test_the_next_epoch_of_tasks_begins_when_all_of_this_one_are_assigned(backend, tmp_path):
+    work = functools.partial(told_with_a_gate, tmp_path)
+    with with_tasks(work, workers=2, max_queue_size=2, epochs=2, **backend) as enqueuer:
+        batches = iter(enqueuer)
+        assert [next(batches) for _ in range(5)] == pairs(0)[:5]
+        assert enqueuer.queue.empty()
+        wait_for(tmp_path / "1-0")
+        (tmp_path / "open").touch()
+        assert [list(batches), list(enqueuer)] == [[(0, 5)], pairs(1)]
+
+
+@BOTH
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_nothing_is_begun_behind_the_last_epoch(make, epochs, backend, tmp_path):
+    work = functools.partial(told, tmp_path)
+    with make(work, workers=2, max_queue_size=20, epochs=epochs, **backend) as enqueuer:
+        for epoch in range(epochs):
+            assert list(enqueuer) == pairs(epoch)
+        assert {path.name[0] for path in tmp_path.iterdir()} == set(map(str, range(epochs)))
+        # A further loop is like one without the option.
+        assert list(enqueuer) == pairs(epochs)
+    assert {path.name[0] for path in tmp_path.iterdir()} == set(map(str, range(epochs + 1)))
+
+
+@BOTH
+@pytest.mark.ahead
+def test_the_queue_limit_is_that_of_both_epochs(make, backend, tmp_path):
+    work = functools.partial(told, tmp_path)
+    with make(work, workers=2, max_queue_size=3, epochs=math.inf, **backend) as enqueuer:
+        taken = 0
+        for _ in range(5):
+            for _ in enqueuer:
+                taken += 1
+                assert len(list(tmp_path.iterdir())) <= taken + 3 + 2
+
+
+# --- all that the loop sees is as without ---
+
+
+def drawn(shard):
+    """Yield some batches of this shard's random numbers; their count depends on the epoch."""
+    for number in range((shard.index + shard.epoch) % 4):
+        yield shard.epoch, shard.index, number, int(shard.rng.integers(1000))
+
+
+def drawn_task(element, task):
+    return task.epoch, element, int(task.rng.integers(1000))
+
+
+def drawn_by_shards(shards=5, **options):
+    return GeneratorEnqueuer(drawn, shards=shards, random_seed=7, **options)
+
+
+def drawn_by_tasks(**options):
+    return OrderedEnqueuer(range(7), drawn_task, True, random_seed=7, **options)
+
+
+DRAWN = pytest.mark.parametrize("make", [drawn_by_shards, drawn_by_tasks], ids=["shards", "tasks"])
+
+
+def read(enqueuer, epochs):
+    """Return the epochs, and the state after each batch and at the end of each epoch."""
+    found, states = [], []
+    with enqueuer:
+        for _ in range(epochs):
+            batches = []
+            for batch in enqueuer:
+                batches.append(batch)
+                states.append(json.loads(json.dumps(enqueuer.state_dict())))
+            found.append(batches)
+            states.append(json.loads(json.dumps(enqueuer.state_dict())))
+    return found, states
+
+
+@DRAWN
+@pytest.mark.parametrize("max_queue_size", [1, 4, 30])
+@pytest.mark.parametrize("epochs", [4, math.inf])
+def test_epochs_and_states_are_those_without_the_option(make, epochs, max_queue_size, backend):
+    without = read(make(), 4)
+    options = dict(workers=3, max_queue_size=max_queue_size, epochs=epochs, **backend)
+    assert read(make(**options), 4) == without
+
+
+@DRAWN
+def test_a_resumed_loop_goes_on_with_the_very_next_batch(make, backend):
+    found, states = read(make(), 4)
+    batches = [batch for epoch in found for batch in epoch]
+    for state in states[3:-1:5]:
+        later = make(workers=2, epochs=4, **backend)
+        later.load_state_dict(state)
+        with later:
+            rest = [batch for _ in range(state["epoch"], 4) for batch in later]
+        assert rest == batches[state["total_items"] :]
+
+
+@pytest.mark.ahead
+def test_the_queue_has_the_batches_of_this_epoch_alone(gated, tmp_path):
+    enqueuer, batches = gated
+    assert enqueuer.queue.qsize() == 0
+    assert (enqueuer.stats().queue_size, enqueuer.stats().epoch) == (0, 0)
+    assert "0/10 waiting" in repr(enqueuer)
+    (tmp_path / "open").touch()
+    wait_until(lambda: enqueuer.queue.qsize() == 1)
+    assert enqueuer.stats().queue_size == 1
+    assert list(batches) == [(0, 5)]
+    assert (enqueuer.queue.qsize(), enqueuer.queue.empty()) == (0, True)
+    assert enqueuer.stats().queue_size == 0
+    assert not enqueuer.is_running()
+    batches = iter(enqueuer)
+    wait_until(lambda: enqueuer.queue.qsize() >= 3)
+    assert list(batches) == pairs(1)
+
+
+@pytest.mark.ahead
+def test_the_position_is_that_of_the_loop(gated):
+    enqueuer, _ = gated
+    make = with_shards if isinstance(enqueuer, GeneratorEnqueuer) else with_tasks
+    with make(where, random_seed=7) as plain:
+        assert len(list(itertools.islice(plain, 5))) == 5
+        assert plain.state_dict() == enqueuer.state_dict()
+
+
+@pytest.mark.ahead
+def test_stop_drops_what_was_made_ahead(gated, tmp_path):
+    enqueuer, batches = gated
+    state = enqueuer.state_dict()
+    (tmp_path / "open").touch()
+    enqueuer.stop()
+    assert list(batches) == []
+    enqueuer.load_state_dict(state)
+    with enqueuer:
+        assert [list(enqueuer) for _ in range(3)] == [[(0, 5)], pairs(1), pairs(2)]
+
+
+@pytest.mark.ahead
+def test_other_workers_go_on_with_both_epochs(gated, tmp_path):
+    enqueuer, batches = gated
+    (tmp_path / "open").touch()
+    enqueuer.reconfigure(workers=1)
+    assert list(batches) == [(0, 5)]
+    assert (enqueuer.queue.qsize(), enqueuer.stats().queue_size) == (0, 0)
+    enqueuer.reconfigure(workers=3)
+    assert enqueuer.stats().queue_size == 0
+    assert [list(enqueuer) for _ in range(2)] == [pairs(1), pairs(2)]
+
+
+@DRAWN
+@pytest.mark.ahead
+def test_workers_are_chosen_while_epochs_begin_early(make, backend):
+    without = read(make(), 5)
+    assert read(make(workers="auto", epochs=5, **backend), 5) == without
+
+
+@BOTH
+def test_event_loops_read_the_epochs(make, backend):
+    async def main():
+        async with make(where, workers=2, epochs=3, **backend) as enqueuer:
+            found = []
+            for _ in range(3):
+                found.append([batch async for batch in enqueuer])
+            return found
+
+    assert asyncio.run(main()) == [pairs(0), pairs(1), pairs(2)]
+
+
+@BOTH
+def test_the_queue_gives_each_epoch(make, backend):
+    with make(where, workers=2, epochs=3, **backend) as enqueuer:
+        for epoch in range(3):
+            first = next(iter(enqueuer))
+            assert [first] + [enqueuer.queue.get() for _ in range(5)] == pairs(epoch)
+            with pytest.raises(Closed):
+                enqueuer.queue.get()
+
+
+@pytest.mark.parametrize("taken", [(3, 2), (4, 5), (0, 4)])
+def test_ranks_that_go_on_from_merged_states_begin_their_usual_shards(taken, backend):
+    def of_rank(rank, count):
+        return drawn_by_shards(shards=7, rank=rank, world_size=count)
+
+    states = []
+    for rank, count in enumerate(taken):
+        with of_rank(rank, 2) as enqueuer:
+            for _ in range(2):
+                list(enqueuer)
+            assert len(list(itertools.islice(enqueuer, count))) == count
+            states.append(enqueuer.state_dict())
+    merged = merge_states(states)
+
+    def rest(options):
+        found = []
+        for rank in range(3):
+            later = drawn_by_shards(shards=7, rank=rank, world_size=3, **options)
+            later.load_state_dict(merged)
+            found.append(read(later, 3))
+        return found
+
+    assert rest(dict(workers=2, epochs=5, **backend)) == rest({})
+
+
+# --- errors and deaths in the next epoch ---
+
+
+def broken(element, epoch):
+    if (epoch, element) == (1, 2):
+        raise ValueError(f"a bad file: {element}")
+    return epoch, element
+
+
+@BOTH
+def test_an_error_of_the_next_epoch_comes_in_its_turn(make, backend):
+    with make(broken, workers=2, max_queue_size=20, epochs=3, **backend) as enqueuer:
+        assert list(enqueuer) == pairs(0)
+        found = []
+        with pytest.raises(ValueError, match="a bad file: 2") as caught:
+            found.extend(enqueuer)
+        assert found == pairs(1)[:2]
+        assert caught.value.enqueuer_origin.epoch == 1
+
+
+@BOTH
+def test_a_skipped_error_of_the_next_epoch_counts_in_its_turn(make, backend):
+    options = dict(workers=2, max_queue_size=20, on_error="skip", epochs=3, **backend)
+    with make(broken, **options) as enqueuer:
+        assert list(enqueuer) == pairs(0)
+        assert enqueuer.error_count == 0
+        assert (1, 2) not in list(enqueuer)
+        assert enqueuer.error_count == 1
+        assert list(enqueuer) == pairs(2)
+
+
+def killed_ahead(folder, element, epoch):
+    """Kill the worker once in the second epoch, while the loop waits for the first one."""
+    flag = folder / "killed"
+    if (epoch, element) == (0, 5):
+        wait_for(flag)
+    if (epoch, element) == (1, 2) and not flag.exists():
+        flag.touch()
+        kill_self()
+    return epoch, element
+
+
+@BOTH
+def test_a_worker_that_died_ahead_is_replaced_in_its_turn(make, process, tmp_path):
+    skip_if_it_waits(make, process)
+    work = functools.partial(killed_ahead, tmp_path)
+    plain = read(make(where, random_seed=7), 4)
+    options = dict(workers=2, max_queue_size=20, max_restarts=1, epochs=4, **process)
+    enqueuer = make(work, random_seed=7, **options)
+    assert read(enqueuer, 4) == plain
+    assert enqueuer.restart_count == 1
+
+
+@BOTH
+def test_a_death_in_the_next_epoch_is_raised_in_its_turn(make, process, tmp_path):
+    skip_if_it_waits(make, process)
+    work = functools.partial(killed_ahead, tmp_path)
+    with make(work, workers=2, max_queue_size=20, epochs=4, **process) as enqueuer:
+        assert list(enqueuer) == pairs(0)
+        found = []
+        with pytest.raises(WorkerDied) as caught:
+            found.extend(enqueuer)
+        # It may be told before the batch of a worker that lives.
+        assert found == pairs(1)[: len(found)]
+        assert len(found) <= 2
+        assert caught.value.enqueuer_origin.epoch == 1
+        assert enqueuer.state_dict()["epoch"] == 1
+
+
+def killed_with_a_queue(folder, element, epoch):
+    """Kill the worker once in the first epoch."""
+    flag = folder / "killed"
+    if (epoch, element) == (0, 4) and not flag.exists():
+        flag.touch()
+        kill_self()
+    return epoch, element
+
+
+@BOTH
+def test_a_successor_begins_the_next_epoch_early(make, process, tmp_path):
+    work = functools.partial(killed_with_a_queue, tmp_path)
+    options = dict(workers=2, max_queue_size=20, max_restarts=1, epochs=3, **process)
+    with make(work, **options) as enqueuer:
+        assert [list(enqueuer) for _ in range(3)] == [pairs(0), pairs(1), pairs(2)]
+        assert enqueuer.restart_count == 1
+
+
+# --- all of it at random ---
+
+
+def lengths_of(seed, shard):
+    """Yield as many batches as are drawn for a shard and an epoch."""
+    dice = random.Random(f"{seed} {shard.epoch} {shard.index}")
+    for number in range(dice.choice((0, 1, 1, 2, 5))):
+        yield shard.epoch, shard.index, number
+
+
+def killed_at(seed, folder, shard):
+    """The same, and kill the worker at some places, once at each."""
+    for place in lengths_of(seed, shard):
+        flag = folder / str(place)
+        if random.Random(f"{seed} {place}").random() < 0.1 and not flag.exists():
+            flag.touch()
+            kill_self()
+        yield place
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_course_of_a_run_gives_the_same_batches(seed, process, tmp_path):
+    dice, epochs = random.Random(seed), 8
+    shards = dice.randint(1, 5)
+    plain = GeneratorEnqueuer(functools.partial(lengths_of, seed), shards=shards, random_seed=1)
+    expected = read(plain, epochs)
+    source = functools.partial(killed_at, seed, tmp_path)
+    options = dict(shards=shards, random_seed=1, max_restarts=1000, **process)
+
+    def new():
+        sizes = dict(workers=dice.randint(1, 3), max_queue_size=dice.randint(1, 9))
+        return GeneratorEnqueuer(source, epochs=dice.choice((epochs, math.inf)), **sizes, **options)
+
+    enqueuer, found, states = new(), [], []
+    for _ in range(epochs):
+        batches = []
+        while True:
+            left_early = False
+            for batch in enqueuer:
+                batches.append(batch)
+                states.append(json.loads(json.dumps(enqueuer.state_dict())))
+                if dice.random() < 0.2:
+                    left_early = True
+                    break
+            if not left_early:
+                break
+            if dice.random() < 0.3:
+                enqueuer.reconfigure(workers=dice.randint(1, 3))
+            if dice.random() < 0.3:
+                state = enqueuer.state_dict()
+                enqueuer.stop()
+                enqueuer = new()
+                enqueuer.load_state_dict(state)
+        found.append(batches)
+        states.append(json.loads(json.dumps(enqueuer.state_dict())))
+    enqueuer.stop()
+    assert found == expected[0]
+    assert states == expected[1]
+
+
+# --- what does not begin early ---
+
+
+class Counting:
+    """An iterable that counts how often it was begun."""
+
+    def __init__(self):
+        self.begun = 0
+
+    def __iter__(self):
+        self.begun += 1
+        return iter(range(6))
+
+
+def doubled(element):
+    return 2 * element
+
+
+def test_the_elements_of_an_iterable_are_read_when_the_loop_reaches_its_epoch(backend):
+    elements = Counting()
+    with OrderedEnqueuer(elements, doubled, workers=2, epochs=3, **backend) as enqueuer:
+        for epoch in range(3):
+            assert len(list(enqueuer)) == 6
+            assert elements.begun == epoch + 1
+
+
+class Stateful(Counting):
+    """The same with a position, which is that of the end after each epoch."""
+
+    def state_dict(self):
+        return {"begun": self.begun}
+
+    def load_state_dict(self, state):
+        self.begun = state["begun"]
+
+
+@pytest.mark.parametrize("kind", [Counting, Stateful])
+def test_a_running_iterator_is_read_when_the_loop_reaches_its_epoch(kind):
+    elements = kind()
+    with GeneratorEnqueuer(elements, max_queue_size=20, epochs=3) as enqueuer:
+        for epoch in range(3):
+            assert list(enqueuer) == list(range(6))
+            had = enqueuer.stats()
+            wait_until(lambda had=had: enqueuer.stats().since(had).workers[0].idle_s > 0)
+            assert elements.begun == epoch + 1
+
+
+class Reversed:
+    """A sequence that reverses itself after each epoch."""
+
+    def __init__(self):
+        self.elements = list(range(6))
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return self.elements[index]
+
+    def on_epoch_end(self):
+        self.elements.reverse()
+
+
+def test_a_sequence_that_sees_the_end_of_an_epoch_is_not_read_beyond(backend):
+    with OrderedEnqueuer(Reversed(), workers=2, epochs=4, **backend) as enqueuer:
+        for elements in ([0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0]) * 2:
+            assert list(enqueuer) == elements
+
+
+def test_shards_that_come_as_they_are_ready_begin_with_the_loop(backend, tmp_path):
+    work = functools.partial(told, tmp_path)
+    options = dict(workers=2, max_queue_size=20, ordered=False, epochs=3, **backend)
+    with with_shards(work, **options) as enqueuer:
+        for epoch in range(3):
+            assert sorted(enqueuer) == pairs(epoch)
+            assert {path.name[0] for path in tmp_path.iterdir()} == set(map(str, range(epoch + 1)))
+
+
+# --- threads pass on the objects themselves ---
+
+
+def filled(shard):
+    """Yield three arrays, which differ from those of all other epochs."""
+    for number in range(3):
+        yield np.full(100, 10 * shard.epoch + number)
+
+
+def test_equal_numbers_of_two_epochs_are_not_taken_for_one_array(no_warnings):
+    with GeneratorEnqueuer(filled, max_queue_size=20, epochs=4) as enqueuer:
+        for epoch in range(4):
+            batches, made = iter(enqueuer), 3 * min(epoch + 2, 4)
+            # Both epochs wait.
+            wait_until(lambda made=made: enqueuer.stats().workers[0].items == made)
+            assert [int(array[0]) for array in batches] == [10 * epoch + n for n in range(3)]
+
+
+# --- the option itself ---
+
+
+@pytest.mark.parametrize(
+    ("value", "error"), [(0, ValueError), (-1, ValueError), (2.5, TypeError), ("all", TypeError)]
+)
+def test_other_numbers_of_epochs_are_refused(value, error):
+    with pytest.raises(error, match="epochs must be "):
+        GeneratorEnqueuer(drawn, epochs=value)
+
+
+@pytest.mark.parametrize("shortcut", [functools.partial(prefetch, drawn), imap])
+def test_shortcuts_for_one_epoch_refuse_it(shortcut):
+    given = () if isinstance(shortcut, functools.partial) else (doubled, [1])
+    with pytest.raises(TypeError, match="give one epoch"):
+        shortcut(*given, epochs=2)
