@@ -167,8 +167,9 @@ def test_steps_per_epoch_cuts_what_has_no_end(kind):
     assert [[number for _, number in loader] for _ in range(2)] == [[0, 1, 2], [3, 4, 5]]
 
 
-def test_steps_per_epoch_goes_on_where_the_generator_ends(kind):
-    loader = kind(GeneratorEnqueuer(lambda: iter(range(4))), steps_per_epoch=6)
+@pytest.mark.parametrize("epochs", [None, 5])
+def test_steps_per_epoch_goes_on_where_the_generator_ends(kind, epochs):
+    loader = kind(GeneratorEnqueuer(lambda: iter(range(4)), epochs=epochs), steps_per_epoch=6)
     assert list(loader) == [0, 1, 2, 3, 0, 1]
     assert list(loader) == [2, 3, 0, 1, 2, 3]
     assert list(loader) == [0, 1, 2, 3, 0, 1]

@@ -229,8 +229,9 @@ def test_a_dataset_of_an_ordered_enqueuer_gives_its_batches(no_warnings):
     dataset.stop()
 
 
-def test_set_epoch_without_dataloader_workers():
-    dataset = EnqueuerIterableDataset(GeneratorEnqueuer(numbers))
+@pytest.mark.parametrize("ahead", [None, 7])
+def test_set_epoch_without_dataloader_workers(ahead):
+    dataset = EnqueuerIterableDataset(GeneratorEnqueuer(numbers, epochs=ahead))
     loader = DataLoader(dataset, batch_size=None)
     for epoch in (0, 1, 2, 5, 3, 3):
         dataset.set_epoch(epoch)
