@@ -110,7 +110,11 @@ def test_without_the_option_a_worker_has_nothing_to_do_after_its_shards(backend,
         had = enqueuer.stats()
         wait_until(lambda: all(w.idle_s > 0 for w in enqueuer.stats().since(had).workers))
         assert not list(tmp_path.glob("1-*"))
+        rested = enqueuer.stats().workers
+        assert sum(worker.items for worker in rested) == 6
         assert list(enqueuer) == pairs(1)
+        # The workers were kept.
+        assert [w.name for w in enqueuer.stats().workers] == [w.name for w in rested]
 
 
 @BOTH
