@@ -76,6 +76,7 @@ PROGRAMS = {
         ),
     ),
     "forecasting": Program(None, "", steps=100),
+    "nanovlm": Program(None, "samples", steps=20, restarts=False, environment=("HF_HOME=.",)),
     "nanochat": Program(
         "scripts/base_train.py",
         "--device-type=cpu --depth=1 --aspect-ratio=32 --head-dim=32 --window-pattern=L"
@@ -170,7 +171,7 @@ def members(session):
 def main(name, clone, repeats=3):
     """Measure in a folder of its own, and print the figures."""
     clone = str(Path(clone).resolve())
-    data = HERE / name / "data.py"
+    data = HERE / name / "make_data.py"
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         if data.exists():

@@ -144,6 +144,69 @@ for _ in range(6):
     print(batch["thread"], batch["data"].tolist())
 augmenter._finish()
 """
+PACKS = """
+import torch
+
+class ConstantLengthDataset(torch.utils.data.IterableDataset):
+    # What the change takes of the program's class.
+    epoch, queue_size = 0, 8
+    seq_length, max_length = 20, 40
+    max_sample_length, max_images_per_example, max_images_per_knapsack = 9, 1, 4
+
+    def __init__(self, dataset, infinite=False):
+        self.dataset, self.infinite = dataset, infinite
+
+    def __iter__(self):
+        raise AssertionError("it is not to be called")
+
+    def _balanced_greedy_knapsack(self, buffer, L, delta=0, max_images_per_knapsack=None):
+        assert (L, delta, max_images_per_knapsack) == (20, 5, 4)
+        indices = range(len(buffer))
+        return [indices[start : start + 2] for start in range(0, len(buffer), 2)]
+
+    def _pack_one_group(self, group_indices, batch, max_len):
+        assert max_len == 20
+        keys = "input_ids", "labels", "attention_mask"
+        packed = [torch.cat([batch[i][key] for i in group_indices]) for key in keys]
+        return *packed, sum((batch[i]["images"] for i in group_indices), [])
+"""
+QUESTIONS = """
+import sys
+from types import SimpleNamespace
+import torch
+from data.advanced_datasets import ConstantLengthDataset
+
+class Questions:
+    # Number 5 is filtered out, 6 is too long, and 7 has too many images.
+    dataset = range(20)
+    tokenizer = SimpleNamespace(pad_token_id=0)
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, number):
+        if number == {fails_at}:
+            raise ValueError("of the data")
+        if number == 5:
+            return None
+        length = 9 if number == 6 else 7
+        ids = torch.full((length,), number)
+        images = ["image"] * (2 if number == 7 else 1)
+        return dict(input_ids=ids, labels=ids, attention_mask=torch.ones_like(ids), images=images)
+
+def ids_of(pack):
+    # No tensor: workers send tensors over a socket, whose path would be too long here.
+    assert pack["labels"].eq(-100).equal(pack["attention_mask"].eq(0))
+    assert len(pack["images"]) == pack["attention_mask"].eq(0).sum()
+    return pack["input_ids"].tolist()
+
+packs = ConstantLengthDataset(Questions(), {infinite})
+options = dict(batch_size=None, num_workers={workers}, collate_fn=ids_of)
+for number, ids in enumerate(torch.utils.data.DataLoader(packs, **options)):
+    print(*ids)
+    if number == 20:
+        break
+"""
 COPY = 'raise AssertionError("the copy is not to be imported")'
 
 
@@ -227,6 +290,51 @@ def test_ctpn_reads_without_its_copy_and_gets_the_error_of_the_data(tmp_path):
     write(tmp_path, utils__dataset__data_util="GeneratorEnqueuer = None", program=program)
     code, out, err = run_changed(tmp_path, "ctpn")
     assert (code, out) == (1, "[0, 1, 2, 3, 4, 5]\n")
+    assert "ValueError: of the data" in err
+
+
+def packed(*pairs):
+    """Return the tokens of packs of these questions, of seven tokens and an end each."""
+    return [" ".join(f"{number} " * 7 + "0" for number in pair) for pair in pairs]
+
+
+def run_nanovlm(folder, fails_at=None, workers=0, infinite=False):
+    needs_installed("torch")
+    program = QUESTIONS.format(fails_at=fails_at, workers=workers, infinite=infinite)
+    write(folder, data__advanced_datasets=PACKS, program=program)
+    code, out, err = run_changed(folder, "nanovlm")
+    return code, out.splitlines(), err
+
+
+def test_nanovlm_packs_the_questions_in_their_order(tmp_path):
+    code, packs, err = run_nanovlm(tmp_path)
+    assert code == 0, err
+    # A buffer is full with the fifth question, so the third pack has one question only.
+    first = packed((0, 1), (2, 3), (4,))
+    assert packs == first + packed((8, 9), (10, 11), (12,), (13, 14), (15, 16), (17,), (18, 19))
+
+
+def test_nanovlm_packs_a_share_of_the_questions_in_each_worker(tmp_path):
+    code, packs, err = run_nanovlm(tmp_path, workers=2)
+    assert code == 0, err
+    even = packed((0, 2), (4, 8), (10,), (12, 14), (16, 18))
+    odd = packed((1, 3), (9, 11), (13,), (15, 17), (19,))
+    assert packs == [pack for both in zip(even, odd, strict=True) for pack in both]
+
+
+def test_nanovlm_packs_epoch_after_epoch_without_an_end(tmp_path):
+    code, packs, err = run_nanovlm(tmp_path, infinite=True)
+    assert code == 0, err
+    assert len(packs) == 21
+    assert packs[9:11] == packed((18, 19), (0, 1))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_nanovlm_gets_the_error_of_the_data_after_the_packs_before_it(workers, tmp_path):
+    code, packs, err = run_nanovlm(tmp_path, fails_at=10, workers=workers)
+    assert code == 1
+    assert packs == packed((0, 1), (2, 3), (4,))
+    assert "in __getitem__" in err
     assert "ValueError: of the data" in err
 
 

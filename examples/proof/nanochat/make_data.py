@@ -1,4 +1,4 @@
-"""Make documents of random words, and train nanochat's tokenizer on them: data.py CLONE."""
+"""Make documents of random words, and train nanochat's tokenizer on them: make_data.py CLONE."""
 
 import random
 import runpy
