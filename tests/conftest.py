@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import gc
 import multiprocessing
 import os
@@ -76,6 +77,19 @@ def pytest_configure(config):
         os.environ["TMPDIR"] = tempfile.tempdir = folder
         writer = create_terminal_writer(config, sys.__stderr__)
         config.get_terminal_writer = lambda: writer
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    """Let one of several processes rewrite the assertions of a test file in a fresh clone.
+
+    It takes as long as the rest of the collection; the others find the result in the cache.
+    """
+    if not isinstance(collector, pytest.Module):
+        return (yield)
+    with open(collector.path) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
+        return (yield)
 
 
 @pytest.fixture(params=WITH_INLINE)
