@@ -48,10 +48,19 @@ _PORTABLE_FAULTS = {
 # With `workers=0` nothing is made ahead, and so nothing of this happens.
 _AHEAD = {"test_auto.py", "test_bound.py", "test_headroom.py", "test_stalls.py"}
 
+# Of the contract, the start method may make a difference to these.
 _ABOUT_STARTS = {
     "test_native_threads.py",
     "test_source.py",
     "test_stop.py",
+}
+# Elsewhere it may make one to all but these.
+_ABOUT_OTHER_THINGS = {
+    "test_files.py",
+    "test_garbage.py",
+    "test_killed_tasks.py",
+    # It starts workers again and again.
+    "test_resume_and_restart.py",
 }
 
 # As the parameters of tests name them, the longer names first.
@@ -120,12 +129,9 @@ def _is_about_starts(item: pytest.Item) -> bool:
     Once started, a worker runs what one of the fork server runs, which runs everything. And to
     start fresh interpreters takes long.
     """
-    # It starts workers again and again.
-    if item.path.name == "test_resume_and_restart.py":
-        return False
     if item.path.parent.name == "contract":
         return item.path.name in _ABOUT_STARTS
-    return _is_fork(item)
+    return _is_fork(item) and item.path.name not in _ABOUT_OTHER_THINGS
 
 
 def _function_and_backend(item: pytest.Item) -> tuple[str, str]:

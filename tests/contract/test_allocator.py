@@ -55,8 +55,8 @@ def test_the_option_is_true_or_false(options):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("MALLOC_TRIM_THRESHOLD_", "131072"),
-        ("MALLOC_MMAP_THRESHOLD_", "131072"),
+        pytest.param("MALLOC_TRIM_THRESHOLD_", "131072", marks=pytest.mark.thorough),
+        pytest.param("MALLOC_MMAP_THRESHOLD_", "131072", marks=pytest.mark.thorough),
         ("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=131072"),
     ],
 )

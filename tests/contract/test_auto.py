@@ -530,7 +530,8 @@ def test_elements_that_wait_run_at_once_before_there_are_more_workers(caplog, gi
     ids=["single", "fixed", "process"],
 )
 def test_concurrency_is_not_chosen_where_it_was_given_or_would_change_what_is_seeded(given):
-    with OrderedEnqueuer(range(10**6), waits, workers="auto", **given) as enqueuer:
+    # What waits would get many workers at once, which take long to start.
+    with OrderedEnqueuer(range(10**6), waits, workers=Auto(most=2), **given) as enqueuer:
         loop = Loop(enqueuer, 0)
         loop.run_until(lambda: len(enqueuer.stats().workers) > 1)
         assert enqueuer.stats().workers[0].concurrency == 1

@@ -379,7 +379,7 @@ def test_an_iterable_is_begun_when_the_loop_reaches_its_epoch(backend):
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_earlier_epochs_are_forgotten(backend, count):
-    epochs = 2000 if backend_of(backend) == "thread" else 200
+    epochs = 500 if backend_of(backend) == "thread" else 100
     with OrderedEnqueuer(range(count), drawn, workers=2, **backend) as enqueuer:
         taken = sum(1 for _ in itertools.islice(enqueuer.get(), count * epochs))
         assert taken == count * epochs

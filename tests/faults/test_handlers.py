@@ -47,7 +47,7 @@ from enqueuer.enqueuers.run import State
 from enqueuer.workers.messages import Start
 
 EVERY = int(os.environ.get("ENQUEUER_INTERRUPTS", "0"))  # 0: a sample
-SAMPLE = {"thread": 8, "fork": 2, "forkserver": 1, "spawn": 0}  # places of a case
+SAMPLE = {"thread": 4, "fork": 2, "forkserver": 1, "spawn": 0}  # places of a case
 MOST_FAILURES = 10  # after which a test gives up; each may take its time
 
 
@@ -269,7 +269,7 @@ def test_a_handler_may_call_an_enqueuer_that_starts(action, backend):
     before, is_stopped = census(), False
     counted = Strike(None, action=print)
     start_and_act(ask, backend, counted)
-    for nth in range(0, counted.places, EVERY or counted.places // 12):
+    for nth in range(0, counted.places, EVERY or counted.places // 6):
         strike = Strike(nth, action=print)
         with limited():
             is_stopped |= start_and_act(action, backend, strike)

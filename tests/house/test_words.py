@@ -1,5 +1,6 @@
 """One word for one thing, and the field's word where it has one."""
 
+import functools
 import re
 from pathlib import Path
 
@@ -48,13 +49,18 @@ INSTEAD_IN_PAGES = {
 }
 
 
+@functools.cache
+def text_of(path: Path) -> str:
+    return path.read_text()
+
+
 def lines_with(words: str, suffixes: tuple[str, ...]) -> list[str]:
     word = re.compile(rf"(?<![^\W_])({words})(?![^\W_])", re.IGNORECASE)
     return [
         f"{path.relative_to(ROOT)}:{at}: {line}"
         for path in PAGES
-        if path.suffix in suffixes
-        for at, line in enumerate(path.read_text().splitlines(), 1)
+        if path.suffix in suffixes and word.search(text_of(path))
+        for at, line in enumerate(text_of(path).splitlines(), 1)
         if word.search(line)
     ]
 
