@@ -159,8 +159,15 @@ def test_a_rank_that_has_ended_its_epoch_is_merged_with_those_that_have_not():
         assert sorted([*first, *second, *turns(rest)]) == sorted(make(0, 1))
 
 
-@pytest.mark.parametrize("backend", ["thread", "process"])
-@pytest.mark.parametrize("name", ["unequal shards", "batches"])
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        ("unequal shards", "thread"),
+        ("unequal shards", "process"),
+        ("batches", "thread"),
+        pytest.param("batches", "process", marks=pytest.mark.thorough),
+    ],
+)
 def test_workers_backends_and_changes_of_their_number_make_no_difference(name, backend):
     make = SOURCES[name]
     got, _ = over_worlds(make, lambda place, rank: (2, 2, 1, 20)[place], workers=2)
@@ -211,9 +218,12 @@ def test_the_state_of_one_rank_is_enough_at_the_same_step_of_tasks():
     assert [*turns(had), *turns(rest)] == list(make(0, 1))
 
 
-def test_random_trials_get_what_one_uninterrupted_rank_gets():
-    counts, failures, _ = run_trials(30, seed=400)
-    assert (counts.total(), failures) == (30, {})
+@pytest.mark.parametrize(
+    ("count", "seed"), [(10, 400), pytest.param(20, 410, marks=pytest.mark.thorough)]
+)
+def test_random_trials_get_what_one_uninterrupted_rank_gets(count, seed):
+    counts, failures, _ = run_trials(count, seed)
+    assert (counts.total(), failures) == (count, {})
 
 
 def test_as_many_ranks_that_went_on_from_one_state_are_merged_again():

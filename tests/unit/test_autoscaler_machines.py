@@ -227,10 +227,13 @@ def test_batches_are_judged_by_their_elements():
     assert len(times) > 1
 
 
+@pytest.mark.parametrize(
+    "seeds", [range(1), pytest.param(range(1, 5), marks=pytest.mark.thorough)], ids=["one", "more"]
+)
 @pytest.mark.parametrize("others", [0, 1])
 @pytest.mark.parametrize("name", [name for name in WORKS if name != "quick"])
-def test_elements_that_wait_are_made_at_once_and_not_too_many(name, others):
-    for seed in range(5):
+def test_elements_that_wait_are_made_at_once_and_not_too_many(name, others, seeds):
+    for seed in seeds:
         machine = Machine(WORKS[name], others, seed, most_at_once=1024)
         machine.run(60)
         assert machine.soon_near_best() <= SOON_S, (seed, machine.history)
