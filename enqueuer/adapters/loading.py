@@ -56,8 +56,10 @@ class Loader(Generic[Batch]):
     It exists only if `loader` has it, as an enqueuer does, and so does `load_state_dict`.
     """
 
-    load_state_dict: Callable[[Mapping[str, Any]], None]
+    load_state_dict: Callable[..., None]
     """Continue where a state was taken, at the next iteration.
+
+    It takes `strict=False` if that of `loader` does, as an enqueuer's.
 
     So does an iteration that has begun, if its loop has taken no batch. Raises InvalidState if the
     loop has taken one, or if the caller has started the enqueuer: call `stop()` first. Raises
@@ -297,11 +299,11 @@ class Reader(Generic[Batch]):
 
     # --- another position ---
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any], **options: bool) -> None:
         """Continue at a position; see `Loader`."""
 
         def load() -> None:
-            self.epochs.load_state_dict(state_dict)
+            self.epochs.load_state_dict(state_dict, **options)
             self._is_left = False
 
         # Libraries begin an iteration to see whether that is possible, and load the position then.
@@ -429,11 +431,11 @@ class LoaderEpochs:
         state = dict(self.loader.state_dict())
         return state if self.steps is None else {**state, "step": self.step}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Let the loader continue at a position."""
+    def load_state_dict(self, state_dict: Mapping[str, Any], **options: bool) -> None:
+        """Let the loader continue at a position; the options are those of its own method."""
         state = dict(state_dict)
         step = state.pop("step", 0) if self.steps is not None else 0
-        self.loader.load_state_dict(state)
+        self.loader.load_state_dict(state, **options)
         self.step = self._first_step = step
         self.given = None
 

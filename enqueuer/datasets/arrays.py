@@ -23,6 +23,7 @@ from enqueuer.common.trees import tree_map
 from enqueuer.datasets.epochs import EpochOrder, take_rows
 from enqueuer.errors import DataFileError
 from enqueuer.workers.shards import Shard
+from enqueuer.workers.sources import fingerprint_of, shortened
 
 
 class ArraySource:
@@ -91,13 +92,13 @@ class ArraySource:
         self._epochs = EpochOrder("rows", self._count, batch_size, shuffle, drop_last)
         self._identity = {**self._epochs.identity, "drop_last": bool(drop_last)}
 
-    def __call__(self, shard: Shard) -> Iterator[Any]:
-        """Return an iterator over the batches of a shard; it has a `state_dict`.
+    def __call__(self, shard: Shard, first_item: int = 0) -> Iterator[Any]:
+        """Return an iterator over the batches of a shard from one on; it has a `state_dict`.
 
         Raises:
             ValueError: There are fewer batches than shards, and `drop_last` is True.
         """
-        return self._epochs.batches(shard, self._batch, self._identity)
+        return self._epochs.batches(shard, self._batch, self._identity, first_item)
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -130,6 +131,12 @@ class ArraySource:
 
     def _batch(self, rows: range | np.ndarray, shard: Shard) -> Any:
         return tree_map(lambda array: take_rows(array, rows), self._opened())
+
+
+@fingerprint_of.register
+def _fingerprint_of(source: ArraySource) -> dict[str, Any]:
+    kinds = tree_map(lambda array: f"{array.dtype}{[*array.shape[1:]]}", source._opened())
+    return {"name": type(source).__qualname__, "arrays": shortened(str(kinds)), **source._identity}
 
 
 # An array, or a function that maps a file: its first argument is the path.

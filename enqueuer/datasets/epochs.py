@@ -28,6 +28,7 @@ class ShardBatches(Iterator[Any]):
         identity: Values on which a position depends.
         advice: What to do if one of these values differs, by its name; `{}` stands for the value
             in the state.
+        first: Number of the batch to begin with.
     """
 
     def __init__(
@@ -35,12 +36,13 @@ class ShardBatches(Iterator[Any]):
         begin: Callable[[int], Generator[Any]],
         identity: Mapping[str, int],
         advice: Mapping[str, str] | None = None,
+        first: int = 0,
     ) -> None:
         self._begin = begin
         self._identity = identity
         self._advice = advice or {}
         self._batches: Generator[Any] | None = None
-        self._next = 0
+        self._next = first
 
     def __next__(self) -> Any:
         if self._batches is None:
@@ -114,6 +116,7 @@ class EpochOrder:
         shard: Shard,
         make: Callable[[range | np.ndarray, Shard], Any],
         identity: Mapping[str, int],
+        first: int,
     ) -> ShardBatches:
         """Return the batches of a shard.
 
@@ -121,18 +124,19 @@ class EpochOrder:
             shard: The shard.
             make: Function that makes a batch of indices and the shard.
             identity: Values on which a position depends.
+            first: Number of the batch of the shard to begin with.
 
         Raises:
             ValueError: There are fewer batches than shards, and `drop_last` is True.
         """
         steps = self._steps(shard)
 
-        def begin(first: int) -> Generator[Any]:
+        def begin(at: int) -> Generator[Any]:
             order = self._order_of(shard)
-            for step in steps[first:]:
+            for step in steps[at:]:
                 yield make(order[step * self._size : (step + 1) * self._size], shard)
 
-        return ShardBatches(begin, identity)
+        return ShardBatches(begin, identity, first=first)
 
     def _steps(self, shard: Shard) -> range:
         """Return the numbers of a shard's batches in the epoch."""

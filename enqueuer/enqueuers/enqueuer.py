@@ -92,10 +92,11 @@ def save(core: Core) -> dict[str, Any]:
         else:
             identity, epoch = saved.identity or workload.identity(), saved.epoch
             count, total = saved.error_count, saved.total_items
-        return position.save(identity, epoch, count, total, position.shards_in(identity))
+        own = position.shards_in(identity)
+        return position.save(identity, workload.fingerprint, epoch, count, total, own)
 
 
-def load(core: Core, state_dict: Mapping[str, Any]) -> None:
+def load(core: Core, state_dict: Mapping[str, Any], strict: bool = True) -> None:
     """Go on at a position at the next start; see `BaseEnqueuer.load_state_dict`."""
     with core.state_lock:
         core.check_idle("load_state_dict()")
@@ -334,7 +335,7 @@ class BaseEnqueuer(Generic[Batch]):
         """
         return save(self._core)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Continue at the position of `state_dict` at the next start.
 
         The number of workers and the backend may differ; options that change the data may not.
@@ -345,12 +346,15 @@ class BaseEnqueuer(Generic[Batch]):
 
         Args:
             state_dict: Result of `state_dict()` of an enqueuer with the same source.
+            strict: Whether another source is refused: other names of functions or classes, other
+                files or rows, another length. False warns instead, and goes on with the source
+                that is here. True by default.
 
         Raises:
             InvalidState: The enqueuer runs; call `stop()` first.
             StateMismatch: The state does not fit; the message names the value that differs.
         """
-        load(self._core, state_dict)
+        load(self._core, state_dict, strict)
 
     def replay(self, error: BaseException) -> Any:
         """Make the item of an error again in this process; see `enqueuer.replay`.

@@ -3,7 +3,8 @@
     state of each rank --merge_states()--> state of all --of_rank()--> state of each new rank
 
 A state is made of plain ints, strings and lists, so that JSON can hold it. Only the states of the
-source's iterators (`states`) are kept as they are.
+source's iterators (`states`) are kept as they are. By a fingerprint (`source`), a state of another
+source is refused.
 
 Of merged states, what is left of the epoch is divided anew. Of shards, each open one goes to one
 rank, in the order of their turns. Of tasks, each rank in turn gets one of the elements that no rank
@@ -15,14 +16,17 @@ the index in the order of the epoch, over all ranks.
 from __future__ import annotations
 
 import math
+import warnings
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, SupportsIndex, TypeVar
 
 from enqueuer.backends.order_log import numbers_in
-from enqueuer.errors import StateMismatch
+from enqueuer.backends.stall import level_of_user
+from enqueuer.errors import EnqueuerWarning, StateMismatch
 from enqueuer.workers.messages import Epoch, Start
+from enqueuer.workers.sources import changes
 
 T = TypeVar("T")
 
@@ -30,6 +34,10 @@ VERSION = 1
 
 # Values that are left out of a state if they are None.
 _OPTIONAL = {"batch_size": None, "shuffle_buffer": None}
+
+_OF_SHARDS = (
+    ": it is the number of workers unless you give shards=; leave that out to take the state's"
+)
 
 # A word of the key of a seed. Besides, a sequence has callbacks for each epoch.
 _MOST_EPOCHS = 2**32
@@ -71,6 +79,7 @@ def shards_in(identity: Mapping[str, Any]) -> range | None:
 
 def save(
     identity: Mapping[str, Any],
+    source: Mapping[str, Any],
     epoch: Epoch,
     error_count: int,
     total_items: int,
@@ -80,12 +89,15 @@ def save(
 
     Args:
         identity: Values that the data depend on.
+        source: Fingerprint of the source.
         epoch: Items that were not given to the loop.
         error_count: Number of errors that were skipped.
         total_items: Number of batches that the loop was given, in all runs.
         own: All shards of this rank; None for tasks.
     """
     state: dict[str, Any] = {"version": VERSION, **identity, "epoch": epoch.number}
+    if source:
+        state["source"] = dict(source)
     starts = epoch.starts
     if epoch.share is not None:
         state["share"] = list(epoch.share)
@@ -111,12 +123,19 @@ def save(
     return state
 
 
-def load(state: Mapping[str, Any], identity: Mapping[str, Any]) -> SavedPosition:
+def load(
+    state: Mapping[str, Any],
+    identity: Mapping[str, Any],
+    source: Mapping[str, Any],
+    strict: bool = True,
+) -> SavedPosition:
     """Return the position that a state holds.
 
     Args:
         state: Result of `save`, perhaps by way of JSON.
         identity: Values that the state must have, as far as they are fixed.
+        source: Fingerprint of the source that is here.
+        strict: Whether the source must be the same; otherwise the caller is warned.
 
     Raises:
         StateMismatch: It is none, or of something else; the message says what differs.
@@ -127,13 +146,20 @@ def load(state: Mapping[str, Any], identity: Mapping[str, Any]) -> SavedPosition
         if kind != identity["kind"]:
             raise StateMismatch(f"the state is that of {kind}, and this is {identity['kind']}")
         here, saved = {**_OPTIONAL, **identity}, {**_OPTIONAL, **state}
-        differences = [
-            f"{name} is {saved[name]!r} in the state and {value!r} here"
+        differences = {
+            name: f"{name} is {saved[name]!r} in the state and {value!r} here"
             for name, value in here.items()
             if _differ(saved[name], value)
-        ]
+        }
+        changed = changes(state.get("source", {}), source)
+        if "length" in differences:
+            changed.append(differences.pop("length"))
+        if "shards" in differences:
+            differences["shards"] += _OF_SHARDS
         if differences:
-            raise StateMismatch(f"the state does not fit: {'; '.join(differences)}")
+            raise StateMismatch(f"the state does not fit: {'; '.join(differences.values())}")
+        if changed:
+            _refuse_or_warn("; ".join(changed), strict)
         for name, least in (("random_seed", 0), ("shards", 1)):
             _count(name, state.get(name, least), least)
         return SavedPosition(
@@ -166,7 +192,7 @@ def orders_of(states: Iterable[State], identity: Mapping[str, Any]) -> dict[int,
     """
     found: dict[int, str] = {}
     for state in states:
-        given = load(state, identity).epoch.given
+        given = load(state, identity, {}).epoch.given
         if given is None:
             raise StateMismatch(
                 "replay_order needs the order of an epoch, and the state has none: it was saved "
@@ -177,6 +203,20 @@ def orders_of(states: Iterable[State], identity: Mapping[str, Any]) -> dict[int,
         if not found[number].startswith(text):
             raise StateMismatch(f"two states have different orders of epoch {number}")
     return {number: numbers_in(text) for number, text in found.items()}
+
+
+def _refuse_or_warn(changed: str, strict: bool) -> None:
+    if strict:
+        raise StateMismatch(
+            f"the source has changed since the state was saved: {changed}; "
+            "load_state_dict(state, strict=False) goes on with the one that is here"
+        )
+    warnings.warn(
+        f"the source has changed since the state was saved: {changed}; the rest of the epoch is "
+        "that of the one that is here, from the same position on",
+        EnqueuerWarning,
+        stacklevel=level_of_user(),
+    )
 
 
 def check_format(state: Mapping[str, Any]) -> None:
@@ -227,11 +267,13 @@ def _epoch(state: Mapping[str, Any]) -> Epoch:
     if not isinstance(positions, (list, tuple)):
         raise TypeError(f"positions must be a list, got {positions!r}")
     numbers = _unique("positions", [(_count("shard", s), _count("item", n)) for s, n in positions])
+    # Usually the state is that of the position itself.
+    saved = [(*own, 0) if len(own) == 2 else own for own in state.get("states", [])]
     states = _unique(
         "states",
         [
-            (_count("shard", s), (own, *(_count("behind", b, most=numbers[s]) for b in behind)))
-            for s, own, *behind in state.get("states", [])
+            (_count("shard", s), (own, _count("behind", behind, most=numbers[s])))
+            for s, own, behind in saved
         ],
     )
     if not states.keys() <= numbers.keys():
@@ -431,15 +473,7 @@ def _checked(states: list[State]) -> list[State]:
                 f"the step of steps_per_epoch is {first.get('step')} in one state and "
                 f"{state.get('step')} in another: take the states of all ranks at the same step"
             )
-        differences = [
-            f"{name} is {first.get(name)!r} in one and {state.get(name)!r} in another"
-            for name in sorted((first.keys() | state.keys()) - _OF_RANK)
-            if _differ(first.get(name), state.get(name))
-        ]
-        if differences:
-            text = "; ".join(differences)
-            how = "; give all ranks the same random_seed" if "random_seed is" in text else ""
-            raise StateMismatch(f"the states are not of one run: {text}{how}")
+        _check_same_run(first, state)
         is_at_begin = not any(number for _, number in state["positions"] or ())
         if state["epoch"] > least + is_at_begin:
             raise StateMismatch(
@@ -448,6 +482,25 @@ def _checked(states: list[State]) -> list[State]:
             )
     _check_complete([state["rank"] for state in states], first["world_size"])
     return sorted(states, key=lambda state: state["rank"])
+
+
+def _check_same_run(first: State, state: State) -> None:
+    """Raise StateMismatch if two states depend on different values, or are of other sources."""
+    differences = [
+        f"{name} is {first.get(name)!r} in one and {state.get(name)!r} in another"
+        for name in sorted((first.keys() | state.keys()) - _OF_RANK - {"source"})
+        if _differ(first.get(name), state.get(name))
+    ]
+    differences += [
+        f"the source of rank {state['rank']} is not that of rank {first['rank']}, as {text}"
+        for text in changes(first.get("source", {}), state.get("source", {}))
+    ]
+    if differences:
+        text = "; ".join(differences)
+        for name in ("random_seed", "shards"):
+            if f"{name} is" in text:
+                text += f"; give all ranks the same {name}"
+        raise StateMismatch(f"the states are not of one run: {text}")
 
 
 def _check_complete(ranks: list[int], world_size: int) -> None:

@@ -28,7 +28,7 @@ from enqueuer.monitoring.duplicates import FirstItems
 from enqueuer.monitoring.stats import Stats
 from enqueuer.workers.messages import Epoch, Failure, Start, Ticket
 from enqueuer.workers.shards import Shard
-from enqueuer.workers.sources import FunctionSource, LiveSource, Source, name_of
+from enqueuer.workers.sources import FunctionSource, LiveSource, Source, fingerprint_of, name_of
 
 
 class ShardEpoch:
@@ -126,8 +126,9 @@ class ShardEpoch:
         """Do nothing: a generator sees its own end."""
 
     def rerun_s(self, stats: Stats) -> float | None:
-        if any(start.state is not None for start in self.order.rest().values()):
-            # Iterators with a state are resumed.
+        has_states = any(start.state is not None for start in self.order.rest().values())
+        if has_states or self._workload.source.can_begin_anywhere:
+            # Nothing is made again.
             return 0.0
         return sum(worker.making_s for worker in stats.workers)
 
@@ -321,6 +322,10 @@ class ShardWorkload:
             "ordered": options.ordered,
             **({} if stage is None else stage.identity()),
         }
+
+    @functools.cached_property
+    def fingerprint(self) -> dict[str, Any]:
+        return fingerprint_of(self.source)
 
     def given(self) -> dict[str, bool]:
         is_live = isinstance(self.source, LiveSource)

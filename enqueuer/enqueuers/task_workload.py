@@ -17,6 +17,7 @@ from enqueuer.errors import InvalidState, StateMismatch
 from enqueuer.workers.collate import stack
 from enqueuer.workers.element_threads import MOST_THREADS
 from enqueuer.workers.messages import Epoch, Ticket
+from enqueuer.workers.sources import fingerprint_of
 from enqueuer.workers.tasks import Reading, Share, TaskSource, order_of, places_of, steps_in
 
 
@@ -136,6 +137,10 @@ class TaskWorkload:
             "world_size": options.world_size,
             "ordered": options.ordered,
         }
+
+    @functools.cached_property
+    def fingerprint(self) -> dict[str, Any]:
+        return fingerprint_of(self.source)
 
     def given(self) -> dict[str, bool]:
         # The methods of a sequence for epochs may change its length, so that is checked later.

@@ -209,6 +209,10 @@ class Workload(Protocol):
     def identity(self) -> dict[str, Any]:
         """Return what the batches depend on."""
 
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """What a state says of the source; see `fingerprint_of`."""
+
     def given(self) -> dict[str, bool]:
         """Return which values of `identity()` that may be adopted were fixed by the user."""
 

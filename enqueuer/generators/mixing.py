@@ -15,7 +15,14 @@ from typing import Any, Literal, TypeVar, get_args
 
 from enqueuer.common.text import an
 from enqueuer.workers.shards import Shard, part_for
-from enqueuer.workers.sources import FunctionSource, as_source, close, is_stateful, iterate
+from enqueuer.workers.sources import (
+    FunctionSource,
+    as_source,
+    close,
+    fingerprint_of,
+    is_stateful,
+    iterate,
+)
 
 
 class Turns:
@@ -187,6 +194,16 @@ class Mixture:
         """Return an iterable over the items of a shard; with a state, if all sources have one."""
         mixed = _Mixed(self, shard)
         return mixed if mixed.is_stateful else iter(mixed)
+
+
+@fingerprint_of.register
+def _fingerprint_of(mixture: Mixture) -> dict[str, Any]:
+    return {
+        "name": "mix",
+        "weights": dict(zip(mixture.sources, mixture.weights, strict=True)),
+        "at_end": mixture.at_end,
+        "parts": {name: fingerprint_of(source) for name, source in mixture.sources.items()},
+    }
 
 
 class _Part:

@@ -331,6 +331,8 @@ class ShardStream:
         except StopIteration as error:
             # Unchanged, it would be mistaken for the end.
             raise RuntimeError("the generator function raised StopIteration") from error
+        if state is None and self._source.can_begin_anywhere:
+            self._stateful = None
         self.number = first if state is None else wanted - behind
         self._opened = items
         return items

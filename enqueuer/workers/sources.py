@@ -17,6 +17,7 @@ import functools
 import inspect
 import random
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
@@ -52,7 +53,10 @@ class FunctionSource:
 
     @property
     def can_begin_anywhere(self) -> bool:
-        """Whether no item before the first one that is wanted has to be made."""
+        """Whether no item before the first one that is wanted has to be made.
+
+        Then the number of an item is all of a position, and no state of an iterator is saved.
+        """
         return self.takes_first_item and self.stage is None
 
     def open(self, shard: Shard, first_item: int = 0, unneeded: int = 0) -> Iterable[Any]:
@@ -250,6 +254,92 @@ def _advice_on(generator: object) -> str:
 def name_of(function: object) -> str:
     """Return the name of `function` for a message."""
     return getattr(function, "__qualname__", None) or repr(function)
+
+
+# --- what a state says of its source ---
+
+# Their classes and functions say nothing of the data, or are names of this package.
+_NAMELESS = frozenset({"builtins", "itertools", "functools", "enqueuer"})
+# What a fingerprint counts; the others are compared alone.
+_COUNTED = frozenset({"files", "rows"})
+# Characters of a text, so that a state of many shards stays below 1 KiB.
+_MOST_TEXT = 60
+
+
+@functools.singledispatch
+def fingerprint_of(source: object) -> dict[str, Any]:
+    """Return values by which a state tells its source from another one, as JSON holds them.
+
+    They take no time and run no code of the user: the names of functions and classes. Datasets
+    and `mix` register functions that say more.
+
+    Example:
+        >>> fingerprint_of(functools.partial(fingerprint_of, 7)), fingerprint_of(lambda: [])
+        ({}, {})
+        >>> fingerprint_of(random.Random)
+        {'name': 'Random'}
+    """
+    return named(name=source)
+
+
+@fingerprint_of.register
+def _of_function(source: FunctionSource) -> dict[str, Any]:
+    return fingerprint_of(source.function)
+
+
+@fingerprint_of.register
+def _of_iterable(source: LiveSource) -> dict[str, Any]:
+    return fingerprint_of(source.iterable)
+
+
+def named(**things: object) -> dict[str, Any]:
+    """Return the names of functions, or of the classes of objects, that another run has, too.
+
+    There is none for a lambda. Neither the module counts, which may be `__main__`, nor the
+    function in which another one is defined.
+    """
+    found = {}
+    for key, thing in things.items():
+        while isinstance(thing, functools.partial):
+            thing = thing.func
+        owner: Any = thing if hasattr(thing, "__qualname__") else type(thing)
+        name = str(owner.__qualname__).rpartition("<locals>.")[2]
+        module = str(getattr(owner, "__module__", None)).partition(".")[0]
+        if "<" not in name and module not in _NAMELESS:
+            found[key] = name
+    return found
+
+
+def shortened(text: str) -> str:
+    """Return a text as it is, or the beginning of a long one and a number that stands for it."""
+    if len(text) <= _MOST_TEXT:
+        return text
+    return f"{text[: _MOST_TEXT // 2]}... ({zlib.crc32(text.encode('utf-8', 'surrogatepass'))})"
+
+
+def changes(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """Return the differences of two fingerprints in words; what only one of them has is none.
+
+    Example:
+        >>> changes({"files": 120, "shuffle": True, "order": 1}, {"files": 119, "shuffle": False})
+        ['it had 120 files, and here are 119', 'shuffle is True in the state and False here']
+    """
+    found = []
+    for name, now in here.items():
+        before = saved.get(name, now)
+        if name == "parts":
+            for part in [part for part in now if part in before]:
+                found += [f"in {part!r}, {text}" for text in changes(before[part], now[part])]
+        elif before == now:
+            continue
+        elif name == "names":
+            # Other files have other names anyway.
+            found += ["its files had other names"] if saved["files"] == here["files"] else []
+        elif name in _COUNTED:
+            found.append(f"it had {before} {name}, and here are {now}")
+        else:
+            found.append(f"{name} is {before!r} in the state and {now!r} here")
+    return found
 
 
 def _takes_shard(function: Callable[..., Any]) -> bool:

@@ -28,7 +28,15 @@ from enqueuer.workers.event_loop import result_of
 from enqueuer.workers.messages import Ticket
 from enqueuer.workers.seeding import borrowed_globals
 from enqueuer.workers.shards import EpochSeeds, Task
-from enqueuer.workers.sources import has_elements, is_async, is_indexable, name_of, takes_next
+from enqueuer.workers.sources import (
+    fingerprint_of,
+    has_elements,
+    is_async,
+    is_indexable,
+    name_of,
+    named,
+    takes_next,
+)
 
 Element = TypeVar("Element", covariant=True)
 
@@ -304,6 +312,12 @@ class TaskSource:
         if method is not None:
             with borrowed_globals(EpochSeeds(epoch, self.random_seed, key)):
                 method()
+
+
+@fingerprint_of.register
+def _of_tasks(source: TaskSource) -> dict[str, Any]:
+    """Return the names alone: a sequence has its length in the state, and its own batches not."""
+    return named(name=source.items, map=source.map)
 
 
 def _does_nothing(method: Any) -> bool:

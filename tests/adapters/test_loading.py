@@ -197,6 +197,22 @@ def test_after_stop_the_position_is_still_that_of_the_loop(kind):
     assert (list(loader), list(loader)) == ([3, 4], [5, 6, 7, 8, 9])
 
 
+def test_a_state_of_another_source_is_taken_if_that_is_asked_for(kind):
+    def others():
+        yield from range(100, 112)
+
+    loader = kind(GeneratorEnqueuer(twelve, random_seed=7))
+    assert list(itertools.islice(loader, 3)) == [0, 1, 2]
+    state = loader.state_dict()
+    loader.stop()
+    other = kind(GeneratorEnqueuer(others, random_seed=7))
+    with pytest.raises(StateMismatch, match="name is 'twelve' in the state and 'others' here"):
+        other.load_state_dict(state)
+    with pytest.warns(EnqueuerWarning, match="'twelve' in the state"):
+        other.load_state_dict(state, strict=False)
+    assert list(other) == list(range(103, 112))
+
+
 def test_a_loop_with_steps_ends_when_it_is_stopped_within(kind):
     enqueuer = GeneratorEnqueuer(twelve)
     loader = kind(enqueuer, steps_per_epoch=8)

@@ -373,6 +373,11 @@ def test_what_is_not_the_states_of_all_ranks_of_a_run_says_what_is_wrong():
         merge_states([*states[:2], {**states[2], "version": 9}])
     with pytest.raises(StateMismatch, match="8 in another; give all ranks the same random_seed"):
         merge_states([*states[:2], {**states[2], "random_seed": 8}])
+    of_shards = states_of(SOURCES["equal shards"])
+    with pytest.raises(
+        StateMismatch, match=r"shards is 9 in one .* give all ranks the same shards$"
+    ):
+        merge_states([{**of_shards[0], "shards": 9}, *of_shards[1:]])
     with pytest.raises(StateMismatch, match="kind is 'OrderedEnqueuer' in one and 'Gen"):
         merge_states([states[0], states_of(SOURCES["equal shards"])[1], states[2]])
     with pytest.raises(StateMismatch, match="world_size is 3 in one and 2 in another"):

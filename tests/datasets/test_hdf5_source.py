@@ -320,7 +320,7 @@ def test_an_enqueuer_resumes_by_the_position_in_each_shard(path, backend):
         batches = iter(enqueuer)
         head = rows_of([next(batches) for _ in range(10)])
         state = json.loads(json.dumps(enqueuer.state_dict()))
-    assert sorted(own["batch"] for _, own, *_ in state["states"]) == [3, 3, 4]
+    assert sorted(number for _, number in state["positions"]) == [3, 3, 4]
     later = GeneratorEnqueuer(source, **options)
     later.load_state_dict(state)
     with later:

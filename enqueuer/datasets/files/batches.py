@@ -12,8 +12,9 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from typing import Any, Generic, Literal, TypedDict, TypeVar, overload
+from typing import Any, Generic, Literal, TypedDict, TypeVar, cast, overload
 
 import numpy as np
 
@@ -28,7 +29,7 @@ from enqueuer.errors import FrameworkUnavailable
 from enqueuer.workers.collate import stack
 from enqueuer.workers.plan import OnError, may_skip
 from enqueuer.workers.shards import Shard, Task
-from enqueuer.workers.sources import name_of
+from enqueuer.workers.sources import fingerprint_of, name_of
 from enqueuer.workers.tasks import takes_two
 
 Batch = TypeVar("Batch")
@@ -155,22 +156,26 @@ class FileBatches(Generic[Batch]):
         collate: Callable[[list[Any]], Any] | None = None,
         on_error: OnError = "raise",
     ) -> None:
-        entries = _entries(files)
+        paths, labels = _columns(files)
         # Packed, so that worker processes share the memory of a long list.
-        self._paths = packed([entry.path for entry in entries])
+        self._paths = packed(paths)
+        # Here, as to unpack a million of them takes longer.
+        self._names_hash = _hash_of(paths)
         if not callable(load):
             raise TypeError(f"load must be a function of a path, got {load!r}")
         self._wanted = _wanted_by(load)
         self._with_labels = bool(with_labels)
         needs_labels = self._with_labels or "label" in self._wanted
-        self._labels = packed([entry.label for entry in entries]) if needs_labels else []
-        bare = next((entry.path for entry in entries if entry.label is None), None)
+        self._labels = packed(labels) if needs_labels else []
+        bare = next(
+            (path for path, label in zip(paths, labels, strict=True) if label is None), None
+        )
         if needs_labels and bare is not None:
             reason = "with_labels is True" if with_labels else "load takes a label"
             raise ValueError(f"{reason}, but {os.fspath(bare)!r} has no label")
         checks.function("collate", collate, "of a list")
         self._load: Callable[..., Any] = load
-        self._epochs = EpochOrder("files", len(entries), batch_size, shuffle, drop_last)
+        self._epochs = EpochOrder("files", len(paths), batch_size, shuffle, drop_last)
         self._identity = self._epochs.identity
         # An interrupted `pack` of this source is resumed only if all plain attributes are the same.
         self._drop_last = bool(drop_last)
@@ -178,13 +183,13 @@ class FileBatches(Generic[Batch]):
         self._collate = collate
         self._on_error = options.on_error("on_error", on_error)
 
-    def __call__(self, shard: Shard) -> Iterator[Batch]:
-        """Return an iterator over the batches of a shard; it has a `state_dict`.
+    def __call__(self, shard: Shard, first_item: int = 0) -> Iterator[Batch]:
+        """Return an iterator over the batches of a shard from one on; it has a `state_dict`.
 
         Raises:
             ValueError: There are fewer batches than shards, and `drop_last` is True.
         """
-        return self._epochs.batches(shard, self._batch, self._identity)
+        return self._epochs.batches(shard, self._batch, self._identity, first_item)
 
     def __repr__(self) -> str:
         return f"<FileBatches of {len(self._paths)} files, {self._identity['batch_size']} a batch>"
@@ -238,6 +243,25 @@ class FileBatches(Generic[Batch]):
             raise
 
 
+@fingerprint_of.register(FileBatches)
+def _fingerprint_of(source: FileBatches[Any]) -> dict[str, Any]:
+    return {"name": type(source).__qualname__, **source._identity, "names": source._names_hash}
+
+
+def _hash_of(paths: list[Path]) -> int:
+    """Return a hash of the names of files, below the folder of all, which may move."""
+    # All in a few calls, as there may be a million.
+    names = list(map(os.fspath, paths))  # type: ignore[arg-type]  # it is overloaded
+    if {*map(type, names)} != {str}:
+        names = list(map(os.fsdecode, names))
+    # It is cut at a separator.
+    prefix = os.path.commonprefix((min(names), max(names)))  # noqa: RUF071
+    folder = prefix[: prefix.rfind(os.sep) + 1]
+    text = "\0" + "\0".join(names)
+    below = text.replace("\0" + folder, "\0").replace(os.sep, "/")
+    return zlib.crc32(below.encode("utf-8", "surrogatepass"))
+
+
 def _wanted_by(load: Callable[..., Any]) -> set[str]:
     """Return what `load` takes beside the path: the label of a file, its `Task`, or both.
 
@@ -263,15 +287,19 @@ def _wanted_by(load: Callable[..., Any]) -> set[str]:
     return {"label", "task"} & {p.name for p in named}
 
 
-def _entries(files: Files) -> list[FileEntry]:
+def _columns(files: Files) -> tuple[list[Path], list[Any]]:
+    """Return the paths and the labels of files, None where there is no label."""
     if isinstance(files, (str, os.PathLike)):
         raise TypeError(f"files must be a list of paths, got {files!r}; see find_files, read_list")
     if isinstance(files, (Set, Mapping)):
         raise TypeError(f"files must have an order, got {an(type(files).__name__)}; sort them")
-    entries = [_entry(file) for file in files]
-    if not entries:
+    files = list(files)
+    if not files:
         raise ValueError("there are no files")
-    return entries
+    if {*map(type, files)} == {str}:
+        return cast(list[Path], files), [None] * len(files)
+    entries = [_entry(file) for file in files]
+    return [entry.path for entry in entries], [entry.label for entry in entries]
 
 
 def _entry(file: Any) -> FileEntry:

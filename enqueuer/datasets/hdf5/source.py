@@ -28,6 +28,7 @@ from enqueuer.datasets.hdf5.reader import RowReader
 from enqueuer.enqueuers.options import Unpack
 from enqueuer.errors import DataFileError
 from enqueuer.workers.shards import Shard
+from enqueuer.workers.sources import fingerprint_of, shortened
 
 Batch = TypeVar("Batch")
 Array = np.ndarray[Any, Any]
@@ -193,10 +194,10 @@ class HDF5Source(Generic[Batch]):
         # An interrupted `pack` of this source is resumed only if all plain attributes are the same.
         self._reader: RowReader | None = None
 
-    def __call__(self, shard: Shard) -> Iterator[Batch]:
-        """Return an iterator over the batches of a shard in its epoch; it has a `state_dict`."""
+    def __call__(self, shard: Shard, first_item: int = 0) -> Iterator[Batch]:
+        """Return an iterator over the batches of a shard from one on; it has a `state_dict`."""
         begin = functools.partial(self._batches, shard)
-        return ShardBatches(begin, self._identity, _ADVICE)
+        return ShardBatches(begin, self._identity, _ADVICE, first_item)
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -307,6 +308,12 @@ class HDF5Source(Generic[Batch]):
         if self._is_one:
             return next(iter(found.values()))
         return tuple(found.values()) if self._is_tuple else found
+
+
+@fingerprint_of.register(HDF5Source)
+def _fingerprint_of(source: HDF5Source[Any]) -> dict[str, Any]:
+    name, keys = type(source).__qualname__, shortened(", ".join(source._names))
+    return {"name": name, "file": os.path.basename(source._path), "keys": keys, **source._identity}
 
 
 def _names(keys: str | Sequence[str] | None) -> tuple[str, ...] | None:
