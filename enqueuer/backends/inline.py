@@ -149,7 +149,7 @@ class InlineWorker:
         if self._turns is None:
             epoch = orders.next_epoch()
             enter, skips = self._enter, plan.on_error
-            made = turns(plan.source, plan.of(epoch), orders, enter, skips, True, epoch.turns)
+            made = turns(plan.source, plan.of(epoch), orders, enter, skips, True, epoch)
             self._turns = made
         if next(self._turns, self) is self:
             self._turns = None

@@ -17,16 +17,18 @@ import functools
 import itertools
 import logging
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
+from enqueuer.common.text import duration
 from enqueuer.errors import Closed, StateMismatch
 from enqueuer.workers.bunch import Bunch
 from enqueuer.workers.event_loop import shard_loop
-from enqueuer.workers.messages import End, Failure, Orders, Reported, Sender, Start
+from enqueuer.workers.messages import End, Epoch, Failure, Orders, Reported, Sender, Start
 from enqueuer.workers.plan import OnError, Plan, may_skip, serve_failure, skip_or_end
 from enqueuer.workers.shards import Shard, collect_reports, do_nothing
 from enqueuer.workers.sources import FunctionSource, LiveSource, Source, close, iterate
@@ -34,6 +36,11 @@ from enqueuer.workers.task_loop import send_replacement
 from enqueuer.workers.tasks import TaskSource
 
 _log = logging.getLogger("enqueuer")
+
+# Seconds for which items are made again before that is logged: less is not noticed.
+_QUIET_S = 2.0
+
+_WHOLE = Epoch(0)
 
 
 def serve(
@@ -66,8 +73,7 @@ def serve(
                 continue
             last = epoch.number
             # There is no pause between turns.
-            starts, first = plan.of(epoch), epoch.turns
-            made = turns(source, starts, sender, enter, plan.on_error, first=first)
+            made = turns(source, plan.of(epoch), sender, enter, plan.on_error, epoch=epoch)
             deque(made, maxlen=0)
 
 
@@ -78,7 +84,7 @@ def turns(
     enter: Callable[[Shard], None],
     on_error: OnError = "raise",
     one_by_one: bool = False,
-    first: Sequence[int] = (),
+    epoch: Epoch = _WHOLE,
 ) -> Iterator[None]:
     """Send what `source` yields for each shard in turn, then each shard's end.
 
@@ -94,11 +100,11 @@ def turns(
         enter: As for `serve`.
         on_error: Handling of an exception of the source.
         one_by_one: Whether to yield after each turn; otherwise nothing is yielded.
-        first: See `Epoch.turns`.
+        epoch: Order from which the starts are.
     """
-    turns_left, is_arranged = list(reversed(first)), not first
+    turns_left, is_arranged = list(reversed(epoch.turns)), not epoch.turns
     with ExitStack() as stack:
-        streams = _streams_of(source, starts, enter, stack)
+        streams = _streams_of(source, starts, epoch.is_awaited, enter, stack)
         enter = enter if source.loop is None else do_nothing
         while streams:
             is_arranged = is_arranged or _arrange(streams, turns_left)
@@ -147,11 +153,13 @@ def _arrange(streams: deque[ShardStream], turns_left: list[int]) -> bool:
 def _streams_of(
     source: Source,
     starts: Mapping[Shard, Start],
+    logs: bool,
     enter: Callable[[Shard], None],
     stack: ExitStack,
 ) -> deque[ShardStream]:
     """Return the streams of all shards, which `stack` closes; async generators run from now on."""
-    streams = deque(ShardStream(source, shard, start) for shard, start in starts.items())
+    replay = Replay(source, starts.values(), logs)
+    streams = deque(ShardStream(source, shard, start, replay) for shard, start in starts.items())
     for stream in streams:
         stack.callback(stream.close)
     loop = source.loop
@@ -187,6 +195,50 @@ def _send_failure(
     return send_replacement(failure, value, sender), True
 
 
+class Replay:
+    """The items that a worker makes again before new ones; if that takes long, it is logged once.
+
+    Args:
+        source: Source of all shards.
+        starts: Start of each shard.
+        logs: Whether it is logged; the loop waits for one worker first.
+    """
+
+    def __init__(self, source: Source, starts: Iterable[Start], logs: bool) -> None:
+        self._total = sum(
+            start.behind if start.state is not None else start.number
+            for start in starts
+            if start.state is not None or not source.can_begin_anywhere
+        )
+        self._advice = ""
+        if isinstance(source, FunctionSource) and source.stage is None:
+            self._advice = "; a function with the parameter first_item=0 makes none again"
+        self._made = 0
+        self._began: float | None = None
+        self._logs = logs
+
+    def begin(self) -> None:
+        """Note that an iterator is about to be opened and run up to its start."""
+        if self._began is None:
+            self._began = time.monotonic()
+
+    def note(self) -> None:
+        """Note that an item was made again."""
+        self._made += 1
+        if not self._logs:
+            return
+        assert self._began is not None
+        took_s = time.monotonic() - self._began
+        if took_s >= _QUIET_S:
+            self._logs = False
+            left_s = took_s * (self._total / self._made - 1)
+            _log.warning(
+                "this worker makes %s items again that the loop has had, up to where it goes on: "
+                "%s are made after %.1f s, and the rest will take about %s%s",
+                *(f"{self._total:,}", f"{self._made:,}", took_s, duration(left_s), self._advice),
+            )
+
+
 class ShardStream:
     """One shard's iterator and the number of its next item.
 
@@ -197,7 +249,7 @@ class ShardStream:
         state_at_end: State of a running iterator at its end, if it has one.
     """
 
-    def __init__(self, source: Source, shard: Shard, start: Start) -> None:
+    def __init__(self, source: Source, shard: Shard, start: Start, replay: Replay) -> None:
         self.shard = shard
         self.number = 0
         self.in_user_code = False
@@ -206,6 +258,7 @@ class ShardStream:
         self._start = start
         # The iterator once it is open, and from its first turn on.
         self._opened: Iterator[Any] | None = None
+        self._replayed = replay
         self._items: Iterator[Any] | None = None
         self._stateful: Any = None
         self._reports = collect_reports(shard)
@@ -325,6 +378,7 @@ class ShardStream:
             return self._opened
         wanted, state, behind = self._start
         first = wanted if state is None and self._source.can_begin_anywhere else 0
+        self._replayed.begin()
         try:
             opened = self._source.open(self.shard, first, wanted - first if state is None else 0)
             items, self._stateful = iterate(opened, state, not wanted)
@@ -350,6 +404,7 @@ class ShardStream:
                     "itself. Draw from shard.rng only, and read the same data"
                 ) from None
             self.number += 1
+            self._replayed.note()
             # These reports were sent when the item was made first.
             self._reports.clear()
             self.in_user_code = False

@@ -176,6 +176,8 @@ class Epoch:
         turns: Shards that have these turns first, in this order; afterwards all have had as many.
         given: Number of an epoch, and the order in which its items were given: of this epoch, or
             at its beginning of the one before. None if it is not known.
+        is_awaited: Whether the loop waits for one of these shards first, of those that do not
+            begin with their first item.
     """
 
     number: int
@@ -185,6 +187,7 @@ class Epoch:
     left_out: int = 0
     given: tuple[int, str] | None = None
     turns: tuple[int, ...] = ()
+    is_awaited: bool = True
 
     @property
     def log(self) -> str | None:
@@ -197,9 +200,11 @@ class Epoch:
     def of_shards(self, shards: tuple[int, ...]) -> Epoch:
         """Return the order for some of the shards."""
         starts, turns = self.starts, tuple([shard for shard in self.turns if shard in shards])
-        if starts is not None:
-            starts = {shard: start for shard, start in starts.items() if shard in shards}
-        return Epoch(self.number, starts, turns=turns)
+        if starts is None:
+            return Epoch(self.number, turns=turns)
+        behind = next((shard for shard, start in starts.items() if start.number), None)
+        starts = {shard: start for shard, start in starts.items() if shard in shards}
+        return Epoch(self.number, starts, turns=turns, is_awaited=behind in starts)
 
 
 class Sender(Protocol):

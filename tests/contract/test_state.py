@@ -3,6 +3,8 @@
 import itertools
 import json
 import pickle
+import re
+import time
 
 import numpy as np
 import pytest
@@ -506,3 +508,43 @@ def test_samples_are_made_again():
     later.load_state_dict(state)
     with later:
         assert had + list(later) == plain
+
+
+# --- items that are made again ---
+
+
+def ticking(seconds):
+    def ticks(shard):
+        for number in range(30):
+            time.sleep(seconds)
+            yield number, shard.index
+
+    return ticks
+
+
+def resumed(seconds, caplog, **options):
+    """Return what an enqueuer logs that goes on at item 25 of two shards."""
+    enqueuer = GeneratorEnqueuer(ticking(0), shards=2, random_seed=7)
+    with enqueuer:
+        had = [next(enqueuer.get()) for _ in range(50)]
+        state = enqueuer.state_dict()
+    later = GeneratorEnqueuer(ticking(seconds), shards=2, random_seed=7, **options)
+    later.load_state_dict(state)
+    caplog.clear()
+    with later:
+        assert had + list(later) == [(number, shard) for number in range(30) for shard in range(2)]
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_a_worker_that_makes_items_again_for_long_logs_how_long_it_takes(backend, caplog):
+    (text,) = resumed(0.1, caplog, workers=2, **backend)
+    found = re.fullmatch(
+        r"this worker makes (?:25|50) items again that the loop has had, .*: (\d+) are made after "
+        r"2\.\d s, and the rest will take about (.*) m?s; .* parameter first_item=0 .*",
+        text,
+    )
+    assert 10 <= int(found[1]) <= 20
+
+
+def test_what_is_made_again_quickly_is_not_logged(caplog):
+    assert resumed(0, caplog, workers=2) == []
