@@ -82,6 +82,18 @@ def numbered(shard, first_item=0):
         yield shard.epoch, shard.index, number
 
 
+@dataclass(frozen=True)
+class Gaps:
+    """A generator function with items that are None, in each shard and epoch other ones."""
+
+    lengths: tuple[int, ...]
+
+    def __call__(self, shard):
+        for item in Lengths(self.lengths)(shard):
+            yield from [None] * ((shard.index * 5 + item[2] + shard.epoch) % 4)
+            yield item
+
+
 class Rows:
     """An iterator with a state of its own."""
 
@@ -226,10 +238,15 @@ def samples(rng):
     options = dict(batch_size=size, collate=list, drop_last=drop_last)
     if rng.random() < 0.5:
         options["shuffle_buffer"] = rng.randint(2, 9)
-    # The turns of merged states go by the numbers of items, which are those of samples here. So
-    # they are another sequence even if all shards have equally many.
-    lengths = rng.choice([(7,), (7, 2, 0, 9)])
-    return of_shards(Lengths(lengths), rng, False, None if drop_last else WORLDS, **options)
+    is_even = rng.random() < 0.5
+    lengths, worlds = ((7,), None) if is_even else ((7, 2, 0, 9), None if drop_last else WORLDS)
+    return of_shards(Lengths(lengths), rng, is_even, worlds, **options)
+
+
+def shards_with_gaps(rng):
+    is_even = rng.random() < 0.6
+    lengths, worlds = ((4,), None) if is_even else ((5, 1, 3), WORLDS)
+    return of_shards(Gaps(lengths), rng, is_even, worlds)
 
 
 def mixed(rng):
@@ -294,7 +311,7 @@ def of_tasks(rng, function=drawn, make_elements=range, **options):
         elements = make_elements(count)
         return OrderedEnqueuer(elements, function, shuffle, random_seed=SEED, **options, **own)
 
-    return Kind(make, one_is_enough=True)
+    return Kind(make, one_is_enough=options.get("on_error", "raise") == "raise")
 
 
 def tasks(rng):
@@ -304,7 +321,9 @@ def tasks(rng):
 def batches(rng):
     function = rng.choice([drawn, nones, broken])
     size = rng.randint(1, 4)
-    options = dict(batch_size=size, collate=list, on_error="skip")
+    options = dict(batch_size=size, collate=list)
+    if function is broken:
+        options["on_error"] = "skip"
     if rng.random() < 0.5:
         options["drop_last"] = True
     kind = of_tasks(rng, function, **options)
@@ -321,7 +340,8 @@ def dropped_tasks(rng):
 
 
 def left_out(rng):
-    kind = of_tasks(rng, rng.choice([nones, broken]), on_error="skip")
+    function = rng.choice([nones, broken])
+    kind = of_tasks(rng, function, on_error="skip" if function is broken else "raise")
     kind.is_sequence = False
     return kind
 
@@ -347,6 +367,7 @@ KINDS = [
         numbered_shards,
         unequal_shards,
         unordered_shards,
+        shards_with_gaps,
         samples,
         mixed,
         skipped_shards,

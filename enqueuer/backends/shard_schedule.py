@@ -143,6 +143,7 @@ class RoundRobin(ShardOrder):
     Args:
         starts: Where each shard begins, in the order of their turns.
         recent: How many of the last states of an iterator are remembered.
+        meter: Account of the items that were taken; None: those that give nothing are not counted.
 
     Example:
         >>> order = RoundRobin(dict.fromkeys(range(3), Start()))
@@ -152,23 +153,54 @@ class RoundRobin(ShardOrder):
         >>> order.ended(2); order.ended(0); order.turn()
         1
         >>> order.rest()
-        {1: Start(number=1, state=None, behind=0)}
+        {1: Start(number=1, state=None, behind=0, left_out=0)}
     """
 
-    def __init__(self, starts: Mapping[int, Start], recent: int = 2) -> None:
+    def __init__(
+        self, starts: Mapping[int, Start], recent: int = 2, meter: LoopMeter | None = None
+    ) -> None:
         super().__init__(starts, recent)
         shards = list(starts)
         self._after = dict(zip(shards, shards[1:] + shards[:1], strict=True))
+        self._meter = meter
+        # How many items each shard has given; all of these; and the turns since they were counted.
+        self._given = {shard: start.number - start.left_out for shard, start in starts.items()}
+        self._counted = 0 if meter is None else meter.taken
+        self._turns = shards
 
     def turn(self) -> int:
         return self._after[self.last]
 
+    def rest(self, ready: Iterable[ItemTuple] = ()) -> dict[int, Start]:
+        starts = super().rest(ready)
+        if self._meter is None:
+            return starts
+        self._count_given()
+        given = Counter(self._given)
+        given.subtract(item[0] for item in ready)
+        return {
+            shard: start._replace(left_out=max(0, start.number - given[shard]))
+            for shard, start in starts.items()
+        }
+
+    def _count_given(self) -> None:
+        """Count what was taken since the last time: each shard that is open had its turn."""
+        taken = self._counted if self._meter is None else self._meter.taken
+        rounds, more = divmod(taken - self._counted, max(1, len(self._turns)))
+        for at, shard in enumerate(self._turns):
+            self._given[shard] += rounds + (at < more)
+        self._counted, self._turns = taken, self._in_turn()
+
     def ended(self, shard: int, state: Any = None, number: int = 0) -> None:
+        if shard not in self._open:
+            return
+        self._count_given()
         # An ended shard keeps its successor, as it may be the last one that was taken from.
         for before, following in self._after.items():
             if following == shard:
                 self._after[before] = self._after[shard]
         super().ended(shard, state, number)
+        self._turns = self._in_turn()
 
     def _in_turn(self) -> list[int]:
         shards: list[int] = []

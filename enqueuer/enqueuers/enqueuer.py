@@ -106,8 +106,9 @@ def load(core: Core, state_dict: Mapping[str, Any], strict: bool = True) -> None
             if not is_given:
                 del fixed[name]
         position.check_format(state_dict)
-        state = position.of_rank(state_dict, fixed["rank"], fixed["world_size"])
-        saved = position.load(state, fixed)
+        may_skip = workload.options.on_error != "raise"
+        state = position.of_rank(state_dict, fixed["rank"], fixed["world_size"], may_skip)
+        saved = position.load(state, fixed, workload.fingerprint, strict)
         workload.adopt(state, saved.epoch, was_run=core.was_run)
         core.saved = saved
         workload.seed.is_shared = True

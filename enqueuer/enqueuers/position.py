@@ -114,8 +114,9 @@ def save(
         state["states"] = states
     if epoch.done:
         state["done"] = list(epoch.done)
-    if epoch.left_out:
-        state["left_out"] = epoch.left_out
+    left_out = epoch.left_out or _of_each({s: at.left_out for s, at in (starts or {}).items()})
+    if left_out:
+        state["left_out"] = left_out
     if epoch.given is not None:
         state["order"] = list(epoch.given)
     state["error_count"] = error_count
@@ -289,6 +290,11 @@ def _epoch(state: Mapping[str, Any]) -> Epoch:
     if "share" in state:
         share = tuple(_count("share", place) for place in state["share"])
         _unique("share", [(place, None) for place in share])
+    if "shards" in state:
+        for shard, count in _left_out_of(state).items():
+            count = _count("left_out", count, most=numbers[shard])
+            starts[shard] = starts[shard]._replace(left_out=count)
+        return Epoch(number, starts, done, share, given=_given(state, number))
     left_out = _count("left_out", state.get("left_out", 0), most=first + len(done))
     return Epoch(number, starts, done, share, left_out, _given(state, number))
 
@@ -305,6 +311,21 @@ def _given(state: Mapping[str, Any], epoch: int) -> tuple[int, str] | None:
     if "shards" not in state:
         _unique("order", [(task, None) for task in numbers])
     return number, text
+
+
+def _left_out_of(state: State) -> dict[int, int]:
+    """Return how many items of each open shard gave nothing to the loop."""
+    left_out = state.get("left_out", 0)
+    if isinstance(left_out, (list, tuple)):
+        return _unique("left_out", [(shard, count) for shard, count in left_out])
+    return {shard: left_out for shard, _ in state["positions"] or ()}
+
+
+def _of_each(counts: Mapping[int, int]) -> int | list[list[int]]:
+    """Return one number for all shards if they have the same one, as with a shuffle buffer."""
+    if len({*counts.values()}) <= 1:
+        return next(iter(counts.values()), 0)
+    return [[shard, count] for shard, count in counts.items() if count]
 
 
 def _unique(name: str, pairs: list[tuple[int, T]]) -> dict[int, T]:
@@ -333,8 +354,8 @@ def merge_states(states: Iterable[State]) -> dict[str, Any]:
     what no rank has given to its loop: no batch is lost, and none comes twice. The ranks may have
     been at different steps of the same epoch.
 
-    A single state of an `OrderedEnqueuer` is enough if all ranks were at the same step, and no rank
-    had a result of None or an element that was skipped. Between two epochs, any state is enough.
+    A single state of an `OrderedEnqueuer` without `on_error` is enough if all ranks were at the
+    same step, and none of them had a result of None. Between two epochs, any state is enough.
     `load_state_dict()` takes these from any rank.
 
     Args:
@@ -392,8 +413,14 @@ def _merged(states: list[State]) -> dict[str, Any]:
     return merged
 
 
-def of_rank(state: State, rank: int, world_size: int) -> State:
+def of_rank(state: State, rank: int, world_size: int, may_skip: bool) -> State:
     """Return the state of one rank, of its own state or of one that determines it.
+
+    Args:
+        state: State of any rank, or a merged one.
+        rank: The rank.
+        world_size: Number of ranks.
+        may_skip: Whether errors are skipped, of which each rank has others.
 
     Raises:
         StateMismatch: It does not, or there are more ranks than shards.
@@ -411,7 +438,7 @@ def of_rank(state: State, rank: int, world_size: int) -> State:
     if saved[1] == 1:
         state = merge_states([state])
     elif positions is not None and saved[1] is not None:
-        _check_others_are_known(state, rank, world_size)
+        _check_others_are_known(state, rank, world_size, may_skip)
         # All ranks were at the same step.
         if saved[1] == world_size and state["length"] is not None:
             return {**state, "rank": rank, "positions": [[0, _reached(state, rank)]]}
@@ -425,10 +452,11 @@ def of_rank(state: State, rank: int, world_size: int) -> State:
     own["share"] = [*opened, *own["ended"]]
     for name in ("positions", "states"):
         own[name] = [pair for pair in state.get(name, ()) if pair[0] in opened]
+    own["left_out"] = [pair for pair in _left_out_of(state).items() if pair[0] in opened]
     return own
 
 
-def _check_others_are_known(state: State, rank: int, world_size: int) -> None:
+def _check_others_are_known(state: State, rank: int, world_size: int, may_skip: bool) -> None:
     """Raise StateMismatch unless the state of a rank determines where the others were."""
     if "shards" in state:
         why = "shards may have ended"
@@ -436,6 +464,8 @@ def _check_others_are_known(state: State, rank: int, world_size: int) -> None:
         why = "batches came out of order"
     elif state.get("left_out"):
         why = "results were None or elements were skipped"
+    elif may_skip:
+        why = "errors may have been skipped, by on_error"
     else:
         return
     raise StateMismatch(
@@ -517,13 +547,17 @@ def _check_complete(ranks: list[int], world_size: int) -> None:
 def _merged_shards(states: Sequence[State], are_others_ahead: bool) -> dict[str, Any]:
     turns: list[tuple[int, int, int]] = []
     ended: list[int] = []
+    left_out: dict[int, int] = {}
     for state in states:
         own = state.get("share") or range(state["rank"], state["shards"], state["world_size"])
         positions = state["positions"]
         if positions is None:
             positions = [[shard, 0] for shard in own]
         ended += state.get("ended", ())
-        rounds, before = positions[0][1] if positions else 0, -1
+        left_out |= _left_out_of(state)
+        rounds, before = 0, -1
+        if positions:
+            rounds = positions[0][1] - left_out.get(positions[0][0], 0)
         for shard, number in positions:
             # Turns go by the index, so the next round begins here.
             rounds += shard < before
@@ -536,10 +570,12 @@ def _merged_shards(states: Sequence[State], are_others_ahead: bool) -> dict[str,
             "the states are not of one run: together they do not have each shard once, so they "
             "were resumed from different states"
         )
-    merged = {
+    merged: dict[str, Any] = {
         "positions": [[shard, number] for _, shard, number in sorted(turns)],
         "ended": sorted([*ended, *others]),
     }
+    if of_each := _of_each({shard: left_out.get(shard, 0) for _, shard, _ in turns}):
+        merged["left_out"] = of_each
     own_states = [pair for state in states for pair in state.get("states", ())]
     return {**merged, "states": own_states} if own_states else merged
 

@@ -58,10 +58,12 @@ class ShardEpoch:
             # More items are never taken and not given to the loop.
             recent = run.options.max_queue_size + 2
             ordered, replay = run.options.ordered, run.replay.get(self._number, ())
-            if isinstance(ordered, bool):
-                self._order = (RoundRobin if ordered else AsTheyCome)(self._starts, recent)
-            else:
+            if not isinstance(ordered, bool):
                 self._order = Overtaking(self._starts, recent, ordered, self._log, replay)
+            elif ordered:
+                self._order = RoundRobin(self._starts, recent, run.meter)
+            else:
+                self._order = AsTheyCome(self._starts, recent)
         return self._order
 
     @property

@@ -376,7 +376,7 @@ class ShardStream:
     def _open(self) -> Iterator[Any]:
         if self._opened is not None:
             return self._opened
-        wanted, state, behind = self._start
+        wanted, state, behind, _ = self._start
         first = wanted if state is None and self._source.can_begin_anywhere else 0
         self._replayed.begin()
         try:

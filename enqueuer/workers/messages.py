@@ -103,12 +103,14 @@ class Ticket(NamedTuple):
 class Start(NamedTuple):
     """The start of a shard, at item `number`.
 
-    If there is a `state` of its iterator, that is `behind` items before it; usually 0.
+    If there is a `state` of its iterator, that is `behind` items before it; usually 0. Of the items
+    before it, `left_out` gave nothing to the loop: they were None, or failed and were skipped.
     """
 
     number: int = 0
     state: Any = None
     behind: int = 0
+    left_out: int = 0
 
 
 class Taken:

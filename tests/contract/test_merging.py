@@ -28,6 +28,21 @@ def numbers(shard):
     yield from shard.split(range(100))
 
 
+def gaps(shard):
+    """Yield as many items as all other shards, and other numbers of None between them."""
+    for number in range(4):
+        yield from [None] * (shard.index * 5 % 7)
+        yield shard.index, number, shard.rng.integers(1000)
+
+
+def some_last(shard):
+    """Yield fewer items than some other shards, after several of None."""
+    yield from [None] * (shard.index * 5 % 7)
+    for number in range(1 + shard.index % 5):
+        yield shard.index, number
+        yield None
+
+
 def shards(source, **options):
     def make(rank, world_size, **others):
         own = dict(random_seed=7, rank=rank, world_size=world_size, **options, **others)
@@ -95,6 +110,9 @@ def over_worlds(make, counts, **options):
 SOURCES = {
     "equal shards": shards(equal),
     "unequal shards": shards(unequal),
+    "items of None": shards(gaps),
+    "unequal shards of None": shards(some_last),
+    "equal samples": shards(equal, batch_size=2, collate=list),
     "samples": shards(numbers, batch_size=3, collate=list),
     "shuffle buffer": shards(numbers, batch_size=2, collate=list, shuffle_buffer=8),
     "tasks": tasks(500, drawn),
@@ -102,12 +120,20 @@ SOURCES = {
     "batches": tasks(500, drawn, True, batch_size=4, collate=list),
     "drop_last": tasks(498, drawn, True, batch_size=4, collate=list, drop_last=True),
     "skipped": tasks(500, skips, on_error="skip"),
+    "may be skipped": tasks(500, drawn, on_error="skip"),
     "left out": tasks(500, is_none),
     "unordered": tasks(500, drawn, ordered=False),
     "iterable": tasks(500, drawn, iterable=True),
     "iterable in batches": tasks(500, drawn, iterable=True, batch_size=4, collate=list),
 }
-HAVE_ONE_SEQUENCE = ("equal shards", "tasks", "shuffled", "iterable")
+HAVE_ONE_SEQUENCE = (
+    "equal shards",
+    "items of None",
+    "equal samples",
+    "tasks",
+    "shuffled",
+    "iterable",
+)
 
 
 def elements(batches):
@@ -401,6 +427,7 @@ def test_ranks_that_were_resumed_from_different_states_do_not_make_one():
         ("unequal shards", "shards may have ended"),
         ("skipped", "elements were skipped"),
         ("left out", "results were None"),
+        ("may be skipped", "errors may have been skipped, by on_error"),
         ("unordered", "batches came out of order"),
     ],
 )
