@@ -51,9 +51,11 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
         use_multiprocessing: Keras' name for `backend="process"`.
         wait_time: Accepted for compatibility with Keras, without effect: nothing polls.
         random_seed: Non-negative int, from which the seeds of all shards derive. None, the
-            default, draws one; the attribute `random_seed` has it.
+            default, draws one; the attribute `random_seed` has it. Give `shards`, too, or the
+            batches depend on `workers`.
         shards: Number of logical runs into which the work is split; by default the number of
-            workers. If you set it, the batches do not depend on `workers`. With
+            workers, so that other `workers` give other batches, also with `random_seed`. If you
+            set it, the batches do not depend on `workers`. With
             `workers="auto"` it is 16 on any machine; or 1 for a function that takes no shard,
             because all of its runs would give the same data, and then there is 1 worker. With
             `world_size` it counts the shards of all ranks.

@@ -170,7 +170,8 @@ class Options:
     """The options of an enqueuer, checked.
 
     Args:
-        workers: Number of threads, processes or Ray actors; 1 by default. 0 makes each batch in
+        workers: Number of threads, processes or Ray actors; 1 by default. Without `shards`, the
+            batches of a generator function depend on this number. 0 makes each batch in
             the loop's own thread when the loop asks for it, for debuggers; the batches are the
             same as with workers, and nothing is made ahead. `"auto"`, or
             `Auto(most=...)`, begins with 1 and changes the number while the enqueuer runs. Such

@@ -72,7 +72,7 @@ def prefetch(  # noqa: D417, as takes_options() adds them
         max_queue_size: Largest number of finished batches that wait; 2 by default, which is
             enough to overlap steady work.
         use_multiprocessing: Keras' name for `backend="process"`.
-        random_seed: As for `GeneratorEnqueuer`.
+        random_seed: As for `GeneratorEnqueuer`; without `shards`, the batches depend on `workers`.
         shards: As for `GeneratorEnqueuer`, like the three that follow.
         batch_size: Number of samples in a batch; None, the default: the generator yields batches.
         collate: Function that makes one batch of a list of samples.
