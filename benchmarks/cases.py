@@ -85,6 +85,10 @@ def _shares_a_list(contestant: Contestant) -> bool:
     return contestant.name in ("enqueuer-process", "torch")
 
 
+def _has_positions(contestant: Contestant) -> bool:
+    return _is_ours(contestant) or contestant.needs == "torchdata"
+
+
 def _chooses(method: str) -> Callable[[Contestant], bool]:
     return lambda contestant: method in contestant.methods
 
@@ -275,6 +279,22 @@ CASES = {
         {"": measures.PATH_WORKERS},
         measures.memory_of_paths,
         _shares_a_list,
+        more_is_better=False,
+    ),
+    "resume-files": Case(
+        "first batch of 1.2 million files, and resumed",
+        "ms",
+        {"from the start": 0.0, "at 90 %": 0.9},
+        measures.resumed_files,
+        _has_positions,
+        more_is_better=False,
+    ),
+    "resume-items": Case(
+        f"resumed at 90 % of {sources.RESUMED_COUNT:,} items of 1 ms, 8 shards, 2 workers",
+        "ms",
+        {"made again": "made_again", "with first_item": "begun_anywhere"},
+        measures.resumed_items,
+        _is_ours,
         more_is_better=False,
     ),
     "memory": Case("most memory, 9.6 MB", "MB", {"": _fresh}, measures.memory, _is_any, False),

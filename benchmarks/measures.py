@@ -25,6 +25,8 @@ WAIT_S = 0.020  # of latency-bound work, for each item
 STEPS = 50_000  # of CPU-bound work: about 3 ms
 WORKERS = 4  # that start and stop
 PATH_WORKERS = 32  # workers that share a long list
+FILES_OF_BATCH = 64
+ITEM_S = 0.001  # of an item that is made again
 _PATH_COUNT = 1_200_000
 # The loop whose memory is measured takes half as long as a training step.
 _STEP_S, _STEP_COUNT = 0.020, 50
@@ -213,6 +215,72 @@ def memory_of_paths(contestant: Contestant, workers: int, seconds: float) -> flo
         for _ in range(4 * workers):
             next(items)
         return (machine.memory_of_session() - before) / workers / MB
+
+
+def resumed_files(contestant: Contestant, share: float, seconds: float) -> float:
+    """Return the ms from a list of many paths to the first batch behind a share of the epoch."""
+    contestant.load()
+    paths, state = _paths(), None
+    if share:
+        with _batches_of_files(contestant, paths, None) as (batches, save):
+            deque(itertools.islice(batches, int(share * len(paths)) // FILES_OF_BATCH), maxlen=0)
+            state = save()
+    start = time.perf_counter()
+    with _batches_of_files(contestant, paths, state) as (batches, _):
+        next(batches)
+        return (time.perf_counter() - start) * 1e3
+
+
+@contextmanager
+def _batches_of_files(
+    contestant: Contestant, paths: list[str], state: Any
+) -> Iterator[tuple[Iterator[Any], Callable[[], Any]]]:
+    """Open shuffled batches of the names of files at a state, and give a function that saves it."""
+    if contestant.needs == "enqueuer":
+        from enqueuer import GeneratorEnqueuer
+        from enqueuer.datasets.files import FileBatches
+
+        files = FileBatches(paths, sources.name, FILES_OF_BATCH)
+        own: Any = dict(shards=WORKERS, workers=WORKERS, backend=contestant.kind, random_seed=7)
+        enqueuer = GeneratorEnqueuer(files, **own)
+        if state is not None:
+            enqueuer.load_state_dict(state)
+        with enqueuer:
+            yield iter(enqueuer), enqueuer.state_dict
+    else:
+        import torch
+        from contestants.torch_loader import Indexed
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        torch.manual_seed(7)
+        files = Indexed(functools.partial(_name_at, paths), len(paths))
+        own = dict(batch_size=FILES_OF_BATCH, shuffle=True, num_workers=WORKERS)
+        loader = StatefulDataLoader(files, **own)
+        if state is not None:
+            loader.load_state_dict(state)
+        yield iter(loader), loader.state_dict
+
+
+def _name_at(paths: list[str], index: int) -> int:
+    return sources.name(paths[index])
+
+
+def resumed_items(contestant: Contestant, name: str, seconds: float) -> float:
+    """Return the ms from a state at 90 % of an epoch until each shard has given an item."""
+    from enqueuer import GeneratorEnqueuer
+
+    make, shards = getattr(sources, name), 8
+    own: Any = dict(shards=shards, workers=2, backend=contestant.kind, random_seed=7)
+    # The same items without their work.
+    with GeneratorEnqueuer(functools.partial(make, 0.0), **own) as enqueuer:
+        deque(itertools.islice(enqueuer, sources.RESUMED_COUNT * 9 // 10), maxlen=0)
+        state = enqueuer.state_dict()
+    later = GeneratorEnqueuer(functools.partial(make, ITEM_S), **own)
+    start = time.perf_counter()
+    later.load_state_dict(state)
+    with later:
+        deque(itertools.islice(later, shards), maxlen=0)
+        return (time.perf_counter() - start) * 1e3
 
 
 def _paths() -> list[str]:

@@ -89,7 +89,7 @@ GROUPS = (
         "1.2 million paths; and the memory of all processes.",
         (
             *("first-fork", "first-forkserver", "first-spawn", "first-default"),
-            *("stop", "paths", "paths-memory", "memory"),
+            *("stop", "paths", "paths-memory", "resume-files", "resume-items", "memory"),
         ),
         ("first-default",),
     ),

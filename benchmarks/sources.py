@@ -18,6 +18,7 @@ IMAGES = (64, 224, 224, 3)
 LABELS = 64
 PHOTOS = CLIPS = 32  # of a batch
 MANY = 114  # arrays of a batch, 1 KiB each
+RESUMED_COUNT = 10_000  # of a generator that is resumed
 TINY_COUNT = 20_000  # distinct items, far more than any transport packs together
 
 
@@ -76,6 +77,25 @@ def stamped() -> Iterator[int]:
     while True:
         time.sleep(0.0005)
         yield time.perf_counter_ns()
+
+
+def made_again(seconds: float, shard: Any) -> Iterator[int]:
+    """Yield numbers that take so long each, from the first one on."""
+    for number in shard.split(range(RESUMED_COUNT)):
+        time.sleep(seconds)
+        yield number
+
+
+def begun_anywhere(seconds: float, shard: Any, first_item: int = 0) -> Iterator[int]:
+    """Yield the same numbers from any one on."""
+    for number in shard.split(range(RESUMED_COUNT))[first_item:]:
+        time.sleep(seconds)
+        yield number
+
+
+def name(path: str) -> int:
+    """Return what takes the place of the contents of a file."""
+    return len(path)
 
 
 def python_work(steps: int) -> Iterator[dict[str, np.ndarray]]:

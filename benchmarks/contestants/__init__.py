@@ -159,6 +159,13 @@ _LIST = [
         tasks=True,
         only=frozenset({"loader", "loader-training"}),
     ),
+    Contestant(
+        "torchdata",
+        "torchdata Stateful- Data- Loader",
+        "torch_loader",
+        "torchdata",
+        only=frozenset({"resume-files"}),
+    ),
     # Tiny arrays are left out: it needs a file descriptor for each.
     Contestant(
         "torch-numpy",
