@@ -116,7 +116,7 @@ def fetched(source: TaskSource, ticket: Ticket) -> tuple[Sequence[Any], BaseExce
 
 
 class Raised:
-    """The outcome of an element that raised."""
+    """The outcome of an element, a sample or a batch that raised."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error

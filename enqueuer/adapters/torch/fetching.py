@@ -35,6 +35,7 @@ from enqueuer.workers.logs import log_error
 from enqueuer.workers.plan import OnError, may_skip
 from enqueuer.workers.seeding import seed_python_and_numpy
 from enqueuer.workers.shards import Shard, Task
+from enqueuer.workers.task_loop import Raised
 
 torch = framework("torch", "torch", "2.1")
 
@@ -90,17 +91,6 @@ def _by_torch_itself(kind: Any, batch: Sequence[Any], collate_fn_map: Any) -> An
     return _by_torch[kind](batch, collate_fn_map=collate_fn_map)
 
 
-class Skipped:
-    """Stands for a sample that is left out of its batch.
-
-    Args:
-        error: Error of the sample.
-    """
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-
 class FallibleDataset:
     """A dataset for torch's fetcher, whose samples may fail, or are fetched several at once.
 
@@ -113,12 +103,17 @@ class FallibleDataset:
     def __init__(self, dataset: Any, on_error: OnError, concurrency: int) -> None:
         self._dataset = dataset
         self._on_error = on_error
-        self._map: Callable[..., Iterable[Any]] = map
-        if concurrency > 1:
-            self._map = ThreadPoolExecutor(concurrency, "enqueuer-sample").map
+        self._concurrency = concurrency
+
+    @functools.cached_property
+    def _map(self) -> Callable[..., Iterable[Any]]:
+        # Made by the worker, as threads cannot be sent to it.
+        if self._concurrency == 1:
+            return map
+        return ThreadPoolExecutor(self._concurrency, "enqueuer-sample").map
 
     def __getitems__(self, indices: Iterable[Any]) -> list[Any]:
-        """Return the samples of a batch, with `Skipped` for those that are left out."""
+        """Return the samples of a batch, with `Raised` for those that are left out."""
         return list(self._map(self._sample, indices))
 
     def __iter__(self) -> Iterator[Any]:
@@ -140,39 +135,36 @@ class FallibleDataset:
             return self._instead(error, f"sample {index!r}")
 
     def _instead(self, error: Exception, name: str) -> Any:
-        """Return the replacement of a sample, or `Skipped`; raise its error if `on_error` says."""
+        """Return the replacement of a sample, or `Raised`; raise its error if `on_error` says."""
         if not may_skip(error, self._on_error):
             raise error
         if callable(self._on_error):
             value = self._on_error(error)
-            return Skipped(error) if value is None else value
+            return Raised(error) if value is None else value
         log_error(error, f"skipped {name}: {str_of(error, repr)}")
-        return Skipped(error)
+        return Raised(error)
 
 
 def _collate_kept(collate: Callable[[Any], Any], samples: list[Any]) -> Any:
     """Make a batch of the samples that were not skipped; raise the last error if all were."""
-    kept = [sample for sample in samples if type(sample) is not Skipped]
+    kept = [sample for sample in samples if type(sample) is not Raised]
     if samples and not kept:
         raise samples[-1].error
     return collate(kept)
 
 
-def fetcher_of(
-    kind: Any,
-    dataset: Any,
-    is_batched: bool,
-    collate: Callable[[Any], Any],
-    drop_last: bool,
-    on_error: OnError,
-    concurrency: int,
-) -> Any:
-    """Return torch's fetcher of a dataset; for an iterable dataset this begins an iteration."""
-    if is_batched and (on_error, concurrency) != ("raise", 1):
-        dataset = FallibleDataset(dataset, on_error, concurrency)
+def fetchers_of(loader: Any) -> Callable[[], Any]:
+    """Return the function that makes torch's fetcher of the dataset of a DataLoader.
+
+    For an iterable dataset each call begins an iteration.
+    """
+    dataset, collate = loader.dataset, loader.collate_fn
+    if loader._auto_collation and (loader.on_error, loader.concurrency) != ("raise", 1):
+        dataset = FallibleDataset(dataset, loader.on_error, loader.concurrency)
         collate = functools.partial(_collate_kept, collate)
-    kinds = torch.utils.data._DatasetKind
-    return kinds.create_fetcher(kind, dataset, is_batched, collate, drop_last)
+    make = torch.utils.data._DatasetKind.create_fetcher
+    kind, is_batched = loader._dataset_kind, loader._auto_collation
+    return functools.partial(make, kind, dataset, is_batched, collate, loader.drop_last)
 
 
 @dataclass(eq=False)
@@ -202,7 +194,10 @@ class LoaderWorker:
     is_thread: bool
     goes_on: bool
     _has_begun: bool = field(init=False, default=False)
-    _fetcher: Any = field(init=False, default=None)
+
+    @functools.cached_property
+    def _fetcher(self) -> Any:
+        return self.make_fetcher()
 
     def begin(self, index: int) -> Callable[[Task], Any] | None:
         """Seed the process as torch does, set its worker info, and call `worker_init_fn`.
@@ -231,8 +226,6 @@ class LoaderWorker:
 
     def fetch(self, indices: Any) -> Any:
         """Return the batch of some indices of a map-style dataset."""
-        if self._fetcher is None:
-            self._fetcher = self.make_fetcher()
         batch = self._fetcher.fetch(indices)
         return NoBatch() if batch is None else batch
 
@@ -280,9 +273,6 @@ class LoaderWorker:
         random.seed(base_seed + index)
         torch.manual_seed(base_seed + index)
         np.random.seed(_of_torch._generate_state(base_seed, index))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_fetcher": None}
 
 
 class NoBatch:

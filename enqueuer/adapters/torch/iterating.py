@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from enqueuer.adapters.torch import worker_handles
-from enqueuer.adapters.torch.fetching import LoaderWorker, NoBatch, fetcher_of
+from enqueuer.adapters.torch.fetching import LoaderWorker, NoBatch, fetchers_of
 from enqueuer.adapters.torch.index_order import DrawnIndices
 from enqueuer.adapters.torch.position import Position
 from enqueuer.adapters.torch.worker_handles import WorkerHandle, handles_of
@@ -249,20 +249,6 @@ def _is_pipe(dataset: Any) -> bool:
     """Return whether torch divides a dataset among the workers, as it does with data pipes."""
     kinds = (getattr(torch.utils.data, name, None) for name in ("IterDataPipe", "MapDataPipe"))
     return isinstance(dataset, tuple(kind for kind in kinds if kind is not None))
-
-
-def fetchers_of(loader: Any) -> Callable[[], Any]:
-    """Return the function that makes the fetcher of a DataLoader."""
-    return functools.partial(
-        fetcher_of,
-        loader._dataset_kind,
-        loader.dataset,
-        loader._auto_collation,
-        loader.collate_fn,
-        loader.drop_last,
-        loader.on_error,
-        loader.concurrency,
-    )
 
 
 class IndexSource:
