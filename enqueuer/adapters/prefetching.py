@@ -19,6 +19,7 @@ from enqueuer.common import checks
 from enqueuer.enqueuers.enqueuer import core_of
 from enqueuer.enqueuers.generator import GeneratorEnqueuer
 from enqueuer.errors import InvalidState
+from enqueuer.workers.task_loop import Raised
 
 Batch = TypeVar("Batch")
 
@@ -156,7 +157,7 @@ class _PrefetchReader(Reader[Batch]):
 
     def _received(self, result: tuple[Any, dict[str, Any] | None]) -> Batch:
         changed, position = result
-        if not isinstance(changed, _LoaderFailed):
+        if not isinstance(changed, Raised):
             self.epochs.given = position
             self._given += 1
             return self.converted(changed)
@@ -178,20 +179,13 @@ def _close(thread: GeneratorEnqueuer[Any]) -> None:
         run.close()
 
 
-class _LoaderFailed:
-    """An error of the loader on its way from the thread to the loop."""
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-
 def _changed(
     epochs: LoaderEpochs,
     change: Callable[[Any], Any],
     running: Callable[[], AbstractContextManager[Any]],
     is_here: bool,
 ) -> Iterator[Any]:
-    """Yield changed batches of an epoch, each with the position after it."""
+    """Yield changed batches of an epoch, each with the position after it, or what was raised."""
     of_epoch, of_batch = running, contextlib.nullcontext
     if is_here:
         # The state of the loop's thread must not change between batches.
@@ -208,4 +202,4 @@ def _changed(
                 del changed
     # As a worker's failure the error would get an origin in this thread.
     except Exception as error:
-        yield _LoaderFailed(error), None
+        yield Raised(error), None
