@@ -28,7 +28,7 @@ import zlib
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -350,9 +350,8 @@ def _tuples(state: Any) -> Any:
 
 # Of the generators behind the functions of these modules, from which other code draws as well. The
 # build of the docs has no torch, and so no class of its generators.
-_OF_MODULES: dict[str, Stream | None] = {
+GLOBAL: dict[str, Any] = {
     "torch": _torch_stream(torch.default_generator),
     "numpy": _stream(getattr(np.random.get_state, "__self__")),  # noqa: B009, as stubs lack it
     "random": _stream(getattr(random.getstate, "__self__")),  # noqa: B009
 }
-GLOBAL = cast(dict[str, Stream], _OF_MODULES)

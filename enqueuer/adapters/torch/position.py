@@ -69,10 +69,9 @@ class Position:
         self._drawn: DrawnIndices | None = None
         # Number of batches that a resumed epoch has drawn, and their fingerprint.
         self._expected: tuple[int, int] | None = None
-        # Of global streams: the states from which later epochs of a resumed run draw, and the marks
-        # of the program's own states for as long as they stay as they were.
-        self._continued_states: dict[str, Any] = {}
-        self._marks: dict[str, int] = {}
+        # Of global streams: the mark of the program's own state, and the state from which later
+        # epochs of a resumed run draw for as long as that mark stays.
+        self._continued: dict[str, tuple[int, Any]] = {}
         # Marks of the global streams before the epoch, and those of them from which something was
         # drawn at its start; all until the first batch.
         self._marks_before: dict[str, int] = {}
@@ -100,37 +99,34 @@ class Position:
         if self.goes_on:
             return index_order.kept(self._streams)
         self._note_marks()
-        return self._continued()
+        return self._continuing()
 
     def _note_marks(self) -> None:
-        with self._continued():
+        with self._continuing():
             self._marks_before = index_order.marks(index_order.GLOBAL)
 
     @property
     def has_own_numbers(self) -> bool:
         """Whether the next epoch draws from the continuation of a resumed run."""
-        return bool(self._continued_states)
+        return bool(self._continued)
 
     @contextlib.contextmanager
-    def _continued(self) -> Iterator[None]:
+    def _continuing(self) -> Iterator[None]:
         """Draw from the continuations of global streams that the program leaves alone."""
-        for name, mark in list(self._marks.items()):
-            if index_order.mark(name) != mark:
-                self._continued_states.pop(name, None), self._marks.pop(name)
-        own = {name: index_order.GLOBAL[name] for name in self._continued_states}
-        if not own:
+        own = {n: of for n, of in self._continued.items() if index_order.mark(n) == of[0]}
+        self._continued = own
+        streams = {name: index_order.GLOBAL[name] for name in own}
+        with index_order.kept(streams):
+            index_order.restore(streams, {name: state for name, (_, state) in own.items()})
             yield
-            return
-        with index_order.kept(own):
-            index_order.restore(own, self._continued_states)
-            yield
-            self._continued_states = index_order.save(own)
+            states = index_order.save(streams)
+        self._continued = {name: (mark, states[name]) for name, (mark, _) in own.items()}
 
     def _continue_from(self, states: Mapping[str, Any], saved: Mapping[str, int]) -> None:
         """Draw later epochs from these states, except where the program has restored its own."""
         now = index_order.marks(saved)
-        self._marks = {name: now[name] for name in saved if saved[name] != now[name]}
-        self._continued_states = {name: states[name] for name in self._marks if name in states}
+        changed = (name for name in saved if name in states and saved[name] != now[name])
+        self._continued = {name: (now[name], states[name]) for name in changed}
 
     def seed(self, drawn: int) -> int:
         """Return the seed of the workers: the one that torch has drawn, or that of a state."""
@@ -153,39 +149,31 @@ class Position:
         self._iterator, self._is_shared = weakref.ref(iterator), False
         self._loaded = self._enqueuer = None
         try:
-            with self._epoch_of(loaded, within, goes_on, is_first) as resumed:
-                yield resumed
+            if loaded is None or not within:
+                self.epoch = 0 if is_first else self.epoch + 1
+                if loaded is not None and goes_on:
+                    self.epoch = loaded["epoch"] + 1
+                self.step, self._draws_seed, self._expected = 0, False, None
+                if not is_first:
+                    self._note_marks()
+                with self._continuing():
+                    self._before = index_order.save(self._streams)
+                    self._used = index_order.GLOBAL
+                    yield None
+                return
+            self.epoch, self.step, self._before = loaded["epoch"], loaded["step"], loaded["before"]
+            self._draws_seed, self._expected = loaded["draws_seed"], tuple(loaded["drawn"])
+            self._used = marks = loaded.get("marks", {})
+            self.is_restored = bool(marks) and index_order.marks(marks) == marks
+            with index_order.kept(index_order.GLOBAL):
+                index_order.restore(self._streams, loaded["before"])
+                yield loaded
+                after = index_order.save(index_order.GLOBAL)
+            self._continue_from(after, marks)
         except BaseException:
             # The next iterator begins there.
             self._loaded = loaded
             raise
-
-    @contextlib.contextmanager
-    def _epoch_of(
-        self, loaded: dict[str, Any] | None, within: bool, goes_on: bool, is_first: bool
-    ) -> Iterator[dict[str, Any] | None]:
-        if loaded is None or not within:
-            self.epoch = 0 if is_first else self.epoch + 1
-            if loaded is not None and goes_on:
-                self.epoch = loaded["epoch"] + 1
-            self.step, self._draws_seed, self._expected = 0, False, None
-            if not is_first:
-                self._note_marks()
-            with self._continued():
-                self._before = index_order.save(self._streams)
-                self._used = index_order.GLOBAL
-                yield None
-            return
-        self.epoch, self.step, self._before = loaded["epoch"], loaded["step"], loaded["before"]
-        self._draws_seed, self._expected = loaded["draws_seed"], tuple(loaded["drawn"])
-        marks = loaded.get("marks", {})
-        self.is_restored = bool(marks) and index_order.marks(marks) == marks
-        with index_order.kept(index_order.GLOBAL):
-            index_order.restore(self._streams, loaded["before"])
-            yield loaded
-            after = index_order.save(index_order.GLOBAL)
-        self._used = marks
-        self._continue_from(after, marks)
 
     def reopened(self, loader: Any) -> Iterator[Any]:
         """Return the sampler's iterator as it was at the start of a resumed epoch."""
@@ -211,7 +199,7 @@ class Position:
 
     def streams(self, used: Collection[str] = index_order.GLOBAL) -> dict[str, Any]:
         """Return the states of streams, of the global ones only these, for the next epoch."""
-        with self._continued():
+        with self._continuing():
             states = index_order.save(self._streams)
         return {n: s for n, s in states.items() if n in used or n not in index_order.GLOBAL}
 
@@ -336,7 +324,7 @@ class Position:
         own = {name: s for name, s in states.items() if name not in index_order.GLOBAL}
         index_order.restore(self._streams, own)
         self._loaded = loaded
-        self._continued_states, self._marks = {}, {}
+        self._continued = {}
         if state["before"] is None:
             self._continue_from(states, marks)
 
