@@ -27,7 +27,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from enqueuer.adapters.pinning import PINS, StagingPool, beside_captures
@@ -264,79 +264,61 @@ class Copied:
     is_moved: bool
 
 
+@dataclass
 class _Copies:
     """The copies of one batch, and the host memory that they read.
 
-    Args:
+    Attributes:
         device: Device that the batch is copied to.
         pool: Pinned buffers.
         dtype: Dtype of floating-point tensors there; None leaves them.
         before: Stream of the thread before it changed to the copying stream.
-
-    Attributes:
         is_whole: Whether the whole batch can be moved ahead of the loop.
+        held: What the copies read, so that it lives until they are done.
+        buffers: Pinned buffers that they read.
     """
 
-    def __init__(self, device: Device, pool: StagingPool, dtype: Any, before: Any) -> None:
-        self.is_whole = True
-        self._device = device
-        self._pool = pool
-        self._dtype = dtype
-        self._before = before
-        self._held: list[Any] = []
-        self._buffers: list[Any] = []
-        self._event: Event | None = None
+    device: Device
+    pool: StagingPool
+    dtype: Any
+    before: Any
+    is_whole: bool = True
+    held: list[Any] = field(default_factory=list)
+    buffers: list[Any] = field(default_factory=list)
 
     def move(self, leaf: Any) -> Any:
         """Queue the copy of a leaf of the batch; return the leaf on the device."""
         if isinstance(leaf, torch.Tensor):
             moved = self._moved(leaf)
-            if self._dtype is not None and moved.is_floating_point():
-                moved = moved.to(self._dtype)
+            if self.dtype is not None and moved.is_floating_point():
+                moved = moved.to(self.dtype)
             return moved
         if hasattr(type(leaf), "record_stream"):
-            self._held.append(leaf)
-            return moved_to(leaf, self._device.device)
+            self.held.append(leaf)
+            return moved_to(leaf, self.device.device)
         if moves_late(leaf):
             self.is_whole = False
         return leaf
 
     def _moved(self, tensor: Any) -> Any:
-        device, overlaps = self._device.device, self._device.overlaps
+        device, overlaps = self.device.device, self.device.overlaps
         if tensor.device.type != "cpu":
             if tensor.device == device:
                 # Only for such tensors: that stream is mostly the loop's, and has its kernels.
-                self._device.follow(self._before)
-            self._held.append(tensor)
+                self.device.follow(self.before)
+            self.held.append(tensor)
             return tensor.to(device, non_blocking=overlaps)
         if not is_plain(tensor) or type(tensor) not in PLAIN_CLASSES:
-            self._held.append(tensor)
+            self.held.append(tensor)
             return tensor.to(device, non_blocking=overlaps, copy=True)
         source = tensor.detach()
-        if overlaps and not (is_dense(source) and self._device.pins.holds(source)):
-            source, buffer = self._pool.copy_of(source)
-            self._buffers.append(buffer)
-        self._held.append(source)
+        if overlaps and not (is_dense(source) and self.device.pins.holds(source)):
+            source, buffer = self.pool.copy_of(source)
+            self.buffers.append(buffer)
+        self.held.append(source)
         moved = torch.empty_like(source, device=device)
         moved.copy_(source, non_blocking=overlaps)
         return moved
-
-    def end(self) -> Event:
-        """Return the moment at which all copies are done; none is queued after this."""
-        self._event = event = self._device.record()
-        return event
-
-    def are_done(self) -> bool:
-        """Return whether all copies are done."""
-        return self._event is not None and self._event.query()
-
-    def release(self) -> None:
-        """Wait for the copies, and release the host memory."""
-        if self._event is not None:
-            self._event.synchronize()
-        self._held.clear()
-        for buffer in self._buffers:
-            self._pool.give_back(buffer)
 
 
 class Transfer:
@@ -361,7 +343,8 @@ class Transfer:
         self._transform = transform
         self._ahead = ahead
         self._pool = StagingPool(device.pins.driver)
-        self._copying: deque[_Copies] = deque()
+        # Copies that were queued, and the moments at which they are done.
+        self._copying: deque[tuple[Event, _Copies]] = deque()
         self._numbers = itertools.count()
         # Numbers of batches, and the moments at which the GPU is done with each.
         self._used: deque[tuple[int, Event]] = deque()
@@ -387,8 +370,8 @@ class Transfer:
                 moved = tree_map(copies.move, as_tensors(batch))
             finally:
                 # Copies that were queued before an exception read the host memory as well.
-                event = copies.end()
-                self._copying.append(copies)
+                event = self._device.record()
+                self._copying.append((event, copies))
         self._release(_MOST_COPYING - 1)
         return Copied(moved, event, number, copies.is_whole)
 
@@ -399,8 +382,11 @@ class Transfer:
 
     def _release(self, most: int) -> None:
         """Release the host memory of finished copies; wait until at most `most` are unfinished."""
-        while self._copying and (len(self._copying) > most or self._copying[0].are_done()):
-            self._copying.popleft().release()
+        while self._copying and (len(self._copying) > most or self._copying[0][0].query()):
+            event, copies = self._copying.popleft()
+            event.synchronize()
+            for buffer in copies.buffers:
+                self._pool.give_back(buffer)
 
     # called by the loop
     def receive(self, copied: Copied) -> Any:
@@ -495,8 +481,7 @@ class CudaDataLoader(TrainerNames, PrefetchLoader[Any]):
     ) -> None:
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype or None, got {dtype!r}")
-        if transform is not None and not callable(transform):
-            raise TypeError(f"transform must be a function of a batch or None, got {transform!r}")
+        checks.function("transform", transform, "of a batch")
         ahead = checks.positive("queue_size", queue_size) + _NOT_QUEUED
         transfer = Transfer(device_of(device), dtype, transform, ahead)
         ranks = Ranks(rank, world_size)
