@@ -20,8 +20,8 @@ torch = framework("torch", "torch", "2.1")
 
 _Dataset: Any = torch.utils.data.Dataset
 _IterableDataset: Any = torch.utils.data.IterableDataset
-# Attributes of a loader that are of no use in a copy, and cannot be sent.
-_OF_LOADERS = ("_reader", "state_dict", "load_state_dict")
+# Attributes that are of no use in a copy, and cannot be sent; each dataset has one of them.
+_OF_LOADERS = ("_reader", "state_dict", "load_state_dict", "_loader", "_items")
 
 
 class EnqueuerIterableDataset(TorchLoader[Any], _IterableDataset):
@@ -52,8 +52,6 @@ class EnqueuerIterableDataset(TorchLoader[Any], _IterableDataset):
         [tensor([0, 0]), tensor([1, 1])]
     """
 
-    _is_copy = False
-
     def __init__(
         self,
         enqueuer: BaseEnqueuer[Any],
@@ -77,8 +75,7 @@ class EnqueuerIterableDataset(TorchLoader[Any], _IterableDataset):
 
     def __getstate__(self) -> dict[str, Any]:
         # torch sends a copy to each worker; the copy refuses to be read.
-        state = {name: value for name, value in vars(self).items() if name not in _OF_LOADERS}
-        return {**state, "_is_copy": True}
+        return {name: value for name, value in vars(self).items() if name not in _OF_LOADERS}
 
 
 class EnqueuerMapDataset(_Dataset):
@@ -116,8 +113,6 @@ class EnqueuerMapDataset(_Dataset):
         >>> list(DataLoader(dataset, batch_size=2))
         [tensor([0, 1]), tensor([2, 0])]
     """
-
-    _is_copy = False
 
     def __init__(
         self,
@@ -159,11 +154,12 @@ class EnqueuerMapDataset(_Dataset):
         self._items = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_loader": None, "_items": None, "_is_copy": True}
+        return {name: value for name, value in vars(self).items() if name not in _OF_LOADERS}
 
 
 def _check_not_copied(dataset: EnqueuerIterableDataset | EnqueuerMapDataset) -> None:
-    if dataset._is_copy or torch.utils.data.get_worker_info() is not None:
+    is_copy = vars(dataset).keys().isdisjoint(_OF_LOADERS)
+    if is_copy or torch.utils.data.get_worker_info() is not None:
         raise InvalidState(
             f"{an(type(dataset).__name__)} was copied, as for a worker of a DataLoader, but its "
             "enqueuer has workers of its own, which copies cannot share: give the DataLoader "
