@@ -66,18 +66,19 @@ class EnqueuerDataset(Loader[Any], keras.utils.PyDataset):  # type: ignore[name-
         self._call: _Call | None = None
         self._follows_epochs = steps_per_epoch is None
         self._lock = threading.Lock()
-        # The following batches, to the end of their epoch.
-        self._batches: Iterator[Any] | None
-        # Number of batches since Keras began with [0], and these batches while they are few.
-        self._given: int
-        self._held: list[Any]
-        # Batches that are given again.
-        self._inspected: collections.deque[Any]
-        # Since the last batch: whether Keras read num_batches, and whether a call or epoch began.
-        self._was_asked: bool
-        self._is_new: bool
-        self._in_epoch: bool
         self._forget_pass()
+
+    def _forget_pass(self) -> None:
+        # The following batches, to the end of their epoch.
+        self._batches: Iterator[Any] | None = None
+        # Number of batches since Keras began with [0], and these batches while they are few.
+        self._given = 0
+        self._held: list[Any] = []
+        # Batches that are given again.
+        self._inspected: collections.deque[Any] = collections.deque()
+        # Since the last batch: whether Keras read num_batches, and whether a call or epoch began.
+        self._was_asked = self._is_new = True
+        self._in_epoch = False
 
     @property
     def num_batches(self) -> int:
@@ -159,14 +160,6 @@ class EnqueuerDataset(Loader[Any], keras.utils.PyDataset):  # type: ignore[name-
             self._forget_pass()
             # A call that still reads must not begin anew in the middle of an epoch.
             self._was_asked = False
-
-    def _forget_pass(self) -> None:
-        self._batches = None
-        self._given = 0
-        self._held = []
-        self._inspected = collections.deque()
-        self._was_asked = self._is_new = True
-        self._in_epoch = False
 
     def _begin_pass(self) -> None:
         """Begin with [0]: with inspected batches, or with the next epoch. Lock held."""
