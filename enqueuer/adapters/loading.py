@@ -13,6 +13,7 @@ One that runs already is left running.
 from __future__ import annotations
 
 import itertools
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -224,10 +225,8 @@ class Reader(Generic[Batch]):
 
     def _has_end(self) -> bool:
         """Return whether epochs have a length, and continue after a `break`."""
-        try:
-            return self.epochs.steps is None and self.epochs.keeps_position and len(self.epochs) > 0
-        except TypeError:
-            return False
+        epochs = self.epochs
+        return epochs.steps is None and epochs.keeps_position and operator.length_hint(epochs) > 0
 
     def converted(self, batch: Any) -> Batch:
         """Return a batch as the loop gets it, and count it."""

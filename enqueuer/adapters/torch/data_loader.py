@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import multiprocessing
+import operator
 import os
 import re
 import threading
@@ -212,12 +213,9 @@ class DataLoader(_DataLoader):
         """Return the options of `num_workers="auto"`: go on with the workers of the last epoch."""
         latest = self._position.ended
         first = 1 if latest is None else max(1, len(latest.stats().workers))
-        if isinstance(self.backend, Ray) or self.backend == "ray":
-            return Auto(first=first)
-        try:
-            # More of them would have nothing to do.
-            most = max(1, min(MOST_WORKERS, len(self._index_sampler)))
-        except TypeError:
+        # More of them would have nothing to do. A sampler without a length has the hint 0.
+        most = min(MOST_WORKERS, operator.length_hint(self._index_sampler))
+        if not most or isinstance(self.backend, Ray) or self.backend == "ray":
             return Auto(first=first)
         return Auto(most, min(first, most))
 
