@@ -140,16 +140,15 @@ class _PrefetchReader(Reader[Batch]):
         return iteration != self.iteration and not self.epochs.keeps_position
 
     def _batches(self, thread: GeneratorEnqueuer[Any]) -> Iterator[Batch]:
-        is_left = True
         try:
             if core_of(thread).is_idle:
                 self._start_thread(thread)
             yield from map(self._received, thread.get())
-            is_left = False
-        finally:
+        except BaseException:
             # After a `break` the ready batches are dropped, unless the next iteration gives them.
-            if is_left and thread is self._thread and not self.epochs.keeps_position:
+            if thread is self._thread and not self.epochs.keeps_position:
                 _close(thread)
+            raise
         # Otherwise another iterator has come to the end of this epoch.
         if thread is self._thread:
             self.end_reading(None)
