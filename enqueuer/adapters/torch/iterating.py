@@ -62,7 +62,7 @@ class WorkerIterator(_BaseIterator):
         self.enqueuer = self._new_enqueuer(loader)
         self._batches: Iterator[Any] = iter(())
         self._handles: list[WorkerHandle] | None = None
-        self._is_started = self._is_over = False
+        self._is_over = False
         self._reset(loader, first_iter=True)
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
@@ -78,8 +78,8 @@ class WorkerIterator(_BaseIterator):
             if not first_iter and self._shared_seed is not None:
                 # The data pipes get another seed, which only a new worker takes.
                 self.enqueuer.stop()
-                self.enqueuer, self._is_started = self._new_enqueuer(loader), False
-            if not self._is_started:
+                self.enqueuer = self._new_enqueuer(loader)
+            if core_of(self.enqueuer).is_idle:
                 self._start(resumed)
             self._batches = iter(self.enqueuer)
         self._is_over = False
@@ -97,7 +97,6 @@ class WorkerIterator(_BaseIterator):
             start = {0: Start(position.step)} if position.step else None
             begin_at(core_of(enqueuer), Epoch(position.epoch, start))
         enqueuer.start()
-        self._is_started = True
 
     @property
     def _workers(self) -> list[WorkerHandle]:
@@ -112,7 +111,7 @@ class WorkerIterator(_BaseIterator):
 
     def _leave_epoch(self) -> None:
         """Drop what is left of the epoch before, after a `break` or an error."""
-        if not self._is_started or self._is_over:
+        if self._is_over or core_of(self.enqueuer).is_idle:
             return
         if not self._is_iterable:
             # As with torch, workers of their own batches make what was drawn: what they draw later
@@ -127,7 +126,6 @@ class WorkerIterator(_BaseIterator):
                 interrupts.raise_handlers(error)
         # What is left of an iterable dataset may have no end.
         self.enqueuer.stop()
-        self._is_started = False
 
     def _new_enqueuer(self, loader: Any) -> BaseEnqueuer[Any]:
         worker = LoaderWorker(
