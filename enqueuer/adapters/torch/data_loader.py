@@ -10,7 +10,6 @@ import os
 import re
 import threading
 import types
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
@@ -178,7 +177,6 @@ class DataLoader(_DataLoader):
             setattr(self, name, given[name])
         _check(self)
         self._position = Position(self)
-        self._latest: weakref.ref[WorkerIterator] | None = None
 
     # `DataLoader[tuple[Tensor, Tensor]]` in annotations, as with torch.
     __class_getitem__: Any = classmethod(types.GenericAlias)
@@ -187,9 +185,7 @@ class DataLoader(_DataLoader):
         if self.num_workers == 0:
             return LocalIterator(self, self._position)
         self.check_worker_number_rationality()
-        iterator = WorkerIterator(self, self._enqueuer_options(), self._position)
-        self._latest = weakref.ref(iterator)
-        return iterator
+        return WorkerIterator(self, self._enqueuer_options(), self._position)
 
     def _enqueuer_options(self) -> dict[str, Any]:
         """Return the options of an iteration's enqueuer."""
@@ -296,17 +292,14 @@ class DataLoader(_DataLoader):
         Raises:
             InvalidState: There is none, or it has no workers.
         """
-        iterator = None if self._latest is None else self._latest()
-        if iterator is not None:
-            return self._of_loader(iterator.enqueuer.stats())
         if self.num_workers == 0:
             raise InvalidState("with num_workers=0 there are no workers, and so no statistics")
-        if self._position.ended is None:
+        iterator = self._position.iterator()
+        enqueuer = self._position.ended if iterator is None else iterator.enqueuer
+        if enqueuer is None:
             raise InvalidState("no iteration had workers that could have statistics")
-        return self._of_loader(self._position.ended.stats())
-
-    def _of_loader(self, stats: Stats) -> LoaderStats:
-        """Return statistics that know the samples, which a worker fetches without its enqueuer."""
+        stats = enqueuer.stats()
+        # The enqueuer does not know of the samples.
         workers = [dataclasses.replace(w, concurrency=self.concurrency) for w in stats.workers]
         facts = vars(stats) | {"workers": tuple(workers), "elements": self.batch_size or 1}
         return LoaderStats(**facts)
@@ -317,7 +310,7 @@ class DataLoader(_DataLoader):
         Not by `__setstate__`: pickle would find that of this class through an object that passes
         on attributes to a loader.
         """
-        left_out = ("_position", "_latest", "_iterator")
+        left_out = ("_position", "_iterator")
         state = {name: value for name, value in vars(self).items() if name not in left_out}
         return _restored, (type(self), state)
 
@@ -326,7 +319,7 @@ def _restored(kind: type[DataLoader], state: dict[str, Any]) -> DataLoader:
     """Return a loader that was pickled or copied."""
     loader = kind.__new__(kind)
     # torch forbids to set some of these.
-    loader.__dict__.update(state, _iterator=None, _latest=None)
+    loader.__dict__.update(state, _iterator=None)
     loader._position = Position(loader)
     return loader
 

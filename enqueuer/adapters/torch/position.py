@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -41,6 +41,7 @@ class Position:
         epoch: Number of the epoch for the workers.
         step: Number of batches of the epoch that the loop was given.
         is_restored: Whether the program had the global streams of a loaded state when it began.
+        iterator: Returns the latest iterator; None if it was dropped.
         ended: Enqueuer of the last whole epoch, which has no workers any more; or None.
     """
 
@@ -60,8 +61,8 @@ class Position:
         # Seed of the workers; None before the first epoch.
         self._seed: int | None = None
         self._loaded: dict[str, Any] | None = None
-        # The latest iterator, and whether an earlier one has given batches since it began.
-        self._iterator: weakref.ref[object] | None = None
+        self.iterator: Callable[[], Any] = lambda: None
+        # Whether an earlier iterator has given batches since the latest one began.
         self._is_shared = False
         # Reason for which the latest state has no position.
         self._why_none = ""
@@ -146,7 +147,7 @@ class Position:
         """
         loaded, within, goes_on = self._loaded, self.is_within_epoch, self.goes_on
         self._why_none = ""
-        self._iterator, self._is_shared = weakref.ref(iterator), False
+        self.iterator, self._is_shared = weakref.ref(iterator), False
         self._loaded = self._enqueuer = None
         try:
             if loaded is None or not within:
@@ -216,7 +217,7 @@ class Position:
                 self._used = [name for name in now if now[name] != before.get(name)]
 
     def _is_of(self, iterator: object) -> bool:
-        if self._iterator is not None and self._iterator() is iterator:
+        if self.iterator() is iterator:
             return True
         # An earlier iterator goes on.
         self._is_shared = True
