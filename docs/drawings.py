@@ -235,7 +235,7 @@ def from_enqueuer_to_framework() -> Drawing:
     drawing = Drawing("From the enqueuer through an adapter to the loop", 760, 115)
     enqueuers = drawing.box(10, 20, 120, "enqueuers", "next()")
     adapters = drawing.box(
-        220, 20, 250, "adapters", "Loader: converts batches", "PrefetchLoader: in a thread"
+        220, 20, 250, "adapters", "Loader: converts batches", "PrefetchReader: in a thread"
     )
     user = drawing.box(640, 20, 110, "Your loop", "next()")
     drawing.across(enqueuers, adapters, "batch")

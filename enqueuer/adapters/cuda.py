@@ -30,8 +30,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from enqueuer.adapters.loading import Loader
 from enqueuer.adapters.pinning import PINS, StagingPool, beside_captures
-from enqueuer.adapters.prefetching import PrefetchLoader
+from enqueuer.adapters.prefetching import PrefetchReader
 from enqueuer.adapters.ranks import Ranks, TrainerNames
 from enqueuer.adapters.torch.loader import as_tensors
 from enqueuer.common import checks
@@ -408,7 +409,7 @@ class Transfer:
         return batch
 
 
-class CudaDataLoader(TrainerNames, PrefetchLoader[Any]):
+class CudaDataLoader(TrainerNames, Loader[Any]):
     """A loader whose batches are on the GPU already when the loop asks for them.
 
     A thread takes batches from `loader` while the loop's kernels run. It copies their tensors and
@@ -492,12 +493,13 @@ class CudaDataLoader(TrainerNames, PrefetchLoader[Any]):
                 f"rank and world_size are for an enqueuer, and the loader is {loader!r}; give "
                 "them to the loader that makes its batches"
             )
+        reader = functools.partial(
+            PrefetchReader, change=transfer, queue_size=queue_size, running=transfer.running
+        )
         super().__init__(
             loader,
-            transfer,
-            queue_size,
             steps_per_epoch,
-            transfer.running,
-            receive=transfer.receive,
+            convert=transfer.receive,
             check=functools.partial(ranks.check, loader),
+            reader=reader,
         )

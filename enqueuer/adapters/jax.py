@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from enqueuer.adapters.prefetching import PrefetchLoader
+from enqueuer.adapters.loading import Loader
+from enqueuer.adapters.prefetching import PrefetchReader
 from enqueuer.common.extras import framework
 from enqueuer.common.trees import tree_map
 
@@ -20,7 +21,7 @@ __all__ = ["JaxLoader"]
 jax: Any = framework("jax", "jax", "0.4.26")
 
 
-class JaxLoader(PrefetchLoader[Any]):
+class JaxLoader(Loader[Any]):
     """Batches as JAX arrays on a device, or distributed over several, `queue_size` ahead.
 
     Numpy arrays and numpy scalars become JAX arrays. As usual in JAX, 64-bit types become 32-bit
@@ -62,7 +63,9 @@ class JaxLoader(PrefetchLoader[Any]):
         queue_size: int = 2,
         steps_per_epoch: int | None = None,
     ) -> None:
-        super().__init__(loader, functools.partial(_put, sharding), queue_size, steps_per_epoch)
+        put = functools.partial(_put, sharding)
+        reader = functools.partial(PrefetchReader, change=put, queue_size=queue_size)
+        super().__init__(loader, steps_per_epoch, reader=reader)
 
 
 def _put(sharding: Any, batch: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Loaders that work ahead of the loop.
+"""The reader of loaders that work ahead of the loop.
 
-loader -> [a thread: change, up to queue_size batches] -> receive -> the training loop
+loader -> [a thread: change, up to queue_size batches] -> convert -> the training loop
 
 With `workers=0` of the enqueuer, the thread of the loop changes a batch when the loop asks for it.
 """
@@ -10,11 +10,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
-from enqueuer.adapters.loading import Loader, LoaderEpochs, Reader, is_inline
+from enqueuer.adapters.loading import LoaderEpochs, Reader, is_inline
 from enqueuer.common import checks
 from enqueuer.enqueuers.enqueuer import core_of
 from enqueuer.enqueuers.generator import GeneratorEnqueuer
@@ -24,58 +24,29 @@ from enqueuer.workers.task_loop import Raised
 Batch = TypeVar("Batch")
 
 
-class PrefetchLoader(Loader[Batch]):
-    """A loader that keeps changed batches ready, made by a thread of its own.
+class PrefetchReader(Reader[Batch]):
+    """The reader of a loader that keeps changed batches ready, made by a thread of its own.
 
-    After a `break`, an enqueuer continues with the next batch. So does this loader, which keeps
-    the batches that were ready. Any other `loader` begins a new epoch, and batches of the old one
+    After a `break`, an enqueuer continues with the next batch. So does this reader, which keeps
+    the batches that were ready. Any other loader begins a new epoch, and batches of the old one
     are dropped.
 
     Args:
-        loader: As for `Loader`.
+        of_reader: Arguments of `Reader`; `convert` gets each changed batch.
         change: Function that the thread calls with each batch.
         queue_size: Number of batches that are kept ready; the thread holds one more.
-        steps_per_epoch: As for `Loader`.
         running: Makes the context in which the thread reads an epoch.
-        receive: Function that the loop's thread calls with each changed batch; the loop gets its
-            result. None, the default: the loop gets the changed batch.
-        check: As for `Loader`.
     """
 
     def __init__(
         self,
-        loader: Iterable[Any],
-        change: Callable[[Any], Any],
-        queue_size: int,
-        steps_per_epoch: int | None = None,
-        running: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
-        *,
-        receive: Callable[[Any], Batch] | None = None,
-        check: Callable[[], object] | None = None,
-    ) -> None:
-        queue_size = checks.positive("queue_size", queue_size)
-        reader = functools.partial(_PrefetchReader, change, running, queue_size)
-        super().__init__(loader, steps_per_epoch, convert=receive, check=check, reader=reader)
-
-
-class _PrefetchReader(Reader[Batch]):
-    """Read in a thread, ahead of the loop.
-
-    Args:
-        change: As for `PrefetchLoader`.
-        running: As for `PrefetchLoader`.
-        queue_size: As for `PrefetchLoader`.
-        of_reader: Arguments of `Reader`.
-    """
-
-    def __init__(
-        self,
-        change: Callable[[Any], Any],
-        running: Callable[[], AbstractContextManager[Any]],
-        queue_size: int,
         *of_reader: Any,
+        change: Callable[[Any], Any],
+        queue_size: int,
+        running: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
         super().__init__(*of_reader)
+        queue_size = checks.positive("queue_size", queue_size)
         # The function must not know this object, which would then not end when it is dropped.
         epochs = self.epochs
 

@@ -23,16 +23,17 @@ from enqueuer import (
     StateMismatch,
 )
 from enqueuer.adapters.loading import Loader
-from enqueuer.adapters.prefetching import PrefetchLoader
+from enqueuer.adapters.prefetching import PrefetchReader
 from enqueuer.common.extras import framework, install_command
 from enqueuer.enqueuers.enqueuer import core_of
 
 
-class Later(PrefetchLoader):
+class Later(Loader):
     """A loader that works ahead and changes nothing."""
 
     def __init__(self, loader, queue_size=2, steps_per_epoch=None, change=lambda batch: batch):
-        super().__init__(loader, change, queue_size, steps_per_epoch)
+        reader = functools.partial(PrefetchReader, change=change, queue_size=queue_size)
+        super().__init__(loader, steps_per_epoch, reader=reader)
 
 
 @pytest.fixture(params=[Loader, Later])
