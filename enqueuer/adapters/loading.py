@@ -91,9 +91,8 @@ class Loader(Generic[Batch]):
             if name in ("state_dict", "load_state_dict") and "_reader" in vars(self):
                 kind = an(type(self._reader.epochs.loader).__name__)
                 raise AttributeError(f"{kind} has no position: it has no {name}", name=name)
-            raise AttributeError(
-                f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self
-            )
+            # A property that has raised AttributeError raises its own message again.
+            return super().__getattribute__(name)
 
     def __iter__(self) -> Iterator[Batch]:
         """Iterate over an epoch, or over the rest of one if the last iteration was left.

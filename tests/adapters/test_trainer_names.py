@@ -59,7 +59,7 @@ def test_an_enqueuer_of_batches_has_no_dataset(kind, make):
 @pytest.mark.parametrize("own", [TorchLoader, on_cpu])
 def test_steps_that_the_loop_counts_have_other_epochs_than_the_enqueuer(own):
     assert found(own(samples(), steps_per_epoch=2)) == ["dataset", "batch_size"]
-    with pytest.raises(AttributeError, match="set_epoch"):
+    with pytest.raises(AttributeError, match="with steps_per_epoch there is no set_epoch"):
         operator.attrgetter("set_epoch")(own(samples(), steps_per_epoch=2))
 
 
