@@ -457,6 +457,18 @@ def test_several_samples_of_a_batch_are_fetched_at_once(backend):
         DataLoader(Stream(3), num_workers=1, concurrency=2)
 
 
+def test_each_worker_that_is_a_thread_fetches_several_samples_at_once():
+    barrier = threading.Barrier(4)
+
+    class Together(Of):
+        def __getitem__(self, index):
+            barrier.wait(LIMIT)
+            return index
+
+    loader = DataLoader(Together(None), 2, num_workers=2, backend="thread", concurrency=2)
+    assert lists(loader) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
 def test_a_batch_that_cannot_be_sent_is_an_error():
     loader = DataLoader(Of(lambda index: (i for i in ())), 2, num_workers=1, collate_fn=list)
     with pytest.raises(ItemNotPicklable):

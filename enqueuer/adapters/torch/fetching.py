@@ -17,6 +17,7 @@ import contextlib
 import functools
 import operator
 import random
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -91,6 +92,13 @@ def _by_torch_itself(kind: Any, batch: Sequence[Any], collate_fn_map: Any) -> An
     return _by_torch[kind](batch, collate_fn_map=collate_fn_map)
 
 
+class _Threads(threading.local):
+    """The threads that fetch samples; each worker that is a thread has its own."""
+
+    def __init__(self, count: int) -> None:
+        self.map = ThreadPoolExecutor(count, "enqueuer-sample").map
+
+
 class FallibleDataset:
     """A dataset for torch's fetcher, whose samples may fail, or are fetched several at once.
 
@@ -106,15 +114,15 @@ class FallibleDataset:
         self._concurrency = concurrency
 
     @functools.cached_property
-    def _map(self) -> Callable[..., Iterable[Any]]:
+    def _threads(self) -> _Threads:
         # Made by the worker, as threads cannot be sent to it.
-        if self._concurrency == 1:
-            return map
-        return ThreadPoolExecutor(self._concurrency, "enqueuer-sample").map
+        return _Threads(self._concurrency)
 
     def __getitems__(self, indices: Iterable[Any]) -> list[Any]:
         """Return the samples of a batch, with `Raised` for those that are left out."""
-        return list(self._map(self._sample, indices))
+        if self._concurrency == 1:
+            return list(map(self._sample, indices))
+        return list(self._threads.map(self._sample, indices))
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the samples of a stream in the same way."""
@@ -148,7 +156,7 @@ class FallibleDataset:
 def _collate_kept(collate: Callable[[Any], Any], samples: list[Any]) -> Any:
     """Make a batch of the samples that were not skipped; raise the last error if all were."""
     kept = [sample for sample in samples if type(sample) is not Raised]
-    if samples and not kept:
+    if not kept and samples:
         raise samples[-1].error
     return collate(kept)
 
