@@ -543,6 +543,14 @@ def test_persistent_workers_end_with_the_loader():
     are_gone(workers)
 
 
+def test_persistent_workers_that_a_library_has_ended_start_again():
+    loader = DataLoader(Of(int), 2, num_workers=1, persistent_workers=True)
+    batches = iter(loader)
+    whole = lists(batches)
+    operator.methodcaller("_shutdown_workers")(batches)
+    assert lists(loader) == whole
+
+
 # --- construction ---
 
 REFUSED = [
