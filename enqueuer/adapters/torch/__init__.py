@@ -1,11 +1,9 @@
 """PyTorch: a DataLoader, a loader of tensors, and datasets whose items an enqueuer makes.
 
-    DataLoader:               a torch dataset -> workers of an enqueuer -> batches
-    TorchLoader:              enqueuer -> tensors -> the loop
-    EnqueuerIterableDataset:  enqueuer -> tensors -> DataLoader(dataset, batch_size=None)
-    EnqueuerMapDataset:       the same for libraries that need __getitem__ and __len__
-
-Each worker of a DataLoader has its own enqueuer, for its part of the batches.
+DataLoader:               a torch dataset -> workers of an enqueuer -> batches
+TorchLoader:              enqueuer -> tensors -> the loop
+EnqueuerIterableDataset:  enqueuer -> tensors -> DataLoader(dataset, batch_size=None)
+EnqueuerMapDataset:       the same for libraries that need __getitem__ and __len__
 """
 
 from enqueuer.adapters.ranks import RankStats, gather_state, gather_stats
