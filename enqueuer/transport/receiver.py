@@ -1,7 +1,6 @@
 """The consumer's end of a channel: takes what has come off the ring; credits go back.
 
     ItemReceiver, the ring: head() -> what is next; items() -> decoded items
-    FrameDecoder: load() -> the value of an item; message() -> what is no item
     ReceiverControl, the socket: begin(), assign(), wake() -> packets; pump() -> blocks, records
 
 An exception out of a signal handler may strike on entry to a function, after a call and after a
@@ -219,92 +218,9 @@ class ReceiverControl:
             return logging.LogRecord("enqueuer", logging.WARNING, __file__, 0, text, None, None)
 
 
-_ARRAYS = int(Kind.ARRAYS)
 _MESSAGES = frozenset({Kind.END, Kind.FAILURE, Kind.SKIPPED, Kind.REPORTED})
 _loads = pickle.loads
-
-
-class FrameDecoder:
-    """Decode the frames of one worker.
-
-    Args:
-        blocks: Blocks of the worker.
-        pump: Function that reads the packets which have come, new blocks among them.
-        name: Name of the worker, for messages.
-    """
-
-    def __init__(self, blocks: BlockMap, pump: Callable[[], None], name: str) -> None:
-        self._blocks = blocks
-        self._pump = pump
-        self._name = name
-
-    def load(self, kind: int, body: memoryview, table: int) -> Any:
-        """Return the value in the body of a frame, which begins with a table of that size.
-
-        Raises:
-            BlockMemoryError: A block could not be mapped.
-        """
-        if kind == _ARRAYS:
-            return small_arrays.decode(bytes(body[:table]), body[table:])
-        if not table:
-            return _loads(body)
-        return item_codec.decode(*self._open(body, table))
-
-    def why_not_loaded(self, kind: int, body: memoryview, table: int) -> BaseException | None:
-        """Return why an item cannot be loaded; None if it can."""
-        try:
-            self.load(kind, body, table)
-        except BlockMemoryError as error:
-            return error
-        except Exception as error:
-            failure = ItemNotLoadable(f"an item arrived, but could not be loaded here: {error!r}")
-            failure.__cause__ = error
-            return failure
-        return None
-
-    def message(
-        self, kind: int, shard: int, number: int, body: memoryview, table: int
-    ) -> End | Failure | Empty:
-        """Return the message of a frame that is no item.
-
-        Raises:
-            TransportError: The frame makes no sense.
-        """
-        if kind == Kind.EMPTY:
-            return Empty(number)
-        if kind not in _MESSAGES:
-            raise TransportError(f"{self._name} sent a malformed frame")
-        is_skipped = kind in (Kind.SKIPPED, Kind.REPORTED)
-        try:
-            data, buffers = self._open(body, table)
-        except BlockMemoryError as error:
-            return Failure(shard, number, error, skipped=is_skipped)
-        if kind == Kind.END:
-            return End(shard, item_codec.decode(data, buffers) if body else None, number)
-        if kind == Kind.REPORTED:
-            nth, log = REPORT.unpack_from(data)
-            caught = decode_error(bytes(data[REPORT.size :]))
-            return Reported(shard, number, caught, nth=nth, log=log)
-        return Failure(shard, number, decode_error(bytes(data)), skipped=is_skipped)
-
-    def _open(self, body: memoryview, table: int) -> tuple[memoryview, list[memoryview]]:
-        """Return the pickle of a frame and the buffers beside it."""
-        data = body[table:]
-        leases: dict[int, memoryview] = {}
-        views = []
-        for number, begin, size in SEGMENT.iter_unpack(body[:table]):
-            if number not in leases:
-                if number not in self._blocks:
-                    # It was announced before the frame that names it.
-                    self._pump()
-                leases[number] = self._blocks.lease(number)
-            views.append(leases[number][begin : begin + size])
-        if data or not views:
-            return data, views
-        return views[0], views[1:]
-
-
-_RUN, _STATED = int(Kind.RUN), int(Kind.STATED)
+_RUN, _STATED, _ARRAYS = int(Kind.RUN), int(Kind.STATED), int(Kind.ARRAYS)
 _ITEMS = frozenset(map(int, (Kind.ITEM, Kind.STATED, Kind.ARRAYS)))
 _HEAD = FRAME.size
 _NO_LIMIT = 1 << 62
@@ -348,7 +264,6 @@ class ItemReceiver:
         self._words, self._frames = ring.words, ring.frames
         self._blocks = BlockMap()
         self.control = ReceiverControl(packets, ring, self._blocks, name)
-        self._decoder = FrameDecoder(self._blocks, self.control.pump, name)
         self.meter = ring.meter
         self.position = 0
         self._name, self._read, self._room = name, read, room
@@ -516,7 +431,7 @@ class ItemReceiver:
             return True
         if kind not in _ITEMS:
             body = self._frames[at + _HEAD : at + size]
-            return self._decoder.message(kind, shard, number, body, table)
+            return self._message(kind, shard, number, body, table)
         return True if self._trouble is None else Failure(shard, number, self._trouble)
 
     def remove(self, message: End | Failure | Empty) -> None:
@@ -556,7 +471,7 @@ class ItemReceiver:
 
     def _of_frames(self, most: int, taken: Taken, written: int) -> Iterator[ItemTuple]:
         frames, unpack, numbers = self._frames, FRAME.unpack_from, taken.numbers
-        load, current = self._decoder.load, self._blocks.current
+        load, current = self._load, self._blocks.current
         while most > 0 and self.position < written:
             at = self.position % RING_BYTES
             size, table, kind, shard, number = unpack(frames, at)
@@ -565,11 +480,15 @@ class ItemReceiver:
             body = frames[at + _HEAD : at + size]
             try:
                 value = load(kind, body, table)
-            except Exception:
-                self._trouble = self._decoder.why_not_loaded(kind, body, table)
-                if self._trouble is None:
-                    # A signal handler was the cause: the item is whole at the next try.
-                    raise
+            except BlockMemoryError as error:
+                self._trouble = error
+                return
+            except Exception as error:
+                # Then the item is whole at the next try.
+                interrupts.raise_handlers(error)
+                text = f"an item arrived, but could not be loaded here: {error!r}"
+                self._trouble = ItemNotLoadable(text)
+                self._trouble.__cause__ = error
                 return
             if kind == _STATED:
                 value, state = value
@@ -601,6 +520,61 @@ class ItemReceiver:
             taken.last = shard
             self._given += 1
             yield item
+
+    # --- frames ---
+
+    def _load(self, kind: int, body: memoryview, table: int) -> Any:
+        """Return the value in the body of a frame, which begins with a table of that size.
+
+        Raises:
+            BlockMemoryError: A block could not be mapped.
+        """
+        if kind == _ARRAYS:
+            return small_arrays.decode(bytes(body[:table]), body[table:])
+        if not table:
+            return _loads(body)
+        return item_codec.decode(*self._open(body, table))
+
+    def _message(
+        self, kind: int, shard: int, number: int, body: memoryview, table: int
+    ) -> End | Failure | Empty:
+        """Return the message of a frame that is no item.
+
+        Raises:
+            TransportError: The frame makes no sense.
+        """
+        if kind == Kind.EMPTY:
+            return Empty(number)
+        if kind not in _MESSAGES:
+            raise TransportError(f"{self._name} sent a malformed frame")
+        is_skipped = kind in (Kind.SKIPPED, Kind.REPORTED)
+        try:
+            data, buffers = self._open(body, table)
+        except BlockMemoryError as error:
+            return Failure(shard, number, error, skipped=is_skipped)
+        if kind == Kind.END:
+            return End(shard, item_codec.decode(data, buffers) if body else None, number)
+        if kind == Kind.REPORTED:
+            nth, log = REPORT.unpack_from(data)
+            caught = decode_error(bytes(data[REPORT.size :]))
+            return Reported(shard, number, caught, nth=nth, log=log)
+        return Failure(shard, number, decode_error(bytes(data)), skipped=is_skipped)
+
+    def _open(self, body: memoryview, table: int) -> tuple[memoryview, list[memoryview]]:
+        """Return the pickle of a frame and the buffers beside it."""
+        data = body[table:]
+        leases: dict[int, memoryview] = {}
+        views = []
+        for number, begin, size in SEGMENT.iter_unpack(body[:table]):
+            if number not in leases:
+                if number not in self._blocks:
+                    # It was announced before the frame that names it.
+                    self.control.pump()
+                leases[number] = self._blocks.lease(number)
+            views.append(leases[number][begin : begin + size])
+        if data or not views:
+            return data, views
+        return views[0], views[1:]
 
     def _is_in_run(self, written: int) -> bool:
         """Return whether the next message is an item of a run; load all that have come of it.
