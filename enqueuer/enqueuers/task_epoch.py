@@ -396,7 +396,7 @@ class TaskEpoch:
         try:
             return reader.next()
         finally:
-            meter.read()
+            meter.resume(has_read=True)
 
     def _fail(self, failure: Failure) -> None:
         """Let a task have failed that no worker can be given; nothing more is read."""

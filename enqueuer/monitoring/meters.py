@@ -170,29 +170,24 @@ class LoopMeter:
         if not self.since:
             self.since, self.worker = clock(), worker
 
-    def resume(self) -> None:
-        """Note the end of the wait."""
+    def resume(self, has_read: bool = False) -> None:
+        """Note the end of the wait.
+
+        Args:
+            has_read: Whether the loop has read an element itself, instead of sleeping.
+        """
         waited, worker = clock() - self.since, self.worker
         self.since = 0
         if not self.first:
             self.first_wait += waited
             return
         self.waited += waited
-        self._sort(waited)
+        if has_read:
+            self.reading += waited
+        if not has_read or waited >= _LONG_READ_NS:
+            self._sort(waited)
         if worker is not None:
             self.by_worker[worker] = self.by_worker.get(worker, 0) + waited
-
-    def read(self) -> None:
-        """Note the end of the wait, in which the loop read an element itself."""
-        spent = clock() - self.since
-        self.since = 0
-        if self.first:
-            self.waited += spent
-            self.reading += spent
-            if spent >= _LONG_READ_NS:
-                self._sort(spent)
-        else:
-            self.first_wait += spent
 
     def rest(self) -> None:
         """Note the end of an epoch; the time until the next one is idle."""

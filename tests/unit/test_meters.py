@@ -86,7 +86,7 @@ def test_reading_is_waiting_and_known_apart(clock):
     for nanoseconds in (500, 300, 2_000_000):
         waits.pause(None)
         clock[0] += nanoseconds
-        waits.read()
+        waits.resume(has_read=True)
         waits.left -= 1
         waits.sample(0)
     assert (waits.first_wait, waits.waited, waits.reading) == (500, 2_000_300, 2_000_300)
@@ -148,8 +148,8 @@ def test_a_long_run_keeps_few_samples_spread_over_all_of_it(clock):
     assert max(gaps) <= 3 * min(gaps)
 
 
-@pytest.mark.parametrize("end", [LoopMeter.resume, LoopMeter.read])
-def test_after_a_long_wait_or_read_the_next_batch_is_looked_at(clock, end):
+@pytest.mark.parametrize("has_read", [False, True])
+def test_after_a_long_wait_or_read_the_next_batch_is_looked_at(clock, has_read):
     waits = LoopMeter()
     for _ in range(5000):
         clock[0] += 100
@@ -158,7 +158,7 @@ def test_after_a_long_wait_or_read_the_next_batch_is_looked_at(clock, end):
             waits.sample(0)
     waits.pause(None)
     clock[0] += 10**9
-    end(waits)
+    waits.resume(has_read)
     assert (waits.left, waits.taken) == (1, 5000)
 
 
