@@ -29,8 +29,6 @@ class WorkerState(enum.Enum):
 
     STARTING = "starting"
     RUNNING = "running"
-    # Its process has ended; what it had sent is still being read.
-    DRAINING = "draining"
     # It exited because it was asked to.
     ENDED = "ended"
     # It exited without having been asked.

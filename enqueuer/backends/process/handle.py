@@ -1,7 +1,7 @@
 r"""One worker process as the consumer's process sees it: its start, its state, its end.
 
-    STARTING --READY--> RUNNING --its process ends--> DRAINING --all read--> DEAD
-        \__________________\_____________ was asked to stop _______________\--> ENDED
+    STARTING --READY--> RUNNING --its process ends, and all is read--> DEAD
+        \__________________\_________ was asked to stop ___________\--> ENDED
 
     fork        multiprocessing's own process: the child has everything, threads' locks included
     spawn       a fresh interpreter
@@ -177,9 +177,8 @@ Launched: TypeAlias = _Forked | _Spawned | Served
 """A process that was started."""
 
 _NEXT_STATE = {
-    WorkerState.STARTING: {WorkerState.RUNNING, WorkerState.DRAINING, WorkerState.ENDED},
-    WorkerState.RUNNING: {WorkerState.DRAINING, WorkerState.ENDED},
-    WorkerState.DRAINING: {WorkerState.DEAD, WorkerState.ENDED},
+    WorkerState.STARTING: {WorkerState.RUNNING, WorkerState.DEAD, WorkerState.ENDED},
+    WorkerState.RUNNING: {WorkerState.DEAD, WorkerState.ENDED},
     WorkerState.ENDED: set(),
     WorkerState.DEAD: {WorkerState.ENDED},
 }

@@ -233,8 +233,6 @@ class ProcessPool(WorkerPool[ProcessWorker]):
         """
         # The exit code can be collected once.
         with interrupts.held():
-            if worker.state is not WorkerState.DRAINING:
-                worker.move(WorkerState.DRAINING)
             # The worker may have sent messages after the last reading.
             worker.inbox.control.pump()
             deliver_all(worker.inbox.control.records)
