@@ -42,7 +42,6 @@ from enqueuer.transport.protocol import (
 from enqueuer.transport.ring import (
     ASKING,
     AWAITED,
-    CLAIMED,
     CONSUMER_ASLEEP,
     EPOCH_AT,
     LIMIT,
@@ -333,8 +332,7 @@ class ItemReceiver:
     @property
     def claimed(self) -> list[int]:
         """Tokens of the tickets that the worker has taken, the last one or those not done."""
-        words = [self._words[CLAIMED], *self._ring.claims.tolist()]
-        return sorted(word - 1 for word in words if word)
+        return sorted(word - 1 for word in self._ring.claims.tolist() if word)
 
     def close(self) -> None:
         """Close the channel; leased blocks stay as long as their arrays."""

@@ -85,8 +85,6 @@ WORKER_ASLEEP = 3
 ASKING = 4
 # Numbers of released blocks that were read.
 RELEASED_READ = 5
-# 1 + the token of the ticket that was taken last.
-CLAIMED = 6
 # Twice the number of items that were sent before the epoch that the worker runs, and 1 more if the
 # number of that epoch is odd.
 EPOCH_AT = 7
@@ -137,8 +135,9 @@ class Ring:
         sizes: The same memory by words of 4 bytes, for the sizes of frames.
         released: Ring buffer of the numbers of blocks that the consumer has released.
         meter: Words of the worker's meter.
-        claims: Words for workers with several threads: each is 0, or 1 + the token of a ticket
-            that the worker has taken and not done.
+        claims: Words for the tickets that the worker has taken: each is 0, or 1 + a token. A
+            worker with several threads has one for each ticket that is not done; others use the
+            first one, for the ticket that was taken last.
         fence: Full memory barrier: the other side sees what was stored before it, before anything
             is loaded after it.
     """

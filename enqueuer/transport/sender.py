@@ -41,7 +41,6 @@ from enqueuer.transport.protocol import ALIGNMENT, FRAME, INLINE_BYTES, PACKET, 
 from enqueuer.transport.ring import (
     ASKING,
     AWAITED,
-    CLAIMED,
     CONSUMER_ASLEEP,
     EPOCH_AT,
     IS_STRONG,
@@ -467,7 +466,7 @@ class ItemSender:
         check: Raises Closed if the consumer left.
         send_record: Sends a log record without ever waiting; called by any thread.
         blocks: The large parts of items, and the blocks of the worker.
-        claims: Words for the claims of a worker with several threads.
+        claims: Words for the tickets that the worker has taken.
     """
 
     def __init__(self, packets: Packets, ring: Ring, credit: Credit) -> None:
@@ -597,7 +596,7 @@ class ItemSender:
                 self._allowance.limit = 0
                 continue
             token, number = task_queue.HEAD.unpack_from(found[0])
-            self._words[CLAIMED] = token + 1
+            self.claims[0] = token + 1
             try:
                 self._tickets.extend(task_queue.unpack(*found))
             except Exception as error:
