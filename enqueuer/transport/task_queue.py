@@ -10,9 +10,7 @@ socket can be read without taking it.
 from __future__ import annotations
 
 import array
-import errno
 import itertools
-import os
 import pickle
 import socket
 import struct
@@ -21,14 +19,13 @@ from enqueuer.common import interrupts
 from enqueuer.common.descriptors import close_in_children, is_portable
 from enqueuer.common.text import an
 from enqueuer.errors import ItemNotPicklable
-from enqueuer.transport.memory import nameless_file, read_whole
-from enqueuer.transport.packets import HAS_SEQPACKET
+from enqueuer.transport.memory import read_whole
+from enqueuer.transport.packets import HAS_SEQPACKET, Packets
+from enqueuer.transport.protocol import INLINE_BYTES
 from enqueuer.workers.messages import Ticket
 
 # Token, number of the task.
 HEAD = struct.Struct("=QQ")
-# A larger ticket goes beside the packet; macOS takes 2048 bytes in a datagram.
-INLINE_BYTES = 1024
 _MOST_BYTES = HEAD.size + INLINE_BYTES
 _ANCILLARY = socket.CMSG_SPACE(array.array("i").itemsize)
 _FLAGS = int(socket.MSG_DONTWAIT | getattr(socket, "MSG_CMSG_CLOEXEC", 0))
@@ -40,10 +37,11 @@ class TaskQueue:
     def __init__(self) -> None:
         packets = HAS_SEQPACKET and not is_portable()
         kind = socket.SOCK_SEQPACKET if packets else socket.SOCK_DGRAM
-        self._ours, self._theirs = socket.socketpair(socket.AF_UNIX, kind)
-        for end in (self._ours, self._theirs):
+        ours, self._theirs = socket.socketpair(socket.AF_UNIX, kind)
+        for end in (ours, self._theirs):
             end.setblocking(False)
             close_in_children(end)
+        self._packets = Packets(ours)
 
     def worker_socket(self) -> socket.socket:
         """Return a copy of the end from which a worker takes tickets; the caller closes it."""
@@ -51,25 +49,7 @@ class TaskQueue:
 
     def send(self, token: int, number: int, body: bytes) -> bool:
         """Offer a ticket to all workers; return whether there was room for it."""
-        head = HEAD.pack(token, number)
-        try:
-            if len(body) <= INLINE_BYTES:
-                self._ours.send(head + body)
-                return True
-            fd = nameless_file(body)
-            try:
-                socket.send_fds(self._ours, [head], [fd])
-            finally:
-                os.close(fd)
-        except (BlockingIOError, InterruptedError) as error:
-            interrupts.raise_handlers(error)
-            return False
-        except OSError as error:
-            # macOS reports a full socket by ENOBUFS.
-            if error.errno != errno.ENOBUFS:
-                raise
-            return False
-        return True
+        return self._packets.send_whole(HEAD.pack(token, number), body, wait=False)
 
     def first(self) -> int | None:
         """Return the token of the first ticket that no worker has taken; None if there is none."""
@@ -83,7 +63,7 @@ class TaskQueue:
 
     def close(self) -> None:
         """Close both ends; workers keep their copies."""
-        self._ours.close()
+        self._packets.close()
         self._theirs.close()
 
 

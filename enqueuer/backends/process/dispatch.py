@@ -27,7 +27,7 @@ from enqueuer.workers.messages import Ticket
 _MOST_TOKENS = 1000
 # Tokens of tickets for one worker; far more than it ever has.
 _MOST_ASSIGNED = 100_000
-# Tickets, and indices in them, that share a packet; they fit into it, and into 1 KiB.
+# Tickets, and indices in them, that share a packet; they fit into it.
 _MOST_TICKETS = 32
 _MOST_INDICES = 100
 # Nanoseconds that the tasks of a packet may take, as another worker cannot take some of them.
