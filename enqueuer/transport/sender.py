@@ -23,7 +23,6 @@ import pickle
 import select
 import socket
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -481,7 +480,7 @@ class ItemSender:
         self._writer = FrameWriter(ring, self._control)
         self._put, self._append = self._writer.put, self._writer.append
         self._pack = Layouts().encode
-        self._allowance = _Allowance(ring.words, credit)
+        self._allowance = _Allowance(ring.words, credit, self._control)
         self._asks = credit.ask
         # Tickets of the packet that was taken last.
         self._tickets: deque[Ticket] = deque()
@@ -489,8 +488,7 @@ class ItemSender:
         self._epoch = -1
         # Items that the times of the meter stand for.
         self._timed = 0
-        self._severed = _Severed(self)
-        close_in_children(self._severed)
+        close_in_children(self._allowance)
 
     def send_item(self, shard: int, number: int, value: object, state: Any = None) -> None:
         """Send an item, when there is credit for it.
@@ -603,10 +601,6 @@ class ItemSender:
                 # The user's class cannot be loaded here.
                 self.send(Failure(0, number, error))
 
-    def sever(self) -> None:
-        """Send nothing any more, as the process is a forked copy of the worker."""
-        self._control.closed, self._allowance.limit = True, 0
-
     def close(self) -> None:
         """Send what was logged last, then close the channel."""
         self._control.close()
@@ -664,9 +658,10 @@ class _Allowance:
         limit: Items that may be sent, ever, without asking again; 0 with a bound on bytes.
     """
 
-    def __init__(self, words: memoryview[int], credit: Credit) -> None:
+    def __init__(self, words: memoryview[int], credit: Credit, control: SenderControl) -> None:
         self.limit = 0
         self._words = words
+        self._control = control
         self._most_bytes = credit.waiting_bytes
         # Sizes of the items that were sent and are not known to be taken, and their sum.
         self._sizes: deque[int] = deque()
@@ -692,14 +687,6 @@ class _Allowance:
             self._bytes -= self._sizes.popleft()
         return self._bytes <= self._most_bytes or words[WANTED] > sent
 
-
-class _Severed:
-    """Keep a forked copy of the worker, if its code runs on, from writing to the worker's ring."""
-
-    def __init__(self, end: ItemSender) -> None:
-        self._end = weakref.ref(end)
-
     def close(self) -> None:
-        end = self._end()
-        if end is not None:
-            end.sever()
+        """Allow nothing any more; called in a forked copy of the worker, whose code may run on."""
+        self.limit, self._control.closed = 0, True
