@@ -457,9 +457,10 @@ _ITEM, _STATED, _ARRAYS = int(Kind.ITEM), int(Kind.STATED), int(Kind.ARRAYS)
 
 
 class ItemSender:
-    """A process worker's Sender and Orders. `send_record` may be called by any thread.
+    """A process worker's Sender, Orders and Tickets. `send_record` may be called by any thread.
 
     Attributes:
+        task_socket: Socket from which it takes tickets; None for shards.
         meter: Meter of the worker.
         control: The worker's end of the socket.
         check: Raises Closed if the consumer left.
@@ -468,7 +469,14 @@ class ItemSender:
         claims: Words for the tickets that the worker has taken.
     """
 
-    def __init__(self, packets: Packets, ring: Ring, credit: Credit) -> None:
+    def __init__(
+        self,
+        packets: Packets,
+        ring: Ring,
+        credit: Credit,
+        task_socket: socket.socket | None = None,
+    ) -> None:
+        self.task_socket = task_socket
         self.meter = Meter(ring.meter)
         self.control = self._control = SenderControl(packets, ring, self.meter, Spin(credit.spins))
         self.check, self.send_record = self.control.check, self.control.send_record
@@ -575,9 +583,10 @@ class ItemSender:
             self._words[EPOCH_AT] = 2 * self._writer.sent + epoch.number % 2
         return epoch
 
-    def next_ticket(self, task_socket: socket.socket) -> Ticket | None:
+    def next_ticket(self) -> Ticket | None:
         """Wait for a task, for this worker or for any; None when there will be none."""
-        control = self._control
+        control, task_socket = self._control, self.task_socket
+        assert task_socket is not None
         while True:
             if self._words[ORDERS] > control.orders:
                 control.read_orders()

@@ -33,16 +33,15 @@ class SharedSender:
 
     Args:
         sender: Sender of the worker.
-        task_socket: Socket from which it takes tickets.
         on_share: Function that is called with one that returns where the threads are.
     """
 
     def __init__(
         self,
         sender: ItemSender,
-        task_socket: socket.socket,
         on_share: Callable[[Callable[[], list[ThreadSnapshot]]], None],
     ) -> None:
+        assert sender.task_socket is not None
         self.meter = sender.meter
         self._sender = sender
         self._control = sender.control
@@ -50,7 +49,7 @@ class SharedSender:
         self._control.meter = Meter()
         # The lock is not held during that system call.
         self._control.keeps_wakes = True
-        self._task_socket = task_socket
+        self._task_socket = sender.task_socket
         self._on_share = on_share
         self._claims = sender.claims
         # Places of claims, by the number of the task.
@@ -64,7 +63,7 @@ class SharedSender:
         for end in (self._wake, self._woken):
             end.setblocking(False)
             close_in_children(end)
-        for one in (sender.control.packets, task_socket, self._woken):
+        for one in (sender.control.packets, sender.task_socket, self._woken):
             self._poller.register(one, select.POLLIN)
 
     def share(self, threads: ElementThreads) -> Sender:

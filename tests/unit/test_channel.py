@@ -627,7 +627,7 @@ class Answers:
 
     def __init__(self, channel, packet):
         self.channel, self.queue = channel, TaskQueue()
-        self.socket = self.queue.worker_socket()
+        self.socket = channel.worker.task_socket = self.queue.worker_socket()
         tickets = [(number, 0, (number,), None) for number in packet]
         assert self.queue.send(1, packet[0], pickle.dumps(tickets))
         channel.ring.words[layout.LIMIT] = 1 << 62
@@ -639,7 +639,7 @@ class Answers:
 
     def do(self, value):
         """Do the next task; return whether its result has woken the loop."""
-        ticket = self.channel.worker.next_ticket(self.socket)
+        ticket = self.channel.worker.next_ticket()
         self.channel.worker.send_item(0, ticket.number, value)
         self.channel.consumer.control.pump()
         return self.woken

@@ -23,8 +23,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 try:
     import fcntl
@@ -44,7 +43,6 @@ from enqueuer.transport.sender import ItemSender, send_ready
 from enqueuer.transport.shared_sender import SharedSender
 from enqueuer.workers import arrays, logs, native
 from enqueuer.workers.event_loop import shard_snapshots
-from enqueuer.workers.messages import Sender
 from enqueuer.workers.plan import OnError, serve_failure
 from enqueuer.workers.remote import WorkerConfig
 from enqueuer.workers.sources import Source
@@ -140,7 +138,7 @@ def main(sock_fd: int, lifeline_fd: int) -> None:
             # The pickle is of no use after that, and may be large.
             return pickle.loads(pickled.pop(), buffers=buffers)  # type: ignore[no-any-return]
 
-    _work(ItemSender(packets, ring, start.credit), config, start, load, task_socket, stack)
+    _work(ItemSender(packets, ring, start.credit, task_socket), config, start, load, stack)
     _leave()
 
 
@@ -161,8 +159,8 @@ def main_forked(
     os.environ.update(config.thread_limits)
     if loaded is not None:
         loaded.limit()
-    channel = ItemSender(packets, ring, start.credit)
-    _work(channel, config, start, lambda: (source, on_error), task_socket, stack)
+    channel = ItemSender(packets, ring, start.credit, task_socket)
+    _work(channel, config, start, lambda: (source, on_error), stack)
 
 
 def serve(fd: int, preload: Sequence[str] = ()) -> None:
@@ -294,32 +292,27 @@ def _work(
     config: ProcessConfig,
     start: ProcessStart,
     load: Callable[[], tuple[Source | TaskSource, OnError]],
-    task_socket: socket.socket | None,
     stack: Descriptor | None,
 ) -> None:
     pid = os.getpid()
     stack_dump.answer(stack)
-    if task_socket is not None:
-        close_in_children(task_socket)
+    if channel.task_socket is not None:
+        close_in_children(channel.task_socket)
     _prepare(channel, config, start)
-    sender: Sender = channel
-    orders: Any = channel
-    if task_socket is not None:
-        orders = SimpleNamespace(next_ticket=functools.partial(channel.next_ticket, task_socket))
+    sender: ItemSender | SharedSender = channel
     try:
         source, on_error = load()
     except BaseException as error:
-        serve_failure(error, start.shards, orders, channel)
+        serve_failure(error, start.shards, channel, channel)
     else:
         used = usage.of_process(os.getpid())
         channel.meter.begin(used.cpu_s or 0.0, used.cpu_wait_s or 0.0)
         answer = functools.partial(stack_dump.answer_for, stack)
         if isinstance(source, TaskSource) and source.has_threads:
-            assert task_socket is not None
-            sender = orders = SharedSender(channel, task_socket, answer)
+            sender = SharedSender(channel, answer)
         elif source.is_async:
             answer(functools.partial(shard_snapshots, threading.get_ident()))
-        config.worker.serve(start.worker, start.shards, source, on_error, orders, sender)
+        config.worker.serve(start.worker, start.shards, source, on_error, sender, sender)
     if os.getpid() != pid:
         # the generator forked, and the copy came out of its loop as if it were the worker
         os._exit(_GRANDCHILD)
