@@ -13,13 +13,12 @@ for as long as it is mapped. Any thread may call that.
 
 from __future__ import annotations
 
-import bisect
 import mmap
 import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -51,7 +50,6 @@ class Mapping(mmap.mmap):
     def __init__(self, *args: Any, **options: Any) -> None:
         self.address = address_of(self)
         _mappings[self.address] = self
-        _mark_added()
 
     def __del__(self) -> None:
         for callback in self.before_unmap:
@@ -59,30 +57,6 @@ class Mapping(mmap.mmap):
 
 
 _mappings: weakref.WeakValueDictionary[int, Mapping] = weakref.WeakValueDictionary()
-# A mark that is replaced after each block that is added.
-_newest = object()
-
-
-class _Sorted(NamedTuple):
-    """The mapped blocks in the order of their addresses.
-
-    Attributes:
-        newest: Value of `_newest` before the blocks were collected.
-        addresses: Addresses at which the blocks begin.
-        blocks: References to the blocks; each block may be gone by now.
-    """
-
-    newest: object
-    addresses: list[int]
-    blocks: list[weakref.ref[Mapping]]
-
-
-_sorted = _Sorted(_newest, [], [])
-
-
-def _mark_added() -> None:
-    global _newest
-    _newest = object()
 
 
 def mapping_at(address: int) -> Mapping | None:
@@ -90,26 +64,12 @@ def mapping_at(address: int) -> Mapping | None:
 
     It takes no lock, because a fork or the collector may come at any line.
     """
-    global _sorted
-    found = _sorted
-    # A thread that adds a block at the same time replaces the mark, so the next call sorts again.
-    if found.newest is not _newest:
-        found = _sorted = _sort()
-    index = bisect.bisect_right(found.addresses, address) - 1
-    mapping = found.blocks[index]() if index >= 0 else None
-    return mapping if mapping is not None and address - mapping.address < len(mapping) else None
-
-
-def _sort() -> _Sorted:
-    newest = _newest
-    alive = {}
     # The references are collected in one step, as other threads add blocks.
     for reference in _mappings.valuerefs():
         mapping = reference()
-        if mapping is not None:
-            alive[mapping.address] = weakref.ref(mapping)
-    addresses = sorted(alive)
-    return _Sorted(newest, addresses, [alive[address] for address in addresses])
+        if mapping is not None and 0 <= address - mapping.address < len(mapping):
+            return mapping
+    return None
 
 
 # The system allows 65530 mappings, and fewer where each keeps a descriptor. A loop that keeps

@@ -149,29 +149,12 @@ def test_a_block_is_found_while_other_threads_add_some():
     transfer.pool.close()
 
 
-class Address(int):
-    """An address that counts what is computed with it."""
-
-    count = 0
-
-    def __lt__(self, other):
-        Address.count += 1
-        return int(self) < other
-
-    def __sub__(self, other):
-        Address.count += 1
-        return int(self) - other
-
-
-def test_a_block_is_found_among_many_in_few_steps():
+def test_a_block_is_found_among_many():
     transfer = Transfer()
     arrays = [transfer.send(np.full(1000, n))[1] for n in range(60)]  # more would be copied
     addresses = [array.__array_interface__["data"][0] for array in arrays]
     found = [mapping_at(address + 100) for address in addresses]
     assert [block.address for block in found] == addresses
-    Address.count = 0
-    assert mapping_at(Address(addresses[30])) is found[30]
-    assert Address.count <= 8  # 6 halve 60
     transfer.pool.close()
 
 
