@@ -9,6 +9,7 @@ the same names for each item, which takes several times as long.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import pickle
@@ -94,26 +95,13 @@ class Layouts:
 
 def decode(layout: bytes, data: memoryview) -> Any:
     """Return the item that was encoded; its arrays have memory of their own."""
-    build = _builders.get(layout)
-    if build is None:
-        build = _add_builder(layout)
-    return build(data)
+    return _builder(layout)(data)
 
 
-_builders: dict[bytes, Callable[[memoryview], Any]] = {}
-
-
-def _add_builder(layout: bytes) -> Callable[[memoryview], Any]:
-    if len(_builders) == _MOST_LAYOUTS:
-        _builders.clear()
-    build = _builders[layout] = _builder(*pickle.loads(layout))
-    return build
-
-
-def _builder(
-    container: type, names: list[str] | None, forms: list[tuple[tuple[int, ...], str]]
-) -> Callable[[memoryview], Any]:
+@functools.lru_cache(_MOST_LAYOUTS)
+def _builder(layout: bytes) -> Callable[[memoryview], Any]:
     """Return a function that makes an item of its bytes."""
+    container, names, forms = pickle.loads(layout)
     sizes = [math.prod(shape) * np.dtype(form).itemsize for shape, form in forms]
     ends = list(itertools.accumulate(_aligned(size) for size in sizes))
     fields = [f"f{number}" for number in range(len(forms))]
