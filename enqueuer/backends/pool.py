@@ -34,7 +34,18 @@ class WorkerState(enum.Enum):
     # It exited without having been asked.
     DEAD = "dead"
 
+    def to(self, new: WorkerState) -> WorkerState:
+        """Return the state that follows this one, if it may."""
+        assert new in _NEXT_STATE[self], f"{self} -> {new}"
+        return new
 
+
+_NEXT_STATE = {
+    WorkerState.STARTING: {WorkerState.RUNNING, WorkerState.DEAD, WorkerState.ENDED},
+    WorkerState.RUNNING: {WorkerState.DEAD, WorkerState.ENDED},
+    WorkerState.DEAD: {WorkerState.ENDED},
+    WorkerState.ENDED: set(),
+}
 HAS_ENDED = frozenset({WorkerState.ENDED, WorkerState.DEAD})
 
 

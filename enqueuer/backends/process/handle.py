@@ -176,13 +176,6 @@ def _exists(pid: int) -> bool:
 Launched: TypeAlias = _Forked | _Spawned | Served
 """A process that was started."""
 
-_NEXT_STATE = {
-    WorkerState.STARTING: {WorkerState.RUNNING, WorkerState.DEAD, WorkerState.ENDED},
-    WorkerState.RUNNING: {WorkerState.DEAD, WorkerState.ENDED},
-    WorkerState.ENDED: set(),
-    WorkerState.DEAD: {WorkerState.ENDED},
-}
-
 
 class ProcessWorker:
     """A worker process as this process sees it; see `enqueuer.backends.pool.Worker`.
@@ -226,8 +219,7 @@ class ProcessWorker:
 
     def move(self, new: WorkerState) -> None:
         """Change state; the only method that assigns `state` after the start."""
-        assert new in _NEXT_STATE[self.state], f"{self.state} -> {new}"
-        self.state = new
+        self.state = self.state.to(new)
 
     def begin(self, epoch: Epoch) -> None:
         """Have it run its shards for an epoch."""

@@ -37,13 +37,6 @@ from enqueuer.transport.errors import decode_error
 from enqueuer.transport.item_codec import decode
 from enqueuer.workers.messages import Epoch, Failure, Item, Message, Ticket
 
-_NEXT_STATE = {
-    WorkerState.STARTING: {WorkerState.RUNNING, WorkerState.DEAD, WorkerState.ENDED},
-    WorkerState.RUNNING: {WorkerState.DEAD, WorkerState.ENDED},
-    WorkerState.DEAD: {WorkerState.ENDED},
-    WorkerState.ENDED: set(),
-}
-
 
 # Nanoseconds of a call to an actor and back.
 _ROUND_TRIP_NS = 5_000_000
@@ -162,8 +155,7 @@ class Actor:
 
     def move(self, new: WorkerState) -> None:
         """Change state; the only method that assigns `state` after the start."""
-        assert new in _NEXT_STATE[self.state], f"{self.state} -> {new}"
-        self.state = new
+        self.state = self.state.to(new)
 
     def measure(self) -> WorkerStats:
         """Return the last known statistics of the actor."""
