@@ -240,12 +240,12 @@ class ItemReceiver:
         ring: Ring between the worker and the consumer.
         credit: Number of items, and of bytes, that may wait.
         name: Name of the worker, for messages.
-        read: Function that reads the packets that have come, and delivers the log records.
         room: Function that returns how many more items may wait, over all workers; None: any
             number, as tickets are the bound.
 
     Attributes:
         control: The socket beside the ring.
+        read: Function that reads the packets that have come; a pool delivers log records as well.
         meter: Words of the worker's meter.
         position: Number of bytes of the ring that were read, ever.
     """
@@ -256,7 +256,6 @@ class ItemReceiver:
         ring: Ring,
         credit: Credit,
         name: str,
-        read: Callable[[ItemReceiver], None],
         room: Callable[[], int] | None,
     ) -> None:
         self._ring = ring
@@ -265,7 +264,8 @@ class ItemReceiver:
         self.control = ReceiverControl(packets, ring, self._blocks, name)
         self.meter = ring.meter
         self.position = 0
-        self._name, self._read, self._room = name, read, room
+        self.read: Callable[[], None] = self.control.pump
+        self._name, self._room = name, room
         # Position in the ring, and the message that `head` returned there.
         self._head: tuple[int, bool | End | Failure | Empty] = _NO_HEAD
         # The run in which the position lies, if it does: the position of its head, its shard, and
@@ -337,6 +337,8 @@ class ItemReceiver:
     def close(self) -> None:
         """Close the channel; leased blocks stay as long as their arrays."""
         self.control.packets.close()
+        # That of a pool refers to this object.
+        self.read = lambda: None
         # The frames of an error may keep this object until the next collection.
         self._blocks.clear()
 
@@ -396,7 +398,7 @@ class ItemReceiver:
         """Return what is next: True for an item, False for nothing, or the message itself."""
         control = self.control
         if control.has_packets or control.records:
-            self._read(self)
+            self.read()
         if not self.has_message:
             return False
         position, message = self._head

@@ -32,10 +32,6 @@ from enqueuer.workers.messages import End, Epoch, Failure, Item, Start
 LARGE = 50_000
 
 
-def read(inbox):
-    inbox.control.pump()
-
-
 def items_of(consumer, most, order=None):
     """Return the items that are next, at most so many."""
     taken, order = deque(), AsTheyCome({}) if order is None else order
@@ -55,7 +51,7 @@ class Channel:
         send_ready(self.raw)
         self.worker = ItemSender(self.raw, Ring.of(memory.fileno()), credit)
         self.consumer = ItemReceiver(
-            Packets(ours), Ring.of(memory.fileno()), credit, "worker 0", read, room
+            Packets(ours), Ring.of(memory.fileno()), credit, "worker 0", room
         )
         memory.close()
         self.errors = []

@@ -178,7 +178,6 @@ class Channel:
             Ring.of(memory.fileno()),
             credit,
             "worker 0",
-            lambda inbox: inbox.control.pump(),
             lambda: 0,
         )
         memory.close()

@@ -40,7 +40,6 @@ from enqueuer.errors import StartError, StopWarning
 from enqueuer.monitoring import usage
 from enqueuer.monitoring.worker_stats import WorkerStats
 from enqueuer.transport.memory import remove_names_of
-from enqueuer.transport.receiver import ItemReceiver
 from enqueuer.transport.ring import Spin
 from enqueuer.workers import logs
 from enqueuer.workers.tasks import TaskSource
@@ -112,11 +111,12 @@ class ProcessPool(WorkerPool[ProcessWorker]):
 
     def start_worker(self, index: int) -> ProcessWorker:
         try:
-            worker = self._starter.start(index, self._read_inbox, self._room)
+            worker = self._starter.start(index, self._room)
         except OSError as error:
             interrupts.raise_handlers(error)
             raise _no_room(error) from error
         self._started = time.monotonic()
+        worker.inbox.read = functools.partial(self._read, worker)
         for end in (worker.inbox.control.packets, worker.pidfd):
             if end is not None:
                 self._by_fd[end.fileno()] = worker, end is worker.pidfd
@@ -200,12 +200,6 @@ class ProcessPool(WorkerPool[ProcessWorker]):
                 "cause is a lock that another thread held: use "
                 "backend=Processes(start_method='forkserver')"
             )
-
-    def _read_inbox(self, inbox: ItemReceiver) -> None:
-        for worker in self.workers:
-            if worker.inbox is inbox:
-                self._read(worker)
-                return
 
     def _read(self, worker: ProcessWorker) -> None:
         """Read the messages of a worker, and reap it if it has ended."""

@@ -123,14 +123,11 @@ class Starter:
             return None
         return native.Loaded(self._thread_limits)
 
-    def start(
-        self, index: int, read: Callable[[ItemReceiver], None], room: Callable[[], int]
-    ) -> ProcessWorker:
+    def start(self, index: int, room: Callable[[], int]) -> ProcessWorker:
         """Start a worker.
 
         Args:
             index: Index of the worker.
-            read: Function that its inbox calls to have the packets of its channel read.
             room: Function that returns how many more items may wait, over all workers.
 
         Raises:
@@ -149,7 +146,7 @@ class Starter:
             undo.pop_all()
         name = f"worker {index} (process {process.pid}, {self._job.start_method})"
         bound = room if self._queue is None else None
-        inbox = ItemReceiver(ends.packets, ring, start.credit, name, read, bound)
+        inbox = ItemReceiver(ends.packets, ring, start.credit, name, bound)
         self._close_payload_after(index)
         return ProcessWorker(
             index,
