@@ -31,7 +31,7 @@ import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from enqueuer.common.text import duration, percent, pluralize, rate, ratio, size, table
 from enqueuer.monitoring import gil
@@ -768,14 +768,8 @@ def _cpus(stats: Stats, by_others: bool) -> Bottleneck:
 
 def _source(stats: Stats) -> Bottleneck:
     """Return the finding that making the batches takes too long."""
-    advice, change, gain = _advice_on_source(stats)
-    return Bottleneck(
-        "source",
-        f"The bottleneck is the source: {_waited(stats)}; {_making_and_using(stats)}.",
-        advice,
-        change,
-        gain,
-    )
+    reason = f"The bottleneck is the source: {_waited(stats)}; {_making_and_using(stats)}."
+    return Bottleneck("source", reason, *_advice_on_source(stats))
 
 
 def _cpus_of(stats: Stats) -> str:
@@ -851,8 +845,12 @@ def _times(gain: tuple[float, float]) -> str:
     return f"for {least} to {most} times the rate"
 
 
-# Sentence, options of the change, and its gain.
-Advice = tuple[str, str, "tuple[float, float] | None"]
+class Advice(NamedTuple):
+    """What would help: a sentence, the options of the change, and its gain; see `Bottleneck`."""
+
+    text: str
+    change: str = ""
+    gain: tuple[float, float] | None = None
 
 
 def _advice_on_source(stats: Stats) -> Advice:
@@ -861,18 +859,14 @@ def _advice_on_source(stats: Stats) -> Advice:
     times = per_item(stats, "busy_s") / max(use_s(stats), 1e-9)
     wanted = max(len(stats.workers) + 1, math.ceil(min(times - 0.05, 1e6)))
     if len(stats.workers) >= _useful(stats):
-        return (
+        return Advice(
             "More workers would have no shard of their own: let the generator function take a "
-            "shard, divide its work by shard.split, and then give more shards and workers.",
-            "",
-            None,
+            "shard, divide its work by shard.split, and then give more shards and workers."
         )
     if any(worker.cpu_s is None for worker in stats.workers):
-        return (
+        return Advice(
             "The system does not tell how much of it the workers compute: compare workers=2 and "
-            "backend='process', or let `enqueuer bench` do that.",
-            "",
-            None,
+            "backend='process', or let `enqueuer bench` do that."
         )
     if _holds_gil(stats):
         return _instead_of_threads(stats, wanted)
@@ -894,11 +888,9 @@ def _more_workers(stats: Stats, wanted: int) -> Advice:
     many = max(MANY if stats.backend == "thread" else MANY_PROCESSES, 2 * workers)
     enough = int(min(wanted, most, many, _useful(stats)))
     if enough <= workers:
-        return (
+        return Advice(
             f"{computes}, so more workers than the {workers} now would hardly help on "
-            f"{_cpus_of(stats)}: make the work cheaper.",
-            "",
-            None,
+            f"{_cpus_of(stats)}: make the work cheaper."
         )
     gain = _gain(stats, enough * ratio(elements_at_once(stats), workers * make_s(stats)))
     change = f"workers={enough}"
@@ -912,7 +904,7 @@ def _more_workers(stats: Stats, wanted: int) -> Advice:
             f"{_cpus_of(stats)}, and about {wanted} would be needed (now {workers}): {change}, "
             "and make the work cheaper"
         )
-    return f"{text}, {_times(gain)}.", change, gain
+    return Advice(f"{text}, {_times(gain)}.", change, gain)
 
 
 def _instead_of_threads(stats: Stats, wanted: int) -> Advice:
@@ -923,21 +915,19 @@ def _instead_of_threads(stats: Stats, wanted: int) -> Advice:
     gain = _gain(stats, processes / max(per_item(stats, "cpu_s"), 1e-9), in_threads=False)
     is_several = _are_several_busy(stats)
     if gain[1] < WORTH_IT:
-        return (
+        return Advice(
             f"The {'threads compute' if is_several else 'thread computes'} most of the time, and "
-            f"processes would be at most {gain[1]:.2f} times as fast: make the work cheaper.",
-            "",
-            None,
+            f"processes would be at most {gain[1]:.2f} times as fast: make the work cheaper."
         )
     if is_several:
-        return (
+        return Advice(
             f"The {elements_at_once(stats)} threads used {used:.1f} CPUs in all, so the work is "
             "probably in Python, which runs in one thread at a time: use "
             f"{change}, {_times(gain)}.",
             change,
             gain,
         )
-    return (
+    return Advice(
         f"The thread computes {share} of the time in which it has a CPU: use {change}, "
         f"{_times(gain)}. If the work releases the GIL, as numpy does for large arrays, "
         f"workers={processes} would help as well.",
@@ -956,10 +946,10 @@ def _more_elements(stats: Stats, wanted: int) -> Advice:
     advices = [(f"{waits}{text}", change, gain) for text, change, gain in filter(None, found)]
     if not advices:
         text = f"{waits}rest; {now} at once are about as many as this machine can use"
-        return f"{text}: make the elements cheaper.", "", None
+        return Advice(f"{text}: make the elements cheaper.")
     if stats.backend == "thread":
-        return advices[0]
-    return max(advices, key=lambda advice: advice[2][1])
+        return Advice(*advices[0])
+    return Advice(*max(advices, key=lambda advice: advice[2][1]))
 
 
 def _more_threads(stats: Stats, needed: float) -> tuple[str, str, tuple[float, float]] | None:
