@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
-from enqueuer.common import interrupts
 from enqueuer.common.extras import framework
 from enqueuer.common.text import pluralize
 from enqueuer.monitoring.meters import clock
@@ -148,7 +147,7 @@ class Shown(Iterator[T], Generic[T]):
     def _show_stats(self) -> None:
         stats = self._stats().since(self._began)
         # A class of the user shows its own rate.
-        with interrupts.ignored(AttributeError):
+        if hasattr(self._bar, "measured_rate"):
             self._bar.measured_rate = stats.items_per_s
         self._bar.set_postfix_str(postfix(stats), refresh=False)
         self._due = clock() + _SNAPSHOT_NS

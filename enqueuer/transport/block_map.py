@@ -3,9 +3,9 @@
     add(number, descriptor) -> mapped -> lease(number): a view -> its last slice dies -> released
 
 A lease ends in whatever thread the garbage collector happens to run in, perhaps while a lock is
-held: so it only appends to a deque. A function in C does that, so that no exception of a signal
-handler can lose it. Until the frame that names a block counts as read, the map itself keeps the
-lease: an exception that strikes in the middle of a frame must not release the block.
+held: so it only appends to a deque. A function in C does that, so that no exception can lose it.
+Until the frame that names a block counts as read, the map itself keeps the lease: an exception
+that strikes in the middle of a frame must not release the block.
 
 An adapter finds the block of a tensor by its address (`mapping_at`), and has a GPU's driver pin it
 for as long as it is mapped. Any thread may call that.
@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 
-from enqueuer.common import interrupts
 from enqueuer.errors import BlockMemoryError
 from enqueuer.transport.memory import MAP_OPTIONS, allocation_error, close_all
 
@@ -124,7 +123,7 @@ class BlockMap:
         """Map a block that came with its descriptor, and close the descriptor.
 
         If that fails, `lease` raises the reason: what had come before is to be delivered first.
-        It may be called again after an interrupt.
+        It may be called again for the same packet.
         """
         if not fds and number not in self:
             self._missing[number] = BlockMemoryError(
@@ -136,7 +135,6 @@ class BlockMap:
             try:
                 self._memory[number] = Mapping(fd, size, **MAP_OPTIONS)
             except OSError as error:
-                interrupts.raise_handlers(error)
                 self._missing[number] = allocation_error(size, error)
         close_all(fds)
 

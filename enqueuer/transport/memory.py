@@ -130,7 +130,6 @@ def nameless_file(data: bytes) -> int:
     try:
         fd = open_nameless(len(data))
     except OSError as error:
-        interrupts.raise_handlers(error)
         raise allocation_error(len(data), error) from error
     with open(fd, "wb", closefd=False) as file:
         file.write(data)
@@ -202,7 +201,11 @@ def _places(sizes: Sequence[int]) -> list[int]:
 
 
 def allocation_error(size: int, error: OSError) -> BlockMemoryError:
-    """Return the error for memory of `size` bytes that the system refused."""
+    """Return the error for memory of `size` bytes that the system refused.
+
+    It raises the error of the system again if that is of a signal handler.
+    """
+    interrupts.raise_handlers(error)
     # Not "0.0 MB".
     what = f"{size / 1e6:.1f} MB" if size >= 100_000 else f"{size:,} bytes"
     return BlockMemoryError(

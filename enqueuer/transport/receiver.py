@@ -180,7 +180,7 @@ class ReceiverControl:
             received.popleft()
 
     def _sort(self, data: bytes, fds: list[int]) -> None:
-        """Handle a packet. Repeats, after an interrupt, do no harm."""
+        """Handle a packet; again does nothing."""
         try:
             kind, sequence = PACKET.unpack_from(data)
         except struct.error:
@@ -450,8 +450,8 @@ class ItemReceiver:
     def items(self, most: int, taken: Taken) -> Iterator[ItemTuple]:
         """Return the items that are there now, up to an end, a failure, or another kind of item.
 
-        An exception out of a signal handler loses no item and repeats none, if the caller keeps
-        them in C, as `deque.extend` does. `taken` notes each item.
+        No exception loses an item or repeats one, if the caller keeps them in C, as `deque.extend`
+        does. `taken` notes each item.
         """
         written = self._words[WRITTEN]
         self._ring.order()
@@ -498,7 +498,7 @@ class ItemReceiver:
             item = (shard, number, value, None)
             del value, body
             most -= 1
-            # From here to the yield is no call and no jump, and so no signal handler runs.
+            # From here to the yield is no call and no jump.
             numbers[shard] = number + 1
             taken.last = shard
             self.position = position
@@ -515,7 +515,7 @@ class ItemReceiver:
         for value in values[index : index + most]:
             item = (shard, number, value, None)
             number += 1
-            # From here to the yield is no call and no jump, and so no signal handler runs.
+            # From here to the yield is no call and no jump.
             taken.numbers[shard] = number
             taken.last = shard
             self._given += 1
@@ -601,7 +601,7 @@ class ItemReceiver:
         pickles = self._frames[offset + self.position : offset + end]
         values = pickle.loads(b"".join((pickle.MARK, pickles, pickle.LIST, pickle.STOP)))
         run, loaded = (begin, shard, number + len(values)), (values, self._given, shard, number)
-        # These stores need no call: no exception of a signal handler can strike between them.
+        # No call stands between these stores.
         self._run = run
         self._loaded = loaded
         self.position = end

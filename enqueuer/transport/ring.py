@@ -178,8 +178,8 @@ class Ring:
                 return
             self.released[written % _RELEASED_PLACES] = leases[0].number
             self.order()
-            # Between these two is no call, so that no exception of a signal handler can strike
-            # there. A number that is reported twice would free a block that is in use again.
+            # No call stands between these two, so no exception strikes there: a number that is
+            # reported twice would free a block that is in use again.
             words[RELEASED_WRITTEN] = written + 1
             del leases[0]
 
@@ -207,7 +207,7 @@ def _make_fence() -> Callable[[], None]:
     take, release = lock.acquire, lock.release
 
     def fence() -> None:
-        # Only tried, as an exception of a signal handler may have left the lock taken.
+        # Only tried, as an exception between the two may have left the lock taken.
         take(False)
         release()
 
