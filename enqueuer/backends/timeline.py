@@ -46,7 +46,6 @@ class Trace:
         self.path = path
         # Reentrant, for the garbage collector.
         self._lock = threading.RLock()
-        self._pid = os.getpid()
         self._runs = 0
         # Number of backends: while one takes over from another there are two.
         self._users = 0
@@ -104,9 +103,8 @@ class Trace:
     def _begin(self, name: str, job: Job) -> None:
         last = None if self._target is None else self._target.file
         self._target = begin(self.path, self._runs, last)
-        self._pid = os.getpid()
-        self._track = Track(self._target, self._pid)
-        self._track.name(f"loop (process {self._pid})", "loop", -1)
+        self._track = Track(self._target, self._target.pid)
+        self._track.name(f"loop (process {self._target.pid})", "loop", -1)
         about = dict(
             run=self._runs,
             backend=f"{name}, {job.start_method}" if job.start_method else name,

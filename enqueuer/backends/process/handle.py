@@ -24,6 +24,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from enqueuer.backends.pool import Death, WorkerState
@@ -175,6 +176,7 @@ Launched: TypeAlias = _Forked | _Spawned | Served
 """A process that was started."""
 
 
+@dataclass(eq=False)
 class ProcessWorker:
     """A worker process as this process sees it; see `enqueuer.backends.pool.Worker`.
 
@@ -190,30 +192,19 @@ class ProcessWorker:
         began: When it was started.
     """
 
-    def __init__(
-        self,
-        index: int,
-        method: str,
-        process: Launched,
-        inbox: ItemReceiver,
-        lifeline: Descriptor,
-        pidfd: Descriptor | None,
-        shards: tuple[int, ...],
-        stacks: Stacks | None = None,
-    ) -> None:
-        self.index = index
-        self.method = method
-        self.process = process
-        self.inbox = inbox
-        self.lifeline = lifeline
-        self.pidfd = pidfd
-        self.shards = shards
-        self.stacks = stacks
-        self.state = WorkerState.STARTING
-        self.exitcode: int | None = None
-        self.gone = False
-        self.began = clock()
-        self.is_leaving = False
+    index: int
+    method: str
+    process: Launched
+    inbox: ItemReceiver
+    lifeline: Descriptor
+    pidfd: Descriptor | None
+    shards: tuple[int, ...]
+    stacks: Stacks | None = None
+    state: WorkerState = WorkerState.STARTING
+    exitcode: int | None = None
+    gone: bool = False
+    began: int = field(default_factory=clock)
+    is_leaving: bool = False
 
     def move(self, new: WorkerState) -> None:
         """Change state; the only method that assigns `state` after the start."""
