@@ -134,7 +134,16 @@ def main(sock_fd: int, lifeline_fd: int) -> None:
     importlib.import_module(_OFTEN_LOADED)
 
     def load() -> tuple[Source | TaskSource, OnError]:
-        with _with_shared(shared, start.shared, tracker):
+        given: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if len(shared) < start.shared:
+            text = f"{os.strerror(errno.EMFILE)} for {start.shared} shared objects (`ulimit -n`)"
+            raise OSError(errno.EMFILE, text)
+        if shared:
+            # Most sources share nothing.
+            from enqueuer.backends.process.shared_objects import handed
+
+            given = handed(shared, tracker)
+        with given:
             # The pickle is of no use after that, and may be large.
             return pickle.loads(pickled.pop(), buffers=buffers)  # type: ignore[no-any-return]
 
@@ -248,32 +257,6 @@ def _next_packet(packets: Packets) -> tuple[bytes, list[int]]:
         poller.poll()
         packets.drain()
     return packets.received.popleft()
-
-
-def _with_shared(
-    fds: list[int], count: int, tracker: int | None
-) -> contextlib.AbstractContextManager[None]:
-    """Let the source that is loaded find its descriptors.
-
-    Args:
-        fds: Those that have come.
-        count: Number of those that were sent.
-        tracker: Place of the resource tracker's; None: there is none.
-
-    Raises:
-        OSError: Some are missing.
-    """
-    if not count:
-        return contextlib.nullcontext()
-    if len(fds) < count:
-        raise OSError(
-            errno.EMFILE,
-            f"{os.strerror(errno.EMFILE)} for {count} shared objects (`ulimit -n`)",
-        )
-    # Most sources share nothing.
-    from enqueuer.backends.process.shared_objects import handed
-
-    return handed(fds, tracker)
 
 
 def _prepare(channel: ItemSender, config: ProcessConfig, start: ProcessStart) -> None:

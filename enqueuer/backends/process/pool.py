@@ -173,10 +173,7 @@ class ProcessPool(WorkerPool[ProcessWorker]):
         return is_coming
 
     def _poll(self, deadline: float | None) -> None:
-        starting = None
-        for worker in self.workers:
-            if worker.state is WorkerState.STARTING:
-                starting = starting or worker
+        starting = next((w for w in self.workers if w.state is WorkerState.STARTING), None)
         limits = [] if deadline is None else [deadline]
         if starting is not None:
             limits.append(self._started + START_TIMEOUT_S)
