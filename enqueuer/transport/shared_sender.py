@@ -83,36 +83,28 @@ class SharedSender:
 
     def _send(self, done: int | None, send: Callable[..., None], *args: Any) -> None:
         """Send a message by a method of the sender, and drop the claim of the task that is done."""
-        with self._lock:
-            try:
+        try:
+            with self._lock:
                 send(*args)
                 self._drop_claim(done)
-            finally:
-                self._pass_orders_locked()
-            must_wake = self._control.take_wake()
-        if must_wake:
-            self._wake_loop()
+                must_wake = self._control.take_wake()
+            if must_wake:
+                self._control.emit(Kind.WAKE)
+        finally:
+            self._pass_orders()
 
     def check(self) -> None:
         # Without the lock, as another thread may be sending.
         if not self._control.has_orders and not self._control.closed:
             return
-        with self._lock:
-            try:
-                self._sender.check()
-            finally:
-                self._pass_orders_locked()
-
-    def _wake_loop(self) -> None:
         try:
-            self._control.emit(Kind.WAKE)
-        except BaseException:
-            # The worker's own thread ends the worker, if the loop left.
-            self._wake_own()
-            raise
+            with self._lock:
+                self._sender.check()
+        finally:
+            self._pass_orders()
 
-    def _pass_orders_locked(self) -> None:
-        """Wake the worker's own thread if there is something for it."""
+    def _pass_orders(self) -> None:
+        """Wake the worker's own thread if there is a task for it, or if the loop left."""
         if self._control.closed or self._control.tasks:
             self._wake_own()
 
