@@ -37,7 +37,7 @@ import numpy as np
 from enqueuer.transport.block_map import address_of
 from enqueuer.transport.item_codec import Buffer, Pieces
 from enqueuer.transport.memory import allocation_error, map_shared, open_nameless
-from enqueuer.transport.protocol import INLINE_BYTES, MOST_IN_PACKET, NUMBER, SEGMENT, Kind
+from enqueuer.transport.protocol import INLINE_BYTES, NUMBER, SEGMENT, Kind
 from enqueuer.transport.ring import Ring
 
 
@@ -400,10 +400,8 @@ class BlockWriter:
                 self._emit(Kind.BLOCK, NUMBER.pack(block.number), (block.fd,))
             self.pool.sent(block)
             table.append(SEGMENT.pack(block.number, begin, size))
-        dropped = self.pool.dropped()
-        for begin in range(0, len(dropped), MOST_IN_PACKET):
-            numbers = dropped[begin : begin + MOST_IN_PACKET]
-            self._emit(Kind.DROP, b"".join(map(NUMBER.pack, numbers)))
+        for number in self.pool.dropped():
+            self._emit(Kind.DROP, NUMBER.pack(number))
         return b"".join(table)
 
 

@@ -68,8 +68,6 @@ REPORT = struct.Struct("=Q?")
 
 # A larger pickle goes into a block, and other data into a file beside its packet.
 INLINE_BYTES = 16 * 1024
-# Numbers of blocks in one packet, as many as go without a file beside it.
-MOST_IN_PACKET = INLINE_BYTES // NUMBER.size
 
 
 class Credit(NamedTuple):

@@ -199,8 +199,7 @@ class ReceiverControl:
             case Kind.BLOCK:
                 self._blocks.add(NUMBER.unpack(body)[0], fds)
             case Kind.DROP:
-                for (number,) in NUMBER.iter_unpack(body):
-                    self._blocks.drop(number)
+                self._blocks.drop(NUMBER.unpack(body)[0])
             case Kind.RECORD:
                 self.records.append(self._record(body, fds))
             case _:  # Kind.WAKE
