@@ -110,14 +110,10 @@ class BlockMap:
         return number in self._memory or number in self._missing
 
     @property
-    def count(self) -> int:
-        """Number of mapped blocks."""
-        return len(self._memory)
-
-    @property
-    def nbytes(self) -> int:
-        """Size of all mapped blocks in bytes."""
-        return sum(map(len, tuple(self._memory.values())))
+    def size(self) -> tuple[int, int]:
+        """Number of mapped blocks, and their bytes."""
+        blocks = tuple(self._memory.values())
+        return len(blocks), sum(map(len, blocks))
 
     def add(self, number: int, fds: list[int]) -> None:
         """Map a block that came with its descriptor, and close the descriptor.

@@ -335,11 +335,8 @@ class BlockWriter:
         if numbers:
             self.pool.reclaim(numbers)
         parts: list[Part] = [*buffers]
-        if isinstance(data, Pieces):
-            parts.insert(0, data)
-            data = b""
-        elif len(data) > INLINE_BYTES:
-            parts.insert(0, memoryview(data))
+        if isinstance(data, Pieces) or len(data) > INLINE_BYTES:
+            parts.insert(0, data if isinstance(data, Pieces) else memoryview(data))
             data = b""
         in_place = self._in_place(parts) if self.pool.user_blocks else {}
         self._arrays.clear()

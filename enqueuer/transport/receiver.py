@@ -246,6 +246,7 @@ class ItemReceiver:
         control: The socket beside the ring.
         read: Function that reads the packets that have come; a pool delivers log records as well.
         meter: Words of the worker's meter.
+        blocks: Blocks that are shared with the worker.
         position: Number of bytes of the ring that were read, ever.
     """
 
@@ -259,8 +260,8 @@ class ItemReceiver:
     ) -> None:
         self._ring = ring
         self._words, self._frames = ring.words, ring.frames
-        self._blocks = BlockMap()
-        self.control = ReceiverControl(packets, ring, self._blocks, name)
+        self.blocks = BlockMap()
+        self.control = ReceiverControl(packets, ring, self.blocks, name)
         self.meter = ring.meter
         self.position = 0
         self.read: Callable[[], None] = self.control.pump
@@ -293,11 +294,6 @@ class ItemReceiver:
         """Number of items that the worker has sent, and their bytes: in blocks, in the ring."""
         words = self._words
         return words[SENT], self.meter[BYTES] + words[WRITTEN]
-
-    @property
-    def memory(self) -> tuple[int, int]:
-        """Number of blocks that are shared with the worker, and their bytes."""
-        return self._blocks.count, self._blocks.nbytes
 
     @property
     def waiting(self) -> int:
@@ -339,7 +335,7 @@ class ItemReceiver:
         # That of a pool refers to this object.
         self.read = lambda: None
         # The frames of an error may keep this object until the next collection.
-        self._blocks.clear()
+        self.blocks.clear()
 
     # --- credit ---
 
@@ -356,7 +352,7 @@ class ItemReceiver:
         self._taken = self._given
         words[READ] = free
         words[TAKEN] = self._given
-        released = self._blocks.released
+        released = self.blocks.released
         if released:
             self._ring.release(released)
         if room is not None:
@@ -443,7 +439,7 @@ class ItemReceiver:
             self.position = position
             self._given = given
             self._trouble = None
-            self._blocks.current.clear()
+            self.blocks.current.clear()
         self._head = _NO_HEAD
 
     def items(self, most: int, taken: Taken) -> Iterator[ItemTuple]:
@@ -470,7 +466,7 @@ class ItemReceiver:
 
     def _of_frames(self, most: int, taken: Taken, written: int) -> Iterator[ItemTuple]:
         frames, unpack, numbers = self._frames, FRAME.unpack_from, taken.numbers
-        load, current = self._load, self._blocks.current
+        load, current = self._load, self.blocks.current
         while most > 0 and self.position < written:
             at = self.position % RING_BYTES
             size, table, kind, shard, number = unpack(frames, at)
@@ -566,10 +562,10 @@ class ItemReceiver:
         views = []
         for number, begin, size in SEGMENT.iter_unpack(body[:table]):
             if number not in leases:
-                if number not in self._blocks:
+                if number not in self.blocks:
                     # It was announced before the frame that names it.
                     self.control.pump()
-                leases[number] = self._blocks.lease(number)
+                leases[number] = self.blocks.lease(number)
             views.append(leases[number][begin : begin + size])
         if data or not views:
             return data, views

@@ -239,7 +239,7 @@ class ProcessWorker:
             inbox.sent,
             usage.of_process(pid, has_threads),
             self.began,
-            inbox.memory,
+            inbox.blocks.size,
         )
 
     def send_signal(self, number: int) -> None:
