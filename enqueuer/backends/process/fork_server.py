@@ -48,13 +48,12 @@ def serve_forks(fd: int) -> tuple[int, int] | None:
     Returns:
         In a child, its two descriptors; in the server, None once the parent is gone.
     """
-    sock = socket.socket(fileno=fd)
-    packets = Packets(sock)
+    packets = Packets(socket.socket(fileno=fd))
     # Number of the request for each process, by its pid.
     children: dict[int, int] = {}
     with _deaths() as deaths:
         poller = select.poll()
-        for one in (sock, deaths):
+        for one in (packets, deaths):
             poller.register(one, select.POLLIN)
         while True:
             poller.poll()
@@ -73,12 +72,12 @@ def serve_forks(fd: int) -> tuple[int, int] | None:
                     _say(packets, STARTED, number, -(error.errno or 0))
                     continue
                 if pid == 0:
-                    sock.close()
+                    packets.close()
                     return fds[0], fds[1]
                 children[pid] = number
                 _say(packets, STARTED, number, pid)
             if packets.ended:
-                sock.close()
+                packets.close()
                 return None
 
 
@@ -239,7 +238,6 @@ class Server:
         # Reentrant, as the garbage collector may stop a forgotten enqueuer at any moment.
         self._lock = threading.RLock()
         self.popen: subprocess.Popen[bytes] | None = None
-        self._sock: socket.socket | None = None
         self._packets: Packets | None = None
         # Number of the last request, and of the last one that was answered by a child or an error.
         self._requests = self._answered = 0
@@ -330,7 +328,7 @@ class Server:
         self._depth += 1
         try:
             while not done():
-                if self._packets is None or self._sock is None or self._owner != os.getpid():
+                if self._packets is None or self._owner != os.getpid():
                     raise EOFError
                 self._packets.drain()
                 while self._packets.received:
@@ -340,7 +338,7 @@ class Server:
                 if self._packets.ended:
                     raise EOFError
                 left = deadline - time.monotonic()
-                if left <= 0 or not interrupts.interruptible(readable, self._sock, left):
+                if left <= 0 or not interrupts.interruptible(readable, self._packets, left):
                     raise TimeoutError
         finally:
             self._depth -= 1
@@ -370,7 +368,7 @@ class Server:
             text = program("serve", its.fileno(), _modules_to_preload())
             environment = native.short_spinning(os.environ) | _ONE_THREAD
             self.popen = fresh_interpreter(text, [its.fileno()], environment)
-        self._sock, self._packets, self._owner = ours, Packets(ours), os.getpid()
+        self._packets, self._owner = Packets(ours), os.getpid()
 
     def _leave_locked(self) -> None:
         if self._packets is not None:
@@ -381,7 +379,7 @@ class Server:
         elif self.popen is not None:
             # It is a child of the parent, so this process cannot wait for it.
             self.popen.returncode = 0
-        self.popen = self._sock = self._packets = None
+        self.popen = self._packets = None
         self._answered = self._requests
         for answers in (self.open_requests, self._pids, self._codes):
             answers.clear()
@@ -405,7 +403,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=server.renew)
 
 
-def readable(source: socket.socket | Descriptor, timeout: float) -> bool:
+def readable(source: Packets | Descriptor, timeout: float) -> bool:
     """Wait until there is something to read, at most `timeout` seconds; return whether there is."""
     # `select()` accepts no descriptor beyond 1023.
     poller = select.poll()
