@@ -121,7 +121,7 @@ class Wait:
         warn, most = self._limits
         if warn is not None and not self._has_warned and (most is None or warn < most):
             self._has_warned = True
-            # before it is said, since that may raise; and without a deadline it would be cut again
+            # Set before the warning, which may raise. Without a deadline, none follows.
             self.until = self._began + (_FOREVER_S if most is None else most)
             text = report(warn, inspect(order), epoch)
             warnings.warn(text, StallWarning, stacklevel=level_of_user())

@@ -158,12 +158,9 @@ class Packets:
     def _unpack(
         self, data: bytes, ancillary: list[tuple[int, int, bytes]], flags: int, _: object
     ) -> None:
-        fds = array.array("i")
-        for level, kind, rights in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                fds.frombytes(rights[: len(rights) - len(rights) % fds.itemsize])
+        fds = _descriptors_in(ancillary)
         if not self.is_stream:
-            self.received.append((data, fds.tolist()))
+            self.received.append((data, fds))
             return
         self._fds.extend(fds)
         self._bytes += data
@@ -179,6 +176,23 @@ class Packets:
             fds = [self._fds.popleft() for _ in range(min(self._bytes[head - 1], len(self._fds)))]
             self.received.append((bytes(self._bytes[head : head + length]), fds))
             del self._bytes[: head + length]
+
+
+def take(sock: socket.socket) -> tuple[bytes, list[int]] | None:
+    """Take a packet with its descriptors, if there is one, off the socket of several workers."""
+    try:
+        data, ancillary, _, _ = sock.recvmsg(MAX_PACKET, _ANCILLARY, _FLAGS)
+    except (BlockingIOError, ConnectionResetError):
+        return None
+    return (data, _descriptors_in(ancillary)) if data else None
+
+
+def _descriptors_in(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+    fds = array.array("i")
+    for level, kind, rights in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(rights[: len(rights) - len(rights) % fds.itemsize])
+    return fds.tolist()
 
 
 def send_descriptors(packets: Packets, fds: Sequence[int]) -> None:

@@ -35,7 +35,7 @@ from enqueuer.transport.blocks import BlockWriter
 from enqueuer.transport.errors import encode_error
 from enqueuer.transport.item_codec import SCALARS, Buffer, Encoder, Pieces
 from enqueuer.transport.memory import read_whole
-from enqueuer.transport.packets import Packets
+from enqueuer.transport.packets import Packets, take
 from enqueuer.transport.protocol import ALIGNMENT, FRAME, INLINE_BYTES, PACKET, REPORT, Credit, Kind
 from enqueuer.transport.ring import (
     ASKING,
@@ -596,7 +596,7 @@ class ItemSender:
                 ticket = self._tickets.popleft()
                 self._writer.has_more = bool(self._tickets)
                 return ticket
-            found = control.tasks.popleft() if control.tasks else task_queue.take(task_socket)
+            found = control.tasks.popleft() if control.tasks else take(task_socket)
             if found is None:
                 control.sleep(also=task_socket.fileno())
                 # So that the next result is timed.

@@ -21,6 +21,7 @@ from typing import Any
 from enqueuer.common.descriptors import close_in_children
 from enqueuer.monitoring.meters import Meter
 from enqueuer.transport import task_queue
+from enqueuer.transport.packets import take
 from enqueuer.transport.protocol import Kind
 from enqueuer.transport.sender import ItemSender
 from enqueuer.workers.element_threads import ElementThreads
@@ -142,7 +143,7 @@ class SharedSender:
             if control.closed or self._has_failed:
                 return None
             tasks = control.tasks
-            found = tasks.popleft() if tasks else task_queue.take(self._task_socket)
+            found = tasks.popleft() if tasks else take(self._task_socket)
             if found is None:
                 self._wait()
             elif (ticket := self._claimed(found)) is not None:

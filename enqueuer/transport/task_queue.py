@@ -9,7 +9,6 @@ socket can be read without taking it.
 
 from __future__ import annotations
 
-import array
 import itertools
 import pickle
 import socket
@@ -21,14 +20,10 @@ from enqueuer.common.text import an
 from enqueuer.errors import ItemNotPicklable
 from enqueuer.transport.memory import read_whole
 from enqueuer.transport.packets import HAS_SEQPACKET, Packets
-from enqueuer.transport.protocol import INLINE_BYTES
 from enqueuer.workers.messages import Ticket
 
 # Token, number of the task.
 HEAD = struct.Struct("=QQ")
-_MOST_BYTES = HEAD.size + INLINE_BYTES
-_ANCILLARY = socket.CMSG_SPACE(array.array("i").itemsize)
-_FLAGS = int(socket.MSG_DONTWAIT | getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 
 
 class TaskQueue:
@@ -65,18 +60,6 @@ class TaskQueue:
         """Close both ends; workers keep their copies."""
         self._packets.close()
         self._theirs.close()
-
-
-def take(task_socket: socket.socket) -> tuple[bytes, list[int]] | None:
-    """Take a ticket, if there is one; return the packet and the descriptor beside it."""
-    try:
-        data, ancillary, _, _ = task_socket.recvmsg(_MOST_BYTES, _ANCILLARY, _FLAGS)
-    except (BlockingIOError, ConnectionResetError):
-        return None
-    fds = array.array("i")
-    for _, _, rights in ancillary:
-        fds.frombytes(rights[: fds.itemsize])
-    return (data, fds.tolist()) if data else None
 
 
 def pack(ticket: Ticket, are_forked: bool) -> bytes:
