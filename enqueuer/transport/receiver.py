@@ -202,8 +202,7 @@ class ReceiverControl:
                 self._blocks.drop(NUMBER.unpack(body)[0])
             case Kind.RECORD:
                 self.records.append(self._record(body, fds))
-            case _:  # Kind.WAKE
-                pass
+        # Kind.WAKE has ended the sleep.
         self._sequence += 1
 
     def _record(self, data: bytes, fds: list[int]) -> logging.LogRecord:

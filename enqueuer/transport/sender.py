@@ -186,8 +186,7 @@ class SenderControl:
                 self.tasks.append((data[PACKET.size :], fds))
             case Kind.STOP:
                 self.closed = True
-            case _:  # Kind.WAKE
-                pass
+        # Kind.WAKE has ended the sleep.
 
     def wake_consumer(self) -> None:
         """Wake the consumer if it sleeps; call it after a store for it, and a fence."""
