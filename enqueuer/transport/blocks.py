@@ -152,7 +152,7 @@ class BlockPool:
         self._free: list[Block] = []
         self._busy: dict[int, Block] = {}
         self.user_blocks: dict[int, UserBlock] = {}
-        # Released by the consumer, but an array of the worker still shows them.
+        # Those of them that the consumer has released; an array of the worker may still show them.
         self._released: set[int] = set()
         self._dropped: list[int] = []
         # Number of blocks that were made; it is that of the latest block.
@@ -201,11 +201,9 @@ class BlockPool:
         """Note that the consumer's last views of some blocks are gone."""
         with self._lock:
             for number in numbers:
-                user_block = self.user_blocks.get(number)
-                if user_block is not None and user_block.root() is not None:
+                if number in self.user_blocks:
                     self._released.add(number)
                 else:
-                    self.user_blocks.pop(number, None)
                     self._free_locked(self._busy.pop(number))
 
     def dropped(self) -> list[int]:

@@ -37,7 +37,6 @@ from enqueuer.transport.errors import decode_error
 from enqueuer.transport.item_codec import decode
 from enqueuer.workers.messages import Epoch, Failure, Item, Message, Ticket
 
-
 # Nanoseconds of a call to an actor and back.
 _ROUND_TRIP_NS = 5_000_000
 # Nanoseconds; a task that takes longer is assigned alone.
