@@ -473,7 +473,10 @@ def test_any_course_of_a_run_gives_the_same_batches(seed, process, tmp_path):
         states.append(json.loads(json.dumps(enqueuer.state_dict())))
     enqueuer.stop()
     assert found == expected[0]
-    assert states == expected[1]
+    # The functions differ.
+    assert [state | {"source": None} for state in states] == [
+        state | {"source": None} for state in expected[1]
+    ]
 
 
 # --- what does not begin early ---
