@@ -178,8 +178,9 @@ class RoundRobin(ShardOrder):
         self._count_given()
         given = Counter(self._given)
         given.subtract(item[0] for item in ready)
+        # An exception of a signal handler may have kept the meter from counting an item.
         return {
-            shard: start._replace(left_out=max(0, start.number - given[shard]))
+            shard: start._replace(left_out=min(start.number, max(0, start.number - given[shard])))
             for shard, start in starts.items()
         }
 
