@@ -39,7 +39,7 @@ class RayOptions:
     writable: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Job:
     """All that a backend must know to run a source.
 

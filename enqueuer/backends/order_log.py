@@ -9,10 +9,9 @@ one before, in Base64 VLQ, as in source maps: in a quiet run each task is a `C`,
 
 from __future__ import annotations
 
-import string
 from collections.abc import Callable
 
-_DIGITS = (string.ascii_uppercase + string.ascii_lowercase + string.digits + "+/").encode()
+_DIGITS = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 _VALUES = {character: value for value, character in enumerate(_DIGITS.decode())}
 # A digit has five bits of a number, the lowest ones first, and this bit if another digit follows.
 _FOLLOWED = 32

@@ -54,7 +54,7 @@ from enqueuer.workers.messages import Epoch
 _log = logging.getLogger("enqueuer")
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class _Callback:
     function: Callable[[Stats], object]
     every_ns: int

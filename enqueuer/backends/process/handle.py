@@ -176,7 +176,7 @@ Launched: TypeAlias = _Forked | _Spawned | Served
 """A process that was started."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class ProcessWorker:
     """A worker process as this process sees it; see `enqueuer.backends.pool.Worker`.
 
