@@ -23,7 +23,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Itera
 from dataclasses import replace
 from queue import Empty, SimpleQueue
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from enqueuer.common.finalizers import WorkerThread
 from enqueuer.workers.shards import CaughtError, Shard, collect_reports
@@ -32,10 +32,13 @@ if TYPE_CHECKING:
     from asyncio import AbstractEventLoop, Task
 
 _log = logging.getLogger("enqueuer")
+T = TypeVar("T")
 
 # Seconds between two looks whether the consumer left, while all coroutines of a worker wait. One
 # that holds the event loop for so long is named.
 LOOK_S = 0.1
+# Seconds for coroutines to end after an exception struck within asyncio.
+_LIMIT_S = 1.0
 # Attributes of what awaits: its frame, and what it awaits itself.
 _AWAITING = (("cr_frame", "cr_await"), ("ag_frame", "ag_await"), ("gi_frame", "gi_yieldfrom"))
 
@@ -93,6 +96,8 @@ class EventLoop:
         # The coroutine that each thread waits for.
         self._awaited: dict[int, Coroutine[Any, Any, Any]] = {}
         self._is_cancelled = False
+        # Seconds for what was cancelled; None: any number.
+        self._limit_s: float | None = None
         self._watch = threading.Lock()
         # Numbers of calls that the loop was asked for, and that it has made.
         self._asked = self._answered = 0
@@ -132,7 +137,7 @@ class EventLoop:
 
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         if self.thread is None:
-            return self._loop.run_until_complete(coroutine)
+            return self._run_here(self._loop.run_until_complete, coroutine)
         future = self.asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         # One thread looks for all that wait.
         while self._watch.acquire(blocking=False):
@@ -145,6 +150,15 @@ class EventLoop:
             finally:
                 self._watch.release()
         return future.result()
+
+    def _run_here(self, run: Callable[..., T], *args: Any) -> T:
+        try:
+            return run(*args)
+        except BaseException:
+            # A signal handler may have raised where asyncio had just taken a step of a task off its
+            # list. That task never ends.
+            self._limit_s = _LIMIT_S
+            raise
 
     async def _in_turn(
         self, coroutine: Coroutine[Any, Any, Any]
@@ -178,7 +192,7 @@ class EventLoop:
         """Wait for what a coroutine puts into a queue, and take it."""
         while True:
             if self.thread is None and queue.empty():
-                self._loop.run_forever()
+                self._run_here(self._loop.run_forever)
             with contextlib.suppress(Empty):
                 return queue.get(timeout=LOOK_S)
             self._check()
@@ -197,7 +211,7 @@ class EventLoop:
     async def _end(self, items: Iterable[AsyncItems]) -> None:
         tasks = [one.cancel() for one in items]
         if tasks:
-            await self.asyncio.wait(tasks)
+            await self.asyncio.wait(tasks, timeout=self._limit_s)
 
     # --- where coroutines are ---
 
@@ -241,18 +255,23 @@ class EventLoop:
 
     def close(self) -> None:
         """Cancel what runs, and end the thread."""
-        self.cancel()
-        self._run(_shut_down(self._loop))
-        if self.thread is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self.thread.join()
-        self._loop.close()
+        try:
+            self.cancel()
+            self._run(_shut_down(self._loop))
+        finally:
+            if self.thread is not None:
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self.thread.join()
+            self._loop.close()
 
     async def _cancel_all(self) -> None:
         tasks = self.asyncio.all_tasks() - {self.asyncio.current_task()}
         for task in tasks:
             task.cancel()
-        await self.asyncio.gather(*tasks, return_exceptions=True)
+        if tasks:
+            done, _ = await self.asyncio.wait(tasks, timeout=self._limit_s)
+            # Otherwise asyncio would log their exceptions.
+            await self.asyncio.gather(*done, return_exceptions=True)
 
 
 async def _shut_down(loop: AbstractEventLoop) -> None:
@@ -447,8 +466,10 @@ class AsyncItems(Iterator[Any]):
         """Cancel the generator, so that its `finally` runs; raise an exception of that."""
         if self._has_ended:
             return
-        self._loop.end([self])
-        self._leave()
+        try:
+            self._loop.end([self])
+        finally:
+            self._leave()
         error, self._close_error = self._close_error, None
         if error is not None:
             raise error

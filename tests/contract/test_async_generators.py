@@ -4,6 +4,7 @@ import asyncio
 import functools
 import itertools
 import logging
+import sys
 import threading
 import time
 from concurrent.futures import CancelledError
@@ -13,7 +14,16 @@ import pytest
 from conftest import BACKENDS, WITH_INLINE, chosen
 from helpers import LIMIT, kill_self, wait_until
 
-from enqueuer import BatchTimeout, GeneratorEnqueuer, WorkerError, imap, mix, prefetch, replay
+from enqueuer import (
+    BatchTimeout,
+    GeneratorEnqueuer,
+    OrderedEnqueuer,
+    WorkerError,
+    imap,
+    mix,
+    prefetch,
+    replay,
+)
 
 
 @pytest.fixture(params=WITH_INLINE)
@@ -444,3 +454,55 @@ async def get(element):
 def test_a_function_that_only_returns_coroutines_is_an_error(backend, batch_size):
     with pytest.raises(TypeError, match="a coroutine, which no code awaits"):
         list(imap(lambda element: get(element), range(4), batch_size=batch_size, **backend))
+
+
+# --- exceptions of signal handlers ---
+
+
+class Strike:
+    """Raise KeyboardInterrupt where asyncio has just taken a step of a task off its list."""
+
+    def __init__(self, nth):
+        self.left = nth
+
+    def __call__(self, frame, event, argument):
+        code = frame.f_code
+        if (
+            event == "call"
+            and code.co_name == "_run"
+            and code.co_filename == asyncio.events.__file__
+        ):
+            self.left -= 1
+            if not self.left:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+
+async def squared(number):
+    await asyncio.sleep(0)
+    return number * number
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore:coroutine:RuntimeWarning")
+@pytest.mark.parametrize("nth", [1, 12])
+@pytest.mark.parametrize("is_map", [False, True])
+def test_a_step_that_asyncio_lost_is_not_waited_for(is_map, nth):
+    async def batches(shard):
+        for number in range(20):
+            await asyncio.sleep(0)
+            yield number
+
+    enqueuer = (
+        OrderedEnqueuer(range(20), squared, workers=0)
+        if is_map
+        else GeneratorEnqueuer(batches, workers=0)
+    )
+    before = sys.getprofile()
+    try:
+        with pytest.raises(KeyboardInterrupt), enqueuer:
+            sys.setprofile(Strike(nth))
+            list(enqueuer)
+    finally:
+        sys.setprofile(before)
