@@ -104,7 +104,8 @@ def turns(
     """
     turns_left, is_arranged = list(reversed(epoch.turns)), not epoch.turns
     with ExitStack() as stack:
-        streams = _streams_of(source, starts, epoch.is_awaited, enter, stack)
+        replay = Replay(source, starts.values(), epoch.is_awaited, on_error)
+        streams = _streams_of(source, starts, replay, enter, stack)
         enter = enter if source.loop is None else do_nothing
         while streams:
             is_arranged = is_arranged or _arrange(streams, turns_left)
@@ -153,12 +154,11 @@ def _arrange(streams: deque[ShardStream], turns_left: list[int]) -> bool:
 def _streams_of(
     source: Source,
     starts: Mapping[Shard, Start],
-    logs: bool,
+    replay: Replay,
     enter: Callable[[Shard], None],
     stack: ExitStack,
 ) -> deque[ShardStream]:
     """Return the streams of all shards, which `stack` closes; async generators run from now on."""
-    replay = Replay(source, starts.values(), logs)
     streams = deque(ShardStream(source, shard, start, replay) for shard, start in starts.items())
     for stream in streams:
         stack.callback(stream.close)
@@ -202,9 +202,17 @@ class Replay:
         source: Source of all shards.
         starts: Start of each shard.
         logs: Whether it is logged; the loop waits for one worker first.
+        on_error: Handling of an exception of the source.
+
+    Attributes:
+        least: Number of items that are made again of a source that can begin anywhere.
     """
 
-    def __init__(self, source: Source, starts: Iterable[Start], logs: bool) -> None:
+    def __init__(
+        self, source: Source, starts: Iterable[Start], logs: bool, on_error: OnError
+    ) -> None:
+        # The last item may be the replacement of an error, which has ended the shard.
+        self.least = int(callable(on_error))
         self._total = sum(
             start.behind if start.state is not None else start.number
             for start in starts
@@ -214,21 +222,24 @@ class Replay:
         if isinstance(source, FunctionSource) and source.stage is None:
             self._advice = "; a function with the parameter first_item=0 makes none again"
         self._made = 0
-        self._began: float | None = None
+        # Seconds for earlier shards, and when this one began.
+        self._took_s = self._began = 0.0
         self._logs = logs
 
     def begin(self) -> None:
-        """Note that an iterator is about to be opened and run up to its start."""
-        if self._began is None:
-            self._began = time.monotonic()
+        """Note that the items of a shard are about to be made again."""
+        self._began = time.monotonic()
+
+    def end(self) -> None:
+        """Note that they were, and that the worker may wait now."""
+        self._took_s += time.monotonic() - self._began
 
     def note(self) -> None:
         """Note that an item was made again."""
         self._made += 1
         if not self._logs:
             return
-        assert self._began is not None
-        took_s = time.monotonic() - self._began
+        took_s = self._took_s + time.monotonic() - self._began
         if took_s >= _QUIET_S:
             self._logs = False
             left_s = took_s * (self._total / self._made - 1)
@@ -377,8 +388,9 @@ class ShardStream:
         if self._opened is not None:
             return self._opened
         wanted, state, behind, _ = self._start
-        first = wanted if state is None and self._source.can_begin_anywhere else 0
-        self._replayed.begin()
+        first = 0
+        if state is None and self._source.can_begin_anywhere:
+            first = max(0, wanted - self._replayed.least)
         try:
             opened = self._source.open(self.shard, first, wanted - first if state is None else 0)
             items, self._stateful = iterate(opened, state, not wanted)
@@ -394,6 +406,7 @@ class ShardStream:
     def _replay(self, items: Iterator[Any], sender: Sender) -> None:
         """Run an iterator from its position, or that of its state, up to its start."""
         wanted = self._start.number
+        self._replayed.begin()
         while self.number < wanted:
             try:
                 next(items)
@@ -410,6 +423,7 @@ class ShardStream:
             self.in_user_code = False
             sender.check()
             self.in_user_code = True
+        self._replayed.end()
 
     def close(self) -> None:
         """Run the generator's `finally`; an exception there is logged, not raised.

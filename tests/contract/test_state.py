@@ -496,6 +496,31 @@ def test_another_parameter_of_that_name_is_the_functions_own():
         assert had + list(later) == [2, 3, 4, 5]
 
 
+def ends_with_an_error(shard, first_item=0):
+    for number in range(first_item, 6):
+        if number == 2:
+            raise ValueError(number)
+        yield number
+
+
+def replaced(error):
+    return "replaced"
+
+
+def test_a_shard_that_ended_with_a_replacement_stays_ended(backend):
+    options = dict(shards=1, on_error=replaced)
+    enqueuer = GeneratorEnqueuer(ends_with_an_error, **options, **backend)
+    with enqueuer:
+        batches = iter(enqueuer)
+        assert [next(batches) for _ in range(3)] == [0, 1, "replaced"]
+        state = enqueuer.state_dict()
+    later = GeneratorEnqueuer(ends_with_an_error, **options, **backend)
+    later.load_state_dict(state)
+    with later:
+        assert list(later) == []
+        assert list(later) == [0, 1, "replaced"]
+
+
 def test_samples_are_made_again():
     """How many samples a batch took is known to the batches alone."""
     options = dict(shards=1, random_seed=7, batch_size=2, collate=list)
@@ -548,3 +573,20 @@ def test_a_worker_that_makes_items_again_for_long_logs_how_long_it_takes(backend
 
 def test_what_is_made_again_quickly_is_not_logged(caplog):
     assert resumed(0, caplog, workers=2) == []
+
+
+@pytest.mark.thorough
+def test_time_in_which_the_loop_works_is_not_counted(caplog):
+    enqueuer = GeneratorEnqueuer(ticking(0), shards=3, random_seed=7, max_queue_size=1)
+    with enqueuer:
+        for _ in range(30):
+            next(enqueuer.get())
+        state = enqueuer.state_dict()
+    later = GeneratorEnqueuer(ticking(0), shards=3, random_seed=7, max_queue_size=1)
+    later.load_state_dict(state)
+    with later:
+        next(later.get())
+        # A shard makes its items again in its own turn, for which there is no room meanwhile.
+        time.sleep(2.2)
+        list(later)
+    assert caplog.records == []
