@@ -45,7 +45,7 @@ from enqueuer.enqueuers.run import (
     usable,
 )
 from enqueuer.enqueuers.workload import Workload, check_seed, orders_to_replay
-from enqueuer.errors import EnqueuerWarning, InvalidState
+from enqueuer.errors import EnqueuerWarning, InvalidState, StateMismatch
 from enqueuer.monitoring.meters import clock
 from enqueuer.monitoring.stats import Stats
 from enqueuer.monitoring.trace_file import path_of_part
@@ -260,6 +260,12 @@ class Core:
         workload, saved, before = self.workload, self.saved, (self.epochs, self.options)
         count = saved.error_count if saved.is_loaded else 0
         first = saved.epoch if saved.is_loaded else Epoch(0)
+        if first.number in replay and first.log is None:
+            raise StateMismatch(
+                f"replay_order has the order of epoch {first.number}, but the state that was "
+                "loaded, a merged one perhaps, does not say how far this order was followed; "
+                "begin with another epoch, or leave replay_order out"
+            )
         self._is_starting = True
         try:
             workload.options = options

@@ -139,8 +139,9 @@ def _flag(name: str, value: object) -> bool:
 
 def checked_order(name: str, value: object) -> bool | int:
     """Return how many items may overtake one: True for none, False for any number."""
-    if isinstance(value, bool):
-        return value
+    # That of numpy has one of these names, too.
+    if type(value).__name__ in ("bool", "bool_"):
+        return bool(value)
     return checks.integer(name, value, least=0, kind="True, False or an int") or True
 
 

@@ -193,7 +193,10 @@ def orders_of(states: Iterable[State], identity: Mapping[str, Any]) -> dict[int,
     """
     found: dict[int, str] = {}
     for state in states:
-        given = load(state, identity, {}).epoch.given
+        try:
+            given = load(state, identity, {}).epoch.given
+        except StateMismatch as error:
+            raise StateMismatch(f"replay_order: {str(error).removesuffix(_GO_ON)}") from None
         if given is None:
             raise StateMismatch(
                 "replay_order needs the order of an epoch, and the state has none: it was saved "
@@ -206,12 +209,12 @@ def orders_of(states: Iterable[State], identity: Mapping[str, Any]) -> dict[int,
     return {number: numbers_in(text) for number, text in found.items()}
 
 
+_GO_ON = "; load_state_dict(state, strict=False) goes on with the one that is here"
+
+
 def _refuse_or_warn(changed: str, strict: bool) -> None:
     if strict:
-        raise StateMismatch(
-            f"the source has changed since the state was saved: {changed}; "
-            "load_state_dict(state, strict=False) goes on with the one that is here"
-        )
+        raise StateMismatch(f"the source has changed since the state was saved: {changed}{_GO_ON}")
     warnings.warn(
         f"the source has changed since the state was saved: {changed}; the rest of the epoch is "
         "that of the one that is here, from the same position on",

@@ -194,6 +194,9 @@ class Epoch:
     @property
     def log(self) -> str | None:
         """The order in which the items before this position were given; None if not known."""
+        # Tasks are numbered anew.
+        if self.share is not None:
+            return None
         if self.given is not None and self.given[0] == self.number:
             return self.given[1]
         has_begun = self.done or any(start.number for start in (self.starts or {}).values())

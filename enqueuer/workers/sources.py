@@ -258,8 +258,8 @@ def name_of(function: object) -> str:
 
 # --- what a state says of its source ---
 
-# Their classes and functions say nothing of the data, or are names of this package.
-_NAMELESS = frozenset({"builtins", "itertools", "functools", "enqueuer"})
+# Their classes and functions say little of the data, or are names of this package.
+_NAMELESS = frozenset({"builtins", "itertools", "functools", "numpy", "torch", "enqueuer"})
 # What a fingerprint counts; the others are compared alone.
 _COUNTED = frozenset({"files", "rows"})
 # Characters of a text, so that a state of many shards stays below 1 KiB.
