@@ -7,18 +7,18 @@ A system call gives the GIL away, and threads that compute may take it first, on
 So the lock, which each thread needs to send its result, is not held for those calls that are usual.
 
 Any thread may read the orders that have come, while it sends. If there are some for the worker's
-own thread, it is woken by an eventfd.
+own thread, it is woken by a socket.
 """
 
 from __future__ import annotations
 
-import os
 import select
+import socket
 import threading
 from collections.abc import Callable
 from typing import Any
 
-from enqueuer.common.descriptors import Descriptor, close_in_children
+from enqueuer.common.descriptors import close_in_children
 from enqueuer.monitoring.meters import Meter
 from enqueuer.transport import task_queue
 from enqueuer.transport.packets import take
@@ -59,11 +59,12 @@ class SharedSender:
         self._lock = threading.Lock()
         # Whether a thread has failed, which ends the worker.
         self._has_failed = False
-        # By which the worker's own thread is woken.
-        self._wake = Descriptor(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
-        close_in_children(self._wake)
+        self._wake, self._woken = socket.socketpair()
         self._poller = select.poll()
-        for one in (sender.control.packets, sender.task_socket, self._wake):
+        for end in (self._wake, self._woken):
+            end.setblocking(False)
+            close_in_children(end)
+        for one in (sender.control.packets, sender.task_socket, self._woken):
             self._poller.register(one, select.POLLIN)
 
     def share(self, threads: ElementThreads) -> Sender:
@@ -113,7 +114,11 @@ class SharedSender:
         self._wake_own()
 
     def _wake_own(self) -> None:
-        os.eventfd_write(self._wake.fileno(), 1)
+        try:
+            self._wake.send(b"\0")
+        except BlockingIOError:
+            # It has been woken already.
+            pass
 
     def _drop_claim(self, number: int | None) -> None:
         """Drop the claim of a task, if there is one. Another thread may claim one meanwhile."""
@@ -173,5 +178,5 @@ class SharedSender:
         if control.packets.fileno() in ready:
             with self._lock:
                 control.read_orders()
-        if self._wake.fileno() in ready:
-            os.eventfd_read(self._wake.fileno())
+        if self._woken.fileno() in ready:
+            self._woken.recv(1024)

@@ -19,6 +19,7 @@ import multiprocessing.util
 import os
 import select
 import signal
+import socket
 import time
 import warnings
 import weakref
@@ -34,7 +35,7 @@ from enqueuer.backends.process.stack_dump import ASK_S
 from enqueuer.backends.process.starter import Starter
 from enqueuer.backends.stall import level_of_user
 from enqueuer.common import interrupts
-from enqueuer.common.descriptors import Descriptor, close_in_children
+from enqueuer.common.descriptors import close_in_children
 from enqueuer.errors import StartError, StopWarning
 from enqueuer.monitoring import usage
 from enqueuer.monitoring.worker_stats import WorkerStats
@@ -69,8 +70,9 @@ class ProcessPool(WorkerPool[ProcessWorker]):
         self._poller = select.poll()
         self._is_closed = False
         self._resources = contextlib.ExitStack()
-        # The eventfd by which `sleep()` is woken.
-        self._wake: Descriptor | None = None
+        # Both ends of the connection by which `sleep()` is woken.
+        self._wake: socket.socket | None = None
+        self._woken: socket.socket | None = None
         self._spin = Spin(self._starter.spins and not self._does_tasks)
         # Time at which the last worker was started.
         self._started = 0.0
@@ -94,12 +96,18 @@ class ProcessPool(WorkerPool[ProcessWorker]):
             resources.callback(self.dispatch.close)
             queue = self.dispatch.open()
         self._starter.open(resources, queue)
-        self._wake = Descriptor(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
-        close_in_children(self._wake)
-        resources.callback(self._wake.close)
-        self._poller.register(self._wake.fileno(), select.POLLIN)
+        self._open_wake_up()
         if self._job.forward_logs == logs.MULTIPROCESSING_LOGGING:
             resources.enter_context(logs.multiprocessing_logging())
+
+    def _open_wake_up(self) -> None:
+        wake, woken = socket.socketpair()
+        for end in (wake, woken):
+            end.setblocking(False)
+            close_in_children(end)
+            self._resources.callback(end.close)
+        self._wake, self._woken = wake, woken
+        self._poller.register(woken, select.POLLIN)
 
     def start_worker(self, index: int) -> ProcessWorker:
         try:
@@ -176,9 +184,9 @@ class ProcessPool(WorkerPool[ProcessWorker]):
                 worker, is_pidfd = self._by_fd[fd]
                 worker.gone = worker.gone or is_pidfd
                 self._read(worker)
-            elif not self._is_closed and self._wake is not None and fd == self._wake.fileno():
+            elif self._woken is not None and fd == self._woken.fileno() and not self._is_closed:
                 with interrupts.ignored(BlockingIOError):
-                    os.eventfd_read(fd)
+                    self._woken.recv(1024)
         if (
             starting is not None
             and not ready
@@ -250,10 +258,9 @@ class ProcessPool(WorkerPool[ProcessWorker]):
         self.wake()
 
     def wake(self) -> None:
-        # It is closed after a stop.
-        with interrupts.ignored(ValueError):
+        with interrupts.ignored(OSError):
             if self._wake is not None:
-                os.eventfd_write(self._wake.fileno(), 1)
+                self._wake.send(b"\0")
 
     def discard(self, worker: ProcessWorker) -> None:
         if worker.state not in (WorkerState.DEAD, WorkerState.ENDED):
