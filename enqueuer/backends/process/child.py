@@ -224,7 +224,8 @@ def _reset_signals() -> None:
     """Forget the parent's handlers: its checkpointing must not run here, nor outlive SIGTERM."""
     signal.set_wakeup_fd(-1)
     for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGCHLD"):
-        signal.signal(getattr(signal, name), signal.SIG_DFL)
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
     # The parent reacts to a Ctrl-C.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
@@ -233,8 +234,8 @@ def _reset_signals() -> None:
 def _arm(lifeline: Descriptor) -> None:
     """Have the kernel kill this process when the parent's end of the pipe closes.
 
-    That works even if `next()` hangs in C. Without F_SETSIG the worker learns of the parent's
-    death from the channel, between two items.
+    That works even if `next()` hangs in C. Without F_SETSIG (macOS) the worker learns of the
+    parent's death from the channel, between two items.
     """
     fd = lifeline.fileno()
     if fcntl is not None and hasattr(fcntl, "F_SETSIG"):

@@ -109,6 +109,8 @@ class _Child:
 
     def has_pid(self) -> bool:
         """Return whether `pid` is still its own; once it was reaped, another may have got it."""
+        if not hasattr(os, "waitid"):
+            return _exists(self.pid)
         try:
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
