@@ -227,9 +227,10 @@ def test_a_resumed_loop_goes_on_with_the_very_next_batch(make, backend):
 @pytest.mark.ahead
 def test_the_queue_has_the_batches_of_this_epoch_alone(gated, tmp_path):
     enqueuer, batches = gated
-    assert enqueuer.queue.qsize() == 0
-    assert (enqueuer.stats().queue_size, enqueuer.stats().epoch) == (0, 0)
-    assert "0/10 waiting" in repr(enqueuer)
+    # What has just come counts as of this epoch until it is sorted.
+    wait_until(lambda: (enqueuer.queue.qsize(), enqueuer.stats().queue_size) == (0, 0))
+    assert enqueuer.stats().epoch == 0
+    wait_until(lambda: "0/10 waiting" in repr(enqueuer))
     (tmp_path / "open").touch()
     wait_until(lambda: enqueuer.queue.qsize() == 1)
     assert enqueuer.stats().queue_size == 1
