@@ -39,6 +39,8 @@ _OF_SHARDS = (
     ": it is the number of workers unless you give shards=; leave that out to take the state's"
 )
 
+_GO_ON = "; load_state_dict(state, strict=False) goes on with the one that is here"
+
 # A word of the key of a seed. Besides, a sequence has callbacks for each epoch.
 _MOST_EPOCHS = 2**32
 
@@ -129,6 +131,7 @@ def load(
     identity: Mapping[str, Any],
     source: Mapping[str, Any],
     strict: bool = True,
+    advice: str = _GO_ON,
 ) -> SavedPosition:
     """Return the position that a state holds.
 
@@ -137,6 +140,7 @@ def load(
         identity: Values that the state must have, as far as they are fixed.
         source: Fingerprint of the source that is here.
         strict: Whether the source must be the same; otherwise the caller is warned.
+        advice: What to do if it is not, for the message.
 
     Raises:
         StateMismatch: It is none, or of something else; the message says what differs.
@@ -160,7 +164,7 @@ def load(
         if differences:
             raise StateMismatch(f"the state does not fit: {'; '.join(differences.values())}")
         if changed:
-            _refuse_or_warn("; ".join(changed), strict)
+            _refuse_or_warn("; ".join(changed), strict, advice)
         for name, least in (("random_seed", 0), ("shards", 1)):
             _count(name, state.get(name, least), least)
         return SavedPosition(
@@ -194,9 +198,9 @@ def orders_of(states: Iterable[State], identity: Mapping[str, Any]) -> dict[int,
     found: dict[int, str] = {}
     for state in states:
         try:
-            given = load(state, identity, {}).epoch.given
+            given = load(state, identity, {}, advice="").epoch.given
         except StateMismatch as error:
-            raise StateMismatch(f"replay_order: {str(error).removesuffix(_GO_ON)}") from None
+            raise StateMismatch(f"replay_order: {error}") from None
         if given is None:
             raise StateMismatch(
                 "replay_order needs the order of an epoch, and the state has none: it was saved "
@@ -209,12 +213,9 @@ def orders_of(states: Iterable[State], identity: Mapping[str, Any]) -> dict[int,
     return {number: numbers_in(text) for number, text in found.items()}
 
 
-_GO_ON = "; load_state_dict(state, strict=False) goes on with the one that is here"
-
-
-def _refuse_or_warn(changed: str, strict: bool) -> None:
+def _refuse_or_warn(changed: str, strict: bool, advice: str) -> None:
     if strict:
-        raise StateMismatch(f"the source has changed since the state was saved: {changed}{_GO_ON}")
+        raise StateMismatch(f"the source has changed since the state was saved: {changed}{advice}")
     warnings.warn(
         f"the source has changed since the state was saved: {changed}; the rest of the epoch is "
         "that of the one that is here, from the same position on",

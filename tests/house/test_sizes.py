@@ -14,7 +14,7 @@ import reading_cost
 import enqueuer
 
 # Of the whole package.
-MOST_CODE_LINES = 23146
+MOST_CODE_LINES = 23147
 MOST_FILES = 159
 MOST_FORWARDING_METHODS = 30
 
