@@ -98,6 +98,12 @@ def backend(request, monkeypatch):
     return chosen(request.param, monkeypatch, request.node)
 
 
+@pytest.fixture(params=BACKENDS)
+def options(request, monkeypatch):
+    """The same without the loop's own thread, which makes nothing ahead."""
+    return chosen(request.param, monkeypatch, request.node)
+
+
 @pytest.fixture(params=PROCESSES)
 def process(request, monkeypatch):
     """Options for each start method of processes."""

@@ -9,6 +9,7 @@ import faulthandler
 import functools
 import gc
 import importlib.util
+import json
 import multiprocessing
 import os
 import re
@@ -173,6 +174,38 @@ def five_columns_then_fail():
 def bytes_of(batch):
     """Return a batch as plain data that can be compared."""
     return batch["where"], batch["small"].tobytes(), batch["large"][0].tobytes()
+
+
+def packed(state):
+    """Return a state as it comes out of a checkpoint."""
+    return json.loads(json.dumps(state))
+
+
+class Counting:
+    """An iterable that counts how often it was begun."""
+
+    def __init__(self):
+        self.begun = 0
+
+    def __iter__(self):
+        self.begun += 1
+        return iter(range(6))
+
+
+class Reversed:
+    """A sequence that reverses itself after each epoch."""
+
+    def __init__(self):
+        self.elements = list(range(6))
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return self.elements[index]
+
+    def on_epoch_end(self):
+        self.elements.reverse()
 
 
 class Reiterable:

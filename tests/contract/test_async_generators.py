@@ -11,7 +11,6 @@ from concurrent.futures import CancelledError
 
 import numpy as np
 import pytest
-from conftest import BACKENDS, WITH_INLINE, chosen
 from helpers import LIMIT, kill_self, wait_until
 
 from enqueuer import (
@@ -24,17 +23,6 @@ from enqueuer import (
     prefetch,
     replay,
 )
-
-
-@pytest.fixture(params=WITH_INLINE)
-def backend(request, monkeypatch):
-    return chosen(request.param, monkeypatch, request.node)
-
-
-# The loop's own thread makes nothing ahead.
-@pytest.fixture(params=BACKENDS)
-def options(request, monkeypatch):
-    return chosen(request.param, monkeypatch, request.node)
 
 
 def drawn(shard, number):

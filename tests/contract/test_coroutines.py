@@ -9,21 +9,9 @@ import time
 from concurrent.futures import CancelledError
 
 import pytest
-from conftest import BACKENDS, WITH_INLINE, chosen
 from helpers import LIMIT, kill_self, wait_until
 
 from enqueuer import BatchTimeout, OrderedEnqueuer, WorkerError, imap, replay
-
-
-@pytest.fixture(params=WITH_INLINE)
-def backend(request, monkeypatch):
-    return chosen(request.param, monkeypatch, request.node)
-
-
-# The loop's own thread makes one element at a time.
-@pytest.fixture(params=BACKENDS)
-def options(request, monkeypatch):
-    return chosen(request.param, monkeypatch, request.node)
 
 
 def drawn(element, task):

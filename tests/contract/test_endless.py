@@ -3,7 +3,6 @@
 import functools
 import gc
 import itertools
-import json
 import logging
 import os
 import re
@@ -11,7 +10,7 @@ import signal
 import threading
 
 import pytest
-from helpers import LIMIT, backend_of, kill_self, wait_until
+from helpers import LIMIT, Counting, Reversed, backend_of, kill_self, packed, wait_until
 
 from enqueuer import OrderedEnqueuer, WorkerDied, replay
 from enqueuer.enqueuers.enqueuer import core_of
@@ -146,7 +145,7 @@ def test_a_resumed_loop_goes_on_with_the_very_next_batch(backend):
         found, states = [], []
         for _ in range(12):
             found.append(next(batches))
-            states.append(json.loads(json.dumps(enqueuer.state_dict())))
+            states.append(packed(enqueuer.state_dict()))
     with OrderedEnqueuer(range(4), drawn, shuffle=True, random_seed=7) as plain:
         batches = plain.get()
         for state in states:
@@ -329,22 +328,6 @@ def test_workers_that_die_together_are_named_by_their_own_epochs(process, tmp_pa
 # --- what does not begin early ---
 
 
-class Reversed:
-    """A sequence that reverses itself after each epoch."""
-
-    def __init__(self):
-        self.elements = list(range(6))
-
-    def __len__(self):
-        return 6
-
-    def __getitem__(self, index):
-        return self.elements[index]
-
-    def on_epoch_end(self):
-        self.elements.reverse()
-
-
 @pytest.mark.ahead
 def test_a_sequence_that_sees_the_end_of_an_epoch_is_not_read_beyond(backend):
     with OrderedEnqueuer(Reversed(), workers=2, max_queue_size=20, **backend) as enqueuer:
@@ -352,17 +335,6 @@ def test_a_sequence_that_sees_the_end_of_an_epoch_is_not_read_beyond(backend):
         for elements in ([0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0]) * 2:
             assert [next(batches) for _ in range(6)] == elements
             assert outstanding(enqueuer) == 0
-
-
-class Counting:
-    """An iterable that counts how often it was begun."""
-
-    def __init__(self):
-        self.begun = 0
-
-    def __iter__(self):
-        self.begun += 1
-        return iter(range(6))
 
 
 def test_an_iterable_is_begun_when_the_loop_reaches_its_epoch(backend):

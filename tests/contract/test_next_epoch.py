@@ -3,13 +3,12 @@
 import asyncio
 import functools
 import itertools
-import json
 import math
 import random
 
 import numpy as np
 import pytest
-from helpers import backend_of, kill_self, wait_until
+from helpers import Counting, Reversed, backend_of, kill_self, packed, wait_until
 
 from enqueuer import (
     Closed,
@@ -197,9 +196,9 @@ def read(enqueuer, epochs):
             batches = []
             for batch in enqueuer:
                 batches.append(batch)
-                states.append(json.loads(json.dumps(enqueuer.state_dict())))
+                states.append(packed(enqueuer.state_dict()))
             found.append(batches)
-            states.append(json.loads(json.dumps(enqueuer.state_dict())))
+            states.append(packed(enqueuer.state_dict()))
     return found, states
 
 
@@ -457,7 +456,7 @@ def test_any_course_of_a_run_gives_the_same_batches(seed, process, tmp_path):
             left_early = False
             for batch in enqueuer:
                 batches.append(batch)
-                states.append(json.loads(json.dumps(enqueuer.state_dict())))
+                states.append(packed(enqueuer.state_dict()))
                 if dice.random() < 0.2:
                     left_early = True
                     break
@@ -471,7 +470,7 @@ def test_any_course_of_a_run_gives_the_same_batches(seed, process, tmp_path):
                 enqueuer = new()
                 enqueuer.load_state_dict(state)
         found.append(batches)
-        states.append(json.loads(json.dumps(enqueuer.state_dict())))
+        states.append(packed(enqueuer.state_dict()))
     enqueuer.stop()
     assert found == expected[0]
     # The functions differ.
@@ -481,17 +480,6 @@ def test_any_course_of_a_run_gives_the_same_batches(seed, process, tmp_path):
 
 
 # --- what does not begin early ---
-
-
-class Counting:
-    """An iterable that counts how often it was begun."""
-
-    def __init__(self):
-        self.begun = 0
-
-    def __iter__(self):
-        self.begun += 1
-        return iter(range(6))
 
 
 def doubled(element):
@@ -525,22 +513,6 @@ def test_a_running_iterator_is_read_when_the_loop_reaches_its_epoch(kind):
             had = enqueuer.stats()
             wait_until(lambda had=had: enqueuer.stats().since(had).workers[0].idle_s > 0)
             assert elements.begun == epoch + 1
-
-
-class Reversed:
-    """A sequence that reverses itself after each epoch."""
-
-    def __init__(self):
-        self.elements = list(range(6))
-
-    def __len__(self):
-        return 6
-
-    def __getitem__(self, index):
-        return self.elements[index]
-
-    def on_epoch_end(self):
-        self.elements.reverse()
 
 
 def test_a_sequence_that_sees_the_end_of_an_epoch_is_not_read_beyond(backend):

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import BACKENDS, chosen
-from helpers import Gated
+from helpers import Gated, packed
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -44,11 +43,6 @@ def make(length=40, **options):
     return OrderedEnqueuer(range(length), uneven, **options)
 
 
-def packed(state):
-    """Return a state as it comes out of a checkpoint."""
-    return json.loads(json.dumps(state))
-
-
 def recorded(**options):
     """Return an epoch, and the state at its end."""
     with make(**options) as enqueuer:
@@ -69,11 +63,10 @@ class GatedTasks(Gated):
 # --- the bound ---
 
 
-@pytest.mark.parametrize("options", BACKENDS)
 @pytest.mark.parametrize("most", [1, 6, 40])
-def test_a_slow_task_is_overtaken_by_so_many_and_no_more(options, most, tmp_path, monkeypatch):
+def test_a_slow_task_is_overtaken_by_so_many_and_no_more(options, most, tmp_path):
     work = GatedTasks(tmp_path)
-    options = dict(workers=2, max_queue_size=2, **chosen(options, monkeypatch))
+    options = dict(workers=2, max_queue_size=2, **options)
     with OrderedEnqueuer(range(60), work, ordered=most, **options) as enqueuer:
         batches = iter(enqueuer)
         first = [next(batches) for _ in range(most)]

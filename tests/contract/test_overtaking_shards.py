@@ -1,11 +1,9 @@
 """`ordered=k` of shards: at most k later items overtake one, and the order is repeated."""
 
-import json
 from collections import Counter
 
 import pytest
-from conftest import BACKENDS, chosen
-from helpers import DiesOnce, Gated
+from helpers import DiesOnce, Gated, packed
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -41,10 +39,6 @@ def make(source=ragged, **options):
     return GeneratorEnqueuer(source, **options)
 
 
-def packed(state):
-    return json.loads(json.dumps(state))
-
-
 def recorded(**options):
     """Return an epoch, and the state at its end."""
     with make(**options) as enqueuer:
@@ -55,13 +49,10 @@ def recorded(**options):
 # --- the bound ---
 
 
-@pytest.mark.parametrize("options", BACKENDS)
 @pytest.mark.parametrize(("most", "size"), [(1, 2), (7, 2), (30, 10)])
-def test_a_slow_shard_is_overtaken_by_so_many_and_no_more(
-    options, most, size, tmp_path, monkeypatch
-):
+def test_a_slow_shard_is_overtaken_by_so_many_and_no_more(options, most, size, tmp_path):
     source = Gated(tmp_path, stops=[(0, 1)], count=30)
-    options = dict(workers=3, shards=3, max_queue_size=size, **chosen(options, monkeypatch))
+    options = dict(workers=3, shards=3, max_queue_size=size, **options)
     with GeneratorEnqueuer(source, ordered=most, **options) as enqueuer:
         batches = iter(enqueuer)
         # the first ones of all shards, and those that overtake the second one of this shard

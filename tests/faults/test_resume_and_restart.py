@@ -6,7 +6,6 @@ loaded, killed or reconfigured on the way. `ENQUEUER_ROUNDS=20` draws that many 
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import random
@@ -15,7 +14,7 @@ import threading
 from collections import Counter
 
 import pytest
-from helpers import alive, backend_of, start_method_of, wait_until
+from helpers import alive, backend_of, packed, start_method_of, wait_until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from serial import SEED, Source, instead, plain, serial
@@ -94,11 +93,6 @@ def make(source, options, state=None):
     enqueuer = GeneratorEnqueuer(source, **options)  # the seed and the shards are the state's
     enqueuer.load_state_dict(state)
     return enqueuer
-
-
-def packed(state):
-    """Return a state as it comes out of a checkpoint."""
-    return json.loads(json.dumps(state))
 
 
 def cost(options):
