@@ -246,12 +246,12 @@ class Reader(Generic[Batch]):
             self._start_owned(loader)
         elif self._claim is None or self.is_started:
             return
-        # Otherwise an exception of a signal handler has ended the start that was to come here.
+        # Otherwise an exception has ended the start that was to come here.
         self.epochs.begin()
         self.is_started = True
 
     def _start_owned(self, loader: Any) -> None:
-        # The claim comes first, as an exception of a signal handler may end the start at any place.
+        # The claim comes first, as an exception may end the start at any place.
         if self._claim is None or not self._claim.alive:
             # The loader itself may hold an error and that, by its traceback, this object.
             self._claim = Finalizer(self, _forget, weakref.ref(loader))
@@ -266,7 +266,7 @@ class Reader(Generic[Batch]):
             raise
 
     def stop(self, timeout: float | None = None) -> None:
-        """Stop the loader if this owns it, and its reading; repeat an interrupted call."""
+        """Stop the loader if this owns it, and its reading; again completes it."""
         # This wakes a thread that reads ahead.
         self._stop_owned(timeout)
         self.end_reading(timeout)

@@ -55,7 +55,7 @@ class PrefetchReader(Reader[Batch]):
             is_here = is_inline(epochs.loader)
             run = functools.partial(_changed, epochs, change, running, is_here)
             # An enqueuer that is the loader gives its own warning of a stall, and knows its cause.
-            # After an interrupt, the generator function would not repeat the same batches.
+            # After Ctrl-C, the generator function would not repeat the same batches.
             return GeneratorEnqueuer[Any](
                 run() if is_here else run,
                 workers=0 if is_here else 1,

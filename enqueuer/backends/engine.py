@@ -27,6 +27,7 @@ from enqueuer.backends.shard_schedule import NOTHING, Order, ShardSchedule, Step
 from enqueuer.backends.stall import DeadlineExpired, WaitSnapshot
 from enqueuer.backends.task_schedule import TaskSchedule
 from enqueuer.common import interrupts
+from enqueuer.common.catching import raised_here
 from enqueuer.errors import Closed, StartError, WorkerDied
 from enqueuer.monitoring.meters import LoopMeter
 from enqueuer.monitoring.worker_stats import WorkerStats
@@ -103,7 +104,7 @@ class Engine(Generic[W]):
         self.is_closed = False
 
     def start(self, first: Epoch | None = None) -> None:
-        """Start all workers or none.
+        """Start all workers or none. Called within `interrupts.held()`.
 
         Args:
             first: Epoch for which `begin` is called next, if that is known. A process begins it
@@ -113,22 +114,20 @@ class Engine(Generic[W]):
             StartError: They cannot be started.
         """
         workers, count = self.pool.workers, len(self._job.plans())
-        # Otherwise a signal handler could leave a worker behind that is in no list.
-        with interrupts.held():
-            try:
-                self.pool.open()
-                for index in range(count):
-                    worker = self.pool.start_worker(index)
-                    workers.append(worker)
-                    if first is not None and self.pool.are_processes:
-                        self.schedule.begin_worker(worker, first)
-                    interrupts.check()
-            except BaseException as error:
-                text = f"worker {len(workers)} of {count} could not be started: {error}"
-                self.stop(_FAILED_START_S)
-                if isinstance(error, NoRoom):
-                    raise StartError(f"{text}; none is running now") from error
-                raise
+        try:
+            self.pool.open()
+            for index in range(count):
+                worker = self.pool.start_worker(index)
+                workers.append(worker)
+                if first is not None and self.pool.are_processes:
+                    self.schedule.begin_worker(worker, first)
+                interrupts.check()
+        except BaseException as error:
+            text = f"worker {len(workers)} of {count} could not be started: {error}"
+            self.stop(_FAILED_START_S)
+            if isinstance(error, NoRoom):
+                raise StartError(f"{text}; none is running now") from error
+            raise
 
     # --- the loop ---
 
@@ -251,10 +250,11 @@ class Engine(Generic[W]):
 
     def _replace(self, worker: W, order: Order) -> Failure | None:
         """Replace a worker that has ended; return its failure if that is not allowed, or fails."""
-        if worker.is_leaving:
-            self._part_with(worker)
-            return None
+        # The lists of workers must not be left half changed.
         with interrupts.held():
+            if worker.is_leaving:
+                self._part_with(worker)
+                return None
             place = self.schedule.place_of(worker, order)
             successor = self._successor(worker, place)
             if isinstance(successor, Failure):
@@ -264,11 +264,10 @@ class Engine(Generic[W]):
         return None
 
     def _part_with(self, leaver: W) -> None:
-        with interrupts.held():
-            self.schedule.part_with(leaver)
-            self.pool.workers.remove(leaver)
-            self._before.pop(leaver.index, None)
-            self.pool.discard(leaver)
+        self.schedule.part_with(leaver)
+        self.pool.workers.remove(leaver)
+        self._before.pop(leaver.index, None)
+        self.pool.discard(leaver)
 
     def _successor(self, dead: W, place: DeathPlace) -> W | Failure | None:
         """Start a worker in the place of a dead one, whose messages were delivered.
@@ -284,8 +283,7 @@ class Engine(Generic[W]):
             return _failure_of(dead, place, death.message + restarts.history(place), death)
         try:
             new = self.pool.start_worker(dead.index)
-        except Exception as trouble:
-            interrupts.raise_handlers(trouble)
+        except raised_here(Exception) as trouble:
             text = f"{death.message} A replacement could not be started: {trouble}"
             failure = _failure_of(dead, place, text, death)
             failure.error.__cause__ = trouble
@@ -322,7 +320,7 @@ class Engine(Generic[W]):
     def resize(self, workers: int) -> None:
         """Add workers that do tasks, or let some exit after their tasks.
 
-        Called by the consumer, between two waits: the list of workers changes.
+        Called by the consumer, between two waits and within `interrupts.held()`.
 
         Raises:
             StartError: One could not be started; there are as many as before, or a few more.
@@ -334,13 +332,11 @@ class Engine(Generic[W]):
                 worker.ask_to_exit()
         self._size = min(before, workers)
         try:
-            # Otherwise a signal handler could leave a worker behind that is in no list.
-            with interrupts.held():
-                while self._size < workers:
-                    used = {worker.index for worker in all_workers}
-                    index = next(index for index in itertools.count() if index not in used)
-                    all_workers.append(self.pool.start_worker(index))
-                    self._size += 1
+            while self._size < workers:
+                used = {worker.index for worker in all_workers}
+                index = next(index for index in itertools.count() if index not in used)
+                all_workers.append(self.pool.start_worker(index))
+                self._size += 1
         except StartError as error:
             self.resize(before)
             raise StartError(f"another worker could not be started: {error}") from error

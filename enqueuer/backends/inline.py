@@ -98,7 +98,7 @@ class InlineWorker:
         self.meter.pause(WAITING)
 
     def begin(self, epoch: Epoch) -> None:
-        # An order comes twice if an exception interrupts the consumer while it gives it.
+        # An order comes twice if an exception ends the call that gives it.
         if epoch.number > self._last_epoch:
             self._last_epoch = epoch.number
             self._orders.append(epoch)

@@ -92,7 +92,7 @@ def forget(stop: Callable[[float], object], timeout: float) -> None:
     """Stop a backend whose enqueuer is garbage, or an enqueuer whose loader is, by its method.
 
     The collector runs in any thread, and in one of our workers it may strike in the middle of
-    what a stop would interrupt: between seeing that a buffer is full and waiting for room, say.
+    what a stop would disturb: between seeing that a buffer is full and waiting for room, say.
     Then another thread does it.
     """
     if not isinstance(threading.current_thread(), WorkerThread):

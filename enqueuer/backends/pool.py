@@ -117,9 +117,8 @@ class Inbox(Protocol):
     def items(self, most: int, taken: Taken) -> Iterator[ItemTuple]:
         """Take items as long as they are next: at most so many, and perhaps fewer.
 
-        To be read by something written in C, such as `deque.extend`. Counting an item as taken
-        and yielding it must need no call and no jump in between, so that an exception of a
-        signal handler can neither lose nor repeat an item.
+        To be read by something written in C, such as `deque.extend`. An item is counted as taken
+        and yielded in one step, without a call or a jump, so that none is lost or repeated.
 
         Args:
             most: Most items to take.
@@ -174,7 +173,7 @@ class DequeInbox:
             shard, number, _value, state = item
             if state is not None:
                 taken.remember(shard, number, state)
-            # From here to the yield is no call and no jump, and so no signal handler runs.
+            # In one step, to the yield.
             numbers[shard] = number + 1
             taken.last = shard
             del messages[0]

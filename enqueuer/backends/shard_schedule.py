@@ -178,7 +178,7 @@ class RoundRobin(ShardOrder):
         self._count_given()
         given = Counter(self._given)
         given.subtract(item[0] for item in ready)
-        # An exception of a signal handler may have kept the meter from counting an item.
+        # The meter counts an item one step after it is taken.
         return {
             shard: start._replace(left_out=min(start.number, max(0, start.number - given[shard])))
             for shard, start in starts.items()
@@ -286,7 +286,7 @@ class Overtaking(ShardOrder):
             return
         log, counts = self._log, self._counts
         text, code = log.text, log.code_of(shard - log.last)
-        # Once more, as a signal handler may have called it. From here on none runs.
+        # Once more, as the calls above may run this method. From here on in one step.
         if last != self._last:
             counts[shard] += 1
             text += code
@@ -405,8 +405,8 @@ class ShardSchedule(Generic[W]):
         self._served = 0
         # The failure that was returned last.
         self._failed: Failure | None = None
-        # The end of a shard that is about to be noted and dropped. It must not stay behind after
-        # an interrupt: it would end the shard in the next epoch.
+        # The end of a shard that is about to be noted and dropped. It must not stay behind: it
+        # would end the shard in the next epoch.
         self._ending: tuple[int, End, ShardOrder] | None = None
         self._is_acknowledged = True
 
@@ -433,7 +433,7 @@ class ShardSchedule(Generic[W]):
             return
         for worker in self._workers:
             worker.begin(epoch.of_shards(worker.shards))
-        # Last: after an exception of a signal handler, the workers pass over what comes twice.
+        # Last: if it is done again, the workers pass over what comes twice.
         self._epochs = [*self._epochs, epoch]
 
     def next_step(self, order: ShardOrder) -> Step | Failure | W:
@@ -512,8 +512,8 @@ class ShardSchedule(Generic[W]):
     def take(self, order: ShardOrder) -> Iterator[ItemTuple]:
         """Take what is next and is there, at least one item after the engine has waited.
 
-        To be read by something written in C, such as `deque.extend`, so that an exception of a
-        signal handler cannot strike between an item and the place where it is kept.
+        To be read by something written in C, such as `deque.extend`, so that taking an item and
+        keeping it is one step.
         """
         self._is_acknowledged = False
         workers = self._workers

@@ -369,7 +369,7 @@ class ReorderBuffer:
             if not isinstance(result, tuple):
                 return
             code = code_of(number - log.last)
-            # From here to the yield is no call and no jump, and so no signal handler runs.
+            # In one step, to the yield.
             taken[number] = None
             order.items += 1
             text += code
@@ -530,6 +530,7 @@ class TaskSchedule(Generic[W]):
         """Send tickets as long as there is room for them; the rest is sent when results come."""
         unsent = self._unsent
         if self._in_turn:
+            # A signal handler's exception between two steps would have a task run twice.
             with interrupts.held():
                 self._assign_in_turn()
             return

@@ -1,12 +1,12 @@
-"""Calling a function when an object is garbage, also if a signal handler interrupts the call.
+"""Calling a function when an object is garbage, again if an exception (Ctrl-C) ends the call.
 
-    the owner is garbage -----> first callback ----- done, or interrupted by an exception
-                         -----> second callback ---- completes an interrupted first call
-    a later collection, exit -- complete a call that was interrupted twice
+    the owner is garbage -----> first callback ----- done, or ended by an exception
+                         -----> second callback ---- completes such a first call
+    a later collection, exit -- complete a call that was ended twice
 
 Python calls the callback of a weak reference once and only prints an exception that it raises, so
-an interrupted `weakref.finalize` is never completed. But Python calls each callback of an object
-by itself. So there are two of them, and only a second exception can interrupt both.
+such a `weakref.finalize` is never completed. But Python calls each callback of an object by
+itself. So there are two of them, and only a second exception can end both.
 
 Any thread may call anything.
 """

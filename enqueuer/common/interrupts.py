@@ -10,7 +10,9 @@ another thread of the process takes them, and the handler still runs in the main
                                      handlers run: noted ones,                     noted ones
                                      and new ones at once                          are called
 
-A step in any other thread needs no protection: no handler runs there.
+A step in any other thread needs no protection: no handler runs there. What is done for each batch
+has none, as this takes longer than to pass a batch. The design page says by which two rules it is
+safe nevertheless.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import threading
 # That of `signal` makes an enum of each result. All signals are asked for in each `held()`.
 from _signal import getsignal  # type: ignore[import-not-found]  # typeshed lacks it
 from collections.abc import Callable, Iterator
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -128,57 +130,6 @@ def check() -> None:
     """Call, inside a `held()` block, the handlers of the signals that came until now."""
     if noted:
         interruptible(lambda: None)
-
-
-def is_of_handler(error: BaseException) -> bool:
-    """Return whether a signal handler has raised an exception, not the interrupted code.
-
-    A handler is called with the frame that it interrupts.
-
-    Example:
-        >>> def handler(number, frame):
-        ...     raise TimeoutError
-        >>> def interrupted():
-        ...     handler(14, sys._getframe())
-        >>> try:
-        ...     interrupted()
-        ... except TimeoutError as error:
-        ...     is_of_handler(error), is_of_handler(TimeoutError())
-        (True, False)
-    """
-    at = error.__traceback__
-    while at is not None and at.tb_next is not None:
-        before, at = at.tb_frame, at.tb_next
-        for value in at.tb_frame.f_locals.values():
-            # A tuple, if the handler takes `*args`.
-            if value is before or (type(value) is tuple and any(one is before for one in value)):
-                return True
-    return False
-
-
-def raise_handlers(error: BaseException) -> None:
-    """Raise an exception again if a signal handler has raised it; called where it is caught.
-
-    So an exception of the user is never taken for one of the system, or of this package.
-    """
-    if is_of_handler(error):
-        raise error
-
-
-class ignored(contextlib.suppress):
-    """As `contextlib.suppress`, but for exceptions of signal handlers."""
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool:
-        return (
-            error is not None
-            and super().__exit__(kind, error, traceback) is True
-            and not (is_of_handler(error))
-        )
 
 
 def _is_main_thread() -> bool:

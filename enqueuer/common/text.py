@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from enqueuer.common import interrupts
+from enqueuer.common.catching import raised_here
 
 
 def size(count: float) -> str:
@@ -73,12 +73,10 @@ def str_of(value: object, form: Callable[[object], str] = str) -> str:
         >>> str_of(ValueError("no")), str_of(ValueError("no"), repr)
         ('no', "ValueError('no')")
     """
-    # A `__str__` may raise anything, also what looks like Ctrl-C; a true Ctrl-C must not get lost.
-    with interrupts.held():
-        try:
-            return form(value)
-        except BaseException:
-            return "(its text is not available)"
+    try:
+        return form(value)
+    except raised_here(BaseException):
+        return "(its text is not available)"
 
 
 def printable(text: str) -> str:

@@ -22,7 +22,7 @@ from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from enqueuer.common import interrupts
+from enqueuer.common.catching import raised_here
 
 
 def members_of(nest: object) -> Mapping[Any, Any] | None:
@@ -133,8 +133,7 @@ def _with_items(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[An
     kind: Any = type(mapping)
     try:
         rebuilt = kind(items)
-    except Exception as error:
-        interrupts.raise_handlers(error)
+    except raised_here(Exception):
         # An archive that numpy has opened, for example, cannot be made from a dict.
         return items
     return rebuilt if isinstance(rebuilt, Mapping) else items

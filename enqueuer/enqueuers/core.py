@@ -247,7 +247,7 @@ class Core:
                 check_seed(self.workload)
                 replay = orders_to_replay(self.workload)
                 workers = next_workers(self.run, options)
-                # A stop() may have been interrupted.
+                # A stop() may not have been completed.
                 self.owned.stop(STOP_S)
                 # The lock defers what a signal handler asks for until all workers are started.
                 with interrupts.held(), interrupts.taken(self.lock):
@@ -280,7 +280,8 @@ class Core:
             self.epochs = Epochs(run, workload)
             self.callbacks.begin_run()
             self.epochs.begin(first)
-            interrupts.check()
+            # The workers begin at once. An iterable may keep this waiting forever.
+            interrupts.interruptible(self.epochs.feed)
             self.saved = dataclasses.replace(saved, is_loaded=False)
             run.move(State.RUNNING)
         except BaseException:
@@ -445,7 +446,7 @@ class Core:
     def make_callbacks(self, may_wait: bool = True) -> None:
         """Call the callbacks of `on_stats` that are due.
 
-        Called before a batch is taken, so that none is lost if that is interrupted; and without
+        Called before a batch is taken, so that none is lost if that fails; and without
         the lock, since another thread that a callback waits for may want it.
         """
         run = self.run

@@ -222,7 +222,7 @@ class BaseEnqueuer(Generic[Batch]):
             timeout: Seconds after which the last worker is killed; 2.6 by default. A thread
                 cannot be killed: if it hangs, it is left behind with a `StopWarning`.
 
-        If an exception of a signal handler (Ctrl-C) ends this call, call it again.
+        If an exception (Ctrl-C) ends this call, call it again.
         """
         self._core.stop(checks.seconds("timeout", STOP_S if timeout is None else timeout))
 

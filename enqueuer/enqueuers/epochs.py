@@ -11,7 +11,6 @@ from typing import Any
 
 from enqueuer.backends.load import Backend
 from enqueuer.backends.stall import DeadlineExpired
-from enqueuer.common import interrupts
 from enqueuer.enqueuers.epoch_reader import EpochReader, NextEpoch
 from enqueuer.enqueuers.run import Run, State, check_started
 from enqueuer.enqueuers.scaling import Scaling
@@ -45,7 +44,7 @@ class Epochs:
         return self.reader
 
     def begin(self, epoch: Epoch, goes_on: bool = False) -> None:
-        """Let the workers run an epoch, or the rest of one. Lock of the run held.
+        """Let the workers run an epoch, or the rest of one, once fed. Lock of the run held.
 
         Args:
             epoch: Epoch to be run.
@@ -75,8 +74,10 @@ class Epochs:
         self.reader = reader
         self._next.work = None
         self._next.is_wanted = reader.is_followed
-        # The workers begin at once. An iterable may keep start() waiting forever.
-        interrupts.interruptible(reader.feed)
+
+    def feed(self) -> None:
+        """Give the workers what they need to begin the epoch. Lock of the run held."""
+        self._current.feed()
 
     def begin_next(self, retune: bool = False) -> None:
         """Begin the next epoch if this one is over and the run goes on. Lock of the run held."""
@@ -89,6 +90,7 @@ class Epochs:
                 if retune:
                     self.retune(between_epochs=True)
                 self.begin(reader.work.next_epoch(), goes_on=True)
+                self.feed()
             except Closed:
                 if not self.run.wait_for_change():
                     return

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from enqueuer.common import interrupts
+from enqueuer.common.catching import suppressed
 from enqueuer.common.text import str_of
 from enqueuer.errors import InvalidState, StateMismatch, WorkerError
 from enqueuer.workers import logs
@@ -340,7 +340,7 @@ class _Repeatable:
         """
         error = self.error
         # Not every class can be copied, and its methods may raise anything.
-        with interrupts.held(), contextlib.suppress(BaseException):
+        with suppressed(BaseException):
             twin = copy.copy(error)
             if type(twin) is type(error) and str(twin) == str(error):
                 twin.__cause__, twin.__context__ = error.__cause__, error.__context__

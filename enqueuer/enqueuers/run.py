@@ -35,6 +35,7 @@ from enqueuer.backends.load import Backend, load
 from enqueuer.backends.stall import WaitLimits
 from enqueuer.backends.timeline import Trace
 from enqueuer.common import interrupts
+from enqueuer.common.catching import raised_here
 from enqueuer.common.finalizers import Finalizer
 from enqueuer.enqueuers.failures import FailurePolicy
 from enqueuer.enqueuers.options import Options
@@ -75,14 +76,14 @@ class OwnedBackends:
         return any(finalizer.alive for _, finalizer in self._backends)
 
     def stop(self, timeout: float, but: Container[Backend | None] = ()) -> None:
-        """Stop all backends but some; may be called again if that is interrupted."""
+        """Stop all backends but some; again completes it."""
         with interrupts.held():
             for one in self._backends.copy():
                 backend, finalizer = one
                 if backend not in but:
                     backend.stop(timeout)
                     finalizer.detach()
-                    # A signal handler may have stopped it as well, meanwhile.
+                    # A signal handler may have stopped it as well, in the wait for its workers.
                     if one in self._backends:
                         self._backends.remove(one)
 
@@ -146,8 +147,7 @@ class DeferredCalls:
         while self.calls and not self._is_held_here():
             try:
                 call = self.calls.popleft()
-            except IndexError as error:
-                interrupts.raise_handlers(error)
+            except raised_here(IndexError):
                 # Another thread makes it.
                 return
             call()
@@ -165,8 +165,7 @@ class DeferredCalls:
         try:
             # It wakes no thread, and raises if this one does not hold the lock.
             self._condition.notify(0)
-        except RuntimeError as error:
-            interrupts.raise_handlers(error)
+        except raised_here(RuntimeError):
             return False
         return True
 
@@ -297,7 +296,7 @@ class Run:
             raise
         if timeline is not None:
             backend.at_end = timeline.leave
-        # Before it is started: if that is interrupted, and the clean-up as well, stop() ends it.
+        # Before it is started: if neither that nor the clean-up is completed, stop() ends it.
         self.owned.add(backend)
         self._starting.append(backend)
         try:
@@ -324,9 +323,10 @@ class Run:
         Raises:
             StartError: The new workers could not be started; the others go on.
         """
-        self.backend.resize(workers)
-        self.workers = workers
-        self._record_change()
+        with interrupts.held():
+            self.backend.resize(workers)
+            self.workers = workers
+            self._record_change()
 
     def replace(self, job: Job, pass_work: PassWork) -> None:
         """Let other workers go on where these are. State lock of the enqueuer held.

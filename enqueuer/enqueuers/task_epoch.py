@@ -14,7 +14,7 @@ from typing import Any
 
 from enqueuer.backends.load import Backend
 from enqueuer.backends.task_schedule import TaskOrder, TaskSchedule
-from enqueuer.common import interrupts
+from enqueuer.common.catching import raised_here
 from enqueuer.enqueuers.failures import Origin
 from enqueuer.enqueuers.run import Run
 from enqueuer.errors import ItemNotPicklable, StateMismatch, WorkerDied
@@ -28,8 +28,8 @@ from enqueuer.workers.tasks import Reading, Share, TaskSource, order_of, steps_i
 class ElementReader:
     """Read one epoch of a source into tickets, each when it is asked for.
 
-    An exception out of a signal handler loses no element, unless it strikes inside the iterable's
-    own code: `next` gives the same ticket again until `advance`, and elements are kept in C.
+    No element is lost if an exception ends a call, unless it strikes inside the iterable's own
+    code: `next` gives the same ticket again until `advance`, and elements are kept in C.
 
     Args:
         source: Source of the elements.
@@ -135,7 +135,7 @@ class ElementReader:
         """Go on behind some tickets, the next ones; repeating it does nothing."""
         count = len(tickets)
         if count and tickets[0].number == self._number:
-            # No call comes between these stores, and so no signal handler runs.
+            # In one step.
             self._at += count
             self._number += count
 
@@ -143,7 +143,7 @@ class ElementReader:
         """Go on behind the ticket of this number; repeating it does nothing."""
         if number != self._number:
             return
-        # No call comes between these stores, and so no signal handler runs.
+        # In one step.
         if self._is_sequence:
             self._at += 1
             self._number = number + 1
@@ -250,7 +250,7 @@ class TaskEpoch:
     def may_be_followed(self) -> bool:
         if not self._is_read or self._unread is not None:
             return False
-        # The last ones, if an exception of a signal handler came right after the end was read.
+        # The last ones, if an exception came right after the end was read.
         if self._pending is not None or self._unsubmitted:
             return False
         return self._source.may_overlap
@@ -306,7 +306,7 @@ class TaskEpoch:
             if not tickets:
                 return
         order = self.order
-        # Some were done before, or were submitted before an exception of a signal handler.
+        # Some were done before, or were submitted by a call that did not complete.
         if order.taken or tickets[0].number < order.next:
             tasks.submit_all([t for t in tickets if not order.was_taken(t.number)])
         else:
@@ -346,13 +346,12 @@ class TaskEpoch:
                 # A new reader continues from here.
                 self._reader = None
             if not isinstance(error, Exception):
-                # A KeyboardInterrupt, for example.
+                # Ctrl-C, for example.
                 raise
-            # An error of the source's own comes again; else a signal handler has raised it.
+            # An error of the source's own comes again; others have nothing to do with it.
             try:
                 self._read_on()
-            except Exception as again:
-                interrupts.raise_handlers(again)
+            except raised_here(Exception):
                 self._fail(Failure(-1, self.number, error))
                 return None
             raise

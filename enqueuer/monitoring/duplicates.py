@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from enqueuer.common import interrupts
+from enqueuer.common.catching import raised_here
 from enqueuer.common.sizes import is_in_memory
 from enqueuer.common.trees import attributes_of
 
@@ -131,8 +131,7 @@ def digest(value: object) -> Digest | None:
     reading = _Reading()
     try:
         size = reading.feed(value)
-    except Exception as error:
-        interrupts.raise_handlers(error)
+    except raised_here(Exception):
         # A class of the user may raise anything. Such items are not compared.
         return None
     return reading.digest, size

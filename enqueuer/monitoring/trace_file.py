@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from enqueuer.common import interrupts
+from enqueuer.common.catching import raised_here
 from enqueuer.common.descriptors import Descriptor, close_in_children
 from enqueuer.common.text import str_of
 
@@ -138,8 +138,7 @@ class Track:
         try:
             if os.write(self._fd.fileno(), data) < len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._target.path)
-        except OSError as error:
-            interrupts.raise_handlers(error)
+        except raised_here(OSError) as error:
             self._give_up(error)
 
     def name(self, process: str | None, thread: str, rank: int) -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from enqueuer.common import interrupts
+from enqueuer.common.catching import raised_here
 
 N = TypeVar("N", int, float)
 T = TypeVar("T")
@@ -166,8 +166,7 @@ def _or_none(read: Callable[..., T], *args: Any) -> T | None:
     """Return what a function reads; None where the system does not tell it."""
     try:
         return read(*args)
-    except (OSError, AttributeError, OverflowError, IndexError, ValueError) as error:
-        interrupts.raise_handlers(error)
+    except raised_here(OSError, AttributeError, OverflowError, IndexError, ValueError):
         return None
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from enqueuer.common.catching import raised_here
 from enqueuer.errors import BlockMemoryError
 from enqueuer.transport.memory import MAP_OPTIONS, allocation_error, close_all
 
@@ -130,7 +131,7 @@ class BlockMap:
             size = os.fstat(fd).st_size
             try:
                 self._memory[number] = Mapping(fd, size, **MAP_OPTIONS)
-            except OSError as error:
+            except raised_here(OSError) as error:
                 self._missing[number] = allocation_error(size, error)
         close_all(fds)
 

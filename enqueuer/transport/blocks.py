@@ -34,6 +34,7 @@ from typing import Any, NamedTuple, SupportsIndex
 
 import numpy as np
 
+from enqueuer.common.catching import raised_here
 from enqueuer.transport.block_map import address_of
 from enqueuer.transport.item_codec import Buffer, Pieces
 from enqueuer.transport.memory import allocation_error, map_shared, open_nameless
@@ -263,12 +264,12 @@ class BlockPool:
             self._drop_locked(self._free[0])
         try:
             fd = open_nameless(capacity)
-        except OSError as error:
-            raise allocation_error(capacity, error) from error
-        try:
-            memory = map_shared(fd, capacity)
-        except OSError as error:
-            os.close(fd)
+            try:
+                memory = map_shared(fd, capacity)
+            except BaseException:
+                os.close(fd)
+                raise
+        except raised_here(OSError) as error:
             raise allocation_error(capacity, error) from error
         self.count += 1
         return Block(self.count, memory, fd)

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from itertools import repeat
 from typing import Any
 
-from enqueuer.common import interrupts
+from enqueuer.common.catching import raised_here
 from enqueuer.common.descriptors import is_portable
 from enqueuer.errors import BlockMemoryError
 
@@ -129,7 +129,7 @@ def nameless_file(data: bytes) -> int:
     """
     try:
         fd = open_nameless(len(data))
-    except OSError as error:
+    except raised_here(OSError) as error:
         raise allocation_error(len(data), error) from error
     with open(fd, "wb", closefd=False) as file:
         file.write(data)
@@ -201,11 +201,7 @@ def _places(sizes: Sequence[int]) -> list[int]:
 
 
 def allocation_error(size: int, error: OSError) -> BlockMemoryError:
-    """Return the error for memory of `size` bytes that the system refused.
-
-    It raises the error of the system again if that is of a signal handler.
-    """
-    interrupts.raise_handlers(error)
+    """Return the error for memory of `size` bytes that the system refused."""
     # Not "0.0 MB".
     what = f"{size / 1e6:.1f} MB" if size >= 100_000 else f"{size:,} bytes"
     return BlockMemoryError(

@@ -4,9 +4,8 @@ On Linux a SOCK_SEQPACKET pair: a packet is whole or absent, even if its sender 
 middle of it. Elsewhere a stream with a length before each packet, of which a killed sender can
 leave only the last one incomplete, and that one is dropped.
 
-Receiving is safe against exceptions out of signal handlers (Ctrl-C): the loop that takes
-packets from the kernel and keeps them runs inside `deque.extend`, in C, where none can strike
-between the two.
+The loop that takes packets from the kernel and keeps them runs inside `deque.extend`, in C: in one
+step, so that no packet is lost by an exception (Ctrl-C).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from collections.abc import Sequence
 from itertools import repeat, takewhile
 from operator import itemgetter
 
-from enqueuer.common import interrupts
+from enqueuer.common.catching import raised_here, suppressed
 from enqueuer.common.descriptors import is_portable
 from enqueuer.transport.memory import nameless_file
 from enqueuer.transport.protocol import INLINE_BYTES
@@ -82,8 +81,7 @@ class Packets:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else ()
         try:
             sent = self._sock.sendmsg([packet], rights, 0 if wait else socket.MSG_DONTWAIT)
-        except BlockingIOError as error:
-            interrupts.raise_handlers(error)
+        except raised_here(BlockingIOError):
             return False
         if sent < len(packet):
             # The rest of a packet must follow in a stream. The other end reads before it sends, so
@@ -126,25 +124,24 @@ class Packets:
                 )
                 self.ended = True
             except BlockingIOError as error:
-                # This is the usual end. A signal handler would be a frame of its own.
+                # This is the usual end, and so without the call of `raised_here`.
                 if error.__traceback__ is None or error.__traceback__.tb_next is None:
                     break
                 raise
-            except ConnectionResetError as error:
-                interrupts.raise_handlers(error)
+            except raised_here(ConnectionResetError):
                 # Raised once, before the last packets of a dead sender, which can still be read.
                 continue
         while self._raw:
             first = self._raw[0]
             self._unpack(*first)
-            # A signal handler may have drained it as well, meanwhile.
+            # The calls above may run this method.
             if self._raw and self._raw[0] is first:
                 del self._raw[0]
 
     def shutdown(self) -> None:
         """End what is sent; what comes can still be read."""
         # The other end may be gone already.
-        with interrupts.ignored(OSError):
+        with suppressed(OSError):
             self._sock.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:

@@ -3,11 +3,9 @@
     ItemReceiver, the ring: head() -> what is next; items() -> decoded items
     ReceiverControl, the socket: begin(), assign(), wake() -> packets; pump() -> blocks, records
 
-An exception out of a signal handler may strike on entry to a function, after a call and after a
-jump back. It loses no message and repeats none: what has been read stays in the ring until it is
-in safe hands, and from there to the store that counts it as read there is no such place. Decoding
-a frame twice does no harm, as the leases are the same until the frame counts as read. Packets are
-numbered, and one that was seen is passed over.
+An exception (Ctrl-C) loses no message and repeats none: what has been read stays in the ring until
+one step gives it on and counts it as read. Decoding a frame twice does no harm, as the leases are
+the same until the frame counts as read. Packets are numbered, and one that was seen is passed over.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from collections.abc import Callable, Iterator
 from itertools import chain, repeat
 from typing import Any, Literal
 
-from enqueuer.common import interrupts
+from enqueuer.common.catching import raised_here
 from enqueuer.errors import BlockMemoryError, ItemNotLoadable, TransportError
 from enqueuer.monitoring.meters import BYTES
 from enqueuer.transport import item_codec, small_arrays, task_queue
@@ -158,8 +156,7 @@ class ReceiverControl:
             if not self.packets.send_whole(head, data, wait=wait):
                 # The socket is full of packets that the worker has not read; these wake it, too.
                 return
-        except OSError as error:
-            interrupts.raise_handlers(error)
+        except raised_here(OSError):
             # The worker is dead; the end of its channel shows that in its turn.
             return
         self._orders += 1
@@ -208,8 +205,7 @@ class ReceiverControl:
     def _record(self, data: bytes, fds: list[int]) -> logging.LogRecord:
         try:
             return logging.makeLogRecord(pickle.loads(read_whole(data, fds)))
-        except Exception as error:
-            interrupts.raise_handlers(error)
+        except raised_here(Exception) as error:
             # A log record must not stop the data.
             text = f"a log record of {self._name} could not be loaded: {error!r}"
             return logging.LogRecord("enqueuer", logging.WARNING, __file__, 0, text, None, None)
@@ -477,9 +473,8 @@ class ItemReceiver:
             except BlockMemoryError as error:
                 self._trouble = error
                 return
-            except Exception as error:
+            except raised_here(Exception) as error:
                 # Then the item is whole at the next try.
-                interrupts.raise_handlers(error)
                 text = f"an item arrived, but could not be loaded here: {error!r}"
                 self._trouble = ItemNotLoadable(text)
                 self._trouble.__cause__ = error

@@ -14,7 +14,7 @@ import pickle
 import socket
 import struct
 
-from enqueuer.common import interrupts
+from enqueuer.common.catching import raised_here, suppressed
 from enqueuer.common.descriptors import close_in_children, is_portable
 from enqueuer.common.text import an
 from enqueuer.errors import ItemNotPicklable
@@ -50,8 +50,7 @@ class TaskQueue:
         """Return the token of the first ticket that no worker has taken; None if there is none."""
         try:
             data = self._theirs.recv(HEAD.size, socket.MSG_PEEK)
-        except BlockingIOError as error:
-            interrupts.raise_handlers(error)
+        except raised_here(BlockingIOError):
             return None
         token: int = HEAD.unpack_from(data)[0]
         return token
@@ -74,10 +73,8 @@ def pack(ticket: Ticket, are_forked: bool) -> bytes:
         ItemNotPicklable: An element cannot be sent; the message names the culprit.
     """
     data = b""
-    try:
+    with suppressed(Exception):
         data = pickle.dumps(ticket, protocol=5)
-    except Exception as error:
-        interrupts.raise_handlers(error)
     if data and (are_forked or b"__main__" not in data):
         return data
     # As in `item_codec`.
@@ -87,8 +84,7 @@ def pack(ticket: Ticket, are_forked: bool) -> bytes:
 
     try:
         by_value: bytes = cloudpickle.dumps(ticket, protocol=5)
-    except Exception as error:
-        interrupts.raise_handlers(error)
+    except raised_here(Exception) as error:
         culprit, part = find_culprit("element", (ticket.elements or ("",))[0])
         raise ItemNotPicklable(
             f"{culprit} is {an(type(part).__qualname__)}, which cannot be sent to a process "

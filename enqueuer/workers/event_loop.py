@@ -155,8 +155,8 @@ class EventLoop:
         try:
             return run(*args)
         except BaseException:
-            # A signal handler may have raised where asyncio had just taken a step of a task off its
-            # list. That task never ends.
+            # Ctrl-C may have struck where asyncio had just taken a step of a task off its list.
+            # That task never ends.
             self._limit_s = _LIMIT_S
             raise
 

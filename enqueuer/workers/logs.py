@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from enqueuer.common import interrupts
+from enqueuer.common.catching import raised_here
 from enqueuer.errors import StartError
 
 MULTIPROCESSING_LOGGING = "multiprocessing-logging"
@@ -118,8 +118,7 @@ def deliver(record: logging.LogRecord) -> None:
         logger = logging.getLogger(record.name)
         if logger.isEnabledFor(record.levelno):
             logger.handle(record)
-    except Exception as error:
-        interrupts.raise_handlers(error)
+    except raised_here(Exception):
         # A filter or a handler of the user must not stop the data.
         if logging.raiseExceptions:
             traceback.print_exc(file=sys.stderr)

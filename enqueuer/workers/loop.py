@@ -68,7 +68,7 @@ def serve(
         stack.enter_context(contextlib.suppress(Closed))
         last = -1
         while (epoch := orders.next_epoch()) is not None:
-            # An order comes twice if an exception interrupts the consumer while it sends it.
+            # An order comes twice if an exception ends the call that sends it.
             if epoch.number <= last:
                 continue
             last = epoch.number

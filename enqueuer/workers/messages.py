@@ -117,8 +117,7 @@ class Taken:
     """The record of what the loop has taken: the next item of each shard, and states of iterators.
 
     Code that takes an item calls `remember` if the item has a state, and then writes `numbers` and
-    `last` itself. These two stores need no call, so that no exception of a signal handler can
-    strike between them and what it stores beside.
+    `last` itself, in one step with what it stores beside: without a call (see the design page).
 
     Args:
         starts: Where each shard begins, in the order of their turns.

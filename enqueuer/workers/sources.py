@@ -22,7 +22,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
-from enqueuer.common import checks, interrupts
+from enqueuer.common import checks
+from enqueuer.common.catching import raised_here
 from enqueuer.common.text import an
 from enqueuer.errors import StateMismatch
 from enqueuer.workers.collate import stack
@@ -182,8 +183,7 @@ def _has_state(stateful: Any, state: Any) -> bool:
     """Return whether an object still has the state that was loaded."""
     try:
         return bool(stateful.state_dict() == state)
-    except Exception as error:
-        interrupts.raise_handlers(error)
+    except raised_here(Exception):
         # States with arrays or tensors have no single truth.
         return True
 

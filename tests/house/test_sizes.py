@@ -14,9 +14,11 @@ import reading_cost
 import enqueuer
 
 # Of the whole package.
-MOST_CODE_LINES = 23147
-MOST_FILES = 159
+MOST_CODE_LINES = 23127
+MOST_FILES = 160
 MOST_FORWARDING_METHODS = 30
+# In which a reader must think of signal handlers; elsewhere the design page's rules do.
+MOST_FILES_ABOUT_HANDLERS = 12
 
 MOST_LINES = 750
 MOST_PARAMETERS = 26
@@ -60,6 +62,16 @@ def test_the_package_does_not_grow():
     assert reading_cost.total_lines() <= MOST_CODE_LINES
     assert len(reading_cost.sources()) <= MOST_FILES
     assert len(reading_cost.forwarding_methods()) <= MOST_FORWARDING_METHODS
+
+
+def test_few_files_speak_of_signal_handlers():
+    words = ("signal handler", "import interrupts", "interrupts.")
+    about = [
+        path
+        for path, text in reading_cost.sources().items()
+        if any(word in " ".join(text.split()) for word in words)
+    ]
+    assert len(about) <= MOST_FILES_ABOUT_HANDLERS, about
 
 
 def test_no_function_is_too_long():

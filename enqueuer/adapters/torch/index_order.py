@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from enqueuer.common import interrupts
+from enqueuer.common.catching import raised_here
 from enqueuer.common.extras import framework
 from enqueuer.errors import StateMismatch
 
@@ -95,10 +95,9 @@ class DrawnIndices(Iterator[Any]):
         if self._error is not None:
             return
         try:
-            # In C, so that an exception of a signal handler loses no indices.
+            # In C, in one step, so that no exception loses indices.
             self._ahead.extend(map(DrawnIndices._draw, itertools.repeat(self, count)))
-        except Exception as error:
-            interrupts.raise_handlers(error)
+        except raised_here(Exception) as error:
             self._error = error
 
     def _draw(self) -> Any:

@@ -19,7 +19,7 @@ from enqueuer.adapters.torch.fetching import LoaderWorker, NoBatch, fetchers_of
 from enqueuer.adapters.torch.index_order import DrawnIndices
 from enqueuer.adapters.torch.position import Position
 from enqueuer.adapters.torch.worker_handles import WorkerHandle, handles_of
-from enqueuer.common import interrupts
+from enqueuer.common.catching import suppressed
 from enqueuer.common.extras import framework
 from enqueuer.enqueuers.enqueuer import BaseEnqueuer, begin_at, core_of
 from enqueuer.enqueuers.generator import GeneratorEnqueuer
@@ -119,11 +119,9 @@ class WorkerIterator(_BaseIterator):
             self._indices.drawn.cut(keeps_drawn=self._is_round_robin)
             # If a worker has died, or hangs, new workers are needed; so are they if the sampler
             # has raised, as its error would come again.
-            try:
+            with suppressed(Exception):
                 deque(self._batches, maxlen=0)
                 return
-            except Exception as error:
-                interrupts.raise_handlers(error)
         # What is left of an iterable dataset may have no end.
         self.enqueuer.stop()
 

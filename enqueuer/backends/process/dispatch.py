@@ -17,7 +17,7 @@ from collections.abc import Callable, Container, Sequence
 
 from enqueuer.backends.pool import HAS_ENDED, Dispatch
 from enqueuer.backends.process.handle import ProcessWorker
-from enqueuer.common import interrupts
+from enqueuer.common.catching import raised_here
 from enqueuer.monitoring.meters import clock
 from enqueuer.transport import task_queue
 from enqueuer.transport.task_queue import TaskQueue
@@ -93,8 +93,7 @@ class QueueDispatch(Dispatch[ProcessWorker]):
         try:
             if not self._queue.send(token, numbers[0], _body(chosen)):
                 return 0
-        except OSError as error:
-            interrupts.raise_handlers(error)
+        except raised_here(OSError):
             # stop() has closed the sockets while the loop's thread read an iterable.
             if self._is_closed:
                 return 0

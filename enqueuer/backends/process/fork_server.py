@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from enqueuer.common import interrupts
+from enqueuer.common.catching import raised_here, suppressed
 from enqueuer.common.descriptors import Descriptor, close_in_children
 from enqueuer.errors import StartError
 from enqueuer.transport.packets import Packets, pair
@@ -261,15 +262,13 @@ class Server:
                 try:
                     number = self._ask_locked(sock, lifeline)
                     break
-                except TimeoutError as error:
-                    interrupts.raise_handlers(error)
+                except raised_here(TimeoutError):
                     # The server hangs, and so would another one.
                     if self.popen is not None and self._owner == os.getpid():
                         self.popen.kill()
                     self._leave_locked()
                     raise StartError(_NO_ANSWER) from None
-                except (OSError, EOFError) as error:
-                    interrupts.raise_handlers(error)
+                except raised_here(OSError, EOFError):
                     # The server was killed; the next attempt starts a new one.
                     self._leave_locked()
                     if attempt:
@@ -300,7 +299,7 @@ class Server:
             if connection is not self._packets:
                 # The server that forked it was killed, and no other can ask for its exit code.
                 return None
-            with interrupts.ignored(OSError, EOFError):
+            with suppressed(OSError, EOFError):
                 self._wait_locked(lambda: number in self._codes, timeout)
             if number in self._codes:
                 self.open_requests.discard(number)

@@ -37,7 +37,7 @@ from enqueuer.backends.process.fork_server import (
     silent_children,
 )
 from enqueuer.backends.process.stack_dump import ASK, ASK_S, Stacks
-from enqueuer.common import interrupts
+from enqueuer.common.catching import raised_here, suppressed
 from enqueuer.common.descriptors import Descriptor, close_in_children, is_portable
 from enqueuer.errors import StartError
 from enqueuer.monitoring import usage
@@ -246,7 +246,7 @@ class ProcessWorker:
 
     def send_signal(self, number: int) -> None:
         """Signal the process, and never another one that has got its pid."""
-        with interrupts.ignored(ProcessLookupError):
+        with suppressed(ProcessLookupError):
             if self.pidfd is not None and _signalled(self.pidfd, number):
                 return
             if self.process.has_pid():
@@ -257,8 +257,7 @@ class ProcessWorker:
         try:
             with open(f"/proc/{self.process.pid}/status") as file:
                 caught = next(line for line in file if line.startswith("SigCgt:"))
-        except (OSError, StopIteration) as error:
-            interrupts.raise_handlers(error)
+        except raised_here(OSError, StopIteration):
             return True
         return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
 

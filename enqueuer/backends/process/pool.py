@@ -35,6 +35,7 @@ from enqueuer.backends.process.stack_dump import ASK_S
 from enqueuer.backends.process.starter import Starter
 from enqueuer.backends.stall import level_of_user
 from enqueuer.common import interrupts
+from enqueuer.common.catching import raised_here, suppressed
 from enqueuer.common.descriptors import close_in_children
 from enqueuer.errors import StartError, StopWarning
 from enqueuer.monitoring import usage
@@ -86,8 +87,7 @@ class ProcessPool(WorkerPool[ProcessWorker]):
         _register_exit()
         try:
             self._open()
-        except OSError as error:
-            interrupts.raise_handlers(error)
+        except raised_here(OSError) as error:
             raise _no_room(error) from error
 
     def _open(self) -> None:
@@ -112,8 +112,7 @@ class ProcessPool(WorkerPool[ProcessWorker]):
     def start_worker(self, index: int) -> ProcessWorker:
         try:
             worker = self._starter.start(index, self._room)
-        except OSError as error:
-            interrupts.raise_handlers(error)
+        except raised_here(OSError) as error:
             raise _no_room(error) from error
         self._started = time.monotonic()
         worker.inbox.read = functools.partial(self._read, worker)
@@ -185,7 +184,7 @@ class ProcessPool(WorkerPool[ProcessWorker]):
                 worker.gone = worker.gone or is_pidfd
                 self._read(worker)
             elif self._woken is not None and fd == self._woken.fileno() and not self._is_closed:
-                with interrupts.ignored(BlockingIOError):
+                with suppressed(BlockingIOError):
                     self._woken.recv(1024)
         if (
             starting is not None
@@ -258,7 +257,7 @@ class ProcessPool(WorkerPool[ProcessWorker]):
         self.wake()
 
     def wake(self) -> None:
-        with interrupts.ignored(OSError):
+        with suppressed(OSError):
             if self._wake is not None:
                 self._wake.send(b"\0")
 
@@ -338,7 +337,7 @@ class ProcessPool(WorkerPool[ProcessWorker]):
         """Stop polling the descriptors of a worker."""
         for fd in [fd for fd, (owner, _) in self._by_fd.items() if owner is worker]:
             # In this order, and again, as an exception of a signal handler may strike in between.
-            with interrupts.ignored(KeyError):
+            with suppressed(KeyError):
                 self._poller.unregister(fd)
             del self._by_fd[fd]
 

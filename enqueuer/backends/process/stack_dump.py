@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from enqueuer.backends.pool import Stack
 from enqueuer.backends.stall import decode_threads, encode_threads, parse
-from enqueuer.common import interrupts
+from enqueuer.common.catching import suppressed
 from enqueuer.common.descriptors import Descriptor, close_in_children
 from enqueuer.workers.event_loop import ThreadSnapshot
 
@@ -51,7 +51,7 @@ class Stacks(Descriptor):
 
     def hear(self) -> bool:
         """Read what has come; return whether the answer is whole, or none will come."""
-        with interrupts.ignored(BlockingIOError):
+        with suppressed(BlockingIOError):
             while data := os.read(self.fileno(), _MOST):
                 self._can_answer = True
                 self._text += data.decode(errors="replace")

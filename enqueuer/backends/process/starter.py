@@ -22,7 +22,6 @@ from enqueuer.backends.process.child import (
     main_forked,
 )
 from enqueuer.backends.process.handle import Launched, ProcessWorker, launch, open_pidfd
-from enqueuer.common import interrupts
 from enqueuer.common.descriptors import Descriptor, close_in_children
 from enqueuer.monitoring import usage
 from enqueuer.transport.memory import write_payload
@@ -90,13 +89,11 @@ class Starter:
             # Forked workers do not need it, and its import takes some milliseconds.
             from enqueuer.backends.payload import pickled_payload
 
-            # Handlers are held back: an exception of theirs would be reported as the source's.
             pickled, buffers, shared = pickled_payload(
                 self._config, job.source, job.on_error, job.start_method
             )
             resources.callback(shared.close)
             self._shared = shared.descriptors
-            interrupts.check()
             self._payload = Descriptor(write_payload(pickled, buffers))
             resources.callback(self._payload.close)
 

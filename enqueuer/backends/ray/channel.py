@@ -347,7 +347,7 @@ class RayInbox(DequeInbox):
             taken = self.taken
             if self._acknowledged == taken:
                 return
-            # This may be done again, as an exception of a signal handler may strike in between.
+            # Again does nothing.
             while self._totals and self._totals[0][0] <= taken:
                 self._acknowledged_bytes = self._totals[0][1]
                 del self._totals[0]

@@ -6,10 +6,10 @@ Any thread may call anything. One lock guards everything; nothing slow happens u
 nothing polls. Closing wakes all threads: put() raises Closed at once, get() first returns the items
 that are left.
 
-A signal handler may raise in the main thread. So the lock is taken by itself: a
-`threading.Condition` enters and leaves it in Python code, where an exception would leave it locked.
-A thread in get() waits for a lock of its own: an exception in `Condition.wait` leaves a waiter
-behind, on which a later notify() is wasted.
+Ctrl-C may raise at any call. So the lock is taken by itself: a `threading.Condition` enters and
+leaves it in Python code, where an exception would leave it locked. A thread in get() waits for a
+lock of its own: an exception in `Condition.wait` leaves a waiter behind, on which a later notify()
+is wasted.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ class Buffer(Generic[T]):
                 # Woken by put(), by close() and by the last putter that leaves.
                 is_late = not wake_up.acquire(True, left)
         finally:
-            # In one step, so that no exception of a signal handler comes between.
+            # In one step.
             self._getters.pop(wake_up, None)
 
     def _wake_getters_locked(self) -> None:

@@ -11,8 +11,8 @@ with an inbox of its own appends a bunch of items without the lock, one by one. 
 to sleep clears the bunch's gate: this ends the bunch after the item that is being made, so that the
 worker can wake the loop. A bunch that begins while the loop sleeps wakes it by its first item.
 
-The loop is the main thread as a rule, in which a signal handler may raise. So it waits for a queue
-of its own, and takes items by one call of C.
+The loop waits for a queue of its own, and takes items by one call of C: an exception in the middle
+of a `threading.Condition` would leave its lock taken.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from queue import SimpleQueue
 from typing import NamedTuple, TypeVar
 
-from enqueuer.common import interrupts
+from enqueuer.common.catching import raised_here, suppressed
 from enqueuer.errors import Closed
 from enqueuer.monitoring import gil
 from enqueuer.monitoring.meters import WAITING, Meter
@@ -61,7 +61,7 @@ def get_until(source: SimpleQueue[T], end: float | None) -> T:
         return source.get()
     if _MAY_HANG:
         # It takes the lock, and waits for nothing.
-        with interrupts.ignored(queue.Empty):
+        with suppressed(queue.Empty):
             return source.get(False)
     return source.get(True, max(0.0, end - time.monotonic()))
 
@@ -82,9 +82,8 @@ def wait_for_any(
             if inbox.arm(sleeper, awaited):
                 return
         get_until(sleeper, end)
-    except queue.Empty as error:
-        # A signal handler may have called get_nowait().
-        interrupts.raise_handlers(error)
+    except raised_here(queue.Empty):
+        pass
     finally:
         for inbox in inboxes:
             inbox.disarm()
@@ -319,7 +318,7 @@ class ThreadInbox:
         sleeper = self._sleeper
         if sleeper is not None:
             sleeper.put(True)
-        # Last, so that after an exception of a signal handler the loop is woken by another call.
+        # Last, so that another call wakes the loop if an exception ended this one.
         self._sleeper = None
 
     # --- the loop ---
@@ -355,7 +354,7 @@ class ThreadInbox:
             # wakes the loop. The thread may be switched in between.
             for bunch in self._bunches:
                 bunch.gate.clear()
-            # Before the look as well: a signal handler that calls `wake()` then finds it.
+            # Before the look as well: a `wake()` that comes after it then finds the queue.
             self._awaited, self._sleeper = awaited, sleeper
             return bool(self._items or self._others or self.closed or self._is_woken)
 
@@ -399,7 +398,7 @@ class ThreadInbox:
             shard, number, _, state = item
             if state is not None:
                 taken.remember(shard, number, state)
-            # From here to the yield is no call and no jump, and so no signal handler runs.
+            # In one step, to the yield.
             numbers[shard] = number + 1
             taken.last = shard
             self._taken = total
@@ -410,7 +409,7 @@ class ThreadInbox:
         with self._lock:
             if self._others and self._others[0][1] is message:
                 del self._others[0]
-            # Again, too, as an exception of a signal handler may have struck before this.
+            # Again, too: the first call may not have come to this.
             self._wake_putters_locked()
 
     def acknowledge(self) -> None:
@@ -432,8 +431,7 @@ class ThreadInbox:
             first = putters[0]
             if not self._has_place(first.messages, first.size_bytes):
                 return
-            # An exception of a signal handler may have struck before one was removed. And each
-            # call may run a handler that calls close(), which wakes all.
+            # The first may be awake already, and each call may run one of close(), which wakes all.
             is_asleep = first.lock.locked()
             if is_asleep and putters and putters[0] is first:
                 first.lock.release()

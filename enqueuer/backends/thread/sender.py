@@ -49,7 +49,7 @@ _ONCE = ((),)
 class WorkQueue(Generic[T]):
     """An unbounded queue whose end is seen by all threads that wait. Any thread may call anything.
 
-    An order is put again after an interrupt, so putting must never wait for room.
+    An order may be put twice, so putting must never wait for room.
 
     Example:
         >>> from enqueuer.monitoring.meters import IDLE
@@ -70,7 +70,7 @@ class WorkQueue(Generic[T]):
         self._is_closed = False
 
     def put(self, item: T | None) -> None:
-        """Append an item; again after an interrupt."""
+        """Append an item."""
         self._items.append(item)
         # Behind the item: a thread that takes the token later sees it.
         if self._tokens.empty():
@@ -78,7 +78,7 @@ class WorkQueue(Generic[T]):
 
     def put_all(self, items: Iterable[T | None]) -> None:
         """Append several items."""
-        # One call, as a signal handler that raised in between would leave a thread asleep.
+        # In one step, or a thread might be left asleep.
         is_empty = filter(None, starmap(self._tokens.empty, _ONCE))
         deque(chain(map(self._items.extend, (items,)), map(self._tokens.put, is_empty)), maxlen=0)
 
