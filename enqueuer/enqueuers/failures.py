@@ -318,7 +318,7 @@ class FailurePolicy:
         if failure.skipped:
             notes.append(f"{self.count + 1} errors are more than max_errors={self._max_errors}")
         # A class may forbid new attributes.
-        with contextlib.suppress(Exception):
+        with suppressed(Exception):
             # Python 3.10 has no add_note().
             shown.__notes__ = notes
             setattr(shown, ATTRIBUTE, origin)
