@@ -54,21 +54,27 @@ def same(found, wanted):
     return found == wanted
 
 
+@pytest.fixture(scope="module")
+def script():
+    """Call scripts of one server: it imports torch, which takes longer than a test."""
+    with Scripts() as scripts:
+        yield scripts
+
+
 @pytest.mark.parametrize("kind", positions.KINDS)
-def test_a_state_of_any_step_gives_the_undisturbed_run(kind):
+def test_a_state_of_any_step_gives_the_undisturbed_run(kind, script):
     draw = random.Random(kind)
     setups = positions.SETUPS[positions.KINDS[kind][1]]
-    with Scripts() as script:
-        runs = [script("undisturbed", kind, setup) for setup in setups]
-        assert all(epochs == runs[0][0] for epochs, _, _ in runs), "it depends on the workers"
-        epochs, _, errors = runs[0]
-        assert len(epochs) == positions.EPOCHS
-        saved = [state for _, states, _ in runs for state in states]
-        draw.shuffle(saved)
-        for state in saved[:EACH] if len(saved) > EACH else draw.choices(saved, k=EACH):
-            epoch, step, *_ = state
-            setup = draw.choice(setups)
-            found, count = script("resumed", kind, setup, state, positions.EPOCHS)
-            wanted = [epochs[epoch][step:], *epochs[epoch + 1 :]]
-            assert same(found, wanted), (epoch, step, setup, state)
-            assert count == errors
+    runs = [script("undisturbed", kind, setup) for setup in setups]
+    assert all(epochs == runs[0][0] for epochs, _, _ in runs), "it depends on the workers"
+    epochs, _, errors = runs[0]
+    assert len(epochs) == positions.EPOCHS
+    saved = [state for _, states, _ in runs for state in states]
+    draw.shuffle(saved)
+    for state in saved[:EACH] if len(saved) > EACH else draw.choices(saved, k=EACH):
+        epoch, step, *_ = state
+        setup = draw.choice(setups)
+        found, count = script("resumed", kind, setup, state, positions.EPOCHS)
+        wanted = [epochs[epoch][step:], *epochs[epoch + 1 :]]
+        assert same(found, wanted), (epoch, step, setup, state)
+        assert count == errors
