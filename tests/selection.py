@@ -6,7 +6,8 @@ processes, fork and spawn beyond starts and ends, the portable path beyond what 
 promises, and what is marked `thorough`.
 
 `ENQUEUER_TESTS=all` runs everything, and so do `ENQUEUER_INTERRUPTS` and `ENQUEUER_POSITIONS`;
-`ENQUEUER_TESTS=rest` runs what the quick suite left out.
+`ENQUEUER_TESTS=rest` runs what the quick suite left out. What repeats itself by spawn and on Ray,
+where workers start slowly, runs with `ENQUEUER_ROUNDS` or `ENQUEUER_KILLS` only.
 """
 
 from __future__ import annotations
@@ -70,6 +71,9 @@ _BACKENDS = ("process-fork-portable", "forkserver", "spawn", "fork", "thread", "
 def chosen(items: list[pytest.Item]) -> list[pytest.Item]:
     """Return the tests that are to run, in their order."""
     items = [item for item in items if not _is_never_run(item)]
+    if not _IS_LONG_RUN:
+        left_out = _further_parameters(items)
+        items = [item for item in items if item not in left_out]
     if _IS_RAY or _CHOICE == "all":
         return items
     quick = set(_quick(items))
@@ -89,6 +93,30 @@ def _is_never_run(item: pytest.Item) -> bool:
     if _is_spawn(item) or _IS_RAY:
         return item.get_closest_marker("repeats") is not None and not _IS_LONG_RUN
     return False
+
+
+def _further_parameters(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return what of a test is left out by spawn and on Ray, where its start is not the point.
+
+    By spawn that is all but the first parameters: the fork server runs them all, and it pickles and
+    imports the same. Ray has its own ways, so there the numbers between the first and the last are
+    left out.
+    """
+    alike: dict[tuple[str, ...], list[pytest.Item]] = {}
+    for item in items:
+        is_there = item.path.parent.name in ("contract", "datasets")
+        if is_there and item.path.name not in _ABOUT_STARTS:
+            if _is_spawn(item):
+                alike.setdefault(_function_and_backend(item), []).append(item)
+            elif _IS_RAY and hasattr(item, "callspec"):
+                others = {k: v for k, v in item.callspec.params.items() if not _is_number(v)}
+                key = *_function_and_backend(item), repr(others)
+                alike.setdefault(key, []).append(item)
+    return {item for same in alike.values() for item in (same[1:-1] if _IS_RAY else same[1:])}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _is_about_ray(item: pytest.Item) -> bool:
