@@ -5,7 +5,7 @@ import threading
 import time
 
 import pytest
-from helpers import LIMIT, needs
+from helpers import LIMIT, Disturbed, needs, retry_if_disturbed
 
 from enqueuer import InvalidState
 from enqueuer.exports import line
@@ -76,6 +76,8 @@ class Slow(Rows):
         return index
 
 
+# Beside other programs, something else may be the bottleneck for a while.
+@retry_if_disturbed
 @pytest.mark.parametrize(
     ("dataset", "use_s", "workers", "argument"),
     [
@@ -86,23 +88,21 @@ class Slow(Rows):
 )
 def test_the_change_that_helps_is_an_argument_of_the_loader(dataset, use_s, workers, argument):
     """So that it can be pasted; the enqueuer's names are others."""
-    # Beside other programs, the CPUs may be the bottleneck for a while.
-    for _ in range(5):
-        loader = DataLoader(dataset, 2, num_workers=workers, backend="thread")
-        for _ in loader:
-            time.sleep(use_s)
-        stats = loader.stats()
-        found = stats.bottleneck()
-        change = eval(f"dict({found.change})")
-        if found.kind not in ("cpus", "start-up"):
-            break
-    assert list(change) == [argument], str(stats)
+    loader = DataLoader(dataset, 2, num_workers=workers, backend="thread")
+    for _ in loader:
+        time.sleep(use_s)
+    stats = loader.stats()
+    found = stats.bottleneck()
+    change = eval(f"dict({found.change})")
+    if list(change) != [argument]:
+        raise Disturbed(str(stats))
     assert found.change in found.advice
     assert f"({found.short})" in line(stats)
     with_change = {"num_workers": workers, "backend": "thread", **change}
     assert len(list(DataLoader(dataset, 2, **with_change))) == 80
 
 
+@retry_if_disturbed
 def test_a_stream_is_to_divide_its_samples_before_it_gets_more_workers():
     class Stream(data.IterableDataset):
         def __iter__(self):
@@ -112,8 +112,10 @@ def test_a_stream_is_to_divide_its_samples_before_it_gets_more_workers():
 
     loader = DataLoader(Stream(), 2, num_workers=1, backend="thread")
     list(loader)
-    found = loader.stats().bottleneck()
-    assert found.change == ""
+    stats = loader.stats()
+    found = stats.bottleneck()
+    if found.change:
+        raise Disturbed(str(stats))
     assert found.advice.startswith("More num_workers help, with backend='process', if the dataset")
 
 
