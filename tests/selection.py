@@ -6,8 +6,8 @@ processes, fork and spawn beyond starts and ends, the portable path beyond what 
 promises, and what is marked `thorough`.
 
 `ENQUEUER_TESTS=all` runs everything, and so do `ENQUEUER_INTERRUPTS` and `ENQUEUER_POSITIONS`;
-`ENQUEUER_TESTS=rest` runs what the quick suite left out. What repeats itself by spawn and on Ray,
-where workers start slowly, runs with `ENQUEUER_ROUNDS` or `ENQUEUER_KILLS` only.
+`ENQUEUER_TESTS=rest` runs what the quick suite left out, but not what repeats itself by spawn,
+where workers start slowly.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _BACKENDS = ("process-fork-portable", "forkserver", "spawn", "fork", "thread", "
 def chosen(items: list[pytest.Item]) -> list[pytest.Item]:
     """Return the tests that are to run, in their order."""
     items = [item for item in items if not _is_never_run(item)]
-    if not _IS_LONG_RUN:
+    if _CHOICE != "all":
         left_out = _further_parameters(items)
         items = [item for item in items if item not in left_out]
     if _IS_RAY or _CHOICE == "all":
