@@ -131,7 +131,7 @@ def chosen(options, monkeypatch, test=None):
 def fork_server():
     """Start the fork server, which stays as long as this process, before the first census."""
     if HAS_FORKSERVER and not IS_RAY:
-        multiprocessing.set_forkserver_preload(["hypothesis", "psutil", "pytest", "helpers"])
+        multiprocessing.set_forkserver_preload(["preloaded"])
         with GeneratorEnqueuer(twelve, backend=Processes(start_method="forkserver")) as enqueuer:
             list(enqueuer)
 
