@@ -6,11 +6,14 @@ python tests/reading_cost.py          prints the figures, and what they are made
 import ast
 import collections
 import functools
+import importlib.util
 import io
 import tokenize
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "enqueuer"
+if not PACKAGE.exists():  # the sources are out of reach where a wheel is tested
+    PACKAGE = Path(importlib.util.find_spec("enqueuer").origin).parent
 # Tokens that are no code.
 LAYOUT = (
     tokenize.COMMENT,
@@ -31,8 +34,9 @@ def sources():
 
 
 @functools.cache
-def tree(path):
-    return ast.parse(sources()[path])
+def nodes(path):
+    """Return all nodes of the syntax tree of a module; the tests of `house/` share them."""
+    return tuple(ast.walk(ast.parse(sources()[path])))
 
 
 def docstring(node):
@@ -50,7 +54,7 @@ def lines_of(node):
 def code_lines(path):
     """Return the number of lines with code: without docstrings, comments and blank lines."""
     used, left_out = set(), set()
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         if isinstance(node, (ast.Module, ast.ClassDef, *FUNCTIONS)) and docstring(node):
             left_out.update(lines_of(docstring(node)))
     for token in tokenize.generate_tokens(io.StringIO(sources()[path]).readline):
@@ -67,7 +71,7 @@ def long_functions(most):
     """Return (lines without the docstring, file, name) of each function with more lines."""
     found = []
     for path in sources():
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             if isinstance(node, FUNCTIONS):
                 text = docstring(node)
                 lines = len(lines_of(node)) - (len(lines_of(text)) if text else 0)
@@ -81,7 +85,7 @@ def importers():
     modules = {path[:-3].replace("/", ".").removesuffix(".__init__"): path for path in sources()}
     found = {path: set() for path in sources()}
     for path in sources():
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             names = []
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
@@ -106,10 +110,7 @@ def small_files(least):
 def doubled_classes():
     """Return the names that several classes have."""
     names = collections.Counter(
-        node.name
-        for path in sources()
-        for node in ast.walk(tree(path))
-        if isinstance(node, ast.ClassDef)
+        node.name for path in sources() for node in nodes(path) if isinstance(node, ast.ClassDef)
     )
     return {name for name, count in names.items() if count > 1}
 
@@ -136,7 +137,7 @@ def forwarding_methods():
     return [
         (path, node.name, function.name)
         for path in sources()
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, ast.ClassDef)
         for function in node.body
         if isinstance(function, FUNCTIONS) and is_forwarding(function)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import reading_cost
 
 import enqueuer
 from enqueuer import errors
@@ -284,8 +285,8 @@ def test_the_messages_of_the_symptoms_are_those_of_the_code():
 
 def texts_of_the_package():
     """Yield the literal texts of the package, with a gap for each value in them."""
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for path in reading_cost.sources():
+        for node in reading_cost.nodes(path):
             if isinstance(node, ast.JoinedStr):
                 parts = (getattr(part, "value", "") for part in node.values)
                 yield "\0".join(part if isinstance(part, str) else "" for part in parts)

@@ -4,13 +4,9 @@ import ast
 import graphlib
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-import enqueuer
-
-PACKAGE = Path(enqueuer.__file__).parent
+import reading_cost
 
 # Folders, and modules that lie beside them, from the top down: imports point down this list.
 # Folders that share a line do not import each other.
@@ -104,15 +100,14 @@ INNER = {
 
 
 def modules():
-    """Yield (name, syntax tree) for each module of the package."""
-    for path in sorted(PACKAGE.rglob("*.py")):
-        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
-        yield name, ast.parse(path.read_text())
+    """Yield (name, nodes of the syntax tree) for each module of the package."""
+    for path in reading_cost.sources():
+        yield path.removesuffix(".py").replace("/", "."), reading_cost.nodes(path)
 
 
-def imported(tree):
+def imported(nodes):
     """Yield the full names that a module imports, wherever in the file."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -122,14 +117,14 @@ def imported(tree):
 
 def edges():
     """Yield (importing module, imported module) for each import within the package."""
-    trees = dict(modules())
-    for here, tree in trees.items():
-        for name in imported(tree):
+    known = dict(modules())
+    for here, nodes in known.items():
+        for name in imported(nodes):
             if name.split(".")[0] != "enqueuer":
                 continue
             parts = name.split(".")[1:]
             ends = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
-            found = (m for end in ends for m in (end, f"{end}.__init__".lstrip(".")) if m in trees)
+            found = (m for end in ends for m in (end, f"{end}.__init__".lstrip(".")) if m in known)
             there = next(found, "__init__")
             if there != here:
                 yield here, there
@@ -162,10 +157,10 @@ def test_no_modules_import_each_other_in_a_circle():
 def test_imports_stand_at_the_top_of_the_file():
     inner = {
         (here, name.split(".")[0])
-        for here, tree in modules()
-        for function in ast.walk(tree)
+        for here, nodes in modules()
+        for function in nodes
         if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
-        for name in imported(function)
+        for name in imported(ast.walk(function))
     }
     extras = {(here, name) for here, name in inner if here in THIRD_PARTIES.get(name, ())}
     assert inner - extras == INNER
@@ -173,8 +168,8 @@ def test_imports_stand_at_the_top_of_the_file():
 
 def test_third_parties_are_imported_where_they_belong():
     found = {}
-    for here, tree in modules():
-        for root in {name.split(".")[0] for name in imported(tree)}:
+    for here, nodes in modules():
+        for root in {name.split(".")[0] for name in imported(nodes)}:
             if root not in sys.stdlib_module_names and root not in ("enqueuer", "__future__"):
                 found.setdefault(root, set()).add(here)
     assert {root: here - THIRD_PARTIES.get(root, set()) for root, here in found.items()} == {

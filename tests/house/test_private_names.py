@@ -12,9 +12,8 @@ import ast
 import functools
 from pathlib import Path
 
-import enqueuer
+from reading_cost import nodes, sources
 
-PACKAGE = Path(enqueuer.__file__).parent
 TESTS = Path(__file__).parents[1]
 
 # Modules that use private names of other modules' objects.
@@ -25,33 +24,25 @@ FOREIGN = {"_indices", "_replace", "_values"}
 REPLACERS = set()
 
 
-@functools.cache
-def modules():
-    """Return the syntax tree of each module, by its path in the package."""
-    return {
-        p.relative_to(PACKAGE).as_posix(): ast.parse(p.read_text()) for p in PACKAGE.rglob("*.py")
-    }
-
-
 def is_private(name):
     return name.startswith("_") and not name.endswith("__")
 
 
-@functools.cache
-def trees_of_tests():
-    """Return the syntax tree of each module of the tests, by its path."""
-    return {p.relative_to(TESTS).as_posix(): ast.parse(p.read_text()) for p in TESTS.rglob("*.py")}
+def nodes_of_tests():
+    """Yield (path, nodes of the syntax tree) for each module of the tests."""
+    for path in TESTS.rglob("*.py"):
+        yield path.relative_to(TESTS).as_posix(), list(ast.walk(ast.parse(path.read_text())))
 
 
 @functools.cache
 def defined_in(path):
-    return names_defined_by(modules()[path])
+    return names_defined_by(nodes(path))
 
 
-def names_defined_by(tree):
+def names_defined_by(nodes):
     """Return the private names that a module defines: functions, classes, variables, attributes."""
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -63,7 +54,7 @@ def names_defined_by(tree):
 
 @functools.cache
 def defined_anywhere():
-    return frozenset().union(*map(defined_in, modules()))
+    return frozenset().union(*map(defined_in, sources()))
 
 
 def is_own(node):
@@ -78,32 +69,36 @@ def intrusions(path):
     Names that no module of the package defines are those of other packages.
     """
     taken = defined_anywhere() - defined_in(path) - FOREIGN
-    for node in ast.walk(modules()[path]):
+    for node in nodes(path):
         if isinstance(node, ast.Attribute) and node.attr in taken:
             yield f"{path}:{node.lineno}: {ast.unparse(node)}"
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("enqueuer"):
             yield from (f"{path}: {alias.name}" for alias in node.names if is_private(alias.name))
 
 
-def intrusions_of_tests(path):
+def intrusions_of_tests(path, nodes):
     """Yield the private names of the package that a module of the tests takes or replaces."""
-    tree = trees_of_tests()[path]
     taken = {name for name in defined_anywhere() if not name.isupper()}
-    taken -= names_defined_by(tree) | FOREIGN
-    for node in ast.walk(tree):
+    taken -= names_defined_by(nodes) | FOREIGN
+    for node in nodes:
         if isinstance(node, ast.Attribute) and node.attr in taken and not is_own(node):
             yield f"{path}:{node.lineno}: {ast.unparse(node)}"
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("enqueuer"):
             yield from (f"{path}: {alias.name}" for alias in node.names if alias.name in taken)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("setattr"):
+        elif isinstance(node, ast.Call) and name_of(node.func).endswith("setattr"):
             for text in node.args:
                 if isinstance(text, ast.Constant) and str(text.value).split(".")[-1] in taken:
                     yield f"{path}:{node.lineno}: {text.value}"
 
 
+def name_of(function):
+    """Return the last name of a function that is called, as in `monkeypatch.setattr`."""
+    return getattr(function, "attr", getattr(function, "id", ""))
+
+
 def replacements(path):
     """Yield the lines at which a module writes to `vars(...)`."""
-    for node in ast.walk(modules()[path]):
+    for node in nodes(path):
         if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
             of = node.value
             if isinstance(of, ast.Call) and isinstance(of.func, ast.Name) and of.func.id == "vars":
@@ -111,16 +106,16 @@ def replacements(path):
 
 
 def test_private_names_stay_in_their_module():
-    found = {path: list(intrusions(path)) for path in modules()}
+    found = {path: list(intrusions(path)) for path in sources()}
     assert [line for path, lines in found.items() if path not in INTRUDERS for line in lines] == []
     assert {path for path in INTRUDERS if not found.get(path)} == set()
 
 
 def test_tests_use_public_names():
-    assert [line for path in trees_of_tests() for line in intrusions_of_tests(path)] == []
+    assert [line for file in nodes_of_tests() for line in intrusions_of_tests(*file)] == []
 
 
 def test_no_method_is_replaced_on_an_instance():
-    found = {path: list(replacements(path)) for path in modules()}
+    found = {path: list(replacements(path)) for path in sources()}
     assert [line for path, lines in found.items() if path not in REPLACERS for line in lines] == []
     assert {path for path in REPLACERS if not found.get(path)} == set()

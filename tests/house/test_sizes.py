@@ -39,8 +39,8 @@ def classes():
     """Return the class definitions of the package, by their names."""
     return {
         node.name: node
-        for text in reading_cost.sources().values()
-        for node in ast.walk(ast.parse(text))
+        for path in reading_cost.sources()
+        for node in reading_cost.nodes(path)
         if isinstance(node, ast.ClassDef)
     }
 
