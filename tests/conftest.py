@@ -70,6 +70,8 @@ def pytest_configure(config):
     """
     gc.disable()  # until the tests are collected: thousands of objects, of which all stay
     os.environ.setdefault("RAY_TMPDIR", "/tmp")  # the paths of its sockets must be short
+    # Each interpreter that imports numpy starts threads, which otherwise spin for 25 ms.
+    os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
     if hasattr(config, "workerinput"):  # only pytest-xdist sets it
         # not a TemporaryDirectory: what a test forks might remove it at its exit
         folder = tempfile.mkdtemp(prefix=f"{config.workerinput['workerid']}-")
