@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 
+import numpy as np
 import pytest
 
 from enqueuer import GeneratorEnqueuer, Shard, mix, prefetch
@@ -72,14 +73,11 @@ def endless(weights):
 
 def worst(items, weights):
     """Return the largest difference of a share, in units of 1 / sqrt(n), and of a count."""
-    total, counts = sum(weights), dict.fromkeys(names(weights), 0)
-    share, count = 0.0, 0.0
-    for n, item in enumerate(items, 1):
-        counts[item] += 1
-        wanted = (n * weight / total for weight in weights)
-        most = max(abs(a - b) for a, b in zip(counts.values(), wanted, strict=True))
-        share, count = max(share, most / math.sqrt(n)), max(count, most)
-    return share, count
+    chosen = np.array(list(items))
+    counts = np.cumsum(chosen[:, None] == np.array(names(weights)), axis=0)
+    n = np.arange(1, len(chosen) + 1)
+    most = abs(counts - np.outer(n, np.array(weights) / sum(weights))).max(axis=1)
+    return (most / np.sqrt(n)).max(), most.max()
 
 
 @pytest.mark.parametrize("weights", WEIGHTS, ids=str)
