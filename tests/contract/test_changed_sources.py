@@ -326,12 +326,12 @@ def test_files_of_rows_are_known_by_their_name_and_their_rows(tmp_path):
 @pytest.mark.parametrize(
     "source",
     [
-        lambda: files(64 * 90, size=1),
-        lambda: ArraySource({f"column {at}": np.zeros((64 * 90, at)) for at in range(99)}, 1),
+        lambda: files(64 * 20, size=1),
+        lambda: ArraySource({f"column {at}": np.zeros((64 * 20, at)) for at in range(99)}, 1),
     ],
 )
 def test_a_state_of_64_shards_is_small(source):
-    state = saved(GeneratorEnqueuer(source(), random_seed=2**31 - 1, shards=64), 64 * 80)
+    state = saved(GeneratorEnqueuer(source(), random_seed=2**31 - 1, shards=64), 64 * 15)
     assert len(json.dumps(state)) < 1024
     assert len(json.dumps(merge_states([state]))) < 1024
 
