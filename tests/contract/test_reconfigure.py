@@ -88,7 +88,7 @@ def test_another_thread_may_change_or_stop_while_tasks_are_handed_out(change, is
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
-        for _ in range(20):
+        for _ in range(10):
             _change_meanwhile(change, is_async)
     finally:
         sys.setswitchinterval(interval)

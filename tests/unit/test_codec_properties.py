@@ -153,7 +153,7 @@ ENCODER = item_codec.Encoder()  # one for all, as a worker has it
 
 
 @given(NESTS)
-@settings(max_examples=500)
+@settings(max_examples=200)
 def test_any_nest_is_the_same_after_the_codec(value):
     data, buffers = ENCODER.encode(value)
     copies = [memoryview(bytearray(np.asarray(buffer).tobytes())) for buffer in buffers]
@@ -218,7 +218,7 @@ def test_an_array_that_is_there_twice_arrives_as_one():
     with contextlib.closing(Channel()) as channel:
 
         @given(arrays())
-        @settings(max_examples=300)
+        @settings(max_examples=100)
         def check(array):
             first, second = channel.through([array, {"again": array}])
             assert same(first, array)
