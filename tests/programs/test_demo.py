@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from helpers import terminal
 
+from enqueuer.cli import main
 from enqueuer.common.extras import install_command
 from enqueuer.tools import demo
 
@@ -225,27 +226,27 @@ def test_version(program: Program) -> None:
     ("arguments", "complaint"),
     [
         (["demo", "--workers", "0"], "--workers: must be a whole number >= 1, got '0'"),
-        pytest.param(
-            ["demo", "--epochs", "-1"],
-            "--epochs: must be a whole number >= 1, got '-1'",
-            marks=pytest.mark.thorough,
-        ),
-        pytest.param(
-            ["demo", "--batch-size", "many"],
-            "--batch-size: must be a whole number >= 1, got 'many'",
-            marks=pytest.mark.thorough,
-        ),
+        (["demo", "--epochs", "-1"], "--epochs: must be a whole number >= 1, got '-1'"),
+        (["demo", "--batch-size", "many"], "--batch-size: must be a whole number >= 1, got 'many'"),
         (["demo", "--seed", "-1"], "--seed: must be a whole number >= 0, got '-1'"),
         (["demo", "--backend", "ray"], "invalid choice: 'ray'"),
         (["demo", "--nonsense"], "unrecognized arguments: --nonsense"),
-        (["dmeo"], "invalid choice: 'dmeo'"),
         ([], "required: COMMAND"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_bad_arguments_are_named(
-    program: Program, arguments: Sequence[str], complaint: str
+    arguments: Sequence[str], complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, output, errors = program.run(*arguments)
+    """In this process, as each interpreter takes a while to start."""
+    with pytest.raises(SystemExit) as ended:
+        main.main(arguments)
+    output, errors = capsys.readouterr()
+    assert (ended.value.code, output) == (2, "")
+    assert complaint in errors
+
+
+def test_bad_arguments_end_the_program(program: Program) -> None:
+    code, output, errors = program.run("dmeo")
     assert (code, output) == (2, "")
-    assert complaint in errors and "Traceback" not in errors
+    assert "invalid choice: 'dmeo'" in errors and "Traceback" not in errors
