@@ -6,14 +6,13 @@ import itertools
 import os
 import queue
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 from conftest import without
-from helpers import LIMIT, backend_of, wait_until
+from helpers import LIMIT, Gated, backend_of, wait_until
 
 from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, StopWarning
 
@@ -168,7 +167,7 @@ def test_bad_numbers_are_refused_by_start():
 
 
 @pytest.mark.parametrize("ordered", [True, False])
-def test_nobody_polls_while_nothing_happens(backend, ordered):
+def test_nobody_polls_while_nothing_happens(backend, ordered, tmp_path):
     """An enqueuer whose queue is full, and a consumer that waits for it, cost no CPU time."""
 
     def workers():
@@ -186,10 +185,7 @@ def test_nobody_polls_while_nothing_happens(backend, ordered):
     def used():
         return sum(sum(process.cpu_times()[:2]) for process in (psutil.Process(), *workers()))
 
-    def source(shard):
-        yield from range(5)
-        time.sleep(2)
-
+    source = Gated(tmp_path, stops=[(0, 5), (1, 5)], count=6)
     options = {"workers": 2, "max_queue_size": 4, "ordered": ordered, **backend}
     with GeneratorEnqueuer(source, **options) as enqueuer:
         wait_until(lambda: enqueuer.queue.qsize() == 4)
@@ -204,6 +200,8 @@ def test_nobody_polls_while_nothing_happens(backend, ordered):
         if backend_of(backend) == "thread":
             with pytest.warns(StopWarning):
                 enqueuer.stop(timeout=0)
+            for _ in range(2):
+                source.let_on()
             wait_until(lambda: "enqueuer-worker" not in str(threading.enumerate()))
         else:
             enqueuer.stop(timeout=0)
