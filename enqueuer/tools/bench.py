@@ -153,7 +153,7 @@ def bench(
         >>> import time
         >>> def batches(shard):
         ...     while True:
-        ...         time.sleep(0.005)
+        ...         time.sleep(0.03)
         ...         yield bytes(1000)
         >>> *_, report = bench(batches, Loop(0.3), max_workers=4, backends=["thread"])
         >>> report.best.backend, report.gain > 1.5
