@@ -289,12 +289,15 @@ def texts_of_the_package():
         for node in reading_cost.nodes(path):
             if isinstance(node, ast.JoinedStr):
                 parts = (getattr(part, "value", "") for part in node.values)
-                yield "\0".join(part if isinstance(part, str) else "" for part in parts)
+                yield " ".join(part if isinstance(part, str) else "" for part in parts)
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 yield node.value
 
 
 def has_pieces(known: str, quoted: str) -> bool:
     """Return whether a text has the pieces between the dots of a quoted one, in their order."""
-    pieces = (re.escape(piece.strip()) for piece in quoted.split("...") if piece.strip())
-    return re.search("(.|\0)*?".join(pieces), known.replace("\0", " "), re.DOTALL) is not None
+    for piece in filter(None, map(str.strip, quoted.split("..."))):
+        _, found, known = known.partition(piece)
+        if not found:
+            return False
+    return True
