@@ -9,7 +9,7 @@ import sys
 import threading
 
 import pytest
-from helpers import LIMIT, Program
+from helpers import LIMIT, Disturbed, Program, retry_if_disturbed
 
 from enqueuer.cli import main
 from enqueuer.tools.bench import Loop, Unmeasurable, bench
@@ -108,36 +108,45 @@ def surroundings():
 # --- the numbers ---
 
 
+def check(is_right, report):
+    """Raise Disturbed if the numbers of a report are not right, as on a busy machine."""
+    if not is_right:
+        raise Disturbed(str(report))
+
+
+@retry_if_disturbed
 def test_a_source_that_waits_is_made_faster_by_threads(source):
     found = last(source("sleeping"), backends=["thread"])
     rates = {one.workers: one.batches_per_s for one in found.measured}
-    assert rates[4] > 1.5 * rates[1]
-    assert found.best.workers == 4
-    assert found.gain > 1.5
-    assert found.gil_share < 0.3
+    check(rates[4] > 1.5 * rates[1], found)
+    check(found.best.workers == 4 and found.gain > 1.5, found)
+    check(found.gil_share < 0.3, found)
     assert all(one.batch_bytes == 1000 for one in found.measured)
 
 
+@retry_if_disturbed
 def test_a_source_in_python_holds_the_gil_and_runs_on_processes(source):
     found = last(source("computing"), backends=["process"], max_workers=2)
-    assert found.gil_share > 0.6
+    check(found.gil_share > 0.6, found)
     assert [one.workers for one in found.measured] == [0, 1, 2]
     assert all(one.batches_per_s > 0 and one.rss_bytes > 0 for one in found.measured[1:])
 
 
+@retry_if_disturbed
 def test_a_step_that_takes_longer_than_the_data_ends_the_search(source):
     found = last(source("sleeping"), backends=["thread"], loop=Loop(0.3, wait_s=0.1))
-    assert [one.workers for one in found.measured] == [0, 1]
+    check([one.workers for one in found.measured] == [0, 1], found)
     assert found.measured[0].waiting_share > 0.1
-    assert found.best.waiting_share < 0.05
+    check(found.best.waiting_share < 0.05, found)
 
 
+@retry_if_disturbed
 def test_a_step_may_compute(source):
     found = last(
         source("sleeping"), backends=["thread"], loop=Loop(0.3, compute_s=0.02), max_workers=1
     )
-    # A step that sleeps uses less than 0.01; a busy machine may leave it a tenth of a CPU.
-    assert found.measured[1].cpus_used > 0.05
+    # A step that sleeps uses less than 0.01.
+    check(found.measured[1].cpus_used > 0.05, found)
 
 
 def test_more_workers_that_do_not_help_end_the_search(source, monkeypatch):
