@@ -15,12 +15,12 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from enqueuer.workers import loop, task_loop
+from enqueuer.workers import loop
 from enqueuer.workers.element_threads import ElementThreads, ThreadJob
-from enqueuer.workers.event_loop import EventLoop
 from enqueuer.workers.messages import Empty, End, Failure, Sender, Ticket, Tickets
-from enqueuer.workers.plan import OnError, Plan, serve_failure
+from enqueuer.workers.plan import Plan, serve_failure
 from enqueuer.workers.shards import Task, do_nothing
+from enqueuer.workers.task_loop import Raised, TaskWork, serve_tasks
 from enqueuer.workers.tasks import TaskSource
 
 
@@ -28,7 +28,7 @@ def serve_function(source: object) -> Callable[..., None]:
     """Return the loop of a worker of a source."""
     if not isinstance(source, TaskSource):
         return loop.serve
-    return serve_concurrently if source.has_threads else task_loop.serve_tasks
+    return serve_concurrently if source.has_threads else serve_tasks
 
 
 def serve_concurrently(
@@ -49,44 +49,34 @@ def serve_concurrently(
     """
     source = plan.source
     assert isinstance(source, TaskSource)
-    name, loop = threading.current_thread().name, None
+    threads = ElementThreads(source.concurrency, sender.meter, sender.check, source.is_async)
     try:
-        loop = EventLoop(f"{name}.loop", source.concurrency) if source.is_async else None
-        threads = ElementThreads(source.concurrency, sender.meter, sender.check, loop)
-        threads.start(name)
+        threads.start(threading.current_thread().name)
     except (RuntimeError, OSError) as error:
-        if loop is not None:
-            loop.close()
         serve_failure(error, (), tickets, sender)
         return
-    shared = sender.share(threads)
+    work = TaskWork(plan, sender.share(threads))
     enter = enter if enter is not None and source.runs_code else do_nothing
     try:
         while threads.wait_for_room() and (ticket := tickets.next_ticket()) is not None:
             enter(Task(ticket.indices[0], ticket.epoch, source.random_seed))
             enter = do_nothing
-            threads.submit(_jobs_of(source, ticket, shared, plan.on_error, threads))
+            threads.submit(_jobs_of(work, ticket, threads))
         # Without tickets the coroutines that run are completed, unless the consumer left.
-        if loop is not None:
+        if source.is_async:
             sender.check()
     except BaseException as error:
         threads.close(error)
-        if loop is not None:
-            # The threads end with the coroutines that they wait for.
-            loop.cancel()
+        threads.cancel()
     threads.join()
-    if loop is not None:
-        loop.close()
     if threads.error is not None:
         raise threads.error
 
 
-def _jobs_of(
-    source: TaskSource, ticket: Ticket, sender: Sender, on_error: OnError, threads: ElementThreads
-) -> list[ThreadJob]:
+def _jobs_of(work: TaskWork, ticket: Ticket, threads: ElementThreads) -> list[ThreadJob]:
     """Return the jobs with which a ticket begins."""
-    run = functools.partial(task_loop.do_task, source, ticket, sender, do_nothing, on_error)
-    whole = ThreadJob(ticket, ticket.indices, run)
+    source = work.source
+    whole = ThreadJob(ticket, ticket.indices, functools.partial(work.do, ticket))
     try:
         # Here, so that no two threads announce the epoch.
         source.begin(ticket.epoch)
@@ -96,7 +86,7 @@ def _jobs_of(
     is_fetched = source.fetches_many(ticket)
     if len(ticket.indices) == 1 or (is_fetched and source.map is None):
         return [whole]
-    batch = _Batch(source, ticket, sender, on_error)
+    batch = _Batch(work, ticket)
     if not is_fetched:
         return batch.jobs(source.elements_of(ticket))
     fetch = functools.partial(batch.fetch, threads)
@@ -106,14 +96,10 @@ def _jobs_of(
 class _Batch:
     """The outcomes of the elements of one ticket, until all are there."""
 
-    def __init__(
-        self, source: TaskSource, ticket: Ticket, sender: Sender, on_error: OnError
-    ) -> None:
-        self._source = source
+    def __init__(self, work: TaskWork, ticket: Ticket) -> None:
+        self._work = work
         self._ticket = ticket
-        self._sender = sender
         self._failed_fetch: BaseException | None = None
-        self._on_error = on_error
         count = len(ticket.indices)
         self._outcomes: list[Any] = [None] * count
         # Elements from this place on need not be run: an earlier one has failed.
@@ -122,33 +108,30 @@ class _Batch:
 
     def fetch(self, threads: ElementThreads) -> None:
         """Fetch the elements by one call, before each gets a thread."""
-        elements, self._failed_fetch = task_loop.fetched(self._source, self._ticket)
+        elements, self._failed_fetch = self._work.fetched(self._ticket)
         threads.submit(self.jobs(elements))
 
     def jobs(self, elements: Sequence[Any]) -> list[ThreadJob]:
         """Return a job for each element."""
-        run = functools.partial
+        run, indices = functools.partial, self._ticket.indices
         return [
-            ThreadJob(self._ticket, (index,), run(self._run, place, element))
-            for place, (index, element) in enumerate(
-                zip(self._ticket.indices, elements, strict=True)
-            )
+            ThreadJob(self._ticket, (indices[place],), run(self._run, place, element))
+            for place, element in enumerate(elements)
         ]
 
     def _run(self, place: int, element: Any) -> None:
         """Run one element; after the last one, send the result of the ticket."""
-        outcome = None
+        work, ticket, outcome = self._work, self._ticket, None
         if place < self._needed:
-            outcome = task_loop.outcome_of(self._source, self._ticket, place, element)
+            outcome = work.outcome_of(ticket, place, element)
         with self._lock:
             self._outcomes[place] = outcome
-            if isinstance(outcome, task_loop.Raised) and self._on_error == "raise":
+            if isinstance(outcome, Raised) and work.on_error == "raise":
                 self._needed = min(self._needed, place)
             self._left -= 1
             if self._left:
                 return
-        rest = self._sender, self._on_error, self._failed_fetch
-        task_loop.send_results(self._source, self._ticket, [], self._outcomes, *rest)
+        work.send_batch(ticket, [], self._outcomes, self._failed_fetch)
 
 
 class LockedSender:

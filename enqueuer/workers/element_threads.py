@@ -73,11 +73,11 @@ class ElementThreads:
         count: Number of threads.
         meter: Meter of the worker, whose waits are those of the threads.
         check: Function that raises Closed if the consumer left; called before each job.
-        loop: Event loop on which coroutines of the jobs run; None: there are none.
+        is_async: Whether jobs wait for coroutines.
 
     Attributes:
         threads: The threads.
-        loop: The event loop.
+        loop: Event loop on which coroutines of the jobs run; None: there are none.
         error: Exception of a thread that is no error of a job; or None.
         do: Function that does a job; a trace sets one that records it, too.
         on_error: Function that is called with an exception of a thread; the worker's own thread
@@ -97,7 +97,7 @@ class ElementThreads:
         count: int,
         meter: Meter,
         check: Callable[[], object],
-        loop: EventLoop | None = None,
+        is_async: bool = False,
     ) -> None:
         self.threads: list[threading.Thread] = []
         self.error: BaseException | None = None
@@ -106,7 +106,8 @@ class ElementThreads:
         self._count = count
         self._meter = meter
         self._check = check
-        self.loop = loop
+        self._is_async = is_async
+        self.loop: EventLoop | None = None
         self._jobs: SimpleQueue[ThreadJob | None] = SimpleQueue()
         # The jobs that run, and when each began, by the thread that runs them, the oldest first.
         self._current: dict[int, tuple[ThreadJob, int]] = {}
@@ -126,10 +127,13 @@ class ElementThreads:
         """Start the threads, or as many as the system has room for.
 
         Raises:
+            OSError: It has no descriptors for the event loop.
             RuntimeError: It has no room for any.
         """
         self._meter.pause(WAITING)
-        for_each = 1 if self.loop is None else 2
+        if self._is_async:
+            self.loop = EventLoop(f"{name}.loop", self._count)
+        for_each = 1 + self._is_async
         try:
             for number in range(for_each * self._count):
                 thread = WorkerThread(target=self._run, name=f"{name}.{number}", daemon=True)
@@ -137,6 +141,7 @@ class ElementThreads:
                 self.threads.append(thread)
         except RuntimeError as error:
             if not self.threads:
+                self.join()
                 raise
             wanted, self._count = self._count, max(1, len(self.threads) // for_each)
             _log.warning(
@@ -180,12 +185,19 @@ class ElementThreads:
         if error is not None and self.on_error is not None:
             self.on_error(error)
 
+    def cancel(self) -> None:
+        """Cancel the coroutines; the threads end with those that they wait for."""
+        if self.loop is not None:
+            self.loop.cancel()
+
     def join(self) -> None:
         """Wait until the threads have run all jobs, or all that they have begun if closed."""
         for _ in self.threads:
             self._jobs.put(None)
         for thread in self.threads:
             thread.join()
+        if self.loop is not None:
+            self.loop.close()
 
     def snapshots(self) -> list[ThreadSnapshot]:
         """Return where each thread with a job is."""

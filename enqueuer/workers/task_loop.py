@@ -5,13 +5,14 @@ serve_tasks: take a ticket -> its elements -> their results -> collate -> send -
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
 from enqueuer.errors import Closed
 from enqueuer.workers.messages import Empty, Failure, Sender, Ticket, Tickets
-from enqueuer.workers.plan import OnError, Plan, skip_or_end
+from enqueuer.workers.plan import Plan, skip_or_end
 from enqueuer.workers.shards import Task, do_nothing
 from enqueuer.workers.tasks import FETCH, TaskSource
 
@@ -31,88 +32,18 @@ def serve_tasks(
         enter: Function that seeds the global generators for the first task of a ticket. Calling
             it for each task would take longer than many tasks do.
     """
-    source = plan.source
-    assert isinstance(source, TaskSource)
+    work = TaskWork(plan, sender)
+    source, is_plain = work.source, work.source.is_plain
     enter = enter if enter is not None and source.runs_code else do_nothing
-    do = _do_plain if source.is_plain else do_task
-    try:
+    with contextlib.suppress(Closed):
         while (ticket := tickets.next_ticket()) is not None:
-            do(source, ticket, sender, enter, plan.on_error)
-    except Closed:
-        pass
-
-
-def _do_plain(
-    source: TaskSource,
-    ticket: Ticket,
-    sender: Sender,
-    enter: Callable[[Task], None],
-    on_error: OnError,
-) -> None:
-    """Do a task of a plain source, with fewer calls than `do_task`."""
-    number, epoch, (index,), _ = ticket
-    seed = source.random_seed
-    if enter is not do_nothing:
-        enter(Task(index, epoch, seed))
-    try:
-        value = source.result(index, epoch, seed)
-    except BaseException as error:
-        failure: Failure | None = Failure(0, number, error)
-    else:
-        failure = try_to_send(number, value, sender)
-    if failure is not None:
-        try:
-            _skip_batch(failure, sender, on_error)
-        finally:
-            # Otherwise the traceback of its error would refer to itself, through this frame.
-            del failure
-
-
-def do_task(
-    source: TaskSource,
-    ticket: Ticket,
-    sender: Sender,
-    enter: Callable[[Task], None],
-    on_error: OnError,
-) -> None:
-    """Send the result of a ticket, or `Empty`, and before that a failure for each error.
-
-    Args:
-        source: The source of the tasks.
-        ticket: The ticket.
-        sender: Sender of the result.
-        enter: Function of the first task.
-        on_error: What to do about an exception.
-    """
-    results: list[Any] = []
-    failures: list[Raised] = []
-    if enter is not do_nothing:
-        enter(Task(ticket.indices[0], ticket.epoch, source.random_seed))
-    elements, failed_fetch = fetched(source, ticket)
-    if failed_fetch is None:
-        try:
-            results.extend(source.results_of(ticket, elements))
-        except BaseException as error:
-            failures.append(Raised(error))
-    # If one raised StopIteration, that looks like an end, and comes again.
-    left = range(len(results) + len(failures), len(ticket.indices))
-    rest = (outcome_of(source, ticket, place, elements[place]) for place in left)
-    try:
-        send_results(source, ticket, results, chain(failures, rest), sender, on_error, failed_fetch)
-    finally:
-        # Otherwise its traceback would refer to itself, through this frame.
-        del failures
-
-
-def fetched(source: TaskSource, ticket: Ticket) -> tuple[Sequence[Any], BaseException | None]:
-    """Return the elements of a ticket, and the exception of fetching all at once, if it failed.
-
-    If they are then fetched one by one, the element at fault raises its own error.
-    """
-    try:
-        return source.elements_of(ticket), None
-    except BaseException as error:
-        return [FETCH] * len(ticket.indices), error
+            number, epoch, indices, _ = ticket
+            if enter is not do_nothing:
+                enter(Task(indices[0], epoch, source.random_seed))
+            if is_plain:
+                work.send(number, source.result, indices[0], epoch, source.random_seed)
+            else:
+                work.do(ticket)
 
 
 class Raised:
@@ -122,53 +53,113 @@ class Raised:
         self.error = error
 
 
-def outcome_of(source: TaskSource, ticket: Ticket, place: int, element: Any) -> Any:
-    """Return the result of one element of a ticket, or what it raised."""
-    try:
-        return source.result(ticket.indices[place], ticket.epoch, source.random_seed, element)
-    except BaseException as error:
-        return Raised(error)
-
-
-def send_results(
-    source: TaskSource,
-    ticket: Ticket,
-    results: list[Any],
-    rest: Iterable[Any],
-    sender: Sender,
-    on_error: OnError,
-    failed_fetch: BaseException | None,
-) -> None:
-    """Collate and send the results of a ticket, or `Empty`, and before that its failures.
+class TaskWork:
+    """The work of a worker for each ticket, also if several threads share the elements.
 
     Args:
+        plan: Work with a TaskSource.
+        sender: Sender of the results.
+
+    Attributes:
         source: The source of the tasks.
-        ticket: The ticket.
-        results: Results of the first elements.
-        rest: Outcomes of the others.
-        sender: Sender of the item.
         on_error: What to do about an exception.
-        failed_fetch: Exception of fetching all elements at once, if no single one is at fault.
     """
-    for place, result in enumerate(rest, len(results)):
-        if isinstance(result, Raised):
-            failed_fetch, failure = None, Failure(place, ticket.number, result.error)
-            goes_on, result = skip_or_end(failure, sender, on_error)
+
+    def __init__(self, plan: Plan, sender: Sender) -> None:
+        assert isinstance(plan.source, TaskSource)
+        self.source = plan.source
+        self.on_error = plan.on_error
+        self._sender = sender
+
+    def do(self, ticket: Ticket) -> None:
+        """Send the result of a ticket, or `Empty`, and before that a failure for each error."""
+        results: list[Any] = []
+        failures: list[Raised] = []
+        elements, failed_fetch = self.fetched(ticket)
+        if failed_fetch is None:
+            try:
+                results.extend(self.source.results_of(ticket, elements))
+            except BaseException as error:
+                failures.append(Raised(error))
+        # If one raised StopIteration, that looks like an end, and comes again.
+        left = range(len(results) + len(failures), len(ticket.indices))
+        rest = (self.outcome_of(ticket, place, elements[place]) for place in left)
+        try:
+            self.send_batch(ticket, results, chain(failures, rest), failed_fetch)
+        finally:
+            # Otherwise its traceback would refer to itself, through this frame.
+            del failures
+
+    def fetched(self, ticket: Ticket) -> tuple[Sequence[Any], BaseException | None]:
+        """Return the elements of a ticket, and the exception of fetching all at once, if it failed.
+
+        If they are then fetched one by one, the element at fault raises its own error.
+        """
+        try:
+            return self.source.elements_of(ticket), None
+        except BaseException as error:
+            return [FETCH] * len(ticket.indices), error
+
+    def outcome_of(self, ticket: Ticket, place: int, element: Any) -> Any:
+        """Return the result of one element of a ticket, or what it raised."""
+        source, index = self.source, ticket.indices[place]
+        try:
+            return source.result(index, ticket.epoch, source.random_seed, element)
+        except BaseException as error:
+            return Raised(error)
+
+    def send_batch(
+        self,
+        ticket: Ticket,
+        results: list[Any],
+        rest: Iterable[Any],
+        failed_fetch: BaseException | None,
+    ) -> None:
+        """Collate and send the results of a ticket, or `Empty`, and before that its failures.
+
+        Args:
+            ticket: The ticket.
+            results: Results of the first elements.
+            rest: Outcomes of the others.
+            failed_fetch: Exception of fetching all elements at once, if no single one is at fault.
+        """
+        for place, result in enumerate(rest, len(results)):
+            if isinstance(result, Raised):
+                failed_fetch, failure = None, Failure(place, ticket.number, result.error)
+                goes_on, result = skip_or_end(failure, self._sender, self.on_error)
+                if not goes_on:
+                    return
+            results.append(result)
+        if failed_fetch is not None:
+            failure = Failure(0, ticket.number, failed_fetch)
+            goes_on, _ = skip_or_end(failure, self._sender, self.on_error)
             if not goes_on:
                 return
-        results.append(result)
-    if failed_fetch is not None:
-        goes_on, _ = skip_or_end(Failure(0, ticket.number, failed_fetch), sender, on_error)
-        if not goes_on:
-            return
-    try:
-        value = source.item_of(ticket, results, source.random_seed)
-    except BaseException as error:
-        failed: Failure | None = Failure(0, ticket.number, error)
-    else:
-        failed = try_to_send(ticket.number, value, sender)
-    if failed is not None:
-        _skip_batch(failed, sender, on_error)
+        source = self.source
+        self.send(ticket.number, source.item_of, ticket, results, source.random_seed)
+
+    def send(self, number: int, make: Callable[..., Any], *args: Any) -> None:
+        """Send the item of a task, or `Empty`; if making it fails, its failure.
+
+        Args:
+            number: Number of the task.
+            make: Function that makes the item.
+            args: Its arguments.
+        """
+        try:
+            value = make(*args)
+        except BaseException as error:
+            failure: Failure | None = Failure(0, number, error)
+        else:
+            failure = try_to_send(number, value, self._sender)
+        if failure is not None:
+            try:
+                goes_on, value = skip_or_end(failure, self._sender, self.on_error)
+                if goes_on:
+                    send_replacement(failure, value, self._sender)
+            finally:
+                # Otherwise the traceback of its error would refer to itself, through this frame.
+                del failure
 
 
 def try_to_send(number: int, value: Any, sender: Sender, shard: int = 0) -> Failure | None:
@@ -191,10 +182,3 @@ def send_replacement(failure: Failure, value: Any, sender: Sender) -> bool:
     if failed is not None:
         sender.send(failed)
     return failed is None
-
-
-def _skip_batch(failure: Failure, sender: Sender, on_error: OnError) -> None:
-    """Send the failure of a whole batch, then its replacement, or `Empty`, if it is skipped."""
-    goes_on, replacement = skip_or_end(failure, sender, on_error)
-    if goes_on:
-        send_replacement(failure, replacement, sender)
