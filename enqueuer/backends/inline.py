@@ -10,12 +10,8 @@ turn; the thread of the turn then closes the generators.
 from __future__ import annotations
 
 import contextlib
-import copy
-import dataclasses
 import functools
 import threading
-import traceback
-import warnings
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, cast
@@ -23,21 +19,20 @@ from typing import Any, cast
 from enqueuer.backends.job import Job
 from enqueuer.backends.pool import (
     Death,
-    DequeInbox,
     Dispatch,
     WorkerPool,
     WorkerSnapshot,
     WorkerState,
 )
-from enqueuer.backends.stall import level_of_user, stacks_of_threads
+from enqueuer.backends.stall import warn_of_hanging
+from enqueuer.backends.thread.inbox import UNBOUNDED, ThreadInbox
+from enqueuer.backends.thread.sender import ThreadSender, WorkQueue
 from enqueuer.common import interrupts
-from enqueuer.common.sizes import SAMPLED, size_of
-from enqueuer.errors import Closed, StartError, StopWarning
-from enqueuer.monitoring.meters import BYTES, WAITING, Meter, clock
+from enqueuer.errors import Closed, StartError
+from enqueuer.monitoring.meters import WAITING, clock
 from enqueuer.monitoring.trace_file import TraceTarget
 from enqueuer.monitoring.usage import Usage
 from enqueuer.monitoring.worker_stats import WorkerStats, worker_stats
-from enqueuer.workers.event_loop import check_awaited
 from enqueuer.workers.loop import turns
 from enqueuer.workers.messages import Empty, End, Epoch, Failure, Ticket
 from enqueuer.workers.plan import Plan
@@ -53,7 +48,7 @@ _SHARED: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.null
 _seed = functools.partial(seed_globals, is_alone=False)
 
 
-class InlineWorker:
+class InlineWorker(ThreadSender):
     """See `enqueuer.backends.pool.Worker`; it is its own Sender, Orders and Tickets.
 
     Args:
@@ -62,26 +57,20 @@ class InlineWorker:
         has_globals: Whether the code of the user draws from global random states of its own, as
             in another process.
         trace: File in which the worker records what it does; None: nothing is recorded.
-
-    Attributes:
-        is_closed: Whether the enqueuer was stopped.
-        meter: Account of the worker.
-        items: Number of items that it has sent.
     """
+
+    is_leaving = False
 
     def __init__(
         self, plan: Plan, tickets: deque[Ticket], has_globals: bool, trace: TraceTarget | None
     ) -> None:
-        self.index = 0
+        inbox = ThreadInbox(UNBOUNDED, shards=len(plan.shards))
+        orders: WorkQueue[Epoch] = WorkQueue()
+        super().__init__(0, inbox, orders, WorkQueue(), measured=False)
         self.shards = plan.shards
-        self.inbox = DequeInbox()
-        self.state = WorkerState.RUNNING
-        self.is_leaving = self.is_closed = False
-        self.meter = Meter()
-        self.items = 0
         self._plan = plan
         self._tickets = tickets
-        self._orders: deque[Epoch] = deque()
+        self._epochs = orders
         self._last_epoch = -1
         # The rest of the epoch; None between epochs.
         self._turns: Iterator[None] | None = None
@@ -101,7 +90,7 @@ class InlineWorker:
         # An order comes twice if an exception ends the call that gives it.
         if epoch.number > self._last_epoch:
             self._last_epoch = epoch.number
-            self._orders.append(epoch)
+            self._epochs.put(epoch)
 
     def ask_to_exit(self) -> None:
         raise AssertionError("there is one worker in the loop's own thread")
@@ -117,7 +106,7 @@ class InlineWorker:
     @property
     def has_work(self) -> bool:
         """Whether there is anything to do."""
-        return bool(self._turns or self._orders or self._tickets)
+        return bool(self._turns or self._epochs or self._tickets)
 
     def step(self) -> None:
         """Run until something was sent, or the worker cannot go on.
@@ -128,7 +117,7 @@ class InlineWorker:
         self.meter.resume()
         try:
             with self._globals():
-                self._step()
+                self._advance()
         except Closed:
             pass
         except BaseException:
@@ -138,7 +127,7 @@ class InlineWorker:
         finally:
             self.meter.pause(WAITING)
 
-    def _step(self) -> None:
+    def _advance(self) -> None:
         # The Sender as well.
         orders: Any = self._recorder or self
         plan = self._plan
@@ -154,44 +143,20 @@ class InlineWorker:
         if next(self._turns, self) is self:
             self._turns = None
 
-    def send_item(self, shard: int, number: int, value: object, state: Any = None) -> None:
-        self.check()
-        check_awaited(value)
-        self.meter.words[BYTES] += size_of(value, SAMPLED)
-        # It may be the iterator's own state, which changes.
-        state = copy.deepcopy(state)
-        self.items += 1
-        self.inbox.messages.append((shard, number, value, state))
-
     def send(self, message: End | Failure | Empty) -> None:
-        self.check()
-        match message:
-            case Failure(error=KeyboardInterrupt() as interrupt):
-                # It came from the user's terminal to the loop, not from the generator.
-                raise interrupt
-            case Failure():
-                message = dataclasses.replace(message, worker=str(self))
-            case End(state=state):
-                message = dataclasses.replace(message, state=copy.deepcopy(state))
-        self.inbox.messages.append(message)
-
-    def check(self) -> None:
-        if self.is_closed:
-            raise Closed("the enqueuer was stopped")
-
-    def next_epoch(self) -> Epoch | None:
-        """See `Orders`."""
-        return self._orders.popleft()
+        if isinstance(message, Failure) and isinstance(message.error, KeyboardInterrupt):
+            # It came from the user's terminal to the loop, not from the generator.
+            raise message.error
+        super().send(message)
 
     def next_ticket(self) -> Ticket | None:
-        """See `Tickets`; there is one ticket each time."""
+        # There is one each time.
         ticket, self._ticket = self._ticket, None
         return ticket
 
     def close(self) -> None:
         """Close the generators, so that their `finally` runs."""
         rest, self._turns = self._turns, None
-        self._orders.clear()
         if rest is not None:
             with self._globals(), contextlib.suppress(Closed):
                 cast(Any, rest).close()
@@ -250,7 +215,7 @@ class InlinePool(WorkerPool[InlineWorker]):
             raise AssertionError("the loop waits, and the worker has nothing to do")
 
     def poll(self) -> None:
-        if not any(worker.inbox.messages for worker in self.workers):
+        if not any(len(worker.inbox) for worker in self.workers):
             self._take_turn()
 
     def _take_turn(self) -> bool:
@@ -281,7 +246,7 @@ class InlinePool(WorkerPool[InlineWorker]):
                 str(worker),
                 worker.shards,
                 worker.meter.words,
-                (worker.items, worker.meter.words[BYTES]),
+                worker.sent,
                 # The CPU time of this thread is also that of the loop.
                 Usage(),
                 self._began,
@@ -296,7 +261,7 @@ class InlinePool(WorkerPool[InlineWorker]):
     def close(self) -> None:
         self._is_closed = True
         for worker in self.workers.copy():
-            worker.is_closed = True
+            worker.inbox.close()
 
     def stop(self, timeout: float) -> None:
         self.close()
@@ -304,7 +269,11 @@ class InlinePool(WorkerPool[InlineWorker]):
         if self._runner == threading.get_ident():
             return
         if not interrupts.interruptible(self._turn.acquire, True, timeout):
-            _warn_of(self._runner, timeout)
+            warn_of_hanging(
+                f"the generator did not end within {timeout:g} s and cannot be ended, as it runs "
+                "in the loop's own thread; it is closed after its next batch",
+                self._runner,
+            )
             return
         try:
             for worker in self.workers.copy():
@@ -312,14 +281,3 @@ class InlinePool(WorkerPool[InlineWorker]):
             self.workers.clear()
         finally:
             self._turn.release()
-
-
-def _warn_of(runner: int | None, timeout: float) -> None:
-    (stack,) = stacks_of_threads([runner])
-    where = "".join(traceback.format_list(stack)) if stack else "  (unknown)\n"
-    warnings.warn(
-        f"the generator did not end within {timeout:g} s and cannot be ended, as it runs in the "
-        f"loop's own thread; it is closed after its next batch. It is here:\n{where}",
-        StopWarning,
-        stacklevel=level_of_user(),
-    )

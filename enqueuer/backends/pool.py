@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import enum
 import traceback
-from collections import deque
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
@@ -130,62 +129,6 @@ class Inbox(Protocol):
 
     def acknowledge(self) -> None:
         """Count what was taken as consumed, so that as much can be sent; again does nothing."""
-
-
-class DequeInbox:
-    """An `Inbox` without a bound: the messages lie in a deque.
-
-    Attributes:
-        messages: Messages that were sent and not taken; items are tuples.
-        taken: Number of items that were taken.
-
-    Example:
-        >>> inbox = DequeInbox()
-        >>> inbox.messages.append((0, 0, "a", None))
-        >>> inbox.head(), inbox.waiting
-        (True, 1)
-    """
-
-    def __init__(self) -> None:
-        self.messages: deque[ItemTuple | End | Failure | Empty] = deque()
-        self.taken = 0
-
-    @property
-    def waiting(self) -> int:
-        return sum(isinstance(message, tuple) for message in self.messages.copy())
-
-    def waiting_of(self, epoch: int) -> int:
-        # What fills it makes nothing ahead of an epoch.
-        return self.waiting
-
-    def head(self) -> bool | End | Failure | Empty:
-        if not self.messages:
-            return False
-        message = self.messages[0]
-        return True if isinstance(message, tuple) else message
-
-    def items(self, most: int, taken: Taken) -> Iterator[ItemTuple]:
-        messages, numbers = self.messages, taken.numbers
-        for _ in range(most):
-            if not messages or not isinstance(messages[0], tuple):
-                return
-            item = messages[0]
-            shard, number, _value, state = item
-            if state is not None:
-                taken.remember(shard, number, state)
-            # In one step, to the yield.
-            numbers[shard] = number + 1
-            taken.last = shard
-            del messages[0]
-            self.taken += 1
-            yield item
-
-    def remove(self, message: End | Failure | Empty) -> None:
-        if self.messages and self.messages[0] is message:
-            del self.messages[0]
-
-    def acknowledge(self) -> None:
-        """Do nothing: there is room for all that is sent."""
 
 
 class Worker(Protocol):

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from enqueuer.backends.pool import Stack, WorkerSnapshot
 from enqueuer.backends.shard_schedule import Order
 from enqueuer.common.text import pluralize
-from enqueuer.errors import BatchTimeout, StallWarning
+from enqueuer.errors import BatchTimeout, StallWarning, StopWarning
 from enqueuer.workers.event_loop import ThreadSnapshot
 
 # Eleven days, which every way of waiting accepts.
@@ -162,6 +162,13 @@ def stacks_of_threads(idents: Iterable[int | None]) -> list[Stack | None]:
     finally:
         # Otherwise this very frame would refer to itself.
         del frames
+
+
+def warn_of_hanging(text: str, ident: int | None) -> None:
+    """Warn of a thread that did not end, and say where it is."""
+    (stack,) = stacks_of_threads([ident])
+    where = "  (unknown)\n" if stack is None else "".join(traceback.format_list(list(stack)))
+    warnings.warn(f"{text}. It is here:\n{where}", StopWarning, stacklevel=level_of_user())
 
 
 def parse(text: str) -> tuple[Stack, bool]:

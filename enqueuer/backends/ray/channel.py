@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from enqueuer.backends.lifecycle import deliver_all
-from enqueuer.backends.pool import DequeInbox
+from enqueuer.backends.thread.inbox import UNBOUNDED, ThreadInbox
 from enqueuer.errors import Closed
 from enqueuer.monitoring.meters import BYTES, IDLE, SENDING, WAITING, Meter, clock
 from enqueuer.transport.errors import encode_error
@@ -288,11 +288,11 @@ def _buffer_of(array: np.ndarray) -> Any:
 _GRANT_GAP_NS = 5_000_000
 
 
-class RayInbox(DequeInbox):
+class RayInbox(ThreadInbox):
     """The messages of an actor, and its credit; the thread that receives from it fills the inbox.
 
     Args:
-        lock: Lock of the pool.
+        shards: Number of shards of the actor.
         records: Log records of all workers, which the loop delivers.
         credit: Credit that the actor begins with; that many items and bytes may wait here.
 
@@ -303,34 +303,30 @@ class RayInbox(DequeInbox):
 
     grant: Callable[[], None]
 
-    def __init__(
-        self, lock: threading.RLock, records: deque[logging.LogRecord], credit: TotalCredit
-    ) -> None:
-        super().__init__()
+    def __init__(self, shards: int, records: deque[logging.LogRecord], credit: TotalCredit) -> None:
+        # The credit is the bound.
+        super().__init__(UNBOUNDED, UNBOUNDED, shards)
         self.needs_credit = False
-        self._lock = lock
         self._records = records
         self._quota, self._share = credit.items, credit.size
         # The last grant, and its time.
         self._credit = credit
         self._granted = clock()
-        # Numbers of items that have arrived, and of those that could be loaded; bytes of these.
-        self._received = self._put = self._put_bytes = 0
-        # Both numbers after each item that the loop has not consumed.
-        self._totals: deque[tuple[int, int]] = deque()
-        self._acknowledged = self._acknowledged_bytes = 0
+        # Number of items that have arrived, those that could not be loaded included.
+        self._received = 0
+        # Of the waits for room, which there are none of here.
+        self._meter = Meter()
 
-    @property
-    def waiting(self) -> int:
-        return self._put - self.taken
+    def waiting_of(self, epoch: int) -> int:
+        # An actor makes nothing ahead of an epoch.
+        return self.waiting
 
-    def put_locked(self, messages: list[Message], sizes: list[int]) -> None:
-        """Add messages, and the sizes of the items among them."""
-        for size in sizes:
-            self._put += 1
-            self._put_bytes += size
-            self._totals.append((self._put, self._put_bytes))
-        self.messages.extend(messages)
+    def add(self, message: Message, size: int) -> None:
+        """Add a message that has come, and the size of an item."""
+        if isinstance(message, tuple):
+            self.put(message, size, self._meter)
+        else:
+            self.send(message, self._meter)
 
     def count_locked(self) -> None:
         """Count an item that has arrived, also one that cannot be loaded."""
@@ -343,16 +339,10 @@ class RayInbox(DequeInbox):
         return super().head()
 
     def acknowledge(self) -> None:
-        with self._lock:
-            taken = self.taken
-            if self._acknowledged == taken:
-                return
-            # Again does nothing.
-            while self._totals and self._totals[0][0] <= taken:
-                self._acknowledged_bytes = self._totals[0][1]
-                del self._totals[0]
-            self._acknowledged = taken
-        self.grant()
+        before = self.acknowledged
+        super().acknowledge()
+        if self.acknowledged != before:
+            self.grant()
 
     def due_credit(self, wanted: bool) -> TotalCredit | None:
         """Return the credit to grant now; None if it is not worth a call.
@@ -361,8 +351,8 @@ class RayInbox(DequeInbox):
             wanted: Whether the loop waits for the next item, which must then come in any case.
         """
         quota, before = self._quota, self._credit
-        items = self._acknowledged + quota
-        size = None if self._share is None else self._acknowledged_bytes + self._share
+        items = self.acknowledged + quota
+        size = None if self._share is None else self.bytes_acknowledged + self._share
         at_least = before.wanted
         if wanted and (quota == 0 or size is not None):
             at_least = self._received + 1

@@ -336,30 +336,26 @@ class Receiver:
         return method.remote()
 
 
-def unpack(frames: list[Frame], worker: str, writable: bool) -> tuple[list[Message], list[int]]:
-    """Return the messages of a packet, and the sizes of the items among them.
+def unpack(frames: list[Frame], worker: str, writable: bool) -> list[tuple[Message, int]]:
+    """Return the messages of a packet, with the sizes of the items among them.
 
     Args:
         frames: Frames of the packet.
         worker: Name of the worker.
         writable: Whether to copy arrays, so that the loop may write to them.
     """
-    messages: list[Message] = []
-    sizes = []
+    messages: list[tuple[Message, int]] = []
     for frame in frames:
         match frame:
             case ItemFrame():
-                item = _item_of(frame, worker, writable)
-                messages.append(item)
-                if isinstance(item, Item):
-                    sizes.append(_size_of(frame))
+                messages.append((_item_of(frame, worker, writable), _size_of(frame)))
             case MessageFrame(message=message, error=pickled):
                 if isinstance(message, Failure):
                     assert pickled is not None
                     error = decode_error(pickled)
                     message = dataclasses.replace(message, error=error, worker=worker)
-                messages.append(message)
-    return messages, sizes
+                messages.append((message, 0))
+    return messages
 
 
 def _item_of(frame: ItemFrame, worker: str, writable: bool) -> Item | Failure:

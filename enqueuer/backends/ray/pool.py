@@ -128,7 +128,7 @@ class RayPool(WorkerPool[Actor]):
         )
         credit = self._credit(index)
         handle = self._class.remote(config, credit, self._payload)
-        inbox = RayInbox(self._lock, self._records, credit)
+        inbox = RayInbox(len(plan.shards), self._records, credit)
         actor = Actor(index, plan.shards, handle, self._order, inbox)
         inbox.grant = functools.partial(self._grant, actor)
         self._order(actor, "work", group="work")
@@ -157,7 +157,7 @@ class RayPool(WorkerPool[Actor]):
         first = frames[0]
         if isinstance(first, Ready):
             actor.where = f", process {first.pid} on {first.node}"
-        messages, sizes = unpack(frames, str(actor), self._job.ray.writable)
+        messages = unpack(frames, str(actor), self._job.ray.writable)
         with self._lock:
             for frame in frames:
                 match frame:
@@ -172,9 +172,11 @@ class RayPool(WorkerPool[Actor]):
                     case logging.LogRecord():
                         self._records.append(frame)
             if self._does_tasks:
-                done = [m.number for m in messages if not (isinstance(m, Failure) and m.skipped)]
+                sent = [message for message, _ in messages]
+                done = [m.number for m in sent if not (isinstance(m, Failure) and m.skipped)]
                 self.dispatch.done_locked(actor, done)
-            actor.inbox.put_locked(messages, sizes)
+            for message, size in messages:
+                actor.inbox.add(message, size)
             self.wake()
         for frame in frames:
             if isinstance(frame, Ended) and frame.why:

@@ -125,6 +125,8 @@ class ThreadInbox:
     Attributes:
         max_size: Most items that may wait.
         closed: Whether `close()` was called.
+        acknowledged: Number of items that the loop has used.
+        bytes_acknowledged: Number of their bytes, if these are bounded.
 
     Example:
         >>> inbox = ThreadInbox(max_size=2)
@@ -149,8 +151,8 @@ class ThreadInbox:
         self._others_sent = 0
         # Number of items that were sent, without those of an open bunch.
         self._sent = 0
-        self._taken = self._acknowledged = 0
-        self._bytes_sent = self._bytes_acknowledged = 0
+        self._taken = self._bytes_sent = 0
+        self.acknowledged = self.bytes_acknowledged = 0
         # Number of the epoch that workers have begun last, and of items that were sent before it.
         self._epoch = -1, 0
         # With a bound in bytes: numbers of items that were sent, and of their bytes.
@@ -195,7 +197,7 @@ class ThreadInbox:
             room = 0
             if self._has_bunches and not self.closed:
                 # Its last item waits for a place.
-                room = 1 + self.max_size - (self._sent - self._acknowledged) - len(self._others)
+                room = 1 + self.max_size - (self._sent - self.acknowledged) - len(self._others)
             most = min(room, most)
             # To make a shorter bunch takes longer than to send its items one by one.
             if most < _SHORTEST_BUNCH:
@@ -237,12 +239,13 @@ class ThreadInbox:
                 raise Closed(_CLOSED)
             if item[3] is not None:
                 self._is_plain = False
-            self._sent += 1
             if self._max_bytes is not None:
                 self._bytes_sent += size_bytes
-                self._totals.append((self._sent, self._bytes_sent))
-                while self._totals[0][0] <= self._acknowledged:
+                self._totals.append((self._sent + 1, self._bytes_sent))
+                while self._totals[0][0] <= self.acknowledged:
                     self._totals.popleft()
+            # No call comes between these two: the worker may run in the main thread.
+            self._sent += 1
             self._items.append(item)
             if self._sleeper is not None and self._awaited in (None, item[1]):
                 self._wake_loop_locked()
@@ -306,11 +309,11 @@ class ThreadInbox:
 
     def _has_place(self, messages: int, size_bytes: int) -> bool:
         """Return whether so many messages, of so many bytes, have places, and those of before."""
-        gone = self._acknowledged + self._others_sent - len(self._others)
+        gone = self.acknowledged + self._others_sent - len(self._others)
         if messages - gone > self.max_size:
             return self.closed
         is_light = self._max_bytes is None or (
-            size_bytes - self._bytes_acknowledged <= self._max_bytes
+            size_bytes - self.bytes_acknowledged <= self._max_bytes
         )
         return is_light or self.closed
 
@@ -415,12 +418,12 @@ class ThreadInbox:
     def acknowledge(self) -> None:
         taken = self._taken
         # Workers that wait may have to be woken again.
-        if taken == self._acknowledged and not self._putters:
+        if taken == self.acknowledged and not self._putters:
             return
         with self._lock:
-            if self._max_bytes is not None and taken > self._acknowledged:
-                self._bytes_acknowledged = dict(self._totals)[taken]
-            self._acknowledged = taken
+            if self._max_bytes is not None and taken > self.acknowledged:
+                self.bytes_acknowledged = dict(self._totals)[taken]
+            self.acknowledged = taken
             if self._putters:
                 self._wake_putters_locked()
 

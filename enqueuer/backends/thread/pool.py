@@ -13,22 +13,25 @@ where it hangs. No thread holds a reference to the enqueuer, or it could never b
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
-import traceback
-import warnings
 from collections.abc import Callable, Container, Sequence
 from typing import ClassVar
 
 from enqueuer.backends.job import Job, split_bound
-from enqueuer.backends.pool import Death, NoRoom, WorkerSnapshot, WorkerState
-from enqueuer.backends.stall import level_of_user, stacks_of_threads
+from enqueuer.backends.pool import (
+    Death,
+    Dispatch,
+    NoRoom,
+    WorkerPool,
+    WorkerSnapshot,
+    WorkerState,
+)
+from enqueuer.backends.stall import stacks_of_threads, warn_of_hanging
 from enqueuer.backends.thread.inbox import UNBOUNDED, ThreadInbox, wait_for_any
 from enqueuer.backends.thread.sender import EXIT, ThreadSender, WorkQueue
 from enqueuer.common import interrupts
 from enqueuer.common.finalizers import WorkerThread
-from enqueuer.errors import StopWarning
 from enqueuer.monitoring import gil, usage
 from enqueuer.monitoring.meters import clock
 from enqueuer.monitoring.worker_stats import WorkerStats, worker_stats
@@ -102,23 +105,14 @@ class ThreadWorker:
         return str(self.sender)
 
 
-class ThreadDispatch:
+class ThreadDispatch(Dispatch[ThreadWorker]):
     """See `enqueuer.backends.pool.Dispatch`: one buffer, from which free threads take tickets."""
-
-    least = 1
-    awaited: int | None = None
 
     def __init__(self, tickets: WorkQueue[Ticket], workers: Sequence[ThreadWorker]) -> None:
         self._tickets = tickets
         self._workers = workers
         # It takes any number of tickets at once, as they are.
         self.offer_all = tickets.put_all
-
-    def pack(self, ticket: Ticket) -> Ticket:
-        return ticket
-
-    def pack_all(self, tickets: Sequence[Ticket]) -> Sequence[Ticket]:
-        return tickets
 
     def offer(self, tickets: Sequence[tuple[int, Ticket]]) -> int:
         self._tickets.put(tickets[0][1])
@@ -127,9 +121,6 @@ class ThreadDispatch:
     def assign(self, worker: ThreadWorker, number: int, packed: Ticket) -> None:
         raise AssertionError("no thread takes the place of another one")
 
-    def current(self, worker: ThreadWorker) -> Sequence[int]:
-        return ()
-
     def safe(self) -> Container[int]:
         # Nothing says which tasks a worker had whose loop has failed.
         if any(worker.state is WorkerState.DEAD for worker in self._workers):
@@ -137,15 +128,12 @@ class ThreadDispatch:
         # A thread that leaves has done all that it took.
         return range(UNBOUNDED)
 
-    def forget(self, worker: ThreadWorker) -> None:
-        pass
 
-
-class ThreadPool:
+class ThreadPool(WorkerPool[ThreadWorker]):
     """See `enqueuer.backends.pool.WorkerPool`."""
 
-    are_processes: ClassVar[bool] = False
     shares_gil: ClassVar[bool] = gil.switch_s() is not None
+    dispatch: ThreadDispatch
 
     def __init__(self, job: Job) -> None:
         if isinstance(job.source, LiveSource) and job.shards > 1:
@@ -161,9 +149,6 @@ class ThreadPool:
         # The enqueuer keeps the bound: it submits no more tickets than that.
         self._tickets: WorkQueue[Ticket] = WorkQueue()
         self.dispatch = ThreadDispatch(self._tickets, self.workers)
-
-    def open(self) -> None:
-        pass
 
     def start_worker(self, index: int) -> ThreadWorker:
         # The plans of tasks are all alike.
@@ -187,9 +172,6 @@ class ThreadPool:
     def sleep(self, awaited: ThreadWorker | None, deadline: float | None) -> None:
         inboxes = self._inboxes if awaited is None else (awaited.inbox,)
         wait_for_any(inboxes, deadline, self.dispatch.awaited)
-
-    def poll(self) -> None:
-        pass
 
     def discard(self, worker: ThreadWorker) -> None:
         worker.orders.close()
@@ -219,13 +201,6 @@ class ThreadPool:
             for worker, stack in zip(workers, stacks, strict=True)
         ]
 
-    def cpus(self) -> float:
-        return usage.cpus()
-
-    def worker_bytes(self) -> int | None:
-        # The memory is that of the process.
-        return None
-
     def wake(self) -> None:
         for inbox in self._inboxes:
             inbox.wake()
@@ -253,7 +228,11 @@ class ThreadPool:
             # The worker's own thread is the last, and waits for the others.
             for thread in hanging[:-1] or hanging:
                 if thread in others:
-                    _warn_of(thread, timeout)
+                    warn_of_hanging(
+                        f"{thread.name} did not end within {timeout:g} s and cannot be killed, as "
+                        "a thread; it exits after its next batch",
+                        thread.ident,
+                    )
 
 
 def _run(serve: Callable[..., None], plan: Plan, sender: ThreadSender) -> None:
@@ -279,14 +258,3 @@ def _inboxes(job: Job, shards: list[int]) -> list[ThreadInbox]:
     return [
         ThreadInbox(size, share, own, own == 1) for size, own in zip(sizes, shards, strict=True)
     ]
-
-
-def _warn_of(thread: threading.Thread, timeout: float) -> None:
-    frame = sys._current_frames().get(thread.ident or 0)
-    where = "".join(traceback.format_stack(frame)) if frame is not None else "  (unknown)\n"
-    warnings.warn(
-        f"{thread.name} did not end within {timeout:g} s and cannot be killed, as a thread; "
-        f"it exits after its next batch. It is here:\n{where}",
-        StopWarning,
-        stacklevel=level_of_user(),
-    )

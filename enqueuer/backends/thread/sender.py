@@ -69,6 +69,9 @@ class WorkQueue(Generic[T]):
         self._tokens: SimpleQueue[bool] = SimpleQueue()
         self._is_closed = False
 
+    def __len__(self) -> int:
+        return len(self._items)
+
     def put(self, item: T | None) -> None:
         """Append an item."""
         self._items.append(item)
