@@ -18,12 +18,12 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, Generic, Protocol
+from typing import Any, Generic
 
 from enqueuer.backends.job import Job
 from enqueuer.backends.lifecycle import DeathPlace, Restarts
 from enqueuer.backends.pool import HAS_ENDED, Death, NoRoom, W, Worker, WorkerPool
-from enqueuer.backends.shard_schedule import NOTHING, Order, ShardSchedule, Step
+from enqueuer.backends.shard_schedule import NOTHING, ShardSchedule, Step
 from enqueuer.backends.stall import DeadlineExpired, WaitSnapshot
 from enqueuer.backends.task_schedule import TaskSchedule
 from enqueuer.common import interrupts
@@ -39,22 +39,6 @@ _log = logging.getLogger("enqueuer")
 _TAKE, _WAIT = Step.TAKE, Step.WAIT
 # Seconds for the end of the workers that were started before one could not be.
 _FAILED_START_S = 1.0
-
-
-class Schedule(Protocol[W]):
-    """The methods of `ShardSchedule` and `TaskSchedule` that the engine calls."""
-
-    def waiting(self) -> int: ...
-    def begin(self, epoch: Epoch) -> None: ...
-    def begin_worker(self, worker: W, epoch: Epoch) -> None: ...
-    def next_step(self, order: Any) -> Step | Failure | W: ...
-    def awaited(self, order: Any) -> str: ...
-    def take(self, order: Any) -> Iterator[ItemTuple]: ...
-    def pass_over(self) -> None: ...
-    def place_of(self, dead: W, order: Any) -> DeathPlace: ...
-    def resume(self, dead: W, successor: W, order: Any) -> None: ...
-    def give_up(self, dead: W, failure: Failure) -> Failure | None: ...
-    def part_with(self, leaver: W) -> None: ...
 
 
 class Engine(Generic[W]):
@@ -79,7 +63,7 @@ class Engine(Generic[W]):
         self,
         job: Job,
         pool: WorkerPool[W],
-        schedule: Schedule[W],
+        schedule: ShardSchedule[W] | TaskSchedule[W],
         restarts: Restarts,
         loop_meter: LoopMeter,
         deferred: Collection[object],
@@ -131,14 +115,14 @@ class Engine(Generic[W]):
 
     # --- the loop ---
 
-    def wait(self, order: Order, deadline: float | None) -> Failure | None:
+    def wait(self, order: Any, deadline: float | None) -> Failure | None:
         """Wait until what is next in `order` can be taken; or until more tasks can be submitted.
 
         Woken by a message, a death, and `close()`. Ends of shards are noted in `order`; when all
         have ended there is nothing to wait for.
 
         Returns:
-            The failure, if that is what is next; until `pass_over`, again and again.
+            The failure, if that is what is next; until `pass_over` of it, again and again.
 
         Raises:
             DeadlineExpired: Nothing came until `deadline`, of `time.monotonic()`; without one, for
@@ -212,7 +196,7 @@ class Engine(Generic[W]):
         if self.shards is not None:
             self.shards.acknowledge()
 
-    def has_news(self, order: Order) -> bool:
+    def has_news(self, order: Any) -> bool:
         """Return whether `wait()` might return at once, while no item waits.
 
         Neither this nor asking before waiting may let a worker make more than it would.
@@ -230,7 +214,7 @@ class Engine(Generic[W]):
         """Return the workers, without those that are leaving."""
         return [worker for worker in list(self.pool.workers) if not worker.is_leaving]
 
-    def inspect(self, order: Order) -> WaitSnapshot:
+    def inspect(self, order: Any) -> WaitSnapshot:
         """Return what can be seen of the workers, within about a second.
 
         Called by the consumer, after a `wait()` that brought nothing.
@@ -248,7 +232,7 @@ class Engine(Generic[W]):
 
     # --- deaths ---
 
-    def _replace(self, worker: W, order: Order) -> Failure | None:
+    def _replace(self, worker: W, order: Any) -> Failure | None:
         """Replace a worker that has ended; return its failure if that is not allowed, or fails."""
         # The lists of workers must not be left half changed.
         with interrupts.held():

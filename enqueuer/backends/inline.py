@@ -69,7 +69,7 @@ class InlineWorker(ThreadSender):
         super().__init__(0, inbox, orders, WorkQueue(), measured=False)
         self.shards = plan.shards
         self._plan = plan
-        self._tickets = tickets
+        self._offered = tickets
         self._epochs = orders
         self._last_epoch = -1
         # The rest of the epoch; None between epochs.
@@ -106,7 +106,7 @@ class InlineWorker(ThreadSender):
     @property
     def has_work(self) -> bool:
         """Whether there is anything to do."""
-        return bool(self._turns or self._epochs or self._tickets)
+        return bool(self._turns or self._epochs or self._offered)
 
     def step(self) -> None:
         """Run until something was sent, or the worker cannot go on.
@@ -132,7 +132,7 @@ class InlineWorker(ThreadSender):
         orders: Any = self._recorder or self
         plan = self._plan
         if isinstance(plan.source, TaskSource):
-            self._ticket = self._tickets.popleft()
+            self._ticket = self._offered.popleft()
             serve_tasks(plan, orders, orders, self._enter)
             return
         if self._turns is None:

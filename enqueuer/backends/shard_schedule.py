@@ -403,10 +403,8 @@ class ShardSchedule(Generic[W]):
         # Index of the worker whose message was next last. Not the worker, nor its inbox: after
         # `stop()` nothing must keep the memory that is shared with it.
         self._served = 0
-        # The failure that was returned last.
-        self._failed: Failure | None = None
-        # The end of a shard that is about to be noted and dropped. It must not stay behind: it
-        # would end the shard in the next epoch.
+        # The end of a shard that is about to be noted and dropped. It must not stay behind after
+        # an interrupt: it would end the shard in the next epoch.
         self._ending: tuple[int, End, ShardOrder] | None = None
         self._is_acknowledged = True
 
@@ -448,7 +446,6 @@ class ShardSchedule(Generic[W]):
                 dead = self._dead(order)
                 return _WAIT if dead is None else dead
             if isinstance(message, Failure):
-                self._failed = message
                 return message
             assert isinstance(message, End)
             self._ending = self._served, message, order
@@ -572,11 +569,9 @@ class ShardSchedule(Generic[W]):
             if order.done or self._head(order) is not True:
                 return
 
-    def pass_over(self) -> None:
-        """Forget the failure that `next_step` returned last."""
-        if self._failed is not None:
-            self._remove(self._served, self._failed)
-            self._failed = None
+    def pass_over(self, failure: Failure) -> None:
+        """Forget the failure that `next_step` has returned; again does nothing."""
+        self._remove(self._served, failure)
 
     def _remove(self, index: int, message: End | Failure) -> None:
         # Without workers, stop() was called in the meantime.

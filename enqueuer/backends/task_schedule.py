@@ -203,29 +203,19 @@ class ReorderBuffer:
         # Numbers of the tasks in `_results` that have no result: empty ones, and failures.
         self._without: set[int] = set()
         self._skipped: dict[int, deque[Failure]] = {}
-        # Number of the task whose skipped error was returned last.
-        self._reported = -1
         # Number of the task whose result was given away last.
         self._going = -1
 
-    @property
-    def waiting(self) -> int:
-        """Number of results that wait."""
-        # A list is made in one step: another thread may ask while the loop takes results.
-        waiting = 0
-        for result in list(self._results.values()):
-            waiting += isinstance(result, tuple)
-        return waiting
-
-    def waiting_before(self, end: int, arriving: int) -> int:
+    def waiting_before(self, end: int | None, arriving: int) -> int:
         """Return how many results of tasks below a number wait.
 
         Args:
-            end: The number.
+            end: The number; None: there is none.
             arriving: Number of results that are not here yet. Which tasks they belong to is not
                 known, so they count for as many of these tasks as have no result.
         """
-        # Lists are made in one step, as above.
+        end = _ALL if end is None else end
+        # A list is made in one step: another thread may ask while the loop takes results.
         results, tickets = list(self._results.items()), list(self.tickets)
         before = {number for number, _ in results if number < end}
         missing = sum(number < end and number not in before for number in tickets)
@@ -251,10 +241,10 @@ class ReorderBuffer:
             self._without.discard(self._going)
             self._going = -1
 
-    def pass_over(self) -> None:
-        """Forget the skipped error that `peek` returned last."""
-        if self._reported >= 0:
-            errors, self._reported = self._skipped[self._reported], -1
+    def pass_over(self, failure: Failure) -> None:
+        """Forget a skipped error that `peek` has returned; again does nothing."""
+        errors = self._skipped.get(failure.number)
+        if errors and errors[0] is failure:
             errors.popleft()
 
     def put(self, message: ItemTuple | Empty | Failure) -> None:
@@ -313,13 +303,10 @@ class ReorderBuffer:
         found = False
         if self._going >= 0:
             self.acknowledge(order)
-        self._reported = -1
         while (number := self.ready(order)) is not None:
             errors = self._skipped.get(number)
             if errors:
-                failure = errors[0]
-                self._reported = number
-                return failure
+                return errors[0]
             match self._results[number]:
                 case Failure() as failure:
                     return failure
@@ -572,10 +559,8 @@ class TaskSchedule(Generic[W]):
         """
         # Read once, as another thread may begin the next epoch.
         order = self._order
-        on_their_way = waiting_in(self._workers)
-        if order is None or order.end is None or self._last < order.end:
-            return on_their_way + self.results.waiting
-        return self.results.waiting_before(order.end, on_their_way)
+        end = None if order is None else order.end
+        return self.results.waiting_before(end, waiting_in(self._workers))
 
     def next_step(self, order: TaskOrder) -> Step | Failure | W:
         """Decide what to do next: take results, return a failure, replace a worker, or wait."""
@@ -639,9 +624,9 @@ class TaskSchedule(Generic[W]):
         """Take the results that are next and are there."""
         return self.results.items(order, self._bunch)
 
-    def pass_over(self) -> None:
-        """Forget the failure that `next_step` returned last, if it is skipped."""
-        self.results.pass_over()
+    def pass_over(self, failure: Failure) -> None:
+        """Forget a failure that `next_step` has returned, if it is skipped."""
+        self.results.pass_over(failure)
 
     # --- deaths ---
 

@@ -20,7 +20,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from enqueuer.backends.load import Backend
 from enqueuer.backends.stall import DeadlineExpired, Wait, level_of_user
@@ -296,15 +296,16 @@ class EpochReader:
         Returns:
             True every few milliseconds, when it is time for what is not done for each batch.
         """
-        run = self.run
+        run, is_time = self.run, False
         backend = run.backend
-        is_time = False
+        # Of the kind that the schedule wants.
+        order: Any = self._order
         if failure is not None:
             if not run.failures.skips(failure, self.work.where, self.work.origin_of):
                 self.failure = failure
-            backend.schedule.pass_over()
-        elif not self._order.done:
-            is_time = self._keep(backend, backend.schedule.take(self._order))
+            backend.schedule.pass_over(failure)
+        elif not order.done:
+            is_time = self._keep(backend, backend.schedule.take(order))
         return is_time
 
     def _keep(self, backend: Backend, items: Iterator[ItemTuple]) -> bool:
