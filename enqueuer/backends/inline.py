@@ -136,10 +136,7 @@ class InlineWorker(ThreadSender):
             serve_tasks(plan, orders, orders, self._enter)
             return
         if self._turns is None:
-            epoch = orders.next_epoch()
-            enter, skips = self._enter, plan.on_error
-            made = turns(plan.source, plan.of(epoch), orders, enter, skips, True, epoch)
-            self._turns = made
+            self._turns = turns(plan, orders.next_epoch(), orders, self._enter, one_by_one=True)
         if next(self._turns, self) is self:
             self._turns = None
 

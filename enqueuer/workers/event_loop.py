@@ -401,7 +401,6 @@ class AsyncItems(Iterator[Any]):
     Args:
         function: Function that returns the generator for a shard.
         shard: The shard, to which errors are reported with the item before which they came.
-        loop: Event loop of the worker. None: it has none, and nothing is made ahead.
         ahead: Number of items that may be made before they are asked for.
         first: Number of items that may be so at the beginning, beyond these.
         unneeded: Number of the first items that are only counted, as they were received before.
@@ -411,11 +410,12 @@ class AsyncItems(Iterator[Any]):
         self,
         function: Callable[[Shard], AsyncGenerator[Any, None]],
         shard: Shard,
-        loop: EventLoop | None,
         ahead: int = 1,
         first: int = 0,
         unneeded: int = 0,
     ) -> None:
+        loop = loop_of(threading.get_ident())
+        # Then nothing is made ahead.
         self._is_own = loop is None
         self._loop = loop = loop or EventLoop.of_caller()
         self._function = function

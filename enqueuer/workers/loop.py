@@ -19,28 +19,24 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 from enqueuer.common.text import duration
 from enqueuer.errors import Closed, StateMismatch
 from enqueuer.workers.bunch import Bunch
-from enqueuer.workers.event_loop import shard_loop
+from enqueuer.workers.event_loop import EventLoop, loop_of, shard_loop
 from enqueuer.workers.messages import End, Epoch, Failure, Orders, Reported, Sender, Start
 from enqueuer.workers.plan import OnError, Plan, may_skip, serve_failure, skip_or_end
 from enqueuer.workers.shards import Shard, collect_reports, do_nothing
 from enqueuer.workers.sources import FunctionSource, LiveSource, Source, close, iterate
 from enqueuer.workers.task_loop import send_replacement
-from enqueuer.workers.tasks import TaskSource
 
 _log = logging.getLogger("enqueuer")
 
 # Seconds for which items are made again before that is logged: less is not noticed.
 _QUIET_S = 2.0
-
-_WHOLE = Epoch(0)
 
 
 def serve(
@@ -55,38 +51,32 @@ def serve(
         enter: Function that is called with a shard before its code runs; it exchanges the global
             random states.
     """
-    source = plan.source
-    assert not isinstance(source, TaskSource)
     enter = enter or do_nothing
     with ExitStack() as stack:
-        if isinstance(source, FunctionSource) and source.is_async:
+        if plan.shard_source.is_async:
             try:
-                source = replace(source, loop=stack.enter_context(shard_loop(sender.check)))
+                stack.enter_context(shard_loop(sender.check))
             except (RuntimeError, OSError) as error:
                 serve_failure(error, plan.shards, orders, sender)
                 return
         stack.enter_context(contextlib.suppress(Closed))
         last = -1
         while (epoch := orders.next_epoch()) is not None:
-            # An order comes twice if an exception ends the call that sends it.
-            if epoch.number <= last:
-                continue
-            last = epoch.number
-            # There is no pause between turns.
-            made = turns(source, plan.of(epoch), sender, enter, plan.on_error, epoch=epoch)
-            deque(made, maxlen=0)
+            # An order comes twice if an exception interrupts the consumer while it sends it.
+            if epoch.number > last:
+                last = epoch.number
+                # There is no pause between turns.
+                deque(turns(plan, epoch, sender, enter), maxlen=0)
 
 
 def turns(
-    source: Source,
-    starts: Mapping[Shard, Start],
+    plan: Plan,
+    epoch: Epoch,
     sender: Sender,
     enter: Callable[[Shard], None],
-    on_error: OnError = "raise",
     one_by_one: bool = False,
-    epoch: Epoch = _WHOLE,
 ) -> Iterator[None]:
-    """Send what `source` yields for each shard in turn, then each shard's end.
+    """Send what the source yields for each shard in turn, then each shard's end.
 
     The first exception ends the run: it is sent as a Failure. With another `on_error` it ends
     only the shard whose generator raised it. Closed, which means that the consumer left, is raised
@@ -94,22 +84,20 @@ def turns(
     that their `finally` runs.
 
     Args:
-        source: Source of all shards.
-        starts: Start of each shard, in the order of their turns.
+        plan: Source and shards of this worker.
+        epoch: Order with the starts of the shards.
         sender: Sender of the items.
         enter: As for `serve`.
-        on_error: Handling of an exception of the source.
         one_by_one: Whether to yield after each turn; otherwise nothing is yielded.
-        epoch: Order from which the starts are.
     """
-    turns_left, is_arranged = list(reversed(epoch.turns)), not epoch.turns
+    turns_left, loop = deque(epoch.turns), loop_of(threading.get_ident())
     with ExitStack() as stack:
-        replay = Replay(source, starts.values(), epoch.is_awaited, on_error)
-        streams = _streams_of(source, starts, replay, enter, stack)
-        enter = enter if source.loop is None else do_nothing
+        streams = _streams_of(plan, epoch, stack)
+        if loop is not None:
+            _begin_all(streams, loop, enter, stack)
+            enter = do_nothing
         while streams:
-            is_arranged = is_arranged or _arrange(streams, turns_left)
-            stream = streams[0]
+            stream = _next_of(streams, turns_left) if turns_left else streams[0]
             enter(stream.shard)
             has_sent = True
             try:
@@ -118,59 +106,56 @@ def turns(
                 # Our Closed means that the consumer left; the user's code may raise one, too.
                 if isinstance(error, Closed) and not stream.in_user_code:
                     raise
-                goes_on, has_sent = _send_failure(stream, error, sender, on_error)
+                goes_on, has_sent = _send_failure(stream, error, sender, plan.on_error)
                 if not goes_on:
                     return
                 stream.number += 1
                 # A generator that raised has ended.
                 has_more = not stream.in_user_code
             if not has_more:
-                streams.popleft()
+                streams.remove(stream)
                 sender.send(End(stream.shard.index, stream.state_at_end, stream.number))
+            # Without an item it is still its turn, as if that had been None.
+            elif has_sent and turns_left:
+                turns_left.popleft()
             elif has_sent:
-                # Otherwise it is still its turn, as if the item had been None.
                 streams.rotate(-1)
-                del turns_left[-1:]
             if one_by_one:
                 yield
 
 
-def _arrange(streams: deque[ShardStream], turns_left: list[int]) -> bool:
-    """Move the shard to the left whose turn is next, by the last of those that come first.
-
-    Returns:
-        Whether there are none, so that all take turns from now on.
-    """
-    shards = [stream.shard.index for stream in streams]
-    while turns_left and turns_left[-1] not in shards:
-        turns_left.pop()
-    turn = turns_left[-1] if turns_left else -1
-    arranged = sorted(streams, key=lambda s: (s.shard.index != turn, s.shard.index))
-    streams.clear()
-    streams.extend(arranged)
-    return not turns_left
-
-
-def _streams_of(
-    source: Source,
-    starts: Mapping[Shard, Start],
-    replay: Replay,
-    enter: Callable[[Shard], None],
-    stack: ExitStack,
-) -> deque[ShardStream]:
-    """Return the streams of all shards, which `stack` closes; async generators run from now on."""
-    streams = deque(ShardStream(source, shard, start, replay) for shard, start in starts.items())
+def _streams_of(plan: Plan, epoch: Epoch, stack: ExitStack) -> deque[ShardStream]:
+    """Return the streams of all shards, in the order of their turns; `stack` closes them."""
+    starts = plan.of(epoch)
+    replay = Replay(plan, starts.values(), epoch.is_awaited)
+    # After `Epoch.turns`, turns go by index.
+    shards = sorted(starts, key=lambda shard: shard.index) if epoch.turns else starts
+    source = plan.shard_source
+    streams = deque(ShardStream(source, shard, starts[shard], replay) for shard in shards)
     for stream in streams:
         stack.callback(stream.close)
-    loop = source.loop
-    if loop is not None and streams:
+    return streams
+
+
+def _begin_all(
+    streams: deque[ShardStream], loop: EventLoop, enter: Callable[[Shard], None], stack: ExitStack
+) -> None:
+    """Let async generators run from now on; `stack` ends them."""
+    # All at once, before they are closed one by one.
+    stack.callback(lambda: loop.end(loop.items))
+    if streams:
         # They share the global generators.
         enter(streams[0].shard)
-        # All at once, before they are closed one by one.
-        stack.callback(lambda: loop.end(loop.items))
-        for stream in streams:
-            stream.begin()
-    return streams
+    for stream in streams:
+        stream.begin()
+
+
+def _next_of(streams: deque[ShardStream], turns_left: deque[int]) -> ShardStream:
+    """Return the stream that has the next turn; those of shards that have ended are dropped."""
+    found = {stream.shard.index: stream for stream in streams}
+    while turns_left and turns_left[0] not in found:
+        turns_left.popleft()
+    return found[turns_left[0]] if turns_left else streams[0]
 
 
 def _send_failure(
@@ -199,20 +184,18 @@ class Replay:
     """The items that a worker makes again before new ones; if that takes long, it is logged once.
 
     Args:
-        source: Source of all shards.
+        plan: Source of all shards.
         starts: Start of each shard.
         logs: Whether it is logged; the loop waits for one worker first.
-        on_error: Handling of an exception of the source.
 
     Attributes:
         least: Number of items that are made again of a source that can begin anywhere.
     """
 
-    def __init__(
-        self, source: Source, starts: Iterable[Start], logs: bool, on_error: OnError
-    ) -> None:
+    def __init__(self, plan: Plan, starts: Iterable[Start], logs: bool) -> None:
+        source = plan.shard_source
         # The last item may be the replacement of an error, which has ended the shard.
-        self.least = int(callable(on_error))
+        self.least = int(callable(plan.on_error))
         self._total = sum(
             start.behind if start.state is not None else start.number
             for start in starts

@@ -39,6 +39,12 @@ class Plan:
     random_seed: int
     on_error: OnError = "raise"
 
+    @property
+    def shard_source(self) -> Source:
+        """The source, of a worker that runs shards."""
+        assert not isinstance(self.source, TaskSource)
+        return self.source
+
     def of(self, epoch: Epoch) -> dict[Shard, Start]:
         """Return the start of each of this worker's shards in an epoch."""
         starts = dict.fromkeys(self.shards, Start()) if epoch.starts is None else epoch.starts

@@ -27,7 +27,7 @@ from enqueuer.common.catching import raised_here
 from enqueuer.common.text import an
 from enqueuer.errors import StateMismatch
 from enqueuer.workers.collate import stack
-from enqueuer.workers.event_loop import AsyncItems, EventLoop
+from enqueuer.workers.event_loop import AsyncItems
 from enqueuer.workers.shards import Shard, seed_of_shuffle
 
 
@@ -40,9 +40,8 @@ class FunctionSource:
         takes_shard: Whether it takes the shard.
         stage: What becomes of its samples; None if it yields batches.
         takes_first_item: Whether it can begin with any item, by its parameter `first_item`.
-        is_async: Whether it is an async generator function.
-        loop: Event loop of the worker, on which its shards run side by side; None: each shard has
-            one of its own, in the thread that asks for its items.
+        is_async: Whether it is an async generator function. Its shards run side by side on the
+            event loop of the worker that asks for their items, or each on one of its own.
     """
 
     function: Callable[..., Any]
@@ -50,7 +49,6 @@ class FunctionSource:
     stage: Samples | None = None
     takes_first_item: bool = False
     is_async: bool = False
-    loop: EventLoop | None = None
 
     @property
     def can_begin_anywhere(self) -> bool:
@@ -78,7 +76,7 @@ class FunctionSource:
             ahead = 1 if stage is None else stage.batch_size or 1
             buffer = 0 if stage is None else stage.shuffle_buffer or 0
             unneeded = 0 if stage is not None else unneeded
-            items: Iterable[Any] = AsyncItems(call, shard, self.loop, ahead, buffer, unneeded)
+            items: Iterable[Any] = AsyncItems(call, shard, ahead, buffer, unneeded)
         else:
             items = call(shard)
         if not hasattr(items, "__iter__") and not hasattr(items, "__getitem__"):
@@ -105,7 +103,6 @@ class LiveSource:
     iterable: Iterable[Any]
     stage: Samples | None = None
     can_begin_anywhere = is_async = False
-    loop = None
 
     def open(self, shard: Shard, first_item: int = 0, unneeded: int = 0) -> Iterable[Any]:
         """Return the iterable; a shard of a `LiveSource` is all of it."""

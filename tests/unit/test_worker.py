@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from enqueuer import Closed, Shard
+from enqueuer import Closed
 from enqueuer.workers.loop import serve, turns
 from enqueuer.workers.messages import End, Epoch, Failure, Item, Reported, Start
 from enqueuer.workers.plan import Plan
@@ -36,8 +36,8 @@ class Sender(list):
 
 def ran(function, sender, shards=2, enter=lambda shard: None, starts=None, on_error="raise"):
     starts = starts or dict.fromkeys(range(shards), Start())
-    shards = {Shard(index, shards, 0, 7): start for index, start in starts.items()}
-    assert list(turns(as_source(function), shards, sender, enter, on_error)) == []
+    plan = Plan(as_source(function), tuple(starts), shards, 7, on_error)
+    assert list(turns(plan, Epoch(0, starts), sender, enter)) == []
     return sender
 
 
