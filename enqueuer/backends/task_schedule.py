@@ -200,11 +200,10 @@ class ReorderBuffer:
         self.tickets: dict[int, Ticket] = {}
         # In the order of their arrival.
         self._results: dict[int, ItemTuple | Empty | Failure] = {}
-        # Numbers of the tasks in `_results` that have no result: empty ones, and failures.
-        self._without: set[int] = set()
+        # Numbers of the tasks in `_results` that have no result: empty ones, and failures. A dict,
+        # as a number is removed from it without a call.
+        self._without: dict[int, None] = {}
         self._skipped: dict[int, deque[Failure]] = {}
-        # Number of the task whose result was given away last.
-        self._going = -1
 
     def waiting_before(self, end: int | None, arriving: int) -> int:
         """Return how many results of tasks below a number wait.
@@ -225,27 +224,19 @@ class ReorderBuffer:
     @property
     def outstanding(self) -> int:
         """Number of tasks that were submitted and whose results were not taken."""
-        return len(self.tickets) - (self._going in self.tickets)
+        return len(self.tickets)
 
     def undone(self) -> list[int]:
         """Return the numbers of the tasks that have no result yet."""
         return [number for number in self.tickets if number not in self._results]
-
-    def acknowledge(self, order: TaskOrder) -> None:
-        """Forget the task whose result was given away last; again does nothing."""
-        if self._going >= 0:
-            order.advance()
-            self.tickets.pop(self._going, None)
-            self._results.pop(self._going, None)
-            self._skipped.pop(self._going, None)
-            self._without.discard(self._going)
-            self._going = -1
 
     def pass_over(self, failure: Failure) -> None:
         """Forget a skipped error that `peek` has returned; again does nothing."""
         errors = self._skipped.get(failure.number)
         if errors and errors[0] is failure:
             errors.popleft()
+        if errors is not None and not errors:
+            del self._skipped[failure.number]
 
     def put(self, message: ItemTuple | Empty | Failure) -> None:
         """Keep what came of a task, unless it is known already."""
@@ -263,7 +254,7 @@ class ReorderBuffer:
             self._skipped.setdefault(number, deque()).append(message)
         else:
             if not isinstance(message, tuple):
-                self._without.add(number)
+                self._without[number] = None
             self._results[number] = message
             if self._measure and isinstance(message, tuple):
                 # Never 0, which means that no result has come yet.
@@ -292,7 +283,7 @@ class ReorderBuffer:
 
     def fail(self, number: int, failure: Failure) -> None:
         """Put a failure in the place of a task, also of one that has no ticket."""
-        self._without.add(number)
+        self._without[number] = None
         self._results[number] = failure
 
     def peek(self, order: TaskOrder) -> Failure | bool:
@@ -301,8 +292,6 @@ class ReorderBuffer:
         An item can be taken; or tasks without a result are done, so that others can be assigned.
         """
         found = False
-        if self._going >= 0:
-            self.acknowledge(order)
         while (number := self.ready(order)) is not None:
             errors = self._skipped.get(number)
             if errors:
@@ -312,9 +301,11 @@ class ReorderBuffer:
                     return failure
                 case tuple():
                     return True
+            # Between these is no call and no jump, and so no signal handler runs.
             order.taken[number] = None
-            self._going = number
-            self.acknowledge(order)
+            del self._results[number]
+            del self._without[number]
+            del self.tickets[number]
             found = True
         return found
 
@@ -323,8 +314,8 @@ class ReorderBuffer:
 
         To be read by something written in C, as `Inbox.items`.
         """
-        if self._going >= 0:
-            self.acknowledge(order)
+        if order.taken:
+            order.advance()
         if not order.ordered or most == 1 or self._without or self._skipped:
             return self._one_by_one(order, most)
         first, results = order.next, cast("dict[int, ItemTuple]", self._results)
@@ -346,13 +337,13 @@ class ReorderBuffer:
         )
 
     def _one_by_one(self, order: TaskOrder, most: int) -> Iterator[ItemTuple]:
-        taken, log = order.taken, order.log
+        taken, log, results, tickets = order.taken, order.log, self._results, self.tickets
         code_of, text = log.code_of, log.text
         for _ in range(most):
             number = self.ready(order)
             if number is None or self._skipped.get(number):
                 return
-            result = self._results[number]
+            result = results[number]
             if not isinstance(result, tuple):
                 return
             code = code_of(number - log.last)
@@ -361,14 +352,16 @@ class ReorderBuffer:
             order.items += 1
             text += code
             log.last = number
-            self._going = number
+            del results[number]
+            del tickets[number]
             yield result
-            self.acknowledge(order)
 
     def ready(self, order: TaskOrder) -> int | None:
         """Return the number of the result that is next, an error too, if it is there."""
         end = order.end
         if order.ordered:
+            if order.taken:
+                order.advance()
             number = order.next
             return number if number in self._results and number != end else None
         if order.replay or len(order.taken) >= order.allowance:
