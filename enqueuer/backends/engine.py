@@ -82,7 +82,7 @@ class Engine(Generic[W]):
         self._before: dict[int, WorkerStats] = {}
         # Number of workers, without those that are leaving.
         self._size = job.workers
-        self._concurrency = job.concurrency
+        self._concurrency = job.source.concurrency
         self._owner = os.getpid()
         self.at_end: Callable[[], None] | None = None
         self.is_closed = False

@@ -49,7 +49,7 @@ _seed = functools.partial(seed_globals, is_alone=False)
 
 
 class InlineWorker(ThreadSender):
-    """See `enqueuer.backends.pool.Worker`; it is its own Sender, Orders and Tickets.
+    """See `enqueuer.backends.pool.Worker`; it is its own Channel.
 
     Args:
         plan: Work of the worker, which has all shards.
@@ -82,7 +82,7 @@ class InlineWorker(ThreadSender):
             self._enter = GlobalStreams(is_alone=False).enter if plan.shards else _seed
         self._recorder: WorkerRecorder | None = None
         if trace is not None:
-            self._recorder = WorkerRecorder(trace, 0, self, self, in_loop=True)
+            self._recorder = WorkerRecorder(trace, 0, self, in_loop=True)
         self.meter.begin()
         self.meter.pause(WAITING)
 
@@ -128,15 +128,14 @@ class InlineWorker(ThreadSender):
             self.meter.pause(WAITING)
 
     def _advance(self) -> None:
-        # The Sender as well.
-        orders: Any = self._recorder or self
+        channel: Any = self._recorder or self
         plan = self._plan
         if isinstance(plan.source, TaskSource):
             self._ticket = self._offered.popleft()
-            serve_tasks(plan, orders, orders, self._enter)
+            serve_tasks(plan, channel, self._enter)
             return
         if self._turns is None:
-            self._turns = turns(plan, orders.next_epoch(), orders, self._enter, one_by_one=True)
+            self._turns = turns(plan, channel.next_epoch(), channel, self._enter, one_by_one=True)
         if next(self._turns, self) is self:
             self._turns = None
 

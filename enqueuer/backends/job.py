@@ -93,21 +93,6 @@ class Job:
     ray: RayOptions = RayOptions()
 
     @property
-    def tickets_at_once(self) -> int:
-        """Number of tickets that a worker runs at once; 1 for shards."""
-        return self.source.tickets_at_once if isinstance(self.source, TaskSource) else 1
-
-    @property
-    def concurrency(self) -> int:
-        """Number of elements that each worker runs at once; 1 for shards."""
-        return self.source.concurrency if isinstance(self.source, TaskSource) else 1
-
-    @property
-    def has_threads(self) -> bool:
-        """Whether each worker has threads for the elements."""
-        return isinstance(self.source, TaskSource) and self.source.has_threads
-
-    @property
     def elements(self) -> int:
         """Number of elements in each item; 1 for shards."""
         return (self.source.batch_size or 1) if isinstance(self.source, TaskSource) else 1

@@ -456,7 +456,7 @@ _ITEM, _STATED, _ARRAYS = int(Kind.ITEM), int(Kind.STATED), int(Kind.ARRAYS)
 
 
 class ItemSender:
-    """A process worker's Sender, Orders and Tickets. `send_record` may be called by any thread.
+    """The Channel of a process worker. `send_record` may be called by any thread.
 
     Attributes:
         task_socket: Socket from which it takes tickets; None for shards.

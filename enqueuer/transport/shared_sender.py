@@ -30,7 +30,7 @@ from enqueuer.workers.messages import Empty, End, Failure, Sender, Ticket
 
 
 class SharedSender:
-    """A process worker's Sender and Tickets, for any of its threads.
+    """The Channel of a process worker of tasks, for any of its threads.
 
     Args:
         sender: Sender of the worker.

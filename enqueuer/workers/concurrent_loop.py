@@ -17,7 +17,7 @@ from typing import Any
 
 from enqueuer.workers import loop
 from enqueuer.workers.element_threads import ElementThreads, ThreadJob
-from enqueuer.workers.messages import Empty, End, Failure, Sender, Ticket, Tickets
+from enqueuer.workers.messages import Empty, End, Failure, Sender, Ticket
 from enqueuer.workers.plan import Plan, serve_failure
 from enqueuer.workers.shards import Task, do_nothing
 from enqueuer.workers.task_loop import Raised, TaskWork, serve_tasks
@@ -32,39 +32,35 @@ def serve_function(source: object) -> Callable[..., None]:
 
 
 def serve_concurrently(
-    plan: Plan,
-    tickets: Tickets,
-    sender: Any,
-    enter: Callable[[Task], None] | None = None,
+    plan: Plan, channel: Any, enter: Callable[[Task], None] | None = None
 ) -> None:
     """Do tasks, several elements at once, until there are no more or the consumer left.
 
     Args:
         plan: Work with a TaskSource.
-        tickets: Source of the tickets.
-        sender: Sender of the results, at most one item for each ticket, with a `meter`. Its method
-            `share` returns a Sender that any of the threads may call.
+        channel: Source of the tickets, to which at most one item is sent for each, with a `meter`.
+            Its method `share` returns a Sender that any of the threads may call.
         enter: Function that seeds the global generators. It is called for the first ticket only,
             as all threads share them.
     """
     source = plan.source
     assert isinstance(source, TaskSource)
-    threads = ElementThreads(source.concurrency, sender.meter, sender.check, source.is_async)
+    threads = ElementThreads(source.concurrency, channel.meter, channel.check, source.is_async)
     try:
         threads.start(threading.current_thread().name)
     except (RuntimeError, OSError) as error:
-        serve_failure(error, (), tickets, sender)
+        serve_failure(error, (), channel)
         return
-    work = TaskWork(plan, sender.share(threads))
+    work = TaskWork(plan, channel.share(threads))
     enter = enter if enter is not None and source.runs_code else do_nothing
     try:
-        while threads.wait_for_room() and (ticket := tickets.next_ticket()) is not None:
+        while threads.wait_for_room() and (ticket := channel.next_ticket()) is not None:
             enter(Task(ticket.indices[0], ticket.epoch, source.random_seed))
             enter = do_nothing
             threads.submit(_jobs_of(work, ticket, threads))
         # Without tickets the coroutines that run are completed, unless the consumer left.
         if source.is_async:
-            sender.check()
+            channel.check()
     except BaseException as error:
         threads.close(error)
         threads.cancel()

@@ -27,7 +27,7 @@ from enqueuer.common.text import duration
 from enqueuer.errors import Closed, StateMismatch
 from enqueuer.workers.bunch import Bunch
 from enqueuer.workers.event_loop import EventLoop, loop_of, shard_loop
-from enqueuer.workers.messages import End, Epoch, Failure, Orders, Reported, Sender, Start
+from enqueuer.workers.messages import Channel, End, Epoch, Failure, Reported, Sender, Start
 from enqueuer.workers.plan import OnError, Plan, may_skip, serve_failure, skip_or_end
 from enqueuer.workers.shards import Shard, collect_reports, do_nothing
 from enqueuer.workers.sources import FunctionSource, LiveSource, Source, close, iterate
@@ -39,15 +39,12 @@ _log = logging.getLogger("enqueuer")
 _QUIET_S = 2.0
 
 
-def serve(
-    plan: Plan, orders: Orders, sender: Sender, enter: Callable[[Shard], None] | None = None
-) -> None:
+def serve(plan: Plan, channel: Channel, enter: Callable[[Shard], None] | None = None) -> None:
     """Run one epoch after the other, until there are no more orders or the consumer left.
 
     Args:
         plan: Source and shards of this worker.
-        orders: Source of the epochs.
-        sender: Sender of items, ends and a failure.
+        channel: Source of the epochs, to which items, ends and a failure are sent.
         enter: Function that is called with a shard before its code runs; it exchanges the global
             random states.
     """
@@ -55,18 +52,18 @@ def serve(
     with ExitStack() as stack:
         if plan.shard_source.is_async:
             try:
-                stack.enter_context(shard_loop(sender.check))
+                stack.enter_context(shard_loop(channel.check))
             except (RuntimeError, OSError) as error:
-                serve_failure(error, plan.shards, orders, sender)
+                serve_failure(error, plan.shards, channel)
                 return
         stack.enter_context(contextlib.suppress(Closed))
         last = -1
-        while (epoch := orders.next_epoch()) is not None:
+        while (epoch := channel.next_epoch()) is not None:
             # An order comes twice if an exception interrupts the consumer while it sends it.
             if epoch.number > last:
                 last = epoch.number
                 # There is no pause between turns.
-                deque(turns(plan, epoch, sender, enter), maxlen=0)
+                deque(turns(plan, epoch, channel, enter), maxlen=0)
 
 
 def turns(

@@ -1,7 +1,7 @@
 """The messages between workers and loop, and the protocols of the worker's side.
 
     worker --Sender.send_item(), send()--> the inbox of the worker --> the engine, in the loop
-           <--Orders, Tickets-------------
+           <--Channel.next_epoch(), next_ticket()---
 
 The set is closed: an end and a failure are types of their own, so no value that a generator
 yields can be mistaken for one.
@@ -224,15 +224,11 @@ class Sender(Protocol):
         """Raise Closed if the consumer left."""
 
 
-class Orders(Protocol):
-    """The source of the epochs that a worker runs."""
+class Channel(Sender, Protocol):
+    """The worker's end with the orders of the consumer: epochs to run, or tasks to do."""
 
     def next_epoch(self) -> Epoch | None:
         """Wait for the next epoch; None means to exit."""
-
-
-class Tickets(Protocol):
-    """The source of the tasks that a worker does."""
 
     def next_ticket(self) -> Ticket | None:
         """Wait for the next task; None means to exit."""

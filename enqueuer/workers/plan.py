@@ -81,22 +81,19 @@ def skip_or_end(failure: Failure, sender: Sender, on_error: OnError) -> tuple[bo
     return True, replacement
 
 
-def serve_failure(
-    error: BaseException, shards: tuple[int, ...], orders: Any, sender: Sender
-) -> None:
+def serve_failure(error: BaseException, shards: tuple[int, ...], channel: Any) -> None:
     """Send the error of a worker's start, and stay until the loop has read it.
 
     Args:
         error: Exception that loading the source raised, for example.
         shards: Indices of the worker's shards; empty for tasks.
-        orders: Orders of the worker, or Tickets if it does tasks.
-        sender: Sender of the worker.
+        channel: Channel of the worker.
     """
     with contextlib.suppress(Closed):
         if not shards:
-            while (ticket := orders.next_ticket()) is not None:
-                sender.send(Failure(0, ticket.number, error))
+            while (ticket := channel.next_ticket()) is not None:
+                channel.send(Failure(0, ticket.number, error))
             return
-        sender.send(Failure(shards[0], 0, error))
-        while orders.next_epoch() is not None:
+        channel.send(Failure(shards[0], 0, error))
+        while channel.next_epoch() is not None:
             pass

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 from enqueuer.monitoring.trace_file import TraceTarget
 from enqueuer.workers import logs
 from enqueuer.workers.concurrent_loop import serve_function
-from enqueuer.workers.messages import Sender
 from enqueuer.workers.plan import OnError, Plan, serve_failure
 from enqueuer.workers.seeding import FRAMEWORKS, GlobalStreams, TaskSeeds
 from enqueuer.workers.sources import Source
@@ -85,8 +84,7 @@ class WorkerConfig(NamedTuple):
         shards: tuple[int, ...],
         source: Source | TaskSource,
         on_error: OnError,
-        orders: Any,
-        sender: Sender,
+        channel: Any,
     ) -> None:
         """Run the loop of a worker until there are no more orders.
 
@@ -95,8 +93,7 @@ class WorkerConfig(NamedTuple):
             shards: Indices of its shards; empty for tasks.
             source: Source that it runs.
             on_error: Handling of an exception of the source.
-            orders: Orders of the worker, or Tickets if it does tasks.
-            sender: Sender of the worker.
+            channel: Channel of the worker.
         """
         plan = Plan(source, shards, self.shard_count, self.random_seed, on_error)
         seeds = TaskSeeds() if isinstance(source, TaskSource) else GlobalStreams()
@@ -106,6 +103,6 @@ class WorkerConfig(NamedTuple):
             try:
                 enter = source.begin_worker(index) or enter
             except BaseException as error:
-                serve_failure(error, shards, orders, sender)
+                serve_failure(error, shards, channel)
                 return
-        traced(serve_function(source), self.trace, index)(plan, orders, sender, enter)
+        traced(serve_function(source), self.trace, index)(plan, channel, enter)

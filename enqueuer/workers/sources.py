@@ -49,6 +49,9 @@ class FunctionSource:
     stage: Samples | None = None
     takes_first_item: bool = False
     is_async: bool = False
+    # See `TaskSource`.
+    concurrency = tickets_at_once = 1
+    has_threads = False
 
     @property
     def can_begin_anywhere(self) -> bool:
@@ -102,7 +105,8 @@ class LiveSource:
 
     iterable: Iterable[Any]
     stage: Samples | None = None
-    can_begin_anywhere = is_async = False
+    can_begin_anywhere = is_async = has_threads = False
+    concurrency = tickets_at_once = 1
 
     def open(self, shard: Shard, first_item: int = 0, unneeded: int = 0) -> Iterable[Any]:
         """Return the iterable; a shard of a `LiveSource` is all of it."""

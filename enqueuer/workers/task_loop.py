@@ -11,32 +11,26 @@ from itertools import chain
 from typing import Any
 
 from enqueuer.errors import Closed
-from enqueuer.workers.messages import Empty, Failure, Sender, Ticket, Tickets
+from enqueuer.workers.messages import Channel, Empty, Failure, Sender, Ticket
 from enqueuer.workers.plan import Plan, skip_or_end
 from enqueuer.workers.shards import Task, do_nothing
 from enqueuer.workers.tasks import FETCH, TaskSource
 
 
-def serve_tasks(
-    plan: Plan,
-    tickets: Tickets,
-    sender: Sender,
-    enter: Callable[[Task], None] | None = None,
-) -> None:
+def serve_tasks(plan: Plan, channel: Channel, enter: Callable[[Task], None] | None = None) -> None:
     """Do one task after the other, until there are no more or the consumer left.
 
     Args:
         plan: Work with a TaskSource.
-        tickets: Source of the tickets.
-        sender: Sender of the results, at most one item for each ticket.
+        channel: Source of the tickets, to which at most one item is sent for each.
         enter: Function that seeds the global generators for the first task of a ticket. Calling
             it for each task would take longer than many tasks do.
     """
-    work = TaskWork(plan, sender)
+    work = TaskWork(plan, channel)
     source, is_plain = work.source, work.source.is_plain
     enter = enter if enter is not None and source.runs_code else do_nothing
     with contextlib.suppress(Closed):
-        while (ticket := tickets.next_ticket()) is not None:
+        while (ticket := channel.next_ticket()) is not None:
             number, epoch, indices, _ = ticket
             if enter is not do_nothing:
                 enter(Task(indices[0], epoch, source.random_seed))

@@ -1,6 +1,6 @@
 """Recording the spans of a worker, if there is a trace: next, send, wait.
 
-    serve(plan, orders, sender) -> serve(plan, recorder, recorder), of a WorkerRecorder
+    serve(plan, channel) -> serve(plan, recorder), of a WorkerRecorder
 
 With `concurrency`, each thread of the worker has a row of its own.
 
@@ -40,12 +40,10 @@ def traced(serve: Serve, target: TraceTarget | None, index: int) -> Serve:
     if target is None:
         return serve
 
-    def record(
-        plan: Plan, orders: Any, sender: Any, enter: Callable[[Any], None] | None = None
-    ) -> None:
-        recorder = WorkerRecorder(target, index, orders, sender)
+    def record(plan: Plan, channel: Any, enter: Callable[[Any], None] | None = None) -> None:
+        recorder = WorkerRecorder(target, index, channel)
         try:
-            serve(plan, recorder, recorder, enter)
+            serve(plan, recorder, enter)
         finally:
             recorder.close()
 
@@ -106,21 +104,21 @@ class _ThreadRow(threading.local, _Row):
 
 
 class WorkerRecorder:
-    """The Sender of a worker, and its Orders or Tickets, which record each call.
+    """The Channel of a worker, which records each call.
 
     Args:
         target: File of the trace.
         index: Index of the worker.
-        orders: Its Orders or Tickets.
-        sender: Its Sender, with a meter.
+        channel: The channel, with a meter.
         in_loop: Whether it runs in the loop's own thread.
     """
 
     def __init__(
-        self, target: TraceTarget, index: int, orders: Any, sender: Any, in_loop: bool = False
+        self, target: TraceTarget, index: int, channel: Any, in_loop: bool = False
     ) -> None:
-        self._orders = orders
-        self._sender = sender
+        self._channel = channel
+        # The channel, or what its threads share.
+        self._sender = channel
         self._run = target.run
         self._tracks: list[Track] = []
         # Any thread may take a turn of the loop.
@@ -128,8 +126,8 @@ class WorkerRecorder:
         self._row = row(target, index, self._tracks, in_loop)
         self._has_threads = False
         # Called for an item that was None, whose time counts to the next item.
-        self.check = sender.check
-        self.meter = sender.meter
+        self.check = channel.check
+        self.meter = channel.meter
         self.meter.waited = self._waited
 
     def send_item(self, shard: int, number: int, value: object, state: Any = None) -> None:
@@ -184,7 +182,7 @@ class WorkerRecorder:
         row, began = self._row, _now()
         # The wait may be long, and the process may be killed meanwhile.
         row.track.flush()
-        epoch: Epoch | None = self._orders.next_epoch()
+        epoch: Epoch | None = self._channel.next_epoch()
         if epoch is not None:
             row.epoch = epoch.number
         row.waited_for("epoch", began)
@@ -192,7 +190,7 @@ class WorkerRecorder:
 
     def next_ticket(self) -> Ticket | None:
         row, began = self._row, _now()
-        ticket: Ticket | None = self._orders.next_ticket()
+        ticket: Ticket | None = self._channel.next_ticket()
         if self._has_threads:
             # These wait, and record that.
             return ticket

@@ -146,13 +146,13 @@ def test_the_shards_code_runs_in_its_own_global_state():
 def test_serve_runs_epochs_until_there_are_no_orders():
     plan = Plan(as_source(lambda shard: iter([shard.epoch])), (1,), 2, 7)
     sender = Sender(epochs=[Epoch(0), Epoch(1)])
-    serve(plan, sender, sender)
+    serve(plan, sender)
     assert sender == [Item(1, 0, 0), End(1, number=1), Item(1, 0, 1), End(1, number=1)]
 
 
 def test_serve_goes_home_when_the_consumer_left():
     sender = Sender(limit=1, epochs=[Epoch(0), Epoch(1)])
-    serve(Plan(as_source(lambda: iter("abc")), (0,), 1, 7), sender, sender)
+    serve(Plan(as_source(lambda: iter("abc")), (0,), 1, 7), sender)
     assert sender == [Item(0, 0, "a")]
 
 

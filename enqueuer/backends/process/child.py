@@ -286,16 +286,16 @@ def _work(
     try:
         source, on_error = load()
     except BaseException as error:
-        serve_failure(error, start.shards, channel, channel)
+        serve_failure(error, start.shards, channel)
     else:
         used = usage.of_process(os.getpid())
         channel.meter.begin(used.cpu_s or 0.0, used.cpu_wait_s or 0.0)
         answer = functools.partial(stack_dump.answer_for, stack)
-        if isinstance(source, TaskSource) and source.has_threads:
+        if source.has_threads:
             sender = SharedSender(channel, answer)
         elif source.is_async:
             answer(functools.partial(shard_snapshots, threading.get_ident()))
-        config.worker.serve(start.worker, start.shards, source, on_error, sender, sender)
+        config.worker.serve(start.worker, start.shards, source, on_error, sender)
     if os.getpid() != pid:
         # the generator forked, and the copy came out of its loop as if it were the worker
         os._exit(_GRANDCHILD)

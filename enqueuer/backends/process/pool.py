@@ -61,7 +61,7 @@ class ProcessPool(WorkerPool[ProcessWorker]):
     def __init__(self, job: Job) -> None:
         self.workers: list[ProcessWorker] = []
         self.dispatch = QueueDispatch(
-            self.workers, job.start_method == "fork", one_each=job.tickets_at_once > 1
+            self.workers, job.start_method == "fork", one_each=job.source.tickets_at_once > 1
         )
         self._job = job
         self._does_tasks = isinstance(job.source, TaskSource)
@@ -237,7 +237,7 @@ class ProcessPool(WorkerPool[ProcessWorker]):
     # --- what is known of the workers ---
 
     def measures(self, workers: Sequence[ProcessWorker]) -> list[WorkerStats]:
-        return [worker.measure(self._job.has_threads) for worker in workers]
+        return [worker.measure(self._job.source.has_threads) for worker in workers]
 
     def snapshots(self, workers: Sequence[ProcessWorker]) -> list[WorkerSnapshot]:
         able = ask_stacks([w for w in workers if w.state is WorkerState.RUNNING])

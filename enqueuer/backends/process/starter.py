@@ -193,7 +193,7 @@ class Starter:
         job, count = self._job, len(self._plans)
         # The tickets are the bound, and one worker may run all of them.
         if self._queue is not None:
-            tickets = job.max_queue_size + job.workers * job.tickets_at_once
+            tickets = job.max_queue_size + job.workers * job.source.tickets_at_once
             return Credit(tickets, None, ask=False)
         quota = split_bound(job.max_queue_size, count)[index]
         share = None if job.max_queue_bytes is None else job.max_queue_bytes // count

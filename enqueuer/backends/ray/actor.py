@@ -110,10 +110,10 @@ class RayWorker:
         try:
             source, on_error = pickle.loads(self._payload)
         except BaseException as error:
-            serve_failure(error, config.shards, outbox, outbox)
+            serve_failure(error, config.shards, outbox)
         else:
             outbox.meter.begin()
-            config.worker.serve(config.index, config.shards, source, on_error, outbox, outbox)
+            config.worker.serve(config.index, config.shards, source, on_error, outbox)
 
     def packets(self) -> Iterator[list[Frame]]:
         """Yield the frames in the order in which they were sent, as many at once as there are."""

@@ -95,7 +95,7 @@ Frame = Ready | ItemFrame | MessageFrame | NeedsCredit | Ended | LogRecord
 
 
 class Outbox:
-    """A worker's Sender, Orders and Tickets: between its loop and the driver's calls.
+    """The Channel of a worker: between its loop and the driver's calls.
 
     Args:
         credit: Credit that the worker begins with.

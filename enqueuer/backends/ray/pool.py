@@ -69,7 +69,7 @@ class RayPool(WorkerPool[Actor]):
         # for which a signal handler that wakes its own thread would wait forever.
         self._quiet = threading.Lock()
         self._quiet.acquire()
-        self.dispatch = ActorDispatch(self.workers, self._lock, job.tickets_at_once)
+        self.dispatch = ActorDispatch(self.workers, self._lock, job.source.tickets_at_once)
         self._job = job
         self._plans = job.plans()
         self._does_tasks = isinstance(job.source, TaskSource)

@@ -238,7 +238,7 @@ class ThreadPool(WorkerPool[ThreadWorker]):
 def _run(serve: Callable[..., None], plan: Plan, sender: ThreadSender) -> None:
     """Run the loop of a worker; the training loop would wait forever for one that failed."""
     try:
-        serve(plan, sender, sender)
+        serve(plan, sender)
     except BaseException as error:
         sender.fail(error)
 

@@ -133,7 +133,7 @@ EXIT = Ticket(-1, 0, ())
 
 
 class ThreadSender:
-    """A worker thread's Sender, Orders and Tickets.
+    """The Channel of a worker thread.
 
     Args:
         index: Index of the worker.
