@@ -237,16 +237,8 @@ class InlinePool(WorkerPool[InlineWorker]):
 
     def measures(self, workers: Sequence[InlineWorker]) -> list[WorkerStats]:
         return [
-            worker_stats(
-                worker.index,
-                str(worker),
-                worker.shards,
-                worker.meter.words,
-                worker.sent,
-                # The CPU time of this thread is also that of the loop.
-                Usage(),
-                self._began,
-            )
+            # The CPU time of this thread is also that of the loop.
+            worker_stats(worker, worker.meter.words, worker.sent, Usage(), self._began)
             for worker in workers
         ]
 

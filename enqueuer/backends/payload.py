@@ -134,16 +134,14 @@ def _dumps(
     file = io.BytesIO()
     pickler = _Pickler(file, 5, keep_large)
     pickler.shared = shared
-    with contextlib.nullcontext() if shared is None else shared.pickling():
-        if main.__name__ != "__mp_main__":
-            pickler.dump(what)
-            return file.getvalue()
-        with _lock:
+    with contextlib.ExitStack() as stack:
+        if shared is not None:
+            stack.enter_context(shared.pickling())
+        if main.__name__ == "__mp_main__":
+            stack.enter_context(_lock)
             cloudpickle.register_pickle_by_value(main)
-            try:
-                pickler.dump(what)
-            finally:
-                cloudpickle.unregister_pickle_by_value(main)
+            stack.callback(cloudpickle.unregister_pickle_by_value, main)
+        pickler.dump(what)
     return file.getvalue()
 
 
@@ -184,7 +182,6 @@ def _why_not(
     source: Source | TaskSource, where: str, others: str, can_send: Callable[[object], bool]
 ) -> str:
     """Return which part of a source cannot be pickled, and what to do."""
-    unknown = "something that it refers to"
     advice = "pass a generator function that makes its own in the worker"
     if isinstance(source, LiveSource):
         kind = type(source.iterable).__name__
@@ -194,14 +191,12 @@ def _why_not(
         parts = {"map": source.map, "collate": source.collate}
         if source.is_sequence:
             parts["the sequence"] = source.items
-        what, culprits = "something", unknown
-        for part, value in parts.items():
-            if not can_send(value):
-                what, culprits = part, _culprits_in(part, value, can_send)
-                break
     else:
-        what = name_of(source.function)
-        culprits = _culprits_in(what, source.function, can_send) or unknown
+        parts = {name_of(source.function): source.function}
+    unsendable = [(part, value) for part, value in parts.items() if not can_send(value)]
+    what, value = next(iter(unsendable), ("something", None))
+    culprits = _culprits_in(what, value, can_send) if unsendable else ""
+    culprits = culprits or "something that it refers to"
     return (
         f"{what} cannot be sent to {where}: {culprits} cannot be pickled; {advice}, or use {others}"
     )

@@ -14,7 +14,7 @@ import operator
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, Generic, Protocol
+from typing import Any, Final, Generic
 
 from enqueuer.backends.lifecycle import DeathPlace
 from enqueuer.backends.order_log import OrderLog, numbers_in
@@ -26,53 +26,13 @@ ANY: Final = None
 """The answer of `turn()` where any shard will do."""
 
 
-class Order(Protocol):
-    """The next shard, and the end, for the consumer to ask before each item."""
-
-    @property
-    def done(self) -> bool:
-        """Whether every shard has ended."""
-
-    def turn(self) -> int | None:
-        """Return the shard to read next, or ANY."""
-
-    @property
-    def ends(self) -> Mapping[int, Any]:
-        """The states of sources at the ends of shards, of those that have one."""
-
-    @property
-    def yielded(self) -> int:
-        """How many items were made of what has ended, those of None included."""
-
-    def rest(self, ready: Iterable[ItemTuple] = ()) -> dict[int, Start]:
-        """Return where the shards stand that are not at their end, in the order of their turns.
-
-        Args:
-            ready: Items that were taken last, and count as if they had not been.
-        """
-
-    def beyond(self, ready: Iterable[ItemTuple] = ()) -> tuple[int, ...]:
-        """Return which later items were taken nevertheless; only of tasks."""
-
-    def given(self, ready: int) -> str | None:
-        """Return the log of what the loop was given, see `OrderLog`; None if it is not kept.
-
-        Args:
-            ready: Number of items that were taken last, and not given to the loop.
-        """
-
-    def first_turns(self) -> tuple[int, ...]:
-        """Return `Epoch.turns` for workers that go on from here."""
-
-    def is_before(self, shard: int, number: int, position: Epoch) -> bool:
-        """Return whether an item, or a failure in its place, comes before a position."""
-
-
 class ShardOrder(Taken, ABC):
     """The shards that have not ended, and what was taken of each.
 
     Attributes:
         done: Whether every shard has ended.
+        ends: States of sources at the ends of shards, of those that have one.
+        yielded: Number of items that were made of what has ended, those of None included.
     """
 
     def __init__(self, starts: Mapping[int, Start], recent: int) -> None:
@@ -87,6 +47,11 @@ class ShardOrder(Taken, ABC):
         return next((shard for shard in self._in_turn() if shard in shards), None)
 
     def rest(self, ready: Iterable[ItemTuple] = ()) -> dict[int, Start]:
+        """Return where the shards stand that are not at their end, in the order of their turns.
+
+        Args:
+            ready: Items that were taken last, and count as if they had not been.
+        """
         again: dict[int, int] = {}
         for item in ready:
             again.setdefault(item[0], item[1])
@@ -99,15 +64,23 @@ class ShardOrder(Taken, ABC):
         return {shard: self.start_of(shard, again.get(shard)) for shard in shards}
 
     def beyond(self, ready: Iterable[ItemTuple] = ()) -> tuple[int, ...]:
+        """Return which later items were taken nevertheless; only of tasks."""
         return ()
 
     def given(self, ready: int) -> str | None:
+        """Return the log of what the loop was given, see `OrderLog`; None if it is not kept.
+
+        Args:
+            ready: Number of items that were taken last, and not given to the loop.
+        """
         return None
 
     def first_turns(self) -> tuple[int, ...]:
+        """Return `Epoch.turns` for workers that go on from here."""
         return ()
 
     def is_before(self, shard: int, number: int, position: Epoch) -> bool:
+        """Return whether an item, or a failure in its place, comes before a position."""
         start = (position.starts or {}).get(shard)
         # A shard without a start has ended.
         return start is None or number < start.number

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from enqueuer.backends.pool import Stack, WorkerSnapshot
-from enqueuer.backends.shard_schedule import Order
+from enqueuer.backends.task_schedule import Order
 from enqueuer.common.text import pluralize
 from enqueuer.errors import BatchTimeout, StallWarning, StopWarning
 from enqueuer.workers.event_loop import ThreadSnapshot
@@ -119,19 +119,17 @@ class Wait:
             BatchTimeout: The wait was as long as `most_s`.
         """
         warn, most = self._limits
-        if warn is not None and not self._has_warned and (most is None or warn < most):
-            self._has_warned = True
-            # Set before the warning, which may raise. Without a deadline, none follows.
-            self.until = self._began + (_FOREVER_S if most is None else most)
-            text = report(warn, inspect(order), epoch)
-            warnings.warn(text, StallWarning, stacklevel=level_of_user())
-        elif most is None:
-            self.until = time.monotonic() + _FOREVER_S
-        else:
+        if most is not None and (self._has_warned or warn is None or warn >= most):
             raise BatchTimeout(
                 f"{report(most, inspect(order), epoch)}\n"
                 "Nothing is lost: iterating again goes on with the very next batch"
             )
+        assert warn is not None, "a wait without limits is not cut"
+        # Set before the warning, which may raise.
+        self._has_warned = True
+        self.until = time.monotonic() + _FOREVER_S if most is None else self._began + most
+        text = report(warn, inspect(order), epoch)
+        warnings.warn(text, StallWarning, stacklevel=level_of_user())
 
 
 def report(seconds: float, view: WaitSnapshot, epoch: int) -> str:

@@ -18,12 +18,12 @@ import operator
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain, islice, repeat, starmap, takewhile
-from typing import Any, Generic, cast
+from typing import Any, Generic, TypeAlias, cast
 
 from enqueuer.backends.lifecycle import DeathPlace
 from enqueuer.backends.order_log import OrderLog
 from enqueuer.backends.pool import HAS_ENDED, Dispatch, W, WorkerState
-from enqueuer.backends.shard_schedule import ANY, AsTheyCome, Order, Step, waiting_in
+from enqueuer.backends.shard_schedule import ANY, AsTheyCome, ShardOrder, Step, waiting_in
 from enqueuer.common import interrupts
 from enqueuer.common.sizes import size_of
 from enqueuer.workers.messages import Empty, End, Epoch, Failure, ItemTuple, Start, Ticket
@@ -184,6 +184,10 @@ class TaskOrder:
         while self.next in self.taken:
             del self.taken[self.next]
             self.next += 1
+
+
+Order: TypeAlias = ShardOrder | TaskOrder
+"""What is next, and the end, for the consumer to ask before each item."""
 
 
 class ReorderBuffer:

@@ -22,7 +22,7 @@ from typing import Any
 from enqueuer.backends.engine import Engine
 from enqueuer.backends.job import BackendName, Job
 from enqueuer.backends.lifecycle import Restarts
-from enqueuer.backends.shard_schedule import Order
+from enqueuer.backends.task_schedule import Order
 from enqueuer.monitoring.meters import LoopMeter
 from enqueuer.monitoring.trace_file import TraceTarget, Track, begin, text_of
 from enqueuer.workers.messages import Failure, ItemTuple
@@ -238,7 +238,7 @@ class Trace:
         begun, (shard, number) = max(self._taken, self._at), self._item
         args = {"shard": shard, "item": number, "epoch": self._epoch}
         self._span("work", begun, at, args)
-        self._track.arrow(False, begun, self._runs - 1, self._epoch, shard, number)
+        self._track.arrow(False, begun, self._epoch, shard, number)
         self._taken = 0
 
     def _span(self, name: str, since: int, until: int, args: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 
 from enqueuer.backends.job import Job, RayOptions
 from enqueuer.backends.load import Backend
-from enqueuer.backends.shard_schedule import Order
+from enqueuer.backends.task_schedule import Order
 from enqueuer.common import checks
 from enqueuer.enqueuers.configs import Auto, Processes, Ray
 from enqueuer.enqueuers.failures import Origin

@@ -161,10 +161,11 @@ class Track:
         """Record a number of items."""
         self._add(at, name, "C", {"items": value}, ts=at // 1000)
 
-    def arrow(self, is_begin: bool, at: int, run: int, epoch: int, shard: int, item: int) -> None:
+    def arrow(self, is_begin: bool, at: int, epoch: int, shard: int, item: int) -> None:
         """Record the begin or the end of an item's arrow, in the span that was recorded last."""
         # Perfetto reads 64 bits. Without the other bits, an arrow may be wrong, but nothing else.
-        name = f"{run & 0xFF:02x}{epoch & 0xFFF:03x}{shard & 0xFFF:03x}{item & 0xFFFFFFFF:08x}"
+        run = self._target.run & 0xFF
+        name = f"{run:02x}{epoch & 0xFFF:03x}{shard & 0xFFF:03x}{item & 0xFFFFFFFF:08x}"
         where: dict[str, Any] = {"cat": "item", "id": name, "ts": at // 1000}
         if is_begin:
             self._add(at, "item", "s", **where)

@@ -159,9 +159,7 @@ _COUNTED = (
 
 
 def worker_stats(
-    index: int,
-    name: str,
-    shards: tuple[int, ...],
+    worker: Any,
     words: memoryview[int],
     sent: tuple[int, int],
     used: Usage,
@@ -171,9 +169,7 @@ def worker_stats(
     """Make a snapshot of a worker.
 
     Args:
-        index: Index of the worker, from 0.
-        name: Name of the worker.
-        shards: Shards that it runs.
+        worker: The worker, with its index and its shards.
         words: Words of its meter.
         sent: Number of items that it has sent, and their bytes.
         used: CPU time and memory that it has used.
@@ -189,9 +185,9 @@ def worker_stats(
     sending = words[meters.SENDING]
     working = now - ready - waiting - idle if ready else 0
     return WorkerStats(
-        index=index,
-        name=name,
-        shards=shards,
+        index=worker.index,
+        name=str(worker),
+        shards=worker.shards,
         items=sent[0],
         bytes=sent[1],
         started=began,

@@ -202,25 +202,16 @@ class Replay:
         if isinstance(source, FunctionSource) and source.stage is None:
             self._advice = "; a function with the parameter first_item=0 makes none again"
         self._made = 0
-        # Seconds for earlier shards, and when this one began.
-        self._took_s = self._began = 0.0
+        self._took_s = 0.0
         self._logs = logs
 
-    def begin(self) -> None:
-        """Note that the items of a shard are about to be made again."""
-        self._began = time.monotonic()
-
-    def end(self) -> None:
-        """Note that they were, and that the worker may wait now."""
-        self._took_s += time.monotonic() - self._began
-
-    def note(self) -> None:
-        """Note that an item was made again."""
+    def note(self, began: float) -> float:
+        """Note that an item was made again since a time; return the time."""
+        now = time.monotonic()
         self._made += 1
-        if not self._logs:
-            return
-        took_s = self._took_s + time.monotonic() - self._began
-        if took_s >= _QUIET_S:
+        self._took_s += now - began
+        took_s = self._took_s
+        if self._logs and took_s >= _QUIET_S:
             self._logs = False
             left_s = took_s * (self._total / self._made - 1)
             _log.warning(
@@ -228,6 +219,7 @@ class Replay:
                 "%s are made after %.1f s, and the rest will take about %s%s",
                 *(f"{self._total:,}", f"{self._made:,}", took_s, duration(left_s), self._advice),
             )
+        return now
 
 
 class ShardStream:
@@ -385,8 +377,7 @@ class ShardStream:
 
     def _replay(self, items: Iterator[Any], sender: Sender) -> None:
         """Run an iterator from its position, or that of its state, up to its start."""
-        wanted = self._start.number
-        self._replayed.begin()
+        wanted, at = self._start.number, time.monotonic()
         while self.number < wanted:
             try:
                 next(items)
@@ -397,13 +388,12 @@ class ShardStream:
                     "itself. Draw from shard.rng only, and read the same data"
                 ) from None
             self.number += 1
-            self._replayed.note()
+            at = self._replayed.note(at)
             # These reports were sent when the item was made first.
             self._reports.clear()
             self.in_user_code = False
             sender.check()
             self.in_user_code = True
-        self._replayed.end()
 
     def close(self) -> None:
         """Run the generator's `finally`; an exception there is logged, not raised.

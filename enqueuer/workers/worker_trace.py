@@ -119,7 +119,6 @@ class WorkerRecorder:
         self._channel = channel
         # The channel, or what its threads share.
         self._sender = channel
-        self._run = target.run
         self._tracks: list[Track] = []
         # Any thread may take a turn of the loop.
         row = _Row if in_loop else _ThreadRow
@@ -145,7 +144,7 @@ class WorkerRecorder:
                 sent_args = args | {"bytes": size} if size else args
                 row.track.span("send", began, _now(), sent_args)
                 if was_sent:
-                    row.track.arrow(True, began, self._run, row.epoch, shard, number)
+                    row.track.arrow(True, began, row.epoch, shard, number)
 
     def send(self, message: End | Failure | Empty) -> None:
         match message:

@@ -233,16 +233,8 @@ class ProcessWorker:
     def measure(self, has_threads: bool) -> WorkerStats:
         """Return what it has done so far; `has_threads`: several run the elements."""
         inbox, pid = self.inbox, self.process.pid
-        return worker_stats(
-            self.index,
-            str(self),
-            self.shards,
-            inbox.meter,
-            inbox.sent,
-            usage.of_process(pid, has_threads),
-            self.began,
-            inbox.blocks.size,
-        )
+        used, blocks = usage.of_process(pid, has_threads), inbox.blocks.size
+        return worker_stats(self, inbox.meter, inbox.sent, used, self.began, blocks)
 
     def send_signal(self, number: int) -> None:
         """Signal the process, and never another one that has got its pid."""

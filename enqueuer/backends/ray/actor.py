@@ -155,15 +155,8 @@ class RayWorker:
             # Without the time that Ray took to start the process.
             cpu_s = used.cpu_s - self._cpu_s
             used = used._replace(cpu_s=cpu_s, cpu_wait_s=usage.of_thread(thread).cpu_wait_s)
-        return worker_stats(
-            self._config.index,
-            "",
-            self._config.shards,
-            outbox.meter.words,
-            (outbox.sent, outbox.meter.words[BYTES]),
-            used,
-            self._began,
-        )
+        words = outbox.meter.words
+        return worker_stats(self._config, words, (outbox.sent, words[BYTES]), used, self._began)
 
 
 def _node() -> str:

@@ -161,7 +161,7 @@ class Actor:
         now = self.last_stats
         if now is None:
             nothing = Meter().words, (0, 0), Usage()
-            now = worker_stats(self.index, "", self.shards, *nothing, self.began)
+            now = worker_stats(self, *nothing, self.began)
         return dataclasses.replace(now, name=str(self), started=self.began)
 
     def keep_stats(self, stats: WorkerStats) -> None:

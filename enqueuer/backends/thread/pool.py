@@ -90,6 +90,11 @@ class ThreadWorker:
     def _ident(self) -> int | None:
         return None if self.thread is None else self.thread.ident
 
+    def measure(self, began: int) -> WorkerStats:
+        """Return what it has done since a time."""
+        sender, used = self.sender, usage.of_threads(self.threads)
+        return worker_stats(self, sender.meter.words, sender.sent, used, began)
+
     def ask_to_exit(self) -> None:
         # This worker or another one takes it.
         self._tickets.put_all((EXIT,))
@@ -180,19 +185,7 @@ class ThreadPool(WorkerPool[ThreadWorker]):
             worker.thread.join()
 
     def measures(self, workers: Sequence[ThreadWorker]) -> list[WorkerStats]:
-        return [
-            worker_stats(
-                worker.index,
-                str(worker),
-                worker.shards,
-                worker.sender.meter.words,
-                worker.sender.sent,
-                usage.of_threads(worker.threads),
-                self._began,
-            )
-            for worker in workers
-            if worker.thread is not None
-        ]
+        return [worker.measure(self._began) for worker in workers if worker.thread is not None]
 
     def snapshots(self, workers: Sequence[ThreadWorker]) -> list[WorkerSnapshot]:
         stacks = stacks_of_threads([w.thread.ident for w in workers if w.thread is not None])
