@@ -10,10 +10,9 @@ that takes items writes down which it has taken. This file decides and does not 
 from __future__ import annotations
 
 import enum
-import operator
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Generic
 
 from enqueuer.backends.lifecycle import DeathPlace
@@ -166,8 +165,6 @@ class RoundRobin(ShardOrder):
         self._counted, self._turns = taken, self._in_turn()
 
     def ended(self, shard: int, state: Any = None, number: int = 0) -> None:
-        if shard not in self._open:
-            return
         self._count_given()
         # An ended shard keeps its successor, as it may be the last one that was taken from.
         for before, following in self._after.items():
@@ -324,8 +321,6 @@ NOTHING: Final[Iterator[ItemTuple]] = iter(())
 
 # To look up a member of an enum takes long.
 _TAKE, _WAIT, _DEAD = Step.TAKE, Step.WAIT, WorkerState.DEAD
-_inbox_of: Callable[[Worker], Inbox] = operator.attrgetter("inbox")
-_waiting_of: Callable[[Inbox], int] = operator.attrgetter("waiting")
 
 
 class ShardSchedule(Generic[W]):
@@ -385,8 +380,7 @@ class ShardSchedule(Generic[W]):
         """Return how many items of the epoch that the loop reads wait. Called by any thread."""
         # Read once, as another thread may begin the next epoch.
         number = next((epoch.number for epoch in self._epochs), 0)
-        inboxes = set(map(_inbox_of, list(self._workers)))
-        return sum(inbox.waiting_of(number) for inbox in inboxes)
+        return sum(inbox.waiting_of(number) for inbox in _inboxes_of(self._workers))
 
     def begin(self, epoch: Epoch) -> None:
         """Have the workers run an epoch, unless they were told; the loop reads it from now on."""
@@ -490,9 +484,8 @@ class ShardSchedule(Generic[W]):
         # stop() was called in the meantime.
         if not workers:
             return iter(())
-        if isinstance(order, Overtaking):
-            return self._take_each(order)
-        if len(workers) == 1 or self._bunch == 1 or order.turn() is None:
+        is_any = len(workers) == 1 or self._bunch == 1 or order.turn() is None
+        if is_any and not isinstance(order, Overtaking):
             return workers[self._served].inbox.items(self._bunch, order)
         return self._take_in_turn(order)
 
@@ -528,14 +521,8 @@ class ShardSchedule(Generic[W]):
 
     def _take_in_turn(self, order: ShardOrder) -> Iterator[ItemTuple]:
         for _ in range(self._bunch):
-            worker = None if order.done else self.awaited_worker(order)
-            if worker is None or worker.inbox.head() is not True:
-                return
-            yield from worker.inbox.items(1, order)
-
-    def _take_each(self, order: Overtaking) -> Iterator[ItemTuple]:
-        for _ in range(self._bunch):
-            order.note()
+            if isinstance(order, Overtaking):
+                order.note()
             # None, if stop() was called in the meantime.
             for worker in self._workers[self._served : self._served + 1]:
                 yield from worker.inbox.items(1, order)
@@ -588,5 +575,9 @@ class ShardSchedule(Generic[W]):
 
 def waiting_in(workers: Sequence[Worker]) -> int:
     """Return how many items wait in the inboxes of some workers. Called by any thread."""
+    return sum(inbox.waiting for inbox in _inboxes_of(workers))
+
+
+def _inboxes_of(workers: Sequence[Worker]) -> set[Inbox]:
     # Workers may share an inbox.
-    return sum(map(_waiting_of, set(map(_inbox_of, list(workers)))))
+    return {worker.inbox for worker in list(workers)}

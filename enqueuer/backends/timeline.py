@@ -178,7 +178,9 @@ class Trace:
             if not (is_poll and "timeout" in args):
                 self.waited(asked, since, args)
         if failure is not None:
-            self._fail(failure)
+            args = {"error": text_of(failure.error), "worker": failure.worker}
+            args |= {"shard": failure.shard, "item": failure.number}
+            self.instant("skipped" if failure.skipped else "error", args)
         elif order.done:
             self._end_work(_now())
         else:
@@ -213,15 +215,6 @@ class Trace:
             if (shard, number) != self._item:
                 self._end_work(at)
             self._taken, self._item = at, (shard, number)
-
-    def _fail(self, failure: Failure) -> None:
-        args = {
-            "error": text_of(failure.error),
-            "worker": failure.worker,
-            "shard": failure.shard,
-            "item": failure.number,
-        }
-        self.instant("skipped" if failure.skipped else "error", args)
 
     def _count(self, waiting: int) -> None:
         """Record how many items wait, if the number has changed."""

@@ -377,20 +377,6 @@ def shard_snapshots(ident: int | None) -> list[ThreadSnapshot]:
 # --- async generators -----------------------------------------------------------------------------
 
 
-class _Made(NamedTuple):
-    """An item, or the end of a shard, and what was reported before it.
-
-    Attributes:
-        value: The item; at the end an exception, or None.
-        reports: Errors that the generator has reported since the item before.
-        is_last: Whether it is the end.
-    """
-
-    value: Any
-    reports: list[CaughtError]
-    is_last: bool
-
-
 class AsyncItems(Iterator[Any]):
     """An iterator over the items of an async generator, for a worker that runs other shards, too.
 
@@ -422,7 +408,9 @@ class AsyncItems(Iterator[Any]):
         self._shard = shard
         self._twin = replace(shard)
         self._reports = collect_reports(self._twin)
-        self._made: SimpleQueue[_Made] = SimpleQueue()
+        # Items, or at the end an exception or None; what was reported since the item before; and
+        # whether it is the end.
+        self._made: SimpleQueue[tuple[Any, list[CaughtError], bool]] = SimpleQueue()
         self._unneeded = unneeded
         # Items that have been made early, for which no later one is made when they are taken.
         self._early = 0 if self._is_own else first + unneeded
@@ -441,19 +429,19 @@ class AsyncItems(Iterator[Any]):
         sent, loop.last = (self if self._is_own else loop.last), self
         if sent is not None:
             sent.let_on()
-        made = loop.take(self._made)
-        for error, log in made.reports:
+        value, reports, is_last = loop.take(self._made)
+        for error, log in reports:
             self._shard.report(error, log)
-        if not made.is_last:
-            return made.value
+        if not is_last:
+            return value
         self._leave()
-        if made.value is None:
+        if value is None:
             raise StopIteration
         try:
-            raise made.value
+            raise value
         finally:
             # Otherwise its traceback would refer to itself.
-            del made
+            del value
 
     def let_on(self) -> None:
         """Let the generator make one more item."""
@@ -523,4 +511,4 @@ class AsyncItems(Iterator[Any]):
             value = None
         reports = self._reports.copy()
         self._reports.clear()
-        self._loop.put(self._made, _Made(value, reports, is_last))
+        self._loop.put(self._made, (value, reports, is_last))
