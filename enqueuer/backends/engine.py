@@ -234,10 +234,12 @@ class Engine(Generic[W]):
 
     def _replace(self, worker: W, order: Any) -> Failure | None:
         """Replace a worker that has ended; return its failure if that is not allowed, or fails."""
-        # The lists of workers must not be left half changed.
         with interrupts.held():
             if worker.is_leaving:
-                self._part_with(worker)
+                self.schedule.part_with(worker)
+                self.pool.workers.remove(worker)
+                self._before.pop(worker.index, None)
+                self.pool.discard(worker)
                 return None
             place = self.schedule.place_of(worker, order)
             successor = self._successor(worker, place)
@@ -246,12 +248,6 @@ class Engine(Generic[W]):
             if successor is not None:
                 self.schedule.resume(worker, successor, order)
         return None
-
-    def _part_with(self, leaver: W) -> None:
-        self.schedule.part_with(leaver)
-        self.pool.workers.remove(leaver)
-        self._before.pop(leaver.index, None)
-        self.pool.discard(leaver)
 
     def _successor(self, dead: W, place: DeathPlace) -> W | Failure | None:
         """Start a worker in the place of a dead one, whose messages were delivered.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 import traceback
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from enqueuer.errors import StartError
@@ -186,16 +186,12 @@ class Dispatch(Protocol[W_contra]):
     def least(self) -> int:
         return 1
 
-    def pack(self, ticket: Ticket) -> Any:
-        """Return a ticket as it travels.
+    def pack(self, tickets: Sequence[Ticket]) -> Sequence[Any]:
+        """Return some tickets as they travel, all with elements or all without.
 
         Raises:
             ItemNotPicklable: An element cannot be sent to a worker.
         """
-        return ticket
-
-    def pack_all(self, tickets: Sequence[Ticket]) -> Iterable[Any]:
-        """Return tickets without elements as they travel."""
         return tickets
 
     def offer(self, tickets: Sequence[tuple[int, Any]]) -> int:

@@ -419,7 +419,7 @@ class TaskSchedule(Generic[W]):
         ...     def head(self): return False
         ...     def acknowledge(self): pass
         >>> class OneEach:
-        ...     least, tasks, pack = 1, {}, staticmethod(lambda ticket: ticket)
+        ...     least, tasks, pack = 1, {}, staticmethod(list)
         ...     def offer(self, tickets):
         ...         free = [worker for worker in workers if worker not in self.tasks]
         ...         self.tasks.update((worker, tickets[0][0]) for worker in free[:1])
@@ -433,7 +433,7 @@ class TaskSchedule(Generic[W]):
         >>> schedule = TaskSchedule(workers, dispatch := OneEach(), bunch=1, measure=False)
         >>> order = TaskOrder(0, Start(), (), ordered=True)
         >>> for number in range(4):
-        ...     schedule.submit(Ticket(number, 0, (number,)))
+        ...     schedule.submit([Ticket(number, 0, (number,))])
         >>> schedule.next_step(order), schedule.results.outstanding, dispatch.safe()
         (<Step.WAIT: 2>, 4, [0, 1])
         >>> workers[1].state = WorkerState.DEAD
@@ -478,31 +478,23 @@ class TaskSchedule(Generic[W]):
         """Return the tickets of tasks whose results were not taken."""
         return list(self.results.tickets.values())
 
-    def submit(self, ticket: Ticket) -> None:
-        """Let a free worker do a task.
+    def submit(self, tickets: Sequence[Ticket]) -> None:
+        """Let free workers do some tasks, all with elements or all without.
 
         Raises:
             ItemNotPicklable: An element cannot be sent to a worker.
         """
-        packed = self.dispatch.pack(ticket)
-        self.results.tickets[ticket.number] = ticket
-        self._last = ticket.number
-        self._unsent.append((ticket.number, packed))
-        self._offer()
-
-    def submit_all(self, tickets: Sequence[Ticket]) -> None:
-        """Let free workers do some tasks, whose elements the workers have."""
         if not tickets:
             return
-        numbers, dispatch = list(map(_number_of, tickets)), self.dispatch
+        numbers, packed = list(map(_number_of, tickets)), self.dispatch.pack(tickets)
         self.results.tickets.update(zip(numbers, tickets, strict=True))
         self._last = numbers[-1]
-        # Threads take tickets as they are, and any number of them.
-        offer_all = getattr(dispatch, "offer_all", None)
+        # Threads take any number of tickets at once.
+        offer_all = getattr(self.dispatch, "offer_all", None)
         if offer_all is not None and not self._unsent:
-            offer_all(tickets)
+            offer_all(packed)
             return
-        self._unsent.extend(zip(numbers, dispatch.pack_all(tickets), strict=True))
+        self._unsent.extend(zip(numbers, packed, strict=True))
         self._offer()
 
     def fail(self, failure: Failure) -> None:
@@ -682,4 +674,5 @@ class TaskSchedule(Generic[W]):
     def _rerun_ticket(self, number: int) -> Any:
         """Return the packed ticket of a task that runs again."""
         self.results.forget_skipped(number)
-        return self.dispatch.pack(self.results.tickets[number])
+        (packed,) = self.dispatch.pack([self.results.tickets[number]])
+        return packed

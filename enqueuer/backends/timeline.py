@@ -46,7 +46,6 @@ class Trace:
         self.path = path
         # Reentrant, for the garbage collector.
         self._lock = threading.RLock()
-        self._runs = 0
         # Number of backends: while one takes over from another there are two.
         self._users = 0
         self._target: TraceTarget | None = None
@@ -101,12 +100,11 @@ class Trace:
             self._track = None
 
     def _begin(self, name: str, job: Job) -> None:
-        last = None if self._target is None else self._target.file
-        self._target = begin(self.path, self._runs, last)
+        self._target = begin(self.path, self._target)
         self._track = Track(self._target, self._target.pid)
         self._track.name(f"loop (process {self._target.pid})", "loop", -1)
         about = dict(
-            run=self._runs,
+            run=self._target.run,
             backend=f"{name}, {job.start_method}" if job.start_method else name,
             workers=job.workers,
             shards=len(job.own),
@@ -116,7 +114,6 @@ class Trace:
         self._track.instant("start", _now(), about)
         # Before workers write, as a viewer needs the names first.
         self._track.flush()
-        self._runs += 1
         self._max_queue_size = job.max_queue_size
         self._is_reported, self._at, self._taken, self._fill = False, 0, 0, -1
         self._is_closing = False

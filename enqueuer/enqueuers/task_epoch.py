@@ -289,7 +289,7 @@ class TaskEpoch:
             order.read(ticket.number, state)
             if not order.was_taken(ticket.number):
                 try:
-                    tasks.submit(ticket)
+                    tasks.submit([ticket])
                 except ItemNotPicklable as error:
                     self._fail(Failure(ticket.indices[0], ticket.number, error))
             if self._reader is not None:
@@ -308,9 +308,9 @@ class TaskEpoch:
         order = self.order
         # Some were done before, or were submitted by a call that did not complete.
         if order.taken or tickets[0].number < order.next:
-            tasks.submit_all([t for t in tickets if not order.was_taken(t.number)])
+            tasks.submit([t for t in tickets if not order.was_taken(t.number)])
         else:
-            tasks.submit_all(tickets)
+            tasks.submit(tickets)
         self.number = tickets[-1].number + 1
         reader.advance_many(tickets)
         self._unsubmitted = []
@@ -459,7 +459,7 @@ class TaskEpoch:
         for ticket in _tasks_of(old).tickets():
             # Those of the next epoch may have begun as well.
             if ticket.epoch == self._epoch:
-                tasks.submit(ticket)
+                tasks.submit([ticket])
         if self._unread is not None:
             tasks.fail(self._unread)
 

@@ -202,22 +202,21 @@ class Track:
             self._fd = None
 
 
-def begin(path: str, run: int, last: tuple[int, int] | None) -> TraceTarget:
+def begin(path: str, last: TraceTarget | None) -> TraceTarget:
     """Begin the file, or continue that of the run before.
 
     Args:
         path: Path of the file.
-        run: Number of times that the enqueuer was started before.
-        last: Device and inode of the file of the run before; None if there was none.
+        last: File of the run before; None if there was none.
 
     Raises:
         FileExistsError: There is a file, and it is not a trace.
         OSError: The file cannot be created.
     """
-    path = os.path.realpath(path)
+    path, run = os.path.realpath(path), 0 if last is None else last.run + 1
     with contextlib.suppress(OSError):
-        if last is not None and _reopen(path, last):
-            return TraceTarget(path, last, run, os.getpid())
+        if last is not None and _reopen(path, last.file):
+            return TraceTarget(path, last.file, run, os.getpid())
     if os.path.lexists(path):
         if not is_trace(path):
             raise FileExistsError(

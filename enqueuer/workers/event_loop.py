@@ -184,10 +184,6 @@ class EventLoop:
         self._answered += 1
         function()
 
-    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> Task[None]:
-        """Begin to run a coroutine; called on the loop."""
-        return self._loop.create_task(coroutine)
-
     def take(self, queue: SimpleQueue[Any]) -> Any:
         """Wait for what a coroutine puts into a queue, and take it."""
         while True:
@@ -477,7 +473,7 @@ class AsyncItems(Iterator[Any]):
     # --- on the event loop ---
 
     def _begin(self) -> None:
-        self._task = self._loop.spawn(self._run())
+        self._task: Task[None] = self._loop.asyncio.create_task(self._run())
 
     def cancel(self) -> Task[None]:
         """Cancel the generator, and return its task."""

@@ -27,17 +27,13 @@ def serve_tasks(plan: Plan, channel: Channel, enter: Callable[[Task], None] | No
             it for each task would take longer than many tasks do.
     """
     work = TaskWork(plan, channel)
-    source, is_plain = work.source, work.source.is_plain
+    source, do = work.source, work.send if work.source.is_plain else work.do
     enter = enter if enter is not None and source.runs_code else do_nothing
     with contextlib.suppress(Closed):
         while (ticket := channel.next_ticket()) is not None:
-            number, epoch, indices, _ = ticket
             if enter is not do_nothing:
-                enter(Task(indices[0], epoch, source.random_seed))
-            if is_plain:
-                work.send(number, source.result, indices[0], epoch, source.random_seed)
-            else:
-                work.do(ticket)
+                enter(Task(ticket.indices[0], ticket.epoch, source.random_seed))
+            do(ticket)
 
 
 class Raised:
@@ -129,19 +125,22 @@ class TaskWork:
             goes_on, _ = skip_or_end(failure, self._sender, self.on_error)
             if not goes_on:
                 return
-        source = self.source
-        self.send(ticket.number, source.item_of, ticket, results, source.random_seed)
+        self.send(ticket, results)
 
-    def send(self, number: int, make: Callable[..., Any], *args: Any) -> None:
-        """Send the item of a task, or `Empty`; if making it fails, its failure.
+    def send(self, ticket: Ticket, results: list[Any] | None = None) -> None:
+        """Send the item of a ticket, or `Empty`; if making it fails, its failure.
 
         Args:
-            number: Number of the task.
-            make: Function that makes the item.
-            args: Its arguments.
+            ticket: The ticket.
+            results: Results of its elements; None: its only one is to be made, of a plain source.
         """
+        number, epoch, indices, _ = ticket
+        source = self.source
         try:
-            value = make(*args)
+            if results is None:
+                value = source.result(indices[0], epoch, source.random_seed)
+            else:
+                value = source.item_of(ticket, results, source.random_seed)
         except BaseException as error:
             failure: Failure | None = Failure(0, number, error)
         else:

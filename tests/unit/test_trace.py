@@ -12,7 +12,7 @@ from enqueuer.monitoring import trace_file
 
 @pytest.fixture
 def place(tmp_path):
-    return trace_file.begin(str(tmp_path / "run.json"), run=0, last=None)
+    return trace_file.begin(str(tmp_path / "run.json"), last=None)
 
 
 def events(place):
@@ -76,7 +76,7 @@ def test_a_forked_copy_writes_nothing(place):
 def test_another_file_of_the_same_name_is_left_alone(place):
     writer = trace_file.Track(place, 1)
     writer.close()
-    other = trace_file.begin(place.path, run=0, last=None)
+    other = trace_file.begin(place.path, last=None)
     assert other.file != place.file or other == place
     stranger = trace_file.Track(trace_file.TraceTarget(place.path, (0, 0), 0, os.getpid()), 1)
     assert stranger.trouble is not None
@@ -89,7 +89,7 @@ def test_another_file_of_the_same_name_is_left_alone(place):
 def test_a_file_that_another_program_has_ended_is_begun_anew(place):
     with open(place.path, "a") as file:
         file.write("{torn")
-    again = trace_file.begin(place.path, run=1, last=place.file)
+    again = trace_file.begin(place.path, last=place)
     writer = trace_file.Track(again, 1)
     writer.end(0)
     writer.close()

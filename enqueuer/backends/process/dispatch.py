@@ -73,12 +73,11 @@ class QueueDispatch(Dispatch[ProcessWorker]):
     def least(self) -> int:
         return self._sizes.quick
 
-    def pack(self, ticket: Ticket) -> Ticket | bytes:
+    def pack(self, tickets: Sequence[Ticket]) -> Sequence[Ticket | bytes]:
         # Tickets without elements are pickled together.
-        return ticket if ticket.elements is None else task_queue.pack(ticket, self._are_forked)
-
-    def pack_all(self, tickets: Sequence[Ticket]) -> Sequence[Ticket]:
-        return tickets
+        if tickets[0].elements is None:
+            return tickets
+        return [task_queue.pack(ticket, self._are_forked) for ticket in tickets]
 
     def offer(self, tickets: Sequence[tuple[int, Ticket | bytes]]) -> int:
         assert self._queue is not None

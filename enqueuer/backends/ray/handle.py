@@ -21,7 +21,7 @@ import math
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -190,11 +190,8 @@ class ActorDispatch(Dispatch[Actor]):
         # Numbers and tickets of the tasks that no actor has.
         self._waiting: deque[tuple[int, bytes]] = deque()
 
-    def pack(self, ticket: Ticket) -> bytes:
-        return task_queue.pack(ticket, are_forked=False)
-
-    def pack_all(self, tickets: Sequence[Ticket]) -> Iterable[bytes]:
-        return map(self.pack, tickets)
+    def pack(self, tickets: Sequence[Ticket]) -> Sequence[bytes]:
+        return [task_queue.pack(ticket, are_forked=False) for ticket in tickets]
 
     def offer(self, tickets: Sequence[tuple[int, bytes]]) -> int:
         with self._lock:
