@@ -23,7 +23,7 @@ from typing import Any, Generic
 from enqueuer.backends.job import Job
 from enqueuer.backends.lifecycle import DeathPlace, Restarts
 from enqueuer.backends.pool import HAS_ENDED, Death, NoRoom, W, Worker, WorkerPool
-from enqueuer.backends.shard_schedule import NOTHING, ShardSchedule, Step
+from enqueuer.backends.shard_schedule import NOTHING, ShardSchedule
 from enqueuer.backends.stall import DeadlineExpired, WaitSnapshot
 from enqueuer.backends.task_schedule import TaskSchedule
 from enqueuer.common import interrupts
@@ -35,8 +35,6 @@ from enqueuer.workers.messages import Epoch, Failure, ItemTuple
 
 _log = logging.getLogger("enqueuer")
 
-# To look up a member of an enum takes long.
-_TAKE, _WAIT = Step.TAKE, Step.WAIT
 # Seconds for the end of the workers that were started before one could not be.
 _FAILED_START_S = 1.0
 
@@ -135,11 +133,11 @@ class Engine(Generic[W]):
             # A handler of a log record may have called stop().
             if self.is_closed:
                 break
-            if step is _TAKE:
+            if step is True:
                 return None
             if isinstance(step, Failure):
                 return step
-            if not isinstance(step, Step):
+            if step is not False:
                 failure = self._replace(step, order)
                 if failure is not None:
                     return failure
@@ -202,7 +200,7 @@ class Engine(Generic[W]):
         Neither this nor asking before waiting may let a worker make more than it would.
         """
         self.pool.poll()
-        return not self.is_closed and self.schedule.next_step(order) is not _WAIT
+        return not self.is_closed and self.schedule.next_step(order) is not False
 
     # --- what is known of the workers ---
 

@@ -9,7 +9,6 @@ that takes items writes down which it has taken. This file decides and does not 
 
 from __future__ import annotations
 
-import enum
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -307,20 +306,11 @@ class Overtaking(ShardOrder):
         return sorted(self._open, key=lambda shard: (self._counts[shard], shard))
 
 
-class Step(enum.Enum):
-    """The next step of the engine, if it is neither a failure nor a worker that has ended."""
-
-    # Something can be taken, or the epoch is over.
-    TAKE = 1
-    # Nothing can be taken until something comes.
-    WAIT = 2
-
-
 NOTHING: Final[Iterator[ItemTuple]] = iter(())
 """What `ShardSchedule.more` returns if nothing has come and all workers live."""
 
 # To look up a member of an enum takes long.
-_TAKE, _WAIT, _DEAD = Step.TAKE, Step.WAIT, WorkerState.DEAD
+_DEAD = WorkerState.DEAD
 
 
 class ShardSchedule(Generic[W]):
@@ -350,7 +340,7 @@ class ShardSchedule(Generic[W]):
         >>> schedule.next_step(order) is dead, schedule.place_of(dead, order).text
         (True, 'shard 0, item 5')
         >>> order.ended(0); schedule.next_step(order)
-        <Step.TAKE: 1>
+        True
     """
 
     def __init__(
@@ -401,23 +391,28 @@ class ShardSchedule(Generic[W]):
         # Last: if it is done again, the workers pass over what comes twice.
         self._epochs = [*self._epochs, epoch]
 
-    def next_step(self, order: ShardOrder) -> Step | Failure | W:
-        """Decide what to do next: take items, return a failure, replace a worker, or wait."""
+    def next_step(self, order: ShardOrder) -> bool | Failure | W:
+        """Decide what to do next.
+
+        Returns:
+            True if something can be taken, or the epoch is over; False if nothing can be until
+            something comes; a failure to be returned; or a worker that has ended.
+        """
         if self._ending is not None:
             self._note_end()
         while not order.done:
             message = self._head(order)
             if message is True:
-                return _TAKE
+                return True
             if message is False:
                 dead = self._dead(order)
-                return _WAIT if dead is None else dead
+                return False if dead is None else dead
             if isinstance(message, Failure):
                 return message
             assert isinstance(message, End)
             self._ending = self._served, message, order
             self._note_end()
-        return _TAKE
+        return True
 
     def _head(self, order: ShardOrder) -> bool | End | Failure | Empty:
         """Return what is next in the inbox whose turn it is, as `Inbox.head` does."""

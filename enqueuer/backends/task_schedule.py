@@ -23,7 +23,7 @@ from typing import Any, Generic, TypeAlias, cast
 from enqueuer.backends.lifecycle import DeathPlace
 from enqueuer.backends.order_log import OrderLog
 from enqueuer.backends.pool import HAS_ENDED, Dispatch, W, WorkerState
-from enqueuer.backends.shard_schedule import ANY, AsTheyCome, ShardOrder, Step, waiting_in
+from enqueuer.backends.shard_schedule import ANY, AsTheyCome, ShardOrder, waiting_in
 from enqueuer.common import interrupts
 from enqueuer.common.sizes import size_of
 from enqueuer.workers.messages import Empty, End, Epoch, Failure, ItemTuple, Start, Ticket
@@ -194,12 +194,13 @@ class ReorderBuffer:
     """Called by one thread at a time.
 
     Attributes:
+        measures: Whether results are measured.
         tickets: Those whose results were not taken, by their numbers.
         largest_bytes: Of all results, if they are measured.
     """
 
     def __init__(self, measure: bool) -> None:
-        self._measure = measure
+        self.measures = measure
         self.largest_bytes = 0
         self.tickets: dict[int, Ticket] = {}
         # In the order of their arrival.
@@ -260,13 +261,13 @@ class ReorderBuffer:
             if not isinstance(message, tuple):
                 self._without[number] = None
             self._results[number] = message
-            if self._measure and isinstance(message, tuple):
+            if self.measures and isinstance(message, tuple):
                 # Never 0, which means that no result has come yet.
                 self.largest_bytes = max(self.largest_bytes, size_of(message[2]), 1)
 
     def put_all(self, arrived: deque[Any]) -> None:
         """Keep what came of some tasks, and remove it from where it arrived."""
-        is_plain = not self._measure and set(map(type, arrived)) == {tuple}
+        is_plain = not self.measures and set(map(type, arrived)) == {tuple}
         if is_plain and not any(map(_is_none, map(_value_of, arrived))):
             tickets, results = self.tickets, self._results
             items = cast("deque[ItemTuple]", arrived)
@@ -435,7 +436,7 @@ class TaskSchedule(Generic[W]):
         >>> for number in range(4):
         ...     schedule.submit([Ticket(number, 0, (number,))])
         >>> schedule.next_step(order), schedule.results.outstanding, dispatch.safe()
-        (<Step.WAIT: 2>, 4, [0, 1])
+        (False, 4, [0, 1])
         >>> workers[1].state = WorkerState.DEAD
         >>> schedule.next_step(order) is workers[1], schedule.place_of(workers[1], order).text
         (True, 'task 1')
@@ -451,7 +452,6 @@ class TaskSchedule(Generic[W]):
         self.dispatch = dispatch
         self._bunch = bunch
         self.results = ReorderBuffer(measure)
-        self._measures = measure
         self._in_turn = in_turn
         self._arrived: deque[ItemTuple | End | Failure | Empty] = deque()
         # Not used: the reorder buffer and the order know which results were taken.
@@ -551,8 +551,8 @@ class TaskSchedule(Generic[W]):
         end = None if order is None else order.end
         return self.results.waiting_before(end, waiting_in(self._workers))
 
-    def next_step(self, order: TaskOrder) -> Step | Failure | W:
-        """Decide what to do next: take results, return a failure, replace a worker, or wait."""
+    def next_step(self, order: TaskOrder) -> bool | Failure | W:
+        """Decide what to do next; see `ShardSchedule.next_step`."""
         self._order = order
         ended = self._collect()
         if ended is not None:
@@ -563,12 +563,12 @@ class TaskSchedule(Generic[W]):
         if isinstance(found, Failure):
             return found
         if found or order.done:
-            return Step.TAKE
+            return True
         # Any message makes room for what was not sent, and the size of any result is of use.
         # So does any result of a replay, in which more tasks may be out than there is room for.
-        is_any = self._unsent or self._measures or order.replay
+        is_any = self._unsent or self.results.measures or order.replay
         self.dispatch.awaited = None if is_any else order.only()
-        return Step.WAIT
+        return False
 
     def _collect(self) -> W | None:
         """Put all that has come in the reorder buffer; return a worker whose end is new."""

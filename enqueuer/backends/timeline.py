@@ -50,20 +50,14 @@ class Trace:
         self._users = 0
         self._target: TraceTarget | None = None
         self._track: Track | None = None
-        # Whether it was logged that the file is full, or cannot be written.
-        self._is_reported = False
         self._restarts = Restarts(0)
         self._meter = LoopMeter()
-        self._max_queue_size = 0
         # Time at which the loop asked for the next item.
         self._asked = 0
-        # End of the last span: spans do not overlap, whichever thread takes.
-        self._at = 0
         # Time at which the loop took the item that it works on; 0: it has none.
         self._taken = 0
         self._item = 0, 0
         self._epoch = 0
-        self._fill = -1
         self._is_closing = False
 
     # --- its life ---
@@ -115,8 +109,12 @@ class Trace:
         # Before workers write, as a viewer needs the names first.
         self._track.flush()
         self._max_queue_size = job.max_queue_size
-        self._is_reported, self._at, self._taken, self._fill = False, 0, 0, -1
-        self._is_closing = False
+        # Number of items that waited when that was recorded last.
+        self._fill = -1
+        # End of the last span: spans do not overlap, whichever thread takes.
+        self._at = self._taken = 0
+        # Whether it was logged that the file is full, or cannot be written.
+        self._is_reported = self._is_closing = False
 
     def closing(self) -> None:
         """Record, once, that the run is about to be stopped."""
@@ -240,7 +238,7 @@ class Trace:
     def _report_end(self) -> None:
         """Log once that nothing more is recorded, and why."""
         track = self._track
-        if self._is_reported or track is None:
+        if track is None or self._is_reported:
             return
         if track.is_full:
             self._is_reported = True

@@ -169,7 +169,7 @@ def _send_failure(
     if stream.is_behind and may_skip(error, on_error):
         # A replay: the loop has had the reports, the failure and the replacement.
         return True, False
-    stream.send_reports(sender)
+    stream.send_reports(sender.send, stream.number)
     failure = Failure(stream.shard.index, stream.number, error)
     goes_on, value = skip_or_end(failure, sender, on_error)
     if value is None:
@@ -278,7 +278,7 @@ class ShardStream:
         while True:
             if has_bunches:
                 if not self._send_bunches(sender, items):
-                    self.send_reports(sender)
+                    self.send_reports(sender.send, self.number)
                     return False
                 number = self.number
             try:
@@ -288,12 +288,12 @@ class ShardStream:
                 if stateful is not None and isinstance(self._source, LiveSource):
                     self.state_at_end = stateful.state_dict()
                 self.in_user_code = False
-                self.send_reports(sender)
+                self.send_reports(sender.send, self.number)
                 return False
             state = None if stateful is None else stateful.state_dict()
             self.in_user_code = False
             if reports:
-                self.send_reports(sender)
+                self.send_reports(sender.send, self.number)
             if value is not None:
                 sender.send_item(index, number, value, state)
                 self.number = number = number + 1
@@ -314,7 +314,7 @@ class ShardStream:
         values = itertools.chain(items, map(ended.append, (None,)))
         while (bunch := sender.open_bunch(self.shard.index)) is not None:
             # The next item of a bunch follows a report at once, so it is sent at once.
-            heard = functools.partial(self._report_within, bunch, sender, self.number)
+            heard = functools.partial(self._send_within, bunch, sender, self.number)
             self._reports.heard = heard
             if self._reports:
                 heard()
@@ -336,15 +336,14 @@ class ShardStream:
         self.in_user_code = True
         return True
 
-    def send_reports(self, sender: Sender) -> None:
-        """Send the errors that the generator has reported since the last item."""
-        self._send_reports(sender.send, self.number)
+    def _send_within(self, bunch: Bunch, sender: Any, first: int) -> None:
+        self.send_reports(sender.send_report, first + bunch.made)
 
-    def _report_within(self, bunch: Bunch, sender: Any, first: int) -> None:
-        self._send_reports(sender.send_report, first + bunch.made)
+    def send_reports(self, send: Callable[[Reported], None], number: int) -> None:
+        """Send what the generator has reported before an item, by a method of the sender.
 
-    def _send_reports(self, send: Callable[[Reported], None], number: int) -> None:
-        """Send the reports before an item; each has a greater number or place than the last."""
+        Each report has a greater number or place than the last.
+        """
         with self._report_lock:
             last, nth = self._reported
             # Of two threads, one may have come to a later item first.
