@@ -193,16 +193,15 @@ class InlinePool(WorkerPool[InlineWorker]):
         # The identifier of the thread of the turn; None between turns. It is not the thread itself:
         # TensorFlow's threads are unknown to Python, and asking for one leaves a dummy behind.
         self._runner: int | None = None
-        self._has_started = False
 
     def start_worker(self, index: int) -> InlineWorker:
         job = self._job
-        if self._has_started and isinstance(job.source, LiveSource):
+        # It takes the place of one that has died.
+        if self.workers and isinstance(job.source, LiveSource):
             raise StartError(
                 "a running iterator that was interrupted cannot be read again; pass the "
                 "generator function itself"
             )
-        self._has_started = True
         (plan,) = job.plans()
         return InlineWorker(plan, self.dispatch.tickets, job.has_globals, job.trace)
 

@@ -130,15 +130,14 @@ class WorkerRecorder:
         self.meter.waited = self._waited
 
     def send_item(self, shard: int, number: int, value: object, state: Any = None) -> None:
-        row, size, was_sent = self._row, size_of(value, SAMPLED), False
+        row, size, was_sent = self._row, size_of(value, SAMPLED), True
         args = row.args_of(shard, number)
         with self._sending(args) as began:
             try:
                 self._sender.send_item(shard, number, value, state)
-                was_sent = True
-            except Closed:
+            except BaseException as error:
                 # The loop may have taken it before it left.
-                was_sent = True
+                was_sent = isinstance(error, Closed)
                 raise
             finally:
                 sent_args = args | {"bytes": size} if size else args
@@ -200,7 +199,7 @@ class WorkerRecorder:
 
     def share(self, threads: ElementThreads) -> Sender:
         """Return a Sender for several threads, of which each has a row of its own."""
-        self._sender, self._has_threads = self._sender.share(threads), True
+        self._sender, self._has_threads = self._channel.share(threads), True
         threads.do = self._do
         return cast(Sender, self)
 

@@ -10,7 +10,7 @@ import pytest
 from helpers import LIMIT, wait_until
 
 from enqueuer.backends.thread import inbox as inbox_module
-from enqueuer.backends.thread.inbox import ThreadInbox, get_until
+from enqueuer.backends.thread.inbox import ThreadInbox, get_until, wait_for_any
 from enqueuer.errors import Closed
 from enqueuer.monitoring.meters import Meter
 from enqueuer.workers.messages import End, Taken
@@ -153,7 +153,7 @@ def test_a_loop_that_waits_for_one_item_is_woken_by_that_one_only(monkeypatch):
 
     monkeypatch.setattr(inbox_module, "SimpleQueue", make)
     inbox, meter = ThreadInbox(max_size=10), Meter()
-    loop = threading.Thread(target=inbox.wait, args=(None, 1))
+    loop = threading.Thread(target=wait_for_any, args=((inbox,), None, 1))
     loop.start()
     wait_until(is_asleep)
     inbox.put((0, 2, "b", None), 0, meter)

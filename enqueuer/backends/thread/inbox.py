@@ -74,7 +74,7 @@ def wait_for_any(
     Args:
         inboxes: The inboxes.
         end: The time, of `time.monotonic()`; None waits forever.
-        awaited: See `ThreadInbox.wait`.
+        awaited: Number of the item that must come, unless it is sent in a bunch; None: any.
     """
     sleeper: SimpleQueue[bool] = SimpleQueue()
     try:
@@ -340,15 +340,6 @@ class ThreadInbox:
         waiting = self.waiting
         begun, before = self._epoch
         return waiting if begun == epoch else max(0, min(waiting, before - self._taken))
-
-    def wait(self, end: float | None, awaited: int | None = None) -> None:
-        """Wait until there is a message, until it is closed or woken, or until a time.
-
-        Args:
-            end: The time, of `time.monotonic()`; None waits forever.
-            awaited: Number of the item that must come, unless it is sent in a bunch; None: any.
-        """
-        wait_for_any((self,), end, awaited)
 
     def arm(self, sleeper: SimpleQueue[bool], awaited: int | None) -> bool:
         """Let what comes wake the loop from now on; return whether it need not sleep."""
