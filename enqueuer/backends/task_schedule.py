@@ -486,13 +486,14 @@ class TaskSchedule(Generic[W]):
         """
         if not tickets:
             return
-        numbers, packed = list(map(_number_of, tickets)), self.dispatch.pack(tickets)
+        # Threads take any number of tickets at once, as they are.
+        offer_all = None if self._unsent else getattr(self.dispatch, "offer_all", None)
+        packed = tickets if offer_all is not None else self.dispatch.pack(tickets)
+        numbers = list(map(_number_of, tickets))
         self.results.tickets.update(zip(numbers, tickets, strict=True))
         self._last = numbers[-1]
-        # Threads take any number of tickets at once.
-        offer_all = getattr(self.dispatch, "offer_all", None)
-        if offer_all is not None and not self._unsent:
-            offer_all(packed)
+        if offer_all is not None:
+            offer_all(tickets)
             return
         self._unsent.extend(zip(numbers, packed, strict=True))
         self._offer()
