@@ -232,6 +232,7 @@ class Engine(Generic[W]):
 
     def _replace(self, worker: W, order: Any) -> Failure | None:
         """Replace a worker that has ended; return its failure if that is not allowed, or fails."""
+        # The lists of workers must not be left half changed.
         with interrupts.held():
             if worker.is_leaving:
                 self.schedule.part_with(worker)

@@ -361,8 +361,8 @@ class ShardSchedule(Generic[W]):
         # Index of the worker whose message was next last. Not the worker, nor its inbox: after
         # `stop()` nothing must keep the memory that is shared with it.
         self._served = 0
-        # The end of a shard that is about to be noted and dropped. It must not stay behind after
-        # an interrupt: it would end the shard in the next epoch.
+        # The end of a shard that is about to be noted and dropped. It must not stay behind: it
+        # would end the shard in the next epoch.
         self._ending: tuple[int, End, ShardOrder] | None = None
         self._is_acknowledged = True
 

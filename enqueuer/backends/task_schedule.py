@@ -306,7 +306,7 @@ class ReorderBuffer:
                     return failure
                 case tuple():
                     return True
-            # Between these is no call and no jump, and so no signal handler runs.
+            # In one step.
             order.taken[number] = None
             del self._results[number]
             del self._without[number]

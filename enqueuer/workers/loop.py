@@ -59,7 +59,7 @@ def serve(plan: Plan, channel: Channel, enter: Callable[[Shard], None] | None = 
         stack.enter_context(contextlib.suppress(Closed))
         last = -1
         while (epoch := channel.next_epoch()) is not None:
-            # An order comes twice if an exception interrupts the consumer while it sends it.
+            # An order comes twice if an exception ends the call that sends it.
             if epoch.number > last:
                 last = epoch.number
                 # There is no pause between turns.

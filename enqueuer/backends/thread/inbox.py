@@ -244,7 +244,7 @@ class ThreadInbox:
                 self._totals.append((self._sent + 1, self._bytes_sent))
                 while self._totals[0][0] <= self.acknowledged:
                     self._totals.popleft()
-            # No call comes between these two: the worker may run in the main thread.
+            # In one step, as the worker may run in the main thread.
             self._sent += 1
             self._items.append(item)
             if self._sleeper is not None and self._awaited in (None, item[1]):
