@@ -111,5 +111,5 @@ def answer_for(pipe: Descriptor | None, snapshots: Callable[[], list[ThreadSnaps
             os.write(fd, data)
 
     faulthandler.unregister(ASK)
+    # It interrupts system calls: the kernel would go on with a wait for a lock, without Python.
     signal.signal(ASK, write)
-    signal.siginterrupt(ASK, False)
