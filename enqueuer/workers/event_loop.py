@@ -52,7 +52,7 @@ NOT_AWAITED = (
 class ThreadSnapshot(NamedTuple):
     """Where elements or shards of a worker are: their Python stack, the outermost frame first."""
 
-    indices: tuple[int, ...]
+    indices: tuple[int | str, ...]
     stack: list[traceback.FrameSummary]
 
 
@@ -219,6 +219,11 @@ class EventLoop:
         """Return where the coroutine is that a thread waits for; [] if it waits for none."""
         return _stack_of(self._awaited.get(ident))
 
+    def snapshots(self) -> list[ThreadSnapshot]:
+        """Return where the async generators are."""
+        shown = (one.snapshot() for one in self.items.copy())
+        return sorted(shown, key=lambda snapshot: snapshot.indices)
+
     def look(self) -> None:
         """Name the coroutine that holds the loop if it has not answered, the first time.
 
@@ -318,14 +323,23 @@ def check_awaited(value: object) -> None:
 
 
 class _OfThread(threading.local):
-    """The event loop of the worker that a thread belongs to; coroutines do not inherit it."""
+    """The event loop of the worker that a thread belongs to; coroutines do not inherit it.
+
+    Attributes:
+        loop: The event loop.
+        on_others: Function that a worker process sets for its own thread; see `set_others`.
+    """
 
     loop: EventLoop | None = None
+    on_others: Callable[[bool], object] = bool
 
 
 _own = _OfThread()
 # Event loops of workers of shards, by the identifiers of the workers' own threads.
 _loops: dict[int, EventLoop] = {}
+# Functions that return where other threads or shards are, by the identifiers of the workers' own
+# threads, which wait for these.
+_others: dict[int, Callable[[], list[ThreadSnapshot]]] = {}
 
 
 def set_loop(loop: EventLoop | None) -> None:
@@ -355,9 +369,11 @@ def shard_loop(check: Callable[[], object]) -> Iterator[EventLoop]:
     ident = threading.get_ident()
     loop = EventLoop(f"{threading.current_thread().name}.loop", check=check)
     _loops[ident] = loop
+    set_others(loop.snapshots)
     try:
         yield loop
     finally:
+        set_others(None)
         del _loops[ident]
         loop.close()
 
@@ -367,11 +383,27 @@ def loop_of(ident: int | None) -> EventLoop | None:
     return None if ident is None else _loops.get(ident)
 
 
-def shard_snapshots(ident: int | None) -> list[ThreadSnapshot]:
-    """Return where the shards of such a worker are; [] if it has no event loop."""
-    loop = loop_of(ident)
-    items = () if loop is None else loop.items.copy()
-    return sorted((one.snapshot() for one in items), key=lambda snapshot: snapshot.indices)
+def set_others(snapshots: Callable[[], list[ThreadSnapshot]] | None) -> None:
+    """Have a report of this worker show other threads or shards; None: its own thread again.
+
+    Called by the worker's own thread.
+    """
+    ident = threading.get_ident()
+    if snapshots is None:
+        _others.pop(ident, None)
+    else:
+        _others[ident] = snapshots
+    _own.on_others(snapshots is not None)
+
+
+def on_others(function: Callable[[bool], object]) -> None:
+    """Have `set_others` call a function in this thread, with whether others are shown."""
+    _own.on_others = function
+
+
+def snapshots_of(ident: int | None) -> list[ThreadSnapshot]:
+    """Return where the threads or shards of a worker are; [] if its own thread runs its code."""
+    return [] if ident is None else _others.get(ident, list)()
 
 
 # --- async generators -----------------------------------------------------------------------------
