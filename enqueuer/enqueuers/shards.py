@@ -74,7 +74,7 @@ class ShardEpoch:
     def feed_runs_code(self) -> bool:
         return False
 
-    def feed(self) -> None:
+    def feed(self, is_early: bool = False) -> None:
         if not self._is_told:
             _shards_of(self._run.backend).tell(Epoch(self._number, self.starts))
             self._is_told = True
