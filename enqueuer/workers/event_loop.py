@@ -65,6 +65,7 @@ class EventLoop:
         check: Function that raises Closed if the consumer left; called during long waits.
 
     Attributes:
+        makes_ahead: Whether items of async generators are made before they are asked for.
         asyncio: The module, whose import takes longer than to fork a worker.
         thread: Its thread.
         items: Iterators over the async generators that run on it.
@@ -87,6 +88,7 @@ class EventLoop:
     ) -> None:
         import asyncio
 
+        self.makes_ahead = True
         self.asyncio = asyncio
         self.items: set[AsyncItems] = set()
         self.last: AsyncItems | None = None
@@ -119,7 +121,9 @@ class EventLoop:
 
         # As in a notebook: a thread can run one loop at a time.
         is_busy = asyncio._get_running_loop() is not None
-        return cls("enqueuer-loop" if is_busy else None)
+        loop = cls("enqueuer-loop" if is_busy else None)
+        loop.makes_ahead = False
+        return loop
 
     def result(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine on the loop, and return its result, or raise its exception."""
@@ -433,7 +437,7 @@ class AsyncItems(Iterator[Any]):
     Args:
         function: Function that returns the generator for a shard.
         shard: The shard, to which errors are reported with the item before which they came.
-        loop: Event loop of the worker. None: it has none, and nothing is made ahead.
+        loop: Event loop of the worker; None: one of its own, on which nothing is made ahead.
         ahead: Number of items that may be made before they are asked for.
         first: Number of items that may be so at the beginning, beyond these.
         unneeded: Number of the first items that are only counted, as they were received before.
@@ -457,8 +461,8 @@ class AsyncItems(Iterator[Any]):
         self._made: SimpleQueue[_Made] = SimpleQueue()
         self._unneeded = unneeded
         # Items that have been made early, for which no later one is made when they are taken.
-        self._early = 0 if self._is_own else first + unneeded
-        self._room = loop.asyncio.Semaphore(0 if self._is_own else ahead + self._early)
+        self._early = first + unneeded if loop.makes_ahead else 0
+        self._room = loop.asyncio.Semaphore(ahead + self._early if loop.makes_ahead else 0)
         self._generator: AsyncGenerator[Any, None] | None = None
         self._is_closing = self._has_ended = False
         self._close_error: BaseException | None = None
@@ -470,7 +474,7 @@ class AsyncItems(Iterator[Any]):
             raise StopIteration
         loop = self._loop
         # The worker has sent what it took last.
-        sent, loop.last = (self if self._is_own else loop.last), self
+        sent, loop.last = (loop.last if loop.makes_ahead else self), self
         if sent is not None:
             sent.let_on()
         made = loop.take(self._made)

@@ -27,7 +27,7 @@ from typing import Any
 from enqueuer.common.text import duration
 from enqueuer.errors import Closed, StateMismatch
 from enqueuer.workers.bunch import Bunch
-from enqueuer.workers.event_loop import shard_loop
+from enqueuer.workers.event_loop import EventLoop, shard_loop
 from enqueuer.workers.messages import End, Epoch, Failure, Orders, Reported, Sender, Start
 from enqueuer.workers.plan import OnError, Plan, may_skip, serve_failure, skip_or_end
 from enqueuer.workers.shards import Shard, collect_reports, do_nothing
@@ -158,11 +158,17 @@ def _streams_of(
     enter: Callable[[Shard], None],
     stack: ExitStack,
 ) -> deque[ShardStream]:
-    """Return the streams of all shards, which `stack` closes; async generators run from now on."""
+    """Return the streams of all shards, which `stack` closes; async generators run from now on.
+
+    Without an event loop of the worker, they share one on which nothing is made ahead.
+    """
+    loop = source.loop
+    if isinstance(source, FunctionSource) and source.is_async and loop is None:
+        own = stack.enter_context(contextlib.closing(EventLoop.of_caller()))
+        source = replace(source, loop=own)
     streams = deque(ShardStream(source, shard, start, replay) for shard, start in starts.items())
     for stream in streams:
         stack.callback(stream.close)
-    loop = source.loop
     if loop is not None and streams:
         # They share the global generators.
         enter(streams[0].shard)
