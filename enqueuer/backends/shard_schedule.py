@@ -277,6 +277,11 @@ class Overtaking(ShardOrder):
         # Number of items that were noted, and the last one with the number after it.
         self._noted = 0
         self._last = self.last, self.numbers.get(self.last)
+        # A round, in which each shard has one item, and a place in it. All items before it were
+        # taken, or are none: so many, without those of earlier rounds that came before the start.
+        first = min(map(self._counts.__getitem__, starts), default=0)
+        later = sum(max(0, n - first) for n in self._counts.values())
+        self._reached = first, 0, sorted(self._counts), -later
 
     def note(self) -> None:
         """Note the item that was taken last; again does nothing. Called before the next one."""
@@ -304,12 +309,16 @@ class Overtaking(ShardOrder):
             del self._replay[self._noted :]
         if self.done:
             return ANY
-        counts = self._counts
-        first = min(self._open, key=lambda shard: (counts[shard], shard))
-        # Of all items that were not taken, its next one was overtaken most often: by all of these.
-        least = counts[first]
-        overtook = sum(max(0, n - least - (shard < first)) for shard, n in counts.items())
-        return first if overtook >= self._allowance else ANY
+        # Of all items that were not taken, the first one was overtaken most often.
+        counts, (round_, place, shards, passed) = self._counts, self._reached
+        while (is_taken := counts[shards[place]] > round_) or shards[place] not in self._open:
+            passed, place = passed + is_taken, place + 1
+            if place == len(shards):
+                round_, place = round_ + 1, 0
+                shards = [s for s in shards if s in self._open or counts[s] > round_]
+        # By one store, as a signal handler may raise, or have called this method.
+        self._reached = round_, place, shards, passed
+        return shards[place] if self._noted - passed >= self._allowance else ANY
 
     def given(self, ready: int) -> str | None:
         self.note()
