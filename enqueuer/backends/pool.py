@@ -176,6 +176,7 @@ class DequeInbox:
             # In one step, to the yield.
             numbers[shard] = number + 1
             taken.last = shard
+            taken.items += 1
             del messages[0]
             self.taken += 1
             yield item

@@ -61,7 +61,7 @@ class ShardEpoch:
             if not isinstance(ordered, bool):
                 self._order = Overtaking(self._starts, recent, ordered, self._log, replay)
             elif ordered:
-                self._order = RoundRobin(self._starts, recent, run.meter)
+                self._order = RoundRobin(self._starts, recent)
             else:
                 self._order = AsTheyCome(self._starts, recent)
         return self._order

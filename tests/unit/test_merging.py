@@ -19,6 +19,7 @@ def take(order, shard, number, state=None):
         order.remember(shard, number, state)
     order.numbers[shard] = number + 1
     order.last = shard
+    order.items += 1
 
 
 LENGTHS = st.lists(st.integers(0, 5), max_size=6)
