@@ -114,11 +114,11 @@ class RoundRobin(ShardOrder):
     Args:
         starts: Where each shard begins, in the order of their turns.
         recent: How many of the last states of an iterator are remembered.
-        meter: Account of the items that were taken; None: those that give nothing are not counted.
 
     Example:
         >>> order = RoundRobin(dict.fromkeys(range(3), Start()))
-        >>> for shard in range(2): order.numbers[shard], order.last = 1, shard  # one was taken
+        >>> for shard in range(2):  # one was taken
+        ...     order.numbers[shard], order.last = 1, shard; order.items += 1
         >>> order.turn()
         2
         >>> order.ended(2); order.ended(0); order.turn()
@@ -127,50 +127,51 @@ class RoundRobin(ShardOrder):
         {1: Start(number=1, state=None, behind=0, left_out=0)}
     """
 
-    def __init__(
-        self, starts: Mapping[int, Start], recent: int = 2, meter: LoopMeter | None = None
-    ) -> None:
+    def __init__(self, starts: Mapping[int, Start], recent: int = 2) -> None:
         super().__init__(starts, recent)
         shards = list(starts)
         self._after = dict(zip(shards, shards[1:] + shards[:1], strict=True))
-        self._meter = meter
         # How many items each shard has given; all of these; and the turns since they were counted.
-        self._given = {shard: start.number - start.left_out for shard, start in starts.items()}
-        self._counted = 0 if meter is None else meter.taken
-        self._turns = shards
+        given = {shard: start.number - start.left_out for shard, start in starts.items()}
+        self._given = given, 0, shards
 
     def turn(self) -> int:
         return self._after[self.last]
 
     def rest(self, ready: Iterable[ItemTuple] = ()) -> dict[int, Start]:
         starts = super().rest(ready)
-        if self._meter is None:
-            return starts
-        self._count_given()
-        given = Counter(self._given)
+        given = Counter(self._count_given())
         given.subtract(item[0] for item in ready)
-        # The meter counts an item one step after it is taken.
         return {
-            shard: start._replace(left_out=min(start.number, max(0, start.number - given[shard])))
+            shard: start._replace(left_out=start.number - given[shard])
             for shard, start in starts.items()
         }
 
-    def _count_given(self) -> None:
-        """Count what was taken since the last time: each shard that is open had its turn."""
-        taken = self._counted if self._meter is None else self._meter.taken
-        rounds, more = divmod(taken - self._counted, max(1, len(self._turns)))
-        for at, shard in enumerate(self._turns):
-            self._given[shard] += rounds + (at < more)
-        self._counted, self._turns = taken, self._in_turn()
+    def _count_given(self, ending: int | None = None) -> dict[int, int]:
+        """Count what was taken since the last time, when each shard that is open had its turn.
+
+        Args:
+            ending: Shard that has no turn from now on.
+        """
+        given, counted, turns = before = self._given
+        taken = self.items
+        rounds, more = divmod(taken - counted, max(1, len(turns)))
+        new = {shard: given[shard] + rounds + (at < more) for at, shard in enumerate(turns)}
+        turns = [shard for shard in turns[more:] + turns[:more] if shard != ending]
+        after = given | new, taken, turns
+        # Once more, as the calls above may run this method. From here on in one step.
+        if self._given is not before:
+            return self._count_given(ending)
+        self._given = after
+        return after[0]
 
     def ended(self, shard: int, state: Any = None, number: int = 0) -> None:
-        self._count_given()
+        self._count_given(shard)
         # An ended shard keeps its successor, as it may be the last one that was taken from.
         for before, following in self._after.items():
             if following == shard:
                 self._after[before] = self._after[shard]
         super().ended(shard, state, number)
-        self._turns = self._in_turn()
 
     def _in_turn(self) -> list[int]:
         shards: list[int] = []
@@ -246,6 +247,11 @@ class Overtaking(ShardOrder):
         # Number of items that were noted, and the last one with the number after it.
         self._noted = 0
         self._last = self.last, self.numbers.get(self.last)
+        # A round, in which each shard has one item, and a place in it. All items before it were
+        # taken, or are none: so many, without those of earlier rounds that came before the start.
+        first = min(map(self._counts.__getitem__, starts), default=0)
+        later = sum(max(0, n - first) for n in self._counts.values())
+        self._reached = first, 0, sorted(self._counts), -later
 
     def note(self) -> None:
         """Note the item that was taken last; again does nothing. Called before the next one."""
@@ -273,12 +279,16 @@ class Overtaking(ShardOrder):
             del self._replay[self._noted :]
         if self.done:
             return ANY
-        counts = self._counts
-        first = min(self._open, key=lambda shard: (counts[shard], shard))
-        # Of all items that were not taken, its next one was overtaken most often: by all of these.
-        least = counts[first]
-        overtook = sum(max(0, n - least - (shard < first)) for shard, n in counts.items())
-        return first if overtook >= self._allowance else ANY
+        # Of all items that were not taken, the first one was overtaken most often.
+        counts, (round_, place, shards, passed) = self._counts, self._reached
+        while (is_taken := counts[shards[place]] > round_) or shards[place] not in self._open:
+            passed, place = passed + is_taken, place + 1
+            if place == len(shards):
+                round_, place = round_ + 1, 0
+                shards = [s for s in shards if s in self._open or counts[s] > round_]
+        # In one step, as the calls above may run this method.
+        self._reached = round_, place, shards, passed
+        return shards[place] if self._noted - passed >= self._allowance else ANY
 
     def given(self, ready: int) -> str | None:
         self.note()

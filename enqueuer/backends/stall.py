@@ -205,7 +205,7 @@ def encode_threads(threads: Sequence[ThreadSnapshot]) -> bytes:
     """
     import json
 
-    stacks: dict[tuple[tuple[str, int | None, str], ...], list[tuple[int, ...]]] = {}
+    stacks: dict[tuple[tuple[str, int | None, str], ...], list[tuple[int | str, ...]]] = {}
     for thread in threads:
         frames = tuple((frame.filename, frame.lineno, frame.name) for frame in thread.stack)
         stacks.setdefault(frames, []).append(thread.indices)
@@ -251,11 +251,11 @@ def _line(worker: WorkerSnapshot) -> str:
 
 def _threads(worker: WorkerSnapshot) -> Iterator[str]:
     """Yield what threads of a worker do, or its shards; those at the same place share a text."""
-    places: dict[str, list[int]] = {}
+    places: dict[str, list[int | str]] = {}
     for thread in worker.threads:
         places.setdefault(_what_it_does(thread.stack), []).extend(thread.indices)
     for does, indices in places.items():
-        numbers = ", ".join(map(str, sorted(indices)))
+        numbers = ", ".join(sorted(map(str, indices), key=lambda text: (len(text), text)))
         kind = "shard" if worker.shards else "element"
         yield f"{kind}{'' if len(indices) == 1 else 's'} {numbers} {does}"
 

@@ -65,7 +65,7 @@ class NextEpoch:
             if not current.may_be_followed:
                 return
             self.work = self.workload.begin(self._run, current.next_epoch(), True, current)
-        self.work.feed()
+        self.work.feed(is_early=True)
 
 
 def compare(first: FirstItems, items: Iterable[ItemTuple]) -> None:

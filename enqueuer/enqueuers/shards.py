@@ -61,7 +61,7 @@ class ShardEpoch:
             if not isinstance(ordered, bool):
                 self._order = Overtaking(self._starts, recent, ordered, self._log, replay)
             elif ordered:
-                self._order = RoundRobin(self._starts, recent, run.meter)
+                self._order = RoundRobin(self._starts, recent)
             else:
                 self._order = AsTheyCome(self._starts, recent)
         return self._order
@@ -74,7 +74,7 @@ class ShardEpoch:
     def feed_runs_code(self) -> bool:
         return False
 
-    def feed(self) -> None:
+    def feed(self, is_early: bool = False) -> None:
         if not self._is_told:
             _shards_of(self._run.backend).tell(Epoch(self._number, self.starts))
             self._is_told = True

@@ -261,11 +261,11 @@ class TaskEpoch:
 
     # --- reading ---
 
-    def feed(self) -> None:
+    def feed(self, is_early: bool = False) -> None:
         """Read elements and submit their tasks, as many as the bound allows."""
         order, tasks, source = self.order, self._run.backend.tasks, self._source
         assert tasks is not None, "the backend was loaded for tasks"
-        reads, most, lacks = 0, self._most_out(tasks), self._lacks()
+        reads, most, lacks = 0, self._most_out(tasks), 0 if is_early else self._lacks()
         if lacks:
             most = max(most, tasks.results.outstanding + lacks)
         if source.is_sequence and self._reader is not None and self._pending is None:

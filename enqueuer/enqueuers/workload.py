@@ -88,8 +88,12 @@ class EpochWork(Protocol):
     def feed_runs_code(self) -> bool:
         """Whether `feed()` runs code of the user, which may take long."""
 
-    def feed(self) -> None:
-        """Give the workers what they need to go on. Lock held, and nothing is ready."""
+    def feed(self, is_early: bool = False) -> None:
+        """Give the workers what they need to go on. Lock held, and nothing is ready.
+
+        Args:
+            is_early: Whether the loop reads the epoch before.
+        """
 
     def pass_work(self, old: Backend, new: Backend) -> None:
         """Let a new backend go on where an old one was. Lock held."""

@@ -220,7 +220,7 @@ _NO_LIMIT = 1 << 62
 # Items of a run that C code takes, at least: a caller that asks for one may have code of its own
 # behind it, where they would count too late.
 _SHORTEST_CHAIN = 4
-_NAMES = ("_given", "last")
+_NAMES = ("_given", "last", "items")
 _NO_HEAD = (-1, False)
 
 
@@ -452,10 +452,11 @@ class ItemReceiver:
         values, first, shard, number = self._loaded
         left = values[self._given - first :][:most]
         count, number = len(left), number + self._given - first
+        after = self._given + count, shard, taken.items + count
         # What is written behind the items yields nothing.
         return chain(
             zip(repeat(shard), range(number, number + count), left, repeat(None), strict=False),
-            filter(None, map(setattr, (self, taken), _NAMES, (self._given + count, shard))),
+            filter(None, map(setattr, (self, taken, taken), _NAMES, after)),
             filter(None, map(taken.numbers.__setitem__, (shard,), (number + count,))),
         )
 
@@ -490,6 +491,7 @@ class ItemReceiver:
             # From here to the yield is no call and no jump.
             numbers[shard] = number + 1
             taken.last = shard
+            taken.items += 1
             self.position = position
             self._given += 1
             yield item
@@ -507,6 +509,7 @@ class ItemReceiver:
             # From here to the yield is no call and no jump.
             taken.numbers[shard] = number
             taken.last = shard
+            taken.items += 1
             self._given += 1
             yield item
 

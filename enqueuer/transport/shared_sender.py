@@ -25,7 +25,6 @@ from enqueuer.transport.packets import take
 from enqueuer.transport.protocol import Kind
 from enqueuer.transport.sender import ItemSender
 from enqueuer.workers.element_threads import ElementThreads
-from enqueuer.workers.event_loop import ThreadSnapshot
 from enqueuer.workers.messages import Empty, End, Failure, Sender, Ticket
 
 
@@ -34,14 +33,9 @@ class SharedSender:
 
     Args:
         sender: Sender of the worker.
-        on_share: Function that is called with one that returns where the threads are.
     """
 
-    def __init__(
-        self,
-        sender: ItemSender,
-        on_share: Callable[[Callable[[], list[ThreadSnapshot]]], None],
-    ) -> None:
+    def __init__(self, sender: ItemSender) -> None:
         assert sender.task_socket is not None
         self.meter = sender.meter
         self._sender = sender
@@ -51,7 +45,6 @@ class SharedSender:
         # The lock is not held during that system call.
         self._control.keeps_wakes = True
         self._task_socket = sender.task_socket
-        self._on_share = on_share
         self._claims = sender.claims
         # Places of claims, by the number of the task.
         self._places: dict[int, int] = {}
@@ -69,7 +62,6 @@ class SharedSender:
 
     def share(self, threads: ElementThreads) -> Sender:
         """Return this object, which any thread may call."""
-        self._on_share(threads.snapshots)
         threads.on_error = self._fail
         return self
 

@@ -24,12 +24,12 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from enqueuer.common.finalizers import WorkerThread
 from enqueuer.errors import Closed
 from enqueuer.monitoring.meters import WAITING, Meter, clock
-from enqueuer.workers.event_loop import LOOK_S, EventLoop, ThreadSnapshot, set_loop
+from enqueuer.workers.event_loop import LOOK_S, EventLoop, ThreadSnapshot, set_loop, set_others
 from enqueuer.workers.messages import Ticket
 
 _log = logging.getLogger("enqueuer")
@@ -109,8 +109,9 @@ class ElementThreads:
         self._is_async = is_async
         self.loop: EventLoop | None = None
         self._jobs: SimpleQueue[ThreadJob | None] = SimpleQueue()
-        # The jobs that run, and when each began, by the thread that runs them, the oldest first.
-        self._current: dict[int, tuple[ThreadJob, int]] = {}
+        # The elements that run, and when each job began, by the thread that runs it, the oldest
+        # first.
+        self._current: dict[int, tuple[tuple[int, ...], int]] = {}
         self._changed = threading.Condition(threading.Lock())
         # Number of jobs that wait or run.
         self._load = 0
@@ -147,6 +148,7 @@ class ElementThreads:
             _log.warning(
                 "%s runs %d elements at once, not %d: %s", name, self._count, wanted, error
             )
+        set_others(lambda: snapshots_of(self._current, self.loop))
 
     @property
     def is_idle(self) -> bool:
@@ -196,23 +198,9 @@ class ElementThreads:
             self._jobs.put(None)
         for thread in self.threads:
             thread.join()
+        set_others(None)
         if self.loop is not None:
             self.loop.close()
-
-    def snapshots(self) -> list[ThreadSnapshot]:
-        """Return where each thread with a job is."""
-        loop, before = self.loop, self._current.copy()
-        frames, after = sys._current_frames(), self._current.copy()
-        # Threads begin and end jobs meanwhile: only the frames of those that did not are known.
-        return [
-            ThreadSnapshot(
-                job.indices,
-                (loop.stack_of(ident) if loop is not None else [])
-                or list(traceback.extract_stack(frames[ident])),
-            )
-            for ident, (job, _) in before.items()
-            if ident in frames and after.get(ident) is before[ident]
-        ]
 
     def _run(self) -> None:
         ident = threading.get_ident()
@@ -220,7 +208,7 @@ class ElementThreads:
         while (job := self._jobs.get()) is not None:
             began = clock()
             with self._changed:
-                self._current[ident] = job, began
+                self._current[ident] = job.indices, began
             try:
                 if not self._is_closed:
                     self._check()
@@ -266,3 +254,24 @@ class ElementThreads:
             meter.pause(WAITING)
             # What comes next may be other work.
             self._late_until = 0
+
+
+def snapshots_of(current: dict[int, Any], loop: EventLoop | None = None) -> list[ThreadSnapshot]:
+    """Return where each thread is that runs elements.
+
+    Args:
+        current: A tuple that begins with the indices of its elements, by the thread.
+        loop: Event loop on which its coroutines run; None: there are none.
+    """
+    before = current.copy()
+    frames, after = sys._current_frames(), current.copy()
+    # Threads begin and end jobs meanwhile: only the frames of those that did not are known.
+    return [
+        ThreadSnapshot(
+            indices,
+            (loop.stack_of(ident) if loop is not None else [])
+            or list(traceback.extract_stack(frames[ident])),
+        )
+        for ident, (indices, *_) in before.items()
+        if ident in frames and after.get(ident) is before[ident]
+    ]

@@ -52,7 +52,7 @@ NOT_AWAITED = (
 class ThreadSnapshot(NamedTuple):
     """Where elements or shards of a worker are: their Python stack, the outermost frame first."""
 
-    indices: tuple[int, ...]
+    indices: tuple[int | str, ...]
     stack: list[traceback.FrameSummary]
 
 
@@ -65,6 +65,7 @@ class EventLoop:
         check: Function that raises Closed if the consumer left; called during long waits.
 
     Attributes:
+        makes_ahead: Whether items of async generators are made before they are asked for.
         asyncio: The module, whose import takes longer than to fork a worker.
         thread: Its thread.
         items: Iterators over the async generators that run on it.
@@ -87,6 +88,7 @@ class EventLoop:
     ) -> None:
         import asyncio
 
+        self.makes_ahead = True
         self.asyncio = asyncio
         self.items: set[AsyncItems] = set()
         self.last: AsyncItems | None = None
@@ -119,7 +121,9 @@ class EventLoop:
 
         # As in a notebook: a thread can run one loop at a time.
         is_busy = asyncio._get_running_loop() is not None
-        return cls("enqueuer-loop" if is_busy else None)
+        loop = cls("enqueuer-loop" if is_busy else None)
+        loop.makes_ahead = False
+        return loop
 
     def result(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine on the loop, and return its result, or raise its exception."""
@@ -214,6 +218,11 @@ class EventLoop:
     def stack_of(self, ident: int) -> list[traceback.FrameSummary]:
         """Return where the coroutine is that a thread waits for; [] if it waits for none."""
         return _stack_of(self._awaited.get(ident))
+
+    def snapshots(self) -> list[ThreadSnapshot]:
+        """Return where the async generators are."""
+        shown = (one.snapshot() for one in self.items.copy())
+        return sorted(shown, key=lambda snapshot: snapshot.indices)
 
     def look(self) -> None:
         """Name the coroutine that holds the loop if it has not answered, the first time.
@@ -314,14 +323,23 @@ def check_awaited(value: object) -> None:
 
 
 class _OfThread(threading.local):
-    """The event loop of the worker that a thread belongs to; coroutines do not inherit it."""
+    """The event loop of the worker that a thread belongs to; coroutines do not inherit it.
+
+    Attributes:
+        loop: The event loop.
+        on_others: Function that a worker process sets for its own thread; see `set_others`.
+    """
 
     loop: EventLoop | None = None
+    on_others: Callable[[bool], object] = bool
 
 
 _own = _OfThread()
 # Event loops of workers of shards, by the identifiers of the workers' own threads.
 _loops: dict[int, EventLoop] = {}
+# Functions that return where other threads or shards are, by the identifiers of the workers' own
+# threads, which wait for these.
+_others: dict[int, Callable[[], list[ThreadSnapshot]]] = {}
 
 
 def set_loop(loop: EventLoop | None) -> None:
@@ -351,9 +369,11 @@ def shard_loop(check: Callable[[], object]) -> Iterator[EventLoop]:
     ident = threading.get_ident()
     loop = EventLoop(f"{threading.current_thread().name}.loop", check=check)
     _loops[ident] = loop
+    set_others(loop.snapshots)
     try:
         yield loop
     finally:
+        set_others(None)
         del _loops[ident]
         loop.close()
 
@@ -363,11 +383,27 @@ def loop_of(ident: int | None) -> EventLoop | None:
     return None if ident is None else _loops.get(ident)
 
 
-def shard_snapshots(ident: int | None) -> list[ThreadSnapshot]:
-    """Return where the shards of such a worker are; [] if it has no event loop."""
-    loop = loop_of(ident)
-    items = () if loop is None else loop.items.copy()
-    return sorted((one.snapshot() for one in items), key=lambda snapshot: snapshot.indices)
+def set_others(snapshots: Callable[[], list[ThreadSnapshot]] | None) -> None:
+    """Have a report of this worker show other threads or shards; None: its own thread again.
+
+    Called by the worker's own thread.
+    """
+    ident = threading.get_ident()
+    if snapshots is None:
+        _others.pop(ident, None)
+    else:
+        _others[ident] = snapshots
+    _own.on_others(snapshots is not None)
+
+
+def on_others(function: Callable[[bool], object]) -> None:
+    """Have `set_others` call a function in this thread, with whether others are shown."""
+    _own.on_others = function
+
+
+def snapshots_of(ident: int | None) -> list[ThreadSnapshot]:
+    """Return where the threads or shards of a worker are; [] if its own thread runs its code."""
+    return [] if ident is None else _others.get(ident, list)()
 
 
 # --- async generators -----------------------------------------------------------------------------
@@ -383,6 +419,7 @@ class AsyncItems(Iterator[Any]):
     Args:
         function: Function that returns the generator for a shard.
         shard: The shard, to which errors are reported with the item before which they came.
+        loop: Event loop of the worker; None: one of its own, on which nothing is made ahead.
         ahead: Number of items that may be made before they are asked for.
         first: Number of items that may be so at the beginning, beyond these.
         unneeded: Number of the first items that are only counted, as they were received before.
@@ -392,12 +429,11 @@ class AsyncItems(Iterator[Any]):
         self,
         function: Callable[[Shard], AsyncGenerator[Any, None]],
         shard: Shard,
+        loop: EventLoop | None,
         ahead: int = 1,
         first: int = 0,
         unneeded: int = 0,
     ) -> None:
-        loop = loop_of(threading.get_ident())
-        # Then nothing is made ahead.
         self._is_own = loop is None
         self._loop = loop = loop or EventLoop.of_caller()
         self._function = function
@@ -409,8 +445,8 @@ class AsyncItems(Iterator[Any]):
         self._made: SimpleQueue[tuple[Any, list[CaughtError], bool]] = SimpleQueue()
         self._unneeded = unneeded
         # Items that have been made early, for which no later one is made when they are taken.
-        self._early = 0 if self._is_own else first + unneeded
-        self._room = loop.asyncio.Semaphore(0 if self._is_own else ahead + self._early)
+        self._early = first + unneeded if loop.makes_ahead else 0
+        self._room = loop.asyncio.Semaphore(ahead + self._early if loop.makes_ahead else 0)
         self._generator: AsyncGenerator[Any, None] | None = None
         self._is_closing = self._has_ended = False
         self._close_error: BaseException | None = None
@@ -422,7 +458,7 @@ class AsyncItems(Iterator[Any]):
             raise StopIteration
         loop = self._loop
         # The worker has sent what it took last.
-        sent, loop.last = (self if self._is_own else loop.last), self
+        sent, loop.last = (loop.last if loop.makes_ahead else self), self
         if sent is not None:
             sent.let_on()
         value, reports, is_last = loop.take(self._made)

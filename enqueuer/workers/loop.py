@@ -21,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 from enqueuer.common.text import duration
@@ -89,7 +90,7 @@ def turns(
     """
     turns_left, loop = deque(epoch.turns), loop_of(threading.get_ident())
     with ExitStack() as stack:
-        streams = _streams_of(plan, epoch, stack)
+        streams = _streams_of(plan, epoch, loop, stack)
         if loop is not None:
             _begin_all(streams, loop, enter, stack)
             enter = do_nothing
@@ -121,13 +122,22 @@ def turns(
                 yield
 
 
-def _streams_of(plan: Plan, epoch: Epoch, stack: ExitStack) -> deque[ShardStream]:
-    """Return the streams of all shards, in the order of their turns; `stack` closes them."""
+def _streams_of(
+    plan: Plan, epoch: Epoch, loop: EventLoop | None, stack: ExitStack
+) -> deque[ShardStream]:
+    """Return the streams of all shards, in the order of their turns; `stack` closes them.
+
+    Without an event loop of the worker, async generators share one on which nothing is made ahead.
+    """
     starts = plan.of(epoch)
     replay = Replay(plan, starts.values(), epoch.is_awaited)
     # After `Epoch.turns`, turns go by index.
     shards = sorted(starts, key=lambda shard: shard.index) if epoch.turns else starts
     source = plan.shard_source
+    if isinstance(source, FunctionSource) and source.is_async:
+        if loop is None:
+            loop = stack.enter_context(contextlib.closing(EventLoop.of_caller()))
+        source = replace(source, loop=loop)
     streams = deque(ShardStream(source, shard, starts[shard], replay) for shard in shards)
     for stream in streams:
         stack.callback(stream.close)

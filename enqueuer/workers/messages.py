@@ -116,8 +116,9 @@ class Start(NamedTuple):
 class Taken:
     """The record of what the loop has taken: the next item of each shard, and states of iterators.
 
-    Code that takes an item calls `remember` if the item has a state, and then writes `numbers` and
-    `last` itself, in one step with what it stores beside: without a call (see the design page).
+    Code that takes an item calls `remember` if the item has a state, and then writes `numbers`,
+    `last` and `items` itself, in one step with what it stores beside: without a call (see the
+    design page).
 
     Args:
         starts: Where each shard begins, in the order of their turns.
@@ -126,12 +127,14 @@ class Taken:
     Attributes:
         numbers: Number of the next item of each shard.
         last: Shard of the item that was taken last.
+        items: Number of items that were taken.
     """
 
     def __init__(self, starts: Mapping[int, Start], recent: int) -> None:
         self.numbers = {shard: start.number for shard, start in starts.items()}
         # It is as if a round had just ended.
         self.last: int = next(reversed([*starts]), -1)
+        self.items = 0
         self._recent = recent
         self._states = {
             shard: deque([start], recent)

@@ -27,7 +27,7 @@ from enqueuer.common.catching import raised_here
 from enqueuer.common.text import an
 from enqueuer.errors import StateMismatch
 from enqueuer.workers.collate import stack
-from enqueuer.workers.event_loop import AsyncItems
+from enqueuer.workers.event_loop import AsyncItems, EventLoop
 from enqueuer.workers.shards import Shard, seed_of_shuffle
 
 
@@ -40,8 +40,9 @@ class FunctionSource:
         takes_shard: Whether it takes the shard.
         stage: What becomes of its samples; None if it yields batches.
         takes_first_item: Whether it can begin with any item, by its parameter `first_item`.
-        is_async: Whether it is an async generator function. Its shards run side by side on the
-            event loop of the worker that asks for their items, or each on one of its own.
+        is_async: Whether it is an async generator function.
+        loop: Event loop on which its shards run; None: each has one of its own, in the thread that
+            asks for its items.
     """
 
     function: Callable[..., Any]
@@ -49,6 +50,7 @@ class FunctionSource:
     stage: Samples | None = None
     takes_first_item: bool = False
     is_async: bool = False
+    loop: EventLoop | None = None
     # See `TaskSource`.
     concurrency = tickets_at_once = 1
     has_threads = False
@@ -79,7 +81,7 @@ class FunctionSource:
             ahead = 1 if stage is None else stage.batch_size or 1
             buffer = 0 if stage is None else stage.shuffle_buffer or 0
             unneeded = 0 if stage is not None else unneeded
-            items: Iterable[Any] = AsyncItems(call, shard, ahead, buffer, unneeded)
+            items: Iterable[Any] = AsyncItems(call, shard, self.loop, ahead, buffer, unneeded)
         else:
             items = call(shard)
         if not hasattr(items, "__iter__") and not hasattr(items, "__getitem__"):

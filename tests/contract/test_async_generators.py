@@ -4,6 +4,7 @@ import asyncio
 import functools
 import itertools
 import logging
+import random
 import sys
 import threading
 import time
@@ -402,6 +403,23 @@ def test_without_workers_it_runs_in_the_thread_of_the_loop_and_nothing_ahead():
         for count, thread in enumerate(enqueuer, 1):
             assert thread is threading.current_thread()
             assert len(made) == count
+
+
+def test_all_shards_share_one_event_loop_without_workers():
+    async def drawing(shard):
+        loop = asyncio.get_running_loop()
+        for _ in range(3):
+            await asyncio.sleep(0)
+            yield loop, random.random()
+
+    def plain(shard):
+        for _ in range(3):
+            yield None, random.random()
+
+    options = dict(workers=0, shards=4, random_seed=7, backend="process")
+    loops, drawn = zip(*GeneratorEnqueuer(drawing, **options), strict=True)
+    assert len(set(loops)) == 1
+    assert drawn == tuple(number for _, number in GeneratorEnqueuer(plain, **options))
 
 
 def test_within_a_running_event_loop_too():

@@ -350,16 +350,17 @@ def test_a_stall_report_names_the_elements_of_the_threads(backend, tmp_path):
     options = dict(concurrency=3, batch_size=3, timeout=0.3)
     with OrderedEnqueuer(range(3), gates, **options, **backend) as enqueuer:
         gates.wait_for(0, 1, 2)
-        gates.open(1)
         texts = []
 
-        def has_come():
+        def has_come(words):
             with pytest.raises(BatchTimeout) as caught:
                 next(iter(enqueuer))
             texts.append(str(caught.value))
-            return "elements 0, 2 is here" in texts[-1]
+            return words in texts[-1]
 
-        wait_until(has_come)
+        wait_until(lambda: has_come("elements 0, 1, 2 is here"))
+        gates.open(1)
+        wait_until(lambda: has_come("elements 0, 2 is here"))
         gates.open(0, 2)
     assert "2 threads" in texts[-1]
     assert "wait_until" in texts[-1]

@@ -3,11 +3,12 @@
 import json
 import os
 import signal
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import Gated, packed
+from helpers import LIMIT, Gated, packed
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +20,7 @@ from enqueuer import (
     merge_states,
 )
 from enqueuer.backends.order_log import numbers_in
+from enqueuer.enqueuers.enqueuer import core_of
 
 THREADS = {"backend": "thread"}
 
@@ -198,6 +200,38 @@ def test_an_endless_loop_repeats_the_order_of_each_epoch(backend):
 
     seen, states = read()
     assert read(replay_order=states, workers=1, max_queue_size=2)[0] == seen
+
+
+def test_an_epoch_that_begins_early_stays_within_the_bound():
+    """Its order begins with a task for which others must be submitted that come later."""
+    went_on, has_begun = threading.Event(), threading.Event()
+
+    def late(number, task):
+        if task.epoch == 1 and number < 10:
+            assert went_on.wait(LIMIT)
+        return number
+
+    def last(number, task):
+        if task.epoch == 1:
+            has_begun.set()
+        elif number == 19:
+            assert has_begun.wait(LIMIT)
+        return number
+
+    options = dict(ordered=False, random_seed=7, **THREADS)
+    with OrderedEnqueuer(range(20), late, workers=12, **options) as enqueuer:
+        list(enqueuer)
+        batches = iter(enqueuer)
+        first = next(batches)
+        went_on.set()
+        seen, state = [first, *batches], packed(enqueuer.state_dict())
+    assert first >= 10
+    options |= dict(workers=2, max_queue_size=1, replay_order=state)
+    with OrderedEnqueuer(range(20), last, epochs=2, **options) as enqueuer:
+        batches = iter(enqueuer)
+        assert {next(batches) for _ in range(20)} == set(range(20))
+        assert core_of(enqueuer).run.backend.tasks.results.outstanding <= 1 + 2
+        assert (list(batches), list(enqueuer)) == ([], seen)
 
 
 def test_an_iterable_is_read_on_for_the_order(backend):

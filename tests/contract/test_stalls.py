@@ -6,6 +6,7 @@ import copy
 import functools
 import logging
 import os
+import re
 import signal
 import tempfile
 import time
@@ -416,3 +417,38 @@ def test_a_stall_of_a_dataset_is_told_by_the_users_code_in_it(tmp_path):
         next(iterator)
     (tmp_path / "one").unlink()
     assert next(iterator).item() == 0
+
+
+def collate_stuck(folder, samples):
+    stuck(folder / "two")
+    return samples
+
+
+@pytest.mark.parametrize("backend", ["process", "thread"])
+def test_a_stall_of_samples_in_threads_is_told_by_each_sample(backend, tmp_path):
+    helpers.needs("torch")
+    from enqueuer.adapters.torch import DataLoader
+
+    for name in ("one", "two"):
+        (tmp_path / name).touch()
+    loader = DataLoader(
+        *(Rows(tmp_path), 2),
+        concurrency=2,
+        collate_fn=functools.partial(collate_stuck, tmp_path),
+        **{"num_workers": 1, "backend": backend, "timeout": 0.2, "stall_timeout": None},
+    )
+    batches = iter(loader)
+
+    def is_told(words):
+        with pytest.raises(BatchTimeout) as caught:
+            next(batches)
+        return re.search(words, str(caught.value))
+
+    try:
+        wait_until(lambda: is_told(r"2 threads\nelements 0, 1 is here:\n(.*\n)+.*in stuck_row"))
+        (tmp_path / "one").unlink()
+        wait_until(lambda: is_told(r"is here:\n(.*\n)*.*in collate_stuck"))
+    finally:
+        for path in tmp_path.iterdir():
+            path.unlink()
+    assert next(batches) == [0, 1]

@@ -385,6 +385,26 @@ def gated(shard):
         yield number, shard.index
 
 
+def with_gaps(shard):
+    for number in range(12):
+        yield None if (number + shard.index) % 3 == 0 else number
+
+
+def test_what_shards_left_out_is_known_after_an_exception_at_any_place():
+    places = itertools.count()
+    strike = Strike(None)
+    while strike.nth is None or strike.where:
+        with GeneratorEnqueuer(with_gaps, shards=2, workers=0) as enqueuer:
+            batches = iter(enqueuer)
+            assert next(batches) == 1
+            strike = Strike(next(places))
+            taken = 2 - (strike(batches.__next__) is None)
+            for _ in range(taken, 6):
+                next(batches)
+            assert enqueuer.state_dict()["left_out"] == [[0, 2], [1, 1]], strike.where
+    assert strike.places >= 50
+
+
 def test_an_item_of_a_shard_is_noted_once():
     places = itertools.count()
     strike = Strike(None)

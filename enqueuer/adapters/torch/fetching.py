@@ -32,6 +32,8 @@ from enqueuer.common.text import str_of
 from enqueuer.errors import StateMismatch
 from enqueuer.transport.errors import decode_error, encode_error
 from enqueuer.workers import collate
+from enqueuer.workers.element_threads import snapshots_of
+from enqueuer.workers.event_loop import set_others
 from enqueuer.workers.logs import log_error
 from enqueuer.workers.plan import OnError, may_skip
 from enqueuer.workers.seeding import seed_python_and_numpy
@@ -122,7 +124,20 @@ class FallibleDataset:
         """Return the samples of a batch, with `Raised` for those that are left out."""
         if self._concurrency == 1:
             return list(map(self._sample, indices))
-        return list(self._threads.map(self._sample, indices))
+        current: dict[int, Any] = {}
+        set_others(functools.partial(snapshots_of, current))
+        try:
+            return list(self._threads.map(functools.partial(self._in_thread, current), indices))
+        finally:
+            set_others(None)
+
+    def _in_thread(self, current: dict[int, Any], index: Any) -> Any:
+        ident = threading.get_ident()
+        current[ident] = ((str(index),),)
+        try:
+            return self._sample(index)
+        finally:
+            del current[ident]
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the samples of a stream in the same way."""

@@ -12,7 +12,6 @@ import atexit
 import contextlib
 import errno
 import faulthandler
-import functools
 import importlib
 import multiprocessing
 import os
@@ -21,7 +20,6 @@ import select
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -42,7 +40,6 @@ from enqueuer.transport.ring import Ring
 from enqueuer.transport.sender import ItemSender, send_ready
 from enqueuer.transport.shared_sender import SharedSender
 from enqueuer.workers import arrays, logs, native
-from enqueuer.workers.event_loop import shard_snapshots
 from enqueuer.workers.plan import OnError, serve_failure
 from enqueuer.workers.remote import WorkerConfig
 from enqueuer.workers.sources import Source
@@ -290,11 +287,8 @@ def _work(
     else:
         used = usage.of_process(os.getpid())
         channel.meter.begin(used.cpu_s or 0.0, used.cpu_wait_s or 0.0)
-        answer = functools.partial(stack_dump.answer_for, stack)
         if source.has_threads:
-            sender = SharedSender(channel, answer)
-        elif source.is_async:
-            answer(functools.partial(shard_snapshots, threading.get_ident()))
+            sender = SharedSender(channel)
         config.worker.serve(start.worker, start.shards, source, on_error, sender)
     if os.getpid() != pid:
         # the generator forked, and the copy came out of its loop as if it were the worker

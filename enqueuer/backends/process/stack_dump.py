@@ -14,13 +14,13 @@ import contextlib
 import faulthandler
 import os
 import signal
-from collections.abc import Callable
+import threading
 
 from enqueuer.backends.pool import Stack
 from enqueuer.backends.stall import decode_threads, encode_threads, parse
 from enqueuer.common.catching import suppressed
 from enqueuer.common.descriptors import Descriptor, close_in_children
-from enqueuer.workers.event_loop import ThreadSnapshot
+from enqueuer.workers.event_loop import ThreadSnapshot, on_others, snapshots_of
 
 # Seconds for all workers at once; an answer takes about a millisecond.
 ASK_S = 1.0
@@ -84,32 +84,32 @@ def pipe() -> tuple[Stacks, Descriptor]:
 def answer(pipe: Descriptor | None) -> None:
     """Answer from now on. Called in the worker, by the thread that runs the user's code.
 
-    Only that thread's stack is written: those of others could change meanwhile.
+    Faulthandler writes only that thread's stack: those of others could change meanwhile. While it
+    waits for others, Python's handler writes where these are, in this thread. So there is no answer
+    then if C code holds the GIL.
 
     Args:
         pipe: The worker's end of its pipe; None: it is never asked.
-    """
-    if ASK and pipe is not None:
-        faulthandler.register(ASK, file=pipe.fileno(), all_threads=False, chain=False)
-        os.write(pipe.fileno(), b"\n")
-
-
-def answer_for(pipe: Descriptor | None, snapshots: Callable[[], list[ThreadSnapshot]]) -> None:
-    """Answer from now on with the stacks of the threads that run elements, or of shards.
-
-    Called in the worker, by its own thread, in which Python runs the handler. So there is no
-    answer if C code holds the GIL.
     """
     if not ASK or pipe is None:
         return
     fd = pipe.fileno()
 
     def write(number: int, frame: object) -> None:
-        data = encode_threads(snapshots())
+        data = encode_threads(snapshots_of(threading.get_ident()))
         # The pipe may be full of answers that were not read.
         with contextlib.suppress(OSError):
             os.write(fd, data)
 
-    faulthandler.unregister(ASK)
+    def choose(has_others: bool) -> None:
+        if has_others:
+            faulthandler.unregister(ASK)
+        else:
+            faulthandler.register(ASK, file=fd, all_threads=False, chain=False)
+
+    # Faulthandler puts its handler above this one, and takes it away again. This one interrupts
+    # system calls: the kernel would go on with a wait for a lock, without Python.
     signal.signal(ASK, write)
-    signal.siginterrupt(ASK, False)
+    choose(False)
+    on_others(choose)
+    os.write(fd, b"\n")

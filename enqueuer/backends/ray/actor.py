@@ -27,7 +27,7 @@ from enqueuer.monitoring import usage
 from enqueuer.monitoring.meters import BYTES, clock
 from enqueuer.monitoring.worker_stats import WorkerStats, worker_stats
 from enqueuer.workers import logs, native
-from enqueuer.workers.event_loop import ThreadSnapshot, shard_snapshots
+from enqueuer.workers.event_loop import ThreadSnapshot, snapshots_of
 from enqueuer.workers.messages import Epoch
 from enqueuer.workers.plan import serve_failure
 from enqueuer.workers.remote import WorkerConfig
@@ -139,13 +139,11 @@ class RayWorker:
 
     def stack(self) -> tuple[Stack | None, list[ThreadSnapshot]]:
         """Return the stack of the worker's loop, None if it does not run; its threads or shards."""
-        thread, elements = self._thread, self._outbox.threads
+        thread = self._thread
         frame = None if thread is None else sys._current_frames().get(thread.ident or 0)
         # A stack without the values of variables can always be pickled.
         stack = None if frame is None else list(traceback.extract_stack(frame))
-        if elements is not None:
-            return stack, elements.snapshots()
-        return stack, shard_snapshots(None if thread is None else thread.ident)
+        return stack, snapshots_of(None if thread is None else thread.ident)
 
     def stats(self) -> WorkerStats:
         """Return a snapshot of the worker's work."""

@@ -94,7 +94,7 @@ UNBOUNDED = 1 << 62
 # Items of a bunch, at least.
 _SHORTEST_BUNCH = 4
 _CLOSED = "the inbox is closed"
-_NAMES = ("_taken", "last")
+_NAMES = ("_taken", "last", "items")
 
 
 class Putter(NamedTuple):
@@ -375,10 +375,11 @@ class ThreadInbox:
         if count == 1 or not self._is_plain:
             return self._one_by_one(count, taken)
         shard, number = items[count - 1][:2]
+        after = self._taken + count, shard, taken.items + count
         # What is written behind the items yields nothing.
         return itertools.chain(
             itertools.starmap(items.popleft, itertools.repeat((), count)),
-            filter(None, map(setattr, (self, taken), _NAMES, (self._taken + count, shard))),
+            filter(None, map(setattr, (self, taken, taken), _NAMES, after)),
             filter(None, map(taken.numbers.__setitem__, (shard,), (number + 1,))),
         )
 
@@ -395,6 +396,7 @@ class ThreadInbox:
             # In one step, to the yield.
             numbers[shard] = number + 1
             taken.last = shard
+            taken.items += 1
             self._taken = total
             del items[0]
             yield item

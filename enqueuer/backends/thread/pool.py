@@ -36,7 +36,7 @@ from enqueuer.monitoring import gil, usage
 from enqueuer.monitoring.meters import clock
 from enqueuer.monitoring.worker_stats import WorkerStats, worker_stats
 from enqueuer.workers.concurrent_loop import serve_function
-from enqueuer.workers.event_loop import ThreadSnapshot, loop_of, shard_snapshots
+from enqueuer.workers.event_loop import ThreadSnapshot, loop_of, snapshots_of
 from enqueuer.workers.messages import Epoch, Ticket
 from enqueuer.workers.plan import Plan
 from enqueuer.workers.sources import LiveSource
@@ -83,8 +83,7 @@ class ThreadWorker:
 
     def snapshots(self) -> list[ThreadSnapshot]:
         """Return where the threads that run elements are, or shards that run on an event loop."""
-        elements = self.sender.threads
-        return shard_snapshots(self._ident) if elements is None else elements.snapshots()
+        return snapshots_of(self._ident)
 
     @property
     def _ident(self) -> int | None:
