@@ -3,7 +3,7 @@ r"""One epoch as the loop reads it: wait for the workers, take what is ready, ra
     backend.wait() --> schedule.take() --> ready --> the iterators, without the lock
            \-> a failure: skipped and counted, or kept to be raised when `ready` is empty
 
-The epoch after it may begin early (`NextEpoch`), so that no worker is idle in between:
+The epoch after it may begin early, so that no worker is idle in between:
 
     the last task of this epoch is submitted, and there is room --feed()--> tasks of the next one
     each worker was told its shards of this epoch ---------------feed()--> those of the next one
@@ -31,41 +31,6 @@ from enqueuer.errors import Closed, DuplicateDataWarning, EmptyEpochWarning, Inv
 from enqueuer.monitoring.duplicates import FirstItems
 from enqueuer.monitoring.stats import Stats
 from enqueuer.workers.messages import Epoch, Failure, ItemTuple
-
-
-class NextEpoch:
-    """The work of at most one epoch that the loop has not reached.
-
-    All that the loop can see, such as the position, knows nothing of it.
-
-    Args:
-        run: The run that the epoch belongs to.
-        workload: What is run.
-
-    Attributes:
-        workload: The same.
-        is_wanted: Whether it will be read: by the loop that waits, or waited last, and reads all
-            epochs; or by the option `epochs`.
-        work: The next epoch; None if it has not begun.
-    """
-
-    def __init__(self, run: Run, workload: Workload) -> None:
-        self.is_wanted = False
-        self.work: EpochWork | None = None
-        self._run = run
-        self.workload = workload
-
-    def feed(self, current: EpochWork) -> None:
-        """Give the workers what they need of the next epoch, if it may begin. Lock held.
-
-        Args:
-            current: The epoch that the loop reads.
-        """
-        if self.work is None:
-            if not current.may_be_followed:
-                return
-            self.work = self.workload.begin(self._run, current.next_epoch(), True, current)
-        self.work.feed(is_early=True)
 
 
 def compare(first: FirstItems, items: Iterable[ItemTuple]) -> None:
@@ -104,8 +69,8 @@ class EpochReader:
 
     Args:
         run: The run that the epoch belongs to.
+        workload: What is run.
         work: This epoch of the workload.
-        following: The epoch after this one, which may begin early.
         number: Number of the epoch, from 0.
         is_whole: Whether the epoch begins with its first item.
 
@@ -115,27 +80,32 @@ class EpochReader:
         failure: The failure that comes after these items; None if none does.
         is_over: Whether the loop has seen the end of the epoch.
         is_followed: Whether the option `epochs` says that another epoch is read.
+        is_next_wanted: Whether the next epoch may begin early, as it will be read: by the loop that
+            waits, or waited last, and reads all epochs; or by the option `epochs`.
+        next_work: The next epoch of the workload; None if it has not begun. All that the loop can
+            see, such as the position, knows nothing of it.
     """
 
     def __init__(
         self,
         run: Run,
+        workload: Workload,
         work: EpochWork,
-        following: NextEpoch,
         number: int,
         is_whole: bool,
     ) -> None:
         self.run = run
         self.work = work
+        self.next_work: EpochWork | None = None
         self.number = number
         self.ready: deque[ItemTuple] = deque()
         self.failure: Failure | None = None
         self.is_over = False
         epochs = run.options.epochs
-        self.is_followed = epochs is not None and number + 1 < epochs
+        self.is_followed = self.is_next_wanted = epochs is not None and number + 1 < epochs
         # Number and thread of the iterator that waited for a batch last.
         self.last_turn = -1, 0
-        self._following = following
+        self._workload = workload
         self._is_whole = is_whole
         self._taken_before = run.meter.taken
         self._order = work.order
@@ -266,8 +236,8 @@ class EpochReader:
         try:
             backend.acknowledge()
             self.work.feed()
-            if self._following.is_wanted:
-                self._following.feed(self.work)
+            if self.is_next_wanted:
+                self._feed_next()
             if timeline is not None:
                 return timeline.wait(backend, self._order, until)
             return backend.wait(self._order, until)
@@ -281,10 +251,18 @@ class EpochReader:
         self._is_entered = True
         try:
             self.work.feed()
-            if self._following.is_wanted:
-                self._following.feed(self.work)
+            if self.is_next_wanted:
+                self._feed_next()
         finally:
             self._is_entered = False
+
+    def _feed_next(self) -> None:
+        """Give the workers what they need of the next epoch, if it may begin."""
+        work = self.work
+        if self.next_work is None and work.may_be_followed:
+            self.next_work = self._workload.begin(self.run, work.next_epoch(), True, work)
+        if self.next_work is not None:
+            self.next_work.feed(is_early=True)
 
     def knows_next(self) -> bool:
         """Return whether an item, the failure or the end is what comes next."""
@@ -411,7 +389,7 @@ class EpochReader:
             del error
 
     def _warn_of_nothing(self) -> None:
-        why = self._following.workload.why_empty(self._taken_before) if self._is_whole else None
+        why = self._workload.why_empty(self._taken_before) if self._is_whole else None
         yielded = self._order.yielded
         if why is None and self._is_whole and yielded and not self.run.failures.has_skipped:
             why = (

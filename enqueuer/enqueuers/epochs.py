@@ -11,7 +11,7 @@ from typing import Any
 
 from enqueuer.backends.load import Backend
 from enqueuer.backends.stall import DeadlineExpired
-from enqueuer.enqueuers.epoch_reader import EpochReader, NextEpoch
+from enqueuer.enqueuers.epoch_reader import EpochReader
 from enqueuer.enqueuers.run import Run, State, check_started
 from enqueuer.enqueuers.scaling import Scaling
 from enqueuer.enqueuers.workload import Workload
@@ -36,7 +36,6 @@ class Epochs:
         self.reader: EpochReader | None = None
         self.scaling = Scaling(run, workload) if run.options.is_auto else None
         self._workload = workload
-        self._next = NextEpoch(run, workload)
 
     @property
     def _current(self) -> EpochReader:
@@ -56,12 +55,12 @@ class Epochs:
         if scaling is not None:
             ready = 0 if before is None else len(before.ready)
             scaling.begin_epoch(run.stats(epoch.number, ready))
-        work = self._next.work
+        work = None if before is None else before.next_work
         if work is None:
             work_before = None if before is None else before.work
             work = self._workload.begin(run, epoch, goes_on, work_before)
         is_whole = goes_on or epoch.starts is None
-        reader = EpochReader(run, work, self._next, epoch.number, is_whole)
+        reader = EpochReader(run, self._workload, work, epoch.number, is_whole)
         run.failures.begin_epoch()
         if run.timeline is not None:
             run.timeline.begin(epoch.number)
@@ -69,11 +68,9 @@ class Epochs:
         if turns := work.order.first_turns():
             begun = dataclasses.replace(begun, turns=turns)
         run.backend.schedule.begin(begun)
-        # Only now, in one step, so that an exception which strikes before has all of it done
-        # again. Workers that have begun already know the number of the epoch.
+        # Only now, so that an exception which strikes before has all of it done again. Workers that
+        # have begun already know the number of the epoch.
         self.reader = reader
-        self._next.work = None
-        self._next.is_wanted = reader.is_followed
 
     def feed(self) -> None:
         """Give the workers what they need to begin the epoch. Lock of the run held."""
@@ -126,9 +123,10 @@ class Epochs:
 
     def pass_work(self, old: Backend, new: Backend) -> None:
         """Let a new backend go on where an old one was. Lock of the run held."""
-        self._current.work.pass_work(old, new)
-        if self._next.work is not None:
-            self._next.work.pass_work(old, new)
+        reader = self._current
+        reader.work.pass_work(old, new)
+        if reader.next_work is not None:
+            reader.next_work.pass_work(old, new)
 
     def retune(self, between_epochs: bool = False) -> None:
         """Change the number of workers if that is due. Lock of the run held; may wait."""
@@ -179,7 +177,7 @@ class Epochs:
             with run.lock:
                 if reader is not self.reader or run.state is State.STOPPED:
                     raise StopIteration
-                self._next.is_wanted = goes_on or reader.is_followed
+                reader.is_next_wanted = goes_on or reader.is_followed
                 retune = None if self.scaling is None else self.retune
                 if not reader.has_item(None, retune):
                     raise StopIteration
