@@ -44,7 +44,7 @@ from enqueuer.enqueuers.run import (
     next_workers,
     usable,
 )
-from enqueuer.enqueuers.workload import Workload, check_seed, orders_to_replay
+from enqueuer.enqueuers.workload import Workload
 from enqueuer.errors import EnqueuerWarning, InvalidState, StateMismatch
 from enqueuer.monitoring.meters import clock
 from enqueuer.monitoring.stats import Stats
@@ -244,8 +244,8 @@ class Core:
         try:
             with self.state_lock:
                 self.check_idle("start()")
-                check_seed(self.workload)
-                replay = orders_to_replay(self.workload)
+                self.workload.check_seed()
+                replay = self.workload.orders_to_replay()
                 workers = next_workers(self.run, options)
                 # A stop() may not have been completed.
                 self.owned.stop(STOP_S)

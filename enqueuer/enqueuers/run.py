@@ -265,6 +265,11 @@ class Run:
         """Whether other workers are about to take over."""
         return self._successor is not None
 
+    @property
+    def elements(self) -> int:
+        """Number of elements in each item; 1 for shards."""
+        return 1 if self._job is None else self._job.elements
+
     def move(self, new: State) -> None:
         """Change state; the only method that assigns `state` after the construction."""
         if new not in _NEXT[self.state]:
@@ -506,7 +511,7 @@ class Run:
             loop_lacked_s=loop.cpu_wait_s or 0.0,
             loop_switches=loop.switches,
             workers=self._measures(now),
-            elements=1 if self._job is None else self._job.elements,
+            elements=self.elements,
             useful_workers=None if self._job is None else self._job.useful_workers,
             total_items=self.total_items(ready),
         )

@@ -40,7 +40,7 @@ class Scaling:
             most,
             shards,
             run.limits.first_s,
-            workload.elements_per_item,
+            run.elements,
             workload.concurrency,
             workload.most_at_once,
         )

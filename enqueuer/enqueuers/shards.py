@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from enqueuer.backends.job import Job
@@ -22,16 +22,16 @@ from enqueuer.enqueuers import position
 from enqueuer.enqueuers.failures import Origin, item_of
 from enqueuer.enqueuers.options import Options
 from enqueuer.enqueuers.run import Run
-from enqueuer.enqueuers.workload import EpochWork, Seed, job_of
+from enqueuer.enqueuers.workload import EpochWork, Seed, Workload
 from enqueuer.errors import DuplicateDataWarning, InvalidState
 from enqueuer.monitoring.duplicates import FirstItems
 from enqueuer.monitoring.stats import Stats
 from enqueuer.workers.messages import Epoch, Failure, Start, Ticket
 from enqueuer.workers.shards import Shard
-from enqueuer.workers.sources import FunctionSource, LiveSource, Source, fingerprint_of, name_of
+from enqueuer.workers.sources import FunctionSource, LiveSource, Source, name_of
 
 
-class ShardEpoch:
+class ShardEpoch(EpochWork):
     """See `EpochWork`."""
 
     def __init__(
@@ -49,30 +49,23 @@ class ShardEpoch:
             starts = dict.fromkeys(workload.own_shards(), Start())
         self.starts = starts if workload.has_more_shards else None
         self._starts, self._log = starts, epoch.log
-        self._order: ShardOrder | None = None
 
-    @property
-    def order(self) -> ShardOrder:
-        if self._order is None:
-            run = self._run
-            # More items are never taken and not given to the loop.
-            recent = run.options.max_queue_size + 2
-            ordered, replay = run.options.ordered, run.replay.get(self._number, ())
-            if not isinstance(ordered, bool):
-                self._order = Overtaking(self._starts, recent, ordered, self._log, replay)
-            elif ordered:
-                self._order = RoundRobin(self._starts, recent)
-            else:
-                self._order = AsTheyCome(self._starts, recent)
-        return self._order
+    @functools.cached_property
+    def order(self) -> ShardOrder:  # type: ignore[override]  # it is made once
+        # Made when the loop comes to this epoch; `pass_work` asks whether it was.
+        run = self._run
+        # More items are never taken and not given to the loop.
+        recent = run.options.max_queue_size + 2
+        ordered, replay = run.options.ordered, run.replay.get(self._number, ())
+        if not isinstance(ordered, bool):
+            return Overtaking(self._starts, recent, ordered, self._log, replay)
+        if ordered:
+            return RoundRobin(self._starts, recent)
+        return AsTheyCome(self._starts, recent)
 
     @property
     def may_be_followed(self) -> bool:
         return self._is_told and self._workload.may_overlap
-
-    @property
-    def feed_runs_code(self) -> bool:
-        return False
 
     def feed(self, is_early: bool = False) -> None:
         if not self._is_told:
@@ -82,8 +75,8 @@ class ShardEpoch:
     def pass_work(self, old: Backend, new: Backend) -> None:
         # Of an epoch that the loop has not reached, all is made again.
         epoch = Epoch(self._number, self.starts)
-        if self._order is not None:
-            epoch = Epoch(self._number, self._order.rest(), turns=self._order.first_turns())
+        if "order" in vars(self):
+            epoch = Epoch(self._number, self.order.rest(), turns=self.order.first_turns())
         _shards_of(new).tell(epoch)
 
     def keep(self, failure: Failure) -> None:
@@ -105,15 +98,8 @@ class ShardEpoch:
         origin.rerun = workload.rerun(origin, None)
         return origin
 
-    def ticket(self, item: int) -> Ticket | None:
-        return None
-
     def steps_done(self, ready: int, taken: int) -> int:
         return taken - ready
-
-    def left_out(self, starts: Mapping[int, Start], done: Sequence[int], ready: int) -> int:
-        # A shard's position has the number of its items.
-        return 0
 
     def next_epoch(self) -> Epoch:
         ends = self.order.ends
@@ -145,7 +131,7 @@ def _shards_of(backend: Backend) -> ShardSchedule[Any]:
 _AUTO_SHARDS = 16
 
 
-class ShardWorkload:
+class ShardWorkload(Workload):
     """See `Workload`.
 
     Args:
@@ -155,18 +141,16 @@ class ShardWorkload:
         shards: Number of shards over all ranks; None: as many as workers.
     """
 
-    concurrency = most_at_once = 1
-
     def __init__(self, source: Source, options: Options, seed: Seed, shards: int | None) -> None:
         self.source = source
         self.options = options
         self.seed = seed
+        self.start_method = options.start_method(source)
         self._shards = shards
         self._shards_are_given = shards is not None
         self._is_compared = False
         # Shards of the epoch that was resumed from other ranks; the workers have them, too.
         self._share: tuple[int, ...] = ()
-        self._start_method = options.start_method(source)
         self._check_live()
         # Fails at once if there are too few of them.
         self.own_shards()
@@ -222,12 +206,6 @@ class ShardWorkload:
         return len(self.own_shards())
 
     @property
-    def elements_per_item(self) -> int:
-        return 1
-
-    def steps(self) -> None:
-        return None
-
     def needs_common_seed(self) -> bool:
         return self.takes_shard
 
@@ -256,7 +234,7 @@ class ShardWorkload:
         if isinstance(self.source, LiveSource) and shards > 1:
             _warn_of_duplicates(shards)
         own = tuple(dict.fromkeys([*self._share, *self.own_shards()]))
-        job = job_of(self, workers, shards, own, self._start_method)
+        job = self.job_of(workers, shards, own)
         are_given = self._shards is not None or self.options.is_auto
         return dataclasses.replace(job, are_shards_given=are_given)
 
@@ -324,10 +302,6 @@ class ShardWorkload:
             "ordered": options.ordered,
             **({} if stage is None else stage.identity()),
         }
-
-    @functools.cached_property
-    def fingerprint(self) -> dict[str, Any]:
-        return fingerprint_of(self.source)
 
     def given(self) -> dict[str, bool]:
         is_live = isinstance(self.source, LiveSource)

@@ -17,9 +17,8 @@ from enqueuer.backends.task_schedule import TaskOrder, TaskSchedule
 from enqueuer.common.catching import raised_here
 from enqueuer.enqueuers.failures import Origin
 from enqueuer.enqueuers.run import Run
+from enqueuer.enqueuers.workload import EpochWork
 from enqueuer.errors import ItemNotPicklable, StateMismatch, WorkerDied
-from enqueuer.monitoring.duplicates import FirstItems
-from enqueuer.monitoring.stats import Stats
 from enqueuer.workers.messages import Epoch, Failure, Start, Ticket
 from enqueuer.workers.sources import iterate
 from enqueuer.workers.tasks import Reading, Share, TaskSource, order_of, steps_in
@@ -193,7 +192,7 @@ def _skip(numbered: Iterator[tuple[int, Any]], count: int, reading: Reading, lac
         )
 
 
-class TaskEpoch:
+class TaskEpoch(EpochWork):
     """See `EpochWork`.
 
     Args:
@@ -211,9 +210,7 @@ class TaskEpoch:
         number: Number of the task that is read next.
     """
 
-    # An item is made once, whichever worker makes it, and each may make any.
-    first_items: FirstItems | None = None
-    starts: Mapping[int, Start] | None = None
+    order: TaskOrder
 
     def __init__(
         self,
@@ -227,6 +224,7 @@ class TaskEpoch:
         length: int | None = None,
     ) -> None:
         self._source, self._reading, self._rerun, self._run = source, reading, rerun, run
+        self.feed_runs_code = not source.is_sequence
         self._epoch = epoch.number
         self.share = epoch.share
         start = Start() if epoch.starts is None else epoch.starts[0]
@@ -254,10 +252,6 @@ class TaskEpoch:
         if self._pending is not None or self._unsubmitted:
             return False
         return self._source.may_overlap
-
-    @property
-    def feed_runs_code(self) -> bool:
-        return not self._source.is_sequence
 
     # --- reading ---
 
@@ -478,9 +472,6 @@ class TaskEpoch:
 
     def end(self) -> None:
         self._source.end(self._epoch)
-
-    def rerun_s(self, stats: Stats) -> float | None:
-        return None
 
 
 def _tasks_of(backend: Backend) -> TaskSchedule[Any]:
