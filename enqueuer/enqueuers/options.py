@@ -13,7 +13,7 @@ import os
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast, get_type_hints
 
@@ -42,6 +42,7 @@ else:
 
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+_BY_NAME = inspect.Parameter.KEYWORD_ONLY
 
 Backends = BackendName | Processes | Ray
 Workers = int | Literal["auto"] | Auto
@@ -77,6 +78,13 @@ class EnqueuerOptions(CommonOptions, total=False):
 
 
 # Type checkers read these in the overloads, which differ only in what decides the type of a batch.
+class NoBatches(TypedDict, total=False):
+    """Types of the options where each item, or result, comes alone."""
+
+    batch_size: None
+    collate: None
+
+
 class ShardOptions(CommonOptions, total=False):
     """Types of the options of `prefetch` that do not change the type of a batch."""
 
@@ -407,34 +415,49 @@ def _check_names(given: Iterable[str]) -> None:
 
 
 def takes_options(made: Decorated) -> Decorated:
-    """Write the options into the signature and the docstring of a class or a function.
+    """Write the options into the signature and the docstring of a class.
 
-    A docstring has a line `{options}` where their descriptions belong. Options that `made` itself
-    names in its signature are left out, and of a function, which gives one epoch, `epochs`.
+    The docstring has a line `{options}` where their descriptions belong. Options that the class
+    itself names in its signature are left out.
     """
-    function = made.__init__ if inspect.isclass(made) else made
-    signature = inspect.signature(function)
-    *own, last = (p for p in signature.parameters.values() if p.name != "self")
-    assert last.kind is inspect.Parameter.VAR_KEYWORD, "it ends with **options"
-    names = {parameter.name for parameter in own}
-    if function is made:
-        names.add("epochs")
-    added = [
-        inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=option.default)
-        for option in dataclasses.fields(Options)
-        if option.name not in names
-    ]
     # Evaluated, as the names of these types say nothing to a reader of the signature.
-    types = get_type_hints(function) | get_type_hints(Options)
+    types = get_type_hints(Options)
+    options = [
+        inspect.Parameter(o.name, _BY_NAME, default=o.default, annotation=types[o.name])
+        for o in dataclasses.fields(Options)
+    ]
+    return _written(made, made.__init__, options)
+
+
+def passes_options(kind: type, lacks: Container[str]) -> Callable[[Decorated], Decorated]:
+    """Return `takes_options` for a function that passes its options on to a class.
+
+    Args:
+        kind: The class, whose arguments the function takes by name.
+        lacks: Arguments of the class that it does not take.
+    """
+    arguments = inspect.signature(kind).parameters.values()
+    options = [own.replace(kind=_BY_NAME) for own in arguments if own.name not in lacks]
+    return lambda made: _written(made, made, options)
+
+
+def _written(made: Decorated, function: Any, options: list[inspect.Parameter]) -> Decorated:
+    *own, last = (p for p in inspect.signature(function).parameters.values() if p.name != "self")
+    assert last.kind is inspect.Parameter.VAR_KEYWORD, "it ends with **options"
+    types = get_type_hints(function)
+    own = [parameter.replace(annotation=types[parameter.name]) for parameter in own]
+    names = {parameter.name for parameter in own}
+    options = [option for option in options if option.name not in names]
     signature = inspect.Signature(
-        [parameter.replace(annotation=types[parameter.name]) for parameter in (*own, *added)],
+        [*own, *options],
         return_annotation=inspect.Signature.empty if function is not made else types["return"],
     )
     # setattr, as type checkers know no such attribute of a function.
     setattr(made, "__signature__", signature)  # noqa: B010
     # With `python -OO` there are no docstrings.
     if made.__doc__ is not None:
-        described = "\n".join(text for name, text in _descriptions() if name not in names)
+        added = {option.name for option in options}
+        described = "\n".join(text for name, text in _descriptions() if name in added)
         before, after = made.__doc__.split("{options}")
         # Python 3.13 strips the indent of docstrings, so it is taken from the line itself.
         indent = " " * (len(before) - before.rindex("\n") - 1)

@@ -14,6 +14,7 @@ from enqueuer.enqueuers.enqueuer import BaseEnqueuer, Batch, core_of
 from enqueuer.enqueuers.options import (
     Concurrency,
     EnqueuerOptions,
+    NoBatches,
     Options,
     TaskOptions,
     Unpack,
@@ -43,6 +44,10 @@ Collate = Callable[[list[Any]], T] | Callable[[list[Any], list[Task]], T]
 
 class OrderedOptions(TaskOptions, EnqueuerOptions, total=False):
     """Types of the options that do not change the type of a batch."""
+
+
+class _ResultOptions(OrderedOptions, NoBatches, total=False):
+    """The same where each result comes alone."""
 
 
 @takes_options
@@ -113,10 +118,7 @@ class OrderedEnqueuer(BaseEnqueuer[Batch]):
         sequence: np.ndarray[Any, Any],
         map: bool | None = None,
         shuffle: bool = False,
-        *,
-        batch_size: None = None,
-        collate: None = None,
-        **options: Unpack[OrderedOptions],
+        **options: Unpack[_ResultOptions],
     ) -> None: ...
     @overload
     def __init__(
@@ -124,10 +126,7 @@ class OrderedEnqueuer(BaseEnqueuer[Batch]):
         sequence: Elements[Batch],
         map: bool | None = None,
         shuffle: bool = False,
-        *,
-        batch_size: None = None,
-        collate: None = None,
-        **options: Unpack[OrderedOptions],
+        **options: Unpack[_ResultOptions],
     ) -> None: ...
     @overload
     def __init__(
@@ -135,10 +134,7 @@ class OrderedEnqueuer(BaseEnqueuer[Batch]):
         sequence: Elements[T],
         map: Callable[[T], Awaitable[Batch | None]] | Callable[[T, Task], Awaitable[Batch | None]],
         shuffle: bool = False,
-        *,
-        batch_size: None = None,
-        collate: None = None,
-        **options: Unpack[OrderedOptions],
+        **options: Unpack[_ResultOptions],
     ) -> None: ...
     @overload
     def __init__(
@@ -146,10 +142,7 @@ class OrderedEnqueuer(BaseEnqueuer[Batch]):
         sequence: Elements[T],
         map: Callable[[T], Batch | None] | Callable[[T, Task], Batch | None],
         shuffle: bool = False,
-        *,
-        batch_size: None = None,
-        collate: None = None,
-        **options: Unpack[OrderedOptions],
+        **options: Unpack[_ResultOptions],
     ) -> None: ...
     @overload
     def __init__(
