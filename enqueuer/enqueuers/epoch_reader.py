@@ -260,7 +260,7 @@ class EpochReader:
         """Give the workers what they need of the next epoch, if it may begin."""
         work = self.work
         if self.next_work is None and work.may_be_followed:
-            self.next_work = self._workload.begin(self.run, work.next_epoch(), True, work)
+            self.next_work = self._workload.begin(self.run, work.next_epoch(), work)
         if self.next_work is not None:
             self.next_work.feed(is_early=True)
 

@@ -42,13 +42,8 @@ class Epochs:
         assert self.reader is not None, "the first epoch has begun"
         return self.reader
 
-    def begin(self, epoch: Epoch, goes_on: bool = False) -> None:
-        """Let the workers run an epoch, or the rest of one, once fed. Lock of the run held.
-
-        Args:
-            epoch: Epoch to be run.
-            goes_on: Whether the source was just read up to there, and need load no state.
-        """
+    def begin(self, epoch: Epoch) -> None:
+        """Let the workers run the first epoch, or its rest, or the next, once fed. Lock held."""
         run, before = self.run, self.reader
         run.meter.go_on()
         scaling = self.scaling
@@ -57,14 +52,13 @@ class Epochs:
             scaling.begin_epoch(run.stats(epoch.number, ready))
         work = None if before is None else before.next_work
         if work is None:
-            work_before = None if before is None else before.work
-            work = self._workload.begin(run, epoch, goes_on, work_before)
-        is_whole = goes_on or epoch.starts is None
+            work = self._workload.begin(run, epoch, None if before is None else before.work)
+        is_whole = before is not None or epoch.starts is None
         reader = EpochReader(run, self._workload, work, epoch.number, is_whole)
         run.failures.begin_epoch()
         if run.timeline is not None:
             run.timeline.begin(epoch.number)
-        begun = Epoch(epoch.number, work.starts) if goes_on else epoch
+        begun = epoch if before is None else Epoch(epoch.number, work.starts)
         if turns := work.order.first_turns():
             begun = dataclasses.replace(begun, turns=turns)
         run.backend.schedule.begin(begun)
@@ -86,7 +80,7 @@ class Epochs:
                 self.run.meter.go_on()
                 if retune:
                     self.retune(between_epochs=True)
-                self.begin(reader.work.next_epoch(), goes_on=True)
+                self.begin(reader.work.next_epoch())
                 self.feed()
             except Closed:
                 if not self.run.wait_for_change():

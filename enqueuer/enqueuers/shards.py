@@ -258,7 +258,7 @@ class ShardWorkload(Workload):
         if self._shards is None and not isinstance(self.source, LiveSource):
             self._shards = self.all_shards
 
-    def begin(self, run: Run, epoch: Epoch, goes_on: bool, before: EpochWork | None) -> ShardEpoch:
+    def begin(self, run: Run, epoch: Epoch, before: EpochWork | None) -> ShardEpoch:
         first_items = None
         if not self._is_compared and epoch.starts is None and self.shard_count > 1:
             self._is_compared = True

@@ -88,15 +88,14 @@ class TaskWorkload(Workload):
     def keep_shards(self) -> None:
         """Do nothing: tasks have no shards."""
 
-    def begin(self, run: Run, epoch: Epoch, goes_on: bool, before: EpochWork | None) -> TaskEpoch:
+    def begin(self, run: Run, epoch: Epoch, before: EpochWork | None) -> TaskEpoch:
         assert before is None or isinstance(before, TaskEpoch)
-        first = 0 if before is None else before.number
         length = self._saved_length if before is None and epoch.starts is not None else None
         if epoch.share is not None:
             self._resumed = epoch.number, epoch.share
         elif self._resumed is not None and self._resumed[0] == epoch.number:
             self._resumed = None
-        return TaskEpoch(self.source, self.reading, self.rerun, run, epoch, goes_on, first, length)
+        return TaskEpoch(self, self.reading, run, epoch, before, length)
 
     def rewind(self) -> None:
         self.source.rewind()

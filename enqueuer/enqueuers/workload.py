@@ -226,14 +226,14 @@ class Workload(Protocol):
     def keep_shards(self) -> None:
         """Keep the number of shards from now on, whatever the number of workers will be."""
 
-    def begin(self, run: Run, epoch: Epoch, goes_on: bool, before: EpochWork | None) -> EpochWork:
+    def begin(self, run: Run, epoch: Epoch, before: EpochWork | None) -> EpochWork:
         """Return the work of an epoch.
 
         Args:
             run: The run that the epoch belongs to.
             epoch: Epoch to be run, or the rest of one.
-            goes_on: Whether the source was just read up to there.
-            before: The epoch before, of the same run.
+            before: The epoch before, of the same run, up to whose end the source was just read;
+                None for the first one.
         """
 
     def rewind(self) -> None:
