@@ -92,8 +92,7 @@ def save(core: Core) -> dict[str, Any]:
         else:
             identity, epoch = saved.identity or workload.identity(), saved.epoch
             count, total = saved.error_count, saved.total_items
-        own = position.shards_in(identity)
-        return position.save(identity, workload.fingerprint, epoch, count, total, own)
+        return position.save(identity, workload.fingerprint, epoch, count, total)
 
 
 def load(core: Core, state_dict: Mapping[str, Any], strict: bool = True) -> None:

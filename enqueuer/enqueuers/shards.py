@@ -313,12 +313,10 @@ class ShardWorkload(Workload):
                 "a running iterator that was read cannot be rewound; make a new enqueuer with a "
                 "fresh one, or pass the generator function itself"
             )
-        shards = state["shards"]
-        own = range(self.options.rank, shards, self.options.world_size)
-        position.check_shards(state, epoch, own if epoch.share is None else epoch.share)
+        position.check_shards(state, epoch)
         self.seed.value = state["random_seed"]
         if not isinstance(self.source, LiveSource):
-            self._shards = shards
+            self._shards = state["shards"]
 
     def rerun(self, origin: Origin, ticket: Ticket | None) -> Callable[[], Any]:
         if origin.shard is None:

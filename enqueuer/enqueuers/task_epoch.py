@@ -197,6 +197,8 @@ class TaskEpoch(EpochWork):
     """
 
     order: TaskOrder
+    # An item is made once, whichever worker makes it, and each may make any.
+    first_items = None
 
     def __init__(
         self,

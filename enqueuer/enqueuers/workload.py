@@ -69,7 +69,7 @@ class EpochWork(Protocol):
         feed_runs_code: Whether `feed()` runs code of the user, which may take long.
     """
 
-    first_items: FirstItems | None = None
+    first_items: FirstItems | None
     order: Order
     share: tuple[int, ...] | None
     starts: Mapping[int, Start] | None = None
