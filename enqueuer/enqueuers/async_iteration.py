@@ -44,23 +44,14 @@ class Notifier:
         return await future
 
     def _watch(self, watcher: Callable[[], bool]) -> None:
-        try:
-            goes_on = watcher()
-        except BaseException as error:
-            first, *others = self._all_waiting()
-            # The others will ask again, and get an error of their own.
-            _send(first, error)
-            goes_on = True
-        else:
-            others = self._all_waiting()
-        for future in others:
-            _send(future, goes_on)
-
-    def _all_waiting(self) -> list[asyncio.Future[bool]]:
+        outcome = _outcome(watcher)
         with self._lock:
-            waiting, self._waiting = self._waiting, []
+            (first, *others), self._waiting = self._waiting, []
             self._is_watched = False
-        return waiting
+        _send(first, outcome)
+        for future in others:
+            # After an error they will ask again, and get one of their own.
+            _send(future, outcome is not False)
 
 
 class AsyncBatches(AsyncIterator[Batch]):
@@ -106,12 +97,15 @@ async def call(core: Core, function: Callable[[], T]) -> T:
 
 
 def _run(future: asyncio.Future[T], function: Callable[[], T]) -> None:
+    _send(future, _outcome(function))
+
+
+def _outcome(function: Callable[[], object]) -> object:
+    """Return what a function returns, or the exception that it raises."""
     try:
-        result = function()
+        return function()
     except BaseException as error:
-        _send(future, error)
-    else:
-        _send(future, result)
+        return error
 
 
 def _start(function: Callable[..., None], *args: Any) -> None:

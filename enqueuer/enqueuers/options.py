@@ -14,16 +14,15 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast, get_type_hints
 
 from enqueuer.backends.job import BackendName, default_method
 from enqueuer.backends.stall import level_of_user
 from enqueuer.common import checks
-from enqueuer.enqueuers.configs import Auto, Processes, Ray
+from enqueuer.enqueuers.configs import Auto, Checked, Processes, Ray, check_forked, option
 from enqueuer.errors import EnqueuerWarning
 from enqueuer.monitoring.progress import Progress
-from enqueuer.workers.logs import MULTIPROCESSING_LOGGING
 from enqueuer.workers.plan import OnError
 from enqueuer.workers.sources import LiveSource, Source
 from enqueuer.workers.tasks import TaskSource
@@ -175,7 +174,7 @@ def _checked_progress(name: str, value: Progress) -> Progress:
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Checked):
     """The options of an enqueuer, checked.
 
     Args:
@@ -258,30 +257,26 @@ class Options:
         ValueError: max_queue_size must be >= 1, got 0
     """
 
-    workers: Workers = field(default=1, metadata={"check": _checked_workers})
-    backend: Backends | None = field(default=None, metadata={"check": _checked_backend})
-    max_queue_size: int = field(default=10, metadata={"check": checks.positive})
-    max_queue_bytes: int | None = field(
-        default=None, metadata={"check": checks.optional(checks.positive)}
-    )
-    ordered: bool | int = field(default=True, metadata={"check": checked_order})
-    replay_order: States | None = field(default=None, metadata={"check": _checked_states})
-    on_error: OnError = field(default="raise", metadata={"check": on_error})
-    max_errors: int | None = field(default=None, metadata={"check": checks.optional(checks.count)})
-    max_restarts: int = field(default=0, metadata={"check": checks.count})
-    rank: int = field(default=0, metadata={"check": checks.count})
-    world_size: int = field(default=1, metadata={"check": checks.positive})
-    drop_last: bool = field(default=False, metadata={"check": _flag})
-    epochs: float | None = field(default=None, metadata={"check": _checked_epochs})
-    progress: Progress = field(default=False, metadata={"check": _checked_progress})
-    stall_timeout: float | None = field(default=60.0, metadata={"check": checks.wait_limit})
-    timeout: float | None = field(default=None, metadata={"check": checks.wait_limit})
-    trace: str | os.PathLike[str] | None = field(default=None, metadata={"check": checks.path})
+    workers: Workers = option(1, _checked_workers)
+    backend: Backends | None = option(None, _checked_backend)
+    max_queue_size: int = option(10, checks.positive)
+    max_queue_bytes: int | None = option(None, checks.optional(checks.positive))
+    ordered: bool | int = option(True, checked_order)
+    replay_order: States | None = option(None, _checked_states)
+    on_error: OnError = option("raise", on_error)
+    max_errors: int | None = option(None, checks.optional(checks.count))
+    max_restarts: int = option(0, checks.count)
+    rank: int = option(0, checks.count)
+    world_size: int = option(1, checks.positive)
+    drop_last: bool = option(False, _flag)
+    epochs: float | None = option(None, _checked_epochs)
+    progress: Progress = option(False, _checked_progress)
+    stall_timeout: float | None = option(60.0, checks.wait_limit)
+    timeout: float | None = option(None, checks.wait_limit)
+    trace: str | os.PathLike[str] | None = option(None, checks.path)
 
     def __post_init__(self) -> None:
-        for option in dataclasses.fields(self):
-            value = option.metadata["check"](option.name, getattr(self, option.name))
-            object.__setattr__(self, option.name, value)
+        super().__post_init__()
         checks.rank(self.rank, self.world_size)
 
     @classmethod
@@ -356,24 +351,17 @@ class Options:
         """Return how processes are started; "" for threads and Ray."""
         if not isinstance(self.backend, Processes):
             return ""
-        given = cast("str | None", self.backend.start_method)
-        if given is not None:
-            return given
-        if isinstance(source, LiveSource):
-            return "fork"
-        if self.backend.forward_logs == MULTIPROCESSING_LOGGING:
-            raise ValueError(
-                f"forward_logs='{MULTIPROCESSING_LOGGING}' works with forked processes only: give "
-                "start_method='fork' with it, or leave it True"
-            )
-        return default_method()
+        default = "fork" if isinstance(source, LiveSource) else default_method()
+        method = cast("str | None", self.backend.start_method) or default
+        check_forked(self.backend.forward_logs, method)
+        return method
 
     def given(self) -> dict[str, Any]:
         """Return the arguments that make another enqueuer with the same options.
 
         The bar is left out: only the enqueuer that the loop iterates over shows one.
         """
-        names = [option.name for option in dataclasses.fields(self) if option.name != "progress"]
+        names = [one.name for one in dataclasses.fields(self) if one.name != "progress"]
         return {name: getattr(self, name) for name in names}
 
 
@@ -401,7 +389,7 @@ _ELSEWHERE = {
 
 def _check_names(given: Iterable[str]) -> None:
     """Raise TypeError if there is no option of some name; the message says which one to give."""
-    known = [option.name for option in dataclasses.fields(Options)]
+    known = [one.name for one in dataclasses.fields(Options)]
     for name in given:
         if name in known:
             continue
