@@ -17,7 +17,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import AsyncIterator, Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from enqueuer.enqueuers.core import Core
 
@@ -69,19 +69,21 @@ class AsyncBatches(AsyncIterator[Batch]):
         # cancelled here.
         await asyncio.sleep(0)
         if not self._has_begun or self._reader is None:
-            join = functools.partial(self._core.join_after, self._reader)
+            join = functools.partial(self._core.join, self._reader, is_any=False)
             self._reader = await call(self._core, join)
             self._has_begun = True
-        while not (polled := self._core.poll(self._reader)):
-            assert self._core.epochs is not None
-            wait = self._core.epochs.wait_for_event_loop
+        core = self._core
+        while True:
+            core.make_callbacks(may_wait=False)
+            epochs = core.epochs
+            assert epochs is not None
+            if polled := epochs.poll(self._reader):
+                return cast(Batch, polled[0])
+            wait = epochs.wait_for_event_loop
             # With `workers=0`, this thread itself makes the batch.
-            is_inline = self._core.options.is_inline
-            goes_on = wait() if is_inline else await self._notifier.wait(wait)
+            goes_on = wait() if core.options.is_inline else await self._notifier.wait(wait)
             if not goes_on:
                 raise StopAsyncIteration
-        batch: Batch = polled[0]
-        return batch
 
 
 async def call(core: Core, function: Callable[[], T]) -> T:

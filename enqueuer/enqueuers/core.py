@@ -23,7 +23,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from enqueuer import exports
 from enqueuer.backends.stall import level_of_user
@@ -62,11 +62,8 @@ class _Callback:
     earlier: Stats | None = None
 
 
-class Call(NamedTuple):
-    """A callback that is due, and the statistics for it."""
-
-    callback: _Callback
-    stats: Stats
+# A callback that is due, and the statistics for it.
+Call = tuple[_Callback, Stats]
 
 
 class StatsCallbacks:
@@ -111,7 +108,7 @@ class StatsCallbacks:
         for callback in [callback for callback in self.listeners if now >= callback.due_ns]:
             total, earlier = stats(), callback.earlier
             callback.due_ns, callback.earlier = now + callback.every_ns, total
-            calls.append(Call(callback, total if earlier is None else total.since(earlier)))
+            calls.append((callback, total if earlier is None else total.since(earlier)))
         return calls
 
     def make(self, calls: list[Call]) -> None:
@@ -128,9 +125,6 @@ class StatsCallbacks:
 
 def _log_line(stats: Stats) -> None:
     _log.info("%s", exports.line(stats))
-
-
-T = TypeVar("T")
 
 
 class Core:
@@ -299,7 +293,7 @@ class Core:
 
     def stop(self, seconds: float) -> None:
         """End the workers; see `BaseEnqueuer.stop`."""
-        if not self.owned.are_running or self._defers(self.stop, seconds):
+        if not self.owned.are_running or self._defers(functools.partial(self.stop, seconds)):
             return
         final = None
         try:
@@ -309,9 +303,9 @@ class Core:
             self._stop(seconds, final)
         self.deferred.make()
 
-    def _defers(self, method: Callable[[T], None], argument: T) -> bool:
+    def _defers(self, call: Callable[[], None]) -> bool:
         """Return whether a call must wait for the consumer that it interrupts, and wake that."""
-        if not self.deferred.defer(functools.partial(method, argument)):
+        if not self.deferred.defer(call):
             return False
         if self.run is not None:
             self.run.wake()
@@ -374,7 +368,7 @@ class Core:
 
     def reconfigure(self, workers: int) -> None:
         """Go on with another number of workers; see `BaseEnqueuer.reconfigure`."""
-        if self._defers(self.reconfigure, workers):
+        if self._defers(functools.partial(self.reconfigure, workers)):
             return
         with self.state_lock, interrupts.held():
             run = self.run
@@ -403,34 +397,20 @@ class Core:
 
     # --- what iterators need ---
 
-    def join(self) -> EpochReader:
-        """Return this epoch, or the next one if this one is over; start what was not started."""
-        return self._join(lambda: self.reader)
+    def join(self, seen: EpochReader | None = None, is_any: bool = True) -> EpochReader:
+        """Return this epoch, or the next one if this one is over; start what was not started.
 
-    def join_after(self, seen: EpochReader | None) -> EpochReader:
-        """Return the epoch that follows one that was over, or had not begun.
-
-        If another thread has begun it since, that is the one.
+        Args:
+            seen: An epoch that was over; None: no epoch had begun.
+            is_any: Whether any epoch may be over. If not, an epoch that another thread has begun
+                after `seen` is returned also if it is over.
         """
-        return self._join(lambda: seen)
-
-    def _join(self, seen: Callable[[], EpochReader | None]) -> EpochReader:
         with self.state_lock:
             if self.state is State.NEW:
                 self.start(self.options)
         self.check_started("iterate over it")
         assert self.epochs is not None
-        return self.epochs.next_of(seen)
-
-    def poll(self, reader: EpochReader) -> tuple[Any, ...]:
-        """Take the next batch, if there is one; waits for nothing. For event loops.
-
-        Raises:
-            StopAsyncIteration: The epoch is over.
-        """
-        self.make_callbacks(may_wait=False)
-        assert self.epochs is not None
-        return self.epochs.poll(reader)
+        return self.epochs.next_of(seen, is_any)
 
     # --- statistics ---
 

@@ -32,6 +32,8 @@ from enqueuer.monitoring.duplicates import FirstItems
 from enqueuer.monitoring.stats import Stats
 from enqueuer.workers.messages import Epoch, Failure, ItemTuple
 
+Retune = Callable[[], None]
+
 
 def compare(first: FirstItems, items: Iterable[ItemTuple]) -> None:
     """Compare new items with the first ones of other shards, and warn if two shards are alike."""
@@ -118,8 +120,9 @@ class EpochReader:
     def has_item(
         self,
         deadline: float | None,
-        retune: Callable[[], None] | None = None,
+        retune: Retune | None = None,
         raises: bool = True,
+        takes: bool = True,
     ) -> bool:
         """Wait until an item is ready; return False if there will be none.
 
@@ -130,6 +133,8 @@ class EpochReader:
             deadline: When to give up, by `time.monotonic()`; None: never.
             retune: Called when the number of workers may be changed.
             raises: Whether to raise the failure, if that is next; else this returns True.
+            takes: Whether to take an item that has come from the workers, which makes room for
+                another one. If not, this waits for nothing.
 
         Raises:
             DeadlineExpired: Nothing came until `deadline`.
@@ -148,10 +153,10 @@ class EpochReader:
             run, items = self.run, None
             backend = run.backend
             # A trace records each wait, and `more` would not tell of it.
-            if run.timeline is None and not self.ready and self.failure is None:
+            if takes and run.timeline is None and not self.ready and self.failure is None:
                 items = backend.more(self._order, deadline is None)
             if items is None:
-                has_more = self._wait_for_item(deadline, retune)
+                has_more = self._wait_for_item(deadline, retune, takes)
             else:
                 has_more = True
                 if self._keep(backend, items) and deadline is None and retune is not None:
@@ -165,7 +170,7 @@ class EpochReader:
             self._raise(self.failure)
         return has_more
 
-    def _wait_for_item(self, deadline: float | None, retune: Callable[[], None] | None) -> bool:
+    def _wait_for_item(self, deadline: float | None, retune: Retune | None, takes: bool) -> bool:
         run, until = self.run, deadline
         # What was ready at the end of the run is in the saved position.
         if run.state is State.STOPPED:
@@ -175,6 +180,8 @@ class EpochReader:
         # As `knows_next`, without its call.
         while not (ready or self.failure is not None or order.done):
             is_late, backend = False, run.backend
+            if not takes and not self._has_news(backend):
+                raise DeadlineExpired("nothing has come")
             try:
                 failure = self._wait(backend, until)
             except Closed:
@@ -194,6 +201,8 @@ class EpochReader:
                 long_wait.cut(run.backend.inspect, order, self.number)
                 until = long_wait.until
                 continue
+            if failure is None and not takes and not order.done:
+                return True
             # If the failure is skipped, the wait goes on.
             if failure is not None and until is None:
                 long_wait = Wait(run.limits, 0.0)
@@ -201,6 +210,12 @@ class EpochReader:
             if self.note(failure) and deadline is None and retune is not None:
                 retune()
         return not self._notice_end()
+
+    def _has_news(self, backend: Backend) -> bool:
+        """Return whether a wait would end at once, without asking a worker for more."""
+        backend.acknowledge()
+        self.work.feed()
+        return backend.has_news(self._order)
 
     def _has_changed(self, backend: Backend) -> bool:
         """Wait until other workers have taken over; return False if none do, as at the end."""
@@ -306,48 +321,6 @@ class EpochReader:
             if first_items.done:
                 self.work.first_items = None
         return is_time
-
-    def has_come(self) -> bool:
-        """Return whether an item or a failure is next; notice the end of the epoch. Takes nothing.
-
-        An item that was taken would make room for another one, beyond the bound. Takes the lock
-        itself, if it is free.
-        """
-        run = self.run
-        # Another consumer that waits will notice.
-        if not run.lock.acquire(blocking=False):
-            return False
-        try:
-            return self._has_item_come() or self.has_item(time.monotonic(), raises=False)
-        except (DeadlineExpired, Closed):
-            return False
-        finally:
-            run.lock.release()
-            run.deferred.make()
-
-    def _has_item_come(self) -> bool:
-        """Return whether an item has just come; False if it is known already what is next.
-
-        Raises:
-            DeadlineExpired: Nothing has come.
-        """
-        if self._is_entered:
-            raise DeadlineExpired("this thread waits, and a signal handler asks")
-        self._is_entered = True
-        try:
-            while not self.knows_next():
-                backend = self.run.backend
-                backend.acknowledge()
-                self.work.feed()
-                if not backend.has_news(self._order):
-                    raise DeadlineExpired("nothing has come")
-                failure = self._wait(backend, time.monotonic())
-                if failure is None and not self._order.done:
-                    return True
-                self.note(failure)
-            return False
-        finally:
-            self._is_entered = False
 
     def wait_for_event_loop(self) -> Failure | None:
         """Wait for the workers, in a thread that does so on behalf of event loops.

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 from enqueuer.backends.load import Backend
@@ -15,7 +14,7 @@ from enqueuer.enqueuers.epoch_reader import EpochReader
 from enqueuer.enqueuers.run import Run, State, check_started
 from enqueuer.enqueuers.scaling import Scaling
 from enqueuer.enqueuers.workload import Workload
-from enqueuer.errors import Closed, InvalidState
+from enqueuer.errors import Closed
 from enqueuer.workers.messages import Epoch, ItemTuple
 
 
@@ -86,16 +85,11 @@ class Epochs:
                 if not self.run.wait_for_change():
                     return
 
-    def next_of(self, seen: Callable[[], EpochReader | None]) -> EpochReader:
-        """Return this epoch, or the next one if this one is over.
-
-        Args:
-            seen: Returns the epoch that was over, or had not begun; if another one has begun
-                since, that is the one.
-        """
+    def next_of(self, seen: EpochReader | None, is_any: bool) -> EpochReader:
+        """Return this epoch, or the next one if this one is over; see `Core.join`."""
         with self.run.deferred.locked():
             check_started(self.run.state, "iterate over it")
-            if seen() is self.reader:
+            if is_any or seen is self.reader:
                 self.begin_next(retune=True)
             return self._current
 
@@ -129,20 +123,6 @@ class Epochs:
         if scaling is not None:
             scaling.step(self._current, self.pass_work, between_epochs)
 
-    def status(self) -> str:
-        """Return how many batches wait, for a repr; "" if that cannot be asked. No lock needed."""
-        run = self.run
-        if self.reader is None or not run.lock.acquire(blocking=False):
-            return ""
-        try:
-            # The workers may be those of another process.
-            with contextlib.suppress(InvalidState):
-                return f", {self.reader.waiting()}/{run.options.max_queue_size} waiting"
-            return ""
-        finally:
-            run.lock.release()
-            run.deferred.make()
-
     def drop_ready(self) -> deque[ItemTuple]:
         """Take all that is ready away from the iterators, and return it. No lock needed."""
         left, ready = deque[ItemTuple](), self._current.ready
@@ -169,8 +149,6 @@ class Epochs:
         run = self.run
         try:
             with run.lock:
-                if reader is not self.reader or run.state is State.STOPPED:
-                    raise StopIteration
                 reader.is_next_wanted = goes_on or reader.is_followed
                 retune = None if self.scaling is None else self.retune
                 if not reader.has_item(None, retune):
@@ -199,9 +177,8 @@ class Epochs:
             if not self.run.lock.acquire(blocking=False):
                 return ()
             try:
-                if reader is not self.reader or self.run.state is State.STOPPED:
-                    raise StopAsyncIteration
-                if reader.work.feed_runs_code and not reader.knows_next():
+                is_stopped = reader.run.state is State.STOPPED
+                if reader.work.feed_runs_code and not (is_stopped or reader.knows_next()):
                     return ()
                 if not reader.has_item(time.monotonic()):
                     raise StopAsyncIteration

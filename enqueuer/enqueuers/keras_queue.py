@@ -49,19 +49,7 @@ class Queue(Generic[Batch]):
 
     def empty(self) -> bool:
         """Return False if an item, or an error, is ready; True otherwise."""
-        core = self._core
-        reader = core.reader
-        if reader is None or not core.is_running() or not reader.run.lock.acquire(blocking=False):
-            # If another consumer waits for the next batch, there is none.
-            return True
-        try:
-            # Not `has_come`: a worker beyond the bound sends only what the loop waits for.
-            return not reader.has_item(time.monotonic(), raises=False)
-        except DeadlineExpired:
-            return True
-        finally:
-            reader.run.lock.release()
-            core.deferred.make()
+        return not self._has_next(takes=True)
 
     def qsize(self) -> int:
         """Return how many finished batches wait; at least 1 if `get()` would not have to wait.
@@ -71,7 +59,24 @@ class Queue(Generic[Batch]):
         reader = self._core.reader
         if reader is None or not self._core.is_running():
             return 0
-        return reader.waiting() or int(reader.has_come())
+        # An item that was taken would make room for another one, beyond the bound.
+        return reader.waiting() or int(self._has_next(takes=False))
+
+    def _has_next(self, takes: bool) -> bool:
+        """Return whether an item or an error is next; wait for nothing."""
+        core = self._core
+        reader = core.reader
+        if reader is None or not core.is_running() or not reader.run.lock.acquire(blocking=False):
+            # If another consumer waits for the next batch, there is none.
+            return False
+        try:
+            # If it is not taken, a worker beyond the bound does not even send it.
+            return reader.has_item(time.monotonic(), raises=False, takes=takes)
+        except DeadlineExpired:
+            return False
+        finally:
+            reader.run.lock.release()
+            core.deferred.make()
 
     def get(self, block: bool = True, timeout: float | None = None) -> Batch:
         """Take the next batch.

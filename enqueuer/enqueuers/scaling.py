@@ -69,7 +69,7 @@ class Scaling:
             return
         try:
             # While workers that are slow to exit still run, they could become ever more.
-            is_changing = run.is_changing or run.backend.is_resizing
+            is_changing = run.successor is not None or run.backend.is_resizing
             if run.state is State.RUNNING and not is_changing:
                 self._step(reader, pass_work, between_epochs)
         finally:
@@ -80,14 +80,9 @@ class Scaling:
         if not between_epochs:
             began = self._epoch_began
             rerun_s = reader.work.rerun_s(stats if began is None else stats.since(began))
-        workers = self._autoscaler.next(stats, rerun_s)
-        self._name_limit()
-        self._go_to(workers, stats, pass_work)
-
-    def _go_to(self, workers: int, stats: Stats, pass_work: PassWork) -> None:
-        """Start or end workers."""
         run, autoscaler, before = self._run, self._autoscaler, self._run.workers
-        each = self._workload.concurrency
+        workers, each = autoscaler.next(stats, rerun_s), self._workload.concurrency
+        self._name_limit()
         if workers > before:
             workers = self._fitting(workers, before, stats)
         if (workers, autoscaler.concurrency) == (before, each):
