@@ -23,7 +23,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from enqueuer import exports
 from enqueuer.backends.stall import level_of_user
@@ -31,7 +31,6 @@ from enqueuer.backends.timeline import Trace
 from enqueuer.common import interrupts
 from enqueuer.enqueuers.epoch_reader import EpochReader
 from enqueuer.enqueuers.epochs import Epochs
-from enqueuer.enqueuers.failures import origin_of
 from enqueuer.enqueuers.options import Options
 from enqueuer.enqueuers.position import SavedPosition
 from enqueuer.enqueuers.run import (
@@ -193,14 +192,6 @@ class Core:
         """Whether it has no workers: it was not started, or was stopped."""
         return self.state in (State.NEW, State.STOPPED)
 
-    @property
-    def error_count(self) -> int:
-        """Number of errors that were skipped."""
-        run = self.run
-        if run is None or self.is_idle:
-            return self.saved.error_count
-        return run.failures.count
-
     def is_running(self) -> bool:
         """Return whether there is anything to come: a batch, or an error."""
         reader = self.reader
@@ -210,8 +201,9 @@ class Core:
         """Raise InvalidState unless there is a run; `what` is a verb phrase for the message."""
         check_started(self.state, what)
 
-    def started_reader(self) -> EpochReader:
-        """Return the epoch that the loop reads, of an enqueuer that was started."""
+    def started_reader(self, what: str) -> EpochReader:
+        """Return the epoch that the loop reads; raise InvalidState unless there is a run."""
+        self.check_started(what)
         reader = self.reader
         # Another thread is starting the enqueuer.
         if reader is None:
@@ -252,7 +244,6 @@ class Core:
     def _start(self, options: Options, workers: int, replay: Mapping[int, Sequence[int]]) -> None:
         """Start the workers, or leave all as it was. Both locks held."""
         workload, saved, before = self.workload, self.saved, (self.epochs, self.options)
-        count = saved.error_count if saved.is_loaded else 0
         first = saved.epoch if saved.is_loaded else Epoch(0)
         if first.number in replay and first.log is None:
             raise StateMismatch(
@@ -265,7 +256,7 @@ class Core:
             workload.options = options
             if not saved.is_loaded:
                 workload.rewind()
-            run = self._new_run(options, workers, self.timeline, count)
+            run = self._new_run(options, workers)
             run.replay = replay
             _started.add(self)
             # The workers must know the turns with which it begins.
@@ -285,11 +276,10 @@ class Core:
         finally:
             self._is_starting = False
 
-    def _new_run(
-        self, options: Options, workers: int, timeline: Trace | None, error_count: int
-    ) -> Run:
-        before, locks = self.saved.total_items, (self.state_lock, self.lock, self.deferred)
-        return Run(options, workers, self.owned, timeline, error_count, before, *locks)
+    def _new_run(self, options: Options, workers: int) -> Run:
+        saved, locks = self.saved, (self.state_lock, self.lock, self.deferred)
+        count = saved.error_count if saved.is_loaded else 0
+        return Run(options, workers, self.owned, self.timeline, count, saved.total_items, *locks)
 
     def stop(self, seconds: float) -> None:
         """End the workers; see `BaseEnqueuer.stop`."""
@@ -320,12 +310,13 @@ class Core:
             return None
         if self.timeline is not None and not self.is_idle:
             bottleneck = final.bottleneck()
-            measured = dict(
-                items=final.items,
-                waiting_us=int(1e6 * final.waiting_s),
-                working_us=int(1e6 * final.working_s),
-            )
-            about = {"kind": bottleneck.kind, "text": str(bottleneck), **measured}
+            about = {
+                "kind": bottleneck.kind,
+                "text": str(bottleneck),
+                "items": final.items,
+                "waiting_us": int(1e6 * final.waiting_s),
+                "working_us": int(1e6 * final.working_s),
+            }
             self.timeline.instant("bottleneck", about)
         return final
 
@@ -355,7 +346,7 @@ class Core:
         run.final = final
         self.was_run = True
         assert self.epochs is not None
-        reader, left = self.started_reader(), self.epochs.drop_ready()
+        reader, left = self.epochs.current, self.epochs.drop_ready()
         position = reader.position(left)
         self.saved = SavedPosition(
             position,
@@ -371,29 +362,22 @@ class Core:
         if self._defers(functools.partial(self.reconfigure, workers)):
             return
         with self.state_lock, interrupts.held():
-            run = self.run
-            if run is not None:
-                run.finish_change()
-            if self.state is State.FAILED:
-                raise InvalidState("cannot reconfigure after an error; call stop() first")
-            if run is not None and self.state is State.RUNNING:
-                self._replace_workers(run, workers)
+            epochs = self.epochs
             # Before the first start there are no data that should stay the same.
-            if self.state is not State.NEW:
+            if epochs is not None:
+                epochs.run.finish_change()
+                if self.state is State.FAILED:
+                    raise InvalidState("cannot reconfigure after an error; call stop() first")
+                if self.state is State.RUNNING and workers != epochs.run.workers:
+                    job = self.workload.job_with(workers)
+                    if job is not None:
+                        epochs.run.replace(job, epochs.pass_work)
                 self.workload.keep_shards()
-            if self.epochs is not None:
-                self.epochs.scaling = None
+                epochs.scaling = None
             self.workload.options = dataclasses.replace(self.options, workers=workers)
-            if run is not None and self.state is State.RUNNING:
-                run.end_replaced()
+            if epochs is not None and self.state is State.RUNNING:
+                epochs.run.end_replaced()
         self.deferred.make()
-
-    def _replace_workers(self, run: Run, workers: int) -> None:
-        if workers == run.workers:
-            return
-        job = self.workload.job_with(workers)
-        if job is not None and self.epochs is not None:
-            run.replace(job, self.epochs.pass_work)
 
     # --- what iterators need ---
 
@@ -420,7 +404,7 @@ class Core:
         if reader is not None:
             return reader.stats()
         options = self.options
-        run = self.run or self._new_run(options, options.first_workers, None, 0)
+        run = self.run or self._new_run(options, options.first_workers)
         return run.stats(self.saved.epoch.number, 0)
 
     def make_callbacks(self, may_wait: bool = True) -> None:
@@ -441,16 +425,6 @@ class Core:
             run.lock.release()
             self.deferred.make()
         self.callbacks.make(calls)
-
-    # --- what went wrong ---
-
-    def replay(self, error: BaseException) -> Any:
-        """Run the item that an error came from once more; see `BaseEnqueuer.replay`."""
-        origin, reader = origin_of(error), self.reader
-        ticket = None
-        if reader is not None and not self.is_idle and reader.number == origin.epoch:
-            ticket = reader.work.ticket(origin.item)
-        return self.workload.rerun(origin, ticket)()
 
     # --- forks ---
 

@@ -14,7 +14,7 @@ from enqueuer.common.text import pluralize
 from enqueuer.enqueuers import position
 from enqueuer.enqueuers.configs import Auto
 from enqueuer.enqueuers.core import Batches, Core
-from enqueuer.enqueuers.failures import Origin
+from enqueuer.enqueuers.failures import Origin, origin_of
 from enqueuer.enqueuers.keras_queue import Queue
 from enqueuer.enqueuers.position import SavedPosition
 from enqueuer.enqueuers.run import STOP_S, State, next_workers
@@ -88,7 +88,10 @@ class BaseEnqueuer(Generic[Batch]):
 
         Counted since the start; if a state was loaded, also those until it was saved.
         """
-        return self._core.error_count
+        run = self._core.run
+        if run is None or self._core.is_idle:
+            return self._core.saved.error_count
+        return run.failures.count
 
     @property
     def skipped(self) -> list[tuple[Origin, str]]:
@@ -333,7 +336,11 @@ class BaseEnqueuer(Generic[Batch]):
         Args:
             error: Exception that this enqueuer, or one with the same source, raised.
         """
-        return self._core.replay(error)
+        core, origin = self._core, origin_of(error)
+        reader, ticket = core.reader, None
+        if reader is not None and not core.is_idle and reader.number == origin.epoch:
+            ticket = reader.work.ticket(origin.item)
+        return core.workload.rerun(origin, ticket)()
 
     def is_running(self) -> bool:
         """Return whether a batch or an error is still to come.
@@ -432,8 +439,7 @@ class BaseEnqueuer(Generic[Batch]):
         Raises:
             InvalidState: The enqueuer was not started, or was stopped.
         """
-        self._core.check_started("get() from it")
-        return Batches(self._core, self._core.started_reader())
+        return Batches(self._core, self._core.started_reader("get() from it"))
 
     # --- copies ---
 

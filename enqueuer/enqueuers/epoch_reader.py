@@ -19,7 +19,7 @@ import functools
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from enqueuer.backends.load import Backend
@@ -28,19 +28,10 @@ from enqueuer.common import interrupts
 from enqueuer.enqueuers.run import Run, State
 from enqueuer.enqueuers.workload import EpochWork, Workload
 from enqueuer.errors import Closed, DuplicateDataWarning, EmptyEpochWarning, InvalidState
-from enqueuer.monitoring.duplicates import FirstItems
 from enqueuer.monitoring.stats import Stats
 from enqueuer.workers.messages import Epoch, Failure, ItemTuple
 
 Retune = Callable[[], None]
-
-
-def compare(first: FirstItems, items: Iterable[ItemTuple]) -> None:
-    """Compare new items with the first ones of other shards, and warn if two shards are alike."""
-    for shard, _, value, _ in items:
-        twins = first.saw(shard, value)
-        if twins is not None:
-            _warn_of_twins(*twins, first.takes_shard)
 
 
 def _warn_of_twins(one: int, other: int, takes_shard: bool) -> None:
@@ -291,14 +282,12 @@ class EpochReader:
         """
         run = self.run
         backend = run.backend
-        is_time = False
-        if failure is not None:
-            if not run.failures.skips(failure, self.work.where, self.work.origin_of):
-                self.failure = failure
-            backend.schedule.pass_over()
-        elif not self._order.done:
-            is_time = self._keep(backend, backend.schedule.take(self._order))
-        return is_time
+        if failure is None:
+            return not self._order.done and self._keep(backend, backend.schedule.take(self._order))
+        if not run.failures.skips(failure, self.work.where, self.work.origin_of):
+            self.failure = failure
+        backend.schedule.pass_over()
+        return False
 
     def _keep(self, backend: Backend, items: Iterator[ItemTuple]) -> bool:
         """Take items from the backend; return whether it is time for what `note` says."""
@@ -317,7 +306,9 @@ class EpochReader:
             is_time = run.is_news = True
         first_items = self.work.first_items
         if first_items is not None:
-            compare(first_items, ready.copy())
+            for shard, _, value, _ in ready.copy():
+                if twins := first_items.saw(shard, value):
+                    _warn_of_twins(*twins, first_items.takes_shard)
             if first_items.done:
                 self.work.first_items = None
         return is_time
@@ -394,10 +385,8 @@ class EpochReader:
 
     def waiting(self) -> int:
         """Return how many finished items of this epoch wait. No lock needed."""
-        backend = self.run.backend
-        if backend.tasks is not None:
-            self._sort()
-        count = backend.schedule.waiting() + len(self.ready)
+        self._sort()
+        count = self.run.backend.schedule.waiting() + len(self.ready)
         # The others count as held by the workers.
         return min(count, self.run.options.max_queue_size)
 

@@ -37,7 +37,8 @@ class Epochs:
         self._workload = workload
 
     @property
-    def _current(self) -> EpochReader:
+    def current(self) -> EpochReader:
+        """The epoch that the loop reads, of a run that has begun one."""
         assert self.reader is not None, "the first epoch has begun"
         return self.reader
 
@@ -47,8 +48,7 @@ class Epochs:
         run.meter.go_on()
         scaling = self.scaling
         if scaling is not None:
-            ready = 0 if before is None else len(before.ready)
-            scaling.begin_epoch(run.stats(epoch.number, ready))
+            scaling.epoch_began = run.stats(epoch.number, 0)
         work = None if before is None else before.next_work
         if work is None:
             work = self._workload.begin(run, epoch, None if before is None else before.work)
@@ -67,12 +67,12 @@ class Epochs:
 
     def feed(self) -> None:
         """Give the workers what they need to begin the epoch. Lock of the run held."""
-        self._current.feed()
+        self.current.feed()
 
     def begin_next(self, retune: bool = False) -> None:
         """Begin the next epoch if this one is over and the run goes on. Lock of the run held."""
         while self.run.state is State.RUNNING:
-            reader = self._current
+            reader = self.current
             if not reader.is_over:
                 return
             try:
@@ -91,7 +91,7 @@ class Epochs:
             check_started(self.run.state, "iterate over it")
             if is_any or seen is self.reader:
                 self.begin_next(retune=True)
-            return self._current
+            return self.current
 
     def following(self, reader: EpochReader) -> EpochReader | None:
         """Begin the epoch after one; return None if there is none. For endless iterators."""
@@ -111,7 +111,7 @@ class Epochs:
 
     def pass_work(self, old: Backend, new: Backend) -> None:
         """Let a new backend go on where an old one was. Lock of the run held."""
-        reader = self._current
+        reader = self.current
         reader.work.pass_work(old, new)
         if reader.next_work is not None:
             reader.next_work.pass_work(old, new)
@@ -121,11 +121,11 @@ class Epochs:
         # Read once, as another thread may replace it by None.
         scaling = self.scaling
         if scaling is not None:
-            scaling.step(self._current, self.pass_work, between_epochs)
+            scaling.step(self.current, self.pass_work, between_epochs)
 
     def drop_ready(self) -> deque[ItemTuple]:
         """Take all that is ready away from the iterators, and return it. No lock needed."""
-        left, ready = deque[ItemTuple](), self._current.ready
+        left, ready = deque[ItemTuple](), self.current.ready
         # Iterators take items from the left, without the lock. From the right, so that what an
         # iterator takes meanwhile comes before all that was dropped.
         with contextlib.suppress(IndexError):
@@ -150,8 +150,7 @@ class Epochs:
         try:
             with run.lock:
                 reader.is_next_wanted = goes_on or reader.is_followed
-                retune = None if self.scaling is None else self.retune
-                if not reader.has_item(None, retune):
+                if not reader.has_item(None, self.retune):
                     raise StopIteration
                 if run.timeline is not None:
                     run.timeline.take(reader.ready)

@@ -143,10 +143,8 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
     ) -> None:
         source = as_source(generator)
         if pickle_safe is not None:
-            if use_multiprocessing:
-                raise TypeError(
-                    "pickle_safe is the old name of use_multiprocessing; give one of them"
-                )
+            given = use_multiprocessing or None
+            checks.either("use_multiprocessing", given, "pickle_safe", pickle_safe)
             use_multiprocessing = pickle_safe
         checked = Options.of(use_multiprocessing, options)
         seed = Seed.of(random_seed, checked.world_size)

@@ -92,14 +92,13 @@ class Queue(Generic[Batch]):
             InvalidState: It was not started.
         """
         core = self._core
-        core.check_started("get() from its queue")
+        reader = core.started_reader("get() from its queue")
         core.make_callbacks(may_wait=False)
         limit = None if timeout is None else checks.seconds("timeout", timeout)
         deadline = None if limit is None else time.monotonic() + limit
         if not block:
             deadline = time.monotonic()
         while True:
-            reader = core.started_reader()
             ready, timeline = reader.ready, reader.run.timeline
             if timeline is not None:
                 timeline.take(ready)
@@ -123,6 +122,8 @@ class Queue(Generic[Batch]):
             if not has_item:
                 core.check_started("get() from its queue")
                 raise Closed("the generator has ended; iterate again for the next epoch")
+            # Another thread may have begun the next epoch.
+            reader = core.reader or reader
 
     def get_nowait(self) -> Batch:
         """Take the next batch, or raise `queue.Empty` at once."""

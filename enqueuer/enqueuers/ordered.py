@@ -192,13 +192,8 @@ class OrderedEnqueuer(BaseEnqueuer[Batch]):
         concurrency = _checked_concurrency(concurrency, checked.is_auto)
         seed = Seed.of(random_seed, checked.world_size)
         size = None if batch_size is None else checks.positive("batch_size", batch_size)
-        source = TaskSource(
-            sequence,
-            map,
-            size,
-            stack if collate is None else collate,
-            seed.value,
-        )
+        collate = stack if collate is None else collate
+        source = TaskSource(sequence, map, size, collate, seed.value)
         if isinstance(concurrency, int):
             source.concurrency = concurrency
         elif source.is_async:
@@ -221,8 +216,7 @@ class OrderedEnqueuer(BaseEnqueuer[Batch]):
             InvalidState: The enqueuer was not started, or was stopped.
         """
         core = core_of(self)
-        core.check_started("wait for the end of its epoch")
-        reader = core.started_reader()
+        reader = core.started_reader("wait for the end of its epoch")
         is_known = False
         while not is_known:
             with core.deferred.locked():
@@ -253,8 +247,7 @@ class OrderedEnqueuer(BaseEnqueuer[Batch]):
             InvalidState: The enqueuer was not started, or was stopped.
         """
         core = core_of(self)
-        core.check_started("get() from it")
-        return Endless(core, core.started_reader())
+        return Endless(core, core.started_reader("get() from it"))
 
 
 def _checked_concurrency(value: object, is_auto: bool) -> Concurrency:

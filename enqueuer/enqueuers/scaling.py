@@ -27,6 +27,9 @@ class Scaling:
     Args:
         run: The run.
         workload: Workload of the run.
+
+    Attributes:
+        epoch_began: Statistics at the beginning of the epoch.
     """
 
     def __init__(self, run: Run, workload: Workload) -> None:
@@ -44,12 +47,8 @@ class Scaling:
             workload.concurrency,
             workload.most_at_once,
         )
-        self._epoch_began: Stats | None = None
+        self.epoch_began: Stats | None = None
         self._has_named_limit = False
-
-    def begin_epoch(self, stats: Stats) -> None:
-        """Note the statistics at the beginning of an epoch."""
-        self._epoch_began = stats
 
     def step(self, reader: EpochReader, pass_work: PassWork, between_epochs: bool = False) -> None:
         """Start or end workers if that is due, and better. Lock of the run held.
@@ -78,7 +77,7 @@ class Scaling:
     def _step(self, reader: EpochReader, pass_work: PassWork, between_epochs: bool) -> None:
         stats, rerun_s = reader.stats(), None
         if not between_epochs:
-            began = self._epoch_began
+            began = self.epoch_began
             rerun_s = reader.work.rerun_s(stats if began is None else stats.since(began))
         run, autoscaler, before = self._run, self._autoscaler, self._run.workers
         workers, each = autoscaler.next(stats, rerun_s), self._workload.concurrency

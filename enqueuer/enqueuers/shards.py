@@ -27,7 +27,6 @@ from enqueuer.errors import DuplicateDataWarning, InvalidState
 from enqueuer.monitoring.duplicates import FirstItems
 from enqueuer.monitoring.stats import Stats
 from enqueuer.workers.messages import Epoch, Failure, Start, Ticket
-from enqueuer.workers.shards import Shard
 from enqueuer.workers.sources import FunctionSource, LiveSource, Source, name_of
 
 
@@ -87,14 +86,8 @@ class ShardEpoch(EpochWork):
 
     def origin_of(self, failure: Failure) -> Origin:
         workload = self._workload
-        origin = Origin(
-            workload.seed.value,
-            self._number,
-            failure.number,
-            failure.shard,
-            workload.all_shards,
-            failure.worker,
-        )
+        seed, shards = workload.seed.value, workload.all_shards
+        origin = Origin(seed, self._number, failure.number, failure.shard, shards, failure.worker)
         origin.rerun = workload.rerun(origin, None)
         return origin
 
@@ -321,11 +314,9 @@ class ShardWorkload(Workload):
     def rerun(self, origin: Origin, ticket: Ticket | None) -> Callable[[], Any]:
         if origin.shard is None:
             raise ValueError("the error came from a task of an OrderedEnqueuer, not from a shard")
-        make_shard = functools.partial(
-            Shard, origin.shard, origin.shards, origin.epoch, origin.random_seed
-        )
+        place = origin.shard, origin.shards, origin.epoch, origin.random_seed
         seed = self.options.has_globals
-        return functools.partial(item_of, self.source, make_shard, origin.item, seed)
+        return functools.partial(item_of, self.source, place, origin.item, seed)
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         options = {**self.options.given(), "shards": self._shards}

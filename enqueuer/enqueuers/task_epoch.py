@@ -234,12 +234,9 @@ class TaskEpoch(EpochWork):
 
     @property
     def may_be_followed(self) -> bool:
-        if not self._is_read or self._unread is not None:
-            return False
-        # The last ones, if an exception came right after the end was read.
-        if self._pending is not None:
-            return False
-        return self._source.may_overlap
+        # The last tickets are pending if an exception came right after the end was read.
+        is_fed = self._is_read and self._unread is None and self._pending is None
+        return is_fed and self._source.may_overlap
 
     # --- reading ---
 
@@ -335,14 +332,9 @@ class TaskEpoch(EpochWork):
             start = self._start
             if source.is_sequence:
                 start = Start(self.number - order.first)
+            share = self.share or (0,)
             self._reader = ElementReader(
-                source,
-                self._reading,
-                self._epoch,
-                start,
-                order.first,
-                self._length,
-                (0,) if self.share is None else self.share,
+                source, self._reading, self._epoch, start, order.first, self._length, share
             )
         if source.is_sequence:
             tickets, state = self._reader.next(most), None
@@ -406,15 +398,8 @@ class TaskEpoch(EpochWork):
 
     def origin_of(self, failure: Failure) -> Origin:
         epoch, number = self._place_of(failure)
-        origin = Origin(
-            self._source.random_seed,
-            epoch,
-            number,
-            None,
-            0,
-            failure.worker,
-            failure.shard,
-        )
+        seed = self._source.random_seed
+        origin = Origin(seed, epoch, number, None, 0, failure.worker, failure.shard)
         ticket = self.ticket(failure.number - self.order.first)
         origin.rerun = self._workload.rerun(origin, ticket)
         return origin
