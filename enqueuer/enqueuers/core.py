@@ -21,6 +21,7 @@ import os
 import threading
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -48,7 +49,7 @@ from enqueuer.errors import EnqueuerWarning, InvalidState, StateMismatch
 from enqueuer.monitoring.meters import clock
 from enqueuer.monitoring.stats import Stats
 from enqueuer.monitoring.trace_file import path_of_part
-from enqueuer.workers.messages import Epoch
+from enqueuer.workers.messages import Epoch, ItemTuple
 
 _log = logging.getLogger("enqueuer")
 
@@ -346,14 +347,18 @@ class Core:
         run.final = final
         self.was_run = True
         assert self.epochs is not None
-        reader, left = self.epochs.current, self.epochs.drop_ready()
-        position = reader.position(left)
-        self.saved = SavedPosition(
-            position,
-            self.workload.identity(),
-            error_count=reader.error_count_at(position),
-            total_items=run.total_items(len(left)),
-        )
+        self.saved = self.position(self.epochs.current, self.epochs.drop_ready())
+
+    def position(self, reader: EpochReader, ready: deque[ItemTuple]) -> SavedPosition:
+        """Return where a run stands.
+
+        Args:
+            reader: The epoch that its loop reads.
+            ready: Items that were taken and are still to be given.
+        """
+        epoch, total = reader.position(ready), reader.run.total_items(len(ready))
+        count, identity = reader.error_count_at(epoch), self.workload.identity()
+        return SavedPosition(epoch, identity, error_count=count, total_items=total)
 
     # --- other workers ---
 

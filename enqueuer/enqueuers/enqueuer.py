@@ -285,13 +285,9 @@ class BaseEnqueuer(Generic[Batch]):
         with core.deferred.locked():
             workload, saved, reader = core.workload, core.saved, core.reader
             if reader is not None and not core.is_idle:
-                ready: Any = reader.ready.copy()
-                identity, epoch = workload.identity(), reader.position(ready)
-                count, total = reader.error_count_at(epoch), reader.run.total_items(len(ready))
-            else:
-                identity, epoch = saved.identity or workload.identity(), saved.epoch
-                count, total = saved.error_count, saved.total_items
-            return position.save(identity, workload.fingerprint, epoch, count, total)
+                saved = core.position(reader, reader.ready.copy())
+            identity = saved.identity or workload.identity()
+            return position.save(saved, identity, workload.fingerprint)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Continue at the position of `state_dict` at the next start.

@@ -71,15 +71,12 @@ class Epochs:
 
     def begin_next(self, retune: bool = False) -> None:
         """Begin the next epoch if this one is over and the run goes on. Lock of the run held."""
-        while self.run.state is State.RUNNING:
-            reader = self.current
-            if not reader.is_over:
-                return
+        while self.run.state is State.RUNNING and self.current.is_over:
             try:
                 self.run.meter.go_on()
                 if retune:
                     self.retune(between_epochs=True)
-                self.begin(reader.work.next_epoch())
+                self.begin(self.current.work.next_epoch())
                 self.feed()
             except Closed:
                 if not self.run.wait_for_change():
@@ -96,18 +93,12 @@ class Epochs:
     def following(self, reader: EpochReader) -> EpochReader | None:
         """Begin the epoch after one; return None if there is none. For endless iterators."""
         with self.run.deferred.locked():
-            if self.run.state is not State.RUNNING:
-                return None
-            # Otherwise another thread was faster.
-            if reader is self.reader:
-                # An empty epoch would be followed by another one.
-                if not reader.is_over or reader.is_empty:
-                    return None
+            # An empty epoch would be followed by another one.
+            if reader is self.reader and not reader.is_empty:
                 self.begin_next()
-                # Otherwise it is being stopped.
-                if reader is self.reader:
-                    return None
-            return self.reader
+            # It is the same one also if it is not over, or the run is being stopped.
+            is_next = reader is not self.reader and self.run.state is State.RUNNING
+            return self.reader if is_next else None
 
     def pass_work(self, old: Backend, new: Backend) -> None:
         """Let a new backend go on where an old one was. Lock of the run held."""

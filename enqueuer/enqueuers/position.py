@@ -55,7 +55,7 @@ _OF_RANK = {
 
 @dataclass(frozen=True)
 class SavedPosition:
-    """Where an enqueuer stands while no run goes on.
+    """Where an enqueuer stands.
 
     Attributes:
         epoch: The batches that were not given to the loop.
@@ -78,22 +78,15 @@ def shards_in(state: State) -> Sequence[int]:
     return cast("Sequence[int]", state.get("share", usual))
 
 
-def save(
-    identity: Mapping[str, Any],
-    source: Mapping[str, Any],
-    epoch: Epoch,
-    error_count: int,
-    total_items: int,
-) -> dict[str, Any]:
+def save(saved: SavedPosition, identity: State, source: State) -> dict[str, Any]:
     """Return the state of an enqueuer.
 
     Args:
+        saved: Where it stands.
         identity: Values that the data depend on.
         source: Fingerprint of the source.
-        epoch: Items that were not given to the loop.
-        error_count: Number of errors that were skipped.
-        total_items: Number of batches that the loop was given, in all runs.
     """
+    epoch = saved.epoch
     state: dict[str, Any] = {"version": VERSION, **identity, "epoch": epoch.number}
     if source:
         state["source"] = dict(source)
@@ -117,8 +110,8 @@ def save(
         state["left_out"] = left_out
     if epoch.given is not None:
         state["order"] = list(epoch.given)
-    state["error_count"] = error_count
-    state["total_items"] = total_items
+    state["error_count"] = saved.error_count
+    state["total_items"] = saved.total_items
     return state
 
 

@@ -46,7 +46,7 @@ class ShardEpoch(EpochWork):
         starts = epoch.starts
         if starts is None:
             starts = dict.fromkeys(workload.own_shards(), Start())
-        self.starts = starts if workload.has_more_shards else None
+        self.starts = starts if workload.resumed else None
         self._starts, self._log = starts, epoch.log
 
     @functools.cached_property
@@ -132,6 +132,10 @@ class ShardWorkload(Workload):
         options: Options of the enqueuer.
         seed: Seed of the enqueuer.
         shards: Number of shards over all ranks; None: as many as workers.
+
+    Attributes:
+        resumed: Shards of the epoch that was resumed from other ranks. The workers have them beside
+            those of this rank, and run only the latter in later epochs.
     """
 
     def __init__(self, source: Source, options: Options, seed: Seed, shards: int | None) -> None:
@@ -142,8 +146,7 @@ class ShardWorkload(Workload):
         self._shards = shards
         self._shards_are_given = shards is not None
         self._is_compared = False
-        # Shards of the epoch that was resumed from other ranks; the workers have them, too.
-        self._share: tuple[int, ...] = ()
+        self.resumed: tuple[int, ...] = ()
         self._check_live()
         # Fails at once if there are too few of them.
         self.own_shards()
@@ -198,14 +201,12 @@ class ShardWorkload(Workload):
     def shard_count(self) -> int:
         return len(self.own_shards())
 
-    @property
-    def needs_common_seed(self) -> bool:
-        return self.takes_shard
+    needs_common_seed = takes_shard
 
     # --- what runs ---
 
     def job(self, workers: int, first: Epoch) -> Job:
-        self._share = first.share or ()
+        self.resumed = first.share or ()
         return self._job(workers)
 
     @property
@@ -217,16 +218,11 @@ class ShardWorkload(Workload):
         options, is_function = self.options, isinstance(self.source, FunctionSource)
         return is_function and options.ordered is True and options.backend_name != "ray"
 
-    @property
-    def has_more_shards(self) -> bool:
-        """Whether the workers have other shards than those of this rank in all later epochs."""
-        return bool(self._share)
-
     def _job(self, workers: int) -> Job:
         shards = self.all_shards
         if isinstance(self.source, LiveSource) and shards > 1:
             _warn_of_duplicates(shards)
-        own = tuple(dict.fromkeys([*self._share, *self.own_shards()]))
+        own = tuple(dict.fromkeys([*self.resumed, *self.own_shards()]))
         job = self.job_of(workers, shards, own)
         are_given = self._shards is not None or self.options.is_auto
         return dataclasses.replace(job, are_shards_given=are_given)
@@ -253,10 +249,10 @@ class ShardWorkload(Workload):
 
     def begin(self, run: Run, epoch: Epoch, before: EpochWork | None) -> ShardEpoch:
         first_items = None
-        if not self._is_compared and epoch.starts is None and self.shard_count > 1:
+        is_comparable = isinstance(self.source, FunctionSource) and self.shard_count > 1
+        if is_comparable and not self._is_compared and epoch.starts is None:
             self._is_compared = True
-            if isinstance(self.source, FunctionSource):
-                first_items = FirstItems(self.shard_count, self.source.takes_shard)
+            first_items = FirstItems(self.shard_count, self.takes_shard)
         return ShardEpoch(self, run, epoch, first_items)
 
     def rewind(self) -> None:
