@@ -171,9 +171,9 @@ class EpochReader:
         # As `knows_next`, without its call.
         while not (ready or self.failure is not None or order.done):
             is_late, backend = False, run.backend
-            if not takes and not self._has_news(backend):
-                raise DeadlineExpired("nothing has come")
             try:
+                if not takes and not self._has_news(backend):
+                    raise DeadlineExpired("nothing has come")
                 failure = self._wait(backend, until)
             except Closed:
                 if not self._has_changed(backend):
