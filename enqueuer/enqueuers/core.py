@@ -267,7 +267,7 @@ class Core:
             self.callbacks.begin_run()
             self.epochs.begin(first)
             # The workers begin at once. An iterable may keep this waiting forever.
-            interrupts.interruptible(self.epochs.feed)
+            interrupts.interruptible(self.epochs.current.feed)
             self.saved = dataclasses.replace(saved, is_loaded=False)
             run.move(State.RUNNING)
         except BaseException:

@@ -65,10 +65,6 @@ class Epochs:
         # have begun already know the number of the epoch.
         self.reader = reader
 
-    def feed(self) -> None:
-        """Give the workers what they need to begin the epoch. Lock of the run held."""
-        self.current.feed()
-
     def begin_next(self, retune: bool = False) -> None:
         """Begin the next epoch if this one is over and the run goes on. Lock of the run held."""
         while self.run.state is State.RUNNING and self.current.is_over:
@@ -77,7 +73,7 @@ class Epochs:
                 if retune:
                     self.retune(between_epochs=True)
                 self.begin(self.current.work.next_epoch())
-                self.feed()
+                self.current.feed()
             except Closed:
                 if not self.run.wait_for_change():
                     return
