@@ -17,7 +17,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import AsyncIterator, Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from enqueuer.enqueuers.core import Core
 
@@ -44,23 +44,14 @@ class Notifier:
         return await future
 
     def _watch(self, watcher: Callable[[], bool]) -> None:
-        try:
-            goes_on = watcher()
-        except BaseException as error:
-            first, *others = self._all_waiting()
-            # The others will ask again, and get an error of their own.
-            _send(first, error)
-            goes_on = True
-        else:
-            others = self._all_waiting()
-        for future in others:
-            _send(future, goes_on)
-
-    def _all_waiting(self) -> list[asyncio.Future[bool]]:
+        outcome = _outcome(watcher)
         with self._lock:
-            waiting, self._waiting = self._waiting, []
+            (first, *others), self._waiting = self._waiting, []
             self._is_watched = False
-        return waiting
+        _send(first, outcome)
+        for future in others:
+            # After an error they will ask again, and get one of their own.
+            _send(future, outcome is not False)
 
 
 class AsyncBatches(AsyncIterator[Batch]):
@@ -78,19 +69,21 @@ class AsyncBatches(AsyncIterator[Batch]):
         # cancelled here.
         await asyncio.sleep(0)
         if not self._has_begun or self._reader is None:
-            join = functools.partial(self._core.join_after, self._reader)
+            join = functools.partial(self._core.join, self._reader, is_any=False)
             self._reader = await call(self._core, join)
             self._has_begun = True
-        while not (polled := self._core.poll(self._reader)):
-            assert self._core.epochs is not None
-            wait = self._core.epochs.wait_for_event_loop
+        core = self._core
+        while True:
+            core.make_callbacks(may_wait=False)
+            epochs = core.epochs
+            assert epochs is not None
+            if polled := epochs.poll(self._reader):
+                return cast(Batch, polled[0])
+            wait = epochs.wait_for_event_loop
             # With `workers=0`, this thread itself makes the batch.
-            is_inline = self._core.options.is_inline
-            goes_on = wait() if is_inline else await self._notifier.wait(wait)
+            goes_on = wait() if core.options.is_inline else await self._notifier.wait(wait)
             if not goes_on:
                 raise StopAsyncIteration
-        batch: Batch = polled[0]
-        return batch
 
 
 async def call(core: Core, function: Callable[[], T]) -> T:
@@ -106,12 +99,15 @@ async def call(core: Core, function: Callable[[], T]) -> T:
 
 
 def _run(future: asyncio.Future[T], function: Callable[[], T]) -> None:
+    _send(future, _outcome(function))
+
+
+def _outcome(function: Callable[[], object]) -> object:
+    """Return what a function returns, or the exception that it raises."""
     try:
-        result = function()
+        return function()
     except BaseException as error:
-        _send(future, error)
-    else:
-        _send(future, result)
+        return error
 
 
 def _start(function: Callable[..., None], *args: Any) -> None:

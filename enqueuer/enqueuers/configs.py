@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from multiprocessing.context import BaseContext
 from typing import Any, Literal
 
@@ -20,8 +21,84 @@ _NOT_FOR_ACTORS = frozenset(
 )
 
 
+def option(default: Any, check: Callable[[str, Any], Any]) -> Any:
+    """Return a field of a `Checked` class.
+
+    Args:
+        default: Its default.
+        check: Function of its name and a value that returns the value to keep, or raises.
+    """
+    return field(default=default, metadata={"check": check})
+
+
 @dataclass(frozen=True)
-class Processes:
+class Checked:
+    """Options whose values are checked when they are given; all fields are made by `option`."""
+
+    def __post_init__(self) -> None:
+        for one in dataclasses.fields(self):
+            value = one.metadata["check"](one.name, getattr(self, one.name))
+            object.__setattr__(self, one.name, value)
+
+
+def check_forked(forward_logs: bool | str, start_method: str) -> None:
+    """Raise ValueError unless records can be forwarded so from processes that are started so."""
+    if forward_logs == MULTIPROCESSING_LOGGING and start_method != "fork":
+        raise ValueError(
+            f"forward_logs='{MULTIPROCESSING_LOGGING}' works with forked processes only: give "
+            "start_method='fork' with it, or leave it True"
+        )
+
+
+def _start_method(name: str, value: object) -> str | None:
+    # A context is replaced by its name, so that the options can be pickled and compared.
+    method = value.get_start_method(allow_none=True) if isinstance(value, BaseContext) else value
+    if method is None or method in METHODS:
+        return method
+    raise ValueError(
+        f"{name} must be one of {', '.join(map(repr, METHODS))}, or a context of "
+        f"multiprocessing, got {value!r}"
+    )
+
+
+def _forward_logs(name: str, value: object) -> object:
+    if isinstance(value, bool) or value == MULTIPROCESSING_LOGGING:
+        return value
+    raise ValueError(f"{name} must be True, False or '{MULTIPROCESSING_LOGGING}', got {value!r}")
+
+
+def _flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+    return value
+
+
+def _address(name: str, value: object) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise TypeError(f"{name} must be a string or None, got {value!r}")
+    if value is not None and value.startswith("ray://"):
+        raise ValueError(
+            f"{name}={value!r} is that of Ray Client, which cannot stream; run the program "
+            "on a node of the cluster, with address='auto'"
+        )
+    return value
+
+
+def _actor_options(name: str, value: object) -> Mapping[str, Any] | None:
+    if value is not None and not isinstance(value, Mapping):
+        raise TypeError(f"{name} must be a mapping or None, got {value!r}")
+    taken = sorted(_NOT_FOR_ACTORS.intersection(value or ()))
+    if taken:
+        raise ValueError(
+            f"{name} cannot set {', '.join(taken)}, which the enqueuer needs itself; it "
+            "takes resources and placement: num_cpus, num_gpus, memory, resources, "
+            "scheduling_strategy, runtime_env ..."
+        )
+    return value
+
+
+@dataclass(frozen=True)
+class Processes(Checked):
     """Options of `backend=Processes(...)`; `backend="process"` is `Processes()`.
 
     Args:
@@ -56,22 +133,20 @@ class Processes:
         [0, 1, 4, 9]
     """
 
-    start_method: str | BaseContext | None = None
-    threads: int | None = None
-    forward_logs: bool | Literal["multiprocessing-logging"] = True
-    keep_freed_memory: bool = True
+    start_method: str | BaseContext | None = option(None, _start_method)
+    threads: int | None = option(None, checks.optional(checks.positive))
+    forward_logs: bool | Literal["multiprocessing-logging"] = option(True, _forward_logs)
+    keep_freed_memory: bool = option(True, _flag)
 
     def __post_init__(self) -> None:
-        # A context is replaced by its name, so that the options can be pickled and compared.
-        object.__setattr__(self, "start_method", _start_method(self.start_method))
-        if self.threads is not None:
-            object.__setattr__(self, "threads", checks.positive("threads", self.threads))
-        _check_forward_logs(self.forward_logs, self.start_method)
-        _check_flag("keep_freed_memory", self.keep_freed_memory)
+        super().__post_init__()
+        # What it is by default depends on the source.
+        if isinstance(self.start_method, str):
+            check_forked(self.forward_logs, self.start_method)
 
 
 @dataclass(frozen=True)
-class Ray:
+class Ray(Checked):
     """Options of `backend=Ray(...)`; `backend="ray"` is `Ray()`.
 
     Args:
@@ -103,32 +178,11 @@ class Ray:
         True
     """
 
-    address: str | None = None
-    actor_options: Mapping[str, Any] | None = None
-    copy_arrays: bool = False
-    forward_logs: bool = True
-    keep_freed_memory: bool = True
-
-    def __post_init__(self) -> None:
-        address, options = self.address, self.actor_options
-        if address is not None and not isinstance(address, str):
-            raise TypeError(f"address must be a string or None, got {address!r}")
-        if address is not None and address.startswith("ray://"):
-            raise ValueError(
-                f"address={address!r} is that of Ray Client, which cannot stream; run the program "
-                "on a node of the cluster, with address='auto'"
-            )
-        if options is not None and not isinstance(options, Mapping):
-            raise TypeError(f"actor_options must be a mapping or None, got {options!r}")
-        taken = sorted(_NOT_FOR_ACTORS.intersection(options or ()))
-        if taken:
-            raise ValueError(
-                f"actor_options cannot set {', '.join(taken)}, which the enqueuer needs itself; it "
-                "takes resources and placement: num_cpus, num_gpus, memory, resources, "
-                "scheduling_strategy, runtime_env ..."
-            )
-        for name in ("copy_arrays", "forward_logs", "keep_freed_memory"):
-            _check_flag(name, getattr(self, name))
+    address: str | None = option(None, _address)
+    actor_options: Mapping[str, Any] | None = option(None, _actor_options)
+    copy_arrays: bool = option(False, _flag)
+    forward_logs: bool = option(True, _flag)
+    keep_freed_memory: bool = option(True, _flag)
 
     def for_job(self) -> RayOptions:
         """Return what the backend needs to know of Ray."""
@@ -136,7 +190,7 @@ class Ray:
 
 
 @dataclass(frozen=True)
-class Auto:
+class Auto(Checked):
     """Options of `workers=Auto(...)`; `workers="auto"` is `Auto()`.
 
     An enqueuer begins with `first` workers. It starts and ends workers while it runs, until the
@@ -160,45 +214,10 @@ class Auto:
         [3, 5]
     """
 
-    most: int | None = None
-    first: int = 1
+    most: int | None = option(None, checks.optional(checks.positive))
+    first: int = option(1, checks.positive)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "first", checks.positive("first", self.first))
-        if self.most is not None:
-            object.__setattr__(self, "most", checks.positive("most", self.most))
-            if self.first > self.most:
-                raise ValueError(f"first={self.first} is more than most={self.most}")
-
-
-def _start_method(value: object) -> str | None:
-    method = value
-    if isinstance(value, BaseContext):
-        method = value.get_start_method(allow_none=True)
-    if method is None:
-        return None
-    if method not in METHODS:
-        raise ValueError(
-            f"start_method must be one of {', '.join(map(repr, METHODS))}, or a context of "
-            f"multiprocessing, got {value!r}"
-        )
-    return str(method)
-
-
-def _check_forward_logs(value: object, start_method: object) -> None:
-    if isinstance(value, bool):
-        return
-    if value != MULTIPROCESSING_LOGGING:
-        raise ValueError(
-            f"forward_logs must be True, False or '{MULTIPROCESSING_LOGGING}', got {value!r}"
-        )
-    if start_method not in ("fork", None):
-        raise ValueError(
-            f"forward_logs='{MULTIPROCESSING_LOGGING}' works with forked processes only: give "
-            "start_method='fork' with it, or leave it True"
-        )
-
-
-def _check_flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r}")
+        super().__post_init__()
+        if self.most is not None and self.first > self.most:
+            raise ValueError(f"first={self.first} is more than most={self.most}")

@@ -21,9 +21,10 @@ import os
 import threading
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import TypeVar
 
 from enqueuer import exports
 from enqueuer.backends.stall import level_of_user
@@ -31,7 +32,6 @@ from enqueuer.backends.timeline import Trace
 from enqueuer.common import interrupts
 from enqueuer.enqueuers.epoch_reader import EpochReader
 from enqueuer.enqueuers.epochs import Epochs
-from enqueuer.enqueuers.failures import origin_of
 from enqueuer.enqueuers.options import Options
 from enqueuer.enqueuers.position import SavedPosition
 from enqueuer.enqueuers.run import (
@@ -44,12 +44,12 @@ from enqueuer.enqueuers.run import (
     next_workers,
     usable,
 )
-from enqueuer.enqueuers.workload import Workload, check_seed, orders_to_replay
+from enqueuer.enqueuers.workload import Workload
 from enqueuer.errors import EnqueuerWarning, InvalidState, StateMismatch
 from enqueuer.monitoring.meters import clock
 from enqueuer.monitoring.stats import Stats
 from enqueuer.monitoring.trace_file import path_of_part
-from enqueuer.workers.messages import Epoch
+from enqueuer.workers.messages import Epoch, ItemTuple
 
 _log = logging.getLogger("enqueuer")
 
@@ -62,11 +62,8 @@ class _Callback:
     earlier: Stats | None = None
 
 
-class Call(NamedTuple):
-    """A callback that is due, and the statistics for it."""
-
-    callback: _Callback
-    stats: Stats
+# A callback that is due, and the statistics for it.
+Call = tuple[_Callback, Stats]
 
 
 class StatsCallbacks:
@@ -111,7 +108,7 @@ class StatsCallbacks:
         for callback in [callback for callback in self.listeners if now >= callback.due_ns]:
             total, earlier = stats(), callback.earlier
             callback.due_ns, callback.earlier = now + callback.every_ns, total
-            calls.append(Call(callback, total if earlier is None else total.since(earlier)))
+            calls.append((callback, total if earlier is None else total.since(earlier)))
         return calls
 
     def make(self, calls: list[Call]) -> None:
@@ -128,9 +125,6 @@ class StatsCallbacks:
 
 def _log_line(stats: Stats) -> None:
     _log.info("%s", exports.line(stats))
-
-
-T = TypeVar("T")
 
 
 class Core:
@@ -199,14 +193,6 @@ class Core:
         """Whether it has no workers: it was not started, or was stopped."""
         return self.state in (State.NEW, State.STOPPED)
 
-    @property
-    def error_count(self) -> int:
-        """Number of errors that were skipped."""
-        run = self.run
-        if run is None or self.is_idle:
-            return self.saved.error_count
-        return run.failures.count
-
     def is_running(self) -> bool:
         """Return whether there is anything to come: a batch, or an error."""
         reader = self.reader
@@ -216,8 +202,9 @@ class Core:
         """Raise InvalidState unless there is a run; `what` is a verb phrase for the message."""
         check_started(self.state, what)
 
-    def started_reader(self) -> EpochReader:
-        """Return the epoch that the loop reads, of an enqueuer that was started."""
+    def started_reader(self, what: str) -> EpochReader:
+        """Return the epoch that the loop reads; raise InvalidState unless there is a run."""
+        self.check_started(what)
         reader = self.reader
         # Another thread is starting the enqueuer.
         if reader is None:
@@ -244,8 +231,8 @@ class Core:
         try:
             with self.state_lock:
                 self.check_idle("start()")
-                check_seed(self.workload)
-                replay = orders_to_replay(self.workload)
+                self.workload.check_seed()
+                replay = self.workload.orders_to_replay()
                 workers = next_workers(self.run, options)
                 # A stop() may not have been completed.
                 self.owned.stop(STOP_S)
@@ -258,7 +245,6 @@ class Core:
     def _start(self, options: Options, workers: int, replay: Mapping[int, Sequence[int]]) -> None:
         """Start the workers, or leave all as it was. Both locks held."""
         workload, saved, before = self.workload, self.saved, (self.epochs, self.options)
-        count = saved.error_count if saved.is_loaded else 0
         first = saved.epoch if saved.is_loaded else Epoch(0)
         if first.number in replay and first.log is None:
             raise StateMismatch(
@@ -271,7 +257,7 @@ class Core:
             workload.options = options
             if not saved.is_loaded:
                 workload.rewind()
-            run = self._new_run(options, workers, self.timeline, count)
+            run = self._new_run(options, workers)
             run.replay = replay
             _started.add(self)
             # The workers must know the turns with which it begins.
@@ -281,7 +267,7 @@ class Core:
             self.callbacks.begin_run()
             self.epochs.begin(first)
             # The workers begin at once. An iterable may keep this waiting forever.
-            interrupts.interruptible(self.epochs.feed)
+            interrupts.interruptible(self.epochs.current.feed)
             self.saved = dataclasses.replace(saved, is_loaded=False)
             run.move(State.RUNNING)
         except BaseException:
@@ -291,15 +277,14 @@ class Core:
         finally:
             self._is_starting = False
 
-    def _new_run(
-        self, options: Options, workers: int, timeline: Trace | None, error_count: int
-    ) -> Run:
-        before, locks = self.saved.total_items, (self.state_lock, self.lock, self.deferred)
-        return Run(options, workers, self.owned, timeline, error_count, before, *locks)
+    def _new_run(self, options: Options, workers: int) -> Run:
+        saved, locks = self.saved, (self.state_lock, self.lock, self.deferred)
+        count = saved.error_count if saved.is_loaded else 0
+        return Run(options, workers, self.owned, self.timeline, count, saved.total_items, *locks)
 
     def stop(self, seconds: float) -> None:
         """End the workers; see `BaseEnqueuer.stop`."""
-        if not self.owned.are_running or self._defers(self.stop, seconds):
+        if not self.owned.are_running or self._defers(functools.partial(self.stop, seconds)):
             return
         final = None
         try:
@@ -309,9 +294,9 @@ class Core:
             self._stop(seconds, final)
         self.deferred.make()
 
-    def _defers(self, method: Callable[[T], None], argument: T) -> bool:
+    def _defers(self, call: Callable[[], None]) -> bool:
         """Return whether a call must wait for the consumer that it interrupts, and wake that."""
-        if not self.deferred.defer(functools.partial(method, argument)):
+        if not self.deferred.defer(call):
             return False
         if self.run is not None:
             self.run.wake()
@@ -326,12 +311,13 @@ class Core:
             return None
         if self.timeline is not None and not self.is_idle:
             bottleneck = final.bottleneck()
-            measured = dict(
-                items=final.items,
-                waiting_us=int(1e6 * final.waiting_s),
-                working_us=int(1e6 * final.working_s),
-            )
-            about = {"kind": bottleneck.kind, "text": str(bottleneck), **measured}
+            about = {
+                "kind": bottleneck.kind,
+                "text": str(bottleneck),
+                "items": final.items,
+                "waiting_us": int(1e6 * final.waiting_s),
+                "working_us": int(1e6 * final.working_s),
+            }
             self.timeline.instant("bottleneck", about)
         return final
 
@@ -361,76 +347,59 @@ class Core:
         run.final = final
         self.was_run = True
         assert self.epochs is not None
-        reader, left = self.started_reader(), self.epochs.drop_ready()
-        position = reader.position(left)
-        self.saved = SavedPosition(
-            position,
-            self.workload.identity(),
-            error_count=reader.error_count_at(position),
-            total_items=run.total_items(len(left)),
-        )
+        self.saved = self.position(self.epochs.current, self.epochs.drop_ready())
+
+    def position(self, reader: EpochReader, ready: deque[ItemTuple]) -> SavedPosition:
+        """Return where a run stands.
+
+        Args:
+            reader: The epoch that its loop reads.
+            ready: Items that were taken and are still to be given.
+        """
+        epoch, total = reader.position(ready), reader.run.total_items(len(ready))
+        count, identity = reader.error_count_at(epoch), self.workload.identity()
+        return SavedPosition(epoch, identity, error_count=count, total_items=total)
 
     # --- other workers ---
 
     def reconfigure(self, workers: int) -> None:
         """Go on with another number of workers; see `BaseEnqueuer.reconfigure`."""
-        if self._defers(self.reconfigure, workers):
+        if self._defers(functools.partial(self.reconfigure, workers)):
             return
         with self.state_lock, interrupts.held():
-            run = self.run
-            if run is not None:
-                run.finish_change()
-            if self.state is State.FAILED:
-                raise InvalidState("cannot reconfigure after an error; call stop() first")
-            if run is not None and self.state is State.RUNNING:
-                self._replace_workers(run, workers)
+            epochs = self.epochs
             # Before the first start there are no data that should stay the same.
-            if self.state is not State.NEW:
+            if epochs is not None:
+                epochs.run.finish_change()
+                if self.state is State.FAILED:
+                    raise InvalidState("cannot reconfigure after an error; call stop() first")
+                if self.state is State.RUNNING and workers != epochs.run.workers:
+                    job = self.workload.job_with(workers)
+                    if job is not None:
+                        epochs.run.replace(job, epochs.pass_work)
                 self.workload.keep_shards()
-            if self.epochs is not None:
-                self.epochs.scaling = None
+                epochs.scaling = None
             self.workload.options = dataclasses.replace(self.options, workers=workers)
-            if run is not None and self.state is State.RUNNING:
-                run.end_replaced()
+            if epochs is not None and self.state is State.RUNNING:
+                epochs.run.end_replaced()
         self.deferred.make()
-
-    def _replace_workers(self, run: Run, workers: int) -> None:
-        if workers == run.workers:
-            return
-        job = self.workload.job_with(workers)
-        if job is not None and self.epochs is not None:
-            run.replace(job, self.epochs.pass_work)
 
     # --- what iterators need ---
 
-    def join(self) -> EpochReader:
-        """Return this epoch, or the next one if this one is over; start what was not started."""
-        return self._join(lambda: self.reader)
+    def join(self, seen: EpochReader | None = None, is_any: bool = True) -> EpochReader:
+        """Return this epoch, or the next one if this one is over; start what was not started.
 
-    def join_after(self, seen: EpochReader | None) -> EpochReader:
-        """Return the epoch that follows one that was over, or had not begun.
-
-        If another thread has begun it since, that is the one.
+        Args:
+            seen: An epoch that was over; None: no epoch had begun.
+            is_any: Whether any epoch may be over. If not, an epoch that another thread has begun
+                after `seen` is returned also if it is over.
         """
-        return self._join(lambda: seen)
-
-    def _join(self, seen: Callable[[], EpochReader | None]) -> EpochReader:
         with self.state_lock:
             if self.state is State.NEW:
                 self.start(self.options)
         self.check_started("iterate over it")
         assert self.epochs is not None
-        return self.epochs.next_of(seen)
-
-    def poll(self, reader: EpochReader) -> tuple[Any, ...]:
-        """Take the next batch, if there is one; waits for nothing. For event loops.
-
-        Raises:
-            StopAsyncIteration: The epoch is over.
-        """
-        self.make_callbacks(may_wait=False)
-        assert self.epochs is not None
-        return self.epochs.poll(reader)
+        return self.epochs.next_of(seen, is_any)
 
     # --- statistics ---
 
@@ -440,7 +409,7 @@ class Core:
         if reader is not None:
             return reader.stats()
         options = self.options
-        run = self.run or self._new_run(options, options.first_workers, None, 0)
+        run = self.run or self._new_run(options, options.first_workers)
         return run.stats(self.saved.epoch.number, 0)
 
     def make_callbacks(self, may_wait: bool = True) -> None:
@@ -461,16 +430,6 @@ class Core:
             run.lock.release()
             self.deferred.make()
         self.callbacks.make(calls)
-
-    # --- what went wrong ---
-
-    def replay(self, error: BaseException) -> Any:
-        """Run the item that an error came from once more; see `BaseEnqueuer.replay`."""
-        origin, reader = origin_of(error), self.reader
-        ticket = None
-        if reader is not None and not self.is_idle and reader.number == origin.epoch:
-            ticket = reader.work.ticket(origin.item)
-        return self.workload.rerun(origin, ticket)()
 
     # --- forks ---
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -13,7 +14,7 @@ from enqueuer.common.text import pluralize
 from enqueuer.enqueuers import position
 from enqueuer.enqueuers.configs import Auto
 from enqueuer.enqueuers.core import Batches, Core
-from enqueuer.enqueuers.failures import Origin
+from enqueuer.enqueuers.failures import Origin, origin_of
 from enqueuer.enqueuers.keras_queue import Queue
 from enqueuer.enqueuers.position import SavedPosition
 from enqueuer.enqueuers.run import STOP_S, State, next_workers
@@ -22,31 +23,6 @@ from enqueuer.errors import InvalidState
 from enqueuer.monitoring.progress import Shown, bar_class
 from enqueuer.monitoring.stats import Stats
 from enqueuer.workers.messages import Epoch
-
-
-def complete(core: Core, made: Core) -> None:
-    """Complete the enqueuer of a rank by what its constructor does not take.
-
-    Args:
-        core: The enqueuer of all batches.
-        made: The new enqueuer.
-
-    Raises:
-        InvalidState: A position within an epoch was loaded.
-    """
-    seed, saved = core.workload.seed, core.saved
-    made.workload.seed.is_given = seed.is_given
-    made.workload.seed.is_shared = seed.is_given or made.options.world_size == 1
-    for callback in core.callbacks.listeners:
-        made.callbacks.add(callback.function, callback.every_ns / 1e9)
-    if saved.is_loaded:
-        if any(start.number for start in (saved.epoch.starts or {}).values()):
-            raise InvalidState(
-                f"a position within epoch {saved.epoch.number} was loaded, which cannot be "
-                "divided among ranks; load it after the division: into the loader or dataset of a "
-                "rank"
-            )
-        made.saved = SavedPosition(saved.epoch, is_loaded=True, total_items=saved.total_items)
 
 
 def begin_at(core: Core, epoch: int | Epoch) -> None:
@@ -78,40 +54,6 @@ def epoch_after(core: Core, state: Mapping[str, Any]) -> int | None:
     # Tasks have one position; shards have no known end.
     is_all = steps is not None and [list(at) for at in state["positions"]] == [[0, steps]]
     return epoch + 1 if is_all else None
-
-
-def save(core: Core) -> dict[str, Any]:
-    """Return the position; see `BaseEnqueuer.state_dict`."""
-    with core.deferred.locked():
-        workload, saved = core.workload, core.saved
-        reader = core.reader
-        if reader is not None and not core.is_idle:
-            ready: Any = reader.ready.copy()
-            identity, epoch = workload.identity(), reader.position(ready)
-            count, total = reader.error_count_at(epoch), reader.run.total_items(len(ready))
-        else:
-            identity, epoch = saved.identity or workload.identity(), saved.epoch
-            count, total = saved.error_count, saved.total_items
-        own = position.shards_in(identity)
-        return position.save(identity, workload.fingerprint, epoch, count, total, own)
-
-
-def load(core: Core, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-    """Go on at a position at the next start; see `BaseEnqueuer.load_state_dict`."""
-    with core.state_lock:
-        core.check_idle("load_state_dict()")
-        workload = core.workload
-        fixed = workload.identity()
-        for name, is_given in workload.given().items():
-            if not is_given:
-                del fixed[name]
-        position.check_format(state_dict)
-        may_skip = workload.options.on_error != "raise"
-        state = position.of_rank(state_dict, fixed["rank"], fixed["world_size"], may_skip)
-        saved = position.load(state, fixed, workload.fingerprint, strict)
-        workload.adopt(state, saved.epoch, was_run=core.was_run)
-        core.saved = saved
-        workload.seed.is_shared = True
 
 
 Batch = TypeVar("Batch")
@@ -146,7 +88,10 @@ class BaseEnqueuer(Generic[Batch]):
 
         Counted since the start; if a state was loaded, also those until it was saved.
         """
-        return self._core.error_count
+        run = self._core.run
+        if run is None or self._core.is_idle:
+            return self._core.saved.error_count
+        return run.failures.count
 
     @property
     def skipped(self) -> list[tuple[Origin, str]]:
@@ -245,9 +190,11 @@ class BaseEnqueuer(Generic[Batch]):
         self._core.reconfigure(checks.count("workers", workers))
 
     def __repr__(self) -> str:
-        core, run, epochs, waiting = self._core, self._core.run, self._core.epochs, ""
-        if epochs is not None and core.state is State.RUNNING:
-            waiting = epochs.status()
+        core, run, reader, waiting = self._core, self._core.run, self._core.reader, ""
+        # The workers may be those of another process.
+        with contextlib.suppress(InvalidState):
+            if reader is not None and core.state is State.RUNNING:
+                waiting = f", {reader.waiting()}/{core.options.max_queue_size} waiting"
         workers = run.workers if run and not core.is_idle else next_workers(run, core.options)
         count = pluralize(workers, "worker")
         return f"<{type(self).__name__} {core.state.value} {count}{waiting}>"
@@ -334,7 +281,13 @@ class BaseEnqueuer(Generic[Batch]):
             ...     list(later)
             [9, 16, 25]
         """
-        return save(self._core)
+        core = self._core
+        with core.deferred.locked():
+            workload, saved, reader = core.workload, core.saved, core.reader
+            if reader is not None and not core.is_idle:
+                saved = core.position(reader, reader.ready.copy())
+            identity = saved.identity or workload.identity()
+            return position.save(saved, identity, workload.fingerprint)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Continue at the position of `state_dict` at the next start.
@@ -355,7 +308,21 @@ class BaseEnqueuer(Generic[Batch]):
             InvalidState: The enqueuer runs; call `stop()` first.
             StateMismatch: The state does not fit; the message names the value that differs.
         """
-        load(self._core, state_dict, strict)
+        core = self._core
+        with core.state_lock:
+            core.check_idle("load_state_dict()")
+            workload = core.workload
+            fixed = workload.identity()
+            for name, is_given in workload.given().items():
+                if not is_given:
+                    del fixed[name]
+            position.check_format(state_dict)
+            may_skip = workload.options.on_error != "raise"
+            state = position.of_rank(state_dict, fixed["rank"], fixed["world_size"], may_skip)
+            saved = position.load(state, fixed, workload.fingerprint, strict)
+            workload.adopt(state, saved.epoch, was_run=core.was_run)
+            core.saved = saved
+            workload.seed.is_shared = True
 
     def replay(self, error: BaseException) -> Any:
         """Make the item of an error again in this process; see `enqueuer.replay`.
@@ -365,7 +332,11 @@ class BaseEnqueuer(Generic[Batch]):
         Args:
             error: Exception that this enqueuer, or one with the same source, raised.
         """
-        return self._core.replay(error)
+        core, origin = self._core, origin_of(error)
+        reader, ticket = core.reader, None
+        if reader is not None and not core.is_idle and reader.number == origin.epoch:
+            ticket = reader.work.ticket(origin.item)
+        return core.workload.rerun(origin, ticket)()
 
     def is_running(self) -> bool:
         """Return whether a batch or an error is still to come.
@@ -464,8 +435,7 @@ class BaseEnqueuer(Generic[Batch]):
         Raises:
             InvalidState: The enqueuer was not started, or was stopped.
         """
-        self._core.check_started("get() from it")
-        return Batches(self._core, self._core.started_reader())
+        return Batches(self._core, self._core.started_reader("get() from it"))
 
     # --- copies ---
 
@@ -517,5 +487,17 @@ def of_rank(enqueuer: AnyEnqueuer, rank: int, world_size: int) -> AnyEnqueuer:
     core = enqueuer._core
     given, options = core.workload.arguments()
     made = enqueuer._make(*given, **options | {"rank": rank, "world_size": world_size})
-    complete(core, made._core)
+    own, seed, saved = made._core, core.workload.seed, core.saved
+    own.workload.seed.is_given = seed.is_given
+    own.workload.seed.is_shared = seed.is_given or world_size == 1
+    for callback in core.callbacks.listeners:
+        own.callbacks.add(callback.function, callback.every_ns / 1e9)
+    if saved.is_loaded:
+        if any(start.number for start in (saved.epoch.starts or {}).values()):
+            raise InvalidState(
+                f"a position within epoch {saved.epoch.number} was loaded, which cannot be "
+                "divided among ranks; load it after the division: into the loader or dataset of a "
+                "rank"
+            )
+        own.saved = SavedPosition(saved.epoch, is_loaded=True, total_items=saved.total_items)
     return cast(AnyEnqueuer, made)

@@ -3,7 +3,7 @@ r"""One epoch as the loop reads it: wait for the workers, take what is ready, ra
     backend.wait() --> schedule.take() --> ready --> the iterators, without the lock
            \-> a failure: skipped and counted, or kept to be raised when `ready` is empty
 
-The epoch after it may begin early (`NextEpoch`), so that no worker is idle in between:
+The epoch after it may begin early, so that no worker is idle in between:
 
     the last task of this epoch is submitted, and there is room --feed()--> tasks of the next one
     each worker was told its shards of this epoch ---------------feed()--> those of the next one
@@ -19,7 +19,7 @@ import functools
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from enqueuer.backends.load import Backend
@@ -28,52 +28,10 @@ from enqueuer.common import interrupts
 from enqueuer.enqueuers.run import Run, State
 from enqueuer.enqueuers.workload import EpochWork, Workload
 from enqueuer.errors import Closed, DuplicateDataWarning, EmptyEpochWarning, InvalidState
-from enqueuer.monitoring.duplicates import FirstItems
 from enqueuer.monitoring.stats import Stats
 from enqueuer.workers.messages import Epoch, Failure, ItemTuple
 
-
-class NextEpoch:
-    """The work of at most one epoch that the loop has not reached.
-
-    All that the loop can see, such as the position, knows nothing of it.
-
-    Args:
-        run: The run that the epoch belongs to.
-        workload: What is run.
-
-    Attributes:
-        workload: The same.
-        is_wanted: Whether it will be read: by the loop that waits, or waited last, and reads all
-            epochs; or by the option `epochs`.
-        work: The next epoch; None if it has not begun.
-    """
-
-    def __init__(self, run: Run, workload: Workload) -> None:
-        self.is_wanted = False
-        self.work: EpochWork | None = None
-        self._run = run
-        self.workload = workload
-
-    def feed(self, current: EpochWork) -> None:
-        """Give the workers what they need of the next epoch, if it may begin. Lock held.
-
-        Args:
-            current: The epoch that the loop reads.
-        """
-        if self.work is None:
-            if not current.may_be_followed:
-                return
-            self.work = self.workload.begin(self._run, current.next_epoch(), True, current)
-        self.work.feed(is_early=True)
-
-
-def compare(first: FirstItems, items: Iterable[ItemTuple]) -> None:
-    """Compare new items with the first ones of other shards, and warn if two shards are alike."""
-    for shard, _, value, _ in items:
-        twins = first.saw(shard, value)
-        if twins is not None:
-            _warn_of_twins(*twins, first.takes_shard)
+Retune = Callable[[], None]
 
 
 def _warn_of_twins(one: int, other: int, takes_shard: bool) -> None:
@@ -104,8 +62,8 @@ class EpochReader:
 
     Args:
         run: The run that the epoch belongs to.
+        workload: What is run.
         work: This epoch of the workload.
-        following: The epoch after this one, which may begin early.
         number: Number of the epoch, from 0.
         is_whole: Whether the epoch begins with its first item.
 
@@ -115,27 +73,32 @@ class EpochReader:
         failure: The failure that comes after these items; None if none does.
         is_over: Whether the loop has seen the end of the epoch.
         is_followed: Whether the option `epochs` says that another epoch is read.
+        is_next_wanted: Whether the next epoch may begin early, as it will be read: by the loop that
+            waits, or waited last, and reads all epochs; or by the option `epochs`.
+        next_work: The next epoch of the workload; None if it has not begun. All that the loop can
+            see, such as the position, knows nothing of it.
     """
 
     def __init__(
         self,
         run: Run,
+        workload: Workload,
         work: EpochWork,
-        following: NextEpoch,
         number: int,
         is_whole: bool,
     ) -> None:
         self.run = run
         self.work = work
+        self.next_work: EpochWork | None = None
         self.number = number
         self.ready: deque[ItemTuple] = deque()
         self.failure: Failure | None = None
         self.is_over = False
         epochs = run.options.epochs
-        self.is_followed = epochs is not None and number + 1 < epochs
+        self.is_followed = self.is_next_wanted = epochs is not None and number + 1 < epochs
         # Number and thread of the iterator that waited for a batch last.
         self.last_turn = -1, 0
-        self._following = following
+        self._workload = workload
         self._is_whole = is_whole
         self._taken_before = run.meter.taken
         self._order = work.order
@@ -148,8 +111,9 @@ class EpochReader:
     def has_item(
         self,
         deadline: float | None,
-        retune: Callable[[], None] | None = None,
+        retune: Retune | None = None,
         raises: bool = True,
+        takes: bool = True,
     ) -> bool:
         """Wait until an item is ready; return False if there will be none.
 
@@ -160,6 +124,8 @@ class EpochReader:
             deadline: When to give up, by `time.monotonic()`; None: never.
             retune: Called when the number of workers may be changed.
             raises: Whether to raise the failure, if that is next; else this returns True.
+            takes: Whether to take an item that has come from the workers, which makes room for
+                another one. If not, this waits for nothing.
 
         Raises:
             DeadlineExpired: Nothing came until `deadline`.
@@ -178,10 +144,10 @@ class EpochReader:
             run, items = self.run, None
             backend = run.backend
             # A trace records each wait, and `more` would not tell of it.
-            if run.timeline is None and not self.ready and self.failure is None:
+            if takes and run.timeline is None and not self.ready and self.failure is None:
                 items = backend.more(self._order, deadline is None)
             if items is None:
-                has_more = self._wait_for_item(deadline, retune)
+                has_more = self._wait_for_item(deadline, retune, takes)
             else:
                 has_more = True
                 if self._keep(backend, items) and deadline is None and retune is not None:
@@ -195,7 +161,7 @@ class EpochReader:
             self._raise(self.failure)
         return has_more
 
-    def _wait_for_item(self, deadline: float | None, retune: Callable[[], None] | None) -> bool:
+    def _wait_for_item(self, deadline: float | None, retune: Retune | None, takes: bool) -> bool:
         run, until = self.run, deadline
         # What was ready at the end of the run is in the saved position.
         if run.state is State.STOPPED:
@@ -206,6 +172,8 @@ class EpochReader:
         while not (ready or self.failure is not None or order.done):
             is_late, backend = False, run.backend
             try:
+                if not takes and not self._has_news(backend):
+                    raise DeadlineExpired("nothing has come")
                 failure = self._wait(backend, until)
             except Closed:
                 if not self._has_changed(backend):
@@ -224,6 +192,8 @@ class EpochReader:
                 long_wait.cut(run.backend.inspect, order, self.number)
                 until = long_wait.until
                 continue
+            if failure is None and not takes and not order.done:
+                return True
             # If the failure is skipped, the wait goes on.
             if failure is not None and until is None:
                 long_wait = Wait(run.limits, 0.0)
@@ -231,6 +201,12 @@ class EpochReader:
             if self.note(failure) and deadline is None and retune is not None:
                 retune()
         return not self._notice_end()
+
+    def _has_news(self, backend: Backend) -> bool:
+        """Return whether a wait would end at once, without asking a worker for more."""
+        backend.acknowledge()
+        self.work.feed()
+        return backend.has_news(self._order)
 
     def _has_changed(self, backend: Backend) -> bool:
         """Wait until other workers have taken over; return False if none do, as at the end."""
@@ -266,8 +242,8 @@ class EpochReader:
         try:
             backend.acknowledge()
             self.work.feed()
-            if self._following.is_wanted:
-                self._following.feed(self.work)
+            if self.is_next_wanted:
+                self._feed_next()
             if timeline is not None:
                 return timeline.wait(backend, self._order, until)
             return backend.wait(self._order, until)
@@ -281,10 +257,18 @@ class EpochReader:
         self._is_entered = True
         try:
             self.work.feed()
-            if self._following.is_wanted:
-                self._following.feed(self.work)
+            if self.is_next_wanted:
+                self._feed_next()
         finally:
             self._is_entered = False
+
+    def _feed_next(self) -> None:
+        """Give the workers what they need of the next epoch, if it may begin."""
+        work = self.work
+        if self.next_work is None and work.may_be_followed:
+            self.next_work = self._workload.begin(self.run, work.next_epoch(), work)
+        if self.next_work is not None:
+            self.next_work.feed(is_early=True)
 
     def knows_next(self) -> bool:
         """Return whether an item, the failure or the end is what comes next."""
@@ -296,17 +280,16 @@ class EpochReader:
         Returns:
             True every few milliseconds, when it is time for what is not done for each batch.
         """
-        run, is_time = self.run, False
+        run = self.run
         backend = run.backend
-        # Of the kind that the schedule wants.
-        order: Any = self._order
-        if failure is not None:
-            if not run.failures.skips(failure, self.work.where, self.work.origin_of):
-                self.failure = failure
-            backend.schedule.pass_over(failure)
-        elif not order.done:
-            is_time = self._keep(backend, backend.schedule.take(order))
-        return is_time
+        if failure is None:
+            # Of the kind that the schedule wants.
+            order: Any = self._order
+            return not order.done and self._keep(backend, backend.schedule.take(order))
+        if not run.failures.skips(failure, self.work.where, self.work.origin_of):
+            self.failure = failure
+        backend.schedule.pass_over(failure)
+        return False
 
     def _keep(self, backend: Backend, items: Iterator[ItemTuple]) -> bool:
         """Take items from the backend; return whether it is time for what `note` says."""
@@ -325,52 +308,12 @@ class EpochReader:
             is_time = run.is_news = True
         first_items = self.work.first_items
         if first_items is not None:
-            compare(first_items, ready.copy())
+            for shard, _, value, _ in ready.copy():
+                if twins := first_items.saw(shard, value):
+                    _warn_of_twins(*twins, first_items.takes_shard)
             if first_items.done:
                 self.work.first_items = None
         return is_time
-
-    def has_come(self) -> bool:
-        """Return whether an item or a failure is next; notice the end of the epoch. Takes nothing.
-
-        An item that was taken would make room for another one, beyond the bound. Takes the lock
-        itself, if it is free.
-        """
-        run = self.run
-        # Another consumer that waits will notice.
-        if not run.lock.acquire(blocking=False):
-            return False
-        try:
-            return self._has_item_come() or self.has_item(time.monotonic(), raises=False)
-        except (DeadlineExpired, Closed):
-            return False
-        finally:
-            run.lock.release()
-            run.deferred.make()
-
-    def _has_item_come(self) -> bool:
-        """Return whether an item has just come; False if it is known already what is next.
-
-        Raises:
-            DeadlineExpired: Nothing has come.
-        """
-        if self._is_entered:
-            raise DeadlineExpired("this thread waits, and a signal handler asks")
-        self._is_entered = True
-        try:
-            while not self.knows_next():
-                backend = self.run.backend
-                backend.acknowledge()
-                self.work.feed()
-                if not backend.has_news(self._order):
-                    raise DeadlineExpired("nothing has come")
-                failure = self._wait(backend, time.monotonic())
-                if failure is None and not self._order.done:
-                    return True
-                self.note(failure)
-            return False
-        finally:
-            self._is_entered = False
 
     def wait_for_event_loop(self) -> Failure | None:
         """Wait for the workers, in a thread that does so on behalf of event loops.
@@ -412,7 +355,7 @@ class EpochReader:
             del error
 
     def _warn_of_nothing(self) -> None:
-        why = self._following.workload.why_empty(self._taken_before) if self._is_whole else None
+        why = self._workload.why_empty(self._taken_before) if self._is_whole else None
         yielded = self._order.yielded
         if why is None and self._is_whole and yielded and not self.run.failures.has_skipped:
             why = (
@@ -444,10 +387,8 @@ class EpochReader:
 
     def waiting(self) -> int:
         """Return how many finished items of this epoch wait. No lock needed."""
-        backend = self.run.backend
-        if backend.tasks is not None:
-            self._sort()
-        count = backend.schedule.waiting() + len(self.ready)
+        self._sort()
+        count = self.run.backend.schedule.waiting() + len(self.ready)
         # The others count as held by the workers.
         return min(count, self.run.options.max_queue_size)
 

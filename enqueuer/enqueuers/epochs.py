@@ -6,16 +6,15 @@ import contextlib
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 from enqueuer.backends.load import Backend
 from enqueuer.backends.stall import DeadlineExpired
-from enqueuer.enqueuers.epoch_reader import EpochReader, NextEpoch
+from enqueuer.enqueuers.epoch_reader import EpochReader
 from enqueuer.enqueuers.run import Run, State, check_started
 from enqueuer.enqueuers.scaling import Scaling
 from enqueuer.enqueuers.workload import Workload
-from enqueuer.errors import Closed, InvalidState
+from enqueuer.errors import Closed
 from enqueuer.workers.messages import Epoch, ItemTuple
 
 
@@ -36,124 +35,84 @@ class Epochs:
         self.reader: EpochReader | None = None
         self.scaling = Scaling(run, workload) if run.options.is_auto else None
         self._workload = workload
-        self._next = NextEpoch(run, workload)
 
     @property
-    def _current(self) -> EpochReader:
+    def current(self) -> EpochReader:
+        """The epoch that the loop reads, of a run that has begun one."""
         assert self.reader is not None, "the first epoch has begun"
         return self.reader
 
-    def begin(self, epoch: Epoch, goes_on: bool = False) -> None:
-        """Let the workers run an epoch, or the rest of one, once fed. Lock of the run held.
-
-        Args:
-            epoch: Epoch to be run.
-            goes_on: Whether the source was just read up to there, and need load no state.
-        """
+    def begin(self, epoch: Epoch) -> None:
+        """Let the workers run the first epoch, or its rest, or the next, once fed. Lock held."""
         run, before = self.run, self.reader
         run.meter.go_on()
         scaling = self.scaling
         if scaling is not None:
-            ready = 0 if before is None else len(before.ready)
-            scaling.begin_epoch(run.stats(epoch.number, ready))
-        work = self._next.work
+            scaling.epoch_began = run.stats(epoch.number, 0)
+        work = None if before is None else before.next_work
         if work is None:
-            work_before = None if before is None else before.work
-            work = self._workload.begin(run, epoch, goes_on, work_before)
-        is_whole = goes_on or epoch.starts is None
-        reader = EpochReader(run, work, self._next, epoch.number, is_whole)
+            work = self._workload.begin(run, epoch, None if before is None else before.work)
+        is_whole = before is not None or epoch.starts is None
+        reader = EpochReader(run, self._workload, work, epoch.number, is_whole)
         run.failures.begin_epoch()
         if run.timeline is not None:
             run.timeline.begin(epoch.number)
-        begun = Epoch(epoch.number, work.starts) if goes_on else epoch
+        begun = epoch if before is None else Epoch(epoch.number, work.starts)
         if turns := work.order.first_turns():
             begun = dataclasses.replace(begun, turns=turns)
         run.backend.schedule.begin(begun)
-        # Only now, in one step, so that an exception which strikes before has all of it done
-        # again. Workers that have begun already know the number of the epoch.
+        # Only now, so that an exception which strikes before has all of it done again. Workers that
+        # have begun already know the number of the epoch.
         self.reader = reader
-        self._next.work = None
-        self._next.is_wanted = reader.is_followed
-
-    def feed(self) -> None:
-        """Give the workers what they need to begin the epoch. Lock of the run held."""
-        self._current.feed()
 
     def begin_next(self, retune: bool = False) -> None:
         """Begin the next epoch if this one is over and the run goes on. Lock of the run held."""
-        while self.run.state is State.RUNNING:
-            reader = self._current
-            if not reader.is_over:
-                return
+        while self.run.state is State.RUNNING and self.current.is_over:
             try:
                 self.run.meter.go_on()
                 if retune:
                     self.retune(between_epochs=True)
-                self.begin(reader.work.next_epoch(), goes_on=True)
-                self.feed()
+                self.begin(self.current.work.next_epoch())
+                self.current.feed()
             except Closed:
                 if not self.run.wait_for_change():
                     return
 
-    def next_of(self, seen: Callable[[], EpochReader | None]) -> EpochReader:
-        """Return this epoch, or the next one if this one is over.
-
-        Args:
-            seen: Returns the epoch that was over, or had not begun; if another one has begun
-                since, that is the one.
-        """
+    def next_of(self, seen: EpochReader | None, is_any: bool) -> EpochReader:
+        """Return this epoch, or the next one if this one is over; see `Core.join`."""
         with self.run.deferred.locked():
             check_started(self.run.state, "iterate over it")
-            if seen() is self.reader:
+            if is_any or seen is self.reader:
                 self.begin_next(retune=True)
-            return self._current
+            return self.current
 
     def following(self, reader: EpochReader) -> EpochReader | None:
         """Begin the epoch after one; return None if there is none. For endless iterators."""
         with self.run.deferred.locked():
-            if self.run.state is not State.RUNNING:
-                return None
-            # Otherwise another thread was faster.
-            if reader is self.reader:
-                # An empty epoch would be followed by another one.
-                if not reader.is_over or reader.is_empty:
-                    return None
+            # An empty epoch would be followed by another one.
+            if reader is self.reader and not reader.is_empty:
                 self.begin_next()
-                # Otherwise it is being stopped.
-                if reader is self.reader:
-                    return None
-            return self.reader
+            # It is the same one also if it is not over, or the run is being stopped.
+            is_next = reader is not self.reader and self.run.state is State.RUNNING
+            return self.reader if is_next else None
 
     def pass_work(self, old: Backend, new: Backend) -> None:
         """Let a new backend go on where an old one was. Lock of the run held."""
-        self._current.work.pass_work(old, new)
-        if self._next.work is not None:
-            self._next.work.pass_work(old, new)
+        reader = self.current
+        reader.work.pass_work(old, new)
+        if reader.next_work is not None:
+            reader.next_work.pass_work(old, new)
 
     def retune(self, between_epochs: bool = False) -> None:
         """Change the number of workers if that is due. Lock of the run held; may wait."""
         # Read once, as another thread may replace it by None.
         scaling = self.scaling
         if scaling is not None:
-            scaling.step(self._current, self.pass_work, between_epochs)
-
-    def status(self) -> str:
-        """Return how many batches wait, for a repr; "" if that cannot be asked. No lock needed."""
-        run = self.run
-        if self.reader is None or not run.lock.acquire(blocking=False):
-            return ""
-        try:
-            # The workers may be those of another process.
-            with contextlib.suppress(InvalidState):
-                return f", {self.reader.waiting()}/{run.options.max_queue_size} waiting"
-            return ""
-        finally:
-            run.lock.release()
-            run.deferred.make()
+            scaling.step(self.current, self.pass_work, between_epochs)
 
     def drop_ready(self) -> deque[ItemTuple]:
         """Take all that is ready away from the iterators, and return it. No lock needed."""
-        left, ready = deque[ItemTuple](), self._current.ready
+        left, ready = deque[ItemTuple](), self.current.ready
         # Iterators take items from the left, without the lock. From the right, so that what an
         # iterator takes meanwhile comes before all that was dropped.
         with contextlib.suppress(IndexError):
@@ -177,11 +136,8 @@ class Epochs:
         run = self.run
         try:
             with run.lock:
-                if reader is not self.reader or run.state is State.STOPPED:
-                    raise StopIteration
-                self._next.is_wanted = goes_on or reader.is_followed
-                retune = None if self.scaling is None else self.retune
-                if not reader.has_item(None, retune):
+                reader.is_next_wanted = goes_on or reader.is_followed
+                if not reader.has_item(None, self.retune):
                     raise StopIteration
                 if run.timeline is not None:
                     run.timeline.take(reader.ready)
@@ -207,9 +163,8 @@ class Epochs:
             if not self.run.lock.acquire(blocking=False):
                 return ()
             try:
-                if reader is not self.reader or self.run.state is State.STOPPED:
-                    raise StopAsyncIteration
-                if reader.work.feed_runs_code and not reader.knows_next():
+                is_stopped = reader.run.state is State.STOPPED
+                if reader.work.feed_runs_code and not (is_stopped or reader.knows_next()):
                     return ()
                 if not reader.has_item(time.monotonic()):
                     raise StopAsyncIteration

@@ -11,6 +11,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 from enqueuer.common.catching import suppressed
@@ -147,12 +148,12 @@ def rerun_task(
         return source.item_of(ticket, results, random_seed)
 
 
-def item_of(source: Source, make_shard: Callable[[], Shard], number: int, seed: bool) -> Any:
+def item_of(source: Source, place: tuple[int, int, int, int], number: int, seed: bool) -> Any:
     """Return item `number` of a shard, made in this process from the shard's first one on.
 
     Args:
         source: Source of the shard.
-        make_shard: Function that returns the shard, with its random numbers at their start.
+        place: Arguments of the `Shard`.
         number: Number of the item.
         seed: Whether the global generators are seeded, as in a worker process.
     """
@@ -160,7 +161,7 @@ def item_of(source: Source, make_shard: Callable[[], Shard], number: int, seed: 
         raise InvalidState(
             "a running iterator cannot be read again; pass the generator function itself"
         )
-    shard = make_shard()
+    shard = Shard(*place)
     with _globals_of(shard, seed):
         items, _ = iterate(source.open(shard))
         try:
@@ -230,7 +231,10 @@ class FailurePolicy:
         # Texts of reports, and the number of the epoch, counted here, in which each was logged.
         self._logged: dict[str, int] = {}
         self._epochs = 0
-        self._raised: _Repeatable | None = None
+        # The exception of the failure that is raised again and again, for the next time; and the
+        # frames of the worker.
+        self._next: BaseException | None = None
+        self._traceback: TracebackType | None = None
 
     def begin_epoch(self) -> None:
         """Forget what was skipped in the epoch before."""
@@ -299,9 +303,11 @@ class FailurePolicy:
             where: Where it happened, for a note of the exception.
             origin: Returns what becomes an attribute of the exception; called the first time.
         """
-        if self._raised is None:
-            self._raised = _Repeatable(self._presentable(failure, where, origin()))
-        return self._raised.once_more(), self._raised.error
+        if self._next is None:
+            self._next = self._presentable(failure, where, origin())
+            self._traceback = self._next.__traceback__
+        error, self._next = self._next, self._twin_of(self._next)
+        return error.with_traceback(self._traceback), self._next
 
     def _presentable(self, failure: Failure, where: str, origin: Origin) -> BaseException:
         """Return an exception that may be raised in the loop, with a note on its origin."""
@@ -324,21 +330,12 @@ class FailurePolicy:
             setattr(shown, ATTRIBUTE, origin)
         return shown
 
+    def _twin_of(self, error: BaseException) -> BaseException:
+        """Return a copy with the frames of the worker only, or the exception if it has none.
 
-class _Repeatable:
-    """A failure that was raised once and will be again: each time as an exception of its own."""
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
-        self._traceback = error.__traceback__
-
-    def once_more(self) -> BaseException:
-        """Return the error itself, later a copy with the frames of the worker only.
-
-        The exception that was returned is not kept: its traceback grows frames of the loop, and
-        would keep alive all objects that the loop knows.
+        What was raised is not kept: its traceback grows frames of the loop, and would keep alive
+        all objects that the loop knows.
         """
-        error = self.error
         # Not every class can be copied, and its methods may raise anything.
         with suppressed(BaseException):
             twin = copy.copy(error)
@@ -348,5 +345,5 @@ class _Repeatable:
                 # Some packages have exceptions copied with their frames, from which all frames of
                 # the loop can be reached if the worker runs in its thread.
                 twin.__traceback__ = None
-                self.error = twin
-        return error.with_traceback(self._traceback)
+                return twin
+        return error

@@ -8,7 +8,7 @@ from typing import Any, overload
 
 from enqueuer.common import checks
 from enqueuer.enqueuers.enqueuer import BaseEnqueuer, Batch
-from enqueuer.enqueuers.options import EnqueuerOptions, Options, Unpack, takes_options
+from enqueuer.enqueuers.options import EnqueuerOptions, NoBatches, Options, Unpack, takes_options
 from enqueuer.enqueuers.shards import ShardWorkload
 from enqueuer.enqueuers.workload import Seed
 from enqueuer.workers.shards import Shard
@@ -30,6 +30,10 @@ class GeneratorOptions(EnqueuerOptions, total=False):
     shards: int | None
     shuffle_buffer: int | None
     pickle_safe: bool | None
+
+
+class _YieldedOptions(GeneratorOptions, NoBatches, total=False):
+    """The same where the generator yields the batches."""
 
 
 @takes_options
@@ -92,18 +96,11 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
     @overload
     def __init__(
         self,
-        generator: Callable[[Shard], Iterable[Batch]]
-        | Callable[[], Iterable[Batch]]
-        | Callable[[Shard], AsyncIterable[Batch]]
-        | Callable[[], AsyncIterable[Batch]]
-        | Iterable[Batch],
+        generator: GeneratorLike[Batch],
         use_multiprocessing: bool = False,
         wait_time: float | None = None,
         random_seed: int | None = None,
-        *,
-        batch_size: None = None,
-        collate: None = None,
-        **options: Unpack[GeneratorOptions],
+        **options: Unpack[_YieldedOptions],
     ) -> None: ...
     @overload
     def __init__(
@@ -146,10 +143,8 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
     ) -> None:
         source = as_source(generator)
         if pickle_safe is not None:
-            if use_multiprocessing:
-                raise TypeError(
-                    "pickle_safe is the old name of use_multiprocessing; give one of them"
-                )
+            given = use_multiprocessing or None
+            checks.either("use_multiprocessing", given, "pickle_safe", pickle_safe)
             use_multiprocessing = pickle_safe
         checked = Options.of(use_multiprocessing, options)
         seed = Seed.of(random_seed, checked.world_size)

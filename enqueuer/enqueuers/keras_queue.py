@@ -49,19 +49,7 @@ class Queue(Generic[Batch]):
 
     def empty(self) -> bool:
         """Return False if an item, or an error, is ready; True otherwise."""
-        core = self._core
-        reader = core.reader
-        if reader is None or not core.is_running() or not reader.run.lock.acquire(blocking=False):
-            # If another consumer waits for the next batch, there is none.
-            return True
-        try:
-            # Not `has_come`: a worker beyond the bound sends only what the loop waits for.
-            return not reader.has_item(time.monotonic(), raises=False)
-        except DeadlineExpired:
-            return True
-        finally:
-            reader.run.lock.release()
-            core.deferred.make()
+        return not self._has_next(takes=True)
 
     def qsize(self) -> int:
         """Return how many finished batches wait; at least 1 if `get()` would not have to wait.
@@ -71,7 +59,24 @@ class Queue(Generic[Batch]):
         reader = self._core.reader
         if reader is None or not self._core.is_running():
             return 0
-        return reader.waiting() or int(reader.has_come())
+        # An item that was taken would make room for another one, beyond the bound.
+        return reader.waiting() or int(self._has_next(takes=False))
+
+    def _has_next(self, takes: bool) -> bool:
+        """Return whether an item or an error is next; wait for nothing."""
+        core = self._core
+        reader = core.reader
+        if reader is None or not core.is_running() or not reader.run.lock.acquire(blocking=False):
+            # If another consumer waits for the next batch, there is none.
+            return False
+        try:
+            # If it is not taken, a worker beyond the bound does not even send it.
+            return reader.has_item(time.monotonic(), raises=False, takes=takes)
+        except DeadlineExpired:
+            return False
+        finally:
+            reader.run.lock.release()
+            core.deferred.make()
 
     def get(self, block: bool = True, timeout: float | None = None) -> Batch:
         """Take the next batch.
@@ -87,14 +92,13 @@ class Queue(Generic[Batch]):
             InvalidState: It was not started.
         """
         core = self._core
-        core.check_started("get() from its queue")
+        reader = core.started_reader("get() from its queue")
         core.make_callbacks(may_wait=False)
         limit = None if timeout is None else checks.seconds("timeout", timeout)
         deadline = None if limit is None else time.monotonic() + limit
         if not block:
             deadline = time.monotonic()
         while True:
-            reader = core.started_reader()
             ready, timeline = reader.ready, reader.run.timeline
             if timeline is not None:
                 timeline.take(ready)
@@ -118,6 +122,8 @@ class Queue(Generic[Batch]):
             if not has_item:
                 core.check_started("get() from its queue")
                 raise Closed("the generator has ended; iterate again for the next epoch")
+            # Another thread may have begun the next epoch.
+            reader = core.reader or reader
 
     def get_nowait(self) -> Batch:
         """Take the next batch, or raise `queue.Empty` at once."""

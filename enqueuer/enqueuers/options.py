@@ -13,17 +13,16 @@ import os
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast, get_type_hints
 
 from enqueuer.backends.job import BackendName, default_method
 from enqueuer.backends.stall import level_of_user
 from enqueuer.common import checks
-from enqueuer.enqueuers.configs import Auto, Processes, Ray
+from enqueuer.enqueuers.configs import Auto, Checked, Processes, Ray, check_forked, option
 from enqueuer.errors import EnqueuerWarning
 from enqueuer.monitoring.progress import Progress
-from enqueuer.workers.logs import MULTIPROCESSING_LOGGING
 from enqueuer.workers.plan import OnError
 from enqueuer.workers.sources import LiveSource, Source
 from enqueuer.workers.tasks import TaskSource
@@ -42,6 +41,7 @@ else:
 
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+_BY_NAME = inspect.Parameter.KEYWORD_ONLY
 
 Backends = BackendName | Processes | Ray
 Workers = int | Literal["auto"] | Auto
@@ -77,6 +77,13 @@ class EnqueuerOptions(CommonOptions, total=False):
 
 
 # Type checkers read these in the overloads, which differ only in what decides the type of a batch.
+class NoBatches(TypedDict, total=False):
+    """Types of the options where each item, or result, comes alone."""
+
+    batch_size: None
+    collate: None
+
+
 class ShardOptions(CommonOptions, total=False):
     """Types of the options of `prefetch` that do not change the type of a batch."""
 
@@ -167,7 +174,7 @@ def _checked_progress(name: str, value: Progress) -> Progress:
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Checked):
     """The options of an enqueuer, checked.
 
     Args:
@@ -250,30 +257,26 @@ class Options:
         ValueError: max_queue_size must be >= 1, got 0
     """
 
-    workers: Workers = field(default=1, metadata={"check": _checked_workers})
-    backend: Backends | None = field(default=None, metadata={"check": _checked_backend})
-    max_queue_size: int = field(default=10, metadata={"check": checks.positive})
-    max_queue_bytes: int | None = field(
-        default=None, metadata={"check": checks.optional(checks.positive)}
-    )
-    ordered: bool | int = field(default=True, metadata={"check": checked_order})
-    replay_order: States | None = field(default=None, metadata={"check": _checked_states})
-    on_error: OnError = field(default="raise", metadata={"check": on_error})
-    max_errors: int | None = field(default=None, metadata={"check": checks.optional(checks.count)})
-    max_restarts: int = field(default=0, metadata={"check": checks.count})
-    rank: int = field(default=0, metadata={"check": checks.count})
-    world_size: int = field(default=1, metadata={"check": checks.positive})
-    drop_last: bool = field(default=False, metadata={"check": _flag})
-    epochs: float | None = field(default=None, metadata={"check": _checked_epochs})
-    progress: Progress = field(default=False, metadata={"check": _checked_progress})
-    stall_timeout: float | None = field(default=60.0, metadata={"check": checks.wait_limit})
-    timeout: float | None = field(default=None, metadata={"check": checks.wait_limit})
-    trace: str | os.PathLike[str] | None = field(default=None, metadata={"check": checks.path})
+    workers: Workers = option(1, _checked_workers)
+    backend: Backends | None = option(None, _checked_backend)
+    max_queue_size: int = option(10, checks.positive)
+    max_queue_bytes: int | None = option(None, checks.optional(checks.positive))
+    ordered: bool | int = option(True, checked_order)
+    replay_order: States | None = option(None, _checked_states)
+    on_error: OnError = option("raise", on_error)
+    max_errors: int | None = option(None, checks.optional(checks.count))
+    max_restarts: int = option(0, checks.count)
+    rank: int = option(0, checks.count)
+    world_size: int = option(1, checks.positive)
+    drop_last: bool = option(False, _flag)
+    epochs: float | None = option(None, _checked_epochs)
+    progress: Progress = option(False, _checked_progress)
+    stall_timeout: float | None = option(60.0, checks.wait_limit)
+    timeout: float | None = option(None, checks.wait_limit)
+    trace: str | os.PathLike[str] | None = option(None, checks.path)
 
     def __post_init__(self) -> None:
-        for option in dataclasses.fields(self):
-            value = option.metadata["check"](option.name, getattr(self, option.name))
-            object.__setattr__(self, option.name, value)
+        super().__post_init__()
         checks.rank(self.rank, self.world_size)
 
     @classmethod
@@ -348,24 +351,17 @@ class Options:
         """Return how processes are started; "" for threads and Ray."""
         if not isinstance(self.backend, Processes):
             return ""
-        given = cast("str | None", self.backend.start_method)
-        if given is not None:
-            return given
-        if isinstance(source, LiveSource):
-            return "fork"
-        if self.backend.forward_logs == MULTIPROCESSING_LOGGING:
-            raise ValueError(
-                f"forward_logs='{MULTIPROCESSING_LOGGING}' works with forked processes only: give "
-                "start_method='fork' with it, or leave it True"
-            )
-        return default_method()
+        default = "fork" if isinstance(source, LiveSource) else default_method()
+        method = cast("str | None", self.backend.start_method) or default
+        check_forked(self.backend.forward_logs, method)
+        return method
 
     def given(self) -> dict[str, Any]:
         """Return the arguments that make another enqueuer with the same options.
 
         The bar is left out: only the enqueuer that the loop iterates over shows one.
         """
-        names = [option.name for option in dataclasses.fields(self) if option.name != "progress"]
+        names = [one.name for one in dataclasses.fields(self) if one.name != "progress"]
         return {name: getattr(self, name) for name in names}
 
 
@@ -393,7 +389,7 @@ _ELSEWHERE = {
 
 def _check_names(given: Iterable[str]) -> None:
     """Raise TypeError if there is no option of some name; the message says which one to give."""
-    known = [option.name for option in dataclasses.fields(Options)]
+    known = [one.name for one in dataclasses.fields(Options)]
     for name in given:
         if name in known:
             continue
@@ -407,34 +403,49 @@ def _check_names(given: Iterable[str]) -> None:
 
 
 def takes_options(made: Decorated) -> Decorated:
-    """Write the options into the signature and the docstring of a class or a function.
+    """Write the options into the signature and the docstring of a class.
 
-    A docstring has a line `{options}` where their descriptions belong. Options that `made` itself
-    names in its signature are left out, and of a function, which gives one epoch, `epochs`.
+    The docstring has a line `{options}` where their descriptions belong. Options that the class
+    itself names in its signature are left out.
     """
-    function = made.__init__ if inspect.isclass(made) else made
-    signature = inspect.signature(function)
-    *own, last = (p for p in signature.parameters.values() if p.name != "self")
-    assert last.kind is inspect.Parameter.VAR_KEYWORD, "it ends with **options"
-    names = {parameter.name for parameter in own}
-    if function is made:
-        names.add("epochs")
-    added = [
-        inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=option.default)
-        for option in dataclasses.fields(Options)
-        if option.name not in names
-    ]
     # Evaluated, as the names of these types say nothing to a reader of the signature.
-    types = get_type_hints(function) | get_type_hints(Options)
+    types = get_type_hints(Options)
+    options = [
+        inspect.Parameter(o.name, _BY_NAME, default=o.default, annotation=types[o.name])
+        for o in dataclasses.fields(Options)
+    ]
+    return _written(made, made.__init__, options)
+
+
+def passes_options(kind: type, lacks: Container[str]) -> Callable[[Decorated], Decorated]:
+    """Return `takes_options` for a function that passes its options on to a class.
+
+    Args:
+        kind: The class, whose arguments the function takes by name.
+        lacks: Arguments of the class that it does not take.
+    """
+    arguments = inspect.signature(kind).parameters.values()
+    options = [own.replace(kind=_BY_NAME) for own in arguments if own.name not in lacks]
+    return lambda made: _written(made, made, options)
+
+
+def _written(made: Decorated, function: Any, options: list[inspect.Parameter]) -> Decorated:
+    *own, last = (p for p in inspect.signature(function).parameters.values() if p.name != "self")
+    assert last.kind is inspect.Parameter.VAR_KEYWORD, "it ends with **options"
+    types = get_type_hints(function)
+    own = [parameter.replace(annotation=types[parameter.name]) for parameter in own]
+    names = {parameter.name for parameter in own}
+    options = [option for option in options if option.name not in names]
     signature = inspect.Signature(
-        [parameter.replace(annotation=types[parameter.name]) for parameter in (*own, *added)],
+        [*own, *options],
         return_annotation=inspect.Signature.empty if function is not made else types["return"],
     )
     # setattr, as type checkers know no such attribute of a function.
     setattr(made, "__signature__", signature)  # noqa: B010
     # With `python -OO` there are no docstrings.
     if made.__doc__ is not None:
-        described = "\n".join(text for name, text in _descriptions() if name not in names)
+        added = {option.name for option in options}
+        described = "\n".join(text for name, text in _descriptions() if name in added)
         before, after = made.__doc__.split("{options}")
         # Python 3.13 strips the indent of docstrings, so it is taken from the line itself.
         indent = " " * (len(before) - before.rindex("\n") - 1)

@@ -14,6 +14,7 @@ from enqueuer.enqueuers.enqueuer import BaseEnqueuer, Batch, core_of
 from enqueuer.enqueuers.options import (
     Concurrency,
     EnqueuerOptions,
+    NoBatches,
     Options,
     TaskOptions,
     Unpack,
@@ -43,6 +44,10 @@ Collate = Callable[[list[Any]], T] | Callable[[list[Any], list[Task]], T]
 
 class OrderedOptions(TaskOptions, EnqueuerOptions, total=False):
     """Types of the options that do not change the type of a batch."""
+
+
+class _ResultOptions(OrderedOptions, NoBatches, total=False):
+    """The same where each result comes alone."""
 
 
 @takes_options
@@ -113,10 +118,7 @@ class OrderedEnqueuer(BaseEnqueuer[Batch]):
         sequence: np.ndarray[Any, Any],
         map: bool | None = None,
         shuffle: bool = False,
-        *,
-        batch_size: None = None,
-        collate: None = None,
-        **options: Unpack[OrderedOptions],
+        **options: Unpack[_ResultOptions],
     ) -> None: ...
     @overload
     def __init__(
@@ -124,10 +126,7 @@ class OrderedEnqueuer(BaseEnqueuer[Batch]):
         sequence: Elements[Batch],
         map: bool | None = None,
         shuffle: bool = False,
-        *,
-        batch_size: None = None,
-        collate: None = None,
-        **options: Unpack[OrderedOptions],
+        **options: Unpack[_ResultOptions],
     ) -> None: ...
     @overload
     def __init__(
@@ -135,10 +134,7 @@ class OrderedEnqueuer(BaseEnqueuer[Batch]):
         sequence: Elements[T],
         map: Callable[[T], Awaitable[Batch | None]] | Callable[[T, Task], Awaitable[Batch | None]],
         shuffle: bool = False,
-        *,
-        batch_size: None = None,
-        collate: None = None,
-        **options: Unpack[OrderedOptions],
+        **options: Unpack[_ResultOptions],
     ) -> None: ...
     @overload
     def __init__(
@@ -146,10 +142,7 @@ class OrderedEnqueuer(BaseEnqueuer[Batch]):
         sequence: Elements[T],
         map: Callable[[T], Batch | None] | Callable[[T, Task], Batch | None],
         shuffle: bool = False,
-        *,
-        batch_size: None = None,
-        collate: None = None,
-        **options: Unpack[OrderedOptions],
+        **options: Unpack[_ResultOptions],
     ) -> None: ...
     @overload
     def __init__(
@@ -199,13 +192,8 @@ class OrderedEnqueuer(BaseEnqueuer[Batch]):
         concurrency = _checked_concurrency(concurrency, checked.is_auto)
         seed = Seed.of(random_seed, checked.world_size)
         size = None if batch_size is None else checks.positive("batch_size", batch_size)
-        source = TaskSource(
-            sequence,
-            map,
-            size,
-            stack if collate is None else collate,
-            seed.value,
-        )
+        collate = stack if collate is None else collate
+        source = TaskSource(sequence, map, size, collate, seed.value)
         if isinstance(concurrency, int):
             source.concurrency = concurrency
         elif source.is_async:
@@ -228,8 +216,7 @@ class OrderedEnqueuer(BaseEnqueuer[Batch]):
             InvalidState: The enqueuer was not started, or was stopped.
         """
         core = core_of(self)
-        core.check_started("wait for the end of its epoch")
-        reader = core.started_reader()
+        reader = core.started_reader("wait for the end of its epoch")
         is_known = False
         while not is_known:
             with core.deferred.locked():
@@ -260,8 +247,7 @@ class OrderedEnqueuer(BaseEnqueuer[Batch]):
             InvalidState: The enqueuer was not started, or was stopped.
         """
         core = core_of(self)
-        core.check_started("get() from it")
-        return Endless(core, core.started_reader())
+        return Endless(core, core.started_reader("get() from it"))
 
 
 def _checked_concurrency(value: object, is_auto: bool) -> Concurrency:

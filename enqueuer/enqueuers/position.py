@@ -15,20 +15,20 @@ the index in the order of the epoch, over all ranks.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
-from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, SupportsIndex, TypeVar
+from typing import Any, cast
 
 from enqueuer.backends.order_log import numbers_in
 from enqueuer.backends.stall import level_of_user
+from enqueuer.common import checks
 from enqueuer.errors import EnqueuerWarning, StateMismatch
 from enqueuer.workers.messages import Epoch, Start
 from enqueuer.workers.sources import changes
-
-T = TypeVar("T")
 
 VERSION = 1
 
@@ -55,7 +55,7 @@ _OF_RANK = {
 
 @dataclass(frozen=True)
 class SavedPosition:
-    """Where an enqueuer stands while no run goes on.
+    """Where an enqueuer stands.
 
     Attributes:
         epoch: The batches that were not given to the loop.
@@ -72,41 +72,30 @@ class SavedPosition:
     total_items: int = 0
 
 
-def shards_in(identity: Mapping[str, Any]) -> range | None:
-    """Return the shards of a rank, by what its batches depend on; None for tasks."""
-    if "shards" not in identity:
-        return None
-    return range(identity["rank"], identity["shards"], identity["world_size"])
+def shards_in(state: State) -> Sequence[int]:
+    """Return the shards of a rank, by its state, or by what its batches depend on."""
+    usual = range(state["rank"], state["shards"], state["world_size"])
+    return cast("Sequence[int]", state.get("share", usual))
 
 
-def save(
-    identity: Mapping[str, Any],
-    source: Mapping[str, Any],
-    epoch: Epoch,
-    error_count: int,
-    total_items: int,
-    own: Sequence[int] | None,
-) -> dict[str, Any]:
+def save(saved: SavedPosition, identity: State, source: State) -> dict[str, Any]:
     """Return the state of an enqueuer.
 
     Args:
+        saved: Where it stands.
         identity: Values that the data depend on.
         source: Fingerprint of the source.
-        epoch: Items that were not given to the loop.
-        error_count: Number of errors that were skipped.
-        total_items: Number of batches that the loop was given, in all runs.
-        own: All shards of this rank; None for tasks.
     """
+    epoch = saved.epoch
     state: dict[str, Any] = {"version": VERSION, **identity, "epoch": epoch.number}
     if source:
         state["source"] = dict(source)
     starts = epoch.starts
     if epoch.share is not None:
         state["share"] = list(epoch.share)
-        own = None if own is None else epoch.share
     state["positions"] = None if starts is None else [[s, at.number] for s, at in starts.items()]
-    if starts is not None and own is not None:
-        state["ended"] = [shard for shard in own if shard not in starts]
+    if starts is not None and "shards" in state:
+        state["ended"] = [shard for shard in shards_in(state) if shard not in starts]
     states = [
         [s, at.state, at.behind] if at.behind else [s, at.state]
         for s, at in (starts or {}).items()
@@ -121,8 +110,8 @@ def save(
         state["left_out"] = left_out
     if epoch.given is not None:
         state["order"] = list(epoch.given)
-    state["error_count"] = error_count
-    state["total_items"] = total_items
+    state["error_count"] = saved.error_count
+    state["total_items"] = saved.total_items
     return state
 
 
@@ -145,8 +134,8 @@ def load(
     Raises:
         StateMismatch: It is none, or of something else; the message says what differs.
     """
-    check_format(state)
-    try:
+    with _reading():
+        check_format(state)
         kind = state["kind"]
         if kind != identity["kind"]:
             raise StateMismatch(f"the state is that of {kind}, and this is {identity['kind']}")
@@ -174,10 +163,6 @@ def load(
             error_count=_count("error_count", state.get("error_count", 0)),
             total_items=_count("total_items", state.get("total_items", 0)),
         )
-    except StateMismatch:
-        raise
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise _no_state(error) from error
 
 
 def _differ(one: object, other: object) -> bool:
@@ -231,7 +216,7 @@ def check_format(state: Mapping[str, Any]) -> None:
             "the state is empty: give what state_dict() returned, or do not call load_state_dict() "
             "to begin with the first batch"
         )
-    try:
+    with _reading():
         version = state["version"]
         if version != VERSION:
             raise StateMismatch(
@@ -240,18 +225,22 @@ def check_format(state: Mapping[str, Any]) -> None:
             )
         for name in ("kind", "epoch", "rank", "world_size", "positions"):
             state[name]
+
+
+@contextlib.contextmanager
+def _reading() -> Iterator[None]:
+    """Raise StateMismatch if what is read turns out to be no state."""
+    try:
+        yield
     except StateMismatch:
         raise
-    except (KeyError, TypeError) as error:
-        raise _no_state(error) from error
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise StateMismatch(f"this is not the state of an enqueuer: {error!r}") from error
 
 
-def _no_state(error: Exception) -> StateMismatch:
-    return StateMismatch(f"this is not the state of an enqueuer: {error!r}")
-
-
-def check_shards(state: Mapping[str, Any], epoch: Epoch, own: Sequence[int]) -> None:
-    """Raise StateMismatch unless a position accounts for each shard of a rank exactly once."""
+def check_shards(state: State, epoch: Epoch) -> None:
+    """Raise StateMismatch unless a position accounts for each shard of its rank exactly once."""
+    own = shards_in(state)
     strangers = [shard for shard in epoch.starts or () if shard not in own]
     if strangers:
         raise StateMismatch(f"the state has positions of shards {strangers}, not of {own}")
@@ -263,44 +252,32 @@ def check_shards(state: Mapping[str, Any], epoch: Epoch, own: Sequence[int]) -> 
         raise StateMismatch(f"the state has neither a position nor the end of shards {missing}")
 
 
-def _epoch(state: Mapping[str, Any]) -> Epoch:
+def _epoch(state: State) -> Epoch:
     """Return the position; raise ValueError or TypeError if that cannot be one."""
     number = _count("epoch", state["epoch"], most=_MOST_EPOCHS)
-    positions = state["positions"]
+    given, positions = _given(state, number), state["positions"]
     if positions is None:
-        return Epoch(number, given=_given(state, number))
+        return Epoch(number, given=given)
     if not isinstance(positions, (list, tuple)):
         raise TypeError(f"positions must be a list, got {positions!r}")
-    numbers = _unique("positions", [(_count("shard", s), _count("item", n)) for s, n in positions])
+    shards = _numbers("positions", [shard for shard, _ in positions])
+    numbers = {s: _count("item", n) for s, (_, n) in zip(shards, positions, strict=True)}
     # Usually the state is that of the position itself.
-    saved = [(*own, 0) if len(own) == 2 else own for own in state.get("states", [])]
-    states = _unique(
-        "states",
-        [
-            (_count("shard", s), (own, _count("behind", behind, most=numbers[s])))
-            for s, own, behind in saved
-        ],
-    )
-    if not states.keys() <= numbers.keys():
-        raise ValueError("states has a shard that positions has not")
+    rows = [(*row, 0) if len(row) == 2 else row for row in state.get("states", ())]
+    _numbers("states", [shard for shard, _, _ in rows])
+    states = {s: (own, _count("behind", behind, most=numbers[s])) for s, own, behind in rows}
     starts = {shard: Start(item, *states.get(shard, ())) for shard, item in numbers.items()}
-    ended = _unique("ended", [(_count("shard", s), None) for s in state.get("ended", ())])
-    if not ended.keys().isdisjoint(numbers):
-        raise ValueError("ended has a shard that positions has, too")
+    _numbers("positions and ended", [*shards, *state.get("ended", ())])
     first = min(numbers.values(), default=0)
-    done = tuple(_count("done", task, least=first + 1) for task in state.get("done", ()))
-    _unique("done", [(task, None) for task in done])
-    share = None
-    if "share" in state:
-        share = tuple(_count("share", place) for place in state["share"])
-        _unique("share", [(place, None) for place in share])
+    done = _numbers("done", state.get("done", ()), least=first + 1)
+    share = _numbers("share", state["share"]) if "share" in state else None
     if "shards" in state:
         for shard, count in _left_out_of(state).items():
             count = _count("left_out", count, most=numbers[shard])
             starts[shard] = starts[shard]._replace(left_out=count)
-        return Epoch(number, starts, done, share, given=_given(state, number))
+        return Epoch(number, starts, done, share, given=given)
     left_out = _count("left_out", state.get("left_out", 0), most=first + len(done))
-    return Epoch(number, starts, done, share, left_out, _given(state, number))
+    return Epoch(number, starts, done, share, left_out, given)
 
 
 def _given(state: Mapping[str, Any], epoch: int) -> tuple[int, str] | None:
@@ -313,7 +290,7 @@ def _given(state: Mapping[str, Any], epoch: int) -> tuple[int, str] | None:
         raise TypeError(f"order must have a string, got {text!r}")
     numbers = numbers_in(text)
     if "shards" not in state:
-        _unique("order", [(task, None) for task in numbers])
+        _numbers("order", numbers)
     return number, text
 
 
@@ -321,7 +298,8 @@ def _left_out_of(state: State) -> dict[int, int]:
     """Return how many items of each open shard gave nothing to the loop."""
     left_out = state.get("left_out", 0)
     if isinstance(left_out, (list, tuple)):
-        return _unique("left_out", [(shard, count) for shard, count in left_out])
+        _numbers("left_out", [shard for shard, _ in left_out])
+        return dict(left_out)
     return {shard: left_out for shard, _ in state["positions"] or ()}
 
 
@@ -332,18 +310,16 @@ def _of_each(counts: Mapping[int, int]) -> int | list[list[int]]:
     return [[shard, count] for shard, count in counts.items() if count]
 
 
-def _unique(name: str, pairs: list[tuple[int, T]]) -> dict[int, T]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError(f"{name} has a number twice")
-    return found
+def _numbers(name: str, values: Iterable[Any], least: int = 0) -> tuple[int, ...]:
+    numbers = tuple(_count(name, value, least) for value in values)
+    if len({*numbers}) < len(numbers):
+        raise ValueError(f"a number comes twice in {name}")
+    return numbers
 
 
 def _count(name: str, value: Any, least: int = 0, most: float = math.inf) -> int:
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-        raise TypeError(f"{name} must be an int, got {value!r}")
-    number = value.__index__()
-    if not least <= number <= most:
+    number = checks.integer(name, value, least)
+    if number > most:
         raise ValueError(f"{name} is out of range: {number}")
     return number
 
@@ -390,12 +366,8 @@ def merge_states(states: Iterable[State]) -> dict[str, Any]:
         >>> [list(enqueuer) for enqueuer in later]
         [[2, 5], [3, 6], [4, 7]]
     """
-    try:
+    with _reading():
         return _merged(list(states))
-    except StateMismatch:
-        raise
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise _no_state(error) from error
 
 
 def _merged(states: list[State]) -> dict[str, Any]:
@@ -553,10 +525,9 @@ def _merged_shards(states: Sequence[State], are_others_ahead: bool) -> dict[str,
     ended: list[int] = []
     left_out: dict[int, int] = {}
     for state in states:
-        own = state.get("share") or range(state["rank"], state["shards"], state["world_size"])
         positions = state["positions"]
         if positions is None:
-            positions = [[shard, 0] for shard in own]
+            positions = [[shard, 0] for shard in shards_in(state)]
         ended += state.get("ended", ())
         left_out |= _left_out_of(state)
         rounds, before = 0, -1
@@ -608,9 +579,14 @@ def _merged_tasks(states: Sequence[State], ahead: Sequence[int]) -> dict[str, An
         )
     while count in done:
         count += 1
-    places = _Places(base, holes)
-    begin = places.of(count)
-    later = [places.of(at) for at in sorted(done) if at > count]
+    # Number of places that are left before each hole.
+    left: list[int] = [hole - base - at for at, hole in enumerate(holes)]
+
+    def place_of(number: int) -> int:
+        return int(base) + number + bisect_right(left, number)
+
+    begin = place_of(count)
+    later = [place_of(at) for at in sorted(done) if at > count]
     share = [begin, *sorted([*later, *(hole for hole in holes if hole > begin)])]
     merged = {"positions": [[0, 0]], "share": share}
     return {**merged, "states": first["states"]} if "states" in first else merged
@@ -628,22 +604,3 @@ def _counts_of(states: Sequence[State]) -> tuple[int, set[int]]:
         for at in range(task * size, (task + 1) * size)
     }
     return least * size * world_size, later
-
-
-class _Places:
-    """The places from one on, without some."""
-
-    def __init__(self, base: int, holes: Sequence[int]) -> None:
-        self._base = base
-        # Number of places that are left before each of these.
-        self._left = [hole - base - at for at, hole in enumerate(holes)]
-
-    def of(self, number: int) -> int:
-        """Return the place of this number, from 0.
-
-        Example:
-            >>> [_Places(10, [11, 12]).of(number) for number in range(3)]
-            [10, 13, 14]
-        """
-        behind = number + 1
-        return self._base + number + bisect_left(self._left, behind)

@@ -216,6 +216,8 @@ class Run:
         is_news: Whether callbacks of statistics may be due.
         has_warned_of_nothing: Whether an epoch without items was reported.
         replay: Numbers of the items of epochs whose order is repeated, in that order.
+        successor: Started workers that are about to take over, their number, and the function that
+            passes the work to them; None if none are.
         final: Statistics at the end of the run; None while it goes on.
     """
 
@@ -254,16 +256,14 @@ class Run:
         self._job: Job | None = None
         # Backends that start. Within each, a signal handler may start another one.
         self._starting: list[Backend] = []
-        # Started workers that are about to take over, their number, and the function that passes
-        # the work to them.
-        self._successor: tuple[Backend, int, PassWork] | None = None
+        self.successor: tuple[Backend, int, PassWork] | None = None
 
     # --- the workers ---
 
     @property
-    def is_changing(self) -> bool:
-        """Whether other workers are about to take over."""
-        return self._successor is not None
+    def elements(self) -> int:
+        """Number of elements in each item; 1 for shards."""
+        return 1 if self._job is None else self._job.elements
 
     def move(self, new: State) -> None:
         """Change state; the only method that assigns `state` after the construction."""
@@ -281,10 +281,10 @@ class Run:
         Raises:
             StartError: They could not be started; none is left.
         """
-        self._job = job
         self.backend = self._start_backend(job, first)
 
     def _start_backend(self, job: Job, first: Epoch | None = None) -> Backend:
+        self._job = job
         name, timeline = self.options.backend_name, self.timeline
         if timeline is not None:
             job = timeline.open(name, job, self.restarts, self.meter)
@@ -342,7 +342,7 @@ class Run:
         """
         with interrupts.held():
             new, old = self._start_backend(job), self.backend
-            self._successor = new, job.workers, pass_work
+            self.successor = new, job.workers, pass_work
             # This wakes the consumer, which then waits for the change.
             old.close()
             self.finish_change()
@@ -354,13 +354,13 @@ class Run:
         under it. The old workers are closed and cannot go on. So if a signal handler ends this
         wait, another thread waits in its place.
         """
-        if self._successor is None:
+        if self.successor is None:
             return
         try:
             with interrupts.taken(self.lock):
                 self._take_over()
         except BaseException:
-            if self._successor is not None:
+            if self.successor is not None:
                 name = "enqueuer-reconfigure"
                 threading.Thread(target=self._finish_change_later, name=name, daemon=True).start()
             raise
@@ -376,22 +376,22 @@ class Run:
 
     def _take_over(self) -> None:
         """Replace the backend by its successor, if that is still to be done. Lock held."""
-        old, successor = self.backend, self._successor
+        old, successor = self.backend, self.successor
         try:
-            if old is not None and successor is not None:
+            if successor is not None:
                 self.backend, self.workers, pass_work = successor
                 self.meter.by_worker = {}
                 pass_work(old, self.backend)
                 self._record_change()
         finally:
-            self._successor = None
+            self.successor = None
             self._changed.notify_all()
 
     def wait_for_change(self) -> bool:
         """Wait until new workers have taken over; return False if none are about to. Lock held."""
-        if self._successor is None:
+        if self.successor is None:
             return False
-        self._changed.wait_for(lambda: self._successor is None)
+        self._changed.wait_for(lambda: self.successor is None)
         return True
 
     def end_replaced(self) -> None:
@@ -407,15 +407,13 @@ class Run:
 
     def close(self) -> None:
         """Ask the workers to exit, and wake the consumer."""
-        if self.backend is not None:
-            if self.timeline is not None:
-                self.timeline.closing()
-            self.backend.close()
+        if self.timeline is not None:
+            self.timeline.closing()
+        self.backend.close()
 
     def wake(self) -> None:
         """Wake the consumer, so that it sees a deferred call."""
-        if self.backend is not None:
-            self.backend.wake()
+        self.backend.wake()
 
     @contextlib.contextmanager
     def ending(self, seconds: float) -> Iterator[None]:
@@ -430,7 +428,7 @@ class Run:
         """
         # Its backend may have just been replaced.
         self.close()
-        self._successor = None
+        self.successor = None
         is_locked = self.lock.acquire(timeout=max(seconds, 0.1))
         try:
             if is_locked:
@@ -453,7 +451,7 @@ class Run:
         self.state_lock, self.lock, self.deferred = state_lock, lock, deferred
         self.backend = cast(Backend, self.owned.leave_to_parent(self.backend))
         self._changed = threading.Condition(self.lock)
-        self._successor = None
+        self.successor = None
 
     # --- what was measured ---
 
@@ -506,7 +504,7 @@ class Run:
             loop_lacked_s=loop.cpu_wait_s or 0.0,
             loop_switches=loop.switches,
             workers=self._measures(now),
-            elements=1 if self._job is None else self._job.elements,
+            elements=self.elements,
             useful_workers=None if self._job is None else self._job.useful_workers,
             total_items=self.total_items(ready),
         )

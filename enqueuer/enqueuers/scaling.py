@@ -27,6 +27,9 @@ class Scaling:
     Args:
         run: The run.
         workload: Workload of the run.
+
+    Attributes:
+        epoch_began: Statistics at the beginning of the epoch.
     """
 
     def __init__(self, run: Run, workload: Workload) -> None:
@@ -40,16 +43,12 @@ class Scaling:
             most,
             shards,
             run.limits.first_s,
-            workload.elements_per_item,
+            run.elements,
             workload.concurrency,
             workload.most_at_once,
         )
-        self._epoch_began: Stats | None = None
+        self.epoch_began: Stats | None = None
         self._has_named_limit = False
-
-    def begin_epoch(self, stats: Stats) -> None:
-        """Note the statistics at the beginning of an epoch."""
-        self._epoch_began = stats
 
     def step(self, reader: EpochReader, pass_work: PassWork, between_epochs: bool = False) -> None:
         """Start or end workers if that is due, and better. Lock of the run held.
@@ -69,7 +68,7 @@ class Scaling:
             return
         try:
             # While workers that are slow to exit still run, they could become ever more.
-            is_changing = run.is_changing or run.backend.is_resizing
+            is_changing = run.successor is not None or run.backend.is_resizing
             if run.state is State.RUNNING and not is_changing:
                 self._step(reader, pass_work, between_epochs)
         finally:
@@ -78,16 +77,11 @@ class Scaling:
     def _step(self, reader: EpochReader, pass_work: PassWork, between_epochs: bool) -> None:
         stats, rerun_s = reader.stats(), None
         if not between_epochs:
-            began = self._epoch_began
+            began = self.epoch_began
             rerun_s = reader.work.rerun_s(stats if began is None else stats.since(began))
-        workers = self._autoscaler.next(stats, rerun_s)
-        self._name_limit()
-        self._go_to(workers, stats, pass_work)
-
-    def _go_to(self, workers: int, stats: Stats, pass_work: PassWork) -> None:
-        """Start or end workers."""
         run, autoscaler, before = self._run, self._autoscaler, self._run.workers
-        each = self._workload.concurrency
+        workers, each = autoscaler.next(stats, rerun_s), self._workload.concurrency
+        self._name_limit()
         if workers > before:
             workers = self._fitting(workers, before, stats)
         if (workers, autoscaler.concurrency) == (before, each):

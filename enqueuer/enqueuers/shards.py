@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from enqueuer.backends.job import Job
@@ -22,16 +22,15 @@ from enqueuer.enqueuers import position
 from enqueuer.enqueuers.failures import Origin, item_of
 from enqueuer.enqueuers.options import Options
 from enqueuer.enqueuers.run import Run
-from enqueuer.enqueuers.workload import EpochWork, Seed, job_of
+from enqueuer.enqueuers.workload import EpochWork, Seed, Workload
 from enqueuer.errors import DuplicateDataWarning, InvalidState
 from enqueuer.monitoring.duplicates import FirstItems
 from enqueuer.monitoring.stats import Stats
 from enqueuer.workers.messages import Epoch, Failure, Start, Ticket
-from enqueuer.workers.shards import Shard
-from enqueuer.workers.sources import FunctionSource, LiveSource, Source, fingerprint_of, name_of
+from enqueuer.workers.sources import FunctionSource, LiveSource, Source, name_of
 
 
-class ShardEpoch:
+class ShardEpoch(EpochWork):
     """See `EpochWork`."""
 
     def __init__(
@@ -47,32 +46,25 @@ class ShardEpoch:
         starts = epoch.starts
         if starts is None:
             starts = dict.fromkeys(workload.own_shards(), Start())
-        self.starts = starts if workload.has_more_shards else None
+        self.starts = starts if workload.resumed else None
         self._starts, self._log = starts, epoch.log
-        self._order: ShardOrder | None = None
 
-    @property
-    def order(self) -> ShardOrder:
-        if self._order is None:
-            run = self._run
-            # More items are never taken and not given to the loop.
-            recent = run.options.max_queue_size + 2
-            ordered, replay = run.options.ordered, run.replay.get(self._number, ())
-            if not isinstance(ordered, bool):
-                self._order = Overtaking(self._starts, recent, ordered, self._log, replay)
-            elif ordered:
-                self._order = RoundRobin(self._starts, recent)
-            else:
-                self._order = AsTheyCome(self._starts, recent)
-        return self._order
+    @functools.cached_property
+    def order(self) -> ShardOrder:  # type: ignore[override]  # it is made once
+        # Made when the loop comes to this epoch; `pass_work` asks whether it was.
+        run = self._run
+        # More items are never taken and not given to the loop.
+        recent = run.options.max_queue_size + 2
+        ordered, replay = run.options.ordered, run.replay.get(self._number, ())
+        if not isinstance(ordered, bool):
+            return Overtaking(self._starts, recent, ordered, self._log, replay)
+        if ordered:
+            return RoundRobin(self._starts, recent)
+        return AsTheyCome(self._starts, recent)
 
     @property
     def may_be_followed(self) -> bool:
         return self._is_told and self._workload.may_overlap
-
-    @property
-    def feed_runs_code(self) -> bool:
-        return False
 
     def feed(self, is_early: bool = False) -> None:
         if not self._is_told:
@@ -82,8 +74,8 @@ class ShardEpoch:
     def pass_work(self, old: Backend, new: Backend) -> None:
         # Of an epoch that the loop has not reached, all is made again.
         epoch = Epoch(self._number, self.starts)
-        if self._order is not None:
-            epoch = Epoch(self._number, self._order.rest(), turns=self._order.first_turns())
+        if "order" in vars(self):
+            epoch = Epoch(self._number, self.order.rest(), turns=self.order.first_turns())
         _shards_of(new).tell(epoch)
 
     def keep(self, failure: Failure) -> None:
@@ -94,26 +86,13 @@ class ShardEpoch:
 
     def origin_of(self, failure: Failure) -> Origin:
         workload = self._workload
-        origin = Origin(
-            workload.seed.value,
-            self._number,
-            failure.number,
-            failure.shard,
-            workload.all_shards,
-            failure.worker,
-        )
+        seed, shards = workload.seed.value, workload.all_shards
+        origin = Origin(seed, self._number, failure.number, failure.shard, shards, failure.worker)
         origin.rerun = workload.rerun(origin, None)
         return origin
 
-    def ticket(self, item: int) -> Ticket | None:
-        return None
-
     def steps_done(self, ready: int, taken: int) -> int:
         return taken - ready
-
-    def left_out(self, starts: Mapping[int, Start], done: Sequence[int], ready: int) -> int:
-        # A shard's position has the number of its items.
-        return 0
 
     def next_epoch(self) -> Epoch:
         ends = self.order.ends
@@ -145,7 +124,7 @@ def _shards_of(backend: Backend) -> ShardSchedule[Any]:
 _AUTO_SHARDS = 16
 
 
-class ShardWorkload:
+class ShardWorkload(Workload):
     """See `Workload`.
 
     Args:
@@ -153,20 +132,21 @@ class ShardWorkload:
         options: Options of the enqueuer.
         seed: Seed of the enqueuer.
         shards: Number of shards over all ranks; None: as many as workers.
-    """
 
-    concurrency = most_at_once = 1
+    Attributes:
+        resumed: Shards of the epoch that was resumed from other ranks. The workers have them beside
+            those of this rank, and run only the latter in later epochs.
+    """
 
     def __init__(self, source: Source, options: Options, seed: Seed, shards: int | None) -> None:
         self.source = source
         self.options = options
         self.seed = seed
+        self.start_method = options.start_method(source)
         self._shards = shards
         self._shards_are_given = shards is not None
         self._is_compared = False
-        # Shards of the epoch that was resumed from other ranks; the workers have them, too.
-        self._share: tuple[int, ...] = ()
-        self._start_method = options.start_method(source)
+        self.resumed: tuple[int, ...] = ()
         self._check_live()
         # Fails at once if there are too few of them.
         self.own_shards()
@@ -221,20 +201,12 @@ class ShardWorkload:
     def shard_count(self) -> int:
         return len(self.own_shards())
 
-    @property
-    def elements_per_item(self) -> int:
-        return 1
-
-    def steps(self) -> None:
-        return None
-
-    def needs_common_seed(self) -> bool:
-        return self.takes_shard
+    needs_common_seed = takes_shard
 
     # --- what runs ---
 
     def job(self, workers: int, first: Epoch) -> Job:
-        self._share = first.share or ()
+        self.resumed = first.share or ()
         return self._job(workers)
 
     @property
@@ -246,17 +218,12 @@ class ShardWorkload:
         options, is_function = self.options, isinstance(self.source, FunctionSource)
         return is_function and options.ordered is True and options.backend_name != "ray"
 
-    @property
-    def has_more_shards(self) -> bool:
-        """Whether the workers have other shards than those of this rank in all later epochs."""
-        return bool(self._share)
-
     def _job(self, workers: int) -> Job:
         shards = self.all_shards
         if isinstance(self.source, LiveSource) and shards > 1:
             _warn_of_duplicates(shards)
-        own = tuple(dict.fromkeys([*self._share, *self.own_shards()]))
-        job = job_of(self, workers, shards, own, self._start_method)
+        own = tuple(dict.fromkeys([*self.resumed, *self.own_shards()]))
+        job = self.job_of(workers, shards, own)
         are_given = self._shards is not None or self.options.is_auto
         return dataclasses.replace(job, are_shards_given=are_given)
 
@@ -280,12 +247,12 @@ class ShardWorkload:
         if self._shards is None and not isinstance(self.source, LiveSource):
             self._shards = self.all_shards
 
-    def begin(self, run: Run, epoch: Epoch, goes_on: bool, before: EpochWork | None) -> ShardEpoch:
+    def begin(self, run: Run, epoch: Epoch, before: EpochWork | None) -> ShardEpoch:
         first_items = None
-        if not self._is_compared and epoch.starts is None and self.shard_count > 1:
+        is_comparable = isinstance(self.source, FunctionSource) and self.shard_count > 1
+        if is_comparable and not self._is_compared and epoch.starts is None:
             self._is_compared = True
-            if isinstance(self.source, FunctionSource):
-                first_items = FirstItems(self.shard_count, self.source.takes_shard)
+            first_items = FirstItems(self.shard_count, self.takes_shard)
         return ShardEpoch(self, run, epoch, first_items)
 
     def rewind(self) -> None:
@@ -325,10 +292,6 @@ class ShardWorkload:
             **({} if stage is None else stage.identity()),
         }
 
-    @functools.cached_property
-    def fingerprint(self) -> dict[str, Any]:
-        return fingerprint_of(self.source)
-
     def given(self) -> dict[str, bool]:
         is_live = isinstance(self.source, LiveSource)
         return {"random_seed": self.seed.is_given, "shards": is_live or self._shards_are_given}
@@ -339,21 +302,17 @@ class ShardWorkload:
                 "a running iterator that was read cannot be rewound; make a new enqueuer with a "
                 "fresh one, or pass the generator function itself"
             )
-        shards = state["shards"]
-        own = range(self.options.rank, shards, self.options.world_size)
-        position.check_shards(state, epoch, own if epoch.share is None else epoch.share)
+        position.check_shards(state, epoch)
         self.seed.value = state["random_seed"]
         if not isinstance(self.source, LiveSource):
-            self._shards = shards
+            self._shards = state["shards"]
 
     def rerun(self, origin: Origin, ticket: Ticket | None) -> Callable[[], Any]:
         if origin.shard is None:
             raise ValueError("the error came from a task of an OrderedEnqueuer, not from a shard")
-        make_shard = functools.partial(
-            Shard, origin.shard, origin.shards, origin.epoch, origin.random_seed
-        )
+        place = origin.shard, origin.shards, origin.epoch, origin.random_seed
         seed = self.options.has_globals
-        return functools.partial(item_of, self.source, make_shard, origin.item, seed)
+        return functools.partial(item_of, self.source, place, origin.item, seed)
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         options = {**self.options.given(), "shards": self._shards}

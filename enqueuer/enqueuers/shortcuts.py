@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Container, Iterator
 from typing import Any, TypeVar, overload
 
 from enqueuer.enqueuers.enqueuer import BaseEnqueuer, Batch
 from enqueuer.enqueuers.generator import GeneratorEnqueuer, GeneratorLike
 from enqueuer.enqueuers.options import (
-    CommonOptions,
-    Concurrency,
+    NoBatches,
     ShardOptions,
     TaskOptions,
     Unpack,
-    takes_options,
+    passes_options,
 )
 from enqueuer.enqueuers.ordered import Collate, Elements, OrderedEnqueuer
 from enqueuer.workers.shards import Task
@@ -21,15 +20,21 @@ from enqueuer.workers.sources import is_plain_collection
 
 T = TypeVar("T")
 
+# Arguments of the enqueuers that a function for one loop does not take, or not by this name.
+_NOT_HERE = ("epochs", "sequence", "map", "wait_time", "pickle_safe")
+
+
+class _Prefetched(ShardOptions, NoBatches, total=False):
+    """Types of the options of `prefetch` without `batch_size`."""
+
+
+class _Mapped(TaskOptions, NoBatches, total=False):
+    """Types of the options of `imap` without `batch_size`."""
+
 
 @overload
 def prefetch(
-    generator: GeneratorLike[Batch],
-    max_queue_size: int = 2,
-    *,
-    batch_size: None = None,
-    collate: None = None,
-    **options: Unpack[ShardOptions],
+    generator: GeneratorLike[Batch], max_queue_size: int = 2, **options: Unpack[_Prefetched]
 ) -> Iterator[Batch]: ...
 @overload
 def prefetch(
@@ -49,18 +54,9 @@ def prefetch(
     collate: Callable[[list[Any]], Any] | None = None,
     **options: Unpack[ShardOptions],
 ) -> Iterator[Any]: ...
-@takes_options
-def prefetch(  # noqa: D417, as takes_options() adds them
-    generator: GeneratorLike[Any],
-    max_queue_size: int = 2,
-    *,
-    use_multiprocessing: bool = False,
-    random_seed: int | None = None,
-    shards: int | None = None,
-    batch_size: int | None = None,
-    collate: Callable[[list[Any]], Any] | None = None,
-    shuffle_buffer: int | None = None,
-    **options: Unpack[CommonOptions],
+@passes_options(GeneratorEnqueuer, lacks=_NOT_HERE)
+def prefetch(  # noqa: D417, as passes_options() adds them
+    generator: GeneratorLike[Any], max_queue_size: int = 2, **options: Any
 ) -> Iterator[Any]:
     """Iterate over one epoch of `generator`, made ahead in the background.
 
@@ -92,19 +88,8 @@ def prefetch(  # noqa: D417, as takes_options() adds them
     """
     if is_plain_collection(generator):
         generator = iter(generator)
-    _check_epochs(options)
-    enqueuer = GeneratorEnqueuer(
-        generator,
-        use_multiprocessing,
-        random_seed=random_seed,
-        shards=shards,
-        batch_size=batch_size,
-        collate=collate,
-        shuffle_buffer=shuffle_buffer,
-        max_queue_size=max_queue_size,
-        **options,
-    )
-    return _prefetched(enqueuer)
+    _check_names(options)
+    return _iterated(GeneratorEnqueuer(generator, max_queue_size=max_queue_size, **options))
 
 
 @overload
@@ -114,9 +99,7 @@ def imap(
     max_queue_size: int = 10,
     *,
     shuffle: bool = False,
-    batch_size: None = None,
-    collate: None = None,
-    **options: Unpack[TaskOptions],
+    **options: Unpack[_Mapped],
 ) -> Iterator[Batch]: ...
 @overload
 def imap(
@@ -125,9 +108,7 @@ def imap(
     max_queue_size: int = 10,
     *,
     shuffle: bool = False,
-    batch_size: None = None,
-    collate: None = None,
-    **options: Unpack[TaskOptions],
+    **options: Unpack[_Mapped],
 ) -> Iterator[Batch]: ...
 @overload
 def imap(
@@ -151,19 +132,9 @@ def imap(
     collate: Callable[..., Any] | None = None,
     **options: Unpack[TaskOptions],
 ) -> Iterator[Any]: ...
-@takes_options
-def imap(  # noqa: D417, as takes_options() adds them
-    function: Callable[..., Any],
-    elements: Elements[Any],
-    max_queue_size: int = 10,
-    *,
-    shuffle: bool = False,
-    use_multiprocessing: bool = False,
-    batch_size: int | None = None,
-    collate: Callable[..., Any] | None = None,
-    concurrency: Concurrency = None,
-    random_seed: int | None = None,
-    **options: Unpack[CommonOptions],
+@passes_options(OrderedEnqueuer, lacks=_NOT_HERE)
+def imap(  # noqa: D417, as passes_options() adds them
+    function: Callable[..., Any], elements: Elements[Any], max_queue_size: int = 10, **options: Any
 ) -> Iterator[Any]:
     """Iterate over `function` of each element, in order, made ahead in the background.
 
@@ -197,31 +168,25 @@ def imap(  # noqa: D417, as takes_options() adds them
     """
     if not callable(function):
         raise TypeError(f"imap needs a function and then its elements, got {function!r}")
-    _check_epochs(options)
-    return _prefetched(
-        OrderedEnqueuer(
-            elements,
-            function,
-            shuffle,
-            use_multiprocessing=use_multiprocessing,
-            batch_size=batch_size,
-            collate=collate,
-            concurrency=concurrency,
-            random_seed=random_seed,
-            max_queue_size=max_queue_size,
-            **options,
-        )
-    )
+    _check_names(options)
+    made = OrderedEnqueuer(elements, function, max_queue_size=max_queue_size, **options)
+    return _iterated(made)
 
 
-def _check_epochs(options: Mapping[str, Any]) -> None:
+def _check_names(options: Container[str]) -> None:
+    """Raise TypeError for an option that only the classes have."""
     if "epochs" in options:
         raise TypeError(
             "prefetch() and imap() give one epoch; give epochs=... to an enqueuer, and iterate "
             "over that once for each"
         )
+    for name in _NOT_HERE:
+        if name in options:
+            raise TypeError(
+                f"there is no option {name!r}: it is for code that is written for Keras"
+            )
 
 
-def _prefetched(enqueuer: BaseEnqueuer[Batch]) -> Iterator[Batch]:
+def _iterated(enqueuer: BaseEnqueuer[Batch]) -> Iterator[Batch]:
     with enqueuer:
         yield from enqueuer

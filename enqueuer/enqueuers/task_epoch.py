@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from enqueuer.backends.load import Backend
@@ -17,9 +17,8 @@ from enqueuer.backends.task_schedule import TaskOrder, TaskSchedule
 from enqueuer.common.catching import raised_here
 from enqueuer.enqueuers.failures import Origin
 from enqueuer.enqueuers.run import Run
+from enqueuer.enqueuers.workload import EpochWork, Workload
 from enqueuer.errors import ItemNotPicklable, StateMismatch, WorkerDied
-from enqueuer.monitoring.duplicates import FirstItems
-from enqueuer.monitoring.stats import Stats
 from enqueuer.workers.messages import Epoch, Failure, Start, Ticket
 from enqueuer.workers.sources import iterate
 from enqueuer.workers.tasks import Reading, Share, TaskSource, order_of, steps_in
@@ -55,6 +54,9 @@ class ElementReader:
         self._share = share
         self._epoch = epoch
         self._number = first + start.number
+        self._at = start.number
+        # Elements of the next batch of an iterable, of all ranks.
+        self._read: deque[tuple[int, Any] | None] = deque()
         self._stateful: Any = None
         self._size = source.batch_size or 1
         # Whether the iterable's own code runs, or has raised.
@@ -68,7 +70,6 @@ class ElementReader:
             )
         if source.is_sequence:
             self._indices = order_of(source, reading, epoch, share)
-            self._at = start.number
             self._end = steps_in(len(self._indices), self._size, reading.drop_last)
         else:
             self._begin_iterable(source, start)
@@ -94,31 +95,20 @@ class ElementReader:
             self._behind = begin + start.number * self._size * reading.world_size
         # None for each element after the end.
         self._numbered = itertools.chain(numbered, itertools.repeat(None))
-        # Elements of the next batch, of all ranks.
-        self._read: deque[tuple[int, Any] | None] = deque()
 
     @property
     def has_failed(self) -> bool:
         """Whether an exception came out of the iterable's own code."""
         return self._runs and len(self._read) < self._size * self._reading.world_size
 
-    def next(self) -> Ticket | None:
-        """Return the next ticket, until `advance` the same; None at the end of the epoch."""
-        if self._is_sequence:
-            if self._at >= self._end:
-                return None
-            part = self._indices[self._at * self._size : (self._at + 1) * self._size]
-            return Ticket(self._number, self._epoch, tuple(_integers(part)))
-        self._read_batch()
-        own = self._own()
-        if not own or (self._reading.drop_last and len(own) < self._size):
-            return None
-        indices = tuple([index + self._behind for index, _ in own])
-        elements = tuple([element for _, element in own])
-        return Ticket(self._number, self._epoch, indices, elements)
+    def next(self, most: int) -> list[Ticket]:
+        """Return the next tickets, until `advance` the same ones; none at the end of the epoch.
 
-    def next_many(self, most: int) -> list[Ticket]:
-        """Return the next tickets of a sequence, at most so many; again until `advance_many`."""
+        Args:
+            most: How many tickets of a sequence; of an iterable it is at most one.
+        """
+        if not self._is_sequence:
+            return self._next_read()
         size, steps = self._size, range(self._at, min(self._at + most, self._end))
         parts: Iterable[tuple[int, ...]]
         if size == 1:
@@ -131,26 +121,23 @@ class ElementReader:
         # In a fifth of the time that calls of Ticket take.
         return list(map(tuple.__new__, itertools.repeat(Ticket), rows))
 
-    def advance_many(self, tickets: list[Ticket]) -> None:
+    def _next_read(self) -> list[Ticket]:
+        self._read_batch()
+        own = self._own()
+        if not own or (self._reading.drop_last and len(own) < self._size):
+            return []
+        indices = tuple([index + self._behind for index, _ in own])
+        elements = tuple([element for _, element in own])
+        return [Ticket(self._number, self._epoch, indices, elements)]
+
+    def advance(self, tickets: list[Ticket]) -> None:
         """Go on behind some tickets, the next ones; repeating it does nothing."""
-        count = len(tickets)
-        if count and tickets[0].number == self._number:
+        count, fresh = len(tickets), deque[Any]()
+        if tickets[0].number == self._number:
             # In one step.
             self._at += count
-            self._number += count
-
-    def advance(self, number: int) -> None:
-        """Go on behind the ticket of this number; repeating it does nothing."""
-        if number != self._number:
-            return
-        # In one step.
-        if self._is_sequence:
-            self._at += 1
-            self._number = number + 1
-        else:
-            fresh: deque[tuple[int, Any] | None] = deque()
             self._read = fresh
-            self._number = number + 1
+            self._number += count
 
     def _read_batch(self) -> None:
         """Read the elements of the next batch, those of other ranks too."""
@@ -193,71 +180,63 @@ def _skip(numbered: Iterator[tuple[int, Any]], count: int, reading: Reading, lac
         )
 
 
-class TaskEpoch:
+class TaskEpoch(EpochWork):
     """See `EpochWork`.
 
     Args:
-        source: Source that the user gave.
+        workload: Workload of the enqueuer.
         reading: Which elements are read, and in which order.
-        rerun: Returns a function that makes an item again; see `Workload.rerun`.
         run: The run that the epoch belongs to.
         epoch: Epoch to be run, or the rest of one.
-        goes_on: Whether the iterable was just read up to there, and need load no state.
-        first: Number of the first task of the epoch. Numbers go on over the epochs of a run, so
-            that a late result is never taken for one of another epoch.
+        before: The epoch before, up to whose end an iterable was just read, so that it need load
+            no state; None for the first one of the run.
         length: Length that the sequence must have; None: any.
 
     Attributes:
         number: Number of the task that is read next.
     """
 
+    order: TaskOrder
     # An item is made once, whichever worker makes it, and each may make any.
-    first_items: FirstItems | None = None
-    starts: Mapping[int, Start] | None = None
+    first_items = None
 
     def __init__(
         self,
-        source: TaskSource,
+        workload: Workload,
         reading: Reading,
-        rerun: Callable[[Origin, Ticket | None], Callable[[], Any]],
         run: Run,
         epoch: Epoch,
-        goes_on: bool,
-        first: int,
-        length: int | None = None,
+        before: TaskEpoch | None,
+        length: int | None,
     ) -> None:
-        self._source, self._reading, self._rerun, self._run = source, reading, rerun, run
+        self._workload, self._reading, self._run = workload, reading, run
+        self._source: TaskSource = workload.source
+        self.feed_runs_code = not self._source.is_sequence
         self._epoch = epoch.number
         self.share = epoch.share
         start = Start() if epoch.starts is None else epoch.starts[0]
+        # Numbers go on over the epochs of a run, so that a late result is never taken for one of
+        # another epoch.
+        first = 0 if before is None else before.number
         replay = run.replay.get(epoch.number, ())
         self.order = TaskOrder(first, start, epoch.done, run.options.ordered, epoch.log, replay)
-        self.number = first + start.number
+        self.number: int = first + start.number
         # Number of batches of the epoch that the loop was given before.
         self._given_before = start.number + len(epoch.done) - epoch.left_out
-        self._start = Start() if goes_on else start
+        self._start = start if before is None else Start()
         self._length = length
         self._reader: ElementReader | None = None
         # Failure because of which nothing more can be read.
         self._unread: Failure | None = None
-        # Ticket that was read and not submitted, with the state of the iterator after it.
-        self._pending: tuple[Ticket, Any] | None = None
-        # Tickets of a sequence that were read and perhaps not submitted.
-        self._unsubmitted: list[Ticket] = []
+        # Tickets that were read and perhaps not submitted, and the state of an iterator after them.
+        self._pending: tuple[list[Ticket], Any] | None = None
         self._is_read = False
 
     @property
     def may_be_followed(self) -> bool:
-        if not self._is_read or self._unread is not None:
-            return False
-        # The last ones, if an exception came right after the end was read.
-        if self._pending is not None or self._unsubmitted:
-            return False
-        return self._source.may_overlap
-
-    @property
-    def feed_runs_code(self) -> bool:
-        return not self._source.is_sequence
+        # The last tickets are pending if an exception came right after the end was read.
+        is_fed = self._is_read and self._unread is None and self._pending is None
+        return is_fed and self._source.may_overlap
 
     # --- reading ---
 
@@ -274,46 +253,41 @@ class TaskEpoch:
             room = most - tasks.results.outstanding
             if room < min(tasks.dispatch.least, most // 4) and not lacks:
                 return
-            self._feed_many(self._reader, tasks, most)
-        while not self._is_read and tasks.results.outstanding < most:
+        while self._pending is not None or not self._is_read:
             if self._pending is None:
+                room = most - tasks.results.outstanding
                 # A loop that waits for a batch should not wait for a slow iterable.
-                if reads > 1 and not source.is_sequence and tasks.poll(order):
+                if room <= 0 or (reads > 1 and not source.is_sequence and tasks.poll(order)):
                     return
                 reads += 1
-                self._pending = self._read()
+                try:
+                    self._pending = self._read_on(room)
+                except BaseException as error:
+                    if not self._has_failed(error):
+                        raise
                 if self._pending is None:
                     return
-            ticket, state = self._pending
-            self.number = ticket.number + 1
-            order.read(ticket.number, state)
-            if not order.was_taken(ticket.number):
-                try:
-                    tasks.submit([ticket])
-                except ItemNotPicklable as error:
-                    self._fail(Failure(ticket.indices[0], ticket.number, error))
+            tickets, state = self._pending
+            self.number = tickets[-1].number + 1
+            if not source.is_sequence:
+                self._submit_read(tasks, tickets[0], state)
+            elif order.taken or tickets[0].number < order.next:
+                # Some were done before, or were submitted by a call that did not complete.
+                tasks.submit([t for t in tickets if not order.was_taken(t.number)])
+            else:
+                tasks.submit(tickets)
             if self._reader is not None:
-                self._reader.advance(ticket.number)
+                self._reader.advance(tickets)
             self._pending = None
 
-    def _feed_many(self, reader: ElementReader, tasks: TaskSchedule[Any], most: int) -> None:
-        """Submit several tasks of a sequence at once."""
-        tickets = self._unsubmitted
-        if not tickets:
-            if self._is_read or tasks.results.outstanding >= most:
-                return
-            tickets = self._unsubmitted = reader.next_many(most - tasks.results.outstanding)
-            if not tickets:
-                return
-        order = self.order
-        # Some were done before, or were submitted by a call that did not complete.
-        if order.taken or tickets[0].number < order.next:
-            tasks.submit([t for t in tickets if not order.was_taken(t.number)])
-        else:
-            tasks.submit(tickets)
-        self.number = tickets[-1].number + 1
-        reader.advance_many(tickets)
-        self._unsubmitted = []
+    def _submit_read(self, tasks: TaskSchedule[Any], ticket: Ticket, state: Any) -> None:
+        """Submit the task of elements that were read, unless it was done before."""
+        self.order.read(ticket.number, state)
+        if not self.order.was_taken(ticket.number):
+            try:
+                tasks.submit([ticket])
+            except ItemNotPicklable as error:
+                self._fail(Failure(ticket.indices[0], ticket.number, error))
 
     def _lacks(self) -> int:
         """Return how many more tasks must be submitted until a replay can go on."""
@@ -332,49 +306,41 @@ class TaskEpoch:
             waiting = min(waiting, options.max_queue_bytes // largest) if largest else 0
         return waiting + self._run.workers * self._source.tickets_at_once
 
-    def _read(self) -> tuple[Ticket, Any] | None:
-        """Return the next ticket, and the reader's state after it; None if there is none."""
+    def _has_failed(self, error: BaseException) -> bool:
+        """Return whether the source has failed, which is noted; else the error is to be raised."""
+        if self._reader is not None and self._reader.has_failed:
+            self._fail(Failure(-1, self.number, error))
+            return isinstance(error, Exception)
+        if self._source.is_sequence:
+            # A new reader continues from here.
+            self._reader = None
+        # Ctrl-C, for example.
+        if not isinstance(error, Exception):
+            return False
+        # An error of the source's own comes again; others have nothing to do with it.
         try:
-            return self._read_on()
-        except BaseException as error:
-            if self._reader is not None and self._reader.has_failed:
-                self._fail(Failure(-1, self.number, error))
-                if isinstance(error, Exception):
-                    return None
-                raise
-            if self._source.is_sequence:
-                # A new reader continues from here.
-                self._reader = None
-            if not isinstance(error, Exception):
-                # Ctrl-C, for example.
-                raise
-            # An error of the source's own comes again; others have nothing to do with it.
-            try:
-                self._read_on()
-            except raised_here(Exception):
-                self._fail(Failure(-1, self.number, error))
-                return None
-            raise
+            self._read_on(1)
+        except raised_here(Exception):
+            self._fail(Failure(-1, self.number, error))
+            return True
+        return False
 
-    def _read_on(self) -> tuple[Ticket, Any] | None:
-        """Do what `_read` does; again, until the reader advances, does the same."""
+    def _read_on(self, most: int) -> tuple[list[Ticket], Any] | None:
+        """Return the next tickets, and the state after them; None at the end. Again, the same."""
         source, order = self._source, self.order
         if self._reader is None:
             start = self._start
             if source.is_sequence:
                 start = Start(self.number - order.first)
+            share = self.share or (0,)
             self._reader = ElementReader(
-                source,
-                self._reading,
-                self._epoch,
-                start,
-                order.first,
-                self._length,
-                (0,) if self.share is None else self.share,
+                source, self._reading, self._epoch, start, order.first, self._length, share
             )
-        read = self._timed(self._reader)
-        state = self._reader.state()
-        if read is None:
+        if source.is_sequence:
+            tickets, state = self._reader.next(most), None
+        else:
+            tickets, state = self._timed(self._reader), self._reader.state()
+        if not tickets:
             replayed = [number - order.first for number in order.replay]
             count, last = self.number - order.first, max([*order.beyond(), *replayed], default=-1)
             if last >= count:
@@ -384,16 +350,14 @@ class TaskEpoch:
             order.end_at(self.number, state)
             self._is_read = True
             return None
-        return read, state
+        return tickets, state
 
-    def _timed(self, reader: ElementReader) -> Ticket | None:
-        """Read on, and count it as a wait of the loop if it runs code of the user."""
-        if self._source.is_sequence:
-            return reader.next()
+    def _timed(self, reader: ElementReader) -> list[Ticket]:
+        """Read an iterable, and count it as a wait of the loop, as it runs code of the user."""
         meter = self._run.meter
         meter.pause(None)
         try:
-            return reader.next()
+            return reader.next(1)
         finally:
             meter.resume(has_read=True)
 
@@ -434,17 +398,10 @@ class TaskEpoch:
 
     def origin_of(self, failure: Failure) -> Origin:
         epoch, number = self._place_of(failure)
-        origin = Origin(
-            self._source.random_seed,
-            epoch,
-            number,
-            None,
-            0,
-            failure.worker,
-            failure.shard,
-        )
+        seed = self._source.random_seed
+        origin = Origin(seed, epoch, number, None, 0, failure.worker, failure.shard)
         ticket = self.ticket(failure.number - self.order.first)
-        origin.rerun = self._rerun(origin, ticket)
+        origin.rerun = self._workload.rerun(origin, ticket)
         return origin
 
     def ticket(self, item: int) -> Ticket | None:
@@ -478,9 +435,6 @@ class TaskEpoch:
 
     def end(self) -> None:
         self._source.end(self._epoch)
-
-    def rerun_s(self, stats: Stats) -> float | None:
-        return None
 
 
 def _tasks_of(backend: Backend) -> TaskSchedule[Any]:

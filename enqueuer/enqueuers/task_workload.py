@@ -6,22 +6,20 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from enqueuer.backends.job import Job
 from enqueuer.enqueuers.configs import Auto
 from enqueuer.enqueuers.failures import Origin, refuse, rerun_task
 from enqueuer.enqueuers.options import Concurrency, Options
 from enqueuer.enqueuers.run import Run
 from enqueuer.enqueuers.task_epoch import TaskEpoch
-from enqueuer.enqueuers.workload import EpochWork, Seed, job_of
+from enqueuer.enqueuers.workload import EpochWork, Seed, Workload
 from enqueuer.errors import InvalidState, StateMismatch
 from enqueuer.workers.collate import stack
 from enqueuer.workers.element_threads import MOST_THREADS
 from enqueuer.workers.messages import Epoch, Ticket
-from enqueuer.workers.sources import fingerprint_of
 from enqueuer.workers.tasks import Reading, Share, TaskSource, order_of, places_of, steps_in
 
 
-class TaskWorkload:
+class TaskWorkload(Workload):
     """See `Workload`.
 
     Args:
@@ -44,10 +42,10 @@ class TaskWorkload:
         self.source = source
         self.options = options
         self.seed = seed
+        self.start_method = options.start_method(source)
         source.random_seed = seed.value
         self.reading = Reading(shuffle, options.drop_last, options.rank, options.world_size)
         self._concurrency = concurrency
-        self._start_method = options.start_method(source)
         # Length of the sequence in the epoch in which a loaded state was saved, if it may change.
         self._saved_length: int | None = None
         # The epoch that was resumed from other ranks, and what this rank has of it.
@@ -61,14 +59,6 @@ class TaskWorkload:
         return steps_in(count, self.source.batch_size or 1, self.options.drop_last)
 
     @property
-    def shard_count(self) -> None:
-        return None
-
-    @property
-    def elements_per_item(self) -> int:
-        return self.source.batch_size or 1
-
-    @property
     def concurrency(self) -> int:
         return self.source.concurrency
 
@@ -77,7 +67,7 @@ class TaskWorkload:
         self.source.concurrency = number
 
     @property
-    def most_at_once(self) -> int:
+    def most_at_once(self) -> int:  # type: ignore[override]  # no caller sets it
         workers = self.options.workers
         if not isinstance(workers, Auto) or isinstance(self._concurrency, int):
             return self.source.concurrency
@@ -89,38 +79,26 @@ class TaskWorkload:
         is_free = source.is_async or (is_thread and source.batch_size is not None)
         return (workers.most or MOST_THREADS) if is_free else 1
 
+    @property
     def needs_common_seed(self) -> bool:
         return self.reading.shuffle
 
     # --- what runs ---
 
-    def job(self, workers: int, first: Epoch) -> Job:
-        return self.job_with(workers)
-
-    def job_with(self, workers: int) -> Job:
-        return job_of(self, workers, 0, (), self._start_method)
-
     def keep_shards(self) -> None:
         """Do nothing: tasks have no shards."""
 
-    def begin(self, run: Run, epoch: Epoch, goes_on: bool, before: EpochWork | None) -> TaskEpoch:
+    def begin(self, run: Run, epoch: Epoch, before: EpochWork | None) -> TaskEpoch:
         assert before is None or isinstance(before, TaskEpoch)
-        first = 0 if before is None else before.number
         length = self._saved_length if before is None and epoch.starts is not None else None
         if epoch.share is not None:
             self._resumed = epoch.number, epoch.share
         elif self._resumed is not None and self._resumed[0] == epoch.number:
             self._resumed = None
-        return TaskEpoch(self.source, self.reading, self.rerun, run, epoch, goes_on, first, length)
+        return TaskEpoch(self, self.reading, run, epoch, before, length)
 
     def rewind(self) -> None:
         self.source.rewind()
-
-    def why_empty(self, earlier: int) -> str | None:
-        return None
-
-    def limit_of_workers(self) -> str | None:
-        return None
 
     # --- position ---
 
@@ -137,10 +115,6 @@ class TaskWorkload:
             "world_size": options.world_size,
             "ordered": options.ordered,
         }
-
-    @functools.cached_property
-    def fingerprint(self) -> dict[str, Any]:
-        return fingerprint_of(self.source)
 
     def given(self) -> dict[str, bool]:
         # The methods of a sequence for epochs may change its length, so that is checked later.

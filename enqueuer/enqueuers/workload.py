@@ -6,6 +6,7 @@ an `EpochWork`, which knows how far the epoch has come.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -24,8 +25,7 @@ from enqueuer.monitoring.duplicates import FirstItems
 from enqueuer.monitoring.stats import Stats
 from enqueuer.workers.messages import Epoch, Failure, Start, Ticket
 from enqueuer.workers.shards import fresh_seed
-from enqueuer.workers.sources import Source
-from enqueuer.workers.tasks import TaskSource
+from enqueuer.workers.sources import fingerprint_of
 
 # Workers; each may have a connection to a server, which may refuse more.
 MOST_WORKERS = 128
@@ -62,20 +62,18 @@ class EpochWork(Protocol):
     """One epoch of a workload: its order, and what the workers are given.
 
     Attributes:
+        order: The order of the items, from where the epoch began.
         first_items: Comparison of the first items of all shards; None once it is done.
         share: See `Epoch.share`.
+        starts: Shards to be run, if the workers have others, too; None: all that they have.
+        feed_runs_code: Whether `feed()` runs code of the user, which may take long.
     """
 
     first_items: FirstItems | None
+    order: Order
     share: tuple[int, ...] | None
-
-    @property
-    def starts(self) -> Mapping[int, Start] | None:
-        """The shards to be run, if the workers have others, too; None: all that they have."""
-
-    @property
-    def order(self) -> Order:
-        """The order of the items, from where the epoch began."""
+    starts: Mapping[int, Start] | None = None
+    feed_runs_code: bool = False
 
     @property
     def may_be_followed(self) -> bool:
@@ -83,10 +81,6 @@ class EpochWork(Protocol):
 
         So all work of this one was given to the workers, and the source does not see its end.
         """
-
-    @property
-    def feed_runs_code(self) -> bool:
-        """Whether `feed()` runs code of the user, which may take long."""
 
     def feed(self, is_early: bool = False) -> None:
         """Give the workers what they need to go on. Lock held, and nothing is ready.
@@ -109,6 +103,7 @@ class EpochWork(Protocol):
 
     def ticket(self, item: int) -> Ticket | None:
         """Return the ticket of a task of this epoch that the workers have not finished."""
+        return None
 
     def steps_done(self, ready: int, taken: int) -> int:
         """Return how many batches of the epoch the loop was given.
@@ -119,13 +114,14 @@ class EpochWork(Protocol):
         """
 
     def left_out(self, starts: Mapping[int, Start], done: Sequence[int], ready: int) -> int:
-        """Return `Epoch.left_out` of a position.
+        """Return `Epoch.left_out` of a position; 0 for shards, whose starts have their own.
 
         Args:
             starts: See `Epoch.starts`.
             done: See `Epoch.done`.
             ready: Number of batches that were taken and are still to be given.
         """
+        return 0
 
     def next_epoch(self) -> Epoch:
         """Return the epoch after this one, which is over."""
@@ -139,40 +135,55 @@ class EpochWork(Protocol):
         Args:
             stats: Statistics of this epoch.
         """
+        return None
 
 
 class Workload(Protocol):
-    """A source, and what its batches depend on."""
+    """A source, and what its batches depend on.
 
+    Attributes:
+        source: Source that the user gave.
+        options: Options of the enqueuer.
+        seed: Seed of the enqueuer.
+        start_method: How processes are started; "" for threads and Ray.
+        concurrency: Number of elements that each worker runs at once; 1 for shards.
+        most_at_once: The largest number of these that `workers="auto"` may choose.
+    """
+
+    source: Any
     options: Options
     seed: Seed
-    # Number of elements that each worker runs at once; 1 for shards.
-    concurrency: int
-
-    @property
-    def most_at_once(self) -> int:
-        """The largest number of these that `workers="auto"` may choose."""
-
-    @property
-    def source(self) -> Source | TaskSource:
-        """The source that the workers run."""
+    start_method: str
+    concurrency: int = 1
+    most_at_once: int = 1
 
     @property
     def shard_count(self) -> int | None:
         """Number of shards of this rank; None for tasks."""
-
-    @property
-    def elements_per_item(self) -> int:
-        """Number of elements that a worker loads one after another for an item."""
+        return None
 
     def steps(self) -> int | None:
         """Return the number of batches of an epoch; None if that is not known."""
+        return None
 
+    @property
     def needs_common_seed(self) -> bool:
-        """Return whether the share of each rank may depend on the seed."""
+        """Whether the share of each rank may depend on the seed."""
+
+    def check_seed(self) -> None:
+        """Raise ValueError if ranks may have different seeds, and their shares depend on these."""
+        if not self.seed.is_shared and self.needs_common_seed:
+            raise ValueError(
+                f"world_size={self.options.world_size} needs random_seed: each rank would draw "
+                "another one and shuffle differently, so that some data would come twice "
+                "and others never; give all ranks the same"
+            )
+
+    # --- what runs ---
 
     def job(self, workers: int, first: Epoch) -> Job:
         """Return what a backend is to do with so many workers, from an epoch on."""
+        return self.job_of(workers)
 
     def job_with(self, workers: int) -> Job | None:
         """Return the same data as a job for another number of workers.
@@ -183,18 +194,46 @@ class Workload(Protocol):
         Raises:
             InvalidState: The source cannot go on in other workers.
         """
+        return self.job_of(workers)
+
+    def job_of(self, workers: int, shards: int = 0, own: tuple[int, ...] = ()) -> Job:
+        """Return what a backend is to do; `own` are the shards of this rank, none for tasks."""
+        options, backend = self.options, self.options.backend
+        limits = [s for s in (options.stall_timeout, options.timeout) if s is not None]
+        return Job(
+            source=self.source,
+            shards=shards,
+            own=own,
+            workers=workers,
+            random_seed=self.seed.value,
+            ordered=options.ordered,
+            max_queue_size=options.max_queue_size,
+            max_queue_bytes=options.max_queue_bytes,
+            start_method=self.start_method,
+            most_workers=most_workers(options, usage.cpus()) if options.is_auto else 0,
+            threads_per_worker=backend.threads if isinstance(backend, Processes) else None,
+            forward_logs=options.forward_logs,
+            keep_freed_memory=not isinstance(backend, (Processes, Ray))
+            or backend.keep_freed_memory,
+            on_error=options.on_error,
+            max_restarts=options.max_restarts,
+            may_grow=options.is_auto,
+            longest_wait_s=min(limits, default=None),
+            has_globals=options.has_globals,
+            ray=backend.for_job() if isinstance(backend, Ray) else RayOptions(),
+        )
 
     def keep_shards(self) -> None:
         """Keep the number of shards from now on, whatever the number of workers will be."""
 
-    def begin(self, run: Run, epoch: Epoch, goes_on: bool, before: EpochWork | None) -> EpochWork:
+    def begin(self, run: Run, epoch: Epoch, before: EpochWork | None) -> EpochWork:
         """Return the work of an epoch.
 
         Args:
             run: The run that the epoch belongs to.
             epoch: Epoch to be run, or the rest of one.
-            goes_on: Whether the source was just read up to there.
-            before: The epoch before, of the same run.
+            before: The epoch before, of the same run, up to whose end the source was just read;
+                None for the first one.
         """
 
     def rewind(self) -> None:
@@ -206,19 +245,39 @@ class Workload(Protocol):
         Args:
             earlier: Number of items that the run gave before this epoch.
         """
+        return None
 
     def limit_of_workers(self) -> str | None:
         """Return why `workers="auto"` cannot have more than one worker; None if it can."""
+        return None
+
+    # --- position ---
 
     def identity(self) -> dict[str, Any]:
         """Return what the batches depend on."""
 
-    @property
+    @functools.cached_property
     def fingerprint(self) -> dict[str, Any]:
         """What a state says of the source; see `fingerprint_of`."""
+        return fingerprint_of(self.source)
 
     def given(self) -> dict[str, bool]:
         """Return which values of `identity()` that may be adopted were fixed by the user."""
+
+    def orders_to_replay(self) -> dict[int, list[int]]:
+        """Return the orders of `replay_order`, by their epochs.
+
+        Raises:
+            StateMismatch: They are not of a run of this workload.
+        """
+        states = cast("tuple[Mapping[str, Any], ...]", self.options.replay_order)
+        if not states:
+            return {}
+        identity = self.identity()
+        # It may change with the epoch.
+        if not self.given().get("length", True):
+            del identity["length"]
+        return orders_of(states, identity)
 
     def adopt(self, state: Mapping[str, Any], epoch: Epoch, was_run: bool) -> None:
         """Take from a state what the user did not fix.
@@ -238,61 +297,6 @@ class Workload(Protocol):
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments that make an enqueuer like this one."""
-
-
-def check_seed(workload: Workload) -> None:
-    """Raise ValueError if the ranks may have different seeds, and their shares depend on these."""
-    if not workload.seed.is_shared and workload.needs_common_seed():
-        raise ValueError(
-            f"world_size={workload.options.world_size} needs random_seed: each rank would draw "
-            "another one and shuffle differently, so that some data would come twice "
-            "and others never; give all ranks the same"
-        )
-
-
-def orders_to_replay(workload: Workload) -> dict[int, list[int]]:
-    """Return the orders of `replay_order`, by their epochs.
-
-    Raises:
-        StateMismatch: They are not of a run of this workload.
-    """
-    states = cast("tuple[Mapping[str, Any], ...]", workload.options.replay_order)
-    if not states:
-        return {}
-    identity = workload.identity()
-    # It may change with the epoch.
-    if not workload.given().get("length", True):
-        del identity["length"]
-    return orders_of(states, identity)
-
-
-def job_of(
-    workload: Workload, workers: int, shards: int, own: tuple[int, ...], start_method: str
-) -> Job:
-    """Return what a backend is to do with a workload."""
-    options, backend = workload.options, workload.options.backend
-    limits = [s for s in (options.stall_timeout, options.timeout) if s is not None]
-    return Job(
-        source=workload.source,
-        shards=shards,
-        own=own,
-        workers=workers,
-        random_seed=workload.seed.value,
-        ordered=options.ordered,
-        max_queue_size=options.max_queue_size,
-        max_queue_bytes=options.max_queue_bytes,
-        start_method=start_method,
-        most_workers=most_workers(options, usage.cpus()) if options.is_auto else 0,
-        threads_per_worker=backend.threads if isinstance(backend, Processes) else None,
-        forward_logs=options.forward_logs,
-        keep_freed_memory=not isinstance(backend, (Processes, Ray)) or backend.keep_freed_memory,
-        on_error=options.on_error,
-        max_restarts=options.max_restarts,
-        may_grow=options.is_auto,
-        longest_wait_s=min(limits, default=None),
-        has_globals=options.has_globals,
-        ray=backend.for_job() if isinstance(backend, Ray) else RayOptions(),
-    )
 
 
 def most_workers(options: Options, cpus: float) -> int:

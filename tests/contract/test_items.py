@@ -308,7 +308,7 @@ def test_a_loop_may_change_what_it_has(no_warnings):
 
 
 def test_a_loop_may_take_and_change_a_batch_while_that_is_looked_at(no_warnings, monkeypatch):
-    inbox, taken = ThreadInbox(4), types.SimpleNamespace(numbers={}, last=0)
+    inbox, taken = ThreadInbox(4), types.SimpleNamespace(numbers={}, last=0, items=0)
     sender = thread_sender.ThreadSender(0, inbox, WorkQueue(), WorkQueue(), measured=False)
 
     def digest(batch):
