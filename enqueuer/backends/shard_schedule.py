@@ -9,9 +9,10 @@ that takes items writes down which it has taken. This file decides and does not 
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Generic
 
 from enqueuer.backends.lifecycle import DeathPlace
@@ -321,6 +322,8 @@ NOTHING: Final[Iterator[ItemTuple]] = iter(())
 
 # To look up a member of an enum takes long.
 _DEAD = WorkerState.DEAD
+_inbox_of: Callable[[Worker], Inbox] = operator.attrgetter("inbox")
+_waiting_of: Callable[[Inbox], int] = operator.attrgetter("waiting")
 
 
 class ShardSchedule(Generic[W]):
@@ -380,7 +383,7 @@ class ShardSchedule(Generic[W]):
         """Return how many items of the epoch that the loop reads wait. Called by any thread."""
         # Read once, as another thread may begin the next epoch.
         number = next((epoch.number for epoch in self._epochs), 0)
-        return sum(inbox.waiting_of(number) for inbox in _inboxes_of(self._workers))
+        return sum(inbox.waiting_of(number) for inbox in set(map(_inbox_of, list(self._workers))))
 
     def begin(self, epoch: Epoch) -> None:
         """Have the workers run an epoch, unless they were told; the loop reads it from now on."""
@@ -580,9 +583,5 @@ class ShardSchedule(Generic[W]):
 
 def waiting_in(workers: Sequence[Worker]) -> int:
     """Return how many items wait in the inboxes of some workers. Called by any thread."""
-    return sum(inbox.waiting for inbox in _inboxes_of(workers))
-
-
-def _inboxes_of(workers: Sequence[Worker]) -> set[Inbox]:
     # Workers may share an inbox.
-    return {worker.inbox for worker in list(workers)}
+    return sum(map(_waiting_of, set(map(_inbox_of, list(workers)))))

@@ -137,7 +137,7 @@ class Epochs:
         try:
             with run.lock:
                 reader.is_next_wanted = goes_on or reader.is_followed
-                if not reader.has_item(None, self.retune):
+                if not reader.has_item(None, None if self.scaling is None else self.retune):
                     raise StopIteration
                 if run.timeline is not None:
                     run.timeline.take(reader.ready)
