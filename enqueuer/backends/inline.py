@@ -33,6 +33,7 @@ from enqueuer.monitoring.meters import WAITING, clock
 from enqueuer.monitoring.trace_file import TraceTarget
 from enqueuer.monitoring.usage import Usage
 from enqueuer.monitoring.worker_stats import WorkerStats, worker_stats
+from enqueuer.workers.event_loop import check_awaited
 from enqueuer.workers.loop import turns
 from enqueuer.workers.messages import Empty, End, Epoch, Failure, Ticket
 from enqueuer.workers.plan import Plan
@@ -67,6 +68,8 @@ class InlineWorker(ThreadSender):
         inbox = ThreadInbox(UNBOUNDED, shards=len(plan.shards))
         orders: WorkQueue[Epoch] = WorkQueue()
         super().__init__(0, inbox, orders, WorkQueue(), measured=False)
+        # No item waits, so that none is used again meanwhile.
+        self._digests = None
         self.shards = plan.shards
         self._plan = plan
         self._offered = tickets
@@ -138,6 +141,10 @@ class InlineWorker(ThreadSender):
             self._turns = turns(plan, channel.next_epoch(), channel, self._enter, one_by_one=True)
         if next(self._turns, self) is self:
             self._turns = None
+
+    def send_item(self, shard: int, number: int, value: object, state: Any = None) -> None:
+        check_awaited(value)
+        super().send_item(shard, number, value, state)
 
     def send(self, message: End | Failure | Empty) -> None:
         if isinstance(message, Failure) and isinstance(message.error, KeyboardInterrupt):

@@ -193,9 +193,11 @@ def _why_not(
             parts["the sequence"] = source.items
     else:
         parts = {name_of(source.function): source.function}
-    unsendable = [(part, value) for part, value in parts.items() if not can_send(value)]
-    what, value = next(iter(unsendable), ("something", None))
-    culprits = _culprits_in(what, value, can_send) if unsendable else ""
+    what, culprits = "something" if isinstance(source, TaskSource) else name_of(source.function), ""
+    for part, value in parts.items():
+        if not can_send(value):
+            what, culprits = part, _culprits_in(part, value, can_send)
+            break
     culprits = culprits or "something that it refers to"
     return (
         f"{what} cannot be sent to {where}: {culprits} cannot be pickled; {advice}, or use {others}"

@@ -124,12 +124,12 @@ class Wait:
                 f"{report(most, inspect(order), epoch)}\n"
                 "Nothing is lost: iterating again goes on with the very next batch"
             )
-        assert warn is not None, "a wait without limits is not cut"
         # Set before the warning, which may raise.
-        self._has_warned = True
+        has_warned, self._has_warned = self._has_warned, True
         self.until = time.monotonic() + _FOREVER_S if most is None else self._began + most
-        text = report(warn, inspect(order), epoch)
-        warnings.warn(text, StallWarning, stacklevel=level_of_user())
+        if warn is not None and not has_warned:
+            text = report(warn, inspect(order), epoch)
+            warnings.warn(text, StallWarning, stacklevel=level_of_user())
 
 
 def report(seconds: float, view: WaitSnapshot, epoch: int) -> str:

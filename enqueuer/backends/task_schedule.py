@@ -89,7 +89,7 @@ class TaskOrder:
         # Number of tasks that were taken, and not only passed over.
         self.items = 0
         # Numbers that were taken, until `next` has gone past them. Code that takes a result writes
-        # to it itself: that needs no call, see `ShardOrder`.
+        # to it itself: that needs no call, see `Taken`.
         self.taken: dict[int, None] = dict.fromkeys(first + number for number in done)
         self.end: int | None = None
         self.ends: dict[int, Any] = {}
@@ -239,9 +239,13 @@ class ReorderBuffer:
         """Forget a skipped error that `peek` has returned; again does nothing."""
         errors = self._skipped.get(failure.number)
         if errors and errors[0] is failure:
-            errors.popleft()
-        if errors is not None and not errors:
-            del self._skipped[failure.number]
+            rest = deque(errors)
+            del rest[0]
+            # One store.
+            if rest:
+                self._skipped[failure.number] = rest
+            else:
+                del self._skipped[failure.number]
 
     def put(self, message: ItemTuple | Empty | Failure) -> None:
         """Keep what came of a task, unless it is known already."""

@@ -61,9 +61,11 @@ class suppressed(contextlib.suppress):
 
 def _is_of_handler(error: BaseException) -> bool:
     """Return whether a handler has raised an exception: it is called with the frame it struck."""
+    # No handler runs elsewhere.
+    if threading.get_ident() != threading.main_thread().ident:
+        return False
     # That of Ctrl-C is written in C and has no frame.
-    is_main = threading.get_ident() == threading.main_thread().ident
-    if is_main and isinstance(error, KeyboardInterrupt):
+    if isinstance(error, KeyboardInterrupt):
         return True
     at = error.__traceback__
     while at is not None and at.tb_next is not None:

@@ -125,7 +125,7 @@ class EpochReader:
             retune: Called when the number of workers may be changed.
             raises: Whether to raise the failure, if that is next; else this returns True.
             takes: Whether to take an item that has come from the workers, which makes room for
-                another one. If not, this waits for nothing.
+                another one. If not, this waits for a change of workers only.
 
         Raises:
             DeadlineExpired: Nothing came until `deadline`.
@@ -144,7 +144,8 @@ class EpochReader:
             run, items = self.run, None
             backend = run.backend
             # A trace records each wait, and `more` would not tell of it.
-            if takes and run.timeline is None and not self.ready and self.failure is None:
+            is_quick = takes and run.timeline is None and run.state is not State.STOPPED
+            if is_quick and not self.ready and self.failure is None:
                 items = backend.more(self._order, deadline is None)
             if items is None:
                 has_more = self._wait_for_item(deadline, retune, takes)

@@ -183,7 +183,8 @@ def _check_names(options: Container[str]) -> None:
     for name in _NOT_HERE:
         if name in options:
             raise TypeError(
-                f"there is no option {name!r}: it is for code that is written for Keras"
+                f"prefetch() and imap() take no {name}=...: only the enqueuers have it. "
+                "prefetch() takes a generator, and imap() a function and its elements"
             )
 
 

@@ -421,7 +421,10 @@ class TaskEpoch(EpochWork):
             tasks.fail(self._unread)
 
     def steps_done(self, ready: int, taken: int) -> int:
-        return self.order.next - self.order.first - ready
+        number, beyond = self.order.next, self.order.taken.copy()
+        while number in beyond:
+            number += 1
+        return number - self.order.first - ready
 
     def left_out(self, starts: Mapping[int, Start], done: Sequence[int], ready: int) -> int:
         # The order counts a result in the same step in which it notes that it was taken.

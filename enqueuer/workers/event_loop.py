@@ -342,6 +342,16 @@ _loops: dict[int, EventLoop] = {}
 _others: dict[int, Callable[[], list[ThreadSnapshot]]] = {}
 
 
+def _forget_threads() -> None:
+    """Forget, in a forked child, the threads that do not exist there."""
+    _loops.clear()
+    _others.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_threads)
+
+
 def set_loop(loop: EventLoop | None) -> None:
     """Have `result_of` use an event loop in this thread."""
     _own.loop = loop

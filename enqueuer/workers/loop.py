@@ -27,7 +27,7 @@ from typing import Any
 from enqueuer.common.text import duration
 from enqueuer.errors import Closed, StateMismatch
 from enqueuer.workers.bunch import Bunch
-from enqueuer.workers.event_loop import EventLoop, loop_of, shard_loop
+from enqueuer.workers.event_loop import EventLoop, shard_loop
 from enqueuer.workers.messages import Channel, End, Epoch, Failure, Reported, Sender, Start
 from enqueuer.workers.plan import OnError, Plan, may_skip, serve_failure, skip_or_end
 from enqueuer.workers.shards import Shard, collect_reports, do_nothing
@@ -50,10 +50,11 @@ def serve(plan: Plan, channel: Channel, enter: Callable[[Shard], None] | None = 
             random states.
     """
     enter = enter or do_nothing
+    loop = None
     with ExitStack() as stack:
         if plan.shard_source.is_async:
             try:
-                stack.enter_context(shard_loop(channel.check))
+                loop = stack.enter_context(shard_loop(channel.check))
             except (RuntimeError, OSError) as error:
                 serve_failure(error, plan.shards, channel)
                 return
@@ -64,7 +65,7 @@ def serve(plan: Plan, channel: Channel, enter: Callable[[Shard], None] | None = 
             if epoch.number > last:
                 last = epoch.number
                 # There is no pause between turns.
-                deque(turns(plan, epoch, channel, enter), maxlen=0)
+                deque(turns(plan, epoch, channel, enter, loop=loop), maxlen=0)
 
 
 def turns(
@@ -73,6 +74,7 @@ def turns(
     sender: Sender,
     enter: Callable[[Shard], None],
     one_by_one: bool = False,
+    loop: EventLoop | None = None,
 ) -> Iterator[None]:
     """Send what the source yields for each shard in turn, then each shard's end.
 
@@ -87,8 +89,9 @@ def turns(
         sender: Sender of the items.
         enter: As for `serve`.
         one_by_one: Whether to yield after each turn; otherwise nothing is yielded.
+        loop: Event loop of the worker, for async generators.
     """
-    turns_left, loop = deque(epoch.turns), loop_of(threading.get_ident())
+    turns_left = deque(epoch.turns)
     with ExitStack() as stack:
         streams = _streams_of(plan, epoch, loop, stack)
         if loop is not None:

@@ -489,6 +489,29 @@ async def squared(number):
     return number * number
 
 
+def numbered(count):
+    yield from range(count)
+
+
+def read_another(error):
+    return list(GeneratorEnqueuer(functools.partial(numbered, 3), workers=0))
+
+
+@pytest.mark.timeout(60)
+def test_another_enqueuer_in_the_thread_of_the_worker_has_nothing_to_do_with_its_loop():
+    async def batches(shard):
+        for number in range(4):
+            await asyncio.sleep(0.001)
+            if (shard.index, number) == (0, 1):
+                raise ValueError("to be replaced")
+            yield shard.index, number
+
+    options = dict(workers=1, shards=2, on_error=read_another, timeout=LIMIT)
+    with GeneratorEnqueuer(batches, **options) as enqueuer:
+        seen = list(enqueuer)
+    assert seen == [(0, 0), (1, 0), [0, 1, 2], *((1, number) for number in range(1, 4))]
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.filterwarnings("ignore:coroutine:RuntimeWarning")

@@ -211,6 +211,19 @@ def test_after_an_interrupt_the_loop_goes_on_with_the_next_batch(of, at, caplog)
     assert "was interrupted; worker 0 (the loop's own thread) goes on" in caplog.text
 
 
+def test_a_late_item_that_is_a_coroutine_is_refused():
+    async def late():
+        raise AssertionError("nobody awaits it")
+
+    coroutine = late()
+    with (
+        GeneratorEnqueuer(lambda: iter([*range(25), coroutine]), workers=0) as enqueuer,
+        pytest.raises(TypeError, match="is a coroutine"),
+    ):
+        list(enqueuer)
+    coroutine.close()
+
+
 def test_a_running_iterator_that_was_interrupted_cannot_go_on():
     with GeneratorEnqueuer(map(Interrupted(1), range(4)), workers=0) as enqueuer:
         assert next(enqueuer.get()) == 0

@@ -396,6 +396,22 @@ def test_a_stall_of_a_reader_is_told_by_the_users_code_in_it(backend, tmp_path):
     assert "is here" in text
 
 
+def nested_and_stuck(folder, shard):
+    yield list(prefetch(iter(range(3))))
+    stuck(folder / "one")
+    yield shard.index
+
+
+def test_a_stall_of_a_source_that_has_used_an_enqueuer_shows_its_stack(backend, tmp_path):
+    """Start and stop of the inner one put handlers of signals back."""
+    (tmp_path / "one").touch()
+    source = functools.partial(nested_and_stuck, tmp_path)
+    with GeneratorEnqueuer(source, timeout=0.2, stall_timeout=None, **backend) as enqueuer:
+        assert take(enqueuer, 1) == [[0, 1, 2]]
+        text_when(enqueuer, "in stuck")
+        (tmp_path / "one").unlink()
+
+
 class Rows:
     def __init__(self, folder):
         self.folder = folder

@@ -1,5 +1,6 @@
 """Processes forked from the parent, from a worker, or around both of them."""
 
+import asyncio
 import multiprocessing
 import os
 import signal
@@ -92,6 +93,38 @@ def test_a_forked_child_is_told_even_if_a_thread_of_the_parent_waits(options, tm
         source.let_on()
         waiting.join(LIMIT)
         assert next(batches) == (0, 2)
+
+
+@pytest.mark.parametrize("options", ONE_OF_EACH)
+def test_in_a_forked_child_that_has_stopped_it_the_epoch_is_over(options):
+    with GeneratorEnqueuer(counting, **options) as enqueuer:
+        batches = iter(enqueuer)
+        assert next(batches) == (0, 0)
+
+        def go_on():
+            enqueuer.stop()
+            return list(batches)
+
+        assert in_a_child(go_on) == "[]"
+        assert next(batches) == (0, 1)
+
+
+async def ticks(shard):
+    while True:
+        await asyncio.sleep(0.01)
+        yield shard.index
+
+
+def test_threads_of_a_forked_child_have_nothing_to_do_with_its_parents_event_loops():
+    """They may have the identifiers of its threads."""
+
+    def own():
+        with GeneratorEnqueuer(twelve, workers=3, shards=3, timeout=LIMIT) as enqueuer:
+            return [len(list(enqueuer)) for _ in range(2)]
+
+    with GeneratorEnqueuer(ticks, workers=3) as enqueuer:
+        next(iter(enqueuer))
+        assert in_a_child(own) == "[12, 12]"
 
 
 def test_a_forked_child_may_have_its_own(backend):

@@ -33,7 +33,7 @@ from enqueuer.errors import StateMismatch
 from enqueuer.transport.errors import decode_error, encode_error
 from enqueuer.workers import collate
 from enqueuer.workers.element_threads import snapshots_of
-from enqueuer.workers.event_loop import set_others
+from enqueuer.workers.event_loop import ThreadSnapshot, set_others
 from enqueuer.workers.logs import log_error
 from enqueuer.workers.plan import OnError, may_skip
 from enqueuer.workers.seeding import seed_python_and_numpy
@@ -125,7 +125,12 @@ class FallibleDataset:
         if self._concurrency == 1:
             return list(map(self._sample, indices))
         current: dict[int, Any] = {}
-        set_others(functools.partial(snapshots_of, current))
+
+        def snapshots() -> list[ThreadSnapshot]:
+            found = snapshots_of(current)
+            return [at._replace(indices=tuple(map(str_of, at.indices))) for at in found]
+
+        set_others(snapshots)
         try:
             return list(self._threads.map(functools.partial(self._in_thread, current), indices))
         finally:
@@ -133,7 +138,7 @@ class FallibleDataset:
 
     def _in_thread(self, current: dict[int, Any], index: Any) -> Any:
         ident = threading.get_ident()
-        current[ident] = ((str(index),),)
+        current[ident] = ((index,),)
         try:
             return self._sample(index)
         finally:

@@ -2,10 +2,10 @@
 
     ask_stacks() --a signal--> worker: faulthandler, in C --the stack as text--> parent's pipe
 
-The signal's handler needs no GIL and runs no Python, so that a worker answers from the middle of
-a sleep, a loop in C or a deadlock. Only one that is stopped, or hangs in the system, does not:
-hence the deadline. A worker that has its pipe says so by one byte; no worker is signalled before,
-since the signal would end it.
+The signal's handler needs no GIL and runs no Python, unless the worker's own thread waits for
+others. So a worker answers from the middle of a sleep, a loop in C or a deadlock. Only one that is
+stopped, or hangs in the system, does not: hence the deadline. A worker that has its pipe says so by
+one byte; no worker is signalled before, since the signal would end it.
 """
 
 from __future__ import annotations
@@ -102,14 +102,13 @@ def answer(pipe: Descriptor | None) -> None:
             os.write(fd, data)
 
     def choose(has_others: bool) -> None:
-        if has_others:
-            faulthandler.unregister(ASK)
-        else:
+        faulthandler.unregister(ASK)
+        # One of Python's would be put above that of faulthandler by whoever puts all back. It
+        # interrupts system calls: the kernel would go on with a wait for a lock, without Python.
+        signal.signal(ASK, write if has_others else signal.SIG_IGN)
+        if not has_others:
             faulthandler.register(ASK, file=fd, all_threads=False, chain=False)
 
-    # Faulthandler puts its handler above this one, and takes it away again. This one interrupts
-    # system calls: the kernel would go on with a wait for a lock, without Python.
-    signal.signal(ASK, write)
     choose(False)
     on_others(choose)
     os.write(fd, b"\n")

@@ -59,6 +59,10 @@ class ActorConfig:
     asks: bool
     keep_freed_memory: bool
 
+    def __str__(self) -> str:
+        # The driver knows its name.
+        return ""
+
 
 class RayWorker:
     """The class of the actors; the pool calls each method in a concurrency group of GROUPS.
