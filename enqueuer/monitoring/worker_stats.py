@@ -27,8 +27,8 @@ class WorkerStats:
         name: Its name, such as `"worker 0 (process 4711, forkserver)"`.
         shards: Shards that it runs; empty for tasks, which any worker may take.
         items: Number of items that it has sent.
-        bytes: Approximate size of these items: in processes as they were sent; in threads every
-            256th item is measured and stands for the others.
+        bytes: Approximate size of these items: in processes as they were sent; in threads and
+            without workers every 256th item is measured and stands for the others.
         started: Time of its start, in nanoseconds of `time.monotonic_ns()`.
         starting_s: Seconds from its start until it was ready for the first order.
         making_s: Seconds in the generator, or in `map` and `__getitem__`.
