@@ -103,7 +103,7 @@ def answer(pipe: Descriptor | None) -> None:
 
     def choose(has_others: bool) -> None:
         faulthandler.unregister(ASK)
-        # One of Python's would be put above that of faulthandler by whoever puts all back. It
+        # One of Python's would come above that of faulthandler when `held()` puts it back. It
         # interrupts system calls: the kernel would go on with a wait for a lock, without Python.
         signal.signal(ASK, write if has_others else signal.SIG_IGN)
         if not has_others:
