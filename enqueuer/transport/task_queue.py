@@ -14,7 +14,7 @@ import pickle
 import socket
 import struct
 
-from enqueuer.common.catching import raised_here, suppressed
+from enqueuer.common.catching import raised_here
 from enqueuer.common.descriptors import close_in_children, is_portable
 from enqueuer.common.text import an
 from enqueuer.errors import ItemNotPicklable
@@ -73,8 +73,10 @@ def pack(ticket: Ticket, are_forked: bool) -> bytes:
         ItemNotPicklable: An element cannot be sent; the message names the culprit.
     """
     data = b""
-    with suppressed(Exception):
+    try:
         data = pickle.dumps(ticket, protocol=5)
+    except raised_here(Exception):
+        pass
     if data and (are_forked or b"__main__" not in data):
         return data
     # As in `item_codec`.
