@@ -59,10 +59,14 @@ class suppressed(contextlib.suppress):
         return is_suppressed and error is not None and not _is_of_handler(error)
 
 
+def is_main_thread() -> bool:
+    """Return whether this is the thread in which Python runs signal handlers."""
+    return threading.get_ident() == threading.main_thread().ident
+
+
 def _is_of_handler(error: BaseException) -> bool:
     """Return whether a handler has raised an exception: it is called with the frame it struck."""
-    # No handler runs elsewhere.
-    if threading.get_ident() != threading.main_thread().ident:
+    if not is_main_thread():
         return False
     # That of Ctrl-C is written in C and has no frame.
     if isinstance(error, KeyboardInterrupt):

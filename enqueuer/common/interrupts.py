@@ -30,6 +30,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
+from enqueuer.common.catching import is_main_thread
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -70,7 +72,7 @@ def held() -> Iterator[None]:
     Blocks may be nested: the outermost one counts. Outside the main thread it does nothing.
     """
     global is_held
-    if is_held or not _is_main_thread():
+    if is_held or not is_main_thread():
         yield
         return
     try:
@@ -96,7 +98,7 @@ def interruptible(wait: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     Use it for a wait that may take long, where an exception may leave the block.
     """
     global is_held
-    if not is_held or not _is_main_thread():
+    if not is_held or not is_main_thread():
         return wait(*args, **kwargs)
     try:
         is_held = False
@@ -130,10 +132,6 @@ def check() -> None:
     """Call, inside a `held()` block, the handlers of the signals that came until now."""
     if noted:
         interruptible(lambda: None)
-
-
-def _is_main_thread() -> bool:
-    return threading.get_ident() == threading.main_thread().ident
 
 
 def _note(number: int, frame: FrameType | None) -> None:
