@@ -1,6 +1,7 @@
 """What examples/proof/ changes, in small programs of the shape of the published ones."""
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -352,6 +353,7 @@ def test_the_augmentation_of_nnunet_is_repeatable(tmp_path):
     assert len(set(outputs[0])) == 6
 
 
+@pytest.mark.timeout(300)
 def test_the_measurement_says_what_is_equal_and_what_is_left(tmp_path):
     needs_installed("torch")
     training = TRAINING.format(imports="", loader="torch.utils.data.DataLoader")
@@ -362,7 +364,7 @@ def test_the_measurement_says_what_is_equal_and_what_is_left(tmp_path):
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=LIMIT,
+        timeout=2 * LIMIT,
     )
     assert done.returncode == 0, done.stderr
     _, before, after, *repeated, are_equal, _, one, two, three = done.stdout.splitlines()
@@ -373,7 +375,9 @@ def test_the_measurement_says_what_is_equal_and_what_is_left(tmp_path):
     for version, line in zip(("before", "after"), repeated, strict=True):
         assert line == f"{version}: the 16 results of all runs are equal: True"
     assert are_equal == "before and after are equal to the bit: True"
-    assert "RuntimeError: DataLoader worker" in killed[0]
+    # torch's own loader hangs in a few of a hundred runs: the exception of its handler of SIGCHLD
+    # leaves a queue locked, and the exit of the program waits for that lock.
+    assert re.search("RuntimeError: DataLoader worker|hangs: no end after 90 s", killed[0])
     assert "enqueuer.adapters.torch" in killed[1]
     assert "SIGKILL" in killed[1]
     assert killed[2].startswith("after, max_restarts=1: 16 steps")
